@@ -1,0 +1,75 @@
+"""Every option of megasink, once: the dataclasses from which the command line flags are made.
+
+Megatron's ArgumentGroupFactory turns each field into a flag (``softmax_offset_init`` becomes
+``--softmax-offset-init``) and the string below it into the help text.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+Variant = Literal["vanilla", "sink", "off-by-one"]
+Scope = Literal["microbatch"]
+
+
+def _choice(kind: Any, default: str) -> Any:
+    """A field with named values that argparse shows but does not check.
+
+    argparse stops at the first wrong flag; all problems of a command line belong in one message.
+    """
+    names = "{" + ",".join(get_args(kind)) + "}"
+    meta = {"argparse_meta": {"choices": None, "type": str, "metavar": names}}
+    return field(default=default, metadata=meta)
+
+
+@dataclass(kw_only=True)
+class AttentionOptions:
+    """How attention heads are gated."""
+
+    attention_variant: Variant = _choice(Variant, "sink")
+    """vanilla: softmax attention (P0.1). sink: one learnable logit per head in the denominator of
+    the softmax (P0.2). off-by-one: that logit fixed at 0."""
+
+    softmax_offset_init: float = 0.0
+    """Initial sink logit of every head. At 0 a head of a new model starts as off-by-one attention:
+    its gate is n/(n+1) over n visible tokens, so training starts from vanilla attention, and the
+    gradient of the logit, proportional to 1 - gate, is not zero. GPT-OSS and Megatron draw it
+    from N(0, 0.02), the same to two digits but dependent on the random state."""
+
+    attention_kernel: str = "auto"
+    """Attention kernel: auto, or the name of one that must run ('eager', 'flash-cpu', ...). One
+    that would drop a term is refused."""
+
+
+@dataclass(kw_only=True)
+class HeadBalanceOptions:
+    """The head-balance loss of P0: coefficient * sum over layers of H * CV(importance)^2 (Eq. 7)."""
+
+    head_balance_coeff: float = 1e-4
+    """Coefficient of the head-balance loss (lambda); 0 switches it off. P0 trains from scratch
+    with 1e-4."""
+
+    head_balance_scope: Scope = _choice(Scope, "microbatch")
+    """Over which tokens the importance inside the loss is averaged: those of each microbatch."""
+
+
+@dataclass(kw_only=True)
+class RunOptions:
+    """Where a run lives."""
+
+    run_dir: str | None = None
+    """Folder of the run: checkpoints, TensorBoard, metrics.jsonl, logs and the resolved
+    configuration. A folder that holds a run of another configuration is refused."""
+
+    resume: bool = False
+    """Go on from the newest checkpoint of --run-dir."""
+
+    cpu: bool = False
+    """Run on the CPU platform; chosen by itself, and said, where no CUDA device is present."""
+
+
+OPTIONS = (AttentionOptions, HeadBalanceOptions, RunOptions)
+
+
+def options_from_args(cls: type, args: Any) -> Any:
+    """An instance of one of the dataclasses above from parsed arguments."""
+    return cls(**{f.name: getattr(args, f.name) for f in fields(cls)})

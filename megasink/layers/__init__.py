@@ -1,0 +1,1 @@
+"""Megatron modules: parameters, tensor-parallel attributes, sharded state, the model builder."""

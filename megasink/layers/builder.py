@@ -1,0 +1,46 @@
+"""The model configuration and builder that Megatron's training loop is given."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
+
+from megasink.layers.init import initialize_weights
+
+
+@dataclass(kw_only=True)
+class MegasinkGPTConfig(GPTModelConfig):
+    """GPTModelConfig whose models start from weights independent of the layout.
+
+    Attributes:
+        init_seed: seed of the initial weights.
+    """
+
+    builder: ClassVar[str] = "megasink.layers.builder.MegasinkGPTBuilder"
+    init_seed: int = 1234
+
+
+class MegasinkGPTBuilder(GPTModelBuilder):
+    """Builds GPTModel stages and draws their weights independently of the layout.
+
+    Raises:
+        ValueError: multi-token prediction: its blocks ignore the layer spec and take upstream's
+            attention (megatron/training/models/gpt.py:363).
+    """
+
+    def build_model(
+        self,
+        pg_collection: ProcessGroupCollection,
+        pre_process: bool | None = None,
+        post_process: bool | None = None,
+        vp_stage: int | None = None,
+    ) -> GPTModel:
+        """One pipeline stage; arguments as upstream's."""
+        config: Any = self._model_config
+        if config.transformer.mtp_num_layers:
+            raise ValueError("--mtp-num-layers: multi-token prediction is not supported")
+        model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
+        initialize_weights(model, config.init_seed)
+        return model

@@ -1,0 +1,175 @@
+"""The core-attention module inside Megatron's SelfAttention.
+
+Shapes: S sequence, B batch, H query heads and G key/value groups of this tensor-parallel rank,
+T = S tokens, D head dim. Megatron hands over [S, B, heads, D] and takes [S, B, H * D].
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
+from torch import Tensor
+
+from megasink.attention import attention, gate_sum
+from megasink.balance.attach import attach_gradient
+from megasink.balance.loss import head_balance_gradient, head_balance_loss
+from megasink.balance.reduce import gather_heads, own_heads
+from megasink.balance.tracker import HeadTracker
+from megasink.layers.transformer_config import MegasinkTransformerConfig
+
+
+class CoreAttention(MegatronModule):
+    """Vanilla, sink or off-by-one attention whose gates feed the head-balance loss (P0).
+
+    Args:
+        config: with ``attention_variant``, ``softmax_offset_init``, ``attention_kernel`` and
+            ``head_balance_coeff``.
+        layer_number: 1-based index in the whole model.
+        attn_mask_type: causal.
+        attention_type: "self".
+        softmax_scale: factor of the scores; None for head_dim ** -0.5.
+        pg_collection: with the tensor-parallel group ``tp``.
+
+    Attributes:
+        softmax_offset: for the sink variant, the logits s_h of this rank's heads [H], float32
+            also where the model runs in bf16; sharded by heads. Megatron's inference and
+            converters know it under this name.
+
+    Raises:
+        ValueError: cross attention, or a mask other than the causal one.
+    """
+
+    softmax_offset: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        config: MegasinkTransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ):
+        super().__init__(config=config)
+        if attention_type != "self":
+            raise ValueError(f"attention_type {attention_type!r}: megasink has self attention only")
+        if attn_mask_type != AttnMaskType.causal:
+            raise ValueError(f"attention mask {attn_mask_type}: megasink has the causal mask only")
+        self.config: MegasinkTransformerConfig = config
+        self.layer_number = layer_number
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
+        self.tp_group = pg_collection.tp
+        self.softmax_scale = softmax_scale
+        windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        # Megatron's tuple counts the tokens to the left of the token itself.
+        self.window = config.window_size[0] + 1 if windowed and config.window_size else None
+
+        self.softmax_offset = None
+        if config.attention_variant == "sink":
+            heads = config.num_attention_heads // self.tp_group.size()
+            # Not torch.cuda.current_device(), as upstream's: CPU initialisation means the CPU.
+            device = None if config.use_cpu_initialization else torch.cuda.current_device()
+            offset = torch.full((heads,), config.softmax_offset_init, device=device)
+            self.softmax_offset = torch.nn.Parameter(offset.float())
+            # Without these the gradient norm counts the sinks of tensor-parallel rank 0 only.
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CoreAttention":
+        """Move with the module but stay float32: Float16Module turns every parameter into bf16."""
+        kept = None if self.softmax_offset is None else self.softmax_offset.data
+        super()._apply(fn, recurse)
+        if self.softmax_offset is not None and kept is not None:
+            moved = self.softmax_offset.data
+            self.softmax_offset.data = moved.float() if kept.is_meta else kept.to(moved.device)
+        return self
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attention over [S, B, H, D] queries and [S, B, G, D] keys and values.
+
+        Args:
+            attention_mask: must be None or Megatron's own causal mask: it is not read.
+
+        Returns:
+            [S, B, H * D] in the dtype of the query.
+
+        Raises:
+            NotImplementedError: packed sequences or an attention bias.
+        """
+        if packed_seq_params is not None:
+            raise NotImplementedError("packed sequences (thd) are not supported by CoreAttention")
+        if attention_bias is not None:
+            raise NotImplementedError("an attention bias is not supported by CoreAttention")
+        # Recompute runs forward a first time without gradients: that run counts nothing.
+        counts = self.training and torch.is_grad_enabled()
+        balances = counts and self.config.head_balance_coeff > 0
+        query_BHTD, key_BGSD, value_BGSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out_BHTD, lse_BHT, gate_BHT = attention(
+            query_BHTD,
+            key_BGSD,
+            value_BGSD,
+            variant=self.config.attention_variant,
+            sink_H=self.softmax_offset,
+            window=self.window,
+            scale=self.softmax_scale,
+            backend=self.config.attention_kernel,
+            with_gate=balances or self.config.attention_variant != "vanilla",
+        )
+        out = out_BHTD.permute(2, 0, 1, 3)
+        out = out.reshape(*out.shape[:2], -1)
+        if counts and gate_BHT is not None:
+            out = self._count(out, gate_BHT, balances)
+        return out
+
+    def _count(self, out: Tensor, gate_BHT: Tensor, balances: bool) -> Tensor:
+        """Record the importance of all heads of the layer and attach the balance loss."""
+        batch, _, tokens = gate_BHT.shape
+        importance = gate_sum(gate_BHT) / (batch * tokens)
+        importance_all = gather_heads(importance, self.tp_group)
+        loss = None
+        if balances:
+            coeff = self.config.head_balance_coeff
+            loss = head_balance_loss(importance_all, coeff)
+            coefficients = own_heads(head_balance_gradient(importance_all, coeff), self.tp_group)
+            weight = float(batch * tokens) if self.config.calculate_per_token_loss else 1.0
+            out = attach_gradient(out, importance, coefficients, weight)
+        HeadTracker.record(self.layer_number - 1, importance_all, batch * tokens, loss)
+        return out
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """The sinks, sharded by heads on axis 0."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )

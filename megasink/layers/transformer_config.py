@@ -1,0 +1,23 @@
+"""Megatron's TransformerConfig with the options of megasink."""
+
+from dataclasses import dataclass
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megasink.balance.attach import HeadBalanceScale
+from megasink.config import AttentionOptions, HeadBalanceOptions
+
+# Megatron's own name for each variant: inference and converters decide by config.softmax_type.
+SOFTMAX_TYPE = {"vanilla": "vanilla", "sink": "learnable", "off-by-one": "off-by-one"}
+
+
+@dataclass(kw_only=True)
+class MegasinkTransformerConfig(HeadBalanceOptions, AttentionOptions, TransformerConfig):
+    """TransformerConfig with AttentionOptions and HeadBalanceOptions beside Megatron's fields."""
+
+    def __post_init__(self) -> None:
+        self.softmax_type = SOFTMAX_TYPE[self.attention_variant]  # type: ignore[assignment]
+        if self.head_balance_coeff:
+            # schedules.py:376 calls it for every microbatch on every pipeline stage.
+            self.experimental_attention_variant_loss_scale_func = HeadBalanceScale.set
+        super().__post_init__()

@@ -1,0 +1,80 @@
+"""AdamW with one ``step`` per parameter group, as TransformerEngine's and apex's FusedAdam keep it.
+
+Megatron's distributed optimizer saves and loads its state in the form of FusedAdam. With torch's
+AdamW, which keeps a ``step`` tensor per parameter, its resharding checkpoints do not load
+(megatron/core/optimizer/distrib_optimizer.py:838,1025). Where neither library is installed this
+class takes FusedAdam's place.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+
+class GroupStepAdam(torch.optim.Optimizer):
+    """Adam (``adam_w_mode=False``) or AdamW (``True``), multi-tensor, step kept per group.
+
+    Args:
+        params: parameters or groups; the parameters may be of any floating dtype, states have
+            the parameter's dtype.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW.
+        adam_w_mode: decoupled weight decay.
+        capturable: accepted for FusedAdam's signature; must be False.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+    ):
+        if capturable:
+            raise ValueError("GroupStepAdam cannot be captured in a CUDA graph; install apex or TE")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+        self.adam_w_mode = adam_w_mode
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update; parameters without a gradient are left alone."""
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            group["step"] = group.get("step", 0) + (1 if group["params"] else 0)
+            if not params:
+                continue
+            grads = [p.grad for p in params]
+            for p in params:
+                if not self.state[p]:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p)
+                    self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
+            first = [self.state[p]["exp_avg"] for p in params]
+            second = [self.state[p]["exp_avg_sq"] for p in params]
+            self._update(group, params, grads, first, second)
+        return loss
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        params: list[Any],
+        grads: list[Any],
+        first: list[Any],
+        second: list[Any],
+    ) -> None:
+        lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
+        if decay and self.adam_w_mode:
+            torch._foreach_mul_(params, 1 - lr * decay)
+        elif decay:
+            grads = list(torch._foreach_add(grads, params, alpha=decay))
+        torch._foreach_lerp_(first, grads, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
+        root = torch._foreach_sqrt(second)
+        torch._foreach_div_(root, (1 - beta2 ** group["step"]) ** 0.5)
+        torch._foreach_add_(root, group["eps"])
+        torch._foreach_addcdiv_(params, first, root, -lr / (1 - beta1 ** group["step"]))

@@ -1,0 +1,63 @@
+"""The one way the platform replaces an upstream attribute: named, reasoned and reversible."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One replaced attribute.
+
+    Attributes:
+        owner: the module or class whose attribute was replaced.
+        name: the attribute.
+        upstream: file and line (megatron-core 0.19.2 unless it says otherwise) that needs it.
+        reason: why, in one sentence.
+    """
+
+    owner: Any
+    name: str
+    upstream: str
+    reason: str
+    original: Any = field(repr=False, default=_MISSING)
+
+    @property
+    def target(self) -> str:
+        return f"{getattr(self.owner, '__name__', self.owner)}.{self.name}"
+
+
+_installed: list[Patch] = []
+
+
+def replace(owner: Any, name: str, new: Any, *, upstream: str, reason: str) -> Any:
+    """Replace ``owner.name`` by ``new`` and remember how to undo it.
+
+    Returns:
+        the original attribute.
+
+    Raises:
+        AttributeError: there is no such attribute, so the patch is dead.
+    """
+    original = getattr(owner, name)
+    # A class attribute reached through inheritance is restored by deleting the replacement.
+    own = vars(owner).get(name, _MISSING)
+    setattr(owner, name, new)
+    _installed.append(Patch(owner, name, upstream, reason, own))
+    return original
+
+
+def patches() -> list[Patch]:
+    """The replacements in force, in the order in which they were made."""
+    return list(_installed)
+
+
+def deactivate_all() -> None:
+    """Put every original back, newest first."""
+    while _installed:
+        patch = _installed.pop()
+        if patch.original is _MISSING:
+            delattr(patch.owner, patch.name)
+        else:
+            setattr(patch.owner, patch.name, patch.original)

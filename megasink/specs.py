@@ -1,0 +1,56 @@
+"""(variant, backend) -> layer spec: Megatron's own specs with our core attention in them."""
+
+import dataclasses
+from typing import Any
+
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import (
+    LayerNormImpl,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
+
+from megasink.layers.core_attention import CoreAttention
+from megasink.layers.norm import TorchNorm
+
+
+def block_spec(config: GPTModelConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The block of layers of this pipeline stage, for ``GPTModelConfig.transformer_layer_spec``.
+
+    Megatron chooses the modules (TransformerEngine or its own, by ``--transformer-impl``); every
+    self attention gets :class:`CoreAttention`, every WrappedTorchNorm a norm that sequence
+    parallelism accepts. A whole block is returned, and not a layer, because the builder overwrites
+    the core attention of a layer under ``--attention-backend local``
+    (megatron/training/models/gpt.py:249).
+    """
+    spec = default_layer_spec(config, vp_stage)  # type: ignore[arg-type]
+    if isinstance(spec, TransformerBlockSubmodules):
+        layers, norm = spec.layer_specs, spec.layer_norm
+    else:
+        count = get_num_layers_to_build(config.transformer, vp_stage=vp_stage)
+        layers, norm = [spec] * count, LayerNormImpl
+    return TransformerBlockSubmodules(
+        layer_specs=[_with_our_modules(layer) for layer in layers],
+        layer_norm=_with_our_modules(norm),
+    )
+
+
+def _with_our_modules(node: Any) -> Any:
+    """A copy of a spec tree with the modules exchanged."""
+    if node is WrappedTorchNorm:
+        return TorchNorm
+    if isinstance(node, ModuleSpec):
+        return dataclasses.replace(node, submodules=_with_our_modules(node.submodules))
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        changes = {
+            f.name: _with_our_modules(getattr(node, f.name))
+            for f in dataclasses.fields(node)
+            if f.init
+        }
+        if isinstance(node, SelfAttentionSubmodules):
+            changes["core_attention"] = CoreAttention
+        return dataclasses.replace(node, **changes)
+    return node

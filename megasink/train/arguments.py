@@ -1,0 +1,136 @@
+"""Command line -> Megatron's argument namespace, ours included, with every problem in one message."""
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from megasink import platform
+from megasink.config import OPTIONS
+from megasink.errors import ConfigError
+from megasink.train import checks, run_dir
+
+# Megatron's default is 0.1 for both dropouts; attention dropout breaks the identity between a
+# gate and the LSE (P0.9). The optimizer state must be saved in a form that any layout can load.
+DEFAULTS: dict[str, Any] = {
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "ckpt_format": "torch_dist",
+    "dist_ckpt_optim_fully_reshardable": True,
+    "tokenizer_type": "HuggingFaceTokenizer",
+    "log_interval": 10,
+    # dtypes and devices of the whole training loop are what a step prints, not its 600 arguments
+}
+# What stands for the parts that need CUDA.
+CPU_DEFAULTS: dict[str, Any] = {
+    "distributed_backend": "gloo",
+    "transformer_impl": "local",
+    "use_cpu_initialization": True,
+    "masked_softmax_fusion": False,
+    "bias_gelu_fusion": False,
+    "bias_swiglu_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "no_persist_layer_norm": True,
+    "cross_entropy_loss_fusion": False,
+}
+
+
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Megatron's ``extra_args_provider``: our flags, and our defaults for Megatron's."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    taken = {a.dest for a in parser._actions}
+    defaults = DEFAULTS | (CPU_DEFAULTS if platform.is_active() else {})
+    unknown = sorted(set(defaults) - taken)
+    if unknown:
+        raise ConfigError([f"this megatron-core has no option {name}" for name in unknown])
+    parser.set_defaults(**defaults)
+    for options in OPTIONS:
+        ArgumentGroupFactory(options).build_group(parser, title=f"megasink: {options.__name__}")
+    parser.error = _raise  # type: ignore[method-assign]
+    return parser
+
+
+def _raise(message: str) -> NoReturn:
+    raise ConfigError([f"{message} (megasink train --help lists every flag)"])
+
+
+def parse(argv: Sequence[str]) -> Namespace:
+    """Parse and validate a command line; sets Megatron's global arguments.
+
+    Args:
+        argv: flags without the program's name.
+
+    Returns:
+        the namespace, with ``padded_vocab_size`` pinned to the tokenizer.
+
+    Raises:
+        ConfigError: every problem found, before anything is built.
+    """
+    from megatron.training import arguments
+
+    # Megatron reads sys.argv.
+    sys.argv = [sys.argv[0], *argv]
+    # Required by Megatron for tensor parallelism on GPUs before Blackwell.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    args = arguments.parse_args(add_arguments)
+    problems = checks.problems(args)
+    if problems:
+        raise ConfigError(problems)
+    run_dir.set_paths(args)
+    checks.pin_vocabulary(args)
+    with _printed_by_rank_0_log(args):
+        try:
+            arguments.validate_args(args)
+        except (AssertionError, ValueError, RuntimeError) as error:
+            raise ConfigError([f"Megatron refuses this configuration: {_text(error)}"]) from error
+    return args
+
+
+def set_globals(args: Namespace) -> None:
+    """Megatron's global arguments, tokenizer, writers and timers."""
+    from megatron.training.global_vars import set_global_variables
+
+    set_global_variables(args)
+
+
+def _text(error: BaseException) -> str:
+    return str(error) or f"{type(error).__name__} at {_where(error)}"
+
+
+def _where(error: BaseException) -> str:
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    if frame is None:
+        return "an unknown place"
+    code = frame.tb_frame.f_code
+    import linecache
+
+    line = linecache.getline(code.co_filename, frame.tb_lineno).strip()
+    return f"{os.path.basename(code.co_filename)}:{frame.tb_lineno}: {line}"
+
+
+@contextlib.contextmanager
+def _printed_by_rank_0_log(args: Namespace) -> Any:
+    """validate_args prints all 600 arguments: they are in config.json, so they are not repeated."""
+    sink = io.StringIO()
+    with contextlib.redirect_stdout(sink):
+        yield
+    for line in sink.getvalue().splitlines():
+        if "WARNING" in line or line.startswith("using world size"):
+            print(line, flush=True)
+
+
+def help_text() -> str:
+    """The help of every flag, Megatron's included."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = argparse.ArgumentParser(prog="megasink train", allow_abbrev=False)
+    return add_arguments(add_megatron_arguments(parser)).format_help()

@@ -1,0 +1,247 @@
+"""What a command line gets wrong, found before anything is built."""
+
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from megasink import platform
+from megasink.attention import AttentionRequest, choose_backend
+from megasink.compat import have_transformer_engine
+from megasink.config import Scope, Variant
+from megasink.errors import ConfigError, UserError
+from megasink.train import run_dir
+
+# Options of Megatron that change attention, the loss or the weights in ways that are not covered
+# by a test here: (attribute, value that is fine, flag, what to do).
+_UNSUPPORTED: tuple[tuple[str, Any, str, str], ...] = (
+    ("multi_latent_attention", False, "--multi-latent-attention", "MLA has no sink here"),
+    ("num_experts", None, "--num-experts", "MoE layers are not supported yet"),
+    ("mtp_num_layers", None, "--mtp-num-layers", "its blocks ignore the layer spec"),
+    ("context_parallel_size", 1, "--context-parallel-size", "not supported yet: use 1"),
+    ("attention_output_gate", False, "--attention-output-gate", "not supported yet"),
+    ("hybrid_layer_pattern", None, "--hybrid-layer-pattern", "GPT models only"),
+    ("heterogeneous_layers_config_path", None, "--heterogeneous-layers-config-path", "GPT only"),
+    ("experimental_attention_variant", None, "--experimental-attention-variant", "GPT only"),
+    ("reset_attention_mask", False, "--reset-attention-mask", "packed masks are not supported"),
+    (
+        "dataloader_inter_document_masking",
+        False,
+        "--dataloader-inter-document-masking",
+        "packed masks are not supported",
+    ),
+    ("sft", False, "--sft", "packed batches are not supported"),
+    ("fim_data", False, "--fim-data", "not supported"),
+    ("apply_query_key_layer_scaling", False, "--apply-query-key-layer-scaling", "not supported"),
+    ("qk_clip", False, "--qk-clip", "the kernels do not return the maximum logit"),
+    ("log_max_attention_logit", False, "--log-max-attention-logit", "kernels do not return it"),
+    ("use_torch_fsdp2", False, "--use-torch-fsdp2", "use the distributed optimizer"),
+    ("use_megatron_fsdp", False, "--use-megatron-fsdp", "use the distributed optimizer"),
+    ("cuda_graph_impl", "none", "--cuda-graph-impl", "not supported yet"),
+    ("init_model_with_meta_device", False, "--init-model-with-meta-device", "not supported"),
+    ("spec", None, "--spec", "megasink brings its own layer spec"),
+    ("yaml_cfg", None, "--yaml-cfg", "give flags instead"),
+)
+
+
+def problems(args: Namespace) -> list[str]:
+    """Everything wrong with parsed arguments, a sentence each. Reads files, builds nothing."""
+    found: list[str] = []
+    found += _attention(args)
+    found += _unsupported(args)
+    found += _balance(args)
+    found += _device(args)
+    found += _data(args)
+    found += run_dir.problems(args)
+    return found
+
+
+def _attention(args: Namespace) -> list[str]:
+    found = []
+    variant = args.attention_variant
+    if variant not in get_args(Variant):
+        found.append(
+            f"--attention-variant {variant!r} is unknown: choose {', '.join(get_args(Variant))}"
+        )
+    if getattr(args, "softmax_type", "vanilla") != "vanilla":
+        found.append(
+            f"--softmax-type {args.softmax_type}: say it with --attention-variant "
+            "(sink is Megatron's 'learnable')"
+        )
+    backend = getattr(args.attention_backend, "name", args.attention_backend)
+    if backend != "auto":
+        found.append(
+            f"--attention-backend {backend} chooses among Megatron's kernels, which drop the sink's "
+            "or the gate's gradient: use --attention-kernel"
+        )
+    heads, tensor_parallel = args.num_attention_heads, args.tensor_model_parallel_size
+    if heads and heads % tensor_parallel:
+        found.append(
+            f"--num-attention-heads {heads} is not divisible by "
+            f"--tensor-model-parallel-size {tensor_parallel}"
+        )
+    if heads and args.hidden_size and variant in get_args(Variant):
+        try:
+            choose_backend(attention_request(args), args.attention_kernel)
+        except ConfigError as error:
+            found += error.problems
+    return found
+
+
+def attention_request(args: Namespace) -> AttentionRequest:
+    """The attention call that the model of these arguments makes."""
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    return AttentionRequest(
+        device_type="cpu" if platform.is_active() else "cuda",
+        dtype=dtype,
+        head_dim=args.kv_channels or args.hidden_size // args.num_attention_heads,
+        variant=args.attention_variant,
+        window=args.window_size[0] + 1 if args.window_size else None,
+        needs_gate_gradient=args.attention_variant == "sink" or args.head_balance_coeff > 0,
+        dropout=args.attention_dropout,
+    )
+
+
+def _unsupported(args: Namespace) -> list[str]:
+    return [
+        f"{flag}: {advice}"
+        for name, fine, flag, advice in _UNSUPPORTED
+        if getattr(args, name, fine) not in (fine, None)
+    ]
+
+
+def _balance(args: Namespace) -> list[str]:
+    found = []
+    coeff = args.head_balance_coeff
+    if coeff < 0:
+        found.append(f"--head-balance-coeff {coeff} is negative: use 0 or more")
+    if args.head_balance_scope not in get_args(Scope):
+        found.append(
+            f"--head-balance-scope {args.head_balance_scope!r} is unknown: "
+            f"choose {', '.join(get_args(Scope))}"
+        )
+    if args.transformer_impl == "inference_optimized":
+        found.append(
+            "--transformer-impl inference_optimized has no backward pass and cannot train: "
+            "use local or transformer_engine"
+            + (" (or set --head-balance-coeff 0)" if coeff else "")
+        )
+    if coeff and args.calculate_per_token_loss and args.eod_mask_loss:
+        found.append(
+            "--head-balance-coeff with --calculate-per-token-loss and --eod-mask-loss: the count "
+            "of unmasked tokens is known on the last stage only; drop one of the two flags"
+        )
+    return found
+
+
+def _device(args: Namespace) -> list[str]:
+    found = []
+    if platform.is_active():
+        if args.distributed_backend != "gloo":
+            found.append(
+                f"--distributed-backend {args.distributed_backend} needs CUDA and no CUDA device "
+                "is present: drop the flag (gloo is used) or run on a GPU machine"
+            )
+        if args.transformer_impl == "transformer_engine":
+            found.append(
+                "--transformer-impl transformer_engine needs CUDA and no CUDA device is present: "
+                "use local"
+            )
+        if args.fp8 or args.fp4:
+            found.append("--fp8-format and --fp4-format need CUDA and no CUDA device is present")
+    elif args.transformer_impl == "transformer_engine" and not have_transformer_engine():
+        found.append(
+            "--transformer-impl transformer_engine (Megatron's default) but transformer-engine is "
+            "not installed: pip install 'megasink[gpu]' or use --transformer-impl local"
+        )
+    return found
+
+
+def _data(args: Namespace) -> list[str]:
+    found = []
+    given = args.data_path or args.train_data_path or args.data_args_path
+    given = given or args.per_split_data_args_path
+    if not given and not args.mock_data:
+        found.append("no training data: give --data-path PREFIX (made by tools/preprocess_data.py)")
+    for prefix in args.data_path or []:
+        if not _is_weight(prefix):
+            missing = [s for s in (".bin", ".idx") if not Path(prefix + s).is_file()]
+            if missing:
+                found.append(
+                    f"--data-path {prefix}: {' and '.join(prefix + s for s in missing)} not found"
+                )
+    folder = args.tokenizer_model
+    if args.tokenizer_type == "HuggingFaceTokenizer":
+        if not folder:
+            found.append("no tokenizer: give --tokenizer-model FOLDER (a Hugging Face folder)")
+        elif not Path(folder).is_dir():
+            found.append(f"--tokenizer-model {folder}: no such folder")
+        else:
+            found += _vocabulary(args)
+    return found
+
+
+def _vocabulary(args: Namespace) -> list[str]:
+    from megasink.data.sidecar import mismatch
+    from megasink.data.tokenizer import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(args.tokenizer_model)
+    except UserError as error:
+        return [str(error)]
+    size = len(tokenizer)
+    found = []
+    rows = args.padded_vocab_size
+    if rows is not None and size > rows:
+        found.append(
+            f"the tokenizer {args.tokenizer_model} has {size} tokens but the embedding only "
+            f"{rows} rows: raise --padded-vocab-size or drop it"
+        )
+    for prefix in args.data_path or []:
+        if not _is_weight(prefix):
+            problem = mismatch(prefix, tokenizer)
+            if problem:
+                found.append(f"--data-path {prefix}: {problem}")
+    return found
+
+
+def _is_weight(text: str) -> bool:
+    """--data-path may hold weights between the prefixes."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return not os.path.exists(text + ".bin")
+
+
+def pin_vocabulary(args: Namespace) -> None:
+    """Set the rows of the embedding from the tokenizer alone.
+
+    Megatron pads to a multiple of 128 * TP, so that a checkpoint trained under one layout has
+    another softmax under the next (core/tokenizers/utils/build_tokenizer.py:124).
+
+    Raises:
+        ConfigError: the rows do not divide by the tensor-parallel size.
+    """
+    if args.padded_vocab_size is None:
+        size = args.vocab_size
+        if args.tokenizer_type == "HuggingFaceTokenizer":
+            from megasink.data.tokenizer import load_tokenizer
+
+            size = len(load_tokenizer(args.tokenizer_model))
+        if size is None:
+            raise ConfigError([f"--tokenizer-type {args.tokenizer_type} needs --vocab-size"])
+        if args.tokenizer_type == "NullTokenizer":
+            size += 1  # its end-of-document token
+        multiple = args.make_vocab_size_divisible_by
+        args.padded_vocab_size = -(-size // multiple) * multiple
+    if args.padded_vocab_size % args.tensor_model_parallel_size:
+        raise ConfigError(
+            [
+                f"the {args.padded_vocab_size} rows of the embedding are not divisible by "
+                f"--tensor-model-parallel-size {args.tensor_model_parallel_size}: set "
+                "--make-vocab-size-divisible-by to a multiple of it"
+            ]
+        )

@@ -1,0 +1,121 @@
+"""Megatron's data sets from arguments, and one batch from them on each rank.
+
+Shapes: B microbatch, S sequence.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.utils import get_batch_on_this_tp_rank
+from megatron.training import get_args, get_tokenizer
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+from torch import Tensor
+
+_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+_UNUSED = (
+    "attention_mask",
+    "cu_seqlens",
+    "cu_seqlens_padded",
+    "max_seqlen",
+    "local_cp_size",
+    "hybrid_cp_group",
+)
+
+
+def dataset_config(args: Namespace) -> GPTDatasetConfig:
+    """The options of Megatron's GPTDataset; attention masks are left to the kernels."""
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=get_tokenizer(),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=False,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+    )
+
+
+def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
+    """(train, validation, test) for Megatron's ``pretrain``.
+
+    Args:
+        samples: how many of each.
+        vp_stage: the virtual pipeline stage.
+    """
+    args = get_args()
+
+    def built_here() -> bool:
+        first_or_last = is_first_or_last_pipeline_stage(vp_stage)
+        return bool(mpu.get_tensor_model_parallel_rank() == 0 and first_or_last)
+
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    builder = BlendedMegatronDatasetBuilder(kind, samples, built_here, dataset_config(args))
+    return builder.build()
+
+
+# Megatron asks for it: every rank calls the provider, which builds where it is needed.
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+
+
+def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict[str, Any]:
+    """The microbatch on this rank: tensor-parallel rank 0 reads it and broadcasts.
+
+    Returns:
+        tokens, labels, position_ids [B, S] int64 and loss_mask [B, S] float32; None for what this
+        pipeline stage does not need.
+    """
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return dict.fromkeys(_KEYS)
+    args = get_args()
+    batch: dict[str, Tensor | None] = {}
+    if mpu.get_tensor_model_parallel_rank() == 0:
+        assert data_iterator is not None
+        read = next(data_iterator)
+        batch = {key: read[key].cuda(non_blocking=True) for key in _KEYS}
+        batch |= dict.fromkeys(_UNUSED)
+    return get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=False,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=False,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+
+
+def token_byte_table() -> Tensor | None:
+    """[V] int64 bytes of text per token id, or None for a tokenizer without text (P0.18)."""
+    args = get_args()
+    if args.tokenizer_type != "HuggingFaceTokenizer":
+        return None
+    from megasink.data.token_bytes import token_bytes
+    from megasink.data.tokenizer import load_tokenizer
+
+    table = torch.from_numpy(token_bytes(load_tokenizer(args.tokenizer_model))).long()
+    rows = torch.zeros(args.padded_vocab_size, dtype=torch.long)
+    rows[: len(table)] = table
+    return rows.cuda()

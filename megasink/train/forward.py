@@ -1,0 +1,85 @@
+"""The forward step: model, loss, and the sums that validation needs for bits per byte.
+
+Shapes: B microbatch, S sequence, V vocabulary.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import get_args, get_timers
+from torch import Tensor
+
+from megasink.train.dataset import get_batch, token_byte_table
+
+LM_LOSS = "lm loss"
+BITS_PER_BYTE = "bits per byte"
+
+LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
+
+
+def forward_step(
+    data_iterator: Iterator[Any] | None, model: GPTModel
+) -> tuple[Tensor, LossFunction]:
+    """One microbatch through this pipeline stage, for Megatron's ``pretrain``."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    timers("batch-generator").stop()
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    training = model.training
+    return output, functools.partial(loss_func, batch["labels"], batch["loss_mask"], training)
+
+
+def loss_func(
+    labels: Tensor, loss_mask: Tensor, training: bool, token_losses: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Summed loss of a microbatch.
+
+    Args:
+        labels: [B, S] int64 targets.
+        loss_mask: [B, S] float32, 1 for targets that count.
+        training: False in evaluation, where bits per byte are summed too.
+        token_losses: [B, S] nats per target.
+
+    Returns:
+        (sum of nats, number of targets as int32, {name: [numerator, denominator]}): Megatron adds
+        the pairs over microbatches and ranks and divides: token-weighted means.
+    """
+    mask = loss_mask.view(-1).float()
+    losses = token_losses.view(-1).float()
+    loss = torch.sum(losses * mask)
+    count = mask.sum().detach().to(torch.int)
+    _refuse_nan(loss)
+    report = {LM_LOSS: torch.stack([loss.detach(), count.float()])}
+    if not training and (table := _byte_table()) is not None:
+        size = table[labels.view(-1)].float() * mask
+        # Special tokens stand for no bytes: neither their nats nor their bytes count (P0.18).
+        nats = (losses.detach() * mask * (size > 0)).sum()
+        report[BITS_PER_BYTE] = torch.stack([nats / math.log(2), size.sum()])
+    return loss, count, report
+
+
+@functools.cache
+def _byte_table() -> Tensor | None:
+    return token_byte_table()
+
+
+def _refuse_nan(loss: Tensor) -> None:
+    """Megatron's own check, before the loss is reduced: stops the run with the rank's name."""
+    if not get_args().check_for_nan_in_loss_and_grad:
+        return
+    machine = get_rerun_state_machine()
+    for test, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+        machine.validate_result(
+            result=loss,
+            rejection_func=test,
+            message=f"found {name} in local forward loss calculation",
+            tolerance=0.0,
+            fatal=True,
+        )

@@ -1,0 +1,207 @@
+"""Per-step statistics into Megatron's log line, TensorBoard and metrics.jsonl.
+
+Megatron 0.19 has no per-step callback. It calls ``training_log`` on every rank after every step
+and ``evaluate`` for every evaluation (megatron/training/training.py:3985,4425): both are wrapped,
+neither is changed.
+"""
+
+import contextlib
+import inspect
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from megatron.core import mpu
+from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer, training
+
+from megasink.balance.tracker import HeadStatistics, HeadTracker
+from megasink.train.forward import BITS_PER_BYTE, LM_LOSS
+
+BALANCE_LOSS = "head balance loss"
+IMBALANCE = "head imbalance"
+
+
+class Observer:
+    """Writes what a step did. The last rank owns the writers, as in Megatron.
+
+    Args:
+        metrics: path of metrics.jsonl; None to write none.
+        resumed_at: iteration of the loaded checkpoint: later lines of the file are dropped.
+    """
+
+    def __init__(self, metrics: Path | None):
+        args = get_args()
+        self._owner = args.rank == args.world_size - 1
+        self._path = metrics if self._owner else None
+        self._file: TextIO | None = None
+        self._clock = time.perf_counter()
+        self._mean_seconds: float | None = None
+        self._iteration = 0
+
+    def step(self, call: dict[str, Any]) -> None:
+        """Before Megatron logs a step: reduce the statistics and add them to its losses."""
+        args = get_args()
+        statistics = HeadTracker.finish_step(
+            args.num_layers,
+            args.num_attention_heads,
+            mpu.get_data_parallel_group(with_context_parallel=True),
+            mpu.get_pipeline_model_parallel_group(),
+        )
+        self._iteration = int(call["iteration"])
+        if not self._owner:
+            return
+        losses = call["loss_dict"]
+        observed = not bool(statistics.importance_LH.isnan().all())
+        lm_loss = float(losses[LM_LOSS]) if LM_LOSS in losses else None
+        if observed:
+            # From here Megatron prints and writes them as it does the language model's loss.
+            losses[BALANCE_LOSS] = torch.tensor([statistics.balance_loss], device="cuda")
+            losses[IMBALANCE] = torch.tensor([statistics.imbalance], device="cuda")
+        record = {
+            "iteration": self._iteration,
+            "lm_loss": lm_loss,
+            "learning_rate": call["learning_rate"],
+            "grad_norm": _number(call["grad_norm"]),
+            "skipped": int(call["skipped_iter"]),
+            "consumed_samples": args.consumed_train_samples,
+            "tokens": args.consumed_train_samples * args.seq_length,
+            "seconds": self._seconds(),
+        }
+        logs = self._iteration % args.log_interval == 0 or self._iteration == args.train_iters
+        if observed:
+            record |= self._heads(statistics, logs)
+        self._write(record)
+        if logs:
+            self._print(record)
+
+    def evaluation(self, losses: dict[str, Any] | None) -> None:
+        """After an evaluation: validation loss and bits per byte."""
+        if not self._owner or not losses:
+            return
+        record = {"iteration": self._iteration, "valid_lm_loss": _number(losses.get(LM_LOSS))}
+        if BITS_PER_BYTE in losses:
+            record["valid_bits_per_byte"] = _number(losses[BITS_PER_BYTE])
+        self._write(record)
+
+    def close(self) -> None:
+        """Close metrics.jsonl."""
+        if self._file is not None:
+            self._file.close()
+
+    def _heads(self, statistics: HeadStatistics, logs: bool) -> dict[str, Any]:
+        importance, per_layer = statistics.importance_LH.cpu(), statistics.imbalance_L.cpu()
+        record: dict[str, Any] = {
+            "balance_loss": statistics.balance_loss,
+            "imbalance": statistics.imbalance,
+            "imbalance_per_layer": _rounded(per_layer),
+        }
+        if logs:
+            record["importance"] = _rounded(importance)
+        if self._iteration % get_args().tensorboard_log_interval == 0:
+            self._write_scalars(importance, per_layer)
+        return record
+
+    def _write_scalars(self, importance: torch.Tensor, per_layer: torch.Tensor) -> None:
+        scalars = {}
+        for layer, heads in enumerate(importance):
+            scalars[f"head imbalance by layer/{layer}"] = float(per_layer[layer])
+            scalars[f"head importance mean by layer/{layer}"] = float(heads.mean())
+            scalars[f"head importance min by layer/{layer}"] = float(heads.min())
+            scalars[f"head importance max by layer/{layer}"] = float(heads.max())
+        if writer := get_tensorboard_writer():
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, self._iteration)
+        if wandb := get_wandb_writer():
+            wandb.log(scalars, self._iteration)
+
+    def _seconds(self) -> float:
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        return seconds
+
+    def _print(self, record: dict[str, Any]) -> None:
+        args = get_args()
+        seconds = record["seconds"]
+        mean = seconds if self._mean_seconds is None else 0.7 * self._mean_seconds + 0.3 * seconds
+        self._mean_seconds = mean
+        left = mean * (args.train_iters - self._iteration)
+        parts = [f"megasink: step {self._iteration}/{args.train_iters}"]
+        if record["lm_loss"] is not None:
+            parts.append(f"lm loss {record['lm_loss']:.4f}")
+        if "imbalance" in record:
+            parts.append(f"imbalance {record['imbalance']:.4f}")
+            by_layer = " ".join(f"{cv:.3f}" for cv in record["imbalance_per_layer"])
+            parts.append(f"by layer {by_layer}")
+        parts.append(f"{args.global_batch_size * args.seq_length / mean:,.0f} tokens/s")
+        parts.append(f"eta {int(left // 3600)}:{int(left % 3600 // 60):02}:{int(left % 60):02}")
+        print(" | ".join(parts), flush=True)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._path is None:
+            return
+        if self._file is None:
+            _drop_after(self._path, get_args().iteration)
+            self._file = self._path.open("a")
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+
+def _drop_after(path: Path, iteration: int) -> None:
+    """Keep the lines up to the iteration that training goes on from: it is run again."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(ValueError, KeyError):  # a line cut short by a kill
+            if json.loads(line)["iteration"] <= iteration:
+                kept.append(line + "\n")
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(kept))
+    partial.replace(path)
+
+
+def _number(value: Any) -> float | None:
+    if value is None:
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _rounded(tensor: torch.Tensor) -> list[Any]:
+    """Six digits are more than a gate's mean is known to, and half the bytes."""
+    values: list[Any] = tensor.double().tolist()
+    if tensor.dim() > 1:
+        return [_rounded(row) for row in tensor]
+    return [float(f"{value:.6g}") for value in values]
+
+
+@contextlib.contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Let the observer see every step and every evaluation of Megatron's training loop."""
+    log, evaluate = training.training_log, training.evaluate
+    signature = inspect.signature(log)
+
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        observer.step(signature.bind(*args, **kwargs).arguments)
+        return log(*args, **kwargs)
+
+    def evaluate_and_observe(*args: Any, **kwargs: Any) -> Any:
+        result = evaluate(*args, **kwargs)
+        observer.evaluation(result[0])
+        return result
+
+    replaced: list[tuple[str, Callable[..., Any]]] = [
+        ("training_log", training_log),
+        ("evaluate", evaluate_and_observe),
+    ]
+    for name, function in replaced:
+        setattr(training, name, function)
+    try:
+        yield
+    finally:
+        training.training_log, training.evaluate = log, evaluate
+        observer.close()

@@ -1,0 +1,92 @@
+"""What every rank runs: arguments, model configuration, Megatron's ``pretrain``."""
+
+import os
+import sys
+import warnings
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from megasink import platform
+from megasink.compat import check_versions, mend_upstream
+from megasink.errors import UserError
+
+
+def prepare_process(argv: Sequence[str]) -> None:
+    """Choose the platform and make Megatron importable. The first thing a rank does.
+
+    Raises:
+        UserError: versions that do not fit.
+    """
+    if "--cpu" in argv:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    check_versions()
+    if not platform.cuda_present():
+        platform.activate()
+    mend_upstream()
+
+
+def pretrain(argv: Sequence[str]) -> None:
+    """Train. Called on every rank, with torchrun's variables in the environment.
+
+    Args:
+        argv: Megatron's and our flags.
+
+    Raises:
+        UserError: the configuration, the data or the checkpoint is wrong.
+    """
+    prepare_process(argv)
+    import torch
+
+    from megasink.train import arguments, run_dir
+
+    args = arguments.parse(argv)
+    identity = run_dir.identity_of(args)
+    first = args.rank == 0
+    if first:
+        print(platform.describe(), flush=True)
+        run_dir.write_start(args, identity)
+    arguments.set_globals(args)
+    try:
+        _run(args)
+    finally:
+        # Without it gloo aborts a process now and then while it exits.
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def _run(args: Namespace) -> None:
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain as megatron_pretrain
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    from megasink.attention import choose_backend
+    from megasink.train import checks
+    from megasink.train.dataset import datasets_provider
+    from megasink.train.forward import forward_step
+    from megasink.train.model import model_config
+    from megasink.train.observer import Observer, observing
+
+    if args.rank == 0:
+        choice = choose_backend(checks.attention_request(args), args.attention_kernel)
+        others = "; ".join(f"not {name}: {why}" for name, why in choice.reasons.items())
+        print(f"attention: {args.attention_variant} on {choice.name} ({others})", flush=True)
+    container = pretrain_cfg_container_from_args(args, model_config(args))
+    metrics = Path(args.run_dir, "metrics.jsonl") if args.run_dir else None
+    with observing(Observer(metrics)):
+        megatron_pretrain(container, datasets_provider, ModelType.encoder_or_decoder, forward_step)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of one rank: one line on the error stream for what the user can mend."""
+    argv = sys.argv[1:] if argv is None else argv
+    rank = int(os.environ.get("RANK", "0"))
+    if rank:
+        warnings.simplefilter("ignore")
+    try:
+        pretrain(argv)
+    except UserError as error:
+        if rank == 0:
+            print(f"megasink: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0

@@ -1,0 +1,182 @@
+"""The folder of a run: what started it, where its files are, and who may write to it.
+
+RUN/config.json       every resolved argument, versions, git hash, seeds
+RUN/starts.jsonl      one line per start: time, command line, layout, versions
+RUN/metrics.jsonl     one line per step, one per evaluation
+RUN/checkpoints/      torch_dist checkpoints
+RUN/tensorboard/
+RUN/logs/             output of every rank, when started by ``megasink train``
+RUN/curves.png        loss, imbalance and head importance
+"""
+
+import json
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import megasink
+from megasink.compat import versions
+
+# A run is its model, its data and its loss. Layout, length and learning rate may change on resume.
+IDENTITY = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention "
+    "num_query_groups seq_length max_position_embeddings position_embedding_type rotary_base "
+    "rotary_percent normalization norm_epsilon swiglu squared_relu add_bias_linear qk_layernorm "
+    "untie_embeddings_and_output_weights window_size window_attn_skip_freq attention_variant "
+    "softmax_offset_init head_balance_coeff head_balance_scope data_path split tokenizer_type "
+    "tokenizer_model vocab_size make_vocab_size_divisible_by seed global_batch_size"
+).split()
+
+
+def problems(args: Namespace) -> list[str]:
+    """What forbids to start, or to resume, in ``args.run_dir``."""
+    if args.run_dir is None:
+        return (["--resume needs --run-dir"] if args.resume else []) + _checkpoint_problems(
+            args, args.load
+        )
+    folder = Path(args.run_dir)
+    config = folder / "config.json"
+    if folder.exists() and not folder.is_dir():
+        return [f"--run-dir {folder} is a file"]
+    if not config.is_file():
+        if args.resume:
+            return [f"--resume: {folder} holds no run; drop --resume to start one there"]
+        if folder.is_dir() and any(p.name != "logs" for p in folder.iterdir()):
+            return [f"--run-dir {folder} is not empty and holds no run: choose another folder"]
+        return _checkpoint_problems(args, args.load)
+    try:
+        before = json.loads(config.read_text())["arguments"]
+    except (ValueError, KeyError) as error:
+        return [f"{config} cannot be read ({error}): choose another --run-dir"]
+    differences = [
+        f"{name} {before[name]!r} -> {_plain(getattr(args, name))!r}"
+        for name in IDENTITY
+        if name in before and hasattr(args, name) and before[name] != _plain(getattr(args, name))
+    ]
+    if differences:
+        return [
+            f"--run-dir {folder} holds a run of another configuration "
+            f"({'; '.join(differences)}): choose another folder or the same flags"
+        ]
+    if not args.resume:
+        return [f"--run-dir {folder} holds a run already: add --resume or choose another folder"]
+    if newest_checkpoint(folder / "checkpoints") is None:
+        return [f"--resume: {folder}/checkpoints holds no finished checkpoint: start a new run"]
+    return []
+
+
+def _checkpoint_problems(args: Namespace, load: str | None) -> list[str]:
+    """Whether ``--load`` names a checkpoint of this architecture."""
+    if not load:
+        return []
+    if newest_checkpoint(Path(load)) is None:
+        return [
+            f"--load {load}: no finished checkpoint there (no latest_checkpointed_iteration.txt)"
+        ]
+    config = Path(load).parent / "config.json"
+    if not config.is_file():
+        return []  # not from a run folder: Megatron compares the arguments that it saved
+    before = json.loads(config.read_text())["arguments"]
+    shape = IDENTITY[: IDENTITY.index("head_balance_coeff")]
+    differences = [
+        f"{name} {before[name]!r} -> {_plain(getattr(args, name))!r}"
+        for name in shape
+        if name in before and before[name] != _plain(getattr(args, name))
+    ]
+    if differences:
+        return [f"--load {load} is a checkpoint of another model: {'; '.join(differences)}"]
+    return []
+
+
+def newest_checkpoint(folder: Path) -> int | None:
+    """The iteration of the newest finished checkpoint in a checkpoint folder, or None."""
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text().strip()
+    return int(text) if text.isdigit() else None
+
+
+def set_paths(args: Namespace) -> None:
+    """Point Megatron's own options into the run folder where they were not given."""
+    if args.run_dir is None:
+        return
+    folder = Path(args.run_dir)
+    args.save = args.save or str(folder / "checkpoints")
+    if args.resume:
+        args.load = str(folder / "checkpoints")
+        # Without it Megatron starts anew, with a warning, where the checkpoint does not load.
+        args.exit_on_missing_checkpoint = True
+    args.tensorboard_dir = args.tensorboard_dir or str(folder / "tensorboard")
+    args.data_cache_path = args.data_cache_path or str(folder / "data-cache")
+    if args.save_interval is None:
+        args.save_interval = args.train_iters
+
+
+def write_start(args: Namespace, identity: dict[str, Any]) -> None:
+    """Record this start; on the rank that owns the folder, after validation.
+
+    Args:
+        args: validated arguments.
+        identity: the arguments as they were given, before Megatron derived others.
+    """
+    if args.run_dir is None:
+        return
+    folder = Path(args.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    resolved = {name: _plain(value) for name, value in sorted(vars(args).items())}
+    config = {
+        "arguments": resolved | identity,
+        "seed": args.seed,
+        "versions": {"megasink": megasink.__version__} | versions(),
+        "git": git_hash(),
+    }
+    _write_whole(folder / "config.json", json.dumps(config, indent=1) + "\n")
+    start = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "world_size": args.world_size,
+        "resumed_from": newest_checkpoint(folder / "checkpoints") if args.resume else None,
+        "versions": config["versions"],
+        "git": config["git"],
+    }
+    with (folder / "starts.jsonl").open("a") as file:
+        file.write(json.dumps(start) + "\n")
+
+
+def identity_of(args: Namespace) -> dict[str, Any]:
+    """The arguments by which a run is known, as they were given."""
+    return {name: _plain(getattr(args, name)) for name in IDENTITY if hasattr(args, name)}
+
+
+def git_hash() -> str | None:
+    """The commit of megasink's checkout, '+dirty' with local changes; None outside a checkout."""
+    where = Path(megasink.__file__).parent
+    try:
+        commit, state = (
+            subprocess.run(
+                ["git", "-C", str(where), *command], capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno"])
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit + ("+dirty" if state else "")
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON gives it back."""
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return getattr(value, "name", None) or str(value)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)

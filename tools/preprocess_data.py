@@ -1,0 +1,8 @@
+"""Tokenize text for Megatron: the same as `megasink data`, see --help."""
+
+import sys
+
+from megasink.data.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
