@@ -1,0 +1,1 @@
+"""From text to what Megatron trains on: corpus -> tokenizer -> .bin/.idx."""

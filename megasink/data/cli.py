@@ -1,0 +1,158 @@
+"""`megasink data`: a corpus to tokenized files, with a given tokenizer or one trained on it."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megasink.data.corpus import STDLIB, Corpus
+from megasink.data.preprocess import (
+    PreprocessReport,
+    default_workers,
+    output_problems,
+    preprocess,
+)
+from megasink.data.progress import tracked
+from megasink.data.tokenizer import MIN_VOCAB_SIZE, folder_problem, train_tokenizer
+from megasink.errors import ConfigError, UserError
+
+DESCRIPTION = "Tokenize text into the .bin/.idx files that Megatron trains on."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `megasink data` to `parser`."""
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="text, .jsonl(.gz, .zst) or .parquet file, or a folder of them; "
+        f"{STDLIB} is the source of Python's standard library",
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="PREFIX", help="write PREFIX.bin, PREFIX.idx"
+    )
+    tokenizer = parser.add_mutually_exclusive_group(required=True)
+    tokenizer.add_argument(
+        "--tokenizer", type=Path, metavar="FOLDER", help="use this Hugging Face tokenizer"
+    )
+    tokenizer.add_argument(
+        "--train-tokenizer", type=int, metavar="VOCAB_SIZE", help="train one on the inputs first"
+    )
+    parser.add_argument(
+        "--tokenizer-output",
+        type=Path,
+        metavar="FOLDER",
+        help="where to write the trained tokenizer (default: PREFIX-tokenizer)",
+    )
+    parser.add_argument(
+        "--json-key",
+        default="text",
+        metavar="KEY",
+        help="JSON key or parquet column of the text (default: text)",
+    )
+    parser.add_argument(
+        "--on-invalid-utf8",
+        choices=("skip", "error"),
+        default="skip",
+        help="documents that are not UTF-8 text: count and skip them, or stop (default: skip)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=default_workers(),
+        metavar="N",
+        help="tokenizing processes (default: one per processor, here %(default)s)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
+
+
+def run(args: argparse.Namespace) -> PreprocessReport:
+    """Do what the parsed `args` ask for, and print a summary.
+
+    Raises:
+        ConfigError: every problem of the command line that shows before reading, in one message.
+        UserError: a problem of the data, of the tokenizer, or of writing.
+    """
+    corpus, folder = _checked(args)
+    if args.train_tokenizer is not None:
+        trained = train_tokenizer(
+            tracked(corpus, "reading for the tokenizer"),
+            args.train_tokenizer,
+            folder,
+            overwrite=args.overwrite,
+        )
+        print(
+            f"trained {folder}: {trained.vocab_size} tokens from {_mb(trained.sample_bytes)} "
+            f"of {_mb(trained.corpus_bytes)} in {trained.seconds:.1f} s"
+        )
+    report = preprocess(corpus, args.output, folder, workers=args.workers, overwrite=args.overwrite)
+    print(_summary(report))
+    return report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line by itself: 0, or 2 after one message on stderr."""
+    parser = argparse.ArgumentParser(description=DESCRIPTION)
+    add_arguments(parser)
+    try:
+        run(parser.parse_args(argv))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _checked(args: argparse.Namespace) -> tuple[Corpus, Path]:
+    """The corpus, and the folder of the tokenizer to use or to train."""
+    problems = output_problems(args.output, args.inputs, overwrite=args.overwrite)
+    corpus = None
+    try:
+        corpus = Corpus(args.inputs, json_key=args.json_key, on_invalid_utf8=args.on_invalid_utf8)
+    except ConfigError as error:
+        problems += error.problems
+    if args.workers < 1:
+        problems.append(f"--workers {args.workers}: at least 1")
+    if args.train_tokenizer is None:
+        folder = args.tokenizer
+        if not folder.is_dir():
+            problems.append(f"--tokenizer {folder} is no folder: nothing is downloaded")
+        if args.tokenizer_output:
+            problems.append("--tokenizer-output goes with --train-tokenizer, not --tokenizer")
+    else:
+        default = args.output.with_name(args.output.name + "-tokenizer")
+        folder = args.tokenizer_output or default
+        if args.train_tokenizer < MIN_VOCAB_SIZE:
+            problems.append(
+                f"--train-tokenizer {args.train_tokenizer} is too small: at least {MIN_VOCAB_SIZE}"
+            )
+        problem = folder_problem(folder, overwrite=args.overwrite)
+        if problem:
+            problems.append(problem)
+    if problems or corpus is None:
+        raise ConfigError(problems)
+    return corpus, folder
+
+
+def _summary(report: PreprocessReport) -> str:
+    skipped = report.skipped
+    lines = [
+        f"{report.documents:,} documents, {_mb(report.text_bytes)}, {report.tokens:,} tokens "
+        f"({report.text_bytes / report.tokens:.2f} bytes per token) in {report.seconds:.1f} s"
+    ]
+    if skipped.invalid_utf8:
+        lines.append(
+            f"skipped, not UTF-8 text: {skipped.invalid_utf8} ({', '.join(skipped.examples)}"
+            f"{', ...' if skipped.invalid_utf8 > len(skipped.examples) else ''})"
+        )
+    if skipped.empty:
+        lines.append(f"skipped, empty: {skipped.empty}")
+    lines.append("wrote " + " ".join(str(f) for f in report.files))
+    lines.append("train with: " + " ".join(report.megatron_flags))
+    return "\n".join(lines)
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:.2f} MB"

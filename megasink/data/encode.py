@@ -1,0 +1,143 @@
+"""Encode batches of documents, here or in worker processes, and give them back in order.
+
+Workers import this file alone: no torch, no transformers, no Megatron.
+"""
+
+import multiprocessing
+import os
+import re
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megasink.errors import UserError
+
+# `tokenizers` needs some hundred bytes per token of one text: a longer document goes in segments.
+_SEGMENT = 4 << 20  # characters
+_SEARCH = 1 << 16
+_WORD_START = re.compile(r"(?<=\S) (?=\S)")
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderSettings:
+    """What a worker needs: the tokenizer as JSON, and the ids put around every document."""
+
+    tokenizer_json: str
+    before: list[int]
+    after: list[int]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A batch: `tokens` [sum of lengths], document after document; the UTF-8 size of its text."""
+
+    tokens: NDArray[np.integer]
+    lengths: list[int]
+    text_bytes: int
+
+
+class Encoder:
+    """Turns a list of texts into an `Encoded`. Text that spells a special token stays text."""
+
+    def __init__(self, settings: EncoderSettings):
+        from tokenizers import Tokenizer
+
+        self.settings = settings
+        self.tokenizer = Tokenizer.from_str(settings.tokenizer_json)
+        self.tokenizer.encode_special_tokens = True
+
+    def __call__(self, texts: list[str]) -> Encoded:
+        ids: list[int] = []
+        lengths = []
+        for text in texts:
+            start = len(ids)
+            ids += self.settings.before
+            for segment in segments(text):
+                ids += self.tokenizer.encode(segment, add_special_tokens=False).ids
+            ids += self.settings.after
+            lengths.append(len(ids) - start)
+        return Encoded(
+            np.array(ids, dtype=self.settings.dtype), lengths, sum(len(t.encode()) for t in texts)
+        )
+
+
+def segments(text: str, limit: int = _SEGMENT) -> Iterator[str]:
+    """`text` in pieces of at most `limit` characters, cut where a word starts with its space.
+
+    Every common tokenizer cuts there too, so the ids are those of the whole text.
+    """
+    start = 0
+    while len(text) - start > limit:
+        end = start + limit
+        match = _WORD_START.search(text, max(start + 1, end - _SEARCH), end)
+        cut = match.start() if match else end  # no space in 64k characters: a token may differ
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
+
+
+def encode_in_order(
+    batches: Iterable[list[str]], settings: EncoderSettings, workers: int
+) -> Iterator[Encoded]:
+    """Encode `batches` with `workers` processes (1: in this one); results in the order given.
+
+    Raises:
+        UserError: a worker process died.
+    """
+    if workers == 1:
+        yield from map(Encoder(settings), batches)
+        return
+    pool = ProcessPoolExecutor(
+        workers,
+        # not fork: the caller has threads (torch's, rich's), and a forked child can deadlock
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(settings,),
+    )
+    pending: deque[Future[Encoded]] = deque()
+    try:
+        for batch in batches:
+            pending.append(pool.submit(_encode, batch))
+            # bounded: a corpus is read no faster than it is encoded
+            if len(pending) > 3 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            f"one of {workers} tokenizing processes died, out of memory perhaps: "
+            "use fewer --workers"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_encoder: Encoder | None = None
+
+
+def _start_worker(settings: EncoderSettings) -> None:
+    global _encoder
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it ends the pool
+    _encoder = Encoder(settings)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    # A parent killed by SIGKILL cannot end its pool, and workers would wait for work forever.
+    threading.Thread(target=follow_parent, daemon=True).start()
+
+
+def _encode(texts: list[str]) -> Encoded:
+    assert _encoder is not None
+    return _encoder(texts)

@@ -1,0 +1,91 @@
+"""How many bytes of text each token stands for: what turns a loss per token into bits per byte."""
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megasink.errors import UserError
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+# Any text would do; these hold what tokenizers treat differently: runs of spaces, newlines, tabs,
+# digits, contractions, several scripts, and characters that few vocabularies hold.
+_PROBES = (
+    "a",
+    "two words, it's 2048.",
+    "x  def f(x):\n\t\treturn  x\r\n\n\n",
+    "na\u00efve \u0441\u043b\u043e\u0432\u043e \u6f22\u5b57 \u0e44\u0e17\u0e22 \U0001f642",
+)
+
+
+def token_bytes(tokenizer: Any) -> NDArray[np.int32]:
+    """The bytes of text that each token of a loaded tokenizer stands for.
+
+    The sum over the tokens of `tokenizer.encode(x, add_special_tokens=False)` is the UTF-8 size of
+    x as normalised by the tokenizer, plus `dummy_prefix_bytes(tokenizer)`. Bits per byte of a loss
+    are then: nats summed over the targets that are no special tokens / (ln 2 * sum of their bytes).
+
+    Args:
+        tokenizer: a transformers tokenizer with a `backend_tokenizer` (see `load_tokenizer`).
+
+    Returns:
+        [V] int32, V the largest id + 1. Special tokens, and ids that no token has, count 0.
+
+    Raises:
+        UserError: a tokenizer that is neither byte-level nor of the sentencepiece kind with byte
+            fallback, or one whose counts do not add up to the text (it drops or rewrites some).
+    """
+    lengths = _lengths(tokenizer)
+    extra = _extra_bytes(tokenizer, lengths, _PROBES[0])
+    for probe in _PROBES:
+        if extra not in (0, 1) or _extra_bytes(tokenizer, lengths, probe) != extra:
+            raise UserError(
+                f"bits per byte: the tokens of {tokenizer.name_or_path or 'this tokenizer'} do not "
+                f"add up to the bytes of {probe!r}: it drops or rewrites text"
+            )
+    return lengths
+
+
+def dummy_prefix_bytes(tokenizer: Any) -> int:
+    """1 if the tokenizer puts a space before a text (Llama 2 does), else 0.
+
+    `token_bytes` counts that space; it is no byte of the text. Some tokenizers put it only
+    where the text does not start with one.
+    """
+    return _extra_bytes(tokenizer, token_bytes(tokenizer), _PROBES[0])
+
+
+def _lengths(tokenizer: Any) -> NDArray[np.int32]:
+    backend = tokenizer.backend_tokenizer
+    vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+    lengths = np.zeros(max(vocab.values()) + 1, dtype=np.int32)
+    added = backend.get_added_tokens_decoder()
+    spell = _speller(backend)
+    for token, i in vocab.items():
+        if i not in added:
+            lengths[i] = spell(token)
+        elif not added[i].special:
+            lengths[i] = len(token.encode())  # added tokens are matched as they are written
+    return lengths
+
+
+def _speller(backend: Any) -> Any:
+    """The function that gives a token's bytes, by the kind of decoder the tokenizer has."""
+    decoder = json.loads(backend.to_str())["decoder"] or {"type": "no"}
+    steps = {step["type"]: step for step in decoder.get("decoders", [decoder])}
+    if set(steps) == {"ByteLevel"}:
+        return len  # each character of a token is the stand-in of one byte
+    if "ByteFallback" in steps and set(steps) <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
+        space = steps.get("Replace", {}).get("pattern", {}).get("String", " ")
+        return lambda t: 1 if _BYTE_TOKEN.fullmatch(t) else len(t.replace(space, " ").encode())
+    raise UserError(
+        f"bits per byte: no byte count for tokens of a tokenizer with {'+'.join(steps)} decoder; "
+        "known are byte-level ones and sentencepiece ones with byte fallback"
+    )
+
+
+def _extra_bytes(tokenizer: Any, lengths: NDArray[np.int32], text: str) -> int:
+    ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    return int(lengths[ids].sum()) - len(text.encode())

@@ -1,0 +1,288 @@
+"""Train a byte-pair tokenizer once, as a Hugging Face folder, and load any such folder offline."""
+
+import hashlib
+import io
+import json
+import os
+import random
+import re
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megasink.data.corpus import Document
+from megasink.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+UNK, EOD, PAD = "<|unk|>", "<|endoftext|>", "<|pad|>"
+"""Ids 0, 1 and 2. Padding has an id of its own: Megatron masks the loss wherever it stands."""
+
+MIN_VOCAB_SIZE = 320
+"""256 bytes, 3 special tokens, and room for some characters and merges."""
+
+_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",  # its name in transformers 4 and 5
+    "clean_up_tokenization_spaces": False,  # transformers 4 eats spaces by default
+    "unk_token": UNK,
+    "eos_token": EOD,
+    "pad_token": PAD,
+}
+_CHUNK = 4096  # characters of a training sample's piece
+_FOLDER_FILES = {"tokenizer.json", "tokenizer_config.json"}
+# sentencepiece drops a text that holds U+2585, its own mark, and takes U+2581 for a space; a NUL
+# ends strings in C. No token is learned across them, and encoding spells them in bytes.
+_UNLEARNABLE = re.compile("[\0\u2585\u2581]+")
+
+
+@dataclass(frozen=True)
+class TrainedTokenizer:
+    """Where a trained tokenizer is, and what it was trained on.
+
+    `sample_bytes` is the UTF-8 size of the sample of `corpus_bytes` it saw; `seconds` is wall time.
+    """
+
+    folder: Path
+    vocab_size: int
+    corpus_bytes: int
+    sample_bytes: int
+    seconds: float
+
+
+def train_tokenizer(
+    documents: Iterable[Document],
+    vocab_size: int,
+    folder: str | Path,
+    *,
+    sample_bytes: int = 32 << 20,
+    seed: int = 0,
+    overwrite: bool = False,
+) -> TrainedTokenizer:
+    """Train a byte-fallback BPE with sentencepiece and write it as a Hugging Face folder.
+
+    No text is lost: decode(encode(x)) == x, with no normalisation and no added space. Digits are
+    tokens of their own. The folder appears whole or not at all.
+
+    Args:
+        documents: what to learn from; a uniform sample of about `sample_bytes` bytes of it is used.
+        vocab_size: tokens in all, special tokens and the 256 bytes included.
+        folder: where to write `tokenizer.json` and `tokenizer_config.json`.
+        sample_bytes: bounds memory and time; a corpus below it is used whole.
+        seed: of the sample; the same documents and seed give the same files.
+        overwrite: replace a tokenizer that is there already.
+
+    Raises:
+        UserError: the folder exists (or, with `overwrite`, holds anything but a tokenizer of ours),
+            it cannot be written, or `vocab_size` is too small or too large for the corpus.
+    """
+    start = time.perf_counter()
+    folder = Path(folder)
+    partial = folder.with_name(folder.name + ".partial")
+    problem = folder_problem(folder, overwrite=overwrite) or folder_problem(partial, overwrite=True)
+    if problem:
+        raise UserError(problem)
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise UserError(f"vocabulary size {vocab_size} is too small: at least {MIN_VOCAB_SIZE}")
+    corpus_bytes, chunks = _sample(documents, sample_bytes, random.Random(seed))
+    tokenizer = to_tokenizers(train_sentencepiece(chunks, vocab_size))
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _write(partial / "tokenizer.json", tokenizer.to_str(pretty=True))
+        _write(partial / "tokenizer_config.json", json.dumps(_CONFIG, indent=2) + "\n")
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    except OSError as error:
+        raise UserError(f"tokenizer folder {folder} cannot be written: {error.strerror}") from error
+    return TrainedTokenizer(
+        folder=folder,
+        vocab_size=vocab_size,
+        corpus_bytes=corpus_bytes,
+        sample_bytes=sum(len(c.encode()) for c in chunks),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def folder_problem(folder: Path, *, overwrite: bool) -> str | None:
+    """Why a tokenizer cannot be written to `folder`, in one line; None where it can."""
+    if not folder.exists():
+        return None
+    if not overwrite:
+        return f"{folder} exists: use it with --tokenizer, or pass --overwrite"
+    if not folder.is_dir() or {p.name for p in folder.iterdir()} - _FOLDER_FILES:
+        return f"{folder} holds more than a tokenizer and is not overwritten: name another folder"
+    return None
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sample(
+    documents: Iterable[Document], budget: int, rng: random.Random
+) -> tuple[int, list[str]]:
+    """The corpus size in bytes, and a uniform sample of its chunks (reservoir sampling)."""
+    chunks: list[str] = []
+    total = seen = kept = 0
+    for document in documents:
+        total += len(document.text.encode())
+        for chunk in chunked(document.text):
+            seen += 1
+            size = len(chunk.encode())
+            if kept + size <= budget:
+                chunks.append(chunk)
+                kept += size
+            elif (slot := rng.randrange(seen)) < len(chunks):
+                kept += size - len(chunks[slot].encode())
+                chunks[slot] = chunk
+    return total, chunks
+
+
+def chunked(text: str) -> Iterator[str]:
+    """`text` in lines of at most 4096 characters, without what sentencepiece cannot learn."""
+    for part in _UNLEARNABLE.split(text):
+        start = 0
+        while start < len(part):
+            end = start + _CHUNK
+            if end < len(part):
+                # +1: the newline ends its chunk; 0 where there is none
+                end = part.rfind("\n", start, end) + 1 or end
+            yield part[start:end]
+            start = end
+
+
+def train_sentencepiece(chunks: list[str], vocab_size: int) -> bytes:
+    """Train a sentencepiece BPE on `chunks` (see `chunked`); returns the serialized model.
+
+    Raises:
+        UserError: `vocab_size` is too small for the characters of the sample, or larger than what
+            the sample has merges for.
+    """
+    import sentencepiece
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(chunks),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            character_coverage=0.9999,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            max_sentence_length=4 * _CHUNK + 4,
+            num_threads=len(os.sched_getaffinity(0)),
+            unk_id=0,
+            unk_piece=UNK,
+            eos_id=1,
+            eos_piece=EOD,
+            pad_id=2,
+            pad_piece=PAD,
+            bos_id=-1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise UserError(
+            f"no tokenizer of {vocab_size} tokens from this corpus: {_limit(str(error))}"
+        ) from error
+    return model.getvalue()
+
+
+def _limit(message: str) -> str:
+    """sentencepiece's refusal of a vocabulary size, in the words of our options."""
+    if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
+        return f"its characters alone need a vocabulary size of at least {match[1]}"
+    if match := re.search(r"set it to a value <= (\d+)", message):
+        return f"it has words for a vocabulary size of at most {match[1]}"
+    return message.strip()
+
+
+def to_tokenizers(model: bytes) -> "Tokenizer":
+    """The `tokenizers` twin of a model of `train_sentencepiece`: the same ids for every text.
+
+    Its tokens hold real spaces where sentencepiece writes U+2581, so that a U+2581 of the text
+    itself (which sentencepiece turns into a space) is spelled in bytes and survives.
+    """
+    import sentencepiece
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    sp = sentencepiece.SentencePieceProcessor(model_proto=model)
+    vocab: dict[str, int] = {}
+    learned: dict[str, int] = {}
+    for i in range(sp.get_piece_size()):
+        piece = sp.id_to_piece(i)
+        if sp.is_byte(i) or sp.is_control(i) or sp.is_unknown(i):
+            vocab[piece] = i
+        else:
+            learned[piece.replace("\u2581", " ")] = i
+    vocab |= learned
+    # sentencepiece merges any neighbours whose union is a piece, lowest id first: every split of a
+    # piece into two pieces is a merge of that piece's rank.
+    merges = [
+        (token[:k], token[k:])
+        for token in sorted(learned, key=learned.__getitem__)
+        for k in range(len(token) - 1, 0, -1)
+        if token[:k] in learned and token[k:] in learned
+    ]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token=UNK, byte_fallback=True))
+    # No piece holds a space after anything but a space, so no merge crosses this split: it changes
+    # no id, and makes the words that `tokenizers` caches.
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(" +[^ ]*|[^ ]+"), "isolated")
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in (UNK, EOD, PAD)]
+    )
+    return tokenizer
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """Load a Hugging Face tokenizer folder, offline and without running code from it.
+
+    Returns:
+        A transformers tokenizer backed by `tokenizers` (`.backend_tokenizer`), with an
+        `eos_token_id`, which is what Megatron takes for EOD.
+
+    Raises:
+        UserError: no such folder, no tokenizer in it, one that needs code of its own or has no fast
+            form, or no EOD token.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"tokenizer folder {folder} does not exist: nothing is downloaded")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # transformers raises nearly anything on a bad folder
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UserError(f"{folder} holds no tokenizer that transformers loads: {reason}") from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(
+            f"the tokenizer in {folder} ({type(tokenizer).__name__}) has no fast form: "
+            "save one with a tokenizer.json"
+        )
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"the tokenizer in {folder} has no end-of-document token: set `eos_token` in its "
+            "tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """SHA-256 (hex) of what a loaded tokenizer's ids mean: its vocabulary and its EOD token."""
+    meaning = [sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id]
+    return hashlib.sha256(json.dumps(meaning).encode()).hexdigest()

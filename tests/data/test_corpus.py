@@ -1,0 +1,156 @@
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from megasink.data.corpus import Corpus
+from megasink.errors import ConfigError, UserError
+
+TEXTS = ["one", "  two\r\n\ttabs ", "três 漢字 🙂", "nul \0 in JSON"]
+LINES = "".join(json.dumps({"text": t, "other": 1}) + "\n" for t in TEXTS).encode()
+
+
+def write_parquet(path, column, texts=TEXTS):
+    pq.write_table(pa.table({"id": range(len(texts)), column: texts}), path, row_group_size=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.jsonl", LINES),
+        ("a.ndjson", LINES.rstrip()),
+        ("a.json", b"\xef\xbb\xbf" + LINES),
+        ("a.jsonl.gz", gzip.compress(LINES)),
+        ("two_members.jsonl.gz", gzip.compress(LINES[:20]) + gzip.compress(LINES[20:])),
+        ("a.jsonl.zst", zstandard.compress(LINES)),
+        ("two_frames.jsonl.zst", zstandard.compress(LINES[:9]) + zstandard.compress(LINES[9:])),
+        ("blank.jsonl", LINES.replace(b"}\n", b"}\n\n \n")),
+    ],
+)
+def test_json_lines_in_every_form(tmp_path, texts, name, data):
+    (tmp_path / name).write_bytes(data)
+    assert texts(tmp_path / name) == TEXTS
+    assert texts(tmp_path) == TEXTS
+
+
+def test_parquet_row_by_row(tmp_path, texts):
+    write_parquet(tmp_path / "a.parquet", "content", [*TEXTS, None])
+    dictionary = pa.table({"content": pa.array(TEXTS).dictionary_encode()})
+    pq.write_table(dictionary, tmp_path / "b.parquet")
+    corpus = Corpus([tmp_path], json_key="content")
+    documents = list(corpus)
+    assert [d.text for d in documents] == TEXTS + TEXTS
+    assert documents[1].source == f"{tmp_path / 'a.parquet'}#2"
+    assert corpus.skipped.empty == 1
+    assert corpus.read_bytes == corpus.total_bytes
+
+
+def test_a_text_file_is_one_document_unchanged(tmp_path, texts):
+    text = "\ufeff  first\r\n\tsecond\r  \n\n\ufffd"
+    (tmp_path / "program.py").write_bytes(text.encode())
+    assert texts(tmp_path / "program.py") == [text]
+
+
+def test_folders_are_sorted_by_parts_and_leave_out_hidden_names(tmp_path, texts):
+    for name in [
+        "b.txt",
+        "a/z.md",
+        "a/y/x.c",
+        "a-b/q",
+        ".git/config",
+        "a/.hidden",
+        "__pycache__/k",
+    ]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert texts(tmp_path) == ["a/y/x.c", "a/z.md", "a-b/q", "b.txt"]
+    assert texts(tmp_path / "b.txt", tmp_path / "a") == ["b.txt", "a/y/x.c", "a/z.md"]
+
+
+def test_json_in_a_folder_is_records_only_if_its_first_line_is_one(tmp_path, texts):
+    pretty = json.dumps({"text": "settings"}, indent=1)
+    (tmp_path / "pretty.json").write_text(pretty)
+    (tmp_path / "other.json").write_text('{"name": "package"}')
+    (tmp_path / "records.json").write_bytes(LINES)
+    assert texts(tmp_path) == ['{"name": "package"}', pretty, *TEXTS]
+
+
+def test_stdlib_is_source_without_installed_packages_and_tests():
+    corpus = Corpus(["stdlib:"])
+    documents = list(corpus)
+    sources = [d.source for d in documents]
+    assert 5e6 < sum(len(d.text) for d in documents) < 40e6
+    assert any(s.endswith("/argparse.py") for s in sources)
+    assert not any("/site-packages/" in s or "/test/" in s for s in sources)
+    assert sources == [d.source for d in corpus]  # a second pass gives the same
+
+
+def test_what_is_not_utf8_is_counted_or_refused(tmp_path):
+    (tmp_path / "a.txt").write_bytes("señal".encode("latin-1"))
+    (tmp_path / "b.tar").write_bytes(b"name\0\0\0text")
+    (tmp_path / "c.jsonl").write_bytes(b'{"text": "ok"}\n{"text": "\xff"}\n{"text": "\\ud800"}\n')
+    (tmp_path / "d.txt").write_bytes(b"")
+    corpus = Corpus([tmp_path])
+    assert [d.text for d in corpus] == ["ok"]
+    assert (corpus.skipped.invalid_utf8, corpus.skipped.empty) == (4, 1)
+    assert corpus.skipped.examples[-1] == f"{tmp_path / 'c.jsonl'}:3"
+    with pytest.raises(UserError, match=r"a\.txt is not UTF-8 text.*--on-invalid-utf8 skip"):
+        list(Corpus([tmp_path], on_invalid_utf8="error"))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"text": \n',
+            r"a\.jsonl:2 is not valid JSON .*one JSON object",
+        ),
+        ("a.jsonl", b'["x"]\n', r"a\.jsonl:1 holds a JSON list, not an object"),
+        ("a.jsonl", b'{"b": 1, "a": 2}\n', r"no key 'text': pass --json-key, one of \['a', 'b'\]"),
+        ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl:1: 'text' holds a int, not a string"),
+        ("a.json", b'{\n "text": "x"\n}', r"a\.json:1 is not valid JSON"),
+        ("a.jsonl.gz", gzip.compress(LINES)[:-9], r"a\.jsonl\.gz cannot be read: Truncated"),
+        ("a.jsonl.gz", b"plain", r"a\.jsonl\.gz cannot be read: zlib"),
+        ("a.jsonl.zst", zstandard.compress(LINES * 9)[:-1], r"zst cannot be read: Truncated"),
+        ("a.parquet", b"PAR1 no PAR1", r"a\.parquet is not a readable parquet file"),
+        ("a.txt", b"", r"no document in .*1 files, 1 empty and 0 not UTF-8"),
+        ("a.txt", b"\xff", r"no document in .*1 files, 0 empty and 1 not UTF-8"),
+    ],
+)
+def test_bad_data_is_named_with_its_place(tmp_path, name, data, message):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError, match=message):
+        list(Corpus([tmp_path / name]))
+
+
+def test_parquet_columns_that_are_missing_or_no_text(tmp_path):
+    write_parquet(tmp_path / "a.parquet", "body")
+    with pytest.raises(UserError, match=r"no column 'text': .* one of \['body', 'id'\]"):
+        list(Corpus([tmp_path]))
+    with pytest.raises(UserError, match="column 'id' holds int64, not strings"):
+        list(Corpus([tmp_path], json_key="id"))
+
+
+def test_missing_inputs_are_reported_together(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "dangling").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError) as caught:
+        Corpus([tmp_path / "absent", tmp_path / "folder", "/dev/null"])
+    absent, dangling, device = caught.value.problems
+    assert "absent does not exist" in absent
+    assert "dangling cannot be read: No such file" in dangling
+    assert "/dev/null is no regular file" in device
+
+
+def test_a_file_that_goes_away_while_reading(tmp_path):
+    for name in "ab":
+        (tmp_path / name).write_text(name)
+    documents = iter(Corpus([tmp_path]))
+    assert next(documents).text == "a"
+    (tmp_path / "b").unlink()
+    with pytest.raises(UserError, match="b cannot be read: No such file"):
+        next(documents)

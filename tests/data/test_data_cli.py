@@ -1,0 +1,133 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megasink.data.cli import main
+from megasink.data.tokenizer import load_tokenizer
+
+TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
+
+
+def test_train_a_tokenizer_and_tokenize(tmp_path, sources, capsys):
+    inputs = tmp_path / "in"
+    inputs.mkdir()
+    for i, text in enumerate(sources[:2]):
+        (inputs / f"{i}.py").write_text(text)
+    (inputs / "binary").write_bytes(b"\xff\xfe")
+    prefix = tmp_path / "out" / "code"
+    argv = [str(inputs), "--output", str(prefix), "--train-tokenizer", "500", "--workers", "1"]
+    assert main(argv) == 0
+    summary = capsys.readouterr().out
+    tokenizer = load_tokenizer(f"{prefix}-tokenizer")
+    data = IndexedDataset(str(prefix))
+    assert [tokenizer.decode(d[:-1]) for d in data] == sources[:2]
+    tokens = int(data.sequence_lengths.sum())
+    size = sum(len(s.encode()) for s in sources[:2])
+    assert f"2 documents, {size / 1e6:.2f} MB, {tokens:,} tokens ({size / tokens:.2f} b" in summary
+    assert f"skipped, not UTF-8 text: 1 ({inputs / 'binary'})" in summary
+    assert (
+        f"--data-path {prefix} --tokenizer-type HuggingFaceTokenizer "
+        f"--tokenizer-model {prefix}-tokenizer"
+    ) in summary
+
+
+def test_all_problems_at_once(tmp_path, capsys):
+    for name in ("out.bin", "tokenizer"):
+        (tmp_path / name).write_text("")
+    argv = ["/absent/1", "/absent/2", "--output", str(tmp_path / "out"), "--workers", "0"]
+    argv += ["--train-tokenizer", "5", "--tokenizer-output", str(tmp_path / "tokenizer")]
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: 6 problems")
+    for part in (
+        "out.bin exist",
+        "absent/1",
+        "absent/2",
+        "--workers 0",
+        "r 5 is too",
+        "--tokenizer,",
+    ):
+        assert part in error
+
+
+def test_one_line_for_one_problem(tmp_path, capsys, folder):
+    (tmp_path / "a.txt").write_text("text")
+    argv = [str(tmp_path / "a.txt"), "--output", str(tmp_path / "out"), "--tokenizer", str(folder)]
+    assert main([*argv, "--tokenizer-output", "x"]) == 2
+    error = capsys.readouterr().err
+    assert error == "error: --tokenizer-output goes with --train-tokenizer, not --tokenizer\n"
+    argv[-1] = str(tmp_path / "gone")
+    assert main(argv) == 2
+    assert "gone is no folder: nothing is downloaded" in capsys.readouterr().err
+
+
+def test_help_does_not_import_what_takes_seconds():
+    code = (
+        "import sys; from megasink.data.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'megatron', 'pyarrow', 'sentencepiece'}\n"
+        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "--train-tokenizer" in result.stdout
+
+
+def children(pid: int) -> list[int]:
+    return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_run_leaves_nothing_that_loads(tmp_path, folder):
+    prefix = tmp_path / "out"
+    options = ["--output", str(prefix), "--tokenizer", str(folder), "--workers", "2"]
+    run = subprocess.Popen([sys.executable, str(TOOL), "stdlib:", *options])
+    partial = tmp_path / "out.bin.partial"
+
+    def writing() -> bool:
+        assert run.poll() is None
+        return partial.exists() and partial.stat().st_size > 0
+
+    wait_until(writing, 90)
+    workers = children(run.pid)
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait()
+    assert partial.stat().st_size > 0
+    assert not IndexedDataset.exists(str(prefix))
+    assert not [p for p in tmp_path.iterdir() if p.suffix in (".bin", ".idx", ".json")]
+    assert len(workers) >= 2
+    try:
+        wait_until(lambda: not any(map(alive, workers)), 30)
+    finally:
+        for pid in filter(alive, workers):
+            os.kill(pid, signal.SIGKILL)
+
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "again"}))
+    assert main([str(tmp_path / "a.jsonl"), *options]) == 0
+    assert len(IndexedDataset(str(prefix))) == 1
+    names = {p.name for p in tmp_path.iterdir()}
+    assert names == {"a.jsonl", "out.bin", "out.idx", "out.json"}
+    assert np.fromfile(tmp_path / "out.bin", np.uint16)[-1] == 1
