@@ -9,6 +9,8 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+?)"', (HERE / "megasink/__init__.py").read_text())
 assert VERSION is not None
 
+ANALYSIS = ["scipy", "scikit-learn"]  # the statistics of megasink.diagnostics
+
 setup(
     name="megasink",
     version=VERSION.group(1),
@@ -16,7 +18,8 @@ setup(
     long_description=(HERE / "README.md").read_text() if (HERE / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.12",
+    # megatron-core 0.19 has wheels for these two versions of Python alone.
+    python_requires=">=3.12,<3.14",
     packages=find_packages(include=["megasink", "megasink.*"]),
     package_data={"megasink": ["py.typed"]},
     install_requires=[
@@ -26,18 +29,26 @@ setup(
         "transformers>=5",
         "sentencepiece",
         "tokenizers",
-        "tensorboard",
+        "tensorboard",  # Megatron writes its events through torch.utils.tensorboard
         "psutil",  # Megatron's asynchronous checkpoint workers import it
         "rich",
         "matplotlib",
-        "pyarrow",  # parquet corpora
-        "zstandard",  # .jsonl.zst corpora
+        "pyarrow",  # parquet corpora, and the zstd of .jsonl.zst ones
     ],
     extras_require={
-        # flash-attn 2 and 3 are source builds; flash-attn-4 is a pure Python wheel.
-        "gpu": ["transformer-engine[pytorch]>=2.9", "flash-attn-4"],
-        "analysis": ["scipy", "scikit-learn"],
-        "dev": ["pytest", "pytest-timeout", "ruff", "mypy"],
+        # docker/Dockerfile shows the whole build. pip needs --no-build-isolation, since the torch
+        # extension of transformer-engine is built against the torch that is installed. flash-attn-4
+        # has pre-releases only, which a bound that names one lets pip take. Not listed: NVIDIA's
+        # apex and flash-attn 2, both source builds ("apex" in pip's index is another package).
+        "gpu": [
+            "transformer-engine[pytorch]>=2.20,<3",
+            # transformer-engine loads curand and compiles against these headers, also when it runs;
+            # torch, which pins the toolkit's version, does not bring them.
+            "cuda-toolkit[crt,curand]",
+            "flash-attn-4>=4.0.0b30",
+        ],
+        "analysis": ANALYSIS,
+        "dev": [*ANALYSIS, "mypy", "pytest", "pytest-timeout", "ruff", "zstandard"],
     },
     entry_points={"console_scripts": ["megasink = megasink.cli:main"]},
 )

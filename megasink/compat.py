@@ -1,9 +1,12 @@
 """Versions present, upstream defects mended, one clear error for each missing part."""
 
+import functools
 import importlib.metadata
 import importlib.util
 import re
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from megasink.errors import UserError
 
@@ -48,7 +51,7 @@ def check_versions() -> None:
     Raises:
         UserError: Python below 3.12, or a package that is missing or outside the tested range.
     """
-    if sys.version_info < (3, 12):
+    if sys.version_info < (3, 12):  # noqa: UP036  (run from a checkout, pip has not checked)
         raise UserError(
             f"Python {sys.version.split()[0]} is too old: megatron-core 0.19 needs 3.12"
         )
@@ -80,6 +83,13 @@ def mend_upstream() -> None:
     - megatron/core/datasets/utils.py:22 compile_helpers runs ``make`` in a folder whose Makefile
       the wheel does not ship, and exits the process. The extension is in the wheel, already
       built: the call becomes a check that it imports.
+    - megatron/core/optimizer/distrib_optimizer.py:337 numbers the parameters of a group in the
+      order of the gradient buffers, but line 487 hands them to the inner optimizer float32 first.
+      Under bf16 a group that holds float32 parameters too (our sinks) then saves and loads the
+      optimizer states of other parameters: they are numbered float32 first here.
+    - megatron/core/optimizer/optimizer.py:1149 saves the state of a bf16 model's optimizer as if
+      no parameter were float32: with our sinks it fails, or mixes parameters up. While it saves
+      and loads, the float32 parameters are shown to it as main parameters of their own.
 
     Raises:
         UserError: the extension cannot be imported.
@@ -87,6 +97,8 @@ def mend_upstream() -> None:
     from megatron.core.datasets import utils
 
     utils.compile_helpers = _check_dataset_helpers
+    _number_float32_first()
+    _save_float32_too()
 
 
 def _check_dataset_helpers() -> None:
@@ -97,3 +109,52 @@ def _check_dataset_helpers() -> None:
             f"megatron-core's dataset helpers do not import ({error}): reinstall the wheel with "
             "pip install --force-reinstall --no-deps megatron-core"
         ) from error
+
+
+def _number_float32_first() -> None:
+    import torch
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    upstream = DistributedOptimizer._build_optimizer_group_ranges
+    if getattr(upstream, "numbers_float32_first", False):
+        return
+
+    def build(param_groups: Any, gbuf_ranges: Any) -> tuple[dict[Any, tuple[int, int]], Any]:
+        _, group_ranges = upstream(param_groups, gbuf_ranges)
+        positions = {}
+        for index, group in enumerate(group_ranges):
+            group["params"].sort(key=lambda p: p.dtype is not torch.float32)  # stable
+            for order, parameter in enumerate(group["params"]):
+                positions[parameter] = (index, order)
+        return positions, group_ranges
+
+    build.numbers_float32_first = True  # type: ignore[attr-defined]
+    DistributedOptimizer._build_optimizer_group_ranges = staticmethod(build)
+
+
+def _save_float32_too() -> None:
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params as Float16
+
+    for name in ("state_dict", "sharded_state_dict", "load_state_dict"):
+        method = getattr(Float16, name)
+        if not hasattr(method, "__wrapped__"):
+            setattr(Float16, name, _with_every_parameter(method))
+
+
+def _with_every_parameter(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.is_stub_optimizer or not any(self.fp32_from_fp32_groups):
+            return method(self, *args, **kwargs)
+        groups = self.float16_groups, self.fp32_from_float16_groups
+        pairs = (zip(*pair, strict=True) for pair in zip(*groups, strict=True))
+        model_of = {id(main): model for pair in pairs for model, main in pair}
+        mains = [list(group["params"]) for group in self.optimizer.param_groups]
+        self.float16_groups = [[model_of.get(id(p), p) for p in group] for group in mains]
+        self.fp32_from_float16_groups = mains
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.float16_groups, self.fp32_from_float16_groups = groups
+
+    return wrapper

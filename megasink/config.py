@@ -25,7 +25,7 @@ def _choice(kind: Any, default: str) -> Any:
 class AttentionOptions:
     """How attention heads are gated."""
 
-    attention_variant: Variant = _choice(Variant, "sink")
+    attention_variant: Variant = _choice(Variant, "sink")  # noqa: RUF009
     """vanilla: softmax attention (P0.1). sink: one learnable logit per head in the denominator of
     the softmax (P0.2). off-by-one: that logit fixed at 0."""
 
@@ -42,13 +42,13 @@ class AttentionOptions:
 
 @dataclass(kw_only=True)
 class HeadBalanceOptions:
-    """The head-balance loss of P0: coefficient * sum over layers of H * CV(importance)^2 (Eq. 7)."""
+    """The head-balance loss of P0, Eq. 7: coefficient * sum over layers of H * CV^2."""
 
     head_balance_coeff: float = 1e-4
     """Coefficient of the head-balance loss (lambda); 0 switches it off. P0 trains from scratch
     with 1e-4."""
 
-    head_balance_scope: Scope = _choice(Scope, "microbatch")
+    head_balance_scope: Scope = _choice(Scope, "microbatch")  # noqa: RUF009
     """Over which tokens the importance inside the loss is averaged: those of each microbatch."""
 
 

@@ -26,7 +26,7 @@ def block_spec(config: GPTModelConfig, vp_stage: int | None = None) -> Transform
     the core attention of a layer under ``--attention-backend local``
     (megatron/training/models/gpt.py:249).
     """
-    spec = default_layer_spec(config, vp_stage)  # type: ignore[arg-type]
+    spec = default_layer_spec(config, vp_stage)
     if isinstance(spec, TransformerBlockSubmodules):
         layers, norm = spec.layer_specs, spec.layer_norm
     else:

@@ -44,7 +44,7 @@ class _AttachGradient(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (coefficients_H,) = ctx.saved_tensors
         # Read here and not in forward: the scale of a microbatch is set after its forward pass.
         scale = HeadBalanceScale.get(coefficients_H) * ctx.weight

@@ -126,7 +126,7 @@ class CoreAttention(MegatronModule):
         counts = self.training and torch.is_grad_enabled()
         balances = counts and self.config.head_balance_coeff > 0
         query_BHTD, key_BGSD, value_BGSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out_BHTD, lse_BHT, gate_BHT = attention(
+        out_BHTD, _, gate_BHT = attention(
             query_BHTD,
             key_BGSD,
             value_BGSD,

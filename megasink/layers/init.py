@@ -83,8 +83,8 @@ def _init_method(name: str, config: MegasinkTransformerConfig) -> InitMethod | N
 @torch.no_grad()
 def _draw(parameter: torch.nn.Parameter, method: InitMethod, name: str, seed: int) -> None:
     sharded = getattr(parameter, "tensor_model_parallel", False)
-    axis = parameter.partition_dim if sharded else 0
-    stride = parameter.partition_stride if sharded else 1
+    axis: int = getattr(parameter, "partition_dim", 0) if sharded else 0
+    stride: int = getattr(parameter, "partition_stride", 1) if sharded else 1
     world = parallel_state.get_tensor_model_parallel_world_size() if sharded else 1
     rank = parallel_state.get_tensor_model_parallel_rank() if sharded else 0
     shape = list(parameter.shape)

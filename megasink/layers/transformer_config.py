@@ -16,7 +16,7 @@ class MegasinkTransformerConfig(HeadBalanceOptions, AttentionOptions, Transforme
     """TransformerConfig with AttentionOptions and HeadBalanceOptions beside Megatron's fields."""
 
     def __post_init__(self) -> None:
-        self.softmax_type = SOFTMAX_TYPE[self.attention_variant]  # type: ignore[assignment]
+        self.softmax_type = SOFTMAX_TYPE[self.attention_variant]
         if self.head_balance_coeff:
             # schedules.py:376 calls it for every microbatch on every pipeline stage.
             self.experimental_attention_variant_loss_scale_func = HeadBalanceScale.set

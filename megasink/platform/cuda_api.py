@@ -104,6 +104,7 @@ def _manual_seed(seed: int) -> None:
 
 def install() -> None:
     """Replace the functions of torch.cuda that Megatron's training loop calls."""
+    answer: Any
     queries = "megatron/training/initialize.py:57,270,280; megatron/training/training.py:1131"
     for name, answer in {
         "is_available": lambda: True,

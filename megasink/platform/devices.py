@@ -29,7 +29,7 @@ def _to_cpu(device: Any) -> Any:
     return device
 
 
-def _redirected(function: Callable[..., Any]) -> Callable[..., Any]:
+def _redirected(function: Any) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
@@ -124,6 +124,6 @@ def install() -> None:
         torch.Tensor,
         "type",
         _type_name(torch.Tensor.type),
-        upstream="megatron/core/optimizer/clip_grads.py:174; optimizer.py:1009; distrib_optimizer.py:401",
+        upstream="megatron/core/optimizer/clip_grads.py:174; optimizer.py:1009",
         reason="it asserts or branches on 'torch.cuda.FloatTensor'",
     )

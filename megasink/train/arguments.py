@@ -1,12 +1,14 @@
-"""Command line -> Megatron's argument namespace, ours included, with every problem in one message."""
+"""Command line -> Megatron's arguments and ours, with every problem in one message."""
 
 import argparse
 import contextlib
 import io
 import os
 import sys
+import traceback
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megasink import platform
@@ -23,7 +25,6 @@ DEFAULTS: dict[str, Any] = {
     "dist_ckpt_optim_fully_reshardable": True,
     "tokenizer_type": "HuggingFaceTokenizer",
     "log_interval": 10,
-    # dtypes and devices of the whole training loop are what a step prints, not its 600 arguments
 }
 # What stands for the parts that need CUDA.
 CPU_DEFAULTS: dict[str, Any] = {
@@ -61,14 +62,15 @@ def _raise(message: str) -> NoReturn:
     raise ConfigError([f"{message} (megasink train --help lists every flag)"])
 
 
-def parse(argv: Sequence[str]) -> Namespace:
-    """Parse and validate a command line; sets Megatron's global arguments.
+def parse(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
+    """Parse and validate a command line.
 
     Args:
         argv: flags without the program's name.
 
     Returns:
-        the namespace, with ``padded_vocab_size`` pinned to the tokenizer.
+        the namespace, with ``padded_vocab_size`` pinned to the tokenizer, and the arguments by
+        which the run is known, as they were given (Megatron derives some of them).
 
     Raises:
         ConfigError: every problem found, before anything is built.
@@ -83,42 +85,25 @@ def parse(argv: Sequence[str]) -> Namespace:
     problems = checks.problems(args)
     if problems:
         raise ConfigError(problems)
+    identity = run_dir.identity_of(args)
     run_dir.set_paths(args)
     checks.pin_vocabulary(args)
-    with _printed_by_rank_0_log(args):
+    with _without_argument_list():
         try:
             arguments.validate_args(args)
         except (AssertionError, ValueError, RuntimeError) as error:
             raise ConfigError([f"Megatron refuses this configuration: {_text(error)}"]) from error
-    return args
-
-
-def set_globals(args: Namespace) -> None:
-    """Megatron's global arguments, tokenizer, writers and timers."""
-    from megatron.training.global_vars import set_global_variables
-
-    set_global_variables(args)
+    return args, identity
 
 
 def _text(error: BaseException) -> str:
-    return str(error) or f"{type(error).__name__} at {_where(error)}"
-
-
-def _where(error: BaseException) -> str:
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    if frame is None:
-        return "an unknown place"
-    code = frame.tb_frame.f_code
-    import linecache
-
-    line = linecache.getline(code.co_filename, frame.tb_lineno).strip()
-    return f"{os.path.basename(code.co_filename)}:{frame.tb_lineno}: {line}"
+    """The message, or, for a bare assertion, the line that it stands on."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return str(error) or f"{Path(last.filename).name}:{last.lineno}: {last.line}"
 
 
 @contextlib.contextmanager
-def _printed_by_rank_0_log(args: Namespace) -> Any:
+def _without_argument_list() -> Iterator[None]:
     """validate_args prints all 600 arguments: they are in config.json, so they are not repeated."""
     sink = io.StringIO()
     with contextlib.redirect_stdout(sink):

@@ -1,7 +1,7 @@
 """What a command line gets wrong, found before anything is built."""
 
-import os
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -54,7 +54,9 @@ def problems(args: Namespace) -> list[str]:
     found += _balance(args)
     found += _device(args)
     found += _data(args)
-    found += run_dir.problems(args)
+    # The others would see what rank 0 has just written; torchrun ends them when rank 0 refuses.
+    if args.rank == 0:
+        found += run_dir.problems(args)
     return found
 
 
@@ -73,8 +75,8 @@ def _attention(args: Namespace) -> list[str]:
     backend = getattr(args.attention_backend, "name", args.attention_backend)
     if backend != "auto":
         found.append(
-            f"--attention-backend {backend} chooses among Megatron's kernels, which drop the sink's "
-            "or the gate's gradient: use --attention-kernel"
+            f"--attention-backend {backend} chooses among Megatron's kernels, which drop the "
+            "sink's or the gate's gradient: use --attention-kernel"
         )
     heads, tensor_parallel = args.num_attention_heads, args.tensor_model_parallel_size
     if heads and heads % tensor_parallel:
@@ -82,9 +84,14 @@ def _attention(args: Namespace) -> list[str]:
             f"--num-attention-heads {heads} is not divisible by "
             f"--tensor-model-parallel-size {tensor_parallel}"
         )
-    if heads and args.hidden_size and variant in get_args(Variant):
+    if args.fp16 and args.bf16:
+        found.append("--fp16 and --bf16: choose one")
+    if heads and args.hidden_size:
+        request = attention_request(args)
+        if variant not in get_args(Variant):
+            request = replace(request, variant="sink")  # what else is wrong is worth knowing
         try:
-            choose_backend(attention_request(args), args.attention_kernel)
+            choose_backend(request, args.attention_kernel)
         except ConfigError as error:
             found += error.problems
     return found
@@ -213,7 +220,7 @@ def _is_weight(text: str) -> bool:
         float(text)
     except ValueError:
         return False
-    return not os.path.exists(text + ".bin")
+    return not Path(text + ".bin").exists()
 
 
 def pin_vocabulary(args: Namespace) -> None:

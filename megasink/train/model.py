@@ -10,7 +10,7 @@ from megasink.specs import block_spec
 
 
 def model_config(args: Namespace) -> MegasinkGPTConfig:
-    """The GPT of these arguments, with our layers, whose initial weights depend on the seed only."""
+    """The GPT of these arguments, with our layers; its initial weights depend on the seed only."""
     transformer = core_transformer_config_from_args(args, MegasinkTransformerConfig)
     config: MegasinkGPTConfig = gpt_config_from_args(
         args, config=transformer, model_config_cls=MegasinkGPTConfig

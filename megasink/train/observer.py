@@ -1,8 +1,8 @@
 """Per-step statistics into Megatron's log line, TensorBoard and metrics.jsonl.
 
 Megatron 0.19 has no per-step callback. It calls ``training_log`` on every rank after every step
-and ``evaluate`` for every evaluation (megatron/training/training.py:3985,4425): both are wrapped,
-neither is changed.
+and ``evaluate`` for every evaluation (megatron/training/training.py:3985,4408): they are wrapped,
+and not changed.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import inspect
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -29,8 +29,8 @@ class Observer:
     """Writes what a step did. The last rank owns the writers, as in Megatron.
 
     Args:
-        metrics: path of metrics.jsonl; None to write none.
-        resumed_at: iteration of the loaded checkpoint: later lines of the file are dropped.
+        metrics: path of metrics.jsonl; None to write none. On resume, lines of steps that are run
+            again are dropped from it.
     """
 
     def __init__(self, metrics: Path | None):
@@ -78,13 +78,13 @@ class Observer:
         if logs:
             self._print(record)
 
-    def evaluation(self, losses: dict[str, Any] | None) -> None:
-        """After an evaluation: validation loss and bits per byte."""
+    def evaluation(self, split: str, losses: dict[str, Any] | None) -> None:
+        """After an evaluation on a split: its loss and bits per byte."""
         if not self._owner or not losses:
             return
-        record = {"iteration": self._iteration, "valid_lm_loss": _number(losses.get(LM_LOSS))}
+        record = {"iteration": self._iteration, f"{split}_lm_loss": _number(losses.get(LM_LOSS))}
         if BITS_PER_BYTE in losses:
-            record["valid_bits_per_byte"] = _number(losses[BITS_PER_BYTE])
+            record[f"{split}_bits_per_byte"] = _number(losses[BITS_PER_BYTE])
         self._write(record)
 
     def close(self) -> None:
@@ -182,26 +182,33 @@ def _rounded(tensor: torch.Tensor) -> list[Any]:
 @contextlib.contextmanager
 def observing(observer: Observer) -> Iterator[None]:
     """Let the observer see every step and every evaluation of Megatron's training loop."""
-    log, evaluate = training.training_log, training.evaluate
-    signature = inspect.signature(log)
+    originals = {
+        name: getattr(training, name)
+        for name in ("training_log", "evaluate", "evaluate_and_print_results")
+    }
+    signature = inspect.signature(originals["training_log"])
+    split = "valid"
 
     def training_log(*args: Any, **kwargs: Any) -> Any:
         observer.step(signature.bind(*args, **kwargs).arguments)
-        return log(*args, **kwargs)
+        return originals["training_log"](*args, **kwargs)
 
-    def evaluate_and_observe(*args: Any, **kwargs: Any) -> Any:
-        result = evaluate(*args, **kwargs)
-        observer.evaluation(result[0])
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        result = originals["evaluate"](*args, **kwargs)
+        observer.evaluation(split, result[0])
         return result
 
-    replaced: list[tuple[str, Callable[..., Any]]] = [
-        ("training_log", training_log),
-        ("evaluate", evaluate_and_observe),
-    ]
-    for name, function in replaced:
-        setattr(training, name, function)
+    def evaluate_and_print_results(prefix: str, *args: Any, **kwargs: Any) -> Any:
+        nonlocal split
+        split = "test" if prefix.endswith("on test set") else "valid"
+        return originals["evaluate_and_print_results"](prefix, *args, **kwargs)
+
+    training.training_log = training_log
+    training.evaluate = evaluate
+    training.evaluate_and_print_results = evaluate_and_print_results
     try:
         yield
     finally:
-        training.training_log, training.evaluate = log, evaluate
+        for name, original in originals.items():
+            setattr(training, name, original)
         observer.close()

@@ -21,6 +21,8 @@ def prepare_process(argv: Sequence[str]) -> None:
     if "--cpu" in argv:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     check_versions()
+    # A dozen modules of Megatron say so while they are imported.
+    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*not installed")
     if not platform.cuda_present():
         platform.activate()
     mend_upstream()
@@ -37,22 +39,41 @@ def pretrain(argv: Sequence[str]) -> None:
     """
     prepare_process(argv)
     import torch
+    from megatron.training.global_vars import set_global_variables
 
     from megasink.train import arguments, run_dir
 
-    args = arguments.parse(argv)
-    identity = run_dir.identity_of(args)
-    first = args.rank == 0
-    if first:
+    args, identity = arguments.parse(argv)
+    if args.rank == 0:
         print(platform.describe(), flush=True)
         run_dir.write_start(args, identity)
-    arguments.set_globals(args)
+    set_global_variables(args)
     try:
         _run(args)
+    except (SystemExit, AssertionError) as stop:
+        raise _explained(stop, args) from stop
     finally:
         # Without it gloo aborts a process now and then while it exits.
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def _explained(stop: BaseException, args: Namespace) -> BaseException:
+    """What the user can mend, for the ways in which Megatron ends a run by itself."""
+    if "OptimizerParamScheduler" in str(stop):
+        return UserError(
+            f"the checkpoint was trained with another schedule ({stop}): add "
+            "--override-opt-param-scheduler for the new one, "
+            "--use-checkpoint-opt-param-scheduler for the old one"
+        )
+    # core/rerun_state_machine.py:37,40: a result was NaN or Inf.
+    if not isinstance(stop, SystemExit) or stop.code not in (16, 17):
+        return stop
+    saved = f"; the weights before it are saved in {args.save}" if args.save else ""
+    return UserError(
+        f"step {args.curr_iteration + 1}: NaN or Inf in the loss or in a gradient, and again when "
+        f"the step was run a second time{saved}. Lower --lr, or look at the data of that step"
+    )
 
 
 def _run(args: Namespace) -> None:
@@ -61,6 +82,7 @@ def _run(args: Namespace) -> None:
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megasink.attention import choose_backend
+    from megasink.report.curves import draw_run
     from megasink.train import checks
     from megasink.train.dataset import datasets_provider
     from megasink.train.forward import forward_step
@@ -75,6 +97,9 @@ def _run(args: Namespace) -> None:
     metrics = Path(args.run_dir, "metrics.jsonl") if args.run_dir else None
     with observing(Observer(metrics)):
         megatron_pretrain(container, datasets_provider, ModelType.encoder_or_decoder, forward_step)
+    # The rank that wrote the metrics has all of them.
+    if args.run_dir and args.rank == args.world_size - 1:
+        print(f"picture: {draw_run(Path(args.run_dir))}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,21 +14,52 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import megasink
 from megasink.compat import versions
 
-# A run is its model, its data and its loss. Layout, length and learning rate may change on resume.
+# A run is its model, its data and its loss; layout, length and learning rate may change on resume.
+MODEL = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "group_query_attention",
+    "num_query_groups",
+    "seq_length",
+    "max_position_embeddings",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "normalization",
+    "norm_epsilon",
+    "swiglu",
+    "squared_relu",
+    "add_bias_linear",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+    "window_size",
+    "window_attn_skip_freq",
+    "attention_variant",
+    "softmax_offset_init",
+    "tokenizer_type",
+    "tokenizer_model",
+    "vocab_size",
+    "make_vocab_size_divisible_by",
+)
 IDENTITY = (
-    "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention "
-    "num_query_groups seq_length max_position_embeddings position_embedding_type rotary_base "
-    "rotary_percent normalization norm_epsilon swiglu squared_relu add_bias_linear qk_layernorm "
-    "untie_embeddings_and_output_weights window_size window_attn_skip_freq attention_variant "
-    "softmax_offset_init head_balance_coeff head_balance_scope data_path split tokenizer_type "
-    "tokenizer_model vocab_size make_vocab_size_divisible_by seed global_batch_size"
-).split()
+    *MODEL,
+    "head_balance_coeff",
+    "head_balance_scope",
+    "data_path",
+    "split",
+    "seed",
+    "global_batch_size",
+)
 
 
 def problems(args: Namespace) -> list[str]:
@@ -44,18 +75,16 @@ def problems(args: Namespace) -> list[str]:
     if not config.is_file():
         if args.resume:
             return [f"--resume: {folder} holds no run; drop --resume to start one there"]
-        if folder.is_dir() and any(p.name != "logs" for p in folder.iterdir()):
+        # The last rank may have opened its TensorBoard file already.
+        foreign = {p.name for p in folder.glob("*")} - {"logs", "tensorboard"}
+        if foreign:
             return [f"--run-dir {folder} is not empty and holds no run: choose another folder"]
         return _checkpoint_problems(args, args.load)
     try:
         before = json.loads(config.read_text())["arguments"]
     except (ValueError, KeyError) as error:
         return [f"{config} cannot be read ({error}): choose another --run-dir"]
-    differences = [
-        f"{name} {before[name]!r} -> {_plain(getattr(args, name))!r}"
-        for name in IDENTITY
-        if name in before and hasattr(args, name) and before[name] != _plain(getattr(args, name))
-    ]
+    differences = _differences(before, args, IDENTITY)
     if differences:
         return [
             f"--run-dir {folder} holds a run of another configuration "
@@ -80,15 +109,19 @@ def _checkpoint_problems(args: Namespace, load: str | None) -> list[str]:
     if not config.is_file():
         return []  # not from a run folder: Megatron compares the arguments that it saved
     before = json.loads(config.read_text())["arguments"]
-    shape = IDENTITY[: IDENTITY.index("head_balance_coeff")]
-    differences = [
-        f"{name} {before[name]!r} -> {_plain(getattr(args, name))!r}"
-        for name in shape
-        if name in before and before[name] != _plain(getattr(args, name))
-    ]
+    differences = _differences(before, args, MODEL)
     if differences:
         return [f"--load {load} is a checkpoint of another model: {'; '.join(differences)}"]
     return []
+
+
+def _differences(before: dict[str, Any], args: Namespace, names: Sequence[str]) -> list[str]:
+    now = {name: _plain(getattr(args, name)) for name in names if hasattr(args, name)}
+    return [
+        f"{name} {before[name]!r} -> {value!r}"
+        for name, value in now.items()
+        if name in before and before[name] != value
+    ]
 
 
 def newest_checkpoint(folder: Path) -> int | None:

@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+''':'
+# Pre-train a GPT with sink attention and the head-balance loss. All of these work, each with
+# further flags appended (the last one counts):
+#
+#   torchrun --nproc-per-node 8 examples/pretrain_gpt_sink.sh      this file is Python, too
+#   bash examples/pretrain_gpt_sink.sh                             all devices of this machine
+#   srun --nodes 4 --ntasks-per-node 1 bash examples/pretrain_gpt_sink.sh     several nodes
+#   sbatch --nodes 4 --ntasks-per-node 1 --gpus-per-node 8 --wrap \
+#          "srun bash examples/pretrain_gpt_sink.sh"
+#
+# DATA_PATH is the prefix that tools/preprocess_data.py wrote, TOKENIZER its tokenizer folder and
+# RUN_DIR the folder of the run. RANKS_PER_NODE overrides the number of processes on a node.
+# Several nodes without Slurm: start this file on each with NNODES and MASTER_ADDR set.
+
+set -euo pipefail
+python=${PYTHON:-python3}
+
+nnodes=${NNODES:-${SLURM_NNODES:-1}}
+if [[ -z ${RANKS_PER_NODE:-} ]]; then
+  if command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus >/dev/null 2>&1; then
+    RANKS_PER_NODE=$(nvidia-smi --list-gpus | wc -l)
+  else
+    RANKS_PER_NODE=1
+  fi
+fi
+launch=("$python" -m torch.distributed.run --nnodes "$nnodes" --nproc-per-node "$RANKS_PER_NODE")
+if [[ $nnodes -gt 1 ]]; then
+  # The first host of the allocation is the meeting point; every node asks for the same job id.
+  if [[ -z ${MASTER_ADDR:-} && -n ${SLURM_JOB_NODELIST:-} ]]; then
+    MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+  fi
+  : "${MASTER_ADDR:?set MASTER_ADDR to the name of the first node}"
+  launch+=(--rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}"
+           --rdzv-id "${SLURM_JOB_ID:-megasink}")
+else
+  launch+=(--rdzv-backend c10d --rdzv-endpoint localhost:0 --local-addr 127.0.0.1)
+fi
+exec "${launch[@]}" "$0" "$@"
+: <<'"the end of the Python part"'
+'''
+
+# From here on Python reads: one rank, started by torchrun. The flags are written once, here.
+import os
+import sys
+
+# The 0.6B shape of the paper: 20 layers of 10 heads of 128 (Fu et al., section 5.1).
+FLAGS = """
+    --num-layers 20 --hidden-size 1280 --num-attention-heads 10
+    --seq-length 2048 --max-position-embeddings 2048
+    --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+    --qk-layernorm --untie-embeddings-and-output-weights --init-method-std 0.02
+
+    --attention-variant sink --head-balance-coeff 1e-4
+
+    --micro-batch-size 4 --global-batch-size 256 --train-iters 21400
+    --lr 6e-4 --min-lr 0 --lr-decay-style WSD --lr-wsd-decay-style linear
+    --lr-wsd-decay-iters 4280 --lr-warmup-iters 500
+    --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0
+    --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+
+    --split 99,1,0 --eval-interval 500 --eval-iters 20
+    --save-interval 1000 --log-interval 10
+"""
+
+
+def flags():
+    """The flags above, what the environment names, then the command line's."""
+    given = FLAGS.split()
+    for variable, flag in (
+        ("DATA_PATH", "--data-path"),
+        ("TOKENIZER", "--tokenizer-model"),
+        ("RUN_DIR", "--run-dir"),
+    ):
+        if os.environ.get(variable):
+            given += [flag, os.environ[variable]]
+    return given + sys.argv[1:]
+
+
+if __name__ == "__main__":
+    from megasink.train.pretrain import main
+
+    sys.exit(main(flags()))
+
+"the end of the Python part"

@@ -1,0 +1,75 @@
+"""``megasink``: one entry for everything that is done from a shell."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+import megasink
+from megasink.errors import UserError
+
+
+def _data(argv: Sequence[str]) -> int:
+    from megasink.data.cli import main
+
+    return main(argv)
+
+
+def _train(argv: Sequence[str]) -> int:
+    from megasink.train.launch import main
+
+    return main(argv)
+
+
+def _demo(argv: Sequence[str]) -> int:
+    from megasink.demo import main
+
+    return main(argv)
+
+
+def _plot(argv: Sequence[str]) -> int:
+    from megasink.report.curves import main
+
+    return main(argv)
+
+
+def _info(argv: Sequence[str]) -> int:
+    from megasink.info import main
+
+    return main(argv)
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "demo": (_demo, "train a small sink-attention GPT on this machine, start to end"),
+    "data": (_data, "text -> tokenizer -> Megatron .bin/.idx"),
+    "train": (_train, "start the ranks of one node and train; every Megatron flag passes through"),
+    "plot": (_plot, "draw loss, imbalance and head importance of a run"),
+    "info": (_info, "versions, platform, and which attention kernel runs here and why"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; what the user can mend is one line on the error stream and exit code 2."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    lines = "\n".join(f"  {name:6} {text}" for name, (_, text) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="megasink",
+        description="Sink and gated attention with head balancing, on Megatron-Core.",
+        epilog=f"commands:\n{lines}\n\nmegasink COMMAND --help tells more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"megasink {megasink.__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
+    args = parser.parse_args(argv)
+    try:
+        return COMMANDS[args.command][0](args.arguments)
+    except UserError as error:
+        print(f"megasink: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("megasink: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

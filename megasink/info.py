@@ -1,0 +1,51 @@
+"""``megasink info``: what is installed, and what will run."""
+
+import argparse
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from megasink.compat import check_versions, versions
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print versions, the platform and the attention kernel of each variant and dtype."""
+    parser = argparse.ArgumentParser(prog="megasink info", description=main.__doc__)
+    parser.add_argument("--head-dim", type=int, default=64, help="head dimension to ask for")
+    parser.add_argument(
+        "--window", type=int, default=None, help="sliding window, tokens incl. self"
+    )
+    args = parser.parse_args(argv)
+
+    import torch
+
+    from megasink.attention import AttentionRequest, choose_backend
+
+    console = Console()
+    for name, version in versions().items():
+        console.print(f"{name:20} {version}", highlight=False)
+    check_versions()
+    cuda = torch.cuda.is_available()
+    device = "cuda" if cuda else "cpu"
+    name = torch.cuda.get_device_name() if cuda else "no CUDA device: the CPU platform is used"
+    console.print(f"{'device':20} {name}", highlight=False)
+    capability = torch.cuda.get_device_capability() if cuda else None
+    table = Table(title=f"attention kernels on {device}, with the balance gradient")
+    for column in ("variant", "dtype", "runs", "and not"):
+        table.add_column(column)
+    for variant in ("vanilla", "sink"):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            request = AttentionRequest(
+                device_type=device,
+                dtype=dtype,
+                head_dim=args.head_dim,
+                variant=variant,
+                window=args.window,
+                compute_capability=capability,
+            )
+            choice = choose_backend(request)
+            why = "\n".join(f"{other}: {reason}" for other, reason in choice.reasons.items())
+            table.add_row(variant, str(dtype).removeprefix("torch."), choice.name, why)
+    console.print(table)
+    return 0

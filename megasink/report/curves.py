@@ -1,0 +1,163 @@
+"""The picture of a run: loss, head imbalance and the [layer, head] importance heatmap."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megasink.errors import UserError
+
+BLUE, ORANGE, GREY = "#2a6fbb", "#d9730d", "#8a8f98"
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl.
+
+    Raises:
+        UserError: no such file, an empty one, or one that is not JSON lines.
+    """
+    path = run_dir / "metrics.jsonl"
+    if not path.is_file():
+        raise UserError(f"{run_dir} holds no run: {path} not found")
+    lines = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            lines.append(json.loads(line))
+        except ValueError as error:
+            raise UserError(f"{path} line {number} is not JSON: {error}") from error
+    if not any("lm_loss" in line for line in lines):
+        raise UserError(f"{path} holds no training step yet")
+    return lines
+
+
+def smoothed(values: NDArray[np.float64], factor: float = 0.9) -> NDArray[np.float64]:
+    """TensorBoard's exponential moving average, debiased (P1.41 uses the factor 0.9)."""
+    result, mean = np.empty_like(values), 0.0
+    for i, value in enumerate(values):
+        mean = factor * mean + (1 - factor) * value
+        result[i] = mean / (1 - factor ** (i + 1))
+    return result
+
+
+def series(
+    lines: list[dict[str, Any]], key: str
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(iterations, values) of the numbers under ``key``, the last of each iteration."""
+    found = {line["iteration"]: line[key] for line in lines if line.get(key) is not None}
+    return np.asarray(list(found), dtype=float), np.asarray(list(found.values()), dtype=float)
+
+
+def draw_run(run_dir: Path, output: Path | None = None) -> Path:
+    """Draw the picture of a run.
+
+    Args:
+        run_dir: the run's folder.
+        output: PNG to write; default RUN/curves.png.
+
+    Returns:
+        the PNG's path.
+
+    Raises:
+        UserError: as `read_metrics`.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lines = read_metrics(run_dir)
+    output = output or run_dir / "curves.png"
+    figure, axes = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    _draw_loss(axes[0], lines)
+    _draw_imbalance(axes[1], lines)
+    _draw_importance(figure, axes[2], lines)
+    figure.suptitle(_title(run_dir), fontsize=11)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=130)
+    plt.close(figure)
+    return output
+
+
+def _title(run_dir: Path) -> str:
+    config = run_dir / "config.json"
+    if not config.is_file():
+        return run_dir.name
+    a = json.loads(config.read_text())["arguments"]
+    return (
+        f"{run_dir.name}: {a['attention_variant']} attention, {a['num_layers']} layers, "
+        f"{a['num_attention_heads']} heads, d {a['hidden_size']}, "
+        f"head-balance coefficient {a['head_balance_coeff']:g}"
+    )
+
+
+def _style(axis: Any, title: str, ylabel: str) -> None:
+    axis.set_title(title, fontsize=10, loc="left")
+    axis.set_xlabel("step")
+    axis.set_ylabel(ylabel)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(alpha=0.25)
+
+
+def _draw_loss(axis: Any, lines: list[dict[str, Any]]) -> None:
+    steps, loss = series(lines, "lm_loss")
+    axis.plot(steps, loss, color=BLUE, alpha=0.25, linewidth=0.8)
+    axis.plot(steps, smoothed(loss), color=BLUE, label="training (EMA 0.9)")
+    valid_steps, valid = series(lines, "valid_lm_loss")
+    if len(valid):
+        _, bits = series(lines, "valid_bits_per_byte")
+        label = f"validation ({bits[-1]:.3f} bits per byte)" if len(bits) else "validation"
+        axis.plot(valid_steps, valid, "o-", color=ORANGE, markersize=4, label=label)
+    _style(axis, "language-model loss", "nats per token")
+    axis.legend(frameon=False, fontsize=9)
+
+
+def _draw_imbalance(axis: Any, lines: list[dict[str, Any]]) -> None:
+    rows = [line for line in lines if "imbalance_per_layer" in line]
+    _style(axis, "head imbalance (CV of head importance)", "coefficient of variation")
+    if not rows:
+        axis.text(0.5, 0.5, "no gates recorded", ha="center", transform=axis.transAxes, color=GREY)
+        return
+    steps = np.asarray([row["iteration"] for row in rows], dtype=float)
+    for layer in np.asarray([row["imbalance_per_layer"] for row in rows], dtype=float).T:
+        axis.plot(steps, layer, color=GREY, alpha=0.35, linewidth=0.8)
+    axis.plot([], [], color=GREY, alpha=0.6, linewidth=0.8, label="each layer")
+    _, mean = series(lines, "imbalance")
+    axis.plot(steps, mean, color=BLUE, label="mean over layers")
+    axis.set_ylim(bottom=0)
+    axis.legend(frameon=False, fontsize=9)
+
+
+def _draw_importance(figure: Any, axis: Any, lines: list[dict[str, Any]]) -> None:
+    rows = [line for line in lines if "importance" in line]
+    axis.set_title("head importance (mean gate), last step", fontsize=10, loc="left")
+    axis.set_xlabel("head")
+    axis.set_ylabel("layer")
+    if not rows:
+        axis.text(0.5, 0.5, "no gates recorded", ha="center", transform=axis.transAxes, color=GREY)
+        return
+    importance = np.asarray(rows[-1]["importance"], dtype=float)
+    # Down to a round number, so that runs of one kind mostly share a scale.
+    lowest = min(0.9, float(np.floor(np.nanmin(importance) * 10) / 10))
+    image = axis.imshow(importance, vmin=lowest, vmax=1, cmap="viridis", aspect="auto")
+    layers, heads = importance.shape
+    axis.set_xticks(range(0, heads, max(1, heads // 8)))
+    axis.set_yticks(range(0, layers, max(1, layers // 10)))
+    if importance.size <= 96:
+        for (layer, head), value in np.ndenumerate(importance):
+            colour = "white" if value - lowest < 0.6 * (1 - lowest) else "black"
+            axis.text(head, layer, f"{value:.2f}", ha="center", va="center", color=colour, size=7)
+    figure.colorbar(image, ax=axis, label="closed <- gate -> open")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw loss, head imbalance and head importance of a run."""
+    parser = argparse.ArgumentParser(prog="megasink plot", description=main.__doc__)
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("--output", type=Path, help="PNG to write; default RUN/curves.png")
+    args = parser.parse_args(argv)
+    print(draw_run(args.run, args.output))
+    return 0

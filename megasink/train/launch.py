@@ -1,0 +1,228 @@
+"""``megasink train``: start the ranks of this node through torchrun and show how they get on."""
+
+import argparse
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from megasink.errors import UserError
+
+_ERROR = "megasink: error: "
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train on this machine: one rank per CUDA device, or gloo ranks on the CPU.
+
+    Any flag of Megatron's pre-training is accepted, and those of megasink; ``--full-help`` lists
+    them all. With ``--resume`` the flags of the run's last start need not be repeated. For several
+    nodes use torchrun, as examples/pretrain_gpt_sink.sh does.
+    """
+    parser = argparse.ArgumentParser(
+        prog="megasink train", description=main.__doc__, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        help="processes to start; default: one per CUDA device, else tensor x pipeline ranks",
+    )
+    parser.add_argument("--run-dir", help="folder of the run; default: runs/DATE-TIME")
+    parser.add_argument("--full-help", action="store_true", help="list every flag and exit")
+    args, flags = parser.parse_known_args(argv)
+    if args.full_help:
+        return subprocess.run(
+            [sys.executable, "-m", "megasink.train", "--help"], check=False
+        ).returncode
+    run_dir = Path(args.run_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
+    if "--resume" in flags:
+        flags = [*_flags_of_last_start(run_dir), *flags]
+    ranks = args.ranks if args.ranks is not None else _default_ranks(flags)
+    if ranks < 1:
+        raise UserError(f"--ranks {ranks}: start at least one process")
+    return launch(flags, run_dir, ranks)
+
+
+def launch(flags: Sequence[str], run_dir: Path, ranks: int) -> int:
+    """Run the ranks to their end, with a progress bar (or lines, where there is no terminal).
+
+    Args:
+        flags: Megatron's and megasink's, without ``--run-dir``.
+        run_dir: folder of the run.
+        ranks: processes on this machine.
+
+    Returns:
+        0.
+
+    Raises:
+        UserError: a rank failed; the message is the rank's own, and where its log is.
+    """
+    logs = run_dir / "logs" / time.strftime("%Y%m%d-%H%M%S")
+    console = Console()
+    console.print(f"run {run_dir}: {ranks} ranks, logs in {logs}", highlight=False, soft_wrap=True)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+    ]
+    command += [f"--nproc-per-node={ranks}", f"--log-dir={logs}", "--redirects=3"]
+    command += ["-m", "megasink.train", "--run-dir", str(run_dir), *flags]
+    already = _lines(run_dir / "metrics.jsonl")
+    logs.mkdir(parents=True, exist_ok=True)
+    with (logs / "torchrun.log").open("w") as own:
+        starting = subprocess.Popen(command, stdout=own, stderr=own)
+        with _terminated_with_us(starting) as process:
+            _follow(process, run_dir / "metrics.jsonl", len(already), _train_iters(flags), console)
+    if process.returncode:
+        raise UserError(_what_failed(logs, process.returncode))
+    return 0
+
+
+def _flags_of_last_start(run_dir: Path) -> list[str]:
+    """What the run was started with, so that a resume need not repeat it."""
+    starts = run_dir / "starts.jsonl"
+    if not starts.is_file():
+        return []  # the ranks will say that there is no run
+    command: list[str] = json.loads(starts.read_text().splitlines()[-1])["command"][1:]
+    flags = [flag for flag in command if flag != "--resume"]
+    if "--run-dir" in flags:
+        at = flags.index("--run-dir")
+        del flags[at : at + 2]
+    return flags
+
+
+def _default_ranks(flags: Sequence[str]) -> int:
+    import torch
+
+    if "--cpu" not in flags and torch.cuda.is_available():
+        return torch.cuda.device_count()
+    sizes = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size")
+    return _value(flags, sizes[0], 1) * _value(flags, sizes[1], 1)
+
+
+def _value(flags: Sequence[str], name: str, default: int) -> int:
+    for flag, value in zip(flags, [*flags[1:], ""], strict=True):
+        text = flag.removeprefix(f"{name}=") if flag.startswith(f"{name}=") else value
+        if (flag == name or flag.startswith(f"{name}=")) and text.isdigit():
+            default = int(text)  # the last one counts, as in argparse
+    return default
+
+
+def _train_iters(flags: Sequence[str]) -> int | None:
+    return _value(flags, "--train-iters", 0) or None
+
+
+@contextmanager
+def _terminated_with_us(process: "subprocess.Popen[bytes]") -> Iterator[Any]:
+    """torchrun ends its ranks when it is told to: hand on what ends us."""
+
+    def hand_on(number: int, frame: Any) -> None:
+        process.send_signal(signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, hand_on)
+    try:
+        yield process
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _follow(
+    process: "subprocess.Popen[bytes]",
+    metrics: Path,
+    seen: int,
+    total: int | None,
+    console: Console,
+) -> None:
+    """Show new lines of metrics.jsonl until the process ends."""
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}" if total else "{task.completed:.0f}"),
+        TextColumn("{task.fields[state]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task("starting", total=total, state="")
+        last_line, left = time.monotonic(), ""
+        while True:
+            ended = process.poll() is not None
+            lines = _lines(metrics)
+            for line in lines[seen:]:
+                state = _state(line)
+                if "seconds" in line and total:
+                    left = _time_left(lines, total)
+                progress.update(
+                    task, description="training", completed=line["iteration"], state=state
+                )
+                # Without a terminal: a line every ten seconds, and every evaluation.
+                due = time.monotonic() - last_line > 10 or "valid_lm_loss" in line
+                if due or line["iteration"] == total:
+                    if not console.is_terminal:
+                        print(f"step {line['iteration']}/{total or '?'}  {state}{left}", flush=True)
+                    elif "valid_lm_loss" in line:
+                        progress.console.print(f"step {line['iteration']}  {state}")
+                    last_line = time.monotonic()
+            seen = len(lines)
+            if ended:
+                return
+            time.sleep(0.2)
+
+
+def _time_left(lines: list[dict[str, Any]], total: int) -> str:
+    recent = [line for line in lines if "seconds" in line][-10:]
+    seconds = sum(line["seconds"] for line in recent) / len(recent)
+    left = int(seconds * (total - recent[-1]["iteration"]))
+    return f"  left {left // 3600}:{left % 3600 // 60:02}:{left % 60:02}"
+
+
+def _state(line: dict[str, Any]) -> str:
+    names = {
+        "lm_loss": "loss",
+        "imbalance": "imbalance",
+        "valid_lm_loss": "validation loss",
+        "valid_bits_per_byte": "bits per byte",
+        "test_lm_loss": "test loss",
+        "test_bits_per_byte": "bits per byte",
+    }
+    parts = [f"{text} {line[key]:.4f}" for key, text in names.items() if line.get(key) is not None]
+    return "  ".join(parts)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    whole = path.read_text().rpartition("\n")[0]
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def _what_failed(logs: Path, code: int) -> str:
+    """The rank's own message, or the last line of its traceback."""
+    errors = sorted(logs.rglob("stderr.log"))
+    texts = {path: path.read_text(errors="replace") for path in errors}
+    for text in texts.values():
+        if _ERROR in text:
+            return text.rpartition(_ERROR)[2].strip()
+    for path, text in texts.items():
+        found = re.findall(
+            r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception|Interrupt)\b.*)$", text, re.M
+        )
+        if found:
+            return f"rank {path.parent.name} failed: {found[-1]} (log: {path})"
+    return f"the ranks ended with exit code {code}; logs in {logs}"
