@@ -20,7 +20,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from megasink.attention import attention, gate_sum
+from megasink.attention import attention, first_key_gate, gate_sum
 from megasink.balance.attach import attach_gradient
 from megasink.balance.loss import head_balance_gradient, head_balance_loss
 from megasink.balance.reduce import gather_heads, own_heads
@@ -126,7 +126,7 @@ class CoreAttention(MegatronModule):
         counts = self.training and torch.is_grad_enabled()
         balances = counts and self.config.head_balance_coeff > 0
         query_BHTD, key_BGSD, value_BGSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out_BHTD, _, gate_BHT = attention(
+        out_BHTD, lse_BHT, gate_BHT = attention(
             query_BHTD,
             key_BGSD,
             value_BGSD,
@@ -139,9 +139,13 @@ class CoreAttention(MegatronModule):
         )
         out = out_BHTD.permute(2, 0, 1, 3)
         out = out.reshape(*out.shape[:2], -1)
-        if counts and gate_BHT is not None:
-            out = self._count(out, gate_BHT, balances)
-        return out
+        if not counts:
+            return out
+        if gate_BHT is None:
+            gate_BHT = first_key_gate(
+                query_BHTD, key_BGSD, lse_BHT, scale=self.softmax_scale, window=self.window
+            )
+        return self._count(out, gate_BHT, balances)
 
     def _count(self, out: Tensor, gate_BHT: Tensor, balances: bool) -> Tensor:
         """Record the importance of all heads of the layer and attach the balance loss."""

@@ -1,5 +1,7 @@
 """The one way the platform replaces an upstream attribute: named, reasoned and reversible."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +24,7 @@ class Patch:
     upstream: str
     reason: str
     original: Any = field(repr=False, default=_MISSING)
+    replacement: Any = field(repr=False, default=None)
 
     @property
     def target(self) -> str:
@@ -44,7 +47,7 @@ def replace(owner: Any, name: str, new: Any, *, upstream: str, reason: str) -> A
     # A class attribute reached through inheritance is restored by deleting the replacement.
     own = vars(owner).get(name, _MISSING)
     setattr(owner, name, new)
-    _installed.append(Patch(owner, name, upstream, reason, own))
+    _installed.append(Patch(owner, name, upstream, reason, own, new))
     return original
 
 
@@ -53,11 +56,26 @@ def patches() -> list[Patch]:
     return list(_installed)
 
 
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Every original is back inside the block: what a step costs without the replacements."""
+    for patch in reversed(_installed):
+        _put_back(patch)
+    try:
+        yield
+    finally:
+        for patch in _installed:
+            setattr(patch.owner, patch.name, patch.replacement)
+
+
 def deactivate_all() -> None:
     """Put every original back, newest first."""
     while _installed:
-        patch = _installed.pop()
-        if patch.original is _MISSING:
-            delattr(patch.owner, patch.name)
-        else:
-            setattr(patch.owner, patch.name, patch.original)
+        _put_back(_installed.pop())
+
+
+def _put_back(patch: Patch) -> None:
+    if patch.original is _MISSING:
+        delattr(patch.owner, patch.name)
+    else:
+        setattr(patch.owner, patch.name, patch.original)

@@ -1,0 +1,140 @@
+"""The registry of attention kernels, and the one function that chooses among them."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from megasink.attention.backends.aten_cpu import FlashCpuBackend
+from megasink.attention.backends.aten_cuda import CudnnBackend, FlashCudaBackend
+from megasink.attention.backends.base import AttentionRequest, Backend
+from megasink.attention.backends.eager import EagerBackend
+from megasink.attention.reference import VARIANTS
+from megasink.errors import ConfigError
+
+__all__ = [
+    "AttentionRequest",
+    "Backend",
+    "Choice",
+    "backend_named",
+    "backend_names",
+    "choose_backend",
+    "register_backend",
+]
+
+_REGISTRY: dict[str, Backend] = {}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that will run, and for each other one why it will not.
+
+    Attributes:
+        name: of the backend.
+        reasons: backend name -> a clause.
+    """
+
+    name: str
+    reasons: dict[str, str]
+
+
+def register_backend(backend: Backend, *, before: str | None = None) -> None:
+    """Adds a backend, ahead of the one called `before` in the order that "auto" tries them in."""
+    items = [item for item in _REGISTRY.items() if item[0] != backend.name]
+    names = [name for name, _ in items]
+    items.insert(len(items) if before is None else names.index(before), (backend.name, backend))
+    _REGISTRY.clear()
+    _REGISTRY.update(items)
+    choose_backend.cache_clear()
+
+
+def backend_names() -> tuple[str, ...]:
+    """Every registered backend, in the order that "auto" tries them in."""
+    return tuple(_REGISTRY)
+
+
+def backend_named(name: str) -> Backend:
+    """The backend itself."""
+    return _REGISTRY[name]
+
+
+@lru_cache(maxsize=256)
+def choose_backend(request: AttentionRequest, requested: str = "auto") -> Choice:
+    """Which backend will run the request, and why not each other one.
+
+    Needs no tensor and no device, so a configuration can be refused before anything is built.
+
+    Args:
+        request: the configuration.
+        requested: "auto" for the first backend that can, or a name to insist on.
+
+    Raises:
+        ConfigError: no backend computes the request exactly, or the one that was asked for does
+            not; the message says why and names the one that "auto" would take.
+    """
+    problems = _problems_of_any_backend(request)
+    if requested != "auto" and requested not in _REGISTRY:
+        problems.append(
+            f"unknown attention backend {requested!r}: choose auto, {', '.join(_REGISTRY)}"
+        )
+    if problems:
+        raise ConfigError(problems)
+    refusals = {name: backend.supports(request) for name, backend in _REGISTRY.items()}
+    able = [name for name, refusal in refusals.items() if refusal is None]
+    if not able:
+        lines = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
+        raise ConfigError([f"no attention backend can run {_describe(request)}: {lines}"])
+    if requested != "auto" and requested not in able:
+        raise ConfigError(
+            [
+                f"attention backend {requested!r} cannot run {_describe(request)}: "
+                f"{refusals[requested]}; use {able[0]!r}"
+            ]
+        )
+    name = able[0] if requested == "auto" else requested
+    idle = f"{name} comes first" if requested == "auto" else f"{name} was requested"
+    reasons = {other: refusal or idle for other, refusal in refusals.items() if other != name}
+    return Choice(name, reasons)
+
+
+def _problems_of_any_backend(request: AttentionRequest) -> list[str]:
+    """What no kernel could mend."""
+    problems = []
+    if request.variant not in VARIANTS:
+        problems.append(
+            f"unknown attention variant {request.variant!r}: choose {', '.join(VARIANTS)}"
+        )
+    if request.dropout:
+        problems.append(
+            f"attention dropout {request.dropout} breaks the identity between gate and LSE "
+            "(paper P0.9): set attention dropout to 0"
+        )
+    if not request.dtype.is_floating_point or request.dtype.itemsize < 2:
+        problems.append(
+            f"attention dtype {request.dtype}: use float16, bfloat16, float32 or float64"
+        )
+    if request.window is not None and request.window < 1:
+        problems.append(f"attention window {request.window}: a token sees itself, use 1 or more")
+    if request.window is not None and not request.causal:
+        problems.append("an attention window needs the causal mask")
+    return problems
+
+
+def _describe(request: AttentionRequest) -> str:
+    gradient = " with a gradient through the gate" if request.needs_gate_gradient else ""
+    return (
+        f"{request.variant} attention in {request.dtype} on {request.device_type}, "
+        f"head dim {request.head_dim}{gradient}"
+    )
+
+
+def at_runtime(request: AttentionRequest, device_index: int | None) -> AttentionRequest:
+    """The request with the compute capability of its CUDA device filled in."""
+    if request.device_type != "cuda" or not torch.cuda.is_available():
+        return request
+    capability = torch.cuda.get_device_capability(device_index)
+    return replace(request, compute_capability=capability)
+
+
+for _backend in (FlashCpuBackend(), FlashCudaBackend(), CudnnBackend(), EagerBackend()):
+    register_backend(_backend)

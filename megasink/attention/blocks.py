@@ -1,0 +1,203 @@
+"""Masks that kernels do not know, as lists of blocks that they do.
+
+A kernel answers causal squares and unmasked rectangles. A softmax over more keys is the merge of
+blocks by their log-sum-exps, and the backward of each block, handed the merged output and LSE, is
+its exact share of the gradient (docs/maths.md). Sliding windows and bottom-right causal rectangles
+become such lists, on every backend, and nothing is S x S, masks included.
+
+Shapes: B batch, H query heads, G groups, T queries, S keys, D head dim; N blocks of one size,
+folded into the batch.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megasink.attention.backends.base import Backend
+
+
+class Block(NamedTuple):
+    """`repeats` blocks of one size, `stride` tokens apart, as one kernel call.
+
+    Attributes:
+        mask: "full", "causal" (row r sees columns <= r) or "anticausal" (columns >= r: the edge of
+            a sliding window; it is the causal mask of the reversed block).
+        query: first query; key: first key.
+        queries, keys: size of a block.
+    """
+
+    mask: str
+    query: int
+    key: int
+    queries: int
+    keys: int
+    repeats: int = 1
+    stride: int = 0
+
+
+def plan_blocks(queries: int, keys: int, window: int | None = None) -> tuple[Block, ...]:
+    """The causal mask, its last query at the last key, as blocks that share no (query, key) pair.
+
+    Args:
+        queries, keys: T <= S.
+        window: tokens visible to a token, itself included (needs T = S); None for all.
+
+    Raises:
+        ValueError: more queries than keys, or a window on a rectangle.
+    """
+    if queries > keys:
+        raise ValueError(f"causal attention of {queries} queries needs as many keys, got {keys}")
+    if window is None or window >= keys:
+        past = keys - queries
+        square = Block("causal", 0, past, queries, queries)
+        return (square,) if past == 0 else (Block("full", 0, 0, queries, past), square)
+    if queries != keys:
+        raise ValueError(f"a window needs as many queries as keys, got {queries} and {keys}")
+    # Blocks of `window` tokens: row r of one sees the columns <= r of it and the columns > r of
+    # the one before. The last row sees nothing of that one, so the edge is a triangle of w - 1.
+    count, rest = divmod(queries, window)
+    blocks = [Block("causal", 0, 0, window, window, count, window)]
+    if count > 1 and window > 1:
+        blocks.append(Block("anticausal", window, 1, window - 1, window - 1, count - 1, window))
+    if rest:
+        first, before = count * window, (count - 1) * window
+        blocks.append(Block("causal", first, first, rest, rest))
+        blocks.append(Block("full", first, before + rest, rest, window - rest))
+    if rest > 1:
+        blocks.append(Block("anticausal", first, before + 1, rest - 1, rest - 1))
+    return tuple(blocks)
+
+
+def forward_blocks(
+    backend: Backend,
+    query_BHTD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    *,
+    causal: bool,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention of a backend under any of the masks above.
+
+    Returns:
+        out_BHTD in the dtype of the query, and lse_BHT, float32 (float64 for float64).
+    """
+    window = _effective_window(window, key_BGSD)
+    blocks = _blocks(backend, query_BHTD, key_BGSD, causal, window)
+    if blocks is None:
+        return backend.forward(
+            query_BHTD, key_BGSD, value_BGSD, causal=causal, scale=scale, window=window
+        )
+    dtype = torch.promote_types(query_BHTD.dtype, torch.float32)
+    out_BHTD = torch.zeros_like(query_BHTD, dtype=dtype)
+    lse_BHT = out_BHTD.new_full(out_BHTD.shape[:-1], -torch.inf)
+    for block in blocks:
+        block_out, block_lse = backend.forward(
+            _fold(query_BHTD, block, block.query, block.queries),
+            _fold(key_BGSD, block, block.key, block.keys),
+            _fold(value_BGSD, block, block.key, block.keys),
+            causal=block.mask != "full",
+            scale=scale,
+        )
+        merge_(
+            _rows(out_BHTD, block, block.query, block.queries),
+            _rows(lse_BHT[..., None], block, block.query, block.queries),
+            _unfold(block_out, block),
+            _unfold(block_lse[..., None], block),
+        )
+    return out_BHTD.to(query_BHTD.dtype), lse_BHT
+
+
+def backward_blocks(
+    backend: Backend,
+    grad_out_BHTD: Tensor,
+    query_BHTD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    out_BHTD: Tensor,
+    lse_BHT: Tensor,
+    *,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    lse_grad_BHT: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value; arguments as in `Backend.backward`."""
+    window = _effective_window(window, key_BGSD)
+    blocks = _blocks(backend, query_BHTD, key_BGSD, causal, window)
+    inputs = (grad_out_BHTD, query_BHTD, key_BGSD, value_BGSD, out_BHTD, lse_BHT)
+    if blocks is None:
+        return backend.backward(
+            *inputs, causal=causal, scale=scale, window=window, lse_grad_BHT=lse_grad_BHT
+        )
+    dtype = torch.promote_types(query_BHTD.dtype, torch.float32)
+    grads = tuple(torch.zeros_like(t, dtype=dtype) for t in (query_BHTD, key_BGSD, value_BGSD))
+    for block in blocks:
+        rows, columns = (block.query, block.queries), (block.key, block.keys)
+        lse_grad = (
+            None if lse_grad_BHT is None else _fold(lse_grad_BHT[..., None], block, *rows)[..., 0]
+        )
+        block_grads = backend.backward(
+            _fold(grad_out_BHTD, block, *rows),
+            _fold(query_BHTD, block, *rows),
+            _fold(key_BGSD, block, *columns),
+            _fold(value_BGSD, block, *columns),
+            _fold(out_BHTD, block, *rows),
+            _fold(lse_BHT[..., None], block, *rows)[..., 0],
+            causal=block.mask != "full",
+            scale=scale,
+            lse_grad_BHT=lse_grad,
+        )
+        for total, part, place in zip(grads, block_grads, (rows, columns, columns), strict=True):
+            _rows(total, block, *place).add_(_unfold(part, block))
+    grad_query_BHTD, grad_key_BGSD, grad_value_BGSD = (g.to(query_BHTD.dtype) for g in grads)
+    return grad_query_BHTD, grad_key_BGSD, grad_value_BGSD
+
+
+def merge_(
+    out_BHTD: Tensor, lse_BHT1: Tensor, other_out_BHTD: Tensor, other_lse_BHT1: Tensor
+) -> None:
+    """Merges, in place, attention over other keys into `out_BHTD` and `lse_BHT1`.
+
+    A side that saw no key has an LSE of -inf and weighs nothing; one of the two must have seen one.
+    """
+    merged_lse_BHT1 = torch.logaddexp(lse_BHT1, other_lse_BHT1)
+    out_BHTD.mul_((lse_BHT1 - merged_lse_BHT1).exp_())
+    out_BHTD.add_(other_out_BHTD * (other_lse_BHT1 - merged_lse_BHT1).exp_())
+    lse_BHT1.copy_(merged_lse_BHT1)
+
+
+def _effective_window(window: int | None, key_BGSD: Tensor) -> int | None:
+    return None if window is None or window >= key_BGSD.shape[2] else window
+
+
+def _blocks(
+    backend: Backend, query_BHTD: Tensor, key_BGSD: Tensor, causal: bool, window: int | None
+) -> tuple[Block, ...] | None:
+    """The plan, or None where one call of the backend does it."""
+    if not causal or (window is not None and backend.native_window):
+        return None
+    blocks = plan_blocks(query_BHTD.shape[2], key_BGSD.shape[2], window)
+    return None if len(blocks) == 1 and blocks[0].repeats == 1 else blocks
+
+
+def _rows(tensor_BHTD: Tensor, block: Block, start: int, length: int) -> Tensor:
+    """View [B, N, H, length, D] of the rows of a block."""
+    region = tensor_BHTD.narrow(2, start, (block.repeats - 1) * block.stride + length)
+    windows_BHNDT = region.unfold(2, length, max(block.stride, 1))
+    return windows_BHNDT.permute(0, 2, 1, 4, 3)
+
+
+def _fold(tensor_BHTD: Tensor, block: Block, start: int, length: int) -> Tensor:
+    """[B * N, H, length, D]: a view where the strides allow it. Reversed if anticausal."""
+    folded = _rows(tensor_BHTD, block, start, length).flatten(0, 1)
+    return folded.flip(-2) if block.mask == "anticausal" else folded
+
+
+def _unfold(tensor_BHTD: Tensor, block: Block) -> Tensor:
+    """The inverse of `_fold`, shaped as `_rows`."""
+    if block.mask == "anticausal":
+        tensor_BHTD = tensor_BHTD.flip(-2)
+    return tensor_BHTD.unflatten(0, (-1, block.repeats))

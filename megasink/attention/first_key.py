@@ -1,0 +1,131 @@
+"""Vanilla attention seen as gated: key 0 is the slot, the kernel runs over the keys from 1 on.
+
+s_i = scale * q_i . k_0 and u = v_0, so the gate 1 - A_i0 = sigmoid(LSE over keys 1.. - s_i) keeps
+values of 1e-20 that 1 - exp(z_i0 - LSE_i) would round to 0 (P0.7, docs/maths.md). Rows that see
+key 0 alone (the first token) never reach the kernel: G = 0, out = v_0.
+
+Shapes: B batch, H query heads, G key/value groups, R heads per group, T queries, S keys, D head
+dim.
+"""
+
+import torch
+from torch import Tensor
+
+from megasink.attention.backends import Backend
+from megasink.attention.blocks import backward_blocks, forward_blocks
+from megasink.attention.layout import (
+    empty_in_order_of,
+    repeat_groups,
+    row_dot,
+    weighted_row_sum,
+)
+
+
+def forward_first_key(
+    kernel: Backend,
+    query_BHTD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    *,
+    causal: bool,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns out_BHTD, lse_BHT over all visible keys, gate_BHT and weight_BHT = 1 - gate."""
+    queries, keys = query_BHTD.shape[2], key_BGSD.shape[2]
+    alone = _rows_alone(queries, keys, causal)
+    first_value_BH1D = repeat_groups(value_BGSD[:, :, :1], query_BHTD.shape[1])
+    first_key_BH1D = repeat_groups(key_BGSD[:, :, :1], query_BHTD.shape[1])
+    logit_BHT = scale * row_dot(query_BHTD, first_key_BH1D)
+    if window is not None:
+        logit_BHT[..., max(window - (keys - queries), 0) :] = -torch.inf
+    out_BHTD = empty_in_order_of(query_BHTD)
+    lse_BHT = logit_BHT.clone(memory_format=torch.contiguous_format)
+    gate_BHT, weight_BHT = torch.zeros_like(lse_BHT), torch.ones_like(lse_BHT)
+    out_BHTD[:, :, :alone] = first_value_BH1D
+    if alone < queries:
+        rows_BHTD, rows_lse_BHT = forward_blocks(
+            kernel,
+            query_BHTD[:, :, alone:],
+            key_BGSD[:, :, 1:],
+            value_BGSD[:, :, 1:],
+            causal=causal,
+            window=window,
+            scale=scale,
+        )
+        rows_logit_BHT = logit_BHT[..., alone:]
+        torch.sigmoid(rows_lse_BHT - rows_logit_BHT, out=gate_BHT[..., alone:])
+        torch.sigmoid(rows_logit_BHT - rows_lse_BHT, out=weight_BHT[..., alone:])
+        torch.logaddexp(rows_lse_BHT, rows_logit_BHT, out=lse_BHT[..., alone:])
+        gated_BHTD = rows_BHTD * gate_BHT[..., alone:, None]
+        gated_BHTD.addcmul_(weight_BHT[..., alone:, None], first_value_BH1D.to(gated_BHTD.dtype))
+        out_BHTD[:, :, alone:] = gated_BHTD
+    return out_BHTD, lse_BHT, gate_BHT, weight_BHT
+
+
+def backward_first_key(
+    kernel: Backend,
+    grad_out_BHTD: Tensor,
+    kernel_grad_out_BHTD: Tensor,
+    query_BHTD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    kernel_out_BHTD: Tensor,
+    lse_BHT: Tensor,
+    weight_BHT: Tensor,
+    logit_grad_BHT: Tensor,
+    lse_grad_BHT: Tensor | None,
+    *,
+    causal: bool,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value.
+
+    Args:
+        kernel_grad_out_BHTD, kernel_out_BHTD: what the kernel is to see, LSE gradient injected.
+        logit_grad_BHT: gradient of s.
+        lse_grad_BHT: gradient of the LSE, for kernels that take it; else None.
+    """
+    queries, keys, groups = query_BHTD.shape[2], key_BGSD.shape[2], key_BGSD.shape[1]
+    alone = _rows_alone(queries, keys, causal)
+    first_key_BH1D = repeat_groups(key_BGSD[:, :, :1], query_BHTD.shape[1])
+    grads = tuple(empty_in_order_of(t) for t in (query_BHTD, key_BGSD, value_BGSD))
+    grad_query_BHTD, grad_key_BGSD, grad_value_BGSD = grads
+    scaled_grad_BHT1 = scale * logit_grad_BHT[..., None]
+    grad_query_BHTD[:, :, :alone] = scaled_grad_BHT1[:, :, :alone] * first_key_BH1D
+    if alone < queries:
+        rows_grads = backward_blocks(
+            kernel,
+            kernel_grad_out_BHTD[:, :, alone:],
+            query_BHTD[:, :, alone:],
+            key_BGSD[:, :, 1:],
+            value_BGSD[:, :, 1:],
+            kernel_out_BHTD[:, :, alone:],
+            lse_BHT[..., alone:],
+            lse_grad_BHT=None if lse_grad_BHT is None else lse_grad_BHT[..., alone:],
+            causal=causal,
+            window=window,
+            scale=scale,
+        )
+        torch.addcmul(
+            rows_grads[0],
+            scaled_grad_BHT1[:, :, alone:],
+            first_key_BH1D,
+            out=grad_query_BHTD[:, :, alone:],
+        )
+        grad_key_BGSD[:, :, 1:] = rows_grads[1]
+        grad_value_BGSD[:, :, 1:] = rows_grads[2]
+    else:
+        grad_key_BGSD[:, :, 1:] = 0.0
+        grad_value_BGSD[:, :, 1:] = 0.0
+    grad_key_BGSD[:, :, 0] = weighted_row_sum(scaled_grad_BHT1[..., 0], query_BHTD, groups)
+    grad_value_BGSD[:, :, 0] = weighted_row_sum(weight_BHT, grad_out_BHTD, groups)
+    return grad_query_BHTD, grad_key_BGSD, grad_value_BGSD
+
+
+def _rows_alone(queries: int, keys: int, causal: bool) -> int:
+    """How many leading rows see key 0 and nothing else."""
+    if keys == 1:
+        return queries
+    return int(causal and queries == keys)

@@ -1,0 +1,150 @@
+"""The public calls: attention with its LSE and gate, over the fastest kernel that is exact.
+
+Shapes: B batch, H query heads, G key/value groups (H a multiple of G), T queries, S keys, D head
+dim.
+"""
+
+import torch
+from torch import Tensor
+
+from megasink.attention.layout import statistics_dtype
+from megasink.attention.reference import VARIANTS, AttentionOutput
+from megasink.attention.slot_op import FIRST_KEY, GIVEN, NO_SLOT, slot_attention_op
+
+
+def attention(
+    query_BHTD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    *,
+    variant: str = "vanilla",
+    sink_H: Tensor | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    backend: str = "auto",
+    with_gate: bool = True,
+) -> AttentionOutput:
+    """What `reference_attention` defines, gradients of output, LSE and gate included.
+
+    Nothing is S x S. Works under torch.compile and CUDA graph capture, without host syncs.
+
+    Args:
+        query_BHTD, key_BGSD, value_BGSD: float16, bfloat16, float32 or float64, any strides:
+            Megatron's [s, b, h, d] permuted to [b, h, s, d] costs no copy. The last query stands
+            at the last key.
+        variant: "vanilla" (paper P0.1), "sink" (P0.2) or "off-by-one" (a sink fixed at 0).
+        sink_H: the sink logits, for "sink" only; float32, or float64 for float64 queries.
+        window: tokens visible to a token, itself included; None for all.
+        scale: factor of the scores; None for D ** -0.5.
+        causal: a token sees no key after its own position.
+        backend: a name of `backend_names()`, or "auto".
+        with_gate: return the gate, differentiable. Without it vanilla attention is one plain
+            kernel call; float16 then also runs on flash kernels.
+
+    Returns:
+        out_BHTD, its dimensions in the memory order of the query's; lse_BHT; gate_BHT or None.
+
+    Raises:
+        ConfigError: no backend, or not the one asked for, computes this exactly.
+        ValueError: shapes, dtypes or devices that do not fit together.
+    """
+    _check(query_BHTD, key_BGSD, value_BGSD, causal)
+    if variant not in VARIANTS:
+        raise ValueError(f"unknown attention variant {variant!r}: one of {', '.join(VARIANTS)}")
+    if (variant == "sink") != (sink_H is not None):
+        raise ValueError(f"sink_H goes with variant 'sink', and only with it; got {variant!r}")
+    dtype = statistics_dtype(query_BHTD.dtype)
+    slot, slot_logit_1H1 = FIRST_KEY if with_gate else NO_SLOT, None
+    if variant != "vanilla":
+        heads = query_BHTD.shape[1]
+        if sink_H is None:
+            sink_H = query_BHTD.new_zeros(heads, dtype=dtype)
+        elif sink_H.shape != (heads,) or sink_H.dtype is not dtype:
+            raise ValueError(
+                f"sink_H must be [{heads}] in {dtype}, got {list(sink_H.shape)} in {sink_H.dtype}"
+            )
+        slot, slot_logit_1H1 = GIVEN, sink_H[None, :, None]
+    tensors = (query_BHTD, key_BGSD, value_BGSD, slot_logit_1H1)
+    out_BHTD, lse_BHT, gate_BHT, _ = slot_attention_op(
+        query_BHTD,
+        key_BGSD,
+        value_BGSD,
+        slot_logit_1H1,
+        None,
+        slot,
+        causal,
+        window,
+        query_BHTD.shape[-1] ** -0.5 if scale is None else scale,
+        backend,
+        with_gate and _needs_gradient(*tensors),
+    )
+    return AttentionOutput(out_BHTD, lse_BHT, gate_BHT if with_gate else None)
+
+
+def slot_attention(
+    query_BHTD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    slot_logit_BHT: Tensor,
+    slot_value_BHTD: Tensor | None = None,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    backend: str = "auto",
+) -> AttentionOutput:
+    """What `reference_slot_attention` defines: one more key, of given logit and value.
+
+    A sink is a logit [1, H, 1]; a key bias (P2) the logit scale * q_i . k*, and a key-value bias
+    has a slot value too.
+
+    Args:
+        slot_logit_BHT: broadcastable to [B, H, T]; float32, or float64 for float64 queries.
+        slot_value_BHTD: broadcastable to [B, H, T, D]; None for 0.
+
+    Returns, raises: as `attention`.
+    """
+    _check(query_BHTD, key_BGSD, value_BGSD, causal)
+    dtype = statistics_dtype(query_BHTD.dtype)
+    if slot_logit_BHT.dim() != 3 or slot_logit_BHT.dtype is not dtype:
+        raise ValueError(
+            f"slot_logit_BHT must have 3 dimensions in {dtype}, got "
+            f"{list(slot_logit_BHT.shape)} in {slot_logit_BHT.dtype}"
+        )
+    tensors = (query_BHTD, key_BGSD, value_BGSD, slot_logit_BHT, slot_value_BHTD)
+    out_BHTD, lse_BHT, gate_BHT, _ = slot_attention_op(
+        *tensors,
+        GIVEN,
+        causal,
+        window,
+        query_BHTD.shape[-1] ** -0.5 if scale is None else scale,
+        backend,
+        _needs_gradient(*tensors),
+    )
+    return AttentionOutput(out_BHTD, lse_BHT, gate_BHT)
+
+
+def _needs_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _check(query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, causal: bool) -> None:
+    """Kernels answer most of these wrongly, or end the process, without a word."""
+    tensors = {"query": query_BHTD, "key": key_BGSD, "value": value_BGSD}
+    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+    if any(tensor.dim() != 4 for tensor in tensors.values()):
+        raise ValueError(f"attention takes [batch, heads, tokens, head dim], got {shapes}")
+    batch, heads, queries, head_dim = query_BHTD.shape
+    groups, keys = key_BGSD.shape[1:3]
+    if 0 in (batch, heads, queries, head_dim, groups, keys):
+        raise ValueError(f"attention over nothing: {shapes}")
+    if heads % groups:
+        raise ValueError(f"{heads} query heads are no multiple of {groups} key/value groups")
+    if key_BGSD.shape != (batch, groups, keys, head_dim) or value_BGSD.shape != key_BGSD.shape:
+        raise ValueError(f"batch, groups, tokens and head dim must agree: {shapes}")
+    if causal and queries > keys:
+        raise ValueError(f"causal attention of {queries} queries over only {keys} keys")
+    if len({(tensor.dtype, tensor.device) for tensor in tensors.values()}) > 1:
+        kinds = ", ".join(f"{n} {t.dtype} on {t.device}" for n, t in tensors.items())
+        raise ValueError(f"query, key and value must share dtype and device: {kinds}")

@@ -1,0 +1,61 @@
+"""Gates from what a kernel returned, and what gates add up to.
+
+Shapes: B batch, H query heads, G key/value groups, T tokens, S keys, D head dim.
+"""
+
+import torch
+from torch import Tensor
+
+from megasink.attention.layout import repeat_groups, row_dot
+
+
+def gate_sum(gate_BHT: Tensor, mask_BT: Tensor | None = None) -> Tensor:
+    """The sum of each head's gate over tokens: the numerator of head importance (P0.10, Eq. 5).
+
+    Divide the sum over every batch and rank by the number of tokens that it counted.
+
+    Args:
+        gate_BHT: G, any float dtype.
+        mask_BT: True for tokens that count; None for all of them.
+
+    Returns:
+        [H], float32 (float64 for a float64 gate), differentiable.
+    """
+    dtype = torch.promote_types(gate_BHT.dtype, torch.float32)
+    if mask_BT is not None:
+        # Not a product with the mask: a padding token's gate may be anything, NaN included.
+        gate_BHT = gate_BHT.masked_fill(~mask_BT[:, None, :], 0.0)
+    return gate_BHT.sum((0, 2), dtype=dtype)
+
+
+@torch.no_grad()
+def first_key_gate(
+    query_BHTD: Tensor,
+    key_BGSD: Tensor,
+    lse_BHT: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """The gate of vanilla causal attention, 1 - A_i0, from the LSE that its kernel returned.
+
+    For statistics: no gradient, and in float32 a gate below about 1e-6 is rounded (`attention`
+    with `with_gate` keeps 1e-20). Costs one pass over the queries.
+
+    Args:
+        query_BHTD, key_BGSD: as given to `attention`, T = S.
+        lse_BHT: as returned by it.
+        scale: factor of the scores; None for D ** -0.5.
+        window: tokens visible to a token, itself included; None for all.
+
+    Returns:
+        [B, H, T] in the LSE's dtype: 0 at position 0, 1 where the window hides the first key.
+    """
+    first_key_BH1D = repeat_groups(key_BGSD[:, :, :1], query_BHTD.shape[1])
+    logit_BHT = row_dot(query_BHTD, first_key_BH1D)
+    logit_BHT *= query_BHTD.shape[-1] ** -0.5 if scale is None else scale
+    gate_BHT = torch.expm1(logit_BHT - lse_BHT).neg_().clamp_(min=0.0)
+    gate_BHT[..., 0] = 0.0
+    if window is not None:
+        gate_BHT[..., window:] = 1.0
+    return gate_BHT

@@ -1,0 +1,149 @@
+"""The executable definition of attention, its log-sum-exp and its gates.
+
+Short, plain and differentiable by autograd in any dtype, with an S x S matrix of weights. Every
+fast path of this package is tested against it, outputs and gradients; nothing else may use it.
+
+Shapes: B batch, H query heads, G key/value groups (H a multiple of G), T queries, S keys, D head
+dim. z_ij = scale * q_i . k_j over the visible keys j. The last query is the last key's token: with
+fewer queries than keys, query i stands at position S - T + i.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+VARIANTS = ("vanilla", "sink", "off-by-one")
+
+
+class AttentionOutput(NamedTuple):
+    """What attention returns.
+
+    Attributes:
+        out_BHTD: the attention output, in the dtype of the query.
+        lse_BHT: natural logarithm of the softmax denominator: the log-sum-exp of every visible
+            score, **the sink logit included** where the variant has one (docs/maths.md: LSE').
+        gate_BHT: G, the share of the denominator that is not the sink's (papers P0.6, P0.7); None
+            where it was not asked for.
+
+    The last two are float32, or float64 when the query is.
+    """
+
+    out_BHTD: Tensor
+    lse_BHT: Tensor
+    gate_BHT: Tensor | None
+
+
+def reference_slot_attention(
+    query_BHTD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    slot_logit_BHT: Tensor,
+    slot_value_BHTD: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+) -> AttentionOutput:
+    """Softmax attention over the visible keys plus one slot, a key with a given logit and value.
+
+    out_i = (sum_j exp(z_ij) v_j + exp(s_i) u_i) / (sum_j exp(z_ij) + exp(s_i)) and
+    gate_i = sigmoid(log sum_j exp(z_ij) - s_i): P0 Eq. 1 for u = 0, P0 Eq. 15-16 for the gate.
+
+    Args:
+        slot_logit_BHT: s, natural-log units, not multiplied by `scale`; broadcastable to [B, H, T].
+        slot_value_BHTD: u, broadcastable to [B, H, T, D]; None for zero.
+        scale: factor of the scores; None for D ** -0.5.
+        causal: a token sees no key after its own position.
+        window: tokens visible to token i, itself included (needs `causal`); None for all.
+    """
+    scores_BHTS, value_BHSD = _scores(query_BHTD, key_BGSD, value_BGSD, scale, causal, window)
+    slot_logit_BHT = slot_logit_BHT.to(scores_BHTS.dtype).expand(scores_BHTS.shape[:3])
+    lse_of_keys_BHT = scores_BHTS.logsumexp(-1)
+    lse_BHT = torch.logaddexp(lse_of_keys_BHT, slot_logit_BHT)
+    out_BHTD = (scores_BHTS - lse_BHT[..., None]).exp() @ value_BHSD
+    if slot_value_BHTD is not None:
+        out_BHTD = out_BHTD + (slot_logit_BHT - lse_BHT).exp()[..., None] * slot_value_BHTD
+    return AttentionOutput(out_BHTD, lse_BHT, (lse_of_keys_BHT - slot_logit_BHT).sigmoid())
+
+
+def reference_attention(
+    query_BHTD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    *,
+    variant: str = "vanilla",
+    sink_H: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+) -> AttentionOutput:
+    """Attention and its implicit gate for each variant of P0.1, P0.2 and P0.6-P0.7.
+
+    vanilla: softmax over the visible keys. With the attention of token i on key 0 seen as a sink,
+    the gate is 1 - A_i0 = sigmoid(LSE over the visible keys 1.. - z_i0), P0 Eq. 22-23: 0 where
+    nothing else is visible (the first token), and 1 where a window hides key 0. sink: one slot of
+    logit `sink_H` and no value (P0 Eq. 1). off-by-one: the same with a fixed logit of 0.
+
+    Args:
+        sink_H: [H], for the sink variant only.
+        scale, causal, window: as in `reference_slot_attention`.
+
+    Raises:
+        ValueError: an unknown variant, or a `sink_H` that does not fit it.
+    """
+    if variant not in VARIANTS:
+        raise ValueError(f"unknown attention variant {variant!r}: one of {', '.join(VARIANTS)}")
+    if (variant == "sink") != (sink_H is not None):
+        raise ValueError(f"sink_H goes with variant 'sink', and only with it; got {variant!r}")
+    if variant != "vanilla":
+        slot_logit_H = query_BHTD.new_zeros(query_BHTD.shape[1]) if sink_H is None else sink_H
+        return reference_slot_attention(
+            query_BHTD,
+            key_BGSD,
+            value_BGSD,
+            slot_logit_H[None, :, None],
+            scale=scale,
+            causal=causal,
+            window=window,
+        )
+    scores_BHTS, value_BHSD = _scores(query_BHTD, key_BGSD, value_BGSD, scale, causal, window)
+    out_BHTD = scores_BHTS.softmax(-1) @ value_BHSD
+    # Rows that see key 0 alone have G = 0 and rows that do not see it have G = 1. They are left out
+    # before the log-sum-exp, not masked after it: a masked infinity still has NaN gradients.
+    first_BHT, others_BHTS = scores_BHTS[..., 0], scores_BHTS[..., 1:]
+    sees_first_BHT = first_BHT > -torch.inf
+    sees_others_BHT = (others_BHTS > -torch.inf).any(-1)
+    both_BHT = sees_first_BHT & sees_others_BHT
+    gate_BHT = (~sees_first_BHT).to(scores_BHTS.dtype)
+    gate_BHT = gate_BHT.masked_scatter(
+        both_BHT, (others_BHTS[both_BHT].logsumexp(-1) - first_BHT[both_BHT]).sigmoid()
+    )
+    return AttentionOutput(out_BHTD, scores_BHTS.logsumexp(-1), gate_BHT)
+
+
+def _scores(
+    query_BHTD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """z_ij with -inf where j is hidden from i, and the values repeated for each query head."""
+    heads, groups = query_BHTD.shape[1], key_BGSD.shape[1]
+    key_BHSD = key_BGSD.repeat_interleave(heads // groups, dim=1)
+    value_BHSD = value_BGSD.repeat_interleave(heads // groups, dim=1)
+    scale = query_BHTD.shape[-1] ** -0.5 if scale is None else scale
+    scores_BHTS = scale * query_BHTD @ key_BHSD.transpose(-1, -2)
+    if causal:
+        queries, keys = scores_BHTS.shape[-2:]
+        position_S = torch.arange(keys, device=query_BHTD.device)
+        distance_TS = position_S[keys - queries :, None] - position_S[None, :]
+        visible_TS = distance_TS >= 0
+        if window is not None:
+            visible_TS &= distance_TS < window
+        scores_BHTS = scores_BHTS.masked_fill(~visible_TS, -torch.inf)
+    elif window is not None:
+        raise ValueError("a window needs the causal mask")
+    return scores_BHTS, value_BHSD

@@ -1,0 +1,171 @@
+"""Which backend runs, why not the others, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megasink.attention import (
+    AttentionRequest,
+    attention,
+    backend_names,
+    choose_backend,
+    gate_sum,
+    register_backend,
+)
+from megasink.attention import backends as registry
+from megasink.attention.backends.eager import EagerBackend
+from megasink.errors import ConfigError
+from tests.attention.attention_oracle import check, make_case
+
+CPU = AttentionRequest("cpu", torch.float32, 64)
+CUDA = AttentionRequest("cuda", torch.bfloat16, 128, compute_capability=(8, 0))
+
+
+def test_the_choice_gives_a_reason_for_every_other_backend():
+    choice = choose_backend(CPU)
+    assert choice.name == "flash-cpu"
+    assert choice.reasons.keys() == set(backend_names()) - {"flash-cpu"}
+    assert "not on cpu" in choice.reasons["flash-cuda"]
+    assert choice.reasons["eager"] == "flash-cpu comes first"
+    assert choose_backend(CPU, "eager").reasons["flash-cpu"] == "eager was requested"
+
+
+@pytest.mark.parametrize(
+    ("request_", "name", "other", "reason"),
+    [
+        (CUDA, "flash-cuda", "flash-cpu", "not on cuda"),
+        (replace(CUDA, compute_capability=None), "flash-cuda", "flash-cpu", "not on cuda"),
+        (replace(CUDA, compute_capability=(7, 5)), "eager", "flash-cuda", "8.0 or later"),
+        (replace(CUDA, dtype=torch.float32), "eager", "flash-cuda", "not in torch.float32"),
+        (replace(CUDA, head_dim=100), "eager", "flash-cuda", "multiple of 8"),
+        (replace(CUDA, head_dim=264), "eager", "flash-cuda", "up to 256"),
+        (replace(CUDA, dtype=torch.float16), "eager", "flash-cuda", "float16 cannot hold"),
+        (replace(CPU, dtype=torch.float16), "eager", "flash-cpu", "float16 cannot hold"),
+        (
+            replace(CPU, dtype=torch.float16, needs_gate_gradient=False),
+            "flash-cpu",
+            "eager",
+            "first",
+        ),
+        (replace(CPU, dtype=torch.float64, window=3), "flash-cpu", "eager", "first"),
+    ],
+)
+def test_auto(request_, name, other, reason):
+    choice = choose_backend(request_)
+    assert choice.name == name
+    assert reason in choice.reasons[other]
+
+
+@pytest.mark.parametrize(
+    ("request_", "requested", "messages"),
+    [
+        (CPU, "flash-cuda", ["'flash-cuda' cannot run", "not on cpu", "use 'flash-cpu'"]),
+        (replace(CPU, dtype=torch.float16), "flash-cpu", ["float16 cannot hold", "use 'eager'"]),
+        (CPU, "triton", ["unknown attention backend 'triton'", "flash-cpu", "eager"]),
+        (
+            replace(CPU, dropout=0.1),
+            "auto",
+            ["attention dropout 0.1", "set attention dropout to 0"],
+        ),
+        (replace(CPU, window=0), "auto", ["attention window 0", "use 1 or more"]),
+        (replace(CPU, window=4, causal=False), "auto", ["needs the causal mask"]),
+        (replace(CPU, variant="gated"), "auto", ["unknown attention variant 'gated'"]),
+        (replace(CPU, dtype=torch.int64), "auto", ["attention dtype torch.int64"]),
+        (replace(CPU, window=-1, dropout=0.5), "auto", ["2 problems", "window -1", "dropout 0.5"]),
+    ],
+)
+def test_refusals_say_why_and_what_to_use(request_, requested, messages):
+    with pytest.raises(ConfigError) as error:
+        choose_backend(request_, requested)
+    for message in messages:
+        assert message in str(error.value)
+
+
+def test_a_backend_joins_the_registry(monkeypatch):
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    choose_backend.cache_clear()
+
+    class Doubled(EagerBackend):
+        name = "doubled"
+
+        def supports(self, request):
+            return "only for heads of 7" if request.head_dim != 7 else None
+
+        def forward(self, *args, **kwargs):
+            out, lse = super().forward(*args, **kwargs)
+            return 2 * out, lse
+
+    register_backend(Doubled(), before="flash-cpu")
+    assert backend_names()[0] == "doubled"
+    assert choose_backend(CPU).reasons["doubled"] == "only for heads of 7"
+    query = torch.randn(1, 1, 4, 7)
+    ours = attention(query, query, query, with_gate=False)
+    plain = attention(query, query, query, with_gate=False, backend="eager")
+    torch.testing.assert_close(ours.out_BHTD, 2 * plain.out_BHTD)
+    monkeypatch.undo()
+    choose_backend.cache_clear()
+
+
+def test_float16_trains_on_the_backend_that_can():
+    case = make_case(dtype=torch.float16)
+    for variant in ("vanilla", "sink"):
+        check(case, torch.float16, variant, window=9)
+    tensors = [t.half().requires_grad_() for t in (case.query, case.key, case.value)]
+    with pytest.raises(ConfigError, match="float16 cannot hold"):
+        attention(*tensors, backend="flash-cpu")
+    # Without the gate the kernel will do, until a gradient of the LSE arrives at it.
+    out, lse, _ = attention(*tensors, backend="flash-cpu", with_gate=False)
+    out.sum().backward(retain_graph=True)
+    with pytest.raises(ConfigError, match="float16 cannot hold"):
+        lse.sum().backward()
+
+
+def test_a_request_at_run_time_is_refused_too():
+    query = torch.randn(1, 2, 4, 8)
+    with pytest.raises(ConfigError, match="not on cpu"):
+        attention(query, query, query, backend="flash-cuda")
+    with pytest.raises(ConfigError, match="needs the causal mask"):
+        attention(query, query, query, window=2, causal=False)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ([(1, 4, 5, 8), (1, 3, 5, 8), (1, 3, 5, 8)], "no multiple of 3"),
+        ([(1, 4, 5, 8), (2, 4, 5, 8), (2, 4, 5, 8)], "must agree"),
+        ([(1, 4, 5, 8), (1, 4, 5, 8), (1, 4, 5, 16)], "must agree"),
+        ([(1, 4, 6, 8), (1, 4, 5, 8), (1, 4, 5, 8)], "6 queries over only 5 keys"),
+        ([(1, 4, 0, 8), (1, 4, 0, 8), (1, 4, 0, 8)], "attention over nothing"),
+        ([(4, 5, 8), (4, 5, 8), (4, 5, 8)], r"\[batch, heads, tokens, head dim\]"),
+    ],
+)
+def test_shapes_that_do_not_fit(shapes, message):
+    with pytest.raises(ValueError, match=message):
+        attention(*(torch.zeros(shape) for shape in shapes))
+
+
+def test_sinks_that_do_not_fit():
+    query = torch.zeros(1, 2, 3, 8)
+    with pytest.raises(ValueError, match="goes with variant 'sink'"):
+        attention(query, query, query, variant="sink")
+    with pytest.raises(ValueError, match="goes with variant 'sink'"):
+        attention(query, query, query, sink_H=torch.zeros(2))
+    with pytest.raises(ValueError, match=r"must be \[2\] in torch.float32"):
+        attention(query, query, query, variant="sink", sink_H=torch.zeros(2).bfloat16())
+    with pytest.raises(ValueError, match="share dtype and device"):
+        attention(query, query, query.double())
+
+
+def test_gate_sum_counts_real_tokens_in_float32():
+    gate = torch.rand(2, 3, 5).bfloat16()
+    gate[1, :, 4] = torch.nan
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    mask[1, 4] = False
+    gate.requires_grad_()
+    total = gate_sum(gate, mask)
+    assert total.dtype is torch.float32
+    torch.testing.assert_close(total, gate.detach().float()[:, :, :].nan_to_num(0).sum((0, 2)))
+    total.sum().backward()
+    assert torch.equal(gate.grad[:, 0].bool(), mask)
+    assert torch.isnan(gate_sum(gate)).all()

@@ -1,0 +1,162 @@
+"""The op as an op: layouts, torch.compile, PyTorch's own operator checks, memory."""
+
+import contextlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megasink.attention import VARIANTS, attention, slot_op
+from tests.attention.attention_oracle import check, make_case
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("window", [None, 7])
+def test_megatron_layout_is_kept_and_read_through_strides(variant, window):
+    """Query, key and value as views of one [s, b, heads, 3 * d] tensor, as Megatron splits them."""
+    tokens, batch, heads, dim = 19, 3, 4, 8
+    mixed = torch.randn(tokens, batch, heads, 3 * dim, generator=torch.Generator().manual_seed(0))
+    views = [t.permute(1, 2, 0, 3).requires_grad_() for t in mixed.split(dim, dim=-1)]
+    sink = torch.zeros(heads, requires_grad=True) if variant == "sink" else None
+    result = attention(*views, variant=variant, sink_H=sink, window=window)
+    assert result.out_BHTD.permute(2, 0, 1, 3).is_contiguous()
+    dense = [t.detach().contiguous().requires_grad_() for t in views]
+    expected = attention(*dense, variant=variant, sink_H=sink, window=window)
+    assert expected.out_BHTD.is_contiguous()
+    for ours, theirs in zip(result, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    grads, expected_grads = (
+        torch.autograd.grad(r.out_BHTD.square().sum() + r.gate_BHT.sum(), leaves)
+        for r, leaves in ((result, views), (expected, dense))
+    )
+    for ours, theirs in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_compiles_without_graph_breaks(variant):
+    case = make_case(tokens=12)
+    tensors = [t.float().requires_grad_() for t in (case.query, case.key, case.value)]
+    sink = case.sink.float().requires_grad_() if variant == "sink" else None
+    leaves = [*tensors, *([] if sink is None else [sink])]
+
+    def run(query, key, value, sink):
+        out, lse, gate = attention(query, key, value, variant=variant, sink_H=sink, window=5)
+        return out.sin(), lse.sin(), gate.sin()
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for ours, plain in zip(compiled(*tensors, sink), run(*tensors, sink), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=0, atol=0)
+        gradients = [
+            torch.autograd.grad(t.sum(), leaves, retain_graph=True, allow_unused=True)
+            for t in (ours, plain)
+        ]
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("slot", [slot_op.NO_SLOT, slot_op.GIVEN, slot_op.FIRST_KEY])
+def test_operator_checks(slot, window):
+    """torch.library.opcheck: schema, autograd, fake tensors against real ones, dynamic shapes."""
+    tokens, heads, groups, dim = 9, 4, 2, 8
+    query = torch.randn(tokens, 2, heads, dim).permute(1, 2, 0, 3).requires_grad_()
+    key, value = (torch.randn(2, groups, tokens, dim).requires_grad_() for _ in range(2))
+    logit = value_ = None
+    if slot == slot_op.GIVEN:
+        logit = torch.randn(1, heads, 1).requires_grad_()
+        value_ = torch.randn(1, heads, 1, dim).requires_grad_()
+    options = (slot, True, window, 0.3, "auto", True)
+    torch.library.opcheck(slot_op.slot_attention_op, (query, key, value, logit, value_, *options))
+
+    inputs = [None if t is None else t.detach() for t in (query, key, value, logit, value_)]
+    results = slot_op.slot_attention_op(*inputs, *options)
+    gate = None if slot == slot_op.NO_SLOT else results[2]
+    torch.library.opcheck(
+        slot_op.slot_attention_backward_op,
+        (results[0], results[1], gate, *inputs, *results, *options, True),
+        # The backward has no backward of its own.
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_strides_are_those_that_compilers_are_told(variant, batch):
+    """torch.compile plans memory by the fake tensors' strides, those of size-1 dimensions too."""
+    real = torch.randn(6, batch, 4, 8).permute(1, 2, 0, 3)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = mode.from_tensor(real)
+    strides = []
+    for tensor in (real, fake):
+        leaf = tensor.detach().requires_grad_()
+        with mode if tensor is fake else contextlib.nullcontext():
+            sink = torch.zeros(4) if variant == "sink" else None
+            out, lse, gate = attention(leaf, leaf, leaf, variant=variant, sink_H=sink)
+            (grad,) = torch.autograd.grad(out.sum() + gate.sum(), leaf)
+        strides.append([t.stride() for t in (out, lse, gate, grad)])
+    assert strides[0] == strides[1]
+
+
+def test_a_second_derivative_is_refused():
+    case = make_case(tokens=5)
+    tensors = [t.float().requires_grad_() for t in (case.query, case.key, case.value)]
+    out = attention(*tensors).out_BHTD
+    (grad,) = torch.autograd.grad(out.sum(), tensors[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        grad.sum().backward()
+
+
+def test_absent_gradients_cost_nothing(monkeypatch):
+    """With no gradient on gate or LSE the injection is not run."""
+    calls = []
+    inject = slot_op.inject_lse_gradient
+    monkeypatch.setattr(
+        slot_op, "inject_lse_gradient", lambda *args: calls.append(1) or inject(*args)
+    )
+    for variant in VARIANTS:
+        check(make_case().with_(grad_lse=None, grad_gate=None), torch.float32, variant)
+    assert not calls
+    check(make_case(), torch.float32, "sink")
+    assert calls == [1]
+
+
+PEAK = """
+import resource, torch
+from megasink.attention import attention, reference_attention
+
+def run(function, tokens, variant, **options):
+    query, key, value = (torch.randn(1, 1, tokens, 8).requires_grad_() for _ in range(3))
+    sink = torch.zeros(1, requires_grad=True) if variant == "sink" else None
+    out, lse, gate = function(query, key, value, variant=variant, sink_H=sink, **options)
+    (out.sum() + lse.sum() + gate.sum()).backward()
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+torch.set_num_threads(1)
+calls = [
+    (attention, "vanilla", {"backend": "flash-cpu"}),
+    (attention, "sink", {"backend": "flash-cpu", "window": 1500}),
+    (attention, "sink", {"backend": "eager"}),
+    (reference_attention, "sink", {}),
+]
+for function, variant, options in calls:
+    run(function, 64, variant, **options)
+    before = peak()
+    run(function, 4096, variant, **options)
+    print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux alone")
+def test_nothing_is_tokens_by_tokens():
+    """Growth of the peak memory: a float32 tensor of 4096 x 4096 is 64 MiB, a mask of it 16."""
+    result = subprocess.run(
+        [sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, timeout=120
+    )
+    flash, windowed, eager, reference = map(int, result.stdout.split())
+    assert reference > 64  # the measurement sees such a tensor
+    assert max(flash, windowed) < 12
+    assert eager < 32  # three temporaries of 256 x 4096

@@ -1,0 +1,33 @@
+"""Gates and their sums, against the definition."""
+
+import pytest
+import torch
+
+from megasink.attention import attention, first_key_gate, gate_sum, reference_attention
+
+
+@pytest.mark.parametrize("window", [None, 5, 1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_gate_of_vanilla_attention_from_its_lse(window, dtype):
+    torch.manual_seed(0)
+    query_BHTD = torch.randn(2, 4, 13, 8, dtype=torch.float64).mul(3).to(dtype)
+    key_BGSD, value_BGSD = torch.randn(2, 2, 2, 13, 8, dtype=torch.float64).mul(3).to(dtype)
+    tensors = (query_BHTD, key_BGSD, value_BGSD)
+    wide = [tensor.double() for tensor in tensors]
+    expected = reference_attention(*wide, window=window, scale=0.5).gate_BHT
+    lse_BHT = attention(*tensors, window=window, scale=0.5, with_gate=False).lse_BHT
+    gate_BHT = first_key_gate(query_BHTD, key_BGSD, lse_BHT, scale=0.5, window=window)
+    assert gate_BHT.dtype is lse_BHT.dtype
+    # The LSE of a bf16 kernel is good to about 1e-4; a row of S keys has error S eps otherwise.
+    tolerance = {torch.float64: 1e-14, torch.float32: 1e-5, torch.bfloat16: 2e-3}[dtype]
+    torch.testing.assert_close(gate_BHT.double(), expected, rtol=0, atol=tolerance)
+    assert bool((gate_BHT[..., 0] == 0).all())
+    assert expected.min() < 0.05
+    assert expected.max() > 0.95
+
+
+def test_padding_does_not_count():
+    gate_BHT = torch.tensor([[[0.25, 0.5, float("nan")]]])
+    mask_BT = torch.tensor([[True, True, False]])
+    assert gate_sum(gate_BHT, mask_BT).tolist() == [0.75]
+    assert gate_sum(gate_BHT[..., :2]).tolist() == [0.75]

@@ -1,0 +1,266 @@
+"""The CUDA kernels against the float64 reference, and CUDA graphs.
+
+The same checks as tests/attention, for the kernels that a CPU does not have: FlashAttention 2 (with
+its own sliding window and GQA) and cuDNN (with windows made of blocks).
+"""
+
+import pytest
+import torch
+
+from megasink.attention import VARIANTS, attention, choose_backend, reference_attention, slot_op
+from megasink.attention.backends import AttentionRequest, at_runtime, backend_named
+from megasink.attention.blocks import backward_blocks, forward_blocks
+from megasink.errors import ConfigError
+from tests.attention.attention_oracle import (
+    assert_at_most_twice_plain_error,
+    check,
+    evaluate,
+    make_case,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+BF16 = torch.bfloat16
+KERNELS = ["flash-cuda", "cudnn"]
+
+
+@pytest.fixture(autouse=True)
+def _supported(request):
+    """Skips a kernel that this device or build lacks, with the registry's own reason."""
+    name = request.getfixturevalue("kernel") if "kernel" in request.fixturenames else "eager"
+    facts = at_runtime(AttentionRequest("cuda", BF16, 64), 0)
+    reason = backend_named(name).supports(facts)
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
+
+
+def cuda_case(**options):
+    return make_case(**{"head_dim": 64, "dtype": BF16, "device": "cuda", **options})
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("window", [None, 1, 16, 100, 300])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_outputs_and_gradients(variant, window, kernel):
+    for groups, tokens in ((4, 257), (2, 257), (1, 128), (2, 2), (2, 1)):
+        case = cuda_case(groups=groups, tokens=tokens)
+        check(case, BF16, variant, window=window, backend=kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+def test_head_dims(head_dim, kernel):
+    check(cuda_case(head_dim=head_dim, tokens=130), BF16, "sink", backend=kernel)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_eager_serves_the_other_dtypes(variant, dtype, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    request = at_runtime(AttentionRequest("cuda", dtype, 64, variant=variant), 0)
+    assert choose_backend(request).name == "eager"
+    case = cuda_case(dtype=dtype, tokens=300)
+    if dtype is not torch.float64:
+        check(case, dtype, variant, window=90)
+        return
+    ours = evaluate(attention, case, dtype, variant, window=90)
+    for name, exact in evaluate(reference_attention, case, dtype, variant, window=90).items():
+        torch.testing.assert_close(ours[name], exact, rtol=1e-11, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("sink", [-30.0, 30.0])
+def test_large_sinks(sink, kernel):
+    ours = check(cuda_case(sink=sink), BF16, "sink", backend=kernel)
+    assert (ours["gate"] > 0).all()
+    assert ours["d sink"].abs().min() > 0
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("size", [1.0, 1e-8, 1e-10])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_without_output_gradient(variant, size, kernel):
+    case = cuda_case(tokens=200)
+    grad_out = (case.grad_out * size).to(BF16).double()
+    grad_out[:, :, 3:150] = 0.0
+    case = case.with_(
+        grad_out=grad_out,
+        grad_lse=(case.grad_lse * size).float().double(),
+        grad_gate=(case.grad_gate * size).float().double(),
+    )
+    check(case, BF16, variant, backend=kernel)
+    masked = [
+        {"d query": evaluate(function, case, dtype, variant, **options)["d query"][:, :, 3:150]}
+        for function, dtype, options in (
+            (attention, BF16, {"backend": kernel}),
+            (reference_attention, BF16, {}),
+            (reference_attention, torch.float64, {}),
+        )
+    ]
+    assert_at_most_twice_plain_error(*masked, BF16)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_first_token_has_gate_zero_and_zero_gradients(kernel):
+    case = cuda_case()
+    grad_gate = torch.zeros_like(case.grad_gate)
+    grad_gate[:, :, 0] = 1.0
+    case = case.with_(grad_out=None, grad_lse=None, grad_gate=grad_gate)
+    ours = evaluate(attention, case, BF16, "vanilla", backend=kernel)
+    assert (ours["gate"][:, :, 0] == 0).all()
+    for name in ("d query", "d key", "d value"):
+        assert (ours[name] == 0).all(), name
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_an_op_that_drops_the_lse_gradient_is_caught(monkeypatch, kernel):
+    monkeypatch.setattr(slot_op, "inject_lse_gradient", lambda grad_out, out, _: (grad_out, out))
+    for variant in VARIANTS:
+        with pytest.raises(AssertionError, match="d query"):
+            check(cuda_case(), BF16, variant, backend=kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("queries", [8, 64, 200])
+def test_rectangles(queries, kernel):
+    """Bottom-right causal, as blocks: a full rectangle and a causal square."""
+    case = cuda_case(tokens=queries, keys=200)
+    tensors = [t.to(BF16) for t in (case.query, case.key, case.value)]
+    mask = {"causal": True, "window": None, "scale": 0.125}
+    backend = backend_named(kernel)
+    out, lse = forward_blocks(backend, *tensors, **mask)
+    grads = backward_blocks(backend, case.grad_out.to(BF16), *tensors, out, lse, **mask)
+    ours = dict(zip(("out", "d query", "d key", "d value"), (out, *grads), strict=True))
+    only_out = case.with_(grad_lse=None, grad_gate=None)
+    expected = [
+        evaluate(reference_attention, only_out, dtype, "vanilla", scale=0.125)
+        for dtype in (BF16, torch.float64)
+    ]
+    assert_at_most_twice_plain_error(
+        {name: tensor.double() for name, tensor in ours.items()},
+        *({name: result[name] for name in ours} for result in expected),
+        BF16,
+    )
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernels_refuse_causal_rectangles(kernel):
+    query = torch.zeros(1, 2, 8, 64, device="cuda", dtype=BF16)
+    key = torch.zeros(1, 2, 16, 64, device="cuda", dtype=BF16)
+    with pytest.raises(ValueError, match="must be square"):
+        backend_named(kernel).forward(query, key, key, causal=True, scale=1.0)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_float16_is_refused_where_a_gradient_needs_injection(kernel):
+    query = torch.zeros(1, 2, 8, 64, device="cuda", dtype=torch.float16, requires_grad=True)
+    with pytest.raises(ConfigError, match="float16 cannot hold"):
+        attention(query, query, query, backend=kernel)
+    out = attention(query, query, query, backend=kernel, with_gate=False).out_BHTD
+    out.sum().backward()
+
+
+def _leaves(case, layout):
+    """Query, key and value as leaves of [b, h, s, d], or views of [s, b, h, d] as Megatron's."""
+    tensors = [t.to(BF16) for t in (case.query, case.key, case.value)]
+    if layout == "sbhd":
+        tensors = [t.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for t in tensors]
+    return [t.requires_grad_() for t in tensors]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_megatron_layout(variant, kernel):
+    case = cuda_case(tokens=130)
+    results = []
+    for layout in ("bhsd", "sbhd"):
+        leaves = _leaves(case, layout)
+        sink = case.sink.float() if variant == "sink" else None
+        out, _, gate = attention(*leaves, variant=variant, sink_H=sink, backend=kernel)
+        if layout == "sbhd":
+            assert out.permute(2, 0, 1, 3).is_contiguous()
+        grads = torch.autograd.grad(out.float().square().sum() + gate.sum(), leaves)
+        results.append([out, gate, *grads])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_cuda_graph(variant, window, kernel):
+    """Forward and backward captured once and replayed on other values."""
+    case, other = cuda_case(tokens=256), cuda_case(tokens=256, seed=1)
+    leaves = _leaves(case, "bhsd")
+    sink = case.sink.float().requires_grad_() if variant == "sink" else None
+    inputs = [*leaves, *([] if sink is None else [sink])]
+    grads_in = [
+        case.grad_out.to(BF16),
+        case.grad_lse.float(),
+        case.grad_gate.float(),
+    ]
+
+    def step():
+        outputs = attention(*leaves, variant=variant, sink_H=sink, window=window, backend=kernel)
+        return [*outputs, *torch.autograd.grad(outputs, inputs, grads_in)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for leaf, value in zip(leaves, (other.query, other.key, other.value), strict=True):
+            leaf.copy_(value)
+        grads_in[0][:, :, 10:90] = 0.0
+    graph.replay()
+    torch.cuda.synchronize()
+    for ours, expected in zip(captured, step(), strict=True):
+        # The backward kernels add dq up in no fixed order.
+        torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_no_host_sync():
+    case = cuda_case(tokens=256)
+    leaves = _leaves(case, "bhsd")
+    sink = case.sink.float().requires_grad_()
+
+    def step():
+        out, lse, gate = attention(*leaves, variant="sink", sink_H=sink)
+        (out.sum() + lse.sum() + gate.sum()).backward()
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_compiles_without_graph_breaks(variant):
+    case = cuda_case(tokens=130)
+    leaves = _leaves(case, "sbhd")
+    sink = case.sink.float() if variant == "sink" else None
+
+    def run(query, key, value):
+        return attention(query, key, value, variant=variant, sink_H=sink)
+
+    compiled = torch.compile(run, fullgraph=True)
+    for ours, plain in zip(compiled(*leaves), run(*leaves), strict=True):
+        torch.testing.assert_close(ours, plain)
+        for one, other in zip(
+            *(
+                torch.autograd.grad(t.float().sum(), leaves, retain_graph=True)
+                for t in (ours, plain)
+            ),
+            strict=True,
+        ):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)

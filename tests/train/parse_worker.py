@@ -1,0 +1,38 @@
+"""Parses command lines as a rank does, in a process of its own (the platform is for a process).
+
+Reads a JSON list of flag lists from standard input; writes a JSON list of
+{"problems": [...]} or {"args": {...}}.
+"""
+
+import contextlib
+import json
+import sys
+
+from megasink.errors import ConfigError
+from megasink.train.pretrain import prepare_process
+
+KEEP = (
+    "distributed_backend transformer_impl attention_dropout hidden_dropout "
+    "padded_vocab_size dist_ckpt_optim_fully_reshardable ckpt_format "
+    "use_cpu_initialization softmax_offset_init attention_variant head_balance_coeff "
+    "train_iters"
+).split()
+
+
+def main() -> None:
+    prepare_process([])
+    from megasink.train import arguments
+
+    answers = []
+    for argv in json.load(sys.stdin):
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                args, _ = arguments.parse(argv)
+            answers.append({"args": {name: getattr(args, name) for name in KEEP}})
+        except ConfigError as error:
+            answers.append({"problems": error.problems})
+    json.dump(answers, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Real text through the real command lines: launcher, torchrun, bash, run folder, pictures."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megasink.cli import main as megasink
+
+ROOT = Path(__file__).parents[2]
+FLAGS = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 "
+    "--train-iters 12 --lr 1e-2 --min-lr 1e-2 --lr-decay-style constant "
+    "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type "
+    "rope --untie-embeddings-and-output-weights --split 80,20,0 --eval-interval 6 "
+    "--eval-iters 2 --log-interval 2 --seed 7"
+).split()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Flags of a small data set of real text: this repository's sources."""
+    prefix = tmp_path_factory.mktemp("text") / "sources"
+    arguments = ["data", str(ROOT / "megasink"), "--output", str(prefix)]
+    assert megasink([*arguments, "--train-tokenizer", "512", "--workers", "1"]) == 0
+    return ["--data-path", str(prefix), "--tokenizer-model", f"{prefix}-tokenizer"]
+
+
+@pytest.fixture(scope="module")
+def pipeline_run(text, tmp_path_factory):
+    """A run of two pipeline stages through `megasink train`."""
+    run_dir = tmp_path_factory.mktemp("run") / "pp2"
+    layout = ["--pipeline-model-parallel-size", "2", "--softmax-offset-init", "2"]
+    assert megasink(["train", "--run-dir", str(run_dir), *FLAGS, *text, *layout]) == 0
+    return run_dir
+
+
+def metrics(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_model_learns(pipeline_run):
+    losses = [line["lm_loss"] for line in metrics(pipeline_run) if "lm_loss" in line]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 1.0
+
+
+def test_bits_per_byte_agree_with_the_validation_loss(pipeline_run):
+    evaluations = [line for line in metrics(pipeline_run) if "valid_lm_loss" in line]
+    assert [line["iteration"] for line in evaluations] == [6, 12, 12]
+    for line in evaluations:
+        # A 512-token vocabulary of code stands for 1.3 to 2.9 bytes per token on this text.
+        bytes_per_token = line["valid_lm_loss"] / 0.6931471805599453 / line["valid_bits_per_byte"]
+        assert 1.3 < bytes_per_token < 2.9
+
+
+def test_layers_of_every_stage_are_observed(pipeline_run):
+    last = [line for line in metrics(pipeline_run) if "importance" in line][-1]
+    assert [len(heads) for heads in last["importance"]] == [4, 4]
+    # exp(2) in the denominator over at most 64 keys: gates well inside (0, 1) on both stages.
+    assert all(0.5 < gate < 0.97 for heads in last["importance"] for gate in heads)
+    assert len(last["imbalance_per_layer"]) == 2
+    assert last["balance_loss"] > 0
+    mean = sum(last["imbalance_per_layer"]) / 2
+    assert last["imbalance"] == pytest.approx(mean, rel=1e-4)
+
+
+def test_tensorboard_has_the_losses_and_every_layer(pipeline_run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(pipeline_run / "tensorboard"))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {"lm loss", "head balance loss", "head imbalance", "bits per byte validation"} <= tags
+    for layer in (0, 1):
+        assert f"head imbalance by layer/{layer}" in tags
+        assert f"head importance mean by layer/{layer}" in tags
+    recorded = [line["imbalance"] for line in metrics(pipeline_run) if "imbalance" in line]
+    logged = [event.value for event in events.Scalars("head imbalance")]
+    assert logged == pytest.approx(recorded, rel=1e-6)
+
+
+def test_the_log_line_has_both_losses(pipeline_run):
+    text = "".join(p.read_text() for p in (pipeline_run / "logs").rglob("stdout.log"))
+    line = next(line for line in text.splitlines() if " iteration       12/" in line)
+    for name in ("lm loss:", "head balance loss:", "head imbalance:"):
+        assert name in line
+    assert "platform: CPU (no CUDA device found)" in text
+    assert "attention: sink on flash-cpu" in text
+
+
+def test_the_run_folder_says_what_was_run(pipeline_run):
+    config = json.loads((pipeline_run / "config.json").read_text())
+    assert config["arguments"]["attention_variant"] == "sink"
+    assert config["seed"] == 7
+    assert {"python", "torch", "megatron-core", "megasink"} <= set(config["versions"])
+    start = json.loads((pipeline_run / "starts.jsonl").read_text())
+    assert start["world_size"] == 2
+    assert (pipeline_run / "curves.png").stat().st_size > 20_000
+    assert (pipeline_run / "checkpoints" / "iter_0000012").is_dir()
+
+
+def test_a_second_start_is_refused_and_loses_nothing(pipeline_run, text, capsys):
+    before = (pipeline_run / "metrics.jsonl").read_bytes()
+    flags = ["train", "--run-dir", str(pipeline_run), *FLAGS, *text]
+    assert megasink([*flags, "--softmax-offset-init", "2"]) == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1
+    assert "holds a run already: add --resume" in error[0]
+    assert (pipeline_run / "metrics.jsonl").read_bytes() == before
+
+
+def environment(**extra):
+    binaries = str(Path(sys.executable).parent)
+    return {
+        **os.environ,
+        "PATH": f"{binaries}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        **extra,
+    }
+
+
+SMALL = [
+    *FLAGS,
+    "--train-iters",
+    "2",
+    "--eval-interval",
+    "2",
+    "--eval-iters",
+    "1",
+    "--lr-warmup-iters",
+    "0",
+]
+SMALL += ["--lr-wsd-decay-iters", "1", "--save-interval", "2"]
+
+
+@pytest.mark.parametrize("starter", ["torchrun", "bash"])
+def test_the_example_starts_in_every_way(starter, text, tmp_path):
+    script = str(ROOT / "examples" / "pretrain_gpt_sink.sh")
+    command = {"torchrun": ["torchrun", script], "bash": ["bash", script]}[starter]
+    result = subprocess.run(
+        [*command, *SMALL, "--run-dir", str(tmp_path / "run")],
+        env=environment(DATA_PATH=text[1], TOKENIZER=text[3], RANKS_PER_NODE="1"),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    steps = [line for line in metrics(tmp_path / "run") if "lm_loss" in line]
+    assert [step["iteration"] for step in steps] == [1, 2]
+
+
+def test_slurm_gives_the_meeting_point(tmp_path):
+    """srun starts one copy on each node; torchrun is stubbed, Slurm's variables are not."""
+    for name, body in {
+        "python": 'printf "%s\\n" "$@"',
+        "scontrol": "printf 'node7\\nnode8\\n'",
+        "nvidia-smi": "printf 'GPU 0\\nGPU 1\\n'",
+    }.items():
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHON": str(tmp_path / "python"),
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "node[7-8]",
+        "SLURM_JOB_ID": "4711",
+    }
+    script = str(ROOT / "examples" / "pretrain_gpt_sink.sh")
+    result = subprocess.run(
+        ["bash", script, "--lr", "1"],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    words = result.stdout.split()
+    joined = " ".join(words)
+    assert "--nnodes 2 --nproc-per-node 2" in joined
+    assert "--rdzv-backend c10d --rdzv-endpoint node7:29500 --rdzv-id 4711" in joined
+    assert words[-3:] == [script, "--lr", "1"]
+
+
+def test_the_example_is_whole_for_bash_and_for_python():
+    script = ROOT / "examples" / "pretrain_gpt_sink.sh"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    compile(script.read_text(), str(script), "exec")
+    if checker := shutil.which("shellcheck"):
+        shell_part = script.read_text().split("\n'''\n")[0]
+        subprocess.run([checker, "-s", "bash", "-"], input=shell_part, text=True, check=True)
+
+
+def test_nan_ends_in_one_line_and_keeps_the_checkpoint(text, tmp_path, capsys):
+    run_dir = tmp_path / "nan"
+    flags = ["train", "--run-dir", str(run_dir), *FLAGS, *text, "--lr", "1e30", "--min-lr", "1e30"]
+    assert megasink([*flags, "--clip-grad", "0"]) == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1
+    assert "NaN or Inf in the loss or in a gradient" in error[0]
+    assert (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").is_file()

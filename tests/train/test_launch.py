@@ -1,0 +1,59 @@
+"""What the launcher works out by itself."""
+
+import json
+
+from megasink.train import launch
+
+
+def test_ranks_follow_the_layout():
+    assert launch._default_ranks(["--cpu"]) == 1
+    flags = ["--cpu", "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size=3"]
+    assert launch._default_ranks(flags) == 6
+
+
+def test_the_last_value_of_a_flag_counts():
+    assert launch._train_iters(["--train-iters", "5", "--lr", "1", "--train-iters=9"]) == 9
+    assert launch._train_iters(["--lr", "5"]) is None
+
+
+def test_resume_repeats_the_flags_of_the_last_start(tmp_path):
+    commands = [
+        ["x.py", "--run-dir", "r", "--num-layers", "1"],
+        ["x.py", "--run-dir", "r", "--num-layers", "2", "--resume"],
+    ]
+    (tmp_path / "starts.jsonl").write_text(
+        "".join(json.dumps({"command": c}) + "\n" for c in commands)
+    )
+    assert launch._flags_of_last_start(tmp_path) == ["--num-layers", "2"]
+    assert launch._flags_of_last_start(tmp_path / "nothing") == []
+
+
+def test_a_half_written_line_is_not_read(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 1}\n{"iterat')
+    assert launch._lines(path) == [{"iteration": 1}]
+
+
+def log(folder, rank, text):
+    (folder / str(rank)).mkdir(parents=True)
+    (folder / str(rank) / "stderr.log").write_text(text)
+
+
+def test_a_ranks_own_message_is_what_the_user_reads(tmp_path):
+    log(tmp_path, 0, "noise\nmegasink: error: 2 problems:\n  1. a\n  2. b\n")
+    log(tmp_path, 1, "Traceback\nValueError: late\n")
+    assert launch._what_failed(tmp_path, 1) == "2 problems:\n  1. a\n  2. b"
+
+
+def test_else_the_last_line_of_a_traceback(tmp_path):
+    log(tmp_path, 0, "fine\n")
+    log(
+        tmp_path, 1, "Traceback (most recent call last):\n  File x\n[rank1]: ValueError: 3 is odd\n"
+    )
+    message = launch._what_failed(tmp_path, 1)
+    assert message.startswith("rank 1 failed: ValueError: 3 is odd")
+    assert "stderr.log" in message
+
+
+def test_else_where_the_logs_are(tmp_path):
+    assert str(tmp_path) in launch._what_failed(tmp_path, -9)
