@@ -38,6 +38,8 @@ def versions() -> dict[str, str]:
     """Python and every package of interest that is installed, with its version."""
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     found |= {name: v for name in REPORTED if (v := version_of(name)) is not None}
+    if not have_apex():
+        found.pop("apex", None)
     return found
 
 

@@ -1,0 +1,101 @@
+"""The README is true: its commands run, its flags and defaults exist, its links lead somewhere."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from megasink.config import OPTIONS
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```bash( cluster)?\n(.*?)```", README, re.S)
+RUN_HERE = [text for cluster, text in BLOCKS if not cluster]
+CLUSTER = [text for cluster, text in BLOCKS if cluster]
+
+
+def test_the_first_commands_are_make_targets_of_a_fresh_clone():
+    targets = re.findall(r"^make (\w+)", RUN_HERE[0], re.M)
+    assert targets == ["demo", "test"]
+    for target, program in (("demo", "megasink demo"), ("test", "pytest")):
+        planned = subprocess.run(
+            ["make", "-n", target, "VENV=nothing-here"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        assert program in planned
+        assert "make_env" in planned  # the environment is made when it is missing
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the files that the commands read, and megasink on the path."""
+    path = tmp_path_factory.mktemp("readme")
+    shutil.copy(ROOT / "README.md", path)
+    shutil.copytree(ROOT / "docs", path / "docs")
+    return path
+
+
+def test_the_quick_start_runs_as_it_is_written(folder):
+    script = "set -e\n" + "".join(RUN_HERE[1:])
+    assert "megasink train" in script
+    binaries = Path(sys.executable).parent
+    result = subprocess.run(
+        ["bash", "-c", script],
+        cwd=folder,
+        env={**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
+    run = folder / "runs" / "mine" / "sink"
+    assert (run / "checkpoints" / "iter_0000012").is_dir()
+    for name in ("config.json", "metrics.jsonl", "tensorboard", "logs", "curves.png"):
+        assert (run / name).exists()
+
+
+@pytest.mark.parametrize("block", range(len(CLUSTER)))
+def test_cluster_commands_are_whole_and_name_files_that_exist(block):
+    text = CLUSTER[block]
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    for name in re.findall(r"(?:examples|docker)/[\w.]+", text):
+        assert (ROOT / name).is_file(), name
+
+
+def test_the_table_of_flags_is_the_options(capsys):
+    table = {
+        flag: default
+        for flags, default in re.findall(r"^\| (`--.*?) \| (.*?) \|", README, re.M)
+        for flag in re.findall(r"`(--[\w-]+)`", flags)
+    }
+    options = {f"--{f.name.replace('_', '-')}": f.default for o in OPTIONS for f in fields(o)}
+    assert set(table) == set(options)
+    for flag, default in options.items():
+        text = table[flag].strip("` ")
+        if default in (None, False):
+            assert text == "none", flag
+        else:
+            assert type(default)(text) == default, flag
+
+
+def test_links_and_pictures_exist():
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_the_code_that_is_named_exists():
+    for name in re.findall(
+        r"`((?:attention|layers|balance|train|data|report)/[\w/]*(?:\.py)?)`", README
+    ):
+        assert (ROOT / "megasink" / name).exists(), name
+    for name in re.findall(r"`(tests/[\w/.]+)`", README):
+        assert (ROOT / name).exists(), name
