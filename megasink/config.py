@@ -4,7 +4,7 @@ Megatron's ArgumentGroupFactory turns each field into a flag (``softmax_offset_i
 ``--softmax-offset-init``) and the string below it into the help text.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 Variant = Literal["vanilla", "sink", "off-by-one"]
@@ -70,6 +70,9 @@ class RunOptions:
 OPTIONS = (AttentionOptions, HeadBalanceOptions, RunOptions)
 
 
-def options_from_args(cls: type, args: Any) -> Any:
-    """An instance of one of the dataclasses above from parsed arguments."""
-    return cls(**{f.name: getattr(args, f.name) for f in fields(cls)})
+def visible_tokens(window_size: tuple[int, int] | None) -> int | None:
+    """Tokens that a token sees, itself included; None for all.
+
+    Megatron's ``--window-size`` counts those to the left of the token itself; -1 is no limit.
+    """
+    return None if window_size is None or window_size[0] < 0 else window_size[0] + 1

@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (prefix.with_suffix(".idx").is_file() and prefix.with_suffix(".json").is_file()):
         console.print("[bold]1. the Python standard library -> tokenizer -> tokens[/bold]")
         data = ["stdlib:", "--output", str(prefix), "--train-tokenizer", str(VOCABULARY)]
+        data += ["--overwrite"]  # what an interrupted demo left
         parser = argparse.ArgumentParser()
         data_cli.add_arguments(parser)
         data_cli.run(parser.parse_args(data))

@@ -25,6 +25,7 @@ from megasink.balance.attach import attach_gradient
 from megasink.balance.loss import head_balance_gradient, head_balance_loss
 from megasink.balance.reduce import gather_heads, own_heads
 from megasink.balance.tracker import HeadTracker
+from megasink.config import visible_tokens
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
@@ -75,8 +76,7 @@ class CoreAttention(MegatronModule):
         windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
-        # Megatron's tuple counts the tokens to the left of the token itself.
-        self.window = config.window_size[0] + 1 if windowed and config.window_size else None
+        self.window = visible_tokens(config.window_size) if windowed else None
 
         self.softmax_offset = None
         if config.attention_variant == "sink":

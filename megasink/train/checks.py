@@ -10,7 +10,7 @@ import torch
 from megasink import platform
 from megasink.attention import AttentionRequest, choose_backend
 from megasink.compat import have_transformer_engine
-from megasink.config import Scope, Variant
+from megasink.config import Scope, Variant, visible_tokens
 from megasink.errors import ConfigError, UserError
 from megasink.train import run_dir
 
@@ -105,7 +105,7 @@ def attention_request(args: Namespace) -> AttentionRequest:
         dtype=dtype,
         head_dim=args.kv_channels or args.hidden_size // args.num_attention_heads,
         variant=args.attention_variant,
-        window=args.window_size[0] + 1 if args.window_size else None,
+        window=visible_tokens(args.window_size),
         needs_gate_gradient=args.attention_variant == "sink" or args.head_balance_coeff > 0,
         dropout=args.attention_dropout,
     )

@@ -66,6 +66,8 @@ def _explained(stop: BaseException, args: Namespace) -> BaseException:
             "--override-opt-param-scheduler for the new one, "
             "--use-checkpoint-opt-param-scheduler for the old one"
         )
+    if isinstance(stop, AssertionError) and "value from checkpoint" in str(stop):
+        return UserError(f"--load {args.load} is a checkpoint of another model: {stop}")
     # core/rerun_state_machine.py:37,40: a result was NaN or Inf.
     if not isinstance(stop, SystemExit) or stop.code not in (16, 17):
         return stop

@@ -1,0 +1,24 @@
+# Every target makes its environment first; VENV=path puts it elsewhere.
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: env demo test lint
+
+env: $(READY)
+
+demo: $(READY)
+	$(BIN)/megasink demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Made again when what it was made from changes. A broken install leaves no stamp.
+$(READY): setup.py constraints.txt tools/make_env.sh
+	tools/make_env.sh $(VENV)
+	@touch $@

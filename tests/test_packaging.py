@@ -1,0 +1,290 @@
+"""The files that install megasink agree with each other.
+
+Not covered: no image is built here, and no environment is installed; .ci/run installs one.
+"""
+
+import ast
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+DOCKERFILES = ("Dockerfile", "Dockerfile.cpu")
+IMPORT_NAMES = {"megatron-core": "megatron"}  # where they differ
+
+
+@cache
+def setup_arguments() -> dict[str, Any]:
+    """What setup.py hands to setuptools."""
+    before = Path.cwd()
+    os.chdir(ROOT)
+    try:
+        with patch("setuptools.setup") as setup:
+            runpy.run_path("setup.py")
+    finally:
+        os.chdir(before)
+    return dict(setup.call_args.kwargs)
+
+
+def pins(path: str) -> dict[str, Version]:
+    """Versions of a constraints file; every line must be an exact one."""
+    found: dict[str, Version] = {}
+    for line in (ROOT / path).read_text().splitlines():
+        if not line or line.startswith("#"):
+            continue
+        requirement = Requirement(line)
+        (specifier,) = requirement.specifier
+        assert specifier.operator == "==", line
+        name = canonicalize_name(requirement.name)
+        assert name not in found, f"{path} has {name} twice"
+        found[name] = Version(specifier.version)
+    return found
+
+
+def executable(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def test_metadata():
+    arguments = setup_arguments()
+    assert arguments["name"] == "megasink"
+    assert Version(arguments["version"])
+    assert set(arguments["extras_require"]) == {"gpu", "analysis", "dev"}
+    pythons = SpecifierSet(arguments["python_requires"])
+    assert [v for v in ("3.11", "3.12", "3.13", "3.14") if v in pythons] == ["3.12", "3.13"]
+    assert (ROOT / ".python-version").read_text().strip() in pythons
+    assert {"megasink", "megasink.balance"} <= set(arguments["packages"])
+    assert not any(name.startswith("tests") for name in arguments["packages"])
+
+
+def test_entry_point_exists():
+    (script,) = setup_arguments()["entry_points"]["console_scripts"]
+    name, target = (part.strip() for part in script.split("="))
+    module, function = target.split(":")
+    assert name == "megasink"
+    path = ROOT / (module.replace(".", "/") + ".py")
+    definitions = [n.name for n in ast.parse(path.read_text()).body if hasattr(n, "name")]
+    assert function in definitions
+
+
+@pytest.mark.parametrize(
+    ("extra", "files"),
+    [
+        ("", ["constraints.txt"]),
+        ("analysis", ["constraints.txt"]),
+        ("dev", ["constraints.txt"]),
+        ("gpu", ["constraints.txt", "docker/constraints-gpu.txt"]),
+    ],
+)
+def test_constraints_cover(extra: str, files: list[str]):
+    arguments = setup_arguments()
+    wanted = arguments["extras_require"][extra] if extra else arguments["install_requires"]
+    pinned = {name: v for path in files for name, v in pins(path).items()}
+    for requirement in map(Requirement, wanted):
+        version = pinned.get(canonicalize_name(requirement.name))
+        assert version is not None, f"{requirement.name} is not in {files}"
+        # As pip does it: a pre-release counts only where the bound itself names one.
+        assert requirement.specifier.contains(version), f"{requirement} excludes {version}"
+
+
+def test_two_constraint_files_do_not_contradict():
+    assert not set(pins("constraints.txt")) & set(pins("docker/constraints-gpu.txt"))
+
+
+def test_every_requirement_is_used_or_justified():
+    imported: set[str] = set()
+    for path in (ROOT / "megasink").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                imported.add(node.module.split(".")[0])
+    source = (ROOT / "setup.py").read_text()
+    for requirement in map(Requirement, setup_arguments()["install_requires"]):
+        module = IMPORT_NAMES.get(requirement.name, requirement.name.replace("-", "_"))
+        justified = re.search(rf'"{re.escape(requirement.name)}\b[^"]*",\s*#', source)
+        assert module in imported or justified, f"{requirement.name}: not imported, no comment"
+
+
+def instructions(name: str) -> list[tuple[str, str]]:
+    """(keyword, rest) of every instruction of a Dockerfile, continuation lines joined."""
+    lines = (ROOT / "docker" / name).read_text().splitlines()
+    text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
+    joined = text.replace("\\\n", " ").splitlines()
+    return [(k, rest) for k, _, rest in (line.partition(" ") for line in joined if line.strip())]
+
+
+def copied(name: str) -> list[str]:
+    sources: list[str] = []
+    for keyword, rest in instructions(name):
+        if keyword == "COPY" and "--from=" not in rest:
+            sources += [word for word in rest.split()[:-1] if not word.startswith("--")]
+    return sources
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_dockerfile_copies_what_exists(name: str):
+    allowed = [
+        line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"
+    ]
+    assert copied(name)
+    for path in copied(name):
+        assert (ROOT / path).exists(), f"{name} copies {path}"
+        assert any(path == a or path.startswith(f"{a}/") for a in allowed), f"{path} is ignored"
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_dockerfile_pins_its_base_and_drops_root(name: str):
+    rows = instructions(name)
+    stages: set[str] = set()
+    for keyword, rest in rows:
+        if keyword == "FROM":
+            image, *alias = rest.split()
+            assert image in stages or re.search(r":.*\d", image), f"{image} has no version"
+            stages |= set(alias[1:])
+    user = [rest for keyword, rest in rows if keyword == "USER"][-1]
+    assert user.isdigit(), "a name cannot be checked by Kubernetes' runAsNonRoot"
+    assert int(user) > 0
+    assert [rest for keyword, rest in rows if keyword == "ENTRYPOINT"] == ['["entrypoint.sh"]']
+
+
+def test_base_image_has_the_cuda_version_of_torch():
+    if torch.version.cuda is None or Version(torch.__version__).base_version != str(
+        pins("constraints.txt")["torch"]
+    ):
+        pytest.skip("this torch is not the one of constraints.txt with CUDA")
+    (cuda,) = [rest.removeprefix("CUDA=") for k, rest in instructions("Dockerfile") if k == "ARG"][
+        :1
+    ]
+    assert ".".join(cuda.split(".")[:2]) == torch.version.cuda
+
+
+ENTRYPOINT = ROOT / "docker/entrypoint.sh"
+
+
+def enter(tmp_path: Path, *line: str) -> subprocess.CompletedProcess[str]:
+    """Run the entry point where megasink and torchrun only print how they were called."""
+    for name in ("megasink", "torchrun", "python"):
+        stub = f"#!/bin/sh\nprintf '{name}'\nprintf ' <%s>' \"$@\"\nexit 3\n"
+        executable(tmp_path / "bin" / name, stub)
+    return subprocess.run(
+        [str(ENTRYPOINT), *line],
+        env={"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("megasink", "train", "--run-dir", "two words"),
+        ("torchrun", "--nproc-per-node", "8", "examples/pretrain_gpt_sink.sh", ""),
+        ("python", "-c", "print(1); $HOME"),
+    ],
+)
+def test_entrypoint_hands_the_line_on_unchanged(tmp_path: Path, line: tuple[str, ...]):
+    done = enter(tmp_path, *line)
+    assert done.stdout == line[0] + "".join(f" <{word}>" for word in line[1:])
+    assert done.returncode == 3, "the program's own exit status is the container's"
+
+
+def test_entrypoint_without_a_line_shows_help(tmp_path: Path):
+    assert enter(tmp_path).stdout == "megasink <--help>"
+
+
+def test_entrypoint_refuses_what_is_no_program(tmp_path: Path):
+    done = enter(tmp_path, "--run-dir", "x")
+    assert done.returncode == 127
+    assert "'--run-dir' is no program" in done.stderr
+    assert "megasink or torchrun" in done.stderr
+    assert done.stdout == ""
+
+
+def make_env(tmp_path: Path, pythons: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """tools/make_env.sh on a machine that has these programs and no other Python."""
+    for name in ("bash", "dirname", "mkdir", "cp"):
+        program = shutil.which(name)
+        assert program is not None
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).symlink_to(program)
+    for name, text in pythons.items():
+        executable(tmp_path / name, text)
+    return subprocess.run(
+        [str(ROOT / "tools/make_env.sh"), str(tmp_path / "env")],
+        env={"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+# Answers the script's own question like a Python that fits, and notes what else it is asked.
+FITTING = """#!/bin/bash
+case "$1 $2" in
+  "-m venv") mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+  "-m pip") echo "pip ${@:3}" ;;
+esac
+"""
+UNFIT = "#!/bin/bash\nexit 1\n"
+
+
+def test_make_env_says_what_is_missing(tmp_path: Path):
+    done = make_env(tmp_path, {"bin/python3.12": UNFIT, "bin/python3": UNFIT})
+    assert done.returncode == 1
+    assert "needs Python 3.12 or 3.13" in done.stderr
+    assert "none was found" in done.stderr
+    assert not (tmp_path / "env").exists()
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["bin/python3.12", "bin/python3.13", "bin/python3", ".pyenv/versions/3.12.1/bin/python"],
+)
+def test_make_env_finds_python(tmp_path: Path, place: str):
+    # A pyenv shim of a version that is not selected is on PATH, and fails.
+    done = make_env(tmp_path, {"bin/python3.12": UNFIT} | {place: FITTING})
+    assert done.returncode == 0, done.stderr
+    assert "pip install --quiet --constraint constraints.txt --editable .[dev]" in done.stdout
+
+
+def test_question_to_python_is_answered_by_this_one():
+    """The stubs above stand for a Python; the real one must understand the same words."""
+    text = (ROOT / "tools/make_env.sh").read_text()
+    question = re.search(r"-c '(import ensurepip.+)'", text)
+    assert question is not None
+    assert subprocess.run([sys.executable, "-c", question[1]], timeout=60).returncode == 0
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_installs_again_when_the_constraints_change(tmp_path: Path):
+    def plan() -> str:
+        command = ["make", "--dry-run", "--no-print-directory", f"VENV={tmp_path}", "test"]
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+        ).stdout
+
+    assert "make_env.sh" in plan()
+    stamp = tmp_path / ".ready"
+    stamp.touch()
+    assert plan().split() == [f"{tmp_path}/bin/python", "-m", "pytest"]
+    changed = (ROOT / "constraints.txt").stat().st_mtime
+    os.utime(stamp, (changed - 1, changed - 1))
+    assert "make_env.sh" in plan()
