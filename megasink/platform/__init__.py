@@ -14,7 +14,7 @@ import os
 import sys
 
 from megasink.errors import UserError
-from megasink.platform.patching import Patch, deactivate_all, patches
+from megasink.platform.patching import Patch, deactivate_all, patches, undo_by
 
 __all__ = ["Patch", "activate", "deactivate", "describe", "is_active", "patches"]
 
@@ -61,11 +61,7 @@ def activate() -> None:
             "the CPU platform must be activated before megatron is imported: "
             "call megasink.platform.activate() first"
         )
-    # megatron/core/jit.py:12 wraps small functions in torch.compile; on a CPU each would start a
-    # C++ compiler in every rank.
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    torch._dynamo.config.disable = True
-
+    _disable_dynamo()
     from megasink.platform import cuda_api, devices
 
     cuda_api.install()
@@ -75,6 +71,28 @@ def activate() -> None:
     from megasink.platform import megatron_core
 
     megatron_core.install()
+
+
+def _disable_dynamo() -> None:
+    """No torch.compile, here and in processes started from here.
+
+    megatron/core/jit.py:12 wraps small functions in it; on a CPU each would start a C++ compiler
+    in every rank.
+    """
+    import torch
+
+    config, before = torch._dynamo.config, os.environ.get("TORCHDYNAMO_DISABLE")
+    disabled = config.disable
+
+    def undo() -> None:
+        config.disable = disabled
+        os.environ.pop("TORCHDYNAMO_DISABLE")
+        if before is not None:
+            os.environ["TORCHDYNAMO_DISABLE"] = before
+
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    config.disable = True
+    undo_by(undo)
 
 
 def deactivate() -> None:

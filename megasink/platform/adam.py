@@ -45,7 +45,8 @@ class GroupStepAdam(torch.optim.Optimizer):
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            group["step"] = group.get("step", 0) + (1 if group["params"] else 0)
+            # A rank that holds none of the group's parameters counts too: its number is saved.
+            group["step"] = group.get("step", 0) + 1
             if not params:
                 continue
             grads = [p.grad for p in params]

@@ -76,50 +76,19 @@ def _type_name(original: Callable[..., Any]) -> Callable[..., Any]:
 def install() -> None:
     """Wrap the factories and the moves of torch."""
     everywhere = 'device="cuda" throughout, e.g. megatron/training/training.py:1137'
-    # _device_constructors is torch's own list of the functions that take a device.
-    for function in torch.utils._device._device_constructors():
-        name = function.__name__
-        if getattr(torch, name, None) is function:
-            replace(
-                torch, name, _redirected(function), upstream=everywhere, reason="make it on the CPU"
-            )
-    for name in ("rand_like", "randn_like", "randint_like", "empty_like", "zeros_like"):
-        if not hasattr(getattr(torch, name), "__wrapped__"):
-            replace(
-                torch,
-                name,
-                _redirected(getattr(torch, name)),
-                upstream=everywhere,
-                reason="make it on the CPU",
-            )
-    for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"):
+    for name in ("arange", "empty", "empty_like", "ones", "rand", "tensor", "zeros"):
         replace(
-            torch.Tensor,
+            torch,
             name,
-            _redirected(getattr(torch.Tensor, name)),
+            _redirected(getattr(torch, name)),
             upstream=everywhere,
             reason="make it on the CPU",
         )
     moves = (
         "megatron/training/models/dist_utils.py; megatron/core/distributed/finalize_model_grads.py"
     )
-    for owner in (torch.Tensor, torch.nn.Module):
-        replace(owner, "to", _moved(owner.to), upstream=moves, reason="stay on the CPU")
-        replace(owner, "cuda", _stay, upstream=moves, reason="stay on the CPU")
-    replace(
-        torch.Tensor,
-        "record_stream",
-        _stay,
-        upstream="megatron/core/transformer/moe/token_dispatcher.py",
-        reason="there are no streams",
-    )
-    replace(
-        torch.Tensor,
-        "pin_memory",
-        _stay,
-        upstream="megatron/core/distributed/param_and_grad_buffer.py:1631",
-        reason="pinning needs CUDA",
-    )
+    replace(torch.Tensor, "to", _moved(torch.Tensor.to), upstream=moves, reason="stay on the CPU")
+    replace(torch.Tensor, "cuda", _stay, upstream=moves, reason="stay on the CPU")
     replace(
         torch.Tensor,
         "type",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megasink.platform.adam import GroupStepAdam
-from megasink.platform.patching import replace
+from megasink.platform.patching import replace, undo_by
 
 
 def _get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
@@ -19,7 +19,7 @@ def _set_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = Fal
 
 
 class _DropForkWarning(logging.Filter):
-    """random.py:369 warns whenever the CPU generator moves inside fork(): here it must."""
+    """random.py:333 warns whenever the CPU generator moves inside fork(): here it must."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "CPU RNG state changed" not in record.getMessage()
@@ -30,31 +30,29 @@ def _install_rng() -> None:
 
     why = "the CUDA generator of the tracker is the CPU's default generator"
     replace(random, "_get_cuda_rng_state", _get_state, upstream="random.py:104", reason=why)
-    replace(random, "_set_cuda_rng_state", _set_state, upstream="random.py:141", reason=why)
-    logging.getLogger(random.__name__).addFilter(_DropForkWarning())
+    replace(random, "_set_cuda_rng_state", _set_state, upstream="random.py:136", reason=why)
+    logger, drop = logging.getLogger(random.__name__), _DropForkWarning()
+    logger.addFilter(drop)
+    undo_by(lambda: logger.removeFilter(drop))
 
 
 def _install_data() -> None:
     import torch.utils.data
-    from megatron.training.datasets import data_samplers
 
     loader = torch.utils.data.DataLoader
 
     @functools.wraps(loader, updated=())
     class UnpinnedLoader(loader):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any):
-            kwargs["pin_memory"] = False
-            super().__init__(*args, **kwargs)
+            super().__init__(*args, **kwargs | {"pin_memory": False})
 
-    # data_samplers.py writes torch.utils.data.DataLoader(..., pin_memory=True)
     replace(
         torch.utils.data,
         "DataLoader",
         UnpinnedLoader,
         upstream="megatron/training/datasets/data_samplers.py:109",
-        reason="the pinning thread asks for an accelerator",
+        reason="it asks for pinned memory, and torch warns at every loader that there is none",
     )
-    assert data_samplers.torch.utils.data.DataLoader is UnpinnedLoader
 
 
 def _install_optimizer() -> None:
@@ -67,9 +65,7 @@ def _install_optimizer() -> None:
     for owner, name, value in (
         (optimizer, "Adam", GroupStepAdam),
         (optimizer, "USING_PYTORCH_OPTIMIZER", False),
-        (distrib_optimizer, "Adam", GroupStepAdam),
         (distrib_optimizer, "HAVE_APEX_OR_TE", True),
-        (distrib_optimizer, "USING_APEX_OPTIMIZER", True),
     ):
         replace(owner, name, value, upstream="distrib_optimizer.py:838,1025", reason=why)
 
@@ -77,5 +73,5 @@ def _install_optimizer() -> None:
 def install() -> None:
     """Replace them. Imports megatron."""
     _install_rng()
-    _install_optimizer()
     _install_data()
+    _install_optimizer()

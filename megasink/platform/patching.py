@@ -1,6 +1,6 @@
 """The one way the platform replaces an upstream attribute: named, reasoned and reversible."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +30,16 @@ class Patch:
     def target(self) -> str:
         return f"{getattr(self.owner, '__name__', self.owner)}.{self.name}"
 
+    def undo(self) -> None:
+        """Put the original back."""
+        if self.original is _MISSING:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.original)
+
 
 _installed: list[Patch] = []
+_undo_others: list[Callable[[], None]] = []
 
 
 def replace(owner: Any, name: str, new: Any, *, upstream: str, reason: str) -> Any:
@@ -51,6 +59,11 @@ def replace(owner: Any, name: str, new: Any, *, upstream: str, reason: str) -> A
     return original
 
 
+def undo_by(callback: Callable[[], None]) -> None:
+    """Remember how to undo a change that is no replaced attribute."""
+    _undo_others.append(callback)
+
+
 def patches() -> list[Patch]:
     """The replacements in force, in the order in which they were made."""
     return list(_installed)
@@ -60,7 +73,7 @@ def patches() -> list[Patch]:
 def suspended() -> Iterator[None]:
     """Every original is back inside the block: what a step costs without the replacements."""
     for patch in reversed(_installed):
-        _put_back(patch)
+        patch.undo()
     try:
         yield
     finally:
@@ -71,11 +84,6 @@ def suspended() -> Iterator[None]:
 def deactivate_all() -> None:
     """Put every original back, newest first."""
     while _installed:
-        _put_back(_installed.pop())
-
-
-def _put_back(patch: Patch) -> None:
-    if patch.original is _MISSING:
-        delattr(patch.owner, patch.name)
-    else:
-        setattr(patch.owner, patch.name, patch.original)
+        _installed.pop().undo()
+    while _undo_others:
+        _undo_others.pop()()

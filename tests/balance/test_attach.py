@@ -1,0 +1,61 @@
+"""The gradient that the balance loss adds to the backward pass of the language model's loss."""
+
+import pytest
+import torch
+
+from megasink.balance.attach import HeadBalanceScale, attach_gradient
+
+COEFFICIENTS_H = torch.tensor([0.5, -2.0, 1.0])
+
+
+@pytest.fixture(autouse=True)
+def no_scale(monkeypatch):
+    """A process in which Megatron has set no scale yet."""
+    monkeypatch.setattr(HeadBalanceScale, "_scale", None)
+
+
+@pytest.fixture
+def importance_H():
+    return torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
+
+
+def test_the_output_and_its_gradient_pass_unchanged(importance_H):
+    output = torch.randn(4, 2, 6, requires_grad=True)
+    attached = attach_gradient(output, importance_H, COEFFICIENTS_H)
+    assert torch.equal(attached, output)
+    weight = torch.randn(4, 2, 6)
+    (attached * weight).sum().backward()
+    assert torch.equal(output.grad, weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_importance_gets_the_coefficients_in_float32(importance_H, dtype):
+    output = torch.zeros(2, 3, dtype=dtype, requires_grad=True)
+    attach_gradient(output, importance_H, COEFFICIENTS_H).sum().backward()
+    assert importance_H.grad.dtype == torch.float32
+    assert torch.equal(importance_H.grad, COEFFICIENTS_H)
+
+
+def test_weight_and_scale_multiply(importance_H):
+    output = torch.zeros(2, requires_grad=True)
+    HeadBalanceScale.set(torch.tensor([8.0]))  # Megatron hands over one element
+    attach_gradient(output, importance_H, COEFFICIENTS_H, weight=3.0).sum().backward()
+    assert torch.equal(importance_H.grad, 24.0 * COEFFICIENTS_H)
+
+
+def test_the_scale_is_that_at_backward(importance_H):
+    """Megatron sets the scale of a microbatch after its forward pass."""
+    output = torch.zeros(2, requires_grad=True)
+    HeadBalanceScale.set(torch.tensor([100.0]))
+    attached = attach_gradient(output, importance_H, COEFFICIENTS_H)
+    HeadBalanceScale.set(torch.tensor([0.25]))
+    attached.sum().backward()
+    assert torch.equal(importance_H.grad, 0.25 * COEFFICIENTS_H)
+
+
+def test_the_gradient_does_not_depend_on_the_loss_behind_it(importance_H):
+    """The balance loss is a term of its own, not a factor of the language model's."""
+    output = torch.zeros(2, requires_grad=True)
+    attached = attach_gradient(output, importance_H, COEFFICIENTS_H)
+    (1000.0 * attached.sum()).backward()
+    assert torch.equal(importance_H.grad, COEFFICIENTS_H)

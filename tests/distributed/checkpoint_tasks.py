@@ -1,0 +1,119 @@
+"""Tasks: save a trained tiny GPT under one layout, load it under another, train on.
+
+The saving and loading are megatron.core's own, with the metadata that
+megatron/training/checkpointing.py:468 gives under --dist-ckpt-optim-fully-reshardable.
+"""
+
+from typing import Any
+
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.utils import unwrap_model
+
+from megasink.layers.init import global_names
+from tests.distributed import tiny_gpt
+from tests.distributed.tiny_gpt import MICROBATCH, MICROBATCHES
+
+
+class Run:
+    """A model, its optimizer, and the step that comes next."""
+
+    def __init__(self, distributed_optimizer: bool, **options: Any):
+        config = tiny_gpt.model_config(**options)
+        self.models = tiny_gpt.build(config, use_distributed_optimizer=distributed_optimizer)
+        self.optimizer, self.scheduler = tiny_gpt.optimizer_of(
+            config, self.models, distributed_optimizer
+        )
+        dp = parallel_state.get_data_parallel_world_size()
+        init_num_microbatches_calculator(0, None, MICROBATCH * MICROBATCHES, MICROBATCH, dp)
+        config.transformer.grad_scale_func = self.optimizer.scale_loss
+        config.transformer.finalize_model_grads_func = finalize_model_grads
+        self.step = 0
+
+    def train(self, steps: int) -> list[float | None]:
+        """The loss of each step."""
+        losses = []
+        for _ in range(steps):
+            losses.append(tiny_gpt.run_step(self.models, self.optimizer, self.step))
+            self.optimizer.step()
+            self.scheduler.step(MICROBATCH * MICROBATCHES)
+            self.step += 1
+        return losses
+
+    def state(self, loading: bool) -> dict[str, Any]:
+        """The sharded state dict, as Megatron's training loop builds it."""
+        metadata = {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        }
+        model_state = {
+            f"model{index}": model.sharded_state_dict(metadata=metadata)
+            for index, model in enumerate(unwrap_model(self.models))
+        }
+        optimizer_state = self.optimizer.sharded_state_dict(
+            model_state, is_loading=loading, metadata=metadata
+        )
+        return {
+            **{key.removesuffix("0"): state for key, state in model_state.items()},
+            "optimizer": optimizer_state,
+            "scheduler": self.scheduler.state_dict(),
+            "step": self.step,
+        }
+
+    def save(self, folder: str) -> None:
+        """Write a torch_dist checkpoint."""
+        dist_checkpointing.save(self.state(loading=False), folder, ("torch_dist", 1))
+
+    def load(self, folder: str) -> None:
+        """Read it, in whatever layout it was written."""
+        state = dist_checkpointing.load(self.state(loading=True), folder)
+        (model,) = unwrap_model(self.models)
+        model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.step = state["step"]
+
+    def everything(self) -> dict[str, Any]:
+        """Weights and, where a rank holds them whole (dp = 1), the states of the distributed
+        optimizer."""
+        found = {"weights": tiny_gpt.shards(self.models, "data")}
+        (optimizer,) = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        replicas = parallel_state.get_data_parallel_world_size()
+        if replicas > 1 or not isinstance(optimizer, DistributedOptimizer):
+            return found
+        for model in unwrap_model(self.models):
+            names = global_names(model)
+            for name, parameter in model.named_parameters():
+                states = optimizer._get_main_param_and_optimizer_states(parameter)
+                for key in ("param", "exp_avg", "exp_avg_sq"):
+                    shard = found["weights"][names[name]]
+                    whole = states[key].detach().float().view(parameter.shape).clone()
+                    found.setdefault(key, {})[names[name]] = {**shard, "tensor": whole}
+        return found
+
+
+def save_and_go_on(folder: str, **options: Any) -> dict[str, Any]:
+    """Two steps, a checkpoint, one more step."""
+    run = Run(**options)
+    run.train(2)
+    run.save(folder)
+    saved = run.everything()
+    return {"saved": saved, "loss": run.train(1), "after": run.everything()["weights"]}
+
+
+def load_and_go_on(folder: str, **options: Any) -> dict[str, Any]:
+    """Load the checkpoint, one step."""
+    run = Run(**options)
+    run.load(folder)
+    loaded = run.everything()
+    return {
+        "saved": loaded,
+        "step": run.step,
+        "loss": run.train(1),
+        "after": run.everything()["weights"],
+    }

@@ -1,0 +1,21 @@
+"""Task: the entry point of training in a worker, with the variables that torchrun would set."""
+
+import os
+
+from tests.distributed.worker import forget
+
+
+def train(flags: list[str], ranks: int, port: int) -> None:
+    """Run ``megasink.train`` as one of ``ranks`` ranks; workers beyond them do nothing."""
+    rank = int(os.environ["POOL_RANK"])
+    if rank >= ranks:
+        return
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ.update(address | {name: str(value) for name, value in numbers.items()})
+    from megasink.train.pretrain import pretrain
+
+    try:
+        pretrain(flags)
+    finally:
+        forget()

@@ -1,0 +1,33 @@
+"""A parallel layout, as data: importable without torch or megatron."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks of one task are arranged.
+
+    Attributes:
+        tp, pp, dp: tensor-, pipeline- and data-parallel sizes.
+        vpp: virtual pipeline stages per rank; None for no interleaving.
+        sp: sequence parallelism over the tensor-parallel ranks.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    vpp: int | None = None
+    sp: bool = False
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        parts = [f"{n}{v}" for n, v in vars(self).items() if n != "sp" and v not in (1, None)]
+        parts += ["sp"] if self.sp else []
+        return "-".join(parts) or "single"
+
+
+SINGLE = Layout()

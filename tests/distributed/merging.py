@@ -1,0 +1,54 @@
+"""The whole model from the parts that the ranks return. Runs in the test process: no megatron."""
+
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+
+def whole(parts: list[dict[str, dict[str, Any]]]) -> dict[str, ndarray]:
+    """Put the shards of every rank together.
+
+    Args:
+        parts: by rank, {name in the whole model: tensor, tp_rank, tensor_parallel, axis}.
+
+    Returns:
+        {name: whole tensor}.
+
+    Raises:
+        AssertionError: copies of the same shard on different ranks are not equal to the bit.
+    """
+    by_name: dict[str, dict[int, dict[str, Any]]] = {}
+    for part in parts:
+        for name, shard in part.items():
+            known = by_name.setdefault(name, {}).setdefault(shard["tp_rank"], shard)
+            assert np.array_equal(known["tensor"], shard["tensor"]), f"replicas of {name} differ"
+    return {name: _merge(name, shards) for name, shards in by_name.items()}
+
+
+def _merge(name: str, shards: dict[int, dict[str, Any]]) -> ndarray:
+    tensors = [shards[rank]["tensor"] for rank in sorted(shards)]
+    first = shards[0]
+    if not first["tensor_parallel"]:
+        for tensor in tensors[1:]:
+            assert np.array_equal(tensor, tensors[0]), f"copies of {name} differ"
+        return tensors[0]
+    if "linear_fc1." in name:
+        # SwiGLU: every shard is [gate; up] of its own columns.
+        halves = [np.split(tensor, 2) for tensor in tensors]
+        return np.concatenate([gate for gate, _ in halves] + [up for _, up in halves])
+    return np.concatenate(tensors, first["axis"])
+
+
+def loss(reports: list[dict[str, Any]]) -> list[float]:
+    """The loss of every step: the mean over the ranks that have one."""
+    steps = zip(*(report["loss"] for report in reports), strict=True)
+    known = [[value for value in step if value is not None] for step in steps]
+    return [sum(values) / len(values) for values in known]
+
+
+def relative_error(array: ndarray, reference: ndarray) -> float:
+    """|a - b| / |b| in the 2-norm, in float64."""
+    difference = np.asarray(array, np.float64) - np.asarray(reference, np.float64)
+    size = np.linalg.norm(np.asarray(reference, np.float64))
+    return float(np.linalg.norm(difference) / size) if size else float(np.linalg.norm(difference))

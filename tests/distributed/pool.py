@@ -1,0 +1,176 @@
+"""A pool of gloo workers that outlives the tests, because importing megatron takes seconds.
+
+Each worker is a process of its own (``tests/distributed/worker.py``) that activates the CPU
+platform once. A task is a function named "module:function"; for every task the workers make the
+process group and Megatron's parallel state anew, in the layout that the task asks for. Workers
+beyond the size of the layout stay idle.
+"""
+
+import os
+import pickle
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.layout import Layout
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 300.0
+# How long the other ranks may take to answer after one of them failed: they are often stuck in a
+# collective with it.
+GRACE_SECONDS = 3.0
+
+
+class TaskFailed(Exception):
+    """A task raised, crashed or hung in a worker; the message holds what the worker said."""
+
+
+class Pool:
+    """Workers that run tasks together; started by the first task, and again after a crash.
+
+    Args:
+        size: the number of workers, the largest layout that fits.
+    """
+
+    def __init__(self, size: int = 2):
+        self.size = size
+        self.starts = 0
+        self._folder = Path(tempfile.mkdtemp(prefix="megasink-pool-"))
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        self._tasks = 0
+
+    def run(
+        self, task: str, layout: Layout | None = None, timeout: float = 120.0, **kwargs: Any
+    ) -> list[Any]:
+        """Run ``task(**kwargs)`` on every rank of the layout.
+
+        Args:
+            task: "package.module:function".
+            layout: None for the bare function on every worker, without a process group.
+            timeout: seconds until all ranks must have answered.
+
+        Returns:
+            what the function returned, by rank.
+
+        Raises:
+            TaskFailed: with the traceback of the first rank that failed.
+        """
+        world = self.size if layout is None else layout.world
+        if world > self.size:
+            raise ValueError(f"layout {layout} needs {world} workers, the pool has {self.size}")
+        self._start()
+        self._tasks += 1
+        store = self._folder / f"store-{self._tasks}"
+        message = pickle.dumps((task, layout, str(store), kwargs))
+        for connection in self._connections[:world]:
+            connection.send_bytes(message)
+        return self._collect(task, world, time.monotonic() + timeout)
+
+    def close(self) -> None:
+        """End the workers: by asking, then by force."""
+        for connection in self._connections:
+            connection.close()  # a worker whose connection is closed ends by itself
+        for process in self._processes:
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._processes, self._connections = [], []
+
+    def _collect(self, task: str, world: int, deadline: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        while len(results) + len(failures) < world:
+            waiting = [
+                c
+                for rank, c in enumerate(self._connections[:world])
+                if rank not in results and rank not in failures
+            ]
+            left = deadline - time.monotonic()
+            ready = wait(waiting, max(0.0, left))
+            if not ready:
+                break
+            for connection in ready:
+                rank = self._connections.index(connection)  # type: ignore[arg-type]
+                try:
+                    good, value = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    # The process closed the connection by dying: only its log can tell why.
+                    code = self._processes[rank].wait()
+                    good = False
+                    value = f"the worker ended with exit code {code}\n{self._log(rank)}"
+                if good:
+                    results[rank] = value
+                else:
+                    failures[rank] = value
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if not failures and len(results) == world:
+            return [results[rank] for rank in range(world)]
+        silent = [r for r in range(world) if r not in results and r not in failures]
+        text = [f"{task} failed on {len(failures)} of {world} ranks"]
+        text += [f"--- rank {rank}:\n{value}" for rank, value in failures.items()]
+        if silent:
+            text += [f"--- rank {r} did not answer:\n{self._where(r)}" for r in silent]
+        if silent or any(p.poll() is not None for p in self._processes):
+            self._kill()  # whatever the others are doing, they cannot go on without that rank
+        raise TaskFailed("\n".join(text))
+
+    def _start(self) -> None:
+        if self._processes:
+            return
+        self.starts += 1
+        key = secrets.token_bytes(16)
+        address = str(self._folder / f"socket-{self.starts}")
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",  # results that do not depend on the machine's load
+            "CUDA_VISIBLE_DEVICES": "",
+            "POOL_KEY": key.hex(),
+        }
+        with Listener(address, authkey=key) as listener:
+            for rank in range(self.size):
+                with self._log_path(rank).open("wb") as log:
+                    command = [sys.executable, "-W", "ignore", "-m", "tests.distributed.worker"]
+                    process = subprocess.Popen(
+                        [*command, address], cwd=ROOT, env=environment, stdout=log, stderr=log
+                    )
+                self._processes.append(process)
+                # One after the other, so that the order of the connections is that of the ranks.
+                self._connections.append(self._accept(listener, rank))
+        for rank, connection in enumerate(self._connections):
+            connection.send_bytes(pickle.dumps(rank))
+
+    def _accept(self, listener: Listener, rank: int) -> Connection:
+        sock = listener._listener._socket  # type: ignore[attr-defined]
+        sock.settimeout(START_SECONDS)
+        try:
+            return listener.accept()
+        except TimeoutError:
+            log = self._log(rank)
+            self._kill()
+            raise TaskFailed(f"worker {rank} did not start:\n{log}") from None
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        self.close()
+
+    def _where(self, rank: int) -> str:
+        """The stack of a worker that hangs, which faulthandler writes into its log."""
+        self._processes[rank].send_signal(signal.SIGUSR1)
+        time.sleep(0.3)
+        return self._log(rank)
+
+    def _log_path(self, rank: int) -> Path:
+        return self._folder / f"rank-{rank}.log"
+
+    def _log(self, rank: int) -> str:
+        return "\n".join(self._log_path(rank).read_text(errors="replace").splitlines()[-60:])

@@ -1,0 +1,153 @@
+"""Loss, statistics, gradients, gradient norm and weights are the same in every layout.
+
+Float32, two steps of Adam through Megatron's schedules; the single process is itself compared
+with plain autograd in test_oracle.py. Not covered: context and expert parallelism, which
+megasink refuses.
+"""
+
+import numpy as np
+import pytest
+
+from tests.distributed import merging
+from tests.distributed.layout import SINGLE, Layout
+
+TRAIN = "tests.distributed.tiny_gpt:train"
+TOLERANCE = 1e-5
+
+TP, TP_SP, PP, DP = Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(dp=2)
+VPP = Layout(pp=2, vpp=2)
+SP = {"sequence_parallel": True}
+FULL = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+DISTRIBUTED = {"distributed_optimizer": True}
+
+# Options of the model, by name: each has its own oracle, a single process.
+MODELS = {
+    "sink": {},
+    "vanilla": {"attention_variant": "vanilla"},
+    "off-by-one": {"attention_variant": "off-by-one"},
+    "tied": {"tied": True},
+    "per-token-loss": {"calculate_per_token_loss": True},
+    "one-group": {"num_query_groups": 1},
+    "qk-norm": {"qk_layernorm": True},
+    "window": {"window_size": (7, 0), "window_attn_skip_freq": 2},
+    "four-layers": {"num_layers": 4},
+    "no-balance": {"head_balance_coeff": 0.0},
+    "layernorm": {"normalization": "LayerNorm", "add_bias_linear": True},
+}
+
+CASES = [
+    ("sink", TP, {}),
+    ("sink", TP_SP, SP),
+    ("sink", PP, {}),
+    ("sink", DP, {}),
+    ("sink", DP, DISTRIBUTED),
+    ("sink", DP, {"overlap": True}),
+    ("sink", DP, DISTRIBUTED | {"overlap": True}),
+    ("sink", SINGLE, FULL),
+    ("sink", SINGLE, SELECTIVE),
+    ("sink", TP_SP, SP | FULL),
+    ("sink", TP_SP, SP | SELECTIVE),
+    ("sink", PP, FULL),
+    ("sink", DP, DISTRIBUTED | SELECTIVE),
+    ("vanilla", TP, {}),
+    ("vanilla", TP_SP, SP | FULL),
+    ("vanilla", PP, {}),
+    ("off-by-one", TP, {}),
+    ("off-by-one", PP, {}),
+    ("tied", TP_SP, SP),
+    ("tied", PP, {}),
+    ("tied", DP, DISTRIBUTED),
+    ("per-token-loss", TP_SP, SP),
+    ("per-token-loss", PP, {}),
+    ("per-token-loss", DP, DISTRIBUTED),
+    ("one-group", TP, {}),
+    ("one-group", TP_SP, SP),
+    ("qk-norm", TP, {}),
+    ("qk-norm", TP_SP, SP),
+    ("window", TP, {}),
+    ("window", PP, {}),
+    ("four-layers", VPP, {}),
+    ("four-layers", VPP, FULL | DISTRIBUTED),
+    ("no-balance", TP_SP, SP),
+    ("layernorm", TP_SP, SP),
+    ("layernorm", PP, {}),
+]
+
+
+@pytest.fixture(scope="module")
+def single(pool):
+    """The report of one process for a model, computed once."""
+    known = {}
+
+    def report(model: str):
+        if model not in known:
+            known[model] = pool.run(TRAIN, SINGLE, **MODELS[model])
+        return known[model]
+
+    return report
+
+
+def name_of(value) -> str | None:
+    if isinstance(value, dict):
+        return "+".join(k if v is True else f"{k}={v}" for k, v in value.items()) or "plain"
+    return str(value)
+
+
+@pytest.mark.parametrize(("model", "layout", "options"), CASES, ids=name_of)
+def test_layout_changes_nothing(pool, single, model, layout, options):
+    reports = pool.run(TRAIN, layout, **MODELS[model], **options)
+    expected = single(model)
+    np.testing.assert_allclose(merging.loss(reports), merging.loss(expected), rtol=TOLERANCE)
+    for report in reports:  # every rank knows the statistics and the norm of the whole model
+        np.testing.assert_allclose(report["grad_norm"], expected[0]["grad_norm"], rtol=TOLERANCE)
+        for found, wanted in zip(report["statistics"], expected[0]["statistics"], strict=True):
+            for key in wanted:
+                np.testing.assert_allclose(found[key], wanted[key], rtol=TOLERANCE, err_msg=key)
+    for kind in ("initial", "gradients", "final"):
+        found, wanted = (merging.whole([r[kind] for r in rs]) for rs in (reports, expected))
+        assert found.keys() == wanted.keys()
+        errors = {n: merging.relative_error(found[n], wanted[n]) for n in wanted}
+        worst = max(errors, key=errors.__getitem__)
+        limit = 0.0 if kind == "initial" else TOLERANCE
+        assert errors[worst] <= limit, f"{kind} of {worst}: {errors[worst]:.2e}"
+
+
+@pytest.mark.parametrize("options", [FULL, SELECTIVE], ids=["full", "selective"])
+def test_recompute_runs_attention_twice(pool, single, options):
+    # Otherwise the cases above would compare a run with itself.
+    (report,) = pool.run(TRAIN, SINGLE, **options)
+    assert report["forward_calls"] == [2 * single("sink")[0]["forward_calls"][0]]
+
+
+def test_the_balance_loss_matters_for_what_is_compared(single):
+    # 1e-5 of a gradient in which the balance loss is invisible would prove nothing.
+    with_loss, without = (
+        merging.whole([single(model)[0]["gradients"]]) for model in ("sink", "no-balance")
+    )
+    for name in ("layers.0.self_attention.linear_qkv.weight", "core_attention.softmax_offset"):
+        for key in (k for k in with_loss if k.endswith(name)):
+            assert merging.relative_error(without[key], with_loss[key]) > 0.05, key
+
+
+def test_per_token_loss_has_the_gradient_of_the_mean_loss(single):
+    mean, per_token = (
+        merging.whole([single(model)[0]["gradients"]]) for model in ("sink", "per-token-loss")
+    )
+    for name in mean:
+        assert merging.relative_error(per_token[name], mean[name]) <= TOLERANCE, name
+
+
+@pytest.mark.parametrize("layout", [SINGLE, PP], ids=str)
+def test_a_loss_scale_multiplies_every_gradient(pool, single, layout):
+    """As fp16's: the balance loss is scaled with the loss, microbatch by microbatch."""
+    scale = 1024.0  # a power of two: no rounding
+    # The unscaled norm would be clipped against the scaled one: only gradients are compared.
+    reports = pool.run(TRAIN, layout, steps=1, grad_scale=scale)
+    found = merging.whole([r["gradients"] for r in reports])
+    for name, wanted in merging.whole([single("sink")[0]["gradients"]]).items():
+        assert merging.relative_error(found[name] / scale, wanted) <= TOLERANCE, name

@@ -1,0 +1,72 @@
+"""The pool itself: layouts, and that every way to fail is a clear failure, not a hang."""
+
+import time
+
+import pytest
+
+from tests.distributed.layout import SINGLE, Layout
+from tests.distributed.pool import Pool, TaskFailed
+
+TASKS = "tests.distributed.failing_tasks"
+WHERE = "tests.distributed.worker:layout_of_task"
+
+
+@pytest.fixture(scope="module")
+def bare():
+    """A pool whose workers never import torch."""
+    workers = Pool(2)
+    yield workers
+    workers.close()
+
+
+def test_every_layout_runs_in_the_same_processes(pool):
+    pids = set()
+    for layout, axis in [(Layout(tp=2), "tp"), (Layout(pp=2), "pp"), (Layout(dp=2), "dp")]:
+        places = pool.run(WHERE, layout)
+        assert [place[axis] for place in places] == [0, 1]
+        assert all(p[a] == 0 for p in places for a in {"tp", "pp", "dp"} - {axis})
+        pids.add(tuple(place["pid"] for place in places))
+    (one,) = pool.run(WHERE, SINGLE)
+    assert len(pids) == 1
+    assert one["pid"] in next(iter(pids))
+
+
+def test_a_layout_that_does_not_fit_is_refused(bare):
+    with pytest.raises(ValueError, match="needs 4 workers"):
+        bare.run(WHERE, Layout(tp=2, dp=2))
+
+
+def test_an_exception_is_a_traceback_and_the_workers_live_on(bare):
+    bare.run(f"{TASKS}:remember", rank_marker="before")
+    with pytest.raises(TaskFailed, match=r"(?s)raise_here.*KeyError: 'a message that the test"):
+        bare.run(f"{TASKS}:raise_here")
+    assert bare.run(f"{TASKS}:remember", rank_marker="after") == [["before", "after"]] * 2
+
+
+def test_a_crash_is_reported_with_the_log_and_the_next_task_gets_new_workers(bare):
+    with pytest.raises(TaskFailed, match=r"(?s)ended with exit code 3.*last words"):
+        bare.run(f"{TASKS}:die", code=3)
+    assert bare.run(f"{TASKS}:remember", rank_marker="new") == [["new"]] * 2
+
+
+def test_a_hang_ends_at_the_timeout_with_the_stack_of_the_worker(bare):
+    start = time.monotonic()
+    with pytest.raises(TaskFailed, match=r"(?s)did not answer.*in hang"):
+        bare.run(f"{TASKS}:hang", timeout=1.0)
+    assert time.monotonic() - start < 30
+    assert bare.run(f"{TASKS}:remember", rank_marker="new") == [["new"]] * 2
+
+
+def test_one_failing_rank_does_not_wait_for_the_others(bare):
+    start = time.monotonic()
+    with pytest.raises(TaskFailed, match=r"(?s)ValueError: only here.*did not answer"):
+        bare.run(f"{TASKS}:fail_on_rank_1")
+    assert time.monotonic() - start < 30
+
+
+def test_closing_ends_the_processes():
+    workers = Pool(1)
+    workers.run(f"{TASKS}:remember", rank_marker="x")
+    (process,) = workers._processes
+    workers.close()
+    assert process.poll() == 0

@@ -1,0 +1,112 @@
+"""Resuming the trainer: the same layout to the bit, another layout to rounding.
+
+By RUN/metrics.jsonl. One run of six steps with a checkpoint at three is the run that never
+stopped; a copy of it that has lost everything after step 3 is the run that was interrupted.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.distributed.pool import ROOT
+
+FLAGS = shlex.split("""
+    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention
+    --num-query-groups 2 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2
+    --global-batch-size 8 --train-iters 6 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
+    --lr-warmup-iters 2 --weight-decay 0.1 --clip-grad 1.0 --init-method-std 0.2
+    --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
+    --untie-embeddings-and-output-weights --tokenizer-type NullTokenizer --vocab-size 255
+    --mock-data --eval-iters 1 --eval-interval 100 --log-interval 1 --save-interval 3
+    --use-distributed-optimizer --head-balance-coeff 0.1 --softmax-offset-init 2.0
+""")
+TP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+PP = ["--pipeline-model-parallel-size", "2"]
+COMPARED = ("lm_loss", "grad_norm", "balance_loss", "imbalance", "importance", "learning_rate")
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def train(pool):
+    """Run the trainer in the workers."""
+
+    def run(ranks: int, *flags: str) -> None:
+        pool.run(
+            "tests.distributed.launch_task:train",
+            timeout=300,
+            flags=[*FLAGS, *flags],
+            ranks=ranks,
+            port=free_port(),
+        )
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(train, tmp_path_factory):
+    """A run of six steps under TP=2 with sequence parallelism."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    train(2, *TP, "--run-dir", str(run))
+    return run
+
+
+@pytest.fixture
+def interrupted(finished, tmp_path):
+    """The same run, as if it had been killed after step 5."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    shutil.rmtree(run / "checkpoints/iter_0000006")
+    (run / "checkpoints/latest_checkpointed_iteration.txt").write_text("3")
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    # Killed while it wrote the line of step 5.
+    metrics.write_text("".join(lines[:4]) + lines[4][: len(lines[4]) // 2])
+    return run
+
+
+def steps(run) -> dict[int, dict]:
+    """{iteration: its line}; an iteration that is logged twice is an error."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in lines if "lm_loss" in line]
+    assert [line["iteration"] for line in trained] == [1, 2, 3, 4, 5, 6]
+    return {line["iteration"]: line for line in trained}
+
+
+def test_the_same_layout_resumes_to_the_bit(finished, interrupted):
+    # A new process, started as a user starts it.
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += [f"--master-port={free_port()}", "-m", "megasink.train", *FLAGS, *TP]
+    command += ["--run-dir", str(interrupted), "--resume"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    before, after = steps(finished), steps(interrupted)
+    for iteration in before:
+        for key in COMPARED:
+            assert after[iteration][key] == before[iteration][key], (iteration, key)
+    assert len({line["lm_loss"] for line in after.values()}) == 6  # it trains
+    starts = [json.loads(s) for s in (interrupted / "starts.jsonl").read_text().splitlines()]
+    assert [s["resumed_from"] for s in starts] == [None, 3]
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(2, PP), (1, [])], ids=["pp2", "single"])
+def test_another_layout_resumes_within_rounding(train, finished, interrupted, ranks, layout):
+    train(ranks, *layout, "--run-dir", str(interrupted), "--resume")
+    before, after = steps(finished), steps(interrupted)
+    for iteration in (4, 5, 6):
+        for key in ("lm_loss", "grad_norm", "balance_loss", "imbalance"):
+            wanted = pytest.approx(before[iteration][key], rel=1e-5)
+            assert after[iteration][key] == wanted, (iteration, key)

@@ -1,0 +1,299 @@
+"""Tasks for the workers: a tiny GPT through Megatron's own schedules, DDP and optimizers.
+
+Shapes: B microbatch, S sequence, L layers, H query heads.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from megasink.balance.tracker import HeadTracker
+from megasink.layers.builder import MegasinkGPTBuilder, MegasinkGPTConfig
+from megasink.layers.core_attention import CoreAttention
+from megasink.layers.init import global_names
+from megasink.layers.transformer_config import MegasinkTransformerConfig
+from megasink.specs import block_spec
+
+SEQUENCE, VOCABULARY, MICROBATCH, MICROBATCHES = 32, 128, 2, 4
+HEADS, HIDDEN = 4, 64
+
+
+def model_config(
+    *, tied: bool = False, fp16: bool = False, bf16: bool = False, **options: Any
+) -> MegasinkGPTConfig:
+    """A tiny GPT in the layout that parallel_state holds.
+
+    Args:
+        tied: the output layer shares the embedding's weight.
+        options: of MegasinkTransformerConfig, in place of those here.
+    """
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    pp = parallel_state.get_pipeline_model_parallel_world_size()
+    vpp = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    interleaved = vpp is not None
+    dtype = torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
+    transformer = MegasinkTransformerConfig(
+        **{
+            "num_layers": 2,
+            "hidden_size": HIDDEN,
+            "num_attention_heads": HEADS,
+            "num_query_groups": 2,
+            "ffn_hidden_size": 96,
+            "normalization": "RMSNorm",
+            "gated_linear_unit": True,
+            "activation_func": torch.nn.functional.silu,
+            "add_bias_linear": False,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            # Large, so that attention is far from uniform and queries and keys matter.
+            "init_method_std": 0.2,
+            "attention_variant": "sink",
+            "head_balance_coeff": 1.0,
+            "tensor_model_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+            "virtual_pipeline_model_parallel_size": vpp,
+            # Megatron's default for interleaved schedules, and the only choice for two stages:
+            # in one batch of messages between two ranks activations and gradients are swapped.
+            "overlap_p2p_comm": interleaved,
+            "batch_p2p_comm": not interleaved,
+            "pipeline_dtype": dtype,
+            "params_dtype": dtype,
+            "fp16": fp16,
+            "bf16": bf16,
+            "use_cpu_initialization": True,
+            "transformer_impl": "local",
+        }
+        | options
+    )
+    config = MegasinkGPTConfig(
+        transformer=transformer,
+        transformer_layer_spec=block_spec,
+        vocab_size=VOCABULARY,
+        seq_length=SEQUENCE,
+        share_embeddings_and_output_weights=tied,
+        position_embedding_type="rope",
+    )
+    config.pre_wrap_hooks = [skew_sinks]
+    config.finalize()
+    return config
+
+
+def skew_sinks(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Sinks of magnitude 5 that differ by layer and head: a zero sink would hide mistakes."""
+    for module in (m for model in models for m in model.modules()):
+        if isinstance(module, CoreAttention) and module.softmax_offset is not None:
+            count = module.softmax_offset.numel()
+            head_H = count * module.tp_group.rank() + torch.arange(count)
+            sign_H = 1.0 - 2.0 * ((head_H + module.layer_number) % 2)
+            module.softmax_offset.data.copy_(sign_H * (4.0 + 0.5 * head_H))
+    return models
+
+
+def build(config: MegasinkGPTConfig, **ddp: Any) -> list[Any]:
+    """The stages of this rank, wrapped as Megatron's training loop wraps them."""
+    with torch.random.fork_rng():
+        return MegasinkGPTBuilder(config).build_distributed_models(
+            ProcessGroupCollection.use_mpu_process_groups(),
+            ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True, **ddp),
+        )
+
+
+def batch(step: int, index: int) -> dict[str, Tensor]:
+    """The microbatch ``index`` of the global batch of a step, the same in every layout."""
+    generator = torch.Generator().manual_seed(1000 * step + index)
+    text = torch.randint(VOCABULARY, (MICROBATCH, SEQUENCE + 1), generator=generator)
+    return {
+        "tokens": text[:, :-1].contiguous(),
+        "labels": text[:, 1:].contiguous(),
+        "position_ids": torch.arange(SEQUENCE).expand(MICROBATCH, -1),
+    }
+
+
+def microbatches(step: int) -> Iterator[dict[str, Tensor]]:
+    """Those of this data-parallel rank."""
+    dp = parallel_state.get_data_parallel_world_size()
+    rank = parallel_state.get_data_parallel_rank()
+    for index in range(rank, MICROBATCHES, dp):
+        yield batch(step, index)
+
+
+def forward_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
+    """One microbatch through one stage; the loss as megasink.train.forward gives it."""
+    data = next(iterator)
+    output = model(data["tokens"], data["position_ids"], None, labels=data["labels"])
+
+    def loss_function(losses_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        loss = losses_BS.float().sum()
+        return loss, torch.tensor(losses_BS.numel(), dtype=torch.int), loss.detach().clone()
+
+    return output, loss_function
+
+
+def optimizer_of(
+    config: MegasinkGPTConfig, models: list[Any], distributed: bool, **options: Any
+) -> tuple[Any, OptimizerParamScheduler]:
+    """Adam with weight decay and clipping, and a constant learning rate."""
+    transformer = config.transformer
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            **{
+                "optimizer": "adam",
+                "lr": 1e-3,
+                "weight_decay": 0.1,
+                # Entries whose gradient is rounding noise would otherwise move by a whole step.
+                "adam_eps": 1e-5,
+                "clip_grad": 1.0,
+                "bf16": transformer.bf16,
+                "fp16": transformer.fp16,
+                "params_dtype": transformer.params_dtype,
+                "use_distributed_optimizer": distributed,
+            }
+            | options
+        ),
+        models,
+    )
+    constant = {"init_lr": 1e-3, "max_lr": 1e-3, "min_lr": 1e-3, "lr_decay_style": "constant"}
+    decay = {"start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 1, "wd_incr_style": "constant"}
+    scheduler = OptimizerParamScheduler(
+        optimizer, lr_warmup_steps=0, lr_decay_steps=100, **constant, **decay
+    )
+    return optimizer, scheduler
+
+
+def train(
+    steps: int = 2,
+    distributed_optimizer: bool = False,
+    overlap: bool = False,
+    grad_scale: float | None = None,
+    optimizer_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train, and report everything that must not depend on the layout.
+
+    Args:
+        overlap: overlap gradient reduction (and parameter gathering) with computation.
+        grad_scale: a constant factor on the loss, as fp16 training has one.
+        options: of :func:`model_config`.
+
+    Returns:
+        per step: loss (None on ranks without it), statistics, gradient norm; the gradients of the
+        first step; the initial and final weights; how often core attention ran. Tensors as
+        :func:`shards` gives them.
+    """
+    config = model_config(**options)
+    transformer = config.transformer
+    ddp = {"use_distributed_optimizer": distributed_optimizer, "overlap_grad_reduce": overlap}
+    ddp["overlap_param_gather"] = overlap and distributed_optimizer
+    models = build(config, **ddp)
+    optimizer, scheduler = optimizer_of(
+        config,
+        models,
+        distributed_optimizer,
+        overlap_param_gather=ddp["overlap_param_gather"],
+        **(optimizer_options or {}),
+    )
+    dp = parallel_state.get_data_parallel_world_size()
+    init_num_microbatches_calculator(0, None, MICROBATCH * MICROBATCHES, MICROBATCH, dp)
+    transformer.grad_scale_func = optimizer.scale_loss
+    if grad_scale is not None:
+        transformer.grad_scale_func = lambda loss: loss * grad_scale
+    transformer.finalize_model_grads_func = finalize_model_grads
+    if overlap:
+        hooks = [model.no_sync for model in models]
+        transformer.no_sync_func = hooks[0] if len(models) == 1 else hooks
+    report: dict[str, Any] = {"loss": [], "statistics": [], "grad_norm": []}
+    report["forward_calls"] = count_forward_calls(models)
+    report["initial"] = shards(models, "data")
+    for step in range(steps):
+        losses = run_step(models, optimizer, step)
+        report["loss"].append(losses)
+        report["statistics"].append(vars(statistics(transformer)))
+        if step == 0:
+            if distributed_optimizer:
+                gather_gradients(models)
+            report["gradients"] = shards(models, "main_grad")
+        succeeded, norm, _ = optimizer.step()
+        assert succeeded
+        report["grad_norm"].append(norm)
+        scheduler.step(MICROBATCH * MICROBATCHES)
+    if ddp["overlap_param_gather"]:
+        for model in models:
+            model.disable_forward_pre_hook(param_sync=True)
+    report["final"] = shards(models, "data")
+    return report
+
+
+def run_step(models: list[Any], optimizer: Any, step: int) -> float | None:
+    """Forward and backward of a global batch; the mean loss of this replica on the last stage."""
+    for model in models:
+        model.train()
+        model.zero_grad_buffer()
+    optimizer.zero_grad()
+    count = MICROBATCHES // parallel_state.get_data_parallel_world_size()
+    losses = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[microbatches(step) for _ in models],
+        model=models,
+        num_microbatches=count,
+        seq_length=SEQUENCE,
+        micro_batch_size=MICROBATCH,
+        forward_only=False,
+    )
+    return float(sum(losses)) / (count * MICROBATCH * SEQUENCE) if losses else None
+
+
+def statistics(transformer: MegasinkTransformerConfig) -> Any:
+    """What HeadTracker collected over the step."""
+    return HeadTracker.finish_step(
+        transformer.num_layers,
+        transformer.num_attention_heads,
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        parallel_state.get_pipeline_model_parallel_group(),
+    )
+
+
+def count_forward_calls(models: list[Any]) -> list[int]:
+    """A list of one number that counts how often core attention runs: recompute doubles it."""
+    calls = [0]
+
+    def count(*_: Any) -> None:
+        calls[0] += 1
+
+    for module in (m for model in models for m in model.modules()):
+        if isinstance(module, CoreAttention):
+            module.register_forward_hook(count)
+    return calls
+
+
+def gather_gradients(models: list[Any]) -> None:
+    """Complete the gradient buffers, of which the distributed optimizer reduces a part per rank."""
+    group = parallel_state.get_data_parallel_group()
+    for buffer in (b for model in models for b in model.buffers):
+        for bucket in buffer.buckets:
+            mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            torch.distributed.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+
+
+def shards(models: list[Any], attribute: str) -> dict[str, dict[str, Any]]:
+    """{name in the whole model: this rank's part of each parameter}, for ``merging.whole``."""
+    found = {}
+    for model in unwrap_model(models):
+        names = global_names(model)
+        for name, parameter in model.named_parameters():
+            found[names[name]] = {
+                "tensor": getattr(parameter, attribute).detach().float().clone(),
+                "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
+                "tensor_parallel": bool(getattr(parameter, "tensor_model_parallel", False)),
+                "axis": getattr(parameter, "partition_dim", -1),
+            }
+    return found

@@ -1,0 +1,119 @@
+"""One worker of the pool: connects, then runs tasks until the connection closes."""
+
+import contextlib
+import datetime
+import faulthandler
+import importlib
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+from tests.distributed.layout import Layout
+
+# Shorter than the pool's own limit for a task, so that a lost rank is a traceback and not a kill.
+COLLECTIVE_SECONDS = 60
+
+
+def main(address: str) -> None:
+    """Serve tasks."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    connection = Client(address, authkey=bytes.fromhex(os.environ["POOL_KEY"]))
+    with contextlib.suppress(EOFError):
+        rank = pickle.loads(connection.recv_bytes())
+        os.environ["POOL_RANK"] = str(rank)  # for tasks that run without a process group
+        while True:
+            _serve(connection, rank)
+
+
+def _serve(connection: Connection, rank: int) -> None:
+    task, layout, store, kwargs = pickle.loads(connection.recv_bytes())
+    module, function = task.split(":")
+    try:
+        if layout is None:
+            result = getattr(importlib.import_module(module), function)(**kwargs)
+        else:
+            with parallel_state(layout, rank, store):
+                result = getattr(importlib.import_module(module), function)(**kwargs)
+        answer = pickle.dumps((True, _plain(result)))
+    except Exception:
+        answer = pickle.dumps((False, traceback.format_exc()))
+    connection.send_bytes(answer)
+
+
+def _plain(value: Any) -> Any:
+    """Tensors as numpy arrays: megatron changes how tensors are pickled, and reading its form
+    would import megatron into the test process."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return value.detach().numpy()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(item) for item in value)
+    return value
+
+
+@contextlib.contextmanager
+def parallel_state(layout: Layout, rank: int, store: str) -> Iterator[None]:
+    """The process group and Megatron's parallel state of one task."""
+    from megasink import platform
+    from megasink.compat import mend_upstream
+
+    platform.activate()
+    mend_upstream()
+    import torch
+    from megatron.core import parallel_state, tensor_parallel
+
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=layout.world,
+        timeout=datetime.timedelta(seconds=COLLECTIVE_SECONDS),
+    )
+    try:
+        parallel_state.initialize_model_parallel(
+            layout.tp, layout.pp, virtual_pipeline_model_parallel_size=layout.vpp
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(1234)
+        yield
+    finally:
+        forget()
+        torch.distributed.destroy_process_group()
+
+
+def forget() -> None:
+    """Drop what a task left in the process."""
+    from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
+    from megatron.training.global_vars import destroy_global_vars
+
+    from megasink.balance.attach import HeadBalanceScale
+    from megasink.balance.tracker import HeadTracker
+
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    rerun_state_machine.destroy_rerun_state_machine()
+    destroy_global_vars()
+    HeadTracker._rows.clear()
+    HeadBalanceScale._scale = None
+    parallel_state.destroy_model_parallel()
+
+
+def layout_of_task() -> dict[str, Any]:
+    """A task: where this rank stands, as Megatron sees it."""
+    from megatron.core import parallel_state as state
+
+    return {
+        "tp": state.get_tensor_model_parallel_rank(),
+        "pp": state.get_pipeline_model_parallel_rank(),
+        "dp": state.get_data_parallel_rank(),
+        "pid": os.getpid(),
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

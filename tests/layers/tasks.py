@@ -1,0 +1,190 @@
+"""Tasks for the workers: facts about the parameters that megasink adds to Megatron's model."""
+
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import unwrap_model
+
+from megasink.balance.tracker import HeadTracker
+from megasink.layers.builder import MegasinkGPTBuilder
+from megasink.layers.core_attention import CoreAttention
+from megasink.layers.init import initialize_weights
+from megasink.layers.norm import TorchNorm
+from tests.distributed import tiny_gpt
+
+
+def softmax_offset_facts(distributed_optimizer: bool, **options: Any) -> dict[str, Any]:
+    """Dtype, attributes, optimizer group and checkpoint key of the sinks of this rank."""
+    config = tiny_gpt.model_config(**options)
+    models = tiny_gpt.build(config, use_distributed_optimizer=distributed_optimizer)
+    optimizer, scheduler = tiny_gpt.optimizer_of(config, models, distributed_optimizer)
+    transformer = config.transformer
+    transformer.grad_scale_func = optimizer.scale_loss
+    transformer.finalize_model_grads_func = tiny_gpt.finalize_model_grads
+    (model,) = unwrap_model(models)
+    layers = [m for m in model.modules() if isinstance(m, CoreAttention)]
+    offset = layers[0].softmax_offset
+    before = offset.detach().clone()
+    tiny_gpt.run_step(models, optimizer, 0)
+    grad_dtype = str(offset.main_grad.dtype)
+    optimizer.step()
+    scheduler.step(1)
+    sharded = [
+        value
+        for key, value in model.sharded_state_dict().items()
+        if key.endswith("core_attention.softmax_offset") and isinstance(value, ShardedTensor)
+    ]
+    (key,) = {shard.key for shard in sharded}
+    return {
+        "dtype": str(offset.dtype),
+        "other_dtypes": sorted({str(p.dtype) for p in model.parameters() if p.dim() > 1}),
+        "grad_dtype": grad_dtype,
+        "moved": float((offset - before).abs().min()),
+        "finer_than_bf16": bool((offset != offset.bfloat16().float()).any()),
+        "tensor_model_parallel": offset.tensor_model_parallel,
+        "partition_dim": offset.partition_dim,
+        "partition_stride": offset.partition_stride,
+        "weight_decays": weight_decays(optimizer, model),
+        "key": key,
+        "global_shapes": [tuple(shard.global_shape) for shard in sharded],
+        "global_offsets": sorted(tuple(shard.global_offset) for shard in sharded),
+        "local_shapes": [tuple(shard.local_shape) for shard in sharded],
+    }
+
+
+def weight_decays(optimizer: Any, model: torch.nn.Module) -> dict[str, list[float]]:
+    """Number of elements the optimizer updates, by weight decay, of vectors and of matrices."""
+    sizes: dict[str, list[float]] = {}
+    for group in optimizer.param_groups:
+        count = sum(p.numel() for p in group["params"])
+        sizes.setdefault(str(group["weight_decay"]), []).append(count)
+    vectors = sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    return {**sizes, "elements of vectors": [vectors]}
+
+
+def moved_module_keeps_offset() -> dict[str, Any]:
+    """What ``bfloat16``, ``half`` and ``to_empty`` do to the values and dtype of the sinks."""
+    config = tiny_gpt.model_config()
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    (model,) = tiny_gpt.skew_sinks([MegasinkGPTBuilder(config).build_model(groups)])
+    layer = next(m for m in model.modules() if isinstance(m, CoreAttention))
+    layer.softmax_offset.data += 1e-4  # a value that bf16 does not have
+    before = layer.softmax_offset.detach().clone()
+    found = {}
+    for name in ("bfloat16", "half", "float"):
+        getattr(model, name)()
+        offset = layer.softmax_offset
+        found[name] = (str(offset.dtype), bool(torch.equal(offset, before)))
+    return found
+
+
+def vocabulary_rows(vocabulary: int) -> tuple[int, int]:
+    """Rows of the embedding and of the output layer on this rank."""
+    config = tiny_gpt.model_config()
+    config.vocab_size = vocabulary
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model = MegasinkGPTBuilder(config).build_model(groups)
+    return len(model.embedding.word_embeddings.weight), len(model.output_layer.weight)
+
+
+def refusals() -> dict[str, str]:
+    """{what is asked for: the message of the refusal, or "" where there is none}."""
+    from megatron.core.transformer.enums import AttnMaskType
+
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    config = tiny_gpt.model_config()
+    good = {
+        "config": config.transformer,
+        "layer_number": 1,
+        "attn_mask_type": AttnMaskType.causal,
+        "attention_type": "self",
+        "pg_collection": groups,
+    }
+    query = torch.zeros(4, 1, tiny_gpt.HEADS, 16)
+    key = torch.zeros(4, 1, 2, 16)
+    layer = CoreAttention(**good)
+    mtp = tiny_gpt.model_config()
+    mtp.transformer.mtp_num_layers = 1
+
+    def message(call: Any) -> str:
+        try:
+            call()
+        except (ValueError, NotImplementedError) as error:
+            return str(error)
+        return ""
+
+    return {
+        "good": message(lambda: layer(query, key, key, None)),
+        "cross": message(lambda: CoreAttention(**good | {"attention_type": "cross"})),
+        "mask": message(lambda: CoreAttention(**good | {"attn_mask_type": AttnMaskType.padding})),
+        "packed": message(lambda: layer(query, key, key, None, packed_seq_params=object())),
+        "bias": message(lambda: layer(query, key, key, None, attention_bias=query)),
+        "mtp": message(lambda: MegasinkGPTBuilder(mtp).build_model(groups)),
+    }
+
+
+def initial_weights(init_seed: int, **options: Any) -> dict[str, Any]:
+    """The weights of a fresh model."""
+    config = tiny_gpt.model_config(**options)
+    config.init_seed = init_seed
+    torch.manual_seed(5)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model = MegasinkGPTBuilder(config).build_model(groups)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def unknown_weight() -> str:
+    """The refusal of a weight whose initialisation is not known; "" if there is none."""
+    config = tiny_gpt.model_config()
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model = MegasinkGPTBuilder(config).build_model(groups)
+    model.decoder.layers[0].extra = torch.nn.Linear(4, 4, bias=False)
+    try:
+        initialize_weights(model, 1)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def norm_facts() -> dict[str, Any]:
+    """Norms as the spec builds them: kinds, epsilon, marks for sequence parallelism, refusals."""
+    found: dict[str, Any] = {}
+    for name, kind in (("RMSNorm", torch.nn.RMSNorm), ("LayerNorm", torch.nn.LayerNorm)):
+        config = tiny_gpt.model_config(normalization=name).transformer
+        norm = TorchNorm(config, 8, eps=1e-3)
+        found[name] = (type(norm) is kind, norm.eps, norm.weight.sequence_parallel)
+        config.sequence_parallel = True
+        marks = [p.sequence_parallel for p in TorchNorm(config, 8).parameters()]
+        found[name + " sequence parallel"] = marks
+    zero_centred = tiny_gpt.model_config().transformer
+    zero_centred.layernorm_zero_centered_gamma = True
+    other = tiny_gpt.model_config().transformer
+    other.normalization = "BatchNorm"
+    for name, config in (("zero-centred", zero_centred), ("other", other)):
+        try:
+            TorchNorm(config, 8)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def recorded() -> dict[str, int]:
+    """How many microbatches the tracker has seen of layer 0 after each kind of forward pass."""
+    config = tiny_gpt.model_config()
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model = MegasinkGPTBuilder(config).build_model(groups)
+    data = tiny_gpt.batch(0, 0)
+    found = {}
+    for name, training, gradients in (
+        ("evaluation", False, True),
+        ("no gradients", True, False),
+        ("training", True, True),
+    ):
+        model.train(training)
+        with torch.set_grad_enabled(gradients):
+            model(data["tokens"], data["position_ids"], None, labels=data["labels"])
+        found[name] = int(HeadTracker._rows[0][-1]) if HeadTracker._rows else 0
+        HeadTracker._rows.clear()
+    return found

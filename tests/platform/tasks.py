@@ -1,0 +1,136 @@
+"""Tasks: activating and deactivating the platform, and what it makes of tensors."""
+
+import logging
+import os
+from typing import Any
+
+
+def roundtrip() -> dict[str, Any]:
+    """Activate, remember what was replaced, deactivate, look again."""
+    import torch
+
+    from megasink import platform
+
+    def state() -> dict[str, Any]:
+        return {
+            "zeros": torch.zeros,
+            "to": torch.Tensor.to,
+            "type": torch.Tensor.type,
+            "cuda": torch.cuda.is_available(),
+            "dynamo": torch._dynamo.config.disable,
+            "environment": os.environ.get("TORCHDYNAMO_DISABLE"),
+            "loader": torch.utils.data.DataLoader,
+            "warnings": len(logging.getLogger("megatron.core.tensor_parallel.random").filters),
+        }
+
+    before = state()
+    platform.activate()
+    during = state()
+    active = platform.is_active(), platform.describe()
+    patches = platform.patches()
+    replaced = all(
+        vars(p.owner).get(p.name) is not p.original and p.upstream and p.reason for p in patches
+    )
+    platform.activate()  # again: nothing is replaced twice
+    count = len(platform.patches())
+    platform.deactivate()
+    after = state()
+    return {
+        "unchanged": [key for key in before if before[key] == during[key]],
+        "active": active,
+        "replaced": replaced,
+        "idempotent": count == len(patches),
+        "restored": all(
+            getattr(p.owner, p.name) is p.original or p.name not in vars(p.owner) for p in patches
+        ),
+        "not restored": [key for key in before if before[key] != after[key]],
+        "inactive": (platform.is_active(), platform.patches(), platform.describe()),
+    }
+
+
+def too_late() -> str:
+    """The refusal to activate after megatron was imported; "" if there is none."""
+    import megatron.core.tensor_parallel.random  # noqa: F401
+
+    from megasink import platform
+    from megasink.errors import UserError
+
+    try:
+        platform.activate()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def with_cuda() -> tuple[str, int]:
+    """The refusal to activate where a CUDA device is, and how much was replaced before it."""
+    import torch
+
+    from megasink import platform
+    from megasink.errors import UserError
+
+    torch.cuda.is_available = lambda: True
+    try:
+        platform.activate()
+    except UserError as error:
+        return str(error), len(platform.patches())
+    return "", len(platform.patches())
+
+
+def devices() -> dict[str, Any]:
+    """Where tensors asked for on CUDA are made, by each way to ask."""
+    import torch
+
+    from megasink import platform
+
+    platform.activate()
+    like = torch.ones(2)
+    made = {
+        "string": torch.zeros(2, device="cuda"),
+        "index": torch.zeros(2, device=torch.cuda.current_device()),
+        "device": torch.zeros(2, device=torch.device("cuda", 0)),
+        "pinned": torch.empty(2, pin_memory=True),
+        "to string": like.to("cuda"),
+        "to index": like.to(0),
+        "to keyword": like.to(device="cuda", dtype=torch.float64),
+        "to dtype": like.to(torch.float64),
+        "to other": like.to(torch.ones(1, dtype=torch.float64)),
+        "cuda": like.cuda(non_blocking=True),
+        "module": torch.nn.Linear(1, 1).cuda().weight,
+        "module to": torch.nn.Linear(1, 1).to("cuda").weight,
+    }
+    return {
+        "devices": {name: tensor.device.type for name, tensor in made.items()},
+        "dtypes": {n: str(t.dtype) for n, t in made.items() if n.startswith("to ")},
+        "meta": torch.zeros(2, device="meta").device.type,
+        "type": like.type(),
+        "type of bf16": like.bfloat16().type(),
+        "type to": str(like.type(torch.float64).dtype),
+        "type to name": str(like.type("torch.cuda.DoubleTensor").dtype),
+    }
+
+
+def fork_warnings() -> tuple[int, int]:
+    """How often Megatron warns in one step with dropout, with the platform's filter and without."""
+    from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+    from megatron.core.tensor_parallel import random
+
+    from tests.distributed import tiny_gpt
+
+    logger = logging.getLogger(random.__name__)
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    filters, counts = list(logger.filters), []
+    try:
+        for active in (filters, []):
+            logger.filters[:] = active
+            records.clear()
+            unset_num_microbatches_calculator()
+            tiny_gpt.train(steps=1, hidden_dropout=0.2, sequence_parallel=True)
+            counts.append(sum("CPU RNG state changed" in r.getMessage() for r in records))
+    finally:
+        logger.filters[:] = filters
+        logger.removeHandler(handler)
+    return counts[0], counts[1]

@@ -1,0 +1,62 @@
+"""Activating the CPU platform: when, once, and back."""
+
+import pytest
+
+from tests.distributed.layout import Layout
+from tests.distributed.pool import Pool
+
+TASKS = "tests.platform.tasks"
+
+
+@pytest.fixture
+def fresh():
+    """One process in which nothing has happened."""
+    worker = Pool(1)
+    yield worker
+    worker.close()
+
+
+def test_deactivate_puts_everything_back(fresh):
+    (found,) = fresh.run(f"{TASKS}:roundtrip")
+    assert found["active"][0] is True
+    assert found["active"][1].startswith("platform: CPU")
+    assert found["replaced"]
+    assert found["idempotent"]
+    assert found["restored"]
+    assert found["unchanged"] == found["not restored"] == []
+    assert found["inactive"] == (False, [], "platform: CUDA")
+
+
+def test_it_refuses_to_come_after_megatron(fresh):
+    (message,) = fresh.run(f"{TASKS}:too_late")
+    assert "before megatron is imported" in message
+
+
+def test_it_refuses_a_machine_with_cuda_and_touches_nothing(fresh):
+    ((message, replaced),) = fresh.run(f"{TASKS}:with_cuda")
+    assert "a CUDA device is present" in message
+    assert "--cpu" in message
+    assert replaced == 0
+
+
+def test_tensors_asked_for_on_cuda_are_on_the_cpu(pool):
+    found = pool.run(f"{TASKS}:devices")[0]
+    assert set(found["devices"].values()) == {"cpu"}
+    double = "torch.float64"
+    assert found["dtypes"] == {
+        "to string": "torch.float32",
+        "to index": "torch.float32",
+        "to keyword": double,
+        "to dtype": double,
+        "to other": double,
+    }
+    assert found["meta"] == "meta"
+    assert found["type"] == "torch.cuda.FloatTensor"
+    assert found["type of bf16"] == "torch.cuda.BFloat16Tensor"
+    assert found["type to"] == found["type to name"] == double
+
+
+def test_no_warning_for_every_forked_generator(pool):
+    """Megatron warns when the CPU generator moves in fork(), which here it does by design."""
+    with_filter, without = pool.run(f"{TASKS}:fork_warnings", Layout(tp=2, sp=True))[0]
+    assert with_filter == 0 < without
