@@ -45,6 +45,14 @@ _UNSUPPORTED: tuple[tuple[str, Any, str, str], ...] = (
     ("yaml_cfg", None, "--yaml-cfg", "give flags instead"),
 )
 
+# Parts of the trainer that ask the CUDA driver themselves.
+_NEED_CUDA = {
+    "async_save": "--async-save",
+    "profile": "--profile",
+    "record_memory_history": "--record-memory-history",
+    "log_straggler": "--log-straggler",
+}
+
 
 def problems(args: Namespace) -> list[str]:
     """Everything wrong with parsed arguments, a sentence each. Reads files, builds nothing."""
@@ -158,6 +166,10 @@ def _device(args: Namespace) -> list[str]:
             )
         if args.fp8 or args.fp4:
             found.append("--fp8-format and --fp4-format need CUDA and no CUDA device is present")
+        # The writer of an asynchronous save is a process without the platform: it would hang.
+        for name, flag in _NEED_CUDA.items():
+            if getattr(args, name):
+                found.append(f"{flag} needs CUDA and no CUDA device is present: drop the flag")
     elif args.transformer_impl == "transformer_engine" and not have_transformer_engine():
         found.append(
             "--transformer-impl transformer_engine (Megatron's default) but transformer-engine is "

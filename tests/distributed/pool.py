@@ -41,7 +41,8 @@ class Pool:
     def __init__(self, size: int = 2):
         self.size = size
         self.starts = 0
-        self._folder = Path(tempfile.mkdtemp(prefix="megasink-pool-"))
+        self._temporary = tempfile.TemporaryDirectory(prefix="pool-", ignore_cleanup_errors=True)
+        self._folder = Path(self._temporary.name)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._tasks = 0

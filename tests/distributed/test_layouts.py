@@ -37,6 +37,7 @@ MODELS = {
     "window": {"window_size": (7, 0), "window_attn_skip_freq": 2},
     "four-layers": {"num_layers": 4},
     "no-balance": {"head_balance_coeff": 0.0},
+    "vanilla-no-balance": {"attention_variant": "vanilla", "head_balance_coeff": 0.0},
     "layernorm": {"normalization": "LayerNorm", "add_bias_linear": True},
 }
 
@@ -74,6 +75,7 @@ CASES = [
     ("four-layers", VPP, {}),
     ("four-layers", VPP, FULL | DISTRIBUTED),
     ("no-balance", TP_SP, SP),
+    ("vanilla-no-balance", PP, {}),
     ("layernorm", TP_SP, SP),
     ("layernorm", PP, {}),
 ]
@@ -134,6 +136,15 @@ def test_the_balance_loss_matters_for_what_is_compared(single):
             assert merging.relative_error(without[key], with_loss[key]) > 0.05, key
 
 
+def test_vanilla_importance_is_measured_without_a_balance_loss_too(single):
+    found, wanted = (
+        single(model)[0]["statistics"][0] for model in ("vanilla-no-balance", "vanilla")
+    )
+    # Two formulas of the gate: one of them loses gates below 1e-6 to rounding.
+    np.testing.assert_allclose(found["importance_LH"], wanted["importance_LH"], rtol=1e-4)
+    assert found["balance_loss"] == 0 < wanted["balance_loss"]
+
+
 def test_per_token_loss_has_the_gradient_of_the_mean_loss(single):
     mean, per_token = (
         merging.whole([single(model)[0]["gradients"]]) for model in ("sink", "per-token-loss")
@@ -151,3 +162,15 @@ def test_a_loss_scale_multiplies_every_gradient(pool, single, layout):
     found = merging.whole([r["gradients"] for r in reports])
     for name, wanted in merging.whole([single("sink")[0]["gradients"]]).items():
         assert merging.relative_error(found[name] / scale, wanted) <= TOLERANCE, name
+
+
+def test_fp16_gradients_do_not_depend_on_the_loss_scale(pool, single):
+    """The real path: Float16Module, a gradient scaler, unscaling in the optimizer."""
+    norms = []
+    for scale in (2.0**4, 2.0**12):
+        options = {"fp16": True, "optimizer_options": {"initial_loss_scale": scale}}
+        (report,) = pool.run(TRAIN, SINGLE, steps=1, **options)
+        norms.append(report["grad_norm"][0])
+    # Three digits of fp16; a balance loss that is not scaled would be 256 times off.
+    assert norms[0] == pytest.approx(norms[1], rel=3e-3)
+    assert norms[0] == pytest.approx(single("sink")[0]["grad_norm"][0], rel=1e-2)

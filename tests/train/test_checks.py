@@ -50,6 +50,15 @@ REFUSED = {
         [*MOCK, "--distributed-backend", "nccl", "--transformer-impl", "transformer_engine"],
         ["--distributed-backend nccl needs CUDA", "transformer_engine needs CUDA"],
     ),
+    "parts-that-need-cuda": (
+        [*MOCK, "--async-save", "--profile", "--record-memory-history", "--log-straggler"],
+        [
+            "--async-save needs CUDA",
+            "--profile needs CUDA",
+            "--record-memory-history needs CUDA",
+            "--log-straggler needs CUDA",
+        ],
+    ),
     "dropout": ([*MOCK, "--attention-dropout", "0.1"], ["dropout 0.1 breaks the identity"]),
     "no-data": (MODEL, ["no training data", "no tokenizer"]),
     "missing-data": (
