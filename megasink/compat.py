@@ -92,13 +92,18 @@ def mend_upstream() -> None:
     - megatron/core/optimizer/optimizer.py:1149 saves the state of a bf16 model's optimizer as if
       no parameter were float32: with our sinks it fails, or mixes parameters up. While it saves
       and loads, the float32 parameters are shown to it as main parameters of their own.
+    - megatron/core/optimizer/distrib_optimizer.py:838,1025: without TransformerEngine and apex the
+      distributed optimizer's checkpoints do not load; `GroupStepAdam` takes FusedAdam's place.
 
     Raises:
         UserError: the extension cannot be imported.
     """
     from megatron.core.datasets import utils
 
+    from megasink.platform.megatron_core import install_optimizer
+
     utils.compile_helpers = _check_dataset_helpers
+    install_optimizer()
     _number_float32_first()
     _save_float32_too()
 

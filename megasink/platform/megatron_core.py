@@ -55,7 +55,8 @@ def _install_data() -> None:
     )
 
 
-def _install_optimizer() -> None:
+def install_optimizer() -> None:
+    """FusedAdam's stand-in, on any platform, where neither TransformerEngine nor apex is there."""
     import megatron.core.optimizer as optimizer
     from megatron.core.optimizer import distrib_optimizer
 
@@ -74,4 +75,4 @@ def install() -> None:
     """Replace them. Imports megatron."""
     _install_rng()
     _install_data()
-    _install_optimizer()
+    install_optimizer()
