@@ -48,7 +48,7 @@ TASKS = "tests.platform.prober"
 def answers(pool):
     """{(replacement undone or None, scenario): (succeeded, answer)}."""
     jobs = [(None, scenario) for scenario in SCENARIOS] + list(NEEDED_BY.items())
-    shares = pool.run(f"{TASKS}:probe", jobs=jobs, timeout=400)
+    shares = pool.run(f"{TASKS}:probe", jobs=jobs, timeout=800)
     return shares[0] | shares[1]
 
 
