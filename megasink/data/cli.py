@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> PreprocessReport:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line by itself: 0, or 2 after one message on stderr."""
-    parser = argparse.ArgumentParser(description=DESCRIPTION)
+    parser = argparse.ArgumentParser(prog="megasink data", description=DESCRIPTION)
     add_arguments(parser)
     try:
         run(parser.parse_args(argv))

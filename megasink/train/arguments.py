@@ -55,11 +55,19 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     for options in OPTIONS:
         ArgumentGroupFactory(options).build_group(parser, title=f"megasink: {options.__name__}")
     parser.error = _raise  # type: ignore[method-assign]
+
+    def parse_and_keep_unknown(*args: Any, **kwargs: Any) -> Namespace:
+        namespace, unknown = parser.parse_known_args(*args, **kwargs)
+        namespace.unknown_flags = unknown
+        return namespace
+
+    # An unknown flag is one of the problems that are told together.
+    parser.parse_args = parse_and_keep_unknown  # type: ignore[method-assign,assignment]
     return parser
 
 
 def _raise(message: str) -> NoReturn:
-    raise ConfigError([f"{message} (megasink train --help lists every flag)"])
+    raise ConfigError([f"{message} (megasink train --full-help lists every flag)"])
 
 
 def parse(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:

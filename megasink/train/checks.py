@@ -57,6 +57,10 @@ _NEED_CUDA = {
 def problems(args: Namespace) -> list[str]:
     """Everything wrong with parsed arguments, a sentence each. Reads files, builds nothing."""
     found: list[str] = []
+    if args.unknown_flags:
+        found.append(
+            f"unknown: {' '.join(args.unknown_flags)} (megasink train --full-help lists every flag)"
+        )
     found += _attention(args)
     found += _unsupported(args)
     found += _balance(args)
@@ -70,6 +74,14 @@ def problems(args: Namespace) -> list[str]:
 
 def _attention(args: Namespace) -> list[str]:
     found = []
+    if args.train_iters is not None and args.train_iters < 1:
+        found.append(f"--train-iters {args.train_iters}: train at least one step")
+    window = args.window_size
+    if window is not None and (len(window) != 2 or window[1] != 0):
+        found.append(
+            f"--window-size {','.join(map(str, window))}: give LEFT,0, the tokens before the token "
+            "itself and none after it"
+        )
     variant = args.attention_variant
     if variant not in get_args(Variant):
         found.append(
@@ -91,6 +103,11 @@ def _attention(args: Namespace) -> list[str]:
         found.append(
             f"--num-attention-heads {heads} is not divisible by "
             f"--tensor-model-parallel-size {tensor_parallel}"
+        )
+    if heads and args.hidden_size and not args.kv_channels and args.hidden_size % heads:
+        found.append(
+            f"--hidden-size {args.hidden_size} is not divisible by --num-attention-heads {heads}: "
+            "change one, or give --kv-channels"
         )
     if args.fp16 and args.bf16:
         found.append("--fp16 and --bf16: choose one")

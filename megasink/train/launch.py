@@ -3,12 +3,13 @@
 import argparse
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from megasink.errors import UserError
+from megasink.train.run_dir import folder_problem, newest_checkpoint
 
 _ERROR = "megasink: error: "
 
@@ -43,7 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             [sys.executable, "-m", "megasink.train", "--help"], check=False
         ).returncode
     run_dir = Path(args.run_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
-    if "--resume" in flags:
+    resume = "--resume" in flags
+    # Asked here too, so that a refused start leaves nothing in the folder.
+    if problem := folder_problem(run_dir, resume=resume):
+        raise UserError(problem)
+    if resume:
         flags = [*_flags_of_last_start(run_dir), *flags]
     ranks = args.ranks if args.ranks is not None else _default_ranks(flags)
     if ranks < 1:
@@ -78,13 +84,23 @@ def launch(flags: Sequence[str], run_dir: Path, ranks: int) -> int:
     command += [f"--nproc-per-node={ranks}", f"--log-dir={logs}", "--redirects=3"]
     command += ["-m", "megasink.train", "--run-dir", str(run_dir), *flags]
     already = _lines(run_dir / "metrics.jsonl")
-    logs.mkdir(parents=True, exist_ok=True)
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--run-dir {run_dir} cannot be written: {error.strerror}") from error
     with (logs / "torchrun.log").open("w") as own:
         starting = subprocess.Popen(command, stdout=own, stderr=own)
-        with _terminated_with_us(starting) as process:
+        with _terminated_with_us(starting, run_dir) as process:
             _follow(process, run_dir / "metrics.jsonl", len(already), _train_iters(flags), console)
     if process.returncode:
-        raise UserError(_what_failed(logs, process.returncode))
+        message = _what_failed(logs, process.returncode)
+        if not (run_dir / "config.json").is_file():
+            # Refused before it began: the folder is as it was.
+            shutil.rmtree(logs)
+            for folder in (logs.parent, run_dir):
+                if folder.is_dir() and not any(folder.iterdir()):
+                    folder.rmdir()
+        raise UserError(message)
     return 0
 
 
@@ -123,21 +139,33 @@ def _train_iters(flags: Sequence[str]) -> int | None:
 
 
 @contextmanager
-def _terminated_with_us(process: "subprocess.Popen[bytes]") -> Iterator[Any]:
-    """torchrun ends its ranks when it is told to: hand on what ends us."""
+def _terminated_with_us(process: "subprocess.Popen[bytes]", run_dir: Path) -> Iterator[Any]:
+    """torchrun ends its ranks when it is told to: hand on what ends us, and say what is left."""
+    told = []
 
     def hand_on(number: int, frame: Any) -> None:
+        told.append(number)
         process.send_signal(signal.SIGTERM)
 
     before = signal.signal(signal.SIGTERM, hand_on)
     try:
         yield process
+    except KeyboardInterrupt:
+        told.append(signal.SIGINT)
+        process.terminate()
+        process.wait()
     except BaseException:
         process.terminate()
         process.wait()
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
+    if told and process.returncode:
+        newest = newest_checkpoint(run_dir / "checkpoints")
+        left = "no checkpoint was saved yet (--save-interval)"
+        if newest is not None:
+            left = f"go on from step {newest} with: megasink train --run-dir {run_dir} --resume"
+        raise UserError(f"stopped by {signal.Signals(told[0]).name}; {left}")
 
 
 def _follow(
@@ -208,8 +236,13 @@ def _state(line: dict[str, Any]) -> str:
 def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
-    whole = path.read_text().rpartition("\n")[0]
-    return [json.loads(line) for line in whole.splitlines()]
+    whole = path.read_text(errors="replace").rpartition("\n")[0]
+    lines = []
+    for line in whole.splitlines():
+        # The ranks clear the file of lines that a kill cut short; until then they are there.
+        with suppress(ValueError):
+            lines.append(json.loads(line))
+    return lines
 
 
 def _what_failed(logs: Path, code: int) -> str:

@@ -59,42 +59,51 @@ IDENTITY = (
     "split",
     "seed",
     "global_batch_size",
+    "bf16",
+    "fp16",
 )
 
 
 def problems(args: Namespace) -> list[str]:
     """What forbids to start, or to resume, in ``args.run_dir``."""
     if args.run_dir is None:
-        return (["--resume needs --run-dir"] if args.resume else []) + _checkpoint_problems(
-            args, args.load
-        )
+        found = ["--resume needs --run-dir"] if args.resume else []
+        return found + _checkpoint_problems(args, args.load)
     folder = Path(args.run_dir)
     config = folder / "config.json"
+    if config.is_file():
+        try:
+            before = json.loads(config.read_text())["arguments"]
+        except (ValueError, KeyError) as error:
+            return [f"{config} cannot be read ({error}): choose another --run-dir"]
+        differences = _differences(before, args, IDENTITY)
+        if differences:
+            return [
+                f"--run-dir {folder} holds a run of another configuration "
+                f"({'; '.join(differences)}): choose another folder or the same flags"
+            ]
+    problem = folder_problem(folder, resume=args.resume)
+    if problem:
+        return [problem]
+    return [] if args.resume else _checkpoint_problems(args, args.load)
+
+
+def folder_problem(folder: Path, *, resume: bool) -> str | None:
+    """What forbids any run to start, or to resume, in a folder; None if nothing does."""
     if folder.exists() and not folder.is_dir():
-        return [f"--run-dir {folder} is a file"]
-    if not config.is_file():
-        if args.resume:
-            return [f"--resume: {folder} holds no run; drop --resume to start one there"]
+        return f"--run-dir {folder} is a file"
+    if not (folder / "config.json").is_file():
+        if resume:
+            return f"--resume: {folder} holds no run; drop --resume to start one there"
         # The last rank may have opened its TensorBoard file already.
-        foreign = {p.name for p in folder.glob("*")} - {"logs", "tensorboard"}
-        if foreign:
-            return [f"--run-dir {folder} is not empty and holds no run: choose another folder"]
-        return _checkpoint_problems(args, args.load)
-    try:
-        before = json.loads(config.read_text())["arguments"]
-    except (ValueError, KeyError) as error:
-        return [f"{config} cannot be read ({error}): choose another --run-dir"]
-    differences = _differences(before, args, IDENTITY)
-    if differences:
-        return [
-            f"--run-dir {folder} holds a run of another configuration "
-            f"({'; '.join(differences)}): choose another folder or the same flags"
-        ]
-    if not args.resume:
-        return [f"--run-dir {folder} holds a run already: add --resume or choose another folder"]
+        if {p.name for p in folder.glob("*")} - {"logs", "tensorboard"}:
+            return f"--run-dir {folder} is not empty and holds no run: choose another folder"
+        return None
+    if not resume:
+        return f"--run-dir {folder} holds a run already: add --resume or choose another folder"
     if newest_checkpoint(folder / "checkpoints") is None:
-        return [f"--resume: {folder}/checkpoints holds no finished checkpoint: start a new run"]
-    return []
+        return f"--resume: {folder}/checkpoints holds no finished checkpoint: start a new run"
+    return None
 
 
 def _checkpoint_problems(args: Namespace, load: str | None) -> list[str]:

@@ -72,7 +72,16 @@ REFUSED = {
         [*MOCK, "--calculate-per-token-loss", "--eod-mask-loss"],
         ["drop one of the two flags"],
     ),
-    "unknown-flag": ([*MOCK, "--head-balance-coef", "1"], ["--head-balance-coef"]),
+    "unknown-flag": (
+        [*MOCK, "--head-balance-coef", "1", "--attention-variant", "y"],
+        ["unknown: --head-balance-coef 1", "'y' is unknown"],
+    ),
+    "no-steps": ([*MOCK, "--train-iters", "0"], ["--train-iters 0: train at least one step"]),
+    "hidden-by-heads": (
+        [*MOCK, "--num-attention-heads", "5"],
+        ["--hidden-size 64 is not divisible by --num-attention-heads 5"],
+    ),
+    "two-sided-window": ([*MOCK, "--window-size", "15,3"], ["--window-size 15,3: give LEFT,0"]),
     "vocabulary-by-tp": (
         [
             *MOCK,

@@ -1,7 +1,11 @@
 """What the launcher works out by itself."""
 
 import json
+from pathlib import Path
 
+import pytest
+
+from megasink.errors import UserError
 from megasink.train import launch
 
 
@@ -32,6 +36,31 @@ def test_a_half_written_line_is_not_read(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 1}\n{"iterat')
     assert launch._lines(path) == [{"iteration": 1}]
+
+
+def test_a_line_that_a_kill_broke_is_passed_over(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 1}\n{"iterat{"iteration": 2}\n{"iteration": 3}\n')
+    assert [line["iteration"] for line in launch._lines(path)] == [1, 3]
+
+
+@pytest.mark.parametrize("make", ["file", "foreign", "nothing", "unwritable"])
+def test_a_refused_start_leaves_the_folder_as_it_was(make, tmp_path):
+    run_dir, flags = tmp_path / "run", []
+    if make == "file":
+        run_dir.write_text("text")
+    elif make == "foreign":
+        run_dir.mkdir()
+        (run_dir / "thesis.txt").write_text("text")
+    elif make == "nothing":
+        flags = ["--resume"]
+    else:
+        run_dir = Path("/proc/run")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match="run") as error:
+        launch.main(["--run-dir", str(run_dir), "--cpu", *flags])
+    assert len(str(error.value).splitlines()) == 1
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def log(folder, rank, text):
