@@ -6,6 +6,8 @@ platform, and with that one replacement undone. A replacement that changes nothi
 
 import pytest
 
+from tests.distributed.pool import Pool
+
 # {replacement: the scenario, in scenarios.py, that needs it}.
 NEEDED_BY = {
     "torch.cuda.is_available": "pretrain",
@@ -45,10 +47,18 @@ TASKS = "tests.platform.prober"
 
 
 @pytest.fixture(scope="module")
-def answers(pool):
-    """{(replacement undone or None, scenario): (succeeded, answer)}."""
-    jobs = [(None, scenario) for scenario in SCENARIOS] + list(NEEDED_BY.items())
-    shares = pool.run(f"{TASKS}:probe", jobs=jobs, timeout=800)
+def answers():
+    """{(replacement undone or None, scenario): (succeeded, answer)}.
+
+    From workers that have done nothing yet: the probe forks, and a process in which gloo has run
+    holds threads whose locks a fork copies in whatever state they are.
+    """
+    workers = Pool(2)
+    try:
+        jobs = [(None, scenario) for scenario in SCENARIOS] + list(NEEDED_BY.items())
+        shares = workers.run(f"{TASKS}:probe", jobs=jobs, timeout=800)
+    finally:
+        workers.close()
     return shares[0] | shares[1]
 
 
