@@ -60,7 +60,7 @@ def install_optimizer() -> None:
     import megatron.core.optimizer as optimizer
     from megatron.core.optimizer import distrib_optimizer
 
-    if not optimizer.USING_PYTORCH_OPTIMIZER:
+    if not optimizer.USING_PYTORCH_OPTIMIZER or optimizer.Adam is GroupStepAdam:
         return
     why = "checkpoints of the distributed optimizer load only with a step per parameter group"
     for owner, name, value in (
