@@ -1,6 +1,5 @@
 """Command line -> Megatron's arguments and ours, with every problem in one message."""
 
-import argparse
 import contextlib
 import io
 import os
@@ -119,11 +118,3 @@ def _without_argument_list() -> Iterator[None]:
     for line in sink.getvalue().splitlines():
         if "WARNING" in line or line.startswith("using world size"):
             print(line, flush=True)
-
-
-def help_text() -> str:
-    """The help of every flag, Megatron's included."""
-    from megatron.training.arguments import add_megatron_arguments
-
-    parser = argparse.ArgumentParser(prog="megasink train", allow_abbrev=False)
-    return add_arguments(add_megatron_arguments(parser)).format_help()

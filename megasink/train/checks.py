@@ -1,5 +1,6 @@
 """What a command line gets wrong, found before anything is built."""
 
+import functools
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -221,10 +222,9 @@ def _data(args: Namespace) -> list[str]:
 
 def _vocabulary(args: Namespace) -> list[str]:
     from megasink.data.sidecar import mismatch
-    from megasink.data.tokenizer import load_tokenizer
 
     try:
-        tokenizer = load_tokenizer(args.tokenizer_model)
+        tokenizer = _tokenizer(args.tokenizer_model)
     except UserError as error:
         return [str(error)]
     size = len(tokenizer)
@@ -241,6 +241,14 @@ def _vocabulary(args: Namespace) -> list[str]:
             if problem:
                 found.append(f"--data-path {prefix}: {problem}")
     return found
+
+
+@functools.cache
+def _tokenizer(folder: str) -> Any:
+    """Loaded once: its problems and its size are asked for one after the other."""
+    from megasink.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(folder)
 
 
 def _is_weight(text: str) -> bool:
@@ -264,9 +272,7 @@ def pin_vocabulary(args: Namespace) -> None:
     if args.padded_vocab_size is None:
         size = args.vocab_size
         if args.tokenizer_type == "HuggingFaceTokenizer":
-            from megasink.data.tokenizer import load_tokenizer
-
-            size = len(load_tokenizer(args.tokenizer_model))
+            size = len(_tokenizer(args.tokenizer_model))
         if size is None:
             raise ConfigError([f"--tokenizer-type {args.tokenizer_type} needs --vocab-size"])
         if args.tokenizer_type == "NullTokenizer":
