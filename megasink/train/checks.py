@@ -1,9 +1,7 @@
 """What a command line gets wrong, found before anything is built."""
 
-import functools
 from argparse import Namespace
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -12,8 +10,8 @@ from megasink import platform
 from megasink.attention import AttentionRequest, choose_backend
 from megasink.compat import have_transformer_engine
 from megasink.config import Scope, Variant, visible_tokens
-from megasink.errors import ConfigError, UserError
-from megasink.train import run_dir
+from megasink.errors import ConfigError
+from megasink.train import data_checks, run_dir
 
 # Options of Megatron that change attention, the loss or the weights in ways that are not covered
 # by a test here: (attribute, value that is fine, flag, what to do).
@@ -66,7 +64,7 @@ def problems(args: Namespace) -> list[str]:
     found += _unsupported(args)
     found += _balance(args)
     found += _device(args)
-    found += _data(args)
+    found += data_checks.problems(args)
     # The others would see what rank 0 has just written; torchrun ends them when rank 0 refuses.
     if args.rank == 0:
         found += run_dir.problems(args)
@@ -194,96 +192,3 @@ def _device(args: Namespace) -> list[str]:
             "not installed: pip install 'megasink[gpu]' or use --transformer-impl local"
         )
     return found
-
-
-def _data(args: Namespace) -> list[str]:
-    found = []
-    given = args.data_path or args.train_data_path or args.data_args_path
-    given = given or args.per_split_data_args_path
-    if not given and not args.mock_data:
-        found.append("no training data: give --data-path PREFIX (made by tools/preprocess_data.py)")
-    for prefix in args.data_path or []:
-        if not _is_weight(prefix):
-            missing = [s for s in (".bin", ".idx") if not Path(prefix + s).is_file()]
-            if missing:
-                found.append(
-                    f"--data-path {prefix}: {' and '.join(prefix + s for s in missing)} not found"
-                )
-    folder = args.tokenizer_model
-    if args.tokenizer_type == "HuggingFaceTokenizer":
-        if not folder:
-            found.append("no tokenizer: give --tokenizer-model FOLDER (a Hugging Face folder)")
-        elif not Path(folder).is_dir():
-            found.append(f"--tokenizer-model {folder}: no such folder")
-        else:
-            found += _vocabulary(args)
-    return found
-
-
-def _vocabulary(args: Namespace) -> list[str]:
-    from megasink.data.sidecar import mismatch
-
-    try:
-        tokenizer = _tokenizer(args.tokenizer_model)
-    except UserError as error:
-        return [str(error)]
-    size = len(tokenizer)
-    found = []
-    rows = args.padded_vocab_size
-    if rows is not None and size > rows:
-        found.append(
-            f"the tokenizer {args.tokenizer_model} has {size} tokens but the embedding only "
-            f"{rows} rows: raise --padded-vocab-size or drop it"
-        )
-    for prefix in args.data_path or []:
-        if not _is_weight(prefix):
-            problem = mismatch(prefix, tokenizer)
-            if problem:
-                found.append(f"--data-path {prefix}: {problem}")
-    return found
-
-
-@functools.cache
-def _tokenizer(folder: str) -> Any:
-    """Loaded once: its problems and its size are asked for one after the other."""
-    from megasink.data.tokenizer import load_tokenizer
-
-    return load_tokenizer(folder)
-
-
-def _is_weight(text: str) -> bool:
-    """--data-path may hold weights between the prefixes."""
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return not Path(text + ".bin").exists()
-
-
-def pin_vocabulary(args: Namespace) -> None:
-    """Set the rows of the embedding from the tokenizer alone.
-
-    Megatron pads to a multiple of 128 * TP, so that a checkpoint trained under one layout has
-    another softmax under the next (core/tokenizers/utils/build_tokenizer.py:124).
-
-    Raises:
-        ConfigError: the rows do not divide by the tensor-parallel size.
-    """
-    if args.padded_vocab_size is None:
-        size = args.vocab_size
-        if args.tokenizer_type == "HuggingFaceTokenizer":
-            size = len(_tokenizer(args.tokenizer_model))
-        if size is None:
-            raise ConfigError([f"--tokenizer-type {args.tokenizer_type} needs --vocab-size"])
-        if args.tokenizer_type == "NullTokenizer":
-            size += 1  # its end-of-document token
-        multiple = args.make_vocab_size_divisible_by
-        args.padded_vocab_size = -(-size // multiple) * multiple
-    if args.padded_vocab_size % args.tensor_model_parallel_size:
-        raise ConfigError(
-            [
-                f"the {args.padded_vocab_size} rows of the embedding are not divisible by "
-                f"--tensor-model-parallel-size {args.tensor_model_parallel_size}: set "
-                "--make-vocab-size-divisible-by to a multiple of it"
-            ]
-        )

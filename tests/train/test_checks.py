@@ -131,7 +131,15 @@ def answers(files):
     refused["wrong-tokenizer"] = [*MODEL, *own, str(files / "tokenizer-b")]
     refused["small-embedding"] = [*MODEL, *own, str(files / "tokenizer-a")]
     refused["small-embedding"] += ["--padded-vocab-size", "128"]
-    accepted = ACCEPTED | {"text": [*MODEL, *own, str(files / "tokenizer-a")]}
+    for name in ("wrong-tokenizer", "small-embedding"):
+        refused[name] += ["--split", "1,0,0"]
+    refused["empty-part"] = [*MODEL, *own, str(files / "tokenizer-a")]
+    broken = ["--data-path", str(files / "broken"), "--tokenizer-model", str(files / "tokenizer-a")]
+    (files / "broken.bin").write_bytes(b"")
+    (files / "broken.idx").write_bytes((files / "text.idx").read_bytes()[:20])
+    refused["broken-index"] = [*MODEL, *broken]
+    text = [*MODEL, *own, str(files / "tokenizer-a"), "--split", "1,0,0"]
+    accepted = ACCEPTED | {"text": text}
     cases = {**refused, **accepted}
     result = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).with_name("parse_worker.py"))],
@@ -169,6 +177,17 @@ def test_a_data_set_of_another_tokenizer_is_refused(answers):
 def test_a_vocabulary_larger_than_the_embedding_is_refused(answers):
     (problem,) = answers["small-embedding"]["problems"]
     assert "has 400 tokens but the embedding only 128 rows" in problem
+
+
+def test_a_part_of_the_split_without_a_document_is_refused(answers):
+    """Megatron would count its epochs for ever."""
+    (problem,) = answers["empty-part"]["problems"]
+    assert "--split 969,30,1 gives the validation and the test part none of the 1 doc" in problem
+
+
+def test_a_broken_index_is_refused(answers):
+    (problem,) = answers["broken-index"]["problems"]
+    assert "broken.idx is broken" in problem
 
 
 @pytest.mark.parametrize("name", [*ACCEPTED, "text"])

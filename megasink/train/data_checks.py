@@ -1,0 +1,140 @@
+"""What a command line gets wrong about data and tokenizer, found before anything is built."""
+
+import functools
+import struct
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from megasink.errors import ConfigError, UserError
+
+_DEFAULT_SPLIT = "969,30,1"  # Megatron's (arguments.py:651), set after these checks
+
+
+def problems(args: Namespace) -> list[str]:
+    """Everything wrong with the data of parsed arguments, a sentence each."""
+    found = []
+    given = args.data_path or args.train_data_path or args.data_args_path
+    given = given or args.per_split_data_args_path
+    if not given and not args.mock_data:
+        found.append("no training data: give --data-path PREFIX (made by tools/preprocess_data.py)")
+    for prefix in args.data_path or []:
+        if not _is_weight(prefix):
+            missing = [s for s in (".bin", ".idx") if not Path(prefix + s).is_file()]
+            if missing:
+                found.append(
+                    f"--data-path {prefix}: {' and '.join(prefix + s for s in missing)} not found"
+                )
+            else:
+                found += _empty_parts(prefix, args.split or _DEFAULT_SPLIT)
+    folder = args.tokenizer_model
+    if args.tokenizer_type == "HuggingFaceTokenizer":
+        if not folder:
+            found.append("no tokenizer: give --tokenizer-model FOLDER (a Hugging Face folder)")
+        elif not Path(folder).is_dir():
+            found.append(f"--tokenizer-model {folder}: no such folder")
+        else:
+            found += _vocabulary(args)
+    return found
+
+
+def _empty_parts(prefix: str, split: str) -> list[str]:
+    """Parts of a split that get no document: Megatron counts epochs over them without an end.
+
+    gpt_dataset.py:694 adds the tokens of one epoch, here 0, until there are enough.
+    """
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+    from megatron.core.datasets.indexed_dataset import _IndexReader
+
+    try:
+        lengths = _IndexReader(f"{prefix}.idx", multimodal=False).sequence_lengths
+    except (AssertionError, ValueError, OSError, KeyError, struct.error):
+        return [f"--data-path {prefix}: {prefix}.idx is broken: make the data set again"]
+    documents = len(lengths)
+    try:
+        parts = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    except (AssertionError, ValueError, ZeroDivisionError):
+        return [f"--split {split}: give three weights: train, validation, test"]
+    empty = [
+        name
+        for name, part in zip(("training", "validation", "test"), parts, strict=True)
+        if part is not None and round(part[0] * documents) >= round(part[1] * documents)
+    ]
+    if not empty:
+        return []
+    return [
+        f"--split {split} gives the {' and the '.join(empty)} part none of the {documents} "
+        f"documents of {prefix}: give each part that you want at least one, and 0 to the others"
+    ]
+
+
+def _vocabulary(args: Namespace) -> list[str]:
+    from megasink.data.sidecar import mismatch
+
+    try:
+        tokenizer = _tokenizer(args.tokenizer_model)
+    except UserError as error:
+        return [str(error)]
+    size = len(tokenizer)
+    found = []
+    rows = args.padded_vocab_size
+    if rows is not None and size > rows:
+        found.append(
+            f"the tokenizer {args.tokenizer_model} has {size} tokens but the embedding only "
+            f"{rows} rows: raise --padded-vocab-size or drop it"
+        )
+    for prefix in args.data_path or []:
+        if not _is_weight(prefix):
+            problem = mismatch(prefix, tokenizer)
+            if problem:
+                found.append(f"--data-path {prefix}: {problem}")
+    return found
+
+
+@functools.cache
+def _tokenizer(folder: str) -> Any:
+    """Loaded once: its problems and its size are asked for one after the other."""
+    from megasink.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(folder)
+
+
+def _is_weight(text: str) -> bool:
+    """--data-path may hold weights between the prefixes."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return not Path(text + ".bin").exists()
+
+
+def pin_vocabulary(args: Namespace) -> None:
+    """Set the rows of the embedding from the tokenizer alone.
+
+    Megatron pads to a multiple of 128 * TP, so that a checkpoint trained under one layout has
+    another softmax under the next (core/tokenizers/utils/build_tokenizer.py:124).
+
+    Raises:
+        ConfigError: the rows do not divide by the tensor-parallel size.
+    """
+    if args.padded_vocab_size is None:
+        size = args.vocab_size
+        if args.tokenizer_type == "HuggingFaceTokenizer":
+            size = len(_tokenizer(args.tokenizer_model))
+        if size is None:
+            raise ConfigError([f"--tokenizer-type {args.tokenizer_type} needs --vocab-size"])
+        if args.tokenizer_type == "NullTokenizer":
+            size += 1  # its end-of-document token
+        multiple = args.make_vocab_size_divisible_by
+        args.padded_vocab_size = -(-size // multiple) * multiple
+    if args.padded_vocab_size % args.tensor_model_parallel_size:
+        raise ConfigError(
+            [
+                f"the {args.padded_vocab_size} rows of the embedding are not divisible by "
+                f"--tensor-model-parallel-size {args.tensor_model_parallel_size}: set "
+                "--make-vocab-size-divisible-by to a multiple of it"
+            ]
+        )
