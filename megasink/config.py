@@ -41,6 +41,21 @@ class AttentionOptions:
 
 
 @dataclass(kw_only=True)
+class GateOptions:
+    """The explicit gate of --attention-variant gated (P1)."""
+
+
+@dataclass(kw_only=True)
+class PositionOptions:
+    """Which tokens see each other, and how positions enter (P2.18 to P2.22)."""
+
+
+@dataclass(kw_only=True)
+class BlockOptions:
+    """The transformer block around attention (P1.24, P1.25, P2.41 to P2.44)."""
+
+
+@dataclass(kw_only=True)
 class HeadBalanceOptions:
     """The head-balance loss of P0, Eq. 7: coefficient * sum over layers of H * CV^2."""
 
@@ -67,7 +82,14 @@ class RunOptions:
     """Run on the CPU platform; chosen by itself, and said, where no CUDA device is present."""
 
 
-OPTIONS = (AttentionOptions, HeadBalanceOptions, RunOptions)
+OPTIONS = (
+    AttentionOptions,
+    GateOptions,
+    PositionOptions,
+    BlockOptions,
+    HeadBalanceOptions,
+    RunOptions,
+)
 
 
 def visible_tokens(window_size: tuple[int, int] | None) -> int | None:

@@ -20,12 +20,9 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from megasink.attention import attention, first_key_gate, gate_sum
-from megasink.balance.attach import attach_gradient
-from megasink.balance.loss import head_balance_gradient, head_balance_loss
-from megasink.balance.reduce import gather_heads, own_heads
-from megasink.balance.tracker import HeadTracker
+from megasink.attention import attention, first_key_gate
 from megasink.config import visible_tokens
+from megasink.layers.importance import count_heads
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
@@ -145,22 +142,7 @@ class CoreAttention(MegatronModule):
             gate_BHT = first_key_gate(
                 query_BHTD, key_BGSD, lse_BHT, scale=self.softmax_scale, window=self.window
             )
-        return self._count(out, gate_BHT, balances)
-
-    def _count(self, out: Tensor, gate_BHT: Tensor, balances: bool) -> Tensor:
-        """Record the importance of all heads of the layer and attach the balance loss."""
-        batch, _, tokens = gate_BHT.shape
-        importance = gate_sum(gate_BHT) / (batch * tokens)
-        importance_all = gather_heads(importance, self.tp_group)
-        loss = None
-        if balances:
-            coeff = self.config.head_balance_coeff
-            loss = head_balance_loss(importance_all, coeff)
-            coefficients = own_heads(head_balance_gradient(importance_all, coeff), self.tp_group)
-            weight = float(batch * tokens) if self.config.calculate_per_token_loss else 1.0
-            out = attach_gradient(out, importance, coefficients, weight)
-        HeadTracker.record(self.layer_number - 1, importance_all, batch * tokens, loss)
-        return out
+        return count_heads(out, gate_BHT, self.config, self.layer_number, self.tp_group)
 
     def sharded_state_dict(
         self,

@@ -5,15 +5,28 @@ from dataclasses import dataclass
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megasink.balance.attach import HeadBalanceScale
-from megasink.config import AttentionOptions, HeadBalanceOptions
+from megasink.config import (
+    AttentionOptions,
+    BlockOptions,
+    GateOptions,
+    HeadBalanceOptions,
+    PositionOptions,
+)
 
 # Megatron's own name for each variant: inference and converters decide by config.softmax_type.
 SOFTMAX_TYPE = {"vanilla": "vanilla", "sink": "learnable", "off-by-one": "off-by-one"}
 
 
 @dataclass(kw_only=True)
-class MegasinkTransformerConfig(HeadBalanceOptions, AttentionOptions, TransformerConfig):
-    """TransformerConfig with AttentionOptions and HeadBalanceOptions beside Megatron's fields."""
+class MegasinkTransformerConfig(
+    HeadBalanceOptions,
+    BlockOptions,
+    PositionOptions,
+    GateOptions,
+    AttentionOptions,
+    TransformerConfig,
+):
+    """TransformerConfig with the options of megasink beside Megatron's fields."""
 
     def __post_init__(self) -> None:
         self.softmax_type = SOFTMAX_TYPE[self.attention_variant]

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 from megasink import platform
 from megasink.config import OPTIONS
 from megasink.errors import ConfigError
-from megasink.train import checks, data_checks, run_dir
+from megasink.train import checks, run_dir
+from megasink.train.checks.data import pin_vocabulary
 
 # Megatron's default is 0.1 for both dropouts; attention dropout breaks the identity between a
 # gate and the LSE (P0.9). The optimizer state must be saved in a form that any layout can load.
@@ -94,7 +95,7 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
         raise ConfigError(problems)
     identity = run_dir.identity_of(args)
     run_dir.set_paths(args)
-    data_checks.pin_vocabulary(args)
+    pin_vocabulary(args)
     with _without_argument_list():
         try:
             arguments.validate_args(args)

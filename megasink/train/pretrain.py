@@ -85,14 +85,14 @@ def _run(args: Namespace) -> None:
 
     from megasink.attention import choose_backend
     from megasink.report.curves import draw_run
-    from megasink.train import checks
+    from megasink.train.checks.attention import attention_request
     from megasink.train.dataset import datasets_provider
     from megasink.train.forward import forward_step
     from megasink.train.model import model_config
     from megasink.train.observer import Observer, observing
 
     if args.rank == 0:
-        choice = choose_backend(checks.attention_request(args), args.attention_kernel)
+        choice = choose_backend(attention_request(args), args.attention_kernel)
         others = "; ".join(f"not {name}: {why}" for name, why in choice.reasons.items())
         print(f"attention: {args.attention_variant} on {choice.name} ({others})", flush=True)
     container = pretrain_cfg_container_from_args(args, model_config(args))

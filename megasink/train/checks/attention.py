@@ -1,0 +1,77 @@
+"""What a command line gets wrong about attention."""
+
+from argparse import Namespace
+from dataclasses import replace
+from typing import get_args
+
+import torch
+
+from megasink import platform
+from megasink.attention import AttentionRequest, choose_backend
+from megasink.config import Variant, visible_tokens
+from megasink.errors import ConfigError
+
+
+def problems(args: Namespace) -> list[str]:
+    """A sentence for each."""
+    found = []
+    if args.train_iters is not None and args.train_iters < 1:
+        found.append(f"--train-iters {args.train_iters}: train at least one step")
+    window = args.window_size
+    if window is not None and (len(window) != 2 or window[1] != 0):
+        found.append(
+            f"--window-size {','.join(map(str, window))}: give LEFT,0, the tokens before the token "
+            "itself and none after it"
+        )
+    variant = args.attention_variant
+    if variant not in get_args(Variant):
+        found.append(
+            f"--attention-variant {variant!r} is unknown: choose {', '.join(get_args(Variant))}"
+        )
+    if getattr(args, "softmax_type", "vanilla") != "vanilla":
+        found.append(
+            f"--softmax-type {args.softmax_type}: say it with --attention-variant "
+            "(sink is Megatron's 'learnable')"
+        )
+    backend = getattr(args.attention_backend, "name", args.attention_backend)
+    if backend != "auto":
+        found.append(
+            f"--attention-backend {backend} chooses among Megatron's kernels, which drop the "
+            "sink's or the gate's gradient: use --attention-kernel"
+        )
+    heads, tensor_parallel = args.num_attention_heads, args.tensor_model_parallel_size
+    if heads and heads % tensor_parallel:
+        found.append(
+            f"--num-attention-heads {heads} is not divisible by "
+            f"--tensor-model-parallel-size {tensor_parallel}"
+        )
+    if heads and args.hidden_size and not args.kv_channels and args.hidden_size % heads:
+        found.append(
+            f"--hidden-size {args.hidden_size} is not divisible by --num-attention-heads {heads}: "
+            "change one, or give --kv-channels"
+        )
+    if args.fp16 and args.bf16:
+        found.append("--fp16 and --bf16: choose one")
+    if heads and args.hidden_size:
+        request = attention_request(args)
+        if variant not in get_args(Variant):
+            request = replace(request, variant="sink")  # what else is wrong is worth knowing
+        try:
+            choose_backend(request, args.attention_kernel)
+        except ConfigError as error:
+            found += error.problems
+    return found
+
+
+def attention_request(args: Namespace) -> AttentionRequest:
+    """The attention call that the model of these arguments makes."""
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    return AttentionRequest(
+        device_type="cpu" if platform.is_active() else "cuda",
+        dtype=dtype,
+        head_dim=args.kv_channels or args.hidden_size // args.num_attention_heads,
+        variant=args.attention_variant,
+        window=visible_tokens(args.window_size),
+        needs_gate_gradient=args.attention_variant == "sink" or args.head_balance_coeff > 0,
+        dropout=args.attention_dropout,
+    )

@@ -1,0 +1,31 @@
+"""What a command line gets wrong about the head-balance loss."""
+
+from argparse import Namespace
+from typing import get_args
+
+from megasink.config import Scope
+
+
+def problems(args: Namespace) -> list[str]:
+    """A sentence for each."""
+    found = []
+    coeff = args.head_balance_coeff
+    if coeff < 0:
+        found.append(f"--head-balance-coeff {coeff} is negative: use 0 or more")
+    if args.head_balance_scope not in get_args(Scope):
+        found.append(
+            f"--head-balance-scope {args.head_balance_scope!r} is unknown: "
+            f"choose {', '.join(get_args(Scope))}"
+        )
+    if args.transformer_impl == "inference_optimized":
+        found.append(
+            "--transformer-impl inference_optimized has no backward pass and cannot train: "
+            "use local or transformer_engine"
+            + (" (or set --head-balance-coeff 0)" if coeff else "")
+        )
+    if coeff and args.calculate_per_token_loss and args.eod_mask_loss:
+        found.append(
+            "--head-balance-coeff with --calculate-per-token-loss and --eod-mask-loss: the count "
+            "of unmasked tokens is known on the last stage only; drop one of the two flags"
+        )
+    return found

@@ -1,0 +1,42 @@
+"""What a command line asks of a device that is not there."""
+
+from argparse import Namespace
+
+from megasink import platform
+from megasink.compat import have_transformer_engine
+
+# Parts of the trainer that ask the CUDA driver themselves.
+_NEED_CUDA = {
+    "async_save": "--async-save",
+    "profile": "--profile",
+    "record_memory_history": "--record-memory-history",
+    "log_straggler": "--log-straggler",
+}
+
+
+def problems(args: Namespace) -> list[str]:
+    """A sentence for each."""
+    found = []
+    if platform.is_active():
+        if args.distributed_backend != "gloo":
+            found.append(
+                f"--distributed-backend {args.distributed_backend} needs CUDA and no CUDA device "
+                "is present: drop the flag (gloo is used) or run on a GPU machine"
+            )
+        if args.transformer_impl == "transformer_engine":
+            found.append(
+                "--transformer-impl transformer_engine needs CUDA and no CUDA device is present: "
+                "use local"
+            )
+        if args.fp8 or args.fp4:
+            found.append("--fp8-format and --fp4-format need CUDA and no CUDA device is present")
+        # The writer of an asynchronous save is a process without the platform: it would hang.
+        for name, flag in _NEED_CUDA.items():
+            if getattr(args, name):
+                found.append(f"{flag} needs CUDA and no CUDA device is present: drop the flag")
+    elif args.transformer_impl == "transformer_engine" and not have_transformer_engine():
+        found.append(
+            "--transformer-impl transformer_engine (Megatron's default) but transformer-engine is "
+            "not installed: pip install 'megasink[gpu]' or use --transformer-impl local"
+        )
+    return found
