@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from megasink.errors import UserError
 from megasink.train.run_dir import folder_problem, newest_checkpoint
+from megasink.train.tail import NewLines
 
 _ERROR = "megasink: error: "
 
@@ -83,7 +85,7 @@ def launch(flags: Sequence[str], run_dir: Path, ranks: int) -> int:
     ]
     command += [f"--nproc-per-node={ranks}", f"--log-dir={logs}", "--redirects=3"]
     command += ["-m", "megasink.train", "--run-dir", str(run_dir), *flags]
-    already = _lines(run_dir / "metrics.jsonl")
+    new_lines = NewLines(run_dir / "metrics.jsonl")
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -91,7 +93,7 @@ def launch(flags: Sequence[str], run_dir: Path, ranks: int) -> int:
     with (logs / "torchrun.log").open("w") as own:
         starting = subprocess.Popen(command, stdout=own, stderr=own)
         with _terminated_with_us(starting, run_dir) as process:
-            _follow(process, run_dir / "metrics.jsonl", len(already), _train_iters(flags), console)
+            _follow(process, new_lines, _train_iters(flags), console)
     if process.returncode:
         message = _what_failed(logs, process.returncode)
         if not (run_dir / "config.json").is_file():
@@ -170,8 +172,7 @@ def _terminated_with_us(process: "subprocess.Popen[bytes]", run_dir: Path) -> It
 
 def _follow(
     process: "subprocess.Popen[bytes]",
-    metrics: Path,
-    seen: int,
+    new_lines: NewLines,
     total: int | None,
     console: Console,
 ) -> None:
@@ -189,13 +190,14 @@ def _follow(
     ) as progress:
         task = progress.add_task("starting", total=total, state="")
         last_line, left = time.monotonic(), ""
+        recent: deque[float] = deque(maxlen=10)  # seconds of a step
         while True:
             ended = process.poll() is not None
-            lines = _lines(metrics)
-            for line in lines[seen:]:
+            for line in new_lines():
                 state = _state(line)
                 if "seconds" in line and total:
-                    left = _time_left(lines, total)
+                    recent.append(line["seconds"])
+                    left = _time_left(recent, total - line["iteration"])
                 progress.update(
                     task, description="training", completed=line["iteration"], state=state
                 )
@@ -207,16 +209,13 @@ def _follow(
                     elif "valid_lm_loss" in line:
                         progress.console.print(f"step {line['iteration']}  {state}")
                     last_line = time.monotonic()
-            seen = len(lines)
             if ended:
                 return
             time.sleep(0.2)
 
 
-def _time_left(lines: list[dict[str, Any]], total: int) -> str:
-    recent = [line for line in lines if "seconds" in line][-10:]
-    seconds = sum(line["seconds"] for line in recent) / len(recent)
-    left = int(seconds * (total - recent[-1]["iteration"]))
+def _time_left(seconds: Collection[float], steps: int) -> str:
+    left = int(sum(seconds) / len(seconds) * steps)
     return f"  left {left // 3600}:{left % 3600 // 60:02}:{left % 60:02}"
 
 
@@ -231,18 +230,6 @@ def _state(line: dict[str, Any]) -> str:
     }
     parts = [f"{text} {line[key]:.4f}" for key, text in names.items() if line.get(key) is not None]
     return "  ".join(parts)
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    whole = path.read_text(errors="replace").rpartition("\n")[0]
-    lines = []
-    for line in whole.splitlines():
-        # The ranks clear the file of lines that a kill cut short; until then they are there.
-        with suppress(ValueError):
-            lines.append(json.loads(line))
-    return lines
 
 
 def _what_failed(logs: Path, code: int) -> str:

@@ -7,6 +7,7 @@ import pytest
 
 from megasink.errors import UserError
 from megasink.train import launch
+from megasink.train.tail import NewLines
 
 
 def test_ranks_follow_the_layout():
@@ -32,16 +33,34 @@ def test_resume_repeats_the_flags_of_the_last_start(tmp_path):
     assert launch._flags_of_last_start(tmp_path / "nothing") == []
 
 
-def test_a_half_written_line_is_not_read(tmp_path):
+def test_each_line_is_read_once_and_only_when_it_is_whole(tmp_path):
     path = tmp_path / "metrics.jsonl"
+    new_lines = NewLines(path)
+    assert new_lines() == []
     path.write_text('{"iteration": 1}\n{"iterat')
-    assert launch._lines(path) == [{"iteration": 1}]
+    assert new_lines() == [{"iteration": 1}]
+    with path.open("a") as file:
+        file.write('ion": 2}\n')
+    assert new_lines() == [{"iteration": 2}]
+    assert NewLines(path)() == []
 
 
 def test_a_line_that_a_kill_broke_is_passed_over(tmp_path):
     path = tmp_path / "metrics.jsonl"
+    new_lines = NewLines(path)
     path.write_text('{"iteration": 1}\n{"iterat{"iteration": 2}\n{"iteration": 3}\n')
-    assert [line["iteration"] for line in launch._lines(path)] == [1, 3]
+    assert [line["iteration"] for line in new_lines()] == [1, 3]
+
+
+def test_lines_after_the_steps_that_a_resume_drops_are_new(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"iteration": i}) + "\n" for i in range(1, 6)))
+    new_lines = NewLines(path)
+    path.write_text("".join(json.dumps({"iteration": i}) + "\n" for i in range(1, 3)))
+    assert new_lines() == []
+    with path.open("a") as file:
+        file.write('{"iteration": 3}\n')
+    assert new_lines() == [{"iteration": 3}]
 
 
 @pytest.mark.parametrize("make", ["file", "foreign", "nothing", "unwritable"])
