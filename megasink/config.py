@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 Variant = Literal["vanilla", "sink", "off-by-one"]
-Scope = Literal["microbatch"]
+Scope = Literal["global", "data-parallel", "microbatch"]
 
 
 def _choice(kind: Any, default: str) -> Any:
@@ -63,8 +63,22 @@ class HeadBalanceOptions:
     """Coefficient of the head-balance loss (lambda); 0 switches it off. P0 trains from scratch
     with 1e-4."""
 
-    head_balance_scope: Scope = _choice(Scope, "microbatch")  # noqa: RUF009
-    """Over which tokens the importance inside the loss is averaged: those of each microbatch."""
+    head_balance_scope: Scope = _choice(Scope, "global")  # noqa: RUF009
+    """Over which tokens the importance inside the loss is averaged. global: the whole global
+    batch, at the cost of one small all-reduce per step; the gradient uses the importance of the
+    step before. data-parallel: the microbatches that run at the same time on all replicas.
+    microbatch: each microbatch alone."""
+
+    head_balance_warmup_iters: int = 0
+    """Steps over which the coefficient rises linearly to its value."""
+
+    head_balance_shared_heads: int = 0
+    """For fine-tuning (Eq. 8): the m most important heads of each layer are shared and left alone,
+    the loss evens out the others. 0: all heads count (Eq. 7)."""
+
+    head_balance_shared_refresh: int = 0
+    """Choose the shared heads anew every so many steps; 0: once, from the first step, and keep
+    them (they are stored in the checkpoint)."""
 
 
 @dataclass(kw_only=True)

@@ -1,8 +1,9 @@
 """Adds the gradient of the head-balance loss to the backward pass of the language model's loss.
 
-Shapes: B batch, H query heads of this rank, T tokens, D head dim.
+Shapes: H query heads of this rank.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,7 @@ class HeadBalanceScale:
     """
 
     _scale: ClassVar[Tensor | None] = None
+    _warmup: ClassVar[float] = 1.0
 
     @classmethod
     def set(cls, scale: Tensor) -> None:
@@ -25,11 +27,26 @@ class HeadBalanceScale:
         cls._scale = scale
 
     @classmethod
+    def set_step(cls, step: int, warmup_steps: int) -> None:
+        """Let the coefficient rise linearly over the first steps.
+
+        Args:
+            step: finished steps of the run.
+            warmup_steps: the step from which on it is whole; 0 for the first.
+        """
+        cls._warmup = min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
+
+    @classmethod
+    def warmup(cls) -> float:
+        """The share of the coefficient that the running step uses."""
+        return cls._warmup
+
+    @classmethod
     def get(cls, like: Tensor) -> Tensor:
         """The scale of the running microbatch on the device of ``like``; 1 before the first."""
         if cls._scale is None:
-            return torch.ones((), device=like.device)
-        return cls._scale.detach().reshape(()).to(like.device)
+            return torch.full((), cls._warmup, device=like.device)
+        return cls._scale.detach().reshape(()).to(like.device) * cls._warmup
 
 
 class _AttachGradient(torch.autograd.Function):
@@ -37,22 +54,29 @@ class _AttachGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, output: Tensor, importance_H: Tensor, coefficients_H: Tensor, weight: float
+        ctx: Any,
+        output: Tensor,
+        importance_H: Tensor,
+        coefficients: Callable[[], Tensor],
+        weight: float,
     ) -> Tensor:
-        ctx.save_for_backward(coefficients_H)
+        ctx.coefficients = coefficients
         ctx.weight = weight
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (coefficients_H,) = ctx.saved_tensors
+        coefficients_H = ctx.coefficients()
         # Read here and not in forward: the scale of a microbatch is set after its forward pass.
         scale = HeadBalanceScale.get(coefficients_H) * ctx.weight
         return grad_output, coefficients_H * scale, None, None
 
 
 def attach_gradient(
-    output: Tensor, importance_H: Tensor, coefficients_H: Tensor, weight: float = 1.0
+    output: Tensor,
+    importance_H: Tensor,
+    coefficients: Callable[[], Tensor],
+    weight: float = 1.0,
 ) -> Tensor:
     """Return ``output`` unchanged; its backward also runs that of sum_h c_h * Imp_h.
 
@@ -62,12 +86,14 @@ def attach_gradient(
     Args:
         output: the attention output, any shape and dtype; it must require a gradient.
         importance_H: [H] differentiable mean gate of this rank's heads, float32.
-        coefficients_H: [H] dL/dImp, float32, no gradient.
-        weight: further factor: the tokens of the microbatch under ``calculate_per_token_loss``,
-            where Megatron divides every gradient by the tokens of the global batch.
+        coefficients: called in the backward pass, where collectives that started in the forward
+            pass are awaited; gives dL/dImp, [H] float32, no gradient.
+        weight: further factor: the coefficient of the loss, and the tokens of the microbatch under
+            ``calculate_per_token_loss``, where Megatron divides every gradient by the tokens of
+            the global batch.
 
     Returns:
         a tensor equal to ``output``.
     """
-    result: Tensor = _AttachGradient.apply(output, importance_H, coefficients_H, weight)
+    result: Tensor = _AttachGradient.apply(output, importance_H, coefficients, weight)
     return result

@@ -1,44 +1,50 @@
 """Head importance across process groups.
 
-Shapes: H query heads of the layer, h those of this tensor-parallel rank, L layers of the model.
+Shapes: H query heads of the layer, h those of this tensor-parallel rank.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
-def gather_heads(importance_h: Tensor, tp_group: ProcessGroup) -> Tensor:
-    """The importance of all heads of a layer from the shards of the tensor-parallel ranks.
+class ImportanceSum:
+    """The importance of all heads of a layer over the tokens of a group of ranks.
+
+    The collective starts when it is made, in the forward pass, and is awaited where the result is
+    asked for, in the backward pass: nothing waits in between.
 
     Args:
-        importance_h: [h] of this rank; ranks hold consecutive heads.
-        tp_group: the tensor-parallel group.
-
-    Returns:
-        [H], the same on every rank; not differentiable.
+        gate_sum_h: sum over this rank's tokens of the gate of its heads; ranks of `tp_group` hold
+            consecutive heads.
+        tokens: how many tokens it is the sum of.
+        tp_group: the tensor-parallel group, part of `group`.
+        group: the ranks whose tokens count.
     """
-    importance_h = importance_h.detach()
-    world = tp_group.size()
-    if world == 1:
-        return importance_h
-    gathered = importance_h.new_empty(world * importance_h.shape[0])
-    torch.distributed.all_gather_into_tensor(gathered, importance_h.contiguous(), group=tp_group)
-    return gathered
+
+    def __init__(
+        self, gate_sum_h: Tensor, tokens: int, tp_group: ProcessGroup, group: ProcessGroup
+    ):
+        own, tp_rank = len(gate_sum_h), tp_group.rank()
+        self._sums = gate_sum_h.new_zeros(own * tp_group.size() + 1)
+        self._sums.narrow(0, tp_rank * own, own).copy_(gate_sum_h.detach())
+        if tp_rank == 0:  # the other ranks of its group have the same tokens
+            self._sums[-1] = tokens
+        self._work: Any = None
+        if group.size() > 1:
+            self._work = torch.distributed.all_reduce(self._sums, group=group, async_op=True)
+
+    def importance(self) -> Tensor:
+        """[H], the same on every rank of the group; not differentiable."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._sums[:-1] / self._sums[-1]
 
 
 def own_heads(importance_H: Tensor, tp_group: ProcessGroup) -> Tensor:
     """This rank's [h] of a tensor over all [H] heads."""
-    count = importance_H.shape[0] // tp_group.size()
-    return importance_H.narrow(0, tp_group.rank() * count, count)
-
-
-def sum_over_ranks(statistics: Tensor, dp_cp_group: ProcessGroup, pp_group: ProcessGroup) -> Tensor:
-    """Sum of a statistic over data- and context-parallel ranks and pipeline stages, in place.
-
-    A stage holds zeros for the layers of the others, so after the sum every rank knows all layers.
-    """
-    for group in (dp_cp_group, pp_group):
-        if group.size() > 1:
-            torch.distributed.all_reduce(statistics, group=group)
-    return statistics
+    count = importance_H.shape[-1] // tp_group.size()
+    return importance_H.narrow(-1, tp_group.rank() * count, count)

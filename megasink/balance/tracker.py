@@ -1,77 +1,132 @@
-"""Collects the importance of every head over the microbatches of a step.
+"""Sums of every head's gate over the microbatches of a step, and over ranks when it ends.
 
-Shapes: L layers of the model, H query heads.
+Shapes: L layers of the model, H query heads, h those of this tensor-parallel rank.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megasink.balance.loss import head_imbalance, squared_cv
-from megasink.balance.reduce import sum_over_ranks
+from megasink.balance.loss import head_balance_loss, squared_cv
 
 
 @dataclass(frozen=True)
 class HeadStatistics:
-    """One step's statistics, over the global batch.
+    """One step's statistics, over the global batch. On the device: reading one waits for it.
 
     Attributes:
         importance_LH: mean gate of each head over all tokens (P0.10), float32, NaN for a layer
             that recorded nothing.
         imbalance_L: CV of each layer (P0.13).
-        imbalance: mean over layers of CV (Eq. 6).
-        balance_loss: the loss as it entered the gradient: the mean over microbatches of Eq. 7.
+        imbalance: mean over layers of CV (Eq. 6), a scalar.
+        balance_loss: Eq. 7 or 8, a scalar: of `importance_LH` in the global scope (whose gradient
+            uses that of the step before), else its mean over microbatches.
     """
 
     importance_LH: Tensor
     imbalance_L: Tensor
-    imbalance: float
-    balance_loss: float
+    imbalance: Tensor
+    balance_loss: Tensor
+
+
+Receiver = Callable[[Tensor], None]
 
 
 class HeadTracker:
-    """Sums per layer, on the device, until the step ends. One per process."""
+    """Sums per layer, on the device, until the step ends. One per process.
 
+    One all-reduce of one [L, 2 H + 3] tensor per step, whatever the layers, stages and
+    microbatches. It starts when the backward pass ends and is awaited after the optimizer's step.
+    """
+
+    # Of each layer: a sum per head, then tokens, balance loss at coefficient 1, microbatches.
     _rows: ClassVar[dict[int, Tensor]] = {}
+    _layers: ClassVar[dict[int, tuple[Tensor, Receiver]]] = {}
+    _pending: ClassVar[tuple[Tensor, Any] | None] = None
 
     @classmethod
-    def record(cls, layer: int, importance_H: Tensor, tokens: int, loss: Tensor | None) -> None:
+    def record(
+        cls, layer: int, gate_sum_h: Tensor, tokens: int, routed_H: Tensor, receiver: Receiver
+    ) -> None:
         """Add one microbatch of one layer.
 
         Args:
             layer: 0-based index in the whole model.
-            importance_H: mean gate of all heads of the layer.
-            tokens: how many tokens it is the mean of.
-            loss: the layer's term of the balance loss in this microbatch; None for none.
+            gate_sum_h: sum over tokens of the gate of this rank's heads.
+            tokens: how many tokens it is the sum of.
+            routed_H: the heads that the balance loss evens out, bool.
+            receiver: called with the layer's importance [H] when the step has ended.
         """
-        heads = importance_H.shape[0]
         row = cls._rows.get(layer)
         if row is None:
             # float64: sums over thousands of microbatches must not lose digits.
-            row = cls._rows[layer] = importance_H.new_zeros(heads + 3, dtype=torch.float64)
-        row[:heads] += importance_H.detach() * tokens
-        if loss is not None:
-            row[heads] += loss.detach()
-        row[heads + 1] += tokens
-        row[heads + 2] += 1
+            row = gate_sum_h.new_zeros(len(gate_sum_h) + 3, dtype=torch.float64)
+            cls._rows[layer] = row
+        row[:-3] += gate_sum_h.detach()
+        row[-3] += tokens
+        row[-1] += 1
+        cls._layers[layer] = (routed_H, receiver)
 
     @classmethod
-    def finish_step(
-        cls, layers: int, heads: int, dp_cp_group: ProcessGroup, pp_group: ProcessGroup
-    ) -> HeadStatistics:
-        """Reduce over ranks and stages with one tensor, and start over. Call it on every rank."""
+    def record_loss(cls, layer: int, loss: Tensor) -> None:
+        """Add the layer's term of the balance loss in one microbatch that was recorded."""
+        cls._rows[layer][-2] += loss.detach()
+
+    @classmethod
+    def start_reduction(cls, layers: int, heads: int, tp_group: ProcessGroup) -> None:
+        """Send the sums of the step; call it on every rank when the backward pass has ended.
+
+        A forward and backward pass that is run again replaces what the first one sent.
+        """
+        if cls._pending is not None:
+            cls._pending[1].wait()
         device = next(iter(cls._rows.values())).device if cls._rows else torch.device("cuda")
-        table = torch.zeros(layers, heads + 3, dtype=torch.float64, device=device)
+        table = torch.zeros(layers, 2 * heads + 3, dtype=torch.float64, device=device)
         for layer, row in cls._rows.items():
-            table[layer] = row
+            own = len(row) - 3
+            table[layer].narrow(0, tp_group.rank() * own, own).copy_(row[:-3])
+            if tp_group.rank() == 0:  # every tensor-parallel rank has these
+                table[layer, heads:-3] = cls._layers[layer][0].double() * row[-1]
+                table[layer, -3:] = row[-3:]
         cls._rows.clear()
-        sum_over_ranks(table, dp_cp_group, pp_group)
-        importance_LH = (table[:, :heads] / table[:, heads + 1 : heads + 2]).float()
-        loss = (table[:, heads] / table[:, heads + 2].clamp_min(1)).sum()
+        cls._pending = table, torch.distributed.all_reduce(table, async_op=True)
+
+    @classmethod
+    def finish_step(cls, coeff: float, scope: str) -> HeadStatistics | None:
+        """The statistics of the step, to every layer's receiver too.
+
+        Args:
+            coeff: of the balance loss.
+            scope: of the balance loss.
+
+        Returns:
+            None if nothing was sent.
+        """
+        if cls._pending is None:
+            return None
+        table, work = cls._pending
+        cls._pending = None
+        work.wait()
+        heads = (table.shape[1] - 3) // 2
+        importance_LH = (table[:, :heads] / table[:, -3:-2]).float()
+        if scope == "global":
+            routed_LH = table[:, heads:-3] > 0
+            loss = head_balance_loss(importance_LH.nan_to_num(), coeff, routed_LH)
+        else:
+            loss = coeff * (table[:, -2] / table[:, -1].clamp_min(1)).sum()
+        for layer, (_, receive) in cls._layers.items():
+            receive(importance_LH[layer])
+        cls._layers.clear()
         imbalance_L = squared_cv(importance_LH).sqrt()
-        return HeadStatistics(
-            importance_LH, imbalance_L, float(head_imbalance(importance_LH)), float(loss)
-        )
+        return HeadStatistics(importance_LH, imbalance_L, imbalance_L.mean(), loss)
+
+    @classmethod
+    def forget(cls) -> None:
+        """Drop everything, as in a new process."""
+        cls._rows.clear()
+        cls._layers.clear()
+        cls._pending = None

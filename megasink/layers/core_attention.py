@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megasink.attention import attention, first_key_gate
 from megasink.config import visible_tokens
-from megasink.layers.importance import count_heads
+from megasink.layers.importance import HeadCounter
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
@@ -75,6 +75,7 @@ class CoreAttention(MegatronModule):
         )
         self.window = visible_tokens(config.window_size) if windowed else None
 
+        self.head_counter = HeadCounter(config, layer_number, self.tp_group)
         self.softmax_offset = None
         if config.attention_variant == "sink":
             heads = config.num_attention_heads // self.tp_group.size()
@@ -142,7 +143,8 @@ class CoreAttention(MegatronModule):
             gate_BHT = first_key_gate(
                 query_BHTD, key_BGSD, lse_BHT, scale=self.softmax_scale, window=self.window
             )
-        return count_heads(out, gate_BHT, self.config, self.layer_number, self.tp_group)
+        counted: Tensor = self.head_counter(out, gate_BHT)
+        return counted
 
     def sharded_state_dict(
         self,

@@ -1,47 +1,125 @@
 """From the gates of one layer to its head importance, its statistics and its balance gradient.
 
-Shapes: S sequence, B batch, H query heads of this tensor-parallel rank, T = S tokens.
+Shapes: S sequence, B batch, H query heads of the layer, h those of this tensor-parallel rank,
+T = S tokens.
 """
 
+from collections.abc import Callable
+
+import torch
+from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megasink.attention import gate_sum
 from megasink.balance.attach import attach_gradient
-from megasink.balance.loss import head_balance_gradient, head_balance_loss
-from megasink.balance.reduce import gather_heads, own_heads
+from megasink.balance.loss import head_balance_gradient, head_balance_loss, routed_heads
+from megasink.balance.reduce import ImportanceSum, own_heads
 from megasink.balance.tracker import HeadTracker
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
-def count_heads(
-    out_SBX: Tensor,
-    gate_BHT: Tensor,
-    config: MegasinkTransformerConfig,
-    layer_number: int,
-    tp_group: ProcessGroup,
-) -> Tensor:
-    """Record the importance of all heads of a layer; attach the gradient of the balance loss.
-
-    To be called where ``self.training and torch.is_grad_enabled()`` only: recompute runs forward a
-    first time without gradients, and that run counts nothing.
+class HeadCounter(torch.nn.Module):
+    """Counts the gates of one layer and attaches the gradient of the head-balance loss.
 
     Args:
-        out_SBX: the output that the gate belongs to; its backward runs that of the balance loss.
-        gate_BHT: one gate per head and token, in [0, 1]; differentiable where the loss is on.
+        config: with ``head_balance_coeff``, ``head_balance_scope``, ``head_balance_shared_heads``
+            and ``head_balance_shared_refresh``.
         layer_number: 1-based index in the whole model.
+        tp_group: tensor-parallel group.
 
-    Returns:
-        a tensor equal to `out_SBX`.
+    Attributes:
+        coefficients: [H] float32, dL/dImp at coefficient 1 from the importance of the last step's
+            global batch (scope global); 0 before the first. Part of the checkpoint, so that a
+            resumed run goes on to the bit.
+        routed: [H] bool, the heads that the loss evens out (P0.15); none before the first step
+            where some are shared, all where none is.
+        steps: how many steps `routed` has been in use.
     """
-    batch, _, tokens = gate_BHT.shape
-    importance = gate_sum(gate_BHT) / (batch * tokens)
-    importance_all = gather_heads(importance, tp_group)
-    loss, coeff = None, config.head_balance_coeff
-    if coeff > 0:
-        loss = head_balance_loss(importance_all, coeff)
-        coefficients = own_heads(head_balance_gradient(importance_all, coeff), tp_group)
-        weight = float(batch * tokens) if config.calculate_per_token_loss else 1.0
-        out_SBX = attach_gradient(out_SBX, importance, coefficients, weight)
-    HeadTracker.record(layer_number - 1, importance_all, batch * tokens, loss)
-    return out_SBX
+
+    coefficients: Tensor
+    routed: Tensor
+    steps: Tensor
+
+    def __init__(
+        self, config: MegasinkTransformerConfig, layer_number: int, tp_group: ProcessGroup
+    ):
+        super().__init__()
+        self.config = config
+        self.layer = layer_number - 1
+        self.tp_group = tp_group
+        # Not the attention's own config: Megatron gives it another one where groups < ranks.
+        heads = config.num_attention_heads
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        self.register_buffer("coefficients", torch.zeros(heads, device=device))
+        shares = config.head_balance_shared_heads > 0
+        self.register_buffer("routed", torch.full((heads,), not shares, device=device))
+        self.register_buffer("steps", torch.zeros(1, dtype=torch.int64, device=device))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HeadCounter":
+        """Move with the module but stay float32: Float16Module turns every tensor into bf16."""
+        kept = self.coefficients
+        super()._apply(fn, recurse)
+        moved = self.coefficients
+        self.coefficients = moved.float() if kept.is_meta else kept.to(moved.device)
+        return self
+
+    def forward(self, out_SBX: Tensor, gate_BHT: Tensor) -> Tensor:
+        """Record the importance of the layer's heads; attach the gradient of the balance loss.
+
+        To be called where ``self.training and torch.is_grad_enabled()`` only: recompute runs
+        forward a first time without gradients, and that run counts nothing.
+
+        Args:
+            out_SBX: the output that the gate belongs to; its backward runs that of the loss.
+            gate_BHT: one gate per head of this rank and token, in [0, 1]; differentiable where the
+                loss is on.
+
+        Returns:
+            a tensor equal to `out_SBX`.
+        """
+        config = self.config
+        tokens = gate_BHT.shape[0] * gate_BHT.shape[2]
+        gate_sum_h = gate_sum(gate_BHT)
+        HeadTracker.record(self.layer, gate_sum_h, tokens, self.routed, self._receive)
+        if not config.head_balance_coeff:
+            return out_SBX
+        weight = config.head_balance_coeff
+        if config.calculate_per_token_loss:
+            weight *= tokens
+        coefficients = self._coefficients(gate_sum_h, tokens)
+        return attach_gradient(out_SBX, gate_sum_h / tokens, coefficients, weight)
+
+    def _coefficients(self, gate_sum_h: Tensor, tokens: int) -> Callable[[], Tensor]:
+        """What gives dL/dImp [h] at coefficient 1 in the backward pass."""
+        if self.config.head_balance_scope == "global":
+            of_last_step_h = own_heads(self.coefficients, self.tp_group)
+            return lambda: of_last_step_h
+        sums = ImportanceSum(gate_sum_h, tokens, self.tp_group, self._group())
+
+        def of_this_microbatch() -> Tensor:
+            importance_H = sums.importance()
+            HeadTracker.record_loss(self.layer, head_balance_loss(importance_H, 1.0, self.routed))
+            gradient_H = head_balance_gradient(importance_H, 1.0, self.routed)
+            return own_heads(gradient_H, self.tp_group)
+
+        return of_this_microbatch
+
+    def _group(self) -> ProcessGroup:
+        """The ranks whose tokens count together."""
+        if self.config.head_balance_scope == "data-parallel":
+            return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        return parallel_state.get_tensor_and_context_parallel_group()
+
+    def _receive(self, importance_H: Tensor) -> None:
+        """When a step has ended: its importance over the global batch."""
+        shared = self.config.head_balance_shared_heads
+        refresh = self.config.head_balance_shared_refresh
+        if shared:
+            # Without a look at the device: the first step chooses, and each refresh-th one.
+            due = self.steps == 0
+            if refresh:
+                due = self.steps % refresh == 0
+            self.routed = torch.where(due, routed_heads(importance_H, shared), self.routed)
+        self.steps += 1
+        self.coefficients = head_balance_gradient(importance_H, 1.0, self.routed)

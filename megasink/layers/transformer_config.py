@@ -12,6 +12,7 @@ from megasink.config import (
     HeadBalanceOptions,
     PositionOptions,
 )
+from megasink.layers.finalize import finalize_model_grads
 
 # Megatron's own name for each variant: inference and converters decide by config.softmax_type.
 SOFTMAX_TYPE = {"vanilla": "vanilla", "sink": "learnable", "off-by-one": "off-by-one"}
@@ -33,4 +34,5 @@ class MegasinkTransformerConfig(
         if self.head_balance_coeff:
             # schedules.py:376 calls it for every microbatch on every pipeline stage.
             self.experimental_attention_variant_loss_scale_func = HeadBalanceScale.set
+        self.finalize_model_grads_func = finalize_model_grads
         super().__post_init__()

@@ -15,6 +15,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_timers
 from torch import Tensor
 
+from megasink.balance.attach import HeadBalanceScale
 from megasink.train.dataset import get_batch, token_byte_table
 
 LM_LOSS = "lm loss"
@@ -27,7 +28,8 @@ def forward_step(
     data_iterator: Iterator[Any] | None, model: GPTModel
 ) -> tuple[Tensor, LossFunction]:
     """One microbatch through this pipeline stage, for Megatron's ``pretrain``."""
-    timers = get_timers()
+    timers, args = get_timers(), get_args()
+    HeadBalanceScale.set_step(args.curr_iteration, args.head_balance_warmup_iters)
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from megatron.core import mpu
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer, training
 
+from megasink.balance.attach import HeadBalanceScale
 from megasink.balance.tracker import HeadStatistics, HeadTracker
 from megasink.train.forward import BITS_PER_BYTE, LM_LOSS
 
@@ -45,22 +45,19 @@ class Observer:
     def step(self, call: dict[str, Any]) -> None:
         """Before Megatron logs a step: reduce the statistics and add them to its losses."""
         args = get_args()
-        statistics = HeadTracker.finish_step(
-            args.num_layers,
-            args.num_attention_heads,
-            mpu.get_data_parallel_group(with_context_parallel=True),
-            mpu.get_pipeline_model_parallel_group(),
-        )
+        coeff = args.head_balance_coeff * HeadBalanceScale.warmup()
+        statistics = HeadTracker.finish_step(coeff, args.head_balance_scope)
         self._iteration = int(call["iteration"])
         if not self._owner:
             return
         losses = call["loss_dict"]
-        observed = not bool(statistics.importance_LH.isnan().all())
+        if statistics is not None and bool(statistics.importance_LH.isnan().all()):
+            statistics = None
         lm_loss = float(losses[LM_LOSS]) if LM_LOSS in losses else None
-        if observed:
+        if statistics is not None:
             # From here Megatron prints and writes them as it does the language model's loss.
-            losses[BALANCE_LOSS] = torch.tensor([statistics.balance_loss], device="cuda")
-            losses[IMBALANCE] = torch.tensor([statistics.imbalance], device="cuda")
+            losses[BALANCE_LOSS] = statistics.balance_loss.reshape(1)
+            losses[IMBALANCE] = statistics.imbalance.reshape(1)
         record = {
             "iteration": self._iteration,
             "lm_loss": lm_loss,
@@ -72,7 +69,7 @@ class Observer:
             "seconds": self._seconds(),
         }
         logs = self._iteration % args.log_interval == 0 or self._iteration == args.train_iters
-        if observed:
+        if statistics is not None:
             record |= self._heads(statistics, logs)
         self._write(record)
         if logs:
@@ -95,8 +92,8 @@ class Observer:
     def _heads(self, statistics: HeadStatistics, logs: bool) -> dict[str, Any]:
         importance, per_layer = statistics.importance_LH.cpu(), statistics.imbalance_L.cpu()
         record: dict[str, Any] = {
-            "balance_loss": statistics.balance_loss,
-            "imbalance": statistics.imbalance,
+            "balance_loss": _number(statistics.balance_loss),
+            "imbalance": _number(statistics.imbalance),
             "imbalance_per_layer": _rounded(per_layer),
         }
         if logs:

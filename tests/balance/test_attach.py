@@ -12,6 +12,7 @@ COEFFICIENTS_H = torch.tensor([0.5, -2.0, 1.0])
 def no_scale(monkeypatch):
     """A process in which Megatron has set no scale yet."""
     monkeypatch.setattr(HeadBalanceScale, "_scale", None)
+    monkeypatch.setattr(HeadBalanceScale, "_warmup", 1.0)
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def importance_H():
 
 def test_the_output_and_its_gradient_pass_unchanged(importance_H):
     output = torch.randn(4, 2, 6, requires_grad=True)
-    attached = attach_gradient(output, importance_H, COEFFICIENTS_H)
+    attached = attach_gradient(output, importance_H, lambda: COEFFICIENTS_H)
     assert torch.equal(attached, output)
     weight = torch.randn(4, 2, 6)
     (attached * weight).sum().backward()
@@ -31,7 +32,7 @@ def test_the_output_and_its_gradient_pass_unchanged(importance_H):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_importance_gets_the_coefficients_in_float32(importance_H, dtype):
     output = torch.zeros(2, 3, dtype=dtype, requires_grad=True)
-    attach_gradient(output, importance_H, COEFFICIENTS_H).sum().backward()
+    attach_gradient(output, importance_H, lambda: COEFFICIENTS_H).sum().backward()
     assert importance_H.grad.dtype == torch.float32
     assert torch.equal(importance_H.grad, COEFFICIENTS_H)
 
@@ -39,7 +40,7 @@ def test_importance_gets_the_coefficients_in_float32(importance_H, dtype):
 def test_weight_and_scale_multiply(importance_H):
     output = torch.zeros(2, requires_grad=True)
     HeadBalanceScale.set(torch.tensor([8.0]))  # Megatron hands over one element
-    attach_gradient(output, importance_H, COEFFICIENTS_H, weight=3.0).sum().backward()
+    attach_gradient(output, importance_H, lambda: COEFFICIENTS_H, weight=3.0).sum().backward()
     assert torch.equal(importance_H.grad, 24.0 * COEFFICIENTS_H)
 
 
@@ -47,7 +48,7 @@ def test_the_scale_is_that_at_backward(importance_H):
     """Megatron sets the scale of a microbatch after its forward pass."""
     output = torch.zeros(2, requires_grad=True)
     HeadBalanceScale.set(torch.tensor([100.0]))
-    attached = attach_gradient(output, importance_H, COEFFICIENTS_H)
+    attached = attach_gradient(output, importance_H, lambda: COEFFICIENTS_H)
     HeadBalanceScale.set(torch.tensor([0.25]))
     attached.sum().backward()
     assert torch.equal(importance_H.grad, 0.25 * COEFFICIENTS_H)
@@ -56,6 +57,16 @@ def test_the_scale_is_that_at_backward(importance_H):
 def test_the_gradient_does_not_depend_on_the_loss_behind_it(importance_H):
     """The balance loss is a term of its own, not a factor of the language model's."""
     output = torch.zeros(2, requires_grad=True)
-    attached = attach_gradient(output, importance_H, COEFFICIENTS_H)
+    attached = attach_gradient(output, importance_H, lambda: COEFFICIENTS_H)
     (1000.0 * attached.sum()).backward()
     assert torch.equal(importance_H.grad, COEFFICIENTS_H)
+
+
+@pytest.mark.parametrize(("step", "share"), [(0, 0.25), (1, 0.5), (3, 1.0), (9, 1.0)])
+def test_the_coefficient_warms_up(importance_H, step, share):
+    output = torch.zeros(2, requires_grad=True)
+    HeadBalanceScale.set_step(step, warmup_steps=4)
+    attach_gradient(output, importance_H, lambda: COEFFICIENTS_H).sum().backward()
+    assert torch.equal(importance_H.grad, share * COEFFICIENTS_H)
+    HeadBalanceScale.set_step(step, warmup_steps=0)
+    assert HeadBalanceScale.warmup() == 1.0

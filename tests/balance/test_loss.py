@@ -7,6 +7,7 @@ from megasink.balance.loss import (
     head_balance_gradient,
     head_balance_loss,
     head_imbalance,
+    routed_heads,
     squared_cv,
 )
 
@@ -79,3 +80,32 @@ def test_closed_heads_have_no_loss_and_no_gradient():
 def test_one_closed_head_among_open_ones_is_opened():
     gradient = head_balance_gradient(torch.tensor([0.0, 0.9, 0.9]), 1.0)
     assert gradient[0] < 0 < gradient[1]
+
+
+def test_shared_heads_are_left_out_of_the_loss(importance_LH):
+    """Eq. 8: the loss of the routed heads alone, with their number as the factor."""
+    routed = routed_heads(importance_LH, 2)
+    assert routed.sum(-1).tolist() == [3, 3, 3]
+    leaf = importance_LH.clone().requires_grad_()
+    loss = head_balance_loss(leaf, 0.3, routed)
+    alone = torch.stack([row[mask] for row, mask in zip(importance_LH, routed, strict=True)])
+    torch.testing.assert_close(loss, head_balance_loss(alone, 0.3))
+    loss.backward()
+    gradient = head_balance_gradient(importance_LH, 0.3, routed)
+    torch.testing.assert_close(gradient, leaf.grad, rtol=1e-11, atol=1e-13)
+    assert (gradient == 0).equal(~routed)
+
+
+def test_the_most_important_heads_are_shared_and_ties_go_by_index():
+    importance_LH = torch.tensor([[0.2, 0.9, 0.5, 0.9], [0.5, 0.5, 0.5, 0.5]])
+    assert routed_heads(importance_LH, 1).tolist() == [
+        [True, False, True, True],
+        [False, True, True, True],
+    ]
+    assert routed_heads(importance_LH, 2)[1].tolist() == [False, False, True, True]
+
+
+def test_no_loss_and_no_gradient_before_the_shared_heads_are_known(importance_LH):
+    none = torch.zeros_like(importance_LH, dtype=torch.bool)
+    assert head_balance_loss(importance_LH, 1.0, none) == 0
+    assert not head_balance_gradient(importance_LH, 1.0, none).any()

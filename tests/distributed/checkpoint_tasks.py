@@ -7,7 +7,6 @@ megatron/training/checkpointing.py:468 gives under --dist-ckpt-optim-fully-resha
 from typing import Any
 
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
@@ -29,7 +28,7 @@ class Run:
         dp = parallel_state.get_data_parallel_world_size()
         init_num_microbatches_calculator(0, None, MICROBATCH * MICROBATCHES, MICROBATCH, dp)
         config.transformer.grad_scale_func = self.optimizer.scale_loss
-        config.transformer.finalize_model_grads_func = finalize_model_grads
+        self.transformer = config.transformer
         self.step = 0
 
     def train(self, steps: int) -> list[float | None]:
@@ -37,6 +36,7 @@ class Run:
         losses = []
         for _ in range(steps):
             losses.append(tiny_gpt.run_step(self.models, self.optimizer, self.step))
+            tiny_gpt.statistics(self.transformer)
             self.optimizer.step()
             self.scheduler.step(MICROBATCH * MICROBATCHES)
             self.step += 1

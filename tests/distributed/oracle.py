@@ -1,4 +1,4 @@
-"""The head-balance loss of scope `microbatch`, by plain autograd: what training must equal.
+"""The head-balance loss in each scope, by plain autograd: what training must equal.
 
 One process, no schedule, no DDP, no Megatron optimizer. Core attention is the reference with its
 S x S matrix; Eq. 7 of P0 is written out here and added to the loss, so that nothing of
@@ -50,21 +50,86 @@ def reference_model(config: Any, importances: list[Tensor]) -> Any:
     return model
 
 
-def balance_loss(importances: list[Tensor], coeff: float) -> Tensor:
-    """coeff * sum over layers of H * CV^2, with the population variance (P0 Eq. 6-7)."""
+def balance_loss(importance_LH: Tensor, coeff: float, routed: list[list[int]]) -> Tensor:
+    """coeff * sum over layers of n * CV^2 over its n routed heads (P0 Eq. 6-8)."""
     terms = []
-    for importance_H in importances:
-        mean = importance_H.sum() / len(importance_H)
-        variance = ((importance_H - mean) ** 2).sum() / len(importance_H)
-        terms.append(len(importance_H) * variance / mean**2)
+    for importance_H, heads in zip(importance_LH, routed, strict=True):
+        chosen = importance_H[heads]
+        mean = chosen.sum() / len(heads)
+        variance = ((chosen - mean) ** 2).sum() / len(heads)
+        terms.append(len(heads) * variance / mean**2)
     return coeff * torch.stack(terms).sum()
 
 
-def train(coeff: float, steps: int = 2, **options: Any) -> dict[str, Any]:
+def routed_heads(importance_LH: Tensor, shared: int) -> list[list[int]]:
+    """Per layer the heads that are not among the `shared` most important ones."""
+    routed = []
+    for importance_H in importance_LH.tolist():
+        order = sorted(range(len(importance_H)), key=lambda head: (-importance_H[head], head))
+        routed.append(sorted(order[shared:]))
+    return routed
+
+
+class Balance:
+    """The balance loss over the steps of a run.
+
+    Args:
+        replicas: data-parallel ranks of the run that is compared: microbatch k of each of them
+            counts together in the scope `data-parallel`.
+        refresh: choose the shared heads anew every so many steps; 0 for once.
+    """
+
+    def __init__(self, coeff: float, scope: str, replicas: int, shared: int, refresh: int):
+        self.coeff, self.scope, self.shared, self.refresh = coeff, scope, shared, refresh
+        self.together = {"microbatch": 1, "data-parallel": replicas}.get(scope)
+        self.last: Tensor | None = None
+        self.routed: list[list[int]] | None = None
+        self.steps = 0
+
+    def __call__(self, importance_MLH: Tensor) -> tuple[Tensor, float]:
+        """The term of a step's loss that is differentiated, and the value that is logged.
+
+        Args:
+            importance_MLH: of each microbatch.
+        """
+        every = routed_heads(importance_MLH[0], 0)
+        routed = self.routed if self.shared else every
+        importance_LH = importance_MLH.mean(0)
+        term, logged = importance_LH.sum() * 0.0, 0.0
+        if self.scope == "global":
+            # One step late: the gradient of Eq. 7 at the importance of the step before.
+            if self.last is not None:
+                last = self.last.requires_grad_()
+                (slope,) = torch.autograd.grad(balance_loss(last, self.coeff, routed), last)
+                term = (slope * importance_LH).sum()
+            if routed is not None:
+                logged = balance_loss(importance_LH.detach(), self.coeff, routed).item()
+        elif routed is not None:
+            groups = importance_MLH.unflatten(0, (-1, self.together)).mean(1)
+            terms = [balance_loss(group_LH, self.coeff, routed) for group_LH in groups]
+            term = torch.stack(terms).mean()
+            logged = term.item()
+        self.last = importance_LH.detach().clone()
+        if self.steps == 0 or (self.refresh and self.steps % self.refresh == 0):
+            self.routed = routed_heads(self.last, self.shared)
+        self.steps += 1
+        return term, logged
+
+
+def train(
+    coeff: float,
+    steps: int = 3,
+    scope: str = "global",
+    replicas: int = 1,
+    shared: int = 0,
+    refresh: int = 0,
+    **options: Any,
+) -> dict[str, Any]:
     """What :func:`tiny_gpt.train` reports, from autograd and torch's AdamW alone."""
     importances: list[Tensor] = []
     config = tiny_gpt.model_config(head_balance_coeff=0.0, **options)
     model = reference_model(config, importances)
+    balance_of = Balance(coeff, scope, replicas, shared, refresh)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     groups = [
@@ -76,24 +141,24 @@ def train(coeff: float, steps: int = 2, **options: Any) -> dict[str, Any]:
     report["initial"] = tiny_gpt.shards([model], "data")
     for step in range(steps):
         optimizer.zero_grad()
-        losses, balances, per_microbatch = [], [], []
+        losses, per_microbatch = [], []
         for index in range(tiny_gpt.MICROBATCHES):
             data = tiny_gpt.batch(step, index)
             losses_BS = model(data["tokens"], data["position_ids"], None, labels=data["labels"])
             losses.append(losses_BS.mean())
-            balances.append(balance_loss(importances, coeff))
             per_microbatch.append(torch.stack(importances))
             importances.clear()
-        loss, balance = torch.stack(losses).mean(), torch.stack(balances).mean()
+        loss = torch.stack(losses).mean()
+        importance_MLH = torch.stack(per_microbatch)
+        balance, logged = balance_of(importance_MLH)
         (loss + balance).backward()
-        if step == 0:
+        if step == steps - 1:
             report["gradients"] = tiny_gpt.shards([model], "grad")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        importance_LH = torch.stack(per_microbatch).mean(0).detach()
         report["loss"].append(loss.item())
         report["statistics"].append(
-            {"importance_LH": importance_LH, "balance_loss": balance.item()}
+            {"importance_LH": importance_MLH.detach().mean(0), "balance_loss": logged}
         )
         report["grad_norm"].append(norm.item())
     report["final"] = tiny_gpt.shards([model], "data")

@@ -1,6 +1,6 @@
 """Loss, statistics, gradients, gradient norm and weights are the same in every layout.
 
-Float32, two steps of Adam through Megatron's schedules; the single process is itself compared
+Float32, three steps of Adam through Megatron's schedules; the single process is itself compared
 with plain autograd in test_oracle.py. Not covered: context and expert parallelism, which
 megasink refuses.
 """
@@ -38,6 +38,10 @@ MODELS = {
     "four-layers": {"num_layers": 4},
     "no-balance": {"head_balance_coeff": 0.0},
     "vanilla-no-balance": {"attention_variant": "vanilla", "head_balance_coeff": 0.0},
+    "microbatch": {"head_balance_scope": "microbatch"},
+    "data-parallel": {"head_balance_scope": "data-parallel"},
+    "four-microbatch": {"num_layers": 4, "head_balance_scope": "microbatch"},
+    "shared": {"head_balance_shared_heads": 1, "head_balance_scope": "microbatch"},
     "layernorm": {"normalization": "LayerNorm", "add_bias_linear": True},
 }
 
@@ -76,6 +80,14 @@ CASES = [
     ("four-layers", VPP, FULL | DISTRIBUTED),
     ("no-balance", TP_SP, SP),
     ("vanilla-no-balance", PP, {}),
+    ("microbatch", TP_SP, SP),
+    ("microbatch", PP, {}),
+    ("microbatch", DP, DISTRIBUTED | FULL),
+    ("four-microbatch", VPP, FULL),
+    ("data-parallel", TP_SP, SP | FULL),
+    ("data-parallel", PP, {}),
+    ("shared", TP, {}),
+    ("shared", PP, {}),
     ("layernorm", TP_SP, SP),
     ("layernorm", PP, {}),
 ]
@@ -154,23 +166,27 @@ def test_per_token_loss_has_the_gradient_of_the_mean_loss(single):
 
 
 @pytest.mark.parametrize("layout", [SINGLE, PP], ids=str)
-def test_a_loss_scale_multiplies_every_gradient(pool, single, layout):
+def test_a_loss_scale_multiplies_every_gradient(pool, layout):
     """As fp16's: the balance loss is scaled with the loss, microbatch by microbatch."""
     scale = 1024.0  # a power of two: no rounding
-    # The unscaled norm would be clipped against the scaled one: only gradients are compared.
-    reports = pool.run(TRAIN, layout, steps=1, grad_scale=scale)
+    # The unscaled norm would be clipped against the scaled one: one step. The global scope would
+    # have no gradient in it.
+    options = {"head_balance_scope": "microbatch", "steps": 1}
+    reports = pool.run(TRAIN, layout, grad_scale=scale, **options)
     found = merging.whole([r["gradients"] for r in reports])
-    for name, wanted in merging.whole([single("sink")[0]["gradients"]]).items():
+    unscaled = pool.run(TRAIN, layout, **options)
+    for name, wanted in merging.whole([r["gradients"] for r in unscaled]).items():
         assert merging.relative_error(found[name] / scale, wanted) <= TOLERANCE, name
 
 
-def test_fp16_gradients_do_not_depend_on_the_loss_scale(pool, single):
+def test_fp16_gradients_do_not_depend_on_the_loss_scale(pool):
     """The real path: Float16Module, a gradient scaler, unscaling in the optimizer."""
-    norms = []
+    norms, scope = [], {"head_balance_scope": "microbatch"}
+    (float32,) = pool.run(TRAIN, SINGLE, steps=1, **scope)
     for scale in (2.0**4, 2.0**12):
         options = {"fp16": True, "optimizer_options": {"initial_loss_scale": scale}}
-        (report,) = pool.run(TRAIN, SINGLE, steps=1, **options)
+        (report,) = pool.run(TRAIN, SINGLE, steps=1, **options, **scope)
         norms.append(report["grad_norm"][0])
     # Three digits of fp16; a balance loss that is not scaled would be 256 times off.
     assert norms[0] == pytest.approx(norms[1], rel=3e-3)
-    assert norms[0] == pytest.approx(single("sink")[0]["grad_norm"][0], rel=1e-2)
+    assert norms[0] == pytest.approx(float32["grad_norm"][0], rel=1e-2)

@@ -1,13 +1,18 @@
-"""Training equals plain autograd of language-model loss + Eq. 7 over the reference attention."""
+"""Training equals plain autograd of language-model loss + Eq. 7 or 8 over reference attention."""
 
 import numpy as np
 import pytest
 
 from tests.distributed import merging
-from tests.distributed.layout import SINGLE
+from tests.distributed.layout import SINGLE, Layout
 from tests.distributed.test_layouts import TOLERANCE, TRAIN
 
 ORACLE = "tests.distributed.oracle:train"
+
+
+DP = Layout(dp=2)
+SHARED = {"head_balance_shared_heads": 1}
+REFRESHED = {"head_balance_shared_heads": 2, "head_balance_shared_refresh": 2}
 
 
 @pytest.mark.parametrize(
@@ -23,25 +28,47 @@ ORACLE = "tests.distributed.oracle:train"
 )
 @pytest.mark.parametrize("variant", ["vanilla", "sink", "off-by-one"])
 def test_training_equals_autograd_of_eq_7(pool, variant, options):
-    options = {"attention_variant": variant, **options}
-    (found,) = pool.run(TRAIN, SINGLE, head_balance_coeff=1.0, **options)
-    (wanted,) = pool.run(ORACLE, SINGLE, coeff=1.0, **options)
-    np.testing.assert_allclose(found["loss"], wanted["loss"], rtol=TOLERANCE)
-    np.testing.assert_allclose(found["grad_norm"], wanted["grad_norm"], rtol=TOLERANCE)
-    for step_found, step_wanted in zip(found["statistics"], wanted["statistics"], strict=True):
-        for key in step_wanted:
-            np.testing.assert_allclose(step_found[key], step_wanted[key], rtol=TOLERANCE)
+    compare(pool, SINGLE, 3, {"attention_variant": variant, **options})
+
+
+@pytest.mark.parametrize(
+    ("scope", "layout"),
+    [("global", DP), ("data-parallel", DP), ("data-parallel", SINGLE), ("microbatch", DP)],
+    ids=str,
+)
+@pytest.mark.parametrize("shared", [{}, SHARED, REFRESHED], ids=["eq-7", "eq-8", "eq-8-refreshed"])
+def test_every_scope_has_its_oracle(pool, scope, layout, shared):
+    compare(pool, layout, 4, {"head_balance_scope": scope, **shared})
+
+
+def compare(pool, layout, steps, options):
+    """Training in a layout against the oracle of its scope."""
+    options = dict(options)
+    found = pool.run(TRAIN, layout, head_balance_coeff=1.0, steps=steps, **options)
+    balance = {
+        "scope": options.pop("head_balance_scope", "global"),
+        "replicas": layout.dp,
+        "shared": options.pop("head_balance_shared_heads", 0),
+        "refresh": options.pop("head_balance_shared_refresh", 0),
+    }
+    wanted = pool.run(ORACLE, SINGLE, coeff=1.0, steps=steps, **balance, **options)
+    np.testing.assert_allclose(merging.loss(found), wanted[0]["loss"], rtol=TOLERANCE)
+    for report in found:
+        np.testing.assert_allclose(report["grad_norm"], wanted[0]["grad_norm"], rtol=TOLERANCE)
+        for one, other in zip(report["statistics"], wanted[0]["statistics"], strict=True):
+            for key in other:
+                np.testing.assert_allclose(one[key], other[key], rtol=TOLERANCE, err_msg=key)
     for kind in ("initial", "gradients", "final"):
-        arrays_found, arrays_wanted = (merging.whole([r[kind]]) for r in (found, wanted))
-        assert arrays_found.keys() == arrays_wanted.keys()
-        for name, array in arrays_wanted.items():
-            error = merging.relative_error(arrays_found[name], array)
+        arrays, expected = (merging.whole([r[kind] for r in rs]) for rs in (found, wanted))
+        assert arrays.keys() == expected.keys()
+        for name, array in expected.items():
+            error = merging.relative_error(arrays[name], array)
             assert error <= TOLERANCE, f"{kind} of {name}: {error:.2e}"
 
 
 def test_the_oracle_notices_another_coefficient(pool):
-    (found,) = pool.run(TRAIN, SINGLE, head_balance_coeff=1.0, steps=1)
-    (wanted,) = pool.run(ORACLE, SINGLE, coeff=0.9, steps=1)
+    (found,) = pool.run(TRAIN, SINGLE, head_balance_coeff=1.0)
+    (wanted,) = pool.run(ORACLE, SINGLE, coeff=0.9)
     name = "decoder.layers.1.self_attention.core_attention.softmax_offset"
     arrays = [merging.whole([r["gradients"]])[name] for r in (found, wanted)]
     assert merging.relative_error(*arrays) > 1e-3

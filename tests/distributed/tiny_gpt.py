@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -171,7 +171,7 @@ def optimizer_of(
 
 
 def train(
-    steps: int = 2,
+    steps: int = 3,
     distributed_optimizer: bool = False,
     overlap: bool = False,
     grad_scale: float | None = None,
@@ -187,7 +187,7 @@ def train(
 
     Returns:
         per step: loss (None on ranks without it), statistics, gradient norm; the gradients of the
-        first step; the initial and final weights; how often core attention ran. Tensors as
+        last step; the initial and final weights; how often core attention ran. Tensors as
         :func:`shards` gives them.
     """
     config = model_config(**options)
@@ -207,7 +207,6 @@ def train(
     transformer.grad_scale_func = optimizer.scale_loss
     if grad_scale is not None:
         transformer.grad_scale_func = lambda loss: loss * grad_scale
-    transformer.finalize_model_grads_func = finalize_model_grads
     if overlap:
         hooks = [model.no_sync for model in models]
         transformer.no_sync_func = hooks[0] if len(models) == 1 else hooks
@@ -218,7 +217,7 @@ def train(
         losses = run_step(models, optimizer, step)
         report["loss"].append(losses)
         report["statistics"].append(vars(statistics(transformer)))
-        if step == 0:
+        if step == steps - 1:
             if distributed_optimizer:
                 gather_gradients(models)
             report["gradients"] = shards(models, "main_grad")
@@ -254,12 +253,7 @@ def run_step(models: list[Any], optimizer: Any, step: int) -> float | None:
 
 def statistics(transformer: MegasinkTransformerConfig) -> Any:
     """What HeadTracker collected over the step."""
-    return HeadTracker.finish_step(
-        transformer.num_layers,
-        transformer.num_attention_heads,
-        parallel_state.get_data_parallel_group(with_context_parallel=True),
-        parallel_state.get_pipeline_model_parallel_group(),
-    )
+    return HeadTracker.finish_step(transformer.head_balance_coeff, transformer.head_balance_scope)
 
 
 def count_forward_calls(models: list[Any]) -> list[int]:

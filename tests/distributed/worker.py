@@ -98,8 +98,9 @@ def forget() -> None:
     num_microbatches_calculator.unset_num_microbatches_calculator()
     rerun_state_machine.destroy_rerun_state_machine()
     destroy_global_vars()
-    HeadTracker._rows.clear()
+    HeadTracker.forget()
     HeadBalanceScale._scale = None
+    HeadBalanceScale.set_step(0, 0)
     parallel_state.destroy_model_parallel()
 
 

@@ -22,7 +22,6 @@ def softmax_offset_facts(distributed_optimizer: bool, **options: Any) -> dict[st
     optimizer, scheduler = tiny_gpt.optimizer_of(config, models, distributed_optimizer)
     transformer = config.transformer
     transformer.grad_scale_func = optimizer.scale_loss
-    transformer.finalize_model_grads_func = tiny_gpt.finalize_model_grads
     (model,) = unwrap_model(models)
     layers = [m for m in model.modules() if isinstance(m, CoreAttention)]
     offset = layers[0].softmax_offset
@@ -186,5 +185,5 @@ def recorded() -> dict[str, int]:
         with torch.set_grad_enabled(gradients):
             model(data["tokens"], data["position_ids"], None, labels=data["labels"])
         found[name] = int(HeadTracker._rows[0][-1]) if HeadTracker._rows else 0
-        HeadTracker._rows.clear()
+        HeadTracker.forget()
     return found

@@ -36,6 +36,22 @@ REFUSED = {
         [*MOCK, "--head-balance-coeff", "-0.5"],
         ["--head-balance-coeff -0.5 is negative"],
     ),
+    "negative-warm-up": (
+        [*MOCK, "--head-balance-warmup-iters", "-1"],
+        ["--head-balance-warmup-iters -1 is negative"],
+    ),
+    "shared-heads": (
+        [*MOCK, "--head-balance-shared-heads", "3"],
+        ["--head-balance-shared-heads 3 of 4 heads", "at most 2"],
+    ),
+    "refresh-of-nothing": (
+        [*MOCK, "--head-balance-shared-refresh", "3"],
+        ["without --head-balance-shared-heads"],
+    ),
+    "unknown-scope": (
+        [*MOCK, "--head-balance-scope", "world"],
+        ["'world' is unknown: choose global, data-parallel, microbatch"],
+    ),
     "kernel-that-drops-the-sink": (
         [*MOCK, "--attention-backend", "fused"],
         ["--attention-backend fused", "use --attention-kernel"],

@@ -17,6 +17,18 @@ def problems(args: Namespace) -> list[str]:
             f"--head-balance-scope {args.head_balance_scope!r} is unknown: "
             f"choose {', '.join(get_args(Scope))}"
         )
+    for name in ("warmup_iters", "shared_heads", "shared_refresh"):
+        value = getattr(args, f"head_balance_{name}")
+        if value < 0:
+            found.append(f"--head-balance-{name.replace('_', '-')} {value} is negative")
+    heads, shared = args.num_attention_heads, args.head_balance_shared_heads
+    if heads and shared > heads - 2:
+        found.append(
+            f"--head-balance-shared-heads {shared} of {heads} heads leaves fewer than two to even "
+            f"out: use at most {heads - 2}"
+        )
+    if args.head_balance_shared_refresh and not shared:
+        found.append("--head-balance-shared-refresh without --head-balance-shared-heads: give both")
     if args.transformer_impl == "inference_optimized":
         found.append(
             "--transformer-impl inference_optimized has no backward pass and cannot train: "
