@@ -90,7 +90,11 @@ class RunOptions:
     configuration. A folder that holds a run of another configuration is refused."""
 
     resume: bool = False
-    """Go on from the newest checkpoint of --run-dir."""
+    """Go on from the newest whole checkpoint of --run-dir."""
+
+    verify_checkpoint: bool = False
+    """With --resume: compare the checksums of everything in a checkpoint before it is loaded, at
+    the cost of reading it once more; without it only the sizes of the files are compared."""
 
     cpu: bool = False
     """Run on the CPU platform; chosen by itself, and said, where no CUDA device is present."""

@@ -1,6 +1,8 @@
 """What every rank runs: arguments, model configuration, Megatron's ``pretrain``."""
 
+import contextlib
 import os
+import shutil
 import sys
 import warnings
 from argparse import Namespace
@@ -40,6 +42,7 @@ def pretrain(argv: Sequence[str]) -> None:
     prepare_process(argv)
     import torch
     from megatron.training.global_vars import set_global_variables
+    from torch.distributed.checkpoint import CheckpointException
 
     from megasink.train import arguments, run_dir
 
@@ -50,7 +53,7 @@ def pretrain(argv: Sequence[str]) -> None:
     set_global_variables(args)
     try:
         _run(args)
-    except (SystemExit, AssertionError) as stop:
+    except (SystemExit, AssertionError, CheckpointException) as stop:
         raise _explained(stop, args) from stop
     finally:
         # Without it gloo aborts a process now and then while it exits.
@@ -60,6 +63,9 @@ def pretrain(argv: Sequence[str]) -> None:
 
 def _explained(stop: BaseException, args: Namespace) -> BaseException:
     """What the user can mend, for the ways in which Megatron ends a run by itself."""
+    # torch's exception for a checkpoint; while one is loaded no step has run.
+    if type(stop).__name__ == "CheckpointException" and args.save and args.curr_iteration:
+        return _not_saved(stop, args)
     if "OptimizerParamScheduler" in str(stop):
         return UserError(
             f"the checkpoint was trained with another schedule ({stop}): add "
@@ -75,6 +81,22 @@ def _explained(stop: BaseException, args: Namespace) -> BaseException:
     return UserError(
         f"step {args.curr_iteration + 1}: NaN or Inf in the loss or in a gradient, and again when "
         f"the step was run a second time{saved}. Lower --lr, or look at the data of that step"
+    )
+
+
+def _not_saved(stop: BaseException, args: Namespace) -> UserError:
+    """A checkpoint that could not be written: the disk is full, a quota is reached."""
+    from megasink.train.intact import newest_intact
+
+    reason = [line for line in str(stop).splitlines() if line.strip()][-1]
+    free = shutil.disk_usage(args.save).free / 1e9
+    left = "there is no whole checkpoint yet"
+    with contextlib.suppress(UserError):
+        iteration = newest_intact(Path(args.save))[0]
+        left = f"the checkpoint of step {iteration} is whole: make room and use --resume"
+    return UserError(
+        f"a checkpoint could not be written to {args.save} ({free:.1f} GB free there): {reason}; "
+        f"{left}"
     )
 
 

@@ -20,6 +20,8 @@ from typing import Any
 
 import megasink
 from megasink.compat import versions
+from megasink.errors import UserError
+from megasink.train.intact import TRACKER, go_back_to_intact, iterations, newest_intact
 
 # A run is its model, its data and its loss; layout, length and learning rate may change on resume.
 MODEL = (
@@ -85,6 +87,11 @@ def problems(args: Namespace) -> list[str]:
     problem = folder_problem(folder, resume=args.resume)
     if problem:
         return [problem]
+    if args.resume:
+        try:
+            newest_intact(folder / "checkpoints")
+        except UserError as error:
+            return [str(error)]
     return [] if args.resume else _checkpoint_problems(args, args.load)
 
 
@@ -101,7 +108,7 @@ def folder_problem(folder: Path, *, resume: bool) -> str | None:
         return None
     if not resume:
         return f"--run-dir {folder} holds a run already: add --resume or choose another folder"
-    if newest_checkpoint(folder / "checkpoints") is None:
+    if not iterations(folder / "checkpoints"):
         return f"--resume: {folder}/checkpoints holds no finished checkpoint: start a new run"
     return None
 
@@ -135,7 +142,7 @@ def _differences(before: dict[str, Any], args: Namespace, names: Sequence[str]) 
 
 def newest_checkpoint(folder: Path) -> int | None:
     """The iteration of the newest finished checkpoint in a checkpoint folder, or None."""
-    tracker = folder / "latest_checkpointed_iteration.txt"
+    tracker = folder / TRACKER
     if not tracker.is_file():
         return None
     text = tracker.read_text().strip()
@@ -169,6 +176,9 @@ def write_start(args: Namespace, identity: dict[str, Any]) -> None:
         return
     folder = Path(args.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    resumed_from = None
+    if args.resume:
+        resumed_from = go_back_to_intact(folder / "checkpoints", checksums=args.verify_checkpoint)
     resolved = {name: _plain(value) for name, value in sorted(vars(args).items())}
     config = {
         "arguments": resolved | identity,
@@ -181,7 +191,7 @@ def write_start(args: Namespace, identity: dict[str, Any]) -> None:
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
         "world_size": args.world_size,
-        "resumed_from": newest_checkpoint(folder / "checkpoints") if args.resume else None,
+        "resumed_from": resumed_from,
         "versions": config["versions"],
         "git": config["git"],
     }

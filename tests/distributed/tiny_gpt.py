@@ -187,7 +187,7 @@ def train(
 
     Returns:
         per step: loss (None on ranks without it), statistics, gradient norm; the gradients of the
-        last step; the initial and final weights; how often core attention ran. Tensors as
+        second step; the initial and final weights; how often core attention ran. Tensors as
         :func:`shards` gives them.
     """
     config = model_config(**options)
@@ -217,7 +217,9 @@ def train(
         losses = run_step(models, optimizer, step)
         report["loss"].append(losses)
         report["statistics"].append(vars(statistics(transformer)))
-        if step == steps - 1:
+        # Not the first: the global scope has no balance gradient there. Not a later one: weights
+        # that differ by rounding would be compared too.
+        if step == min(1, steps - 1):
             if distributed_optimizer:
                 gather_gradients(models)
             report["gradients"] = shards(models, "main_grad")

@@ -1,0 +1,134 @@
+"""Which checkpoints of a run are whole: the newest of them is where a resume goes on.
+
+A kill in the middle of a save, a full disk or a bad copy leave a folder that looks like a
+checkpoint. Its index names the bytes that each file must hold, and every tensor in them carries the
+CRC-32 of its bytes: nothing has to be stored beside the checkpoint to check it.
+"""
+
+import io
+import json
+import re
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from megasink.errors import UserError
+
+_ITERATION = re.compile(r"iter_(\d+)")
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def iterations(folder: Path) -> list[int]:
+    """The iterations of which a checkpoint folder holds a checkpoint, whole or not; ascending."""
+    names = (_ITERATION.fullmatch(path.name) for path in folder.glob("iter_*"))
+    return sorted(int(name[1]) for name in names if name)
+
+
+def checkpoint_path(folder: Path, iteration: int) -> Path:
+    """Where Megatron keeps the checkpoint of an iteration."""
+    return folder / f"iter_{iteration:07d}"
+
+
+def damage(checkpoint: Path, *, checksums: bool = False) -> str | None:
+    """What is wrong with a torch_dist checkpoint; None if nothing is.
+
+    Args:
+        checkpoint: a folder iter_NNNNNNN.
+        checksums: read every byte and compare checksums, not the sizes of the files alone. Takes
+            about as long as reading the files.
+    """
+    try:
+        json.loads((checkpoint / "metadata.json").read_text())
+    except (OSError, ValueError):
+        return "it was not finished (metadata.json is missing or broken)"
+    try:
+        entries = _entries(checkpoint)
+    except Exception as error:  # unpickling random bytes raises anything
+        return f".metadata is missing or broken ({type(error).__name__})"
+    needed: dict[str, int] = {}
+    for entry in entries:
+        end = entry.offset + entry.length
+        needed[entry.relative_path] = max(end, needed.get(entry.relative_path, 0))
+    for name, size in sorted(needed.items()):
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size < size:
+            return f"{name} has {path.stat().st_size} of {size} bytes"
+    return _wrong_checksum(checkpoint, entries) if checksums else None
+
+
+def _entries(checkpoint: Path) -> list[Any]:
+    """File, offset and length of everything in the checkpoint.
+
+    The index is a pickle, as torch.distributed.checkpoint writes it: read it of this run's own
+    checkpoints only.
+    """
+    from torch.distributed.checkpoint import FileSystemReader
+
+    return list(FileSystemReader(checkpoint).read_metadata().storage_data.values())
+
+
+def _wrong_checksum(checkpoint: Path, entries: list[Any]) -> str | None:
+    def check(entry: Any) -> str | None:
+        with (checkpoint / entry.relative_path).open("rb") as file:
+            file.seek(entry.offset)
+            content = file.read(entry.length)
+        where = f"{entry.relative_path} is damaged at byte {entry.offset} or after it"
+        try:
+            bad = zipfile.ZipFile(io.BytesIO(content)).testzip()
+        except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError):
+            return where
+        return None if bad is None else where
+
+    with ThreadPoolExecutor() as threads:
+        return next((found for found in threads.map(check, entries) if found), None)
+
+
+def newest_intact(folder: Path, *, checksums: bool = False) -> tuple[int, dict[int, str]]:
+    """The newest whole checkpoint of a folder, and what is wrong with each newer one.
+
+    Raises:
+        UserError: none is whole.
+    """
+    damaged: dict[int, str] = {}
+    for iteration in reversed(iterations(folder)):
+        problem = damage(checkpoint_path(folder, iteration), checksums=checksums)
+        if problem is None:
+            return iteration, damaged
+        damaged[iteration] = problem
+    if not damaged:
+        raise UserError(f"--resume: {folder} holds no checkpoint: start a new run")
+    listed = "; ".join(f"step {iteration}: {problem}" for iteration, problem in damaged.items())
+    raise UserError(f"--resume: no checkpoint in {folder} is whole ({listed}): start a new run")
+
+
+def go_back_to_intact(folder: Path, *, checksums: bool = False) -> int:
+    """Make the newest whole checkpoint the one that Megatron loads; on one rank only.
+
+    Damaged ones that are newer are renamed to iter_NNNNNNN.damaged, and said: training writes new
+    ones in their place and nothing is overwritten.
+
+    Returns:
+        its iteration.
+
+    Raises:
+        UserError: none is whole.
+    """
+    iteration, damaged = newest_intact(folder, checksums=checksums)
+    for number, problem in damaged.items():
+        path = checkpoint_path(folder, number)
+        aside = path.with_name(f"{path.name}.damaged")
+        count = 1
+        while aside.exists():
+            count += 1
+            aside = path.with_name(f"{path.name}.damaged{count}")
+        path.rename(aside)
+        print(f"megasink: the checkpoint of step {number} is damaged ({problem}): moved to {aside}")
+    if damaged:
+        print(f"megasink: going on from step {iteration}", flush=True)
+    partial = folder / f"{TRACKER}.partial"
+    partial.write_text(str(iteration))
+    partial.replace(folder / TRACKER)
+    return iteration
