@@ -32,6 +32,12 @@ def _plot(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def _compare(argv: Sequence[str]) -> int:
+    from megasink.report.compare import main
+
+    return main(argv)
+
+
 def _info(argv: Sequence[str]) -> int:
     from megasink.info import main
 
@@ -43,6 +49,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "data": (_data, "text -> tokenizer -> Megatron .bin/.idx"),
     "train": (_train, "start the ranks of one node and train; every Megatron flag passes through"),
     "plot": (_plot, "draw loss, imbalance and head importance of a run"),
+    "compare": (_compare, "curves of several runs on one page, and a table of how they ended"),
     "info": (_info, "versions, platform, and which attention kernel runs here and why"),
 }
 
@@ -50,7 +57,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; what the user can mend is one line on the error stream and exit code 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    lines = "\n".join(f"  {name:6} {text}" for name, (_, text) in COMMANDS.items())
+    lines = "\n".join(f"  {name:8} {text}" for name, (_, text) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="megasink",
         description="Sink and gated attention with head balancing, on Megatron-Core.",

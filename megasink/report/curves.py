@@ -94,9 +94,10 @@ def _title(run_dir: Path) -> str:
     )
 
 
-def _style(axis: Any, title: str, ylabel: str) -> None:
+def style_axis(axis: Any, title: str, ylabel: str, xlabel: str = "step") -> None:
+    """The look of every curve."""
     axis.set_title(title, fontsize=10, loc="left")
-    axis.set_xlabel("step")
+    axis.set_xlabel(xlabel)
     axis.set_ylabel(ylabel)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25)
@@ -111,13 +112,13 @@ def _draw_loss(axis: Any, lines: list[dict[str, Any]]) -> None:
         _, bits = series(lines, "valid_bits_per_byte")
         label = f"validation ({bits[-1]:.3f} bits per byte)" if len(bits) else "validation"
         axis.plot(valid_steps, valid, "o-", color=ORANGE, markersize=4, label=label)
-    _style(axis, "language-model loss", "nats per token")
+    style_axis(axis, "language-model loss", "nats per token")
     axis.legend(frameon=False, fontsize=9)
 
 
 def _draw_imbalance(axis: Any, lines: list[dict[str, Any]]) -> None:
     rows = [line for line in lines if "imbalance_per_layer" in line]
-    _style(axis, "head imbalance (CV of head importance)", "coefficient of variation")
+    style_axis(axis, "head imbalance (CV of head importance)", "coefficient of variation")
     if not rows:
         axis.text(0.5, 0.5, "no gates recorded", ha="center", transform=axis.transAxes, color=GREY)
         return

@@ -1,0 +1,158 @@
+"""Several runs on one page: smoothed training loss, validation, head imbalance, and a table."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from megasink.errors import UserError
+from megasink.report.curves import read_metrics, series, smoothed, style_axis
+from megasink.report.spikes import loss_spikes
+
+_AXES = ("step", "tokens")
+
+
+def draw_comparison(
+    runs: dict[str, list[dict[str, Any]]], output: Path, *, x: str = "step", factor: float = 0.9
+) -> None:
+    """Draw the curves of several runs over each other (P0.20, P1.41).
+
+    Args:
+        runs: name -> lines of its metrics.jsonl.
+        output: PNG to write.
+        x: "step" or "tokens".
+        factor: of the exponential moving average of the training loss and the imbalance.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    colours = plt.get_cmap("tab10")
+    for index, (name, lines) in enumerate(runs.items()):
+        colour = colours(index % 10)
+        for axis, key in ((axes[0], "lm_loss"), (axes[2], "imbalance")):
+            where, values = _series(lines, key, x)
+            if not len(values):
+                continue
+            axis.plot(where, values, color=colour, alpha=0.2, linewidth=0.7)
+            axis.plot(where, smoothed(values, factor), color=colour, label=name)
+        where, values = _series(lines, _validation_key(runs), x)
+        axes[1].plot(where, values, "o-", color=colour, markersize=4, label=name)
+    bits = _validation_key(runs) == "valid_bits_per_byte"
+    titles = (
+        (f"training loss (EMA {factor:g})", "nats per token"),
+        ("validation", "bits per byte" if bits else "nats per token"),
+        (f"head imbalance (EMA {factor:g})", "coefficient of variation"),
+    )
+    for axis, (title, label) in zip(axes, titles, strict=True):
+        style_axis(axis, title, label, xlabel=x)
+        if not axis.lines:
+            continue
+        if axis is not axes[2]:
+            _zoom(axis)
+    axes[0].legend(frameon=False, fontsize=9)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=130)
+    plt.close(figure)
+
+
+def _zoom(axis: Any) -> None:
+    """Leave the first tenth of the curves out of the scale: all runs fall from the same height."""
+    tails = [line.get_ydata()[len(line.get_ydata()) // 10 :] for line in axis.lines]
+    values = np.concatenate([np.asarray(tail, dtype=float) for tail in tails])
+    values = values[np.isfinite(values)]
+    if len(values) and values.max() > values.min():
+        margin = 0.05 * (values.max() - values.min())
+        axis.set_ylim(values.min() - margin, values.max() + margin)
+
+
+def _validation_key(runs: dict[str, list[dict[str, Any]]]) -> str:
+    """Bits per byte where every run with a validation has them: they compare across tokenizers."""
+    validated = [
+        line for lines in runs.values() for line in lines if line.get("valid_lm_loss") is not None
+    ]
+    whole = bool(validated) and all("valid_bits_per_byte" in line for line in validated)
+    return "valid_bits_per_byte" if whole else "valid_lm_loss"
+
+
+def _series(
+    lines: list[dict[str, Any]], key: str, x: str
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    steps, values = series(lines, key)
+    if x == "step":
+        return steps, values
+    # Evaluations know their step only.
+    tokens = {line["iteration"]: line["tokens"] for line in lines if "tokens" in line}
+    known = np.asarray([step in tokens for step in steps], dtype=bool)
+    return np.asarray([tokens[step] for step in steps[known]], dtype=float), values[known]
+
+
+def summary(lines: list[dict[str, Any]]) -> dict[str, float | None]:
+    """The numbers of a run that are compared: at its end (the loss smoothed by 0.9), or counted."""
+    _, loss = series(lines, "lm_loss")
+    _, seconds = series(lines, "seconds")
+    _, tokens = series(lines, "tokens")
+    found: dict[str, float | None] = {
+        "steps": float(len(loss)),
+        "loss": float(smoothed(loss)[-1]),
+        "spikes": float(len(loss_spikes(loss))),
+    }
+    for name, key in (
+        ("validation", "valid_lm_loss"),
+        ("bits/byte", "valid_bits_per_byte"),
+        ("imbalance", "imbalance"),
+    ):
+        _, values = series(lines, key)
+        found[name] = float(values[-1]) if len(values) else None
+    per_step = np.diff(tokens, prepend=0.0)
+    speed = len(seconds) == len(per_step) and len(seconds) > 0
+    found["tokens/s"] = float(np.median(per_step / seconds)) if speed else None
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare runs: their curves on one page, and a table of how they ended."""
+    parser = argparse.ArgumentParser(prog="megasink compare", description=main.__doc__)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs")
+    parser.add_argument("--x", choices=_AXES, default="step", help="horizontal axis")
+    parser.add_argument("--smoothing", type=float, default=0.9, help="EMA factor, 0 to 1")
+    parser.add_argument("--output", type=Path, default=Path("compare.png"), help="PNG to write")
+    args = parser.parse_args(argv)
+    if not 0 <= args.smoothing < 1:
+        raise UserError(f"--smoothing {args.smoothing}: use 0 or more, and less than 1")
+    runs = {name: read_metrics(path) for name, path in _names(args.runs).items()}
+    draw_comparison(runs, args.output, x=args.x, factor=args.smoothing)
+    table = Table(box=None)
+    table.add_column("run")
+    rows = {name: summary(lines) for name, lines in runs.items()}
+    for column in next(iter(rows.values())):
+        table.add_column(column, justify="right")
+    for name, row in rows.items():
+        cells = ["-" if value is None else _text(key, value) for key, value in row.items()]
+        table.add_row(name, *cells)
+    Console().print(table)
+    print(f"picture: {args.output}")
+    return 0
+
+
+def _text(key: str, value: float) -> str:
+    return f"{value:,.0f}" if key in ("steps", "spikes", "tokens/s") else f"{value:.4f}"
+
+
+def _names(paths: Sequence[Path]) -> dict[str, Path]:
+    """The shortest ends of the paths that tell the runs apart."""
+    resolved = [path.resolve() for path in paths]
+    if len(set(resolved)) < len(resolved):
+        raise UserError("compare: a run is named twice")
+    for depth in range(1, max(len(path.parts) for path in resolved) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in resolved]
+        if len(set(names)) == len(names):
+            break
+    return dict(zip(names, paths, strict=True))

@@ -1,0 +1,80 @@
+"""Several runs on one page."""
+
+import json
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from megasink.cli import main as megasink
+from megasink.report.compare import summary
+from megasink.report.spikes import loss_spikes
+
+
+def run(folder, scale=1.0, bits=True, steps=60):
+    folder.mkdir(parents=True)
+    lines = []
+    for step in range(1, steps + 1):
+        loss = scale * (2 + 6 / step)
+        line = {"iteration": step, "lm_loss": loss, "seconds": 0.5, "tokens": 100 * step}
+        lines.append(line | {"imbalance": 0.1 * scale})
+        if step % 20 == 0:
+            line = {"iteration": step, "valid_lm_loss": loss}
+            lines.append(line | ({"valid_bits_per_byte": loss / 2} if bits else {}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return lines
+
+
+def test_curves_and_table_of_two_runs(tmp_path, capsys):
+    run(tmp_path / "a" / "x"), run(tmp_path / "b" / "x", scale=1.5)
+    output = tmp_path / "out" / "compare.png"
+    folders = [str(tmp_path / name / "x") for name in "ab"]
+    assert megasink(["compare", *folders, "--output", str(output), "--x", "tokens"]) == 0
+    text = capsys.readouterr().out
+    assert "a/x" in text  # the names tell them apart
+    assert "b/x" in text
+    assert "3.1500" in text  # 1.5 * (2 + 6 / 60): the last validation loss
+    assert str(output) in text
+    picture = matplotlib.image.imread(output)[..., :3]
+    for colour in ((0x1F, 0x77, 0xB4), (0xFF, 0x7F, 0x0E)):  # both runs are in the picture
+        assert (np.abs(picture - np.array(colour) / 255).max(axis=2) < 0.02).sum() > 200
+
+
+def test_the_numbers_of_a_run(tmp_path):
+    found = summary(run(tmp_path / "a"))
+    assert found["steps"] == 60
+    assert found["bits/byte"] == pytest.approx(1.05)
+    assert found["tokens/s"] == pytest.approx(200)
+    assert found["spikes"] == 0
+    assert 2.1 < found["loss"] < 2.2
+    assert summary(run(tmp_path / "b", bits=False))["bits/byte"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["nothing"], "holds no run"),
+        (["a", "a"], "named twice"),
+        (["a", "--smoothing", "1"], "--smoothing 1.0"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch, arguments, reason):
+    monkeypatch.chdir(tmp_path)
+    run(tmp_path / "a")
+    assert megasink(["compare", *arguments]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert reason in line
+
+
+def test_spikes_are_counted_once_and_noise_is_not():
+    generator = np.random.default_rng(0)
+    loss = 3.0 + 0.02 * generator.standard_normal(300)
+    assert loss_spikes(loss) == []
+    loss[100:104] += 1.0
+    loss[200] += 0.5
+    loss[250] = np.nan
+    assert loss_spikes(loss) == [100, 200, 250]
+
+
+def test_a_falling_loss_does_not_spike():
+    assert loss_spikes(2 + 6 / np.arange(1, 200)) == []
