@@ -8,28 +8,40 @@ from megasink.attention.backends import (
     choose_backend,
     register_backend,
 )
+from megasink.attention.biases import biased_attention
 from megasink.attention.functional import attention, slot_attention
 from megasink.attention.gates import first_key_gate, gate_sum
 from megasink.attention.reference import (
+    SIMILARITIES,
     VARIANTS,
     AttentionOutput,
     reference_attention,
+    reference_biased_attention,
+    reference_similarity_attention,
     reference_slot_attention,
 )
+from megasink.attention.similarity import SimilarityOutput, first_key_weight, similarity_attention
 
 __all__ = [
+    "SIMILARITIES",
     "VARIANTS",
     "AttentionOutput",
     "AttentionRequest",
     "Backend",
     "Choice",
+    "SimilarityOutput",
     "attention",
     "backend_names",
+    "biased_attention",
     "choose_backend",
     "first_key_gate",
+    "first_key_weight",
     "gate_sum",
     "reference_attention",
+    "reference_biased_attention",
+    "reference_similarity_attention",
     "reference_slot_attention",
     "register_backend",
+    "similarity_attention",
     "slot_attention",
 ]

@@ -49,7 +49,7 @@ def attention(
         ConfigError: no backend, or not the one asked for, computes this exactly.
         ValueError: shapes, dtypes or devices that do not fit together.
     """
-    _check(query_BHTD, key_BGSD, value_BGSD, causal)
+    check_shapes(query_BHTD, key_BGSD, value_BGSD, causal)
     if variant not in VARIANTS:
         raise ValueError(f"unknown attention variant {variant!r}: one of {', '.join(VARIANTS)}")
     if (variant == "sink") != (sink_H is not None):
@@ -105,7 +105,7 @@ def slot_attention(
 
     Returns, raises: as `attention`.
     """
-    _check(query_BHTD, key_BGSD, value_BGSD, causal)
+    check_shapes(query_BHTD, key_BGSD, value_BGSD, causal)
     dtype = statistics_dtype(query_BHTD.dtype)
     if slot_logit_BHT.dim() != 3 or slot_logit_BHT.dtype is not dtype:
         raise ValueError(
@@ -129,7 +129,7 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _check(query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, causal: bool) -> None:
+def check_shapes(query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, causal: bool) -> None:
     """Kernels answer most of these wrongly, or end the process, without a word."""
     tensors = {"query": query_BHTD, "key": key_BGSD, "value": value_BGSD}
     shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())

@@ -8,12 +8,16 @@ dim. z_ij = scale * q_i . k_j over the visible keys j. The last query is the las
 fewer queries than keys, query i stands at position S - T + i.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 VARIANTS = ("vanilla", "sink", "off-by-one")
+# P2.31 to P2.36, and those among them whose weights may be negative.
+SIMILARITIES = ("sigmoid", "elu-plus-one", "elu-kernel", "identity", "mlp")
+SIGNED_SIMILARITIES = ("identity", "mlp")
 
 
 class AttentionOutput(NamedTuple):
@@ -120,6 +124,97 @@ def reference_attention(
         both_BHT, (others_BHTS[both_BHT].logsumexp(-1) - first_BHT[both_BHT]).sigmoid()
     )
     return AttentionOutput(out_BHTD, scores_BHTS.logsumexp(-1), gate_BHT)
+
+
+def reference_biased_attention(
+    query_BHTD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    *,
+    key_bias_HD: Tensor | None = None,
+    value_bias_HD: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+) -> AttentionOutput:
+    """Attention with learnable biases per query head (P2.24 to P2.26).
+
+    With a key bias k* every query sees one more key, k*, of value v* (zero without a value bias),
+    hidden by no mask and not rotated; the gate is the share of the other keys, 1 - A_i*. With a
+    value bias alone v* is added to the output, and the gate is that of vanilla attention.
+
+    Args:
+        key_bias_HD, value_bias_HD: k*, v*; None for none.
+        scale, causal, window: as in `reference_slot_attention`.
+    """
+    mask: dict[str, Any] = {"scale": scale, "causal": causal, "window": window}
+    if key_bias_HD is None:
+        out_BHTD, lse_BHT, gate_BHT = reference_attention(query_BHTD, key_BGSD, value_BGSD, **mask)
+        if value_bias_HD is not None:
+            out_BHTD = out_BHTD + value_bias_HD[None, :, None].to(out_BHTD.dtype)
+        return AttentionOutput(out_BHTD, lse_BHT, gate_BHT)
+    scores_BHTS, value_BHSD = _scores(query_BHTD, key_BGSD, value_BGSD, **mask)
+    scale = query_BHTD.shape[-1] ** -0.5 if scale is None else scale
+    key_BHD1 = key_bias_HD.to(query_BHTD.dtype)[None, ..., None]
+    logit_BHT = (scale * query_BHTD @ key_BHD1)[..., 0]
+    all_scores = torch.cat((logit_BHT[..., None], scores_BHTS), -1)
+    weights = all_scores.softmax(-1)
+    out_BHTD = weights[..., 1:] @ value_BHSD
+    if value_bias_HD is not None:
+        out_BHTD = out_BHTD + weights[..., :1] * value_bias_HD[None, :, None].to(out_BHTD.dtype)
+    gate_BHT = (scores_BHTS.logsumexp(-1) - logit_BHT).sigmoid()
+    return AttentionOutput(out_BHTD, all_scores.logsumexp(-1), gate_BHT)
+
+
+def reference_similarity_attention(
+    query_BHTD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    *,
+    similarity: str,
+    normalization: str = "row-sum",
+    mlp: tuple[Tensor, Tensor] | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention with another similarity than exp(z) (P2.30): out_i = sum_j w_ij v_j / Z_i.
+
+    w_ij is, with z_ij = scale * q_i . k_j: sigmoid(z) (P2.31, P2.32); elu(z) + 1 (P2.33);
+    scale * (elu(q_i) + 1) . (elu(k_j) + 1) (P2.34, linear attention); z itself (P2.35);
+    scale * mlp(q_i) . mlp(k_j) (P2.36). Z_i is 1 (normalization "none") or, for "row-sum", the sum
+    of the row plus 1e-8 where weights cannot be negative and max(|sum of the row|, 1) where they
+    can (identity, mlp).
+
+    Args:
+        similarity: a name of `SIMILARITIES`.
+        normalization: "row-sum" or "none".
+        mlp: [D, D] weights of the two layers of mlp(x) = relu(x A^T) B^T; for "mlp" only.
+        scale, causal, window: as in `reference_slot_attention`.
+
+    Returns:
+        out_BHTD, and the proxy weight of key 0 (P2.37), |w_i0| / (sum_j |w_ij| + 1e-8), [B, H, T].
+    """
+    if similarity == "elu-kernel":
+        query_BHTD, key_BGSD = F.elu(query_BHTD) + 1, F.elu(key_BGSD) + 1
+    elif similarity == "mlp":
+        assert mlp is not None
+        query_BHTD, key_BGSD = (F.relu(x @ mlp[0].T) @ mlp[1].T for x in (query_BHTD, key_BGSD))
+    scores_BHTS, value_BHSD = _scores(query_BHTD, key_BGSD, value_BGSD, scale, causal, window)
+    hidden_BHTS = scores_BHTS == -torch.inf
+    scores_BHTS = scores_BHTS.masked_fill(hidden_BHTS, 0.0)
+    weights_BHTS = {"sigmoid": torch.sigmoid, "elu-plus-one": lambda z: F.elu(z) + 1}.get(
+        similarity, lambda z: z
+    )(scores_BHTS)
+    weights_BHTS = weights_BHTS.masked_fill(hidden_BHTS, 0.0)
+    out_BHTD = weights_BHTS @ value_BHSD
+    sum_BHT1 = weights_BHTS.sum(-1, keepdim=True)
+    if normalization == "row-sum" and similarity in SIGNED_SIMILARITIES:
+        out_BHTD = out_BHTD / sum_BHT1.abs().clamp_min(1.0)
+    elif normalization == "row-sum":
+        out_BHTD = out_BHTD / (sum_BHT1 + 1e-8)
+    size_BHTS = weights_BHTS.abs()
+    return out_BHTD, size_BHTS[..., 0] / (size_BHTS.sum(-1) + 1e-8)
 
 
 def _scores(

@@ -1,0 +1,84 @@
+"""Attention with learnable key and value biases (P2.24 to P2.29), over the sink slot.
+
+A key bias is a sink whose logit depends on the query, so it costs no extra key column: the slot's
+logit is scale * q_i . k*_h and its value v*_h.
+
+Shapes: B batch, H query heads, G key/value groups, T queries, S keys, D head dim.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasink.attention.functional import attention, slot_attention
+from megasink.attention.layout import statistics_dtype
+from megasink.attention.reference import AttentionOutput
+
+
+def biased_attention(
+    query_BHTD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    *,
+    key_bias_HD: Tensor | None = None,
+    value_bias_HD: Tensor | None = None,
+    scale: float | None = None,
+    with_gate: bool = True,
+    **options: Any,
+) -> AttentionOutput:
+    """What `reference_biased_attention` defines, gradients of output, LSE and gate included.
+
+    Args:
+        query_BHTD, key_BGSD, value_BGSD: as in `attention`.
+        key_bias_HD: k*, one per query head; float32, or float64 for float64 queries. Not rotated,
+            seen by every token, whatever the window. None for none.
+        value_bias_HD: v*, in the same dtype: the value of that key, or, without a key bias, added
+            to the output.
+        scale: factor of the scores, q . k* included; None for D ** -0.5.
+        with_gate: return the gate where there is no key bias (with one it costs nothing).
+        options: of `attention`: window, causal, backend.
+
+    Raises:
+        ValueError: a bias of another shape or dtype; and as `attention`.
+        ConfigError: as `attention`.
+    """
+    heads, head_dim = query_BHTD.shape[1], query_BHTD.shape[-1]
+    dtype = statistics_dtype(query_BHTD.dtype)
+    for name, bias in (("key_bias_HD", key_bias_HD), ("value_bias_HD", value_bias_HD)):
+        if bias is not None and (bias.shape != (heads, head_dim) or bias.dtype is not dtype):
+            raise ValueError(
+                f"{name} must be [{heads}, {head_dim}] in {dtype}, got {list(bias.shape)} in "
+                f"{bias.dtype}"
+            )
+    tensors = (query_BHTD, key_BGSD, value_BGSD)
+    value_bias_1H1D = None if value_bias_HD is None else value_bias_HD[None, :, None]
+    if key_bias_HD is not None:
+        logit_BHT = _BiasLogit.apply(
+            query_BHTD, key_bias_HD, head_dim**-0.5 if scale is None else scale
+        )
+        return slot_attention(*tensors, logit_BHT, value_bias_1H1D, scale=scale, **options)
+    out_BHTD, lse_BHT, gate_BHT = attention(*tensors, scale=scale, with_gate=with_gate, **options)
+    if value_bias_1H1D is not None:
+        out_BHTD = (out_BHTD + value_bias_1H1D).to(query_BHTD.dtype)
+    return AttentionOutput(out_BHTD, lse_BHT, gate_BHT)
+
+
+class _BiasLogit(torch.autograd.Function):
+    """scale * q_i . k*_h in the statistics dtype; keeps the query as it is, not a float32 copy."""
+
+    @staticmethod
+    def forward(ctx: Any, query_BHTD: Tensor, key_bias_HD: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(query_BHTD, key_bias_HD)
+        ctx.scale = scale
+        query_BHTD = query_BHTD.to(key_bias_HD.dtype)
+        return torch.einsum("bhtd,hd->bht", query_BHTD, key_bias_HD).mul_(scale)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_BHT: Tensor) -> tuple[Tensor, Tensor, None]:
+        query_BHTD, key_bias_HD = ctx.saved_tensors
+        grad_BHT = grad_BHT * ctx.scale
+        grad_query_BHTD = grad_BHT[..., None] * key_bias_HD[:, None]
+        grad_bias_HD = torch.einsum("bht,bhtd->hd", grad_BHT, query_BHTD.to(grad_BHT.dtype))
+        return grad_query_BHTD.to(query_BHTD.dtype), grad_bias_HD, None
