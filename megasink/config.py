@@ -7,7 +7,10 @@ Megatron's ArgumentGroupFactory turns each field into a flag (``softmax_offset_i
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-Variant = Literal["vanilla", "sink", "off-by-one"]
+Variant = Literal["vanilla", "sink", "off-by-one", "k-bias", "kv-bias", "v-bias"]
+FixedValue = Literal["none", "unit", "uniform"]
+Similarity = Literal["softmax", "sigmoid", "elu-plus-one", "elu-kernel", "identity", "mlp"]
+Normalization = Literal["row-sum", "none"]
 Scope = Literal["global", "data-parallel", "microbatch"]
 
 
@@ -27,7 +30,9 @@ class AttentionOptions:
 
     attention_variant: Variant = _choice(Variant, "sink")  # noqa: RUF009
     """vanilla: softmax attention (P0.1). sink: one learnable logit per head in the denominator of
-    the softmax (P0.2). off-by-one: that logit fixed at 0."""
+    the softmax (P0.2). off-by-one: that logit fixed at 0. k-bias: one learnable key per head whose
+    value is zero, a sink whose logit depends on the query (P2.25). kv-bias: that key with a
+    learnable value (P2.24). v-bias: a learnable vector added to each head's output (P2.26)."""
 
     softmax_offset_init: float = 0.0
     """Initial sink logit of every head. At 0 a head of a new model starts as off-by-one attention:
@@ -38,6 +43,51 @@ class AttentionOptions:
     attention_kernel: str = "auto"
     """Attention kernel: auto, or the name of one that must run ('eager', 'flash-cpu', ...). One
     that would drop a term is refused."""
+
+
+@dataclass(kw_only=True)
+class BiasOptions:
+    """Sinks and biases: their values, how they are shared and trained (P2.23 to P2.29)."""
+
+    bias_shared_heads: bool = False
+    """One key bias and one value bias per layer, shared by all its heads, in place of one per query
+    head (P2.29)."""
+
+    bias_fixed_value: FixedValue = _choice(FixedValue, "none")  # noqa: RUF009
+    """A fixed value for the key of --attention-variant k-bias (P2.28), in place of zero. unit: on
+    the first channel. uniform: the same on every channel."""
+
+    bias_fixed_value_norm: float = 1.0
+    """The norm of the value of --bias-fixed-value; P2 takes 1, 5 and 20."""
+
+    sink_lr_mult: float = 1.0
+    """Multiplies the learning rate, maximum and minimum, of the sink parameters: softmax offsets,
+    key biases and value biases."""
+
+    sink_weight_decay: float = 0.0
+    """Weight decay of the sink parameters, in place of --weight-decay."""
+
+    sink_token: bool = False
+    """Every sequence starts with a learnable token of its own (P2.23), at position 0; the text
+    follows from position 1. The last token of each sample gives way to it."""
+
+
+@dataclass(kw_only=True)
+class SimilarityOptions:
+    """Other weights than the softmax's (P2.30 to P2.38)."""
+
+    attention_similarity: Similarity = _choice(Similarity, "softmax")  # noqa: RUF009
+    """The weight of a key, with z = q.k / sqrt(d): exp(z) (softmax); sigmoid(z); elu(z) + 1; elu(q)
+    + 1 times elu(k) + 1 (elu-kernel, linear attention); z itself (identity); an MLP of q times that
+    of k. Other than softmax: with --attention-variant vanilla and --head-balance-coeff 0."""
+
+    attention_normalization: Normalization = _choice(Normalization, "row-sum")  # noqa: RUF009
+    """What the weights of a row are divided by. row-sum: their sum; max(abs(sum), 1) for identity
+    and mlp, whose weights have signs. none: 1; not for softmax."""
+
+    attention_scale_alpha: float = 1.0
+    """The weights of a row add up to this in place of 1 (P2.38): the output of core attention is
+    multiplied by it."""
 
 
 @dataclass(kw_only=True)
@@ -102,6 +152,8 @@ class RunOptions:
 
 OPTIONS = (
     AttentionOptions,
+    BiasOptions,
+    SimilarityOptions,
     GateOptions,
     PositionOptions,
     BlockOptions,

@@ -1,5 +1,8 @@
 """The core-attention module inside Megatron's SelfAttention.
 
+What a variant adds is in ``layers/slots.py``; here are Megatron's interface, the parameters and
+what is counted.
+
 Shapes: S sequence, B batch, H query heads and G key/value groups of this tensor-parallel rank,
 T = S tokens, D head dim. Megatron hands over [S, B, heads, D] and takes [S, B, H * D].
 """
@@ -11,7 +14,10 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import (
@@ -20,18 +26,20 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from megasink.attention import attention, first_key_gate
+from megasink.attention import first_key_gate, similarity_attention
 from megasink.config import visible_tokens
 from megasink.layers.importance import HeadCounter
+from megasink.layers.similarity import SimilarityMLP
+from megasink.layers.slots import SINK_PARAMETERS, VARIANTS, new_parameter
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
 class CoreAttention(MegatronModule):
-    """Vanilla, sink or off-by-one attention whose gates feed the head-balance loss (P0).
+    """Attention of any variant, whose gates feed the head-balance loss (P0, P2.23 to P2.38).
 
     Args:
-        config: with ``attention_variant``, ``softmax_offset_init``, ``attention_kernel`` and
-            ``head_balance_coeff``.
+        config: with the options of ``AttentionOptions``, ``BiasOptions`` and ``SimilarityOptions``,
+            and ``head_balance_coeff``.
         layer_number: 1-based index in the whole model.
         attn_mask_type: causal.
         attention_type: "self".
@@ -39,15 +47,19 @@ class CoreAttention(MegatronModule):
         pg_collection: with the tensor-parallel group ``tp``.
 
     Attributes:
-        softmax_offset: for the sink variant, the logits s_h of this rank's heads [H], float32
-            also where the model runs in bf16; sharded by heads. Megatron's inference and
-            converters know it under this name.
+        softmax_offset: for the sink variant, the logits s_h of this rank's heads [H]. Megatron's
+            inference and converters know it under this name.
+        key_bias, value_bias: for the bias variants, k* and v* [H, D] of this rank's heads, or [D]
+            for all heads of the layer. These three are float32 also where the model runs in bf16.
+        similarity_mlp: for the MLP similarity.
 
     Raises:
         ValueError: cross attention, or a mask other than the causal one.
     """
 
     softmax_offset: torch.nn.Parameter | None
+    key_bias: torch.nn.Parameter | None
+    value_bias: torch.nn.Parameter | None
 
     def __init__(
         self,
@@ -76,23 +88,33 @@ class CoreAttention(MegatronModule):
         self.window = visible_tokens(config.window_size) if windowed else None
 
         self.head_counter = HeadCounter(config, layer_number, self.tp_group)
-        self.softmax_offset = None
-        if config.attention_variant == "sink":
-            heads = config.num_attention_heads // self.tp_group.size()
-            # Not torch.cuda.current_device(), as upstream's: CPU initialisation means the CPU.
-            device = None if config.use_cpu_initialization else torch.cuda.current_device()
-            offset = torch.full((heads,), config.softmax_offset_init, device=device)
-            self.softmax_offset = torch.nn.Parameter(offset.float())
-            # Without these the gradient norm counts the sinks of tensor-parallel rank 0 only.
-            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+        self.variant = VARIANTS[config.attention_variant]
+        head_dim = config.kv_channels
+        # Not torch.cuda.current_device() always, as upstream's: CPU initialisation means the CPU.
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        heads = config.num_attention_heads // self.tp_group.size()
+        for name in SINK_PARAMETERS:
+            self.register_parameter(name, None)
+        for name in self.variant.parameters:
+            value, sharded = new_parameter(name, config, heads, head_dim, device)
+            parameter = torch.nn.Parameter(value)
+            if sharded:
+                # Without these the gradient norm counts those of tensor-parallel rank 0 only.
+                set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+            self.register_parameter(name, parameter)
+        self.similarity_mlp = None
+        if config.attention_similarity == "mlp":
+            self.similarity_mlp = SimilarityMLP(head_dim, dtype=config.params_dtype, device=device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CoreAttention":
         """Move with the module but stay float32: Float16Module turns every parameter into bf16."""
-        kept = None if self.softmax_offset is None else self.softmax_offset.data
+        kept = {name: p.data for name, p in self._parameters.items() if p is not None}
         super()._apply(fn, recurse)
-        if self.softmax_offset is not None and kept is not None:
-            moved = self.softmax_offset.data
-            self.softmax_offset.data = moved.float() if kept.is_meta else kept.to(moved.device)
+        for name, before in kept.items():
+            parameter = self._parameters[name]
+            assert parameter is not None
+            moved = parameter.data
+            parameter.data = moved.float() if before.is_meta else before.to(moved.device)
         return self
 
     def forward(
@@ -122,29 +144,64 @@ class CoreAttention(MegatronModule):
             raise NotImplementedError("an attention bias is not supported by CoreAttention")
         # Recompute runs forward a first time without gradients: that run counts nothing.
         counts = self.training and torch.is_grad_enabled()
+        tensors = tuple(x.permute(1, 2, 0, 3) for x in (query, key, value))
+        attend = self._softmax if self.config.attention_similarity == "softmax" else self._similar
+        out_BHTD, gate_BHT = attend(*tensors, counts=counts)
+        if self.config.attention_scale_alpha != 1.0:
+            out_BHTD = out_BHTD * self.config.attention_scale_alpha
+        out = out_BHTD.permute(2, 0, 1, 3)
+        out = out.reshape(*out.shape[:2], -1)
+        if not counts or gate_BHT is None:
+            return out
+        counted: Tensor = self.head_counter(out, gate_BHT)
+        return counted
+
+    def _softmax(
+        self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, *, counts: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output and gate of a variant of softmax attention."""
         balances = counts and self.config.head_balance_coeff > 0
-        query_BHTD, key_BGSD, value_BGSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out_BHTD, lse_BHT, gate_BHT = attention(
+        out_BHTD, lse_BHT, gate_BHT = self.variant.attend(
+            self.config,
+            {name: self._whole(name) for name in self.variant.parameters},
             query_BHTD,
             key_BGSD,
             value_BGSD,
-            variant=self.config.attention_variant,
-            sink_H=self.softmax_offset,
             window=self.window,
             scale=self.softmax_scale,
             backend=self.config.attention_kernel,
-            with_gate=balances or self.config.attention_variant != "vanilla",
+            with_gate=balances or self.variant.always_gated,
         )
-        out = out_BHTD.permute(2, 0, 1, 3)
-        out = out.reshape(*out.shape[:2], -1)
-        if not counts:
-            return out
-        if gate_BHT is None:
+        if counts and gate_BHT is None:
             gate_BHT = first_key_gate(
                 query_BHTD, key_BGSD, lse_BHT, scale=self.softmax_scale, window=self.window
             )
-        counted: Tensor = self.head_counter(out, gate_BHT)
-        return counted
+        return out_BHTD, gate_BHT
+
+    def _similar(
+        self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, *, counts: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output, and 1 - the proxy weight of key 0 (P2.37): a statistic without gradient."""
+        mlp = self.similarity_mlp
+        out_BHTD, first_weight_BHT = similarity_attention(
+            query_BHTD,
+            key_BGSD,
+            value_BGSD,
+            similarity=self.config.attention_similarity,
+            normalization=self.config.attention_normalization,
+            mlp=None if mlp is None else mlp.weights(self.tp_group),
+            window=self.window,
+            scale=self.softmax_scale,
+        )
+        return out_BHTD, 1.0 - first_weight_BHT
+
+    def _whole(self, name: str) -> Tensor:
+        """A parameter; one that all heads share collects the gradients of every rank's heads."""
+        parameter: torch.nn.Parameter = getattr(self, name)
+        if getattr(parameter, "tensor_model_parallel", False):
+            return parameter
+        shared: Tensor = copy_to_tensor_model_parallel_region(parameter, self.tp_group)
+        return shared
 
     def sharded_state_dict(
         self,
@@ -152,11 +209,13 @@ class CoreAttention(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """The sinks, sharded by heads on axis 0."""
+        """The parameters of the heads sharded on axis 0, those that heads share as copies."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        by_heads = [n for n, p in state.items() if getattr(p, "tensor_model_parallel", False)]
         return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
+            state,
             prefix,
-            {"softmax_offset": 0},
+            dict.fromkeys(by_heads, 0),
             sharded_offsets,
             tp_group=self.tp_group,
             dp_cp_group=(metadata or {}).get("dp_cp_group"),

@@ -14,6 +14,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import init_method_normal
 from torch import Tensor
 
 from megasink.layers.transformer_config import MegasinkTransformerConfig
@@ -21,7 +22,9 @@ from megasink.layers.transformer_config import MegasinkTransformerConfig
 InitMethod = Callable[[Tensor], Tensor]
 _SCALED_OUTPUT = re.compile(r"(linear_proj|linear_fc2)\.weight$")
 _EMBEDDING = re.compile(r"(word_embeddings|position_embeddings)\.weight$")
-_DRAWN = re.compile(r"(linear_qkv|linear_fc1|output_layer)\.weight$")
+_DRAWN = re.compile(r"(linear_qkv|linear_fc1|output_layer|similarity_mlp\.fc[12])\.weight$")
+_BIAS = re.compile(r"core_attention\.(key_bias|value_bias)$")
+_BIAS_STD = 0.02  # of the code of P2, whatever --init-method-std is
 
 
 def global_names(model: GPTModel) -> dict[str, str]:
@@ -47,7 +50,7 @@ def global_names(model: GPTModel) -> dict[str, str]:
 def initialize_weights(model: GPTModel, seed: int) -> None:
     """Draw every random weight of a freshly built stage again, independently of the layout.
 
-    Norms, biases and sinks start as constants and are left alone.
+    Norms, biases of linear layers and sinks start as constants and are left alone.
 
     Args:
         model: one pipeline stage, before Float16Module and DDP; on its final device or the CPU.
@@ -77,6 +80,8 @@ def _init_method(name: str, config: MegasinkTransformerConfig) -> InitMethod | N
         method = config.embedding_init_method
     elif _DRAWN.search(name):
         method = config.init_method
+    elif _BIAS.search(name):
+        method = init_method_normal(_BIAS_STD)
     return method
 
 

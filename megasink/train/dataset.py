@@ -16,6 +16,8 @@ from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
+from megasink.train.sink_token import with_sink_token
+
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 _UNUSED = (
     "attention_mask",
@@ -89,7 +91,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
         read = next(data_iterator)
         batch = {key: read[key].cuda(non_blocking=True) for key in _KEYS}
         batch |= dict.fromkeys(_UNUSED)
-    return get_batch_on_this_tp_rank(
+    mine: dict[str, Any] = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=False,
         is_hybrid_cp=False,
@@ -105,6 +107,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
+    return with_sink_token(mine, args.sink_token_id) if args.sink_token else mine
 
 
 def token_byte_table() -> Tensor | None:

@@ -112,14 +112,17 @@ def _run(args: Namespace) -> None:
     from megasink.train.forward import forward_step
     from megasink.train.model import model_config
     from megasink.train.observer import Observer, observing
+    from megasink.train.optimizer import grouping_sink_parameters
 
-    if args.rank == 0:
+    if args.rank == 0 and args.attention_similarity != "softmax":
+        print(f"attention: {args.attention_similarity} similarity, by chunks of rows", flush=True)
+    elif args.rank == 0:
         choice = choose_backend(attention_request(args), args.attention_kernel)
         others = "; ".join(f"not {name}: {why}" for name, why in choice.reasons.items())
         print(f"attention: {args.attention_variant} on {choice.name} ({others})", flush=True)
     container = pretrain_cfg_container_from_args(args, model_config(args))
     metrics = Path(args.run_dir, "metrics.jsonl") if args.run_dir else None
-    with observing(Observer(metrics)):
+    with observing(Observer(metrics)), grouping_sink_parameters():
         megatron_pretrain(container, datasets_provider, ModelType.encoder_or_decoder, forward_step)
     # The rank that wrote the metrics has all of them.
     if args.run_dir and args.rank == args.world_size - 1:

@@ -14,7 +14,11 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from megasink.attention import reference_attention
+from megasink.attention import (
+    reference_attention,
+    reference_biased_attention,
+    reference_similarity_attention,
+)
 from megasink.layers.builder import MegasinkGPTBuilder
 from megasink.layers.core_attention import CoreAttention
 from tests.distributed import tiny_gpt
@@ -24,30 +28,58 @@ def reference_model(config: Any, importances: list[Tensor]) -> Any:
     """The model with reference attention, which appends the importance of each layer it runs."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     (model,) = tiny_gpt.skew_sinks([MegasinkGPTBuilder(config).build_model(groups)])
-    variant = config.transformer.attention_variant
     window, skip = config.transformer.window_size, config.transformer.window_attn_skip_freq
 
     def forward(
         self: CoreAttention, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
     ) -> Tensor:
-        query_BHSD, key_BGSD, value_BGSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        tensors = [x.permute(1, 2, 0, 3) for x in (query, key, value)]
         # Every skip-th layer sees everything; the tuple counts the tokens before the token itself.
         sees_all = window is None or self.layer_number % skip == 0
-        out_BHSD, _, gate_BHS = reference_attention(
-            query_BHSD,
-            key_BGSD,
-            value_BGSD,
-            variant=variant,
-            sink_H=self.softmax_offset,
-            window=None if sees_all else window[0] + 1,
-        )
+        out_BHSD, gate_BHS = reference_of(self, tensors, None if sees_all else window[0] + 1)
         importances.append(gate_BHS.mean((0, 2)))
+        out_BHSD = self.config.attention_scale_alpha * out_BHSD
         return out_BHSD.permute(2, 0, 1, 3).flatten(2)
 
     for module in model.modules():
         if isinstance(module, CoreAttention):
             module.forward = MethodType(forward, module)
     return model
+
+
+def reference_of(
+    core: CoreAttention, tensors: list[Tensor], window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Output and gate of a layer by the definitions."""
+    config = core.config
+    if config.attention_similarity != "softmax":
+        mlp = core.similarity_mlp
+        out_BHSD, first_BHS = reference_similarity_attention(
+            *tensors,
+            similarity=config.attention_similarity,
+            normalization=config.attention_normalization,
+            mlp=None if mlp is None else (mlp.fc1.weight, mlp.fc2.weight),
+            window=window,
+        )
+        return out_BHSD, 1.0 - first_BHS.detach()
+    variant = config.attention_variant
+    if not variant.endswith("bias"):
+        out_BHSD, _, gate_BHS = reference_attention(
+            *tensors, variant=variant, sink_H=core.softmax_offset, window=window
+        )
+        return out_BHSD, gate_BHS
+    key_bias, value_bias = core.key_bias, core.value_bias
+    if config.bias_fixed_value == "uniform":
+        value_bias = torch.ones(tensors[0].shape[-1])
+        value_bias = config.bias_fixed_value_norm * value_bias / value_bias.norm()
+    shape = (tensors[0].shape[1], tensors[0].shape[-1])
+    out_BHSD, _, gate_BHS = reference_biased_attention(
+        *tensors,
+        key_bias_HD=None if key_bias is None else key_bias.expand(shape),
+        value_bias_HD=None if value_bias is None else value_bias.expand(shape),
+        window=window,
+    )
+    return out_BHSD, gate_BHS
 
 
 def balance_loss(importance_LH: Tensor, coeff: float, routed: list[list[int]]) -> Tensor:
@@ -116,6 +148,11 @@ class Balance:
         return term, logged
 
 
+def is_sink(name: str) -> bool:
+    """Parameters of the group of --sink-lr-mult and --sink-weight-decay."""
+    return name.endswith(("softmax_offset", "key_bias", "value_bias"))
+
+
 def train(
     coeff: float,
     steps: int = 3,
@@ -130,11 +167,18 @@ def train(
     config = tiny_gpt.model_config(head_balance_coeff=0.0, **options)
     model = reference_model(config, importances)
     balance_of = Balance(coeff, scope, replicas, shared, refresh)
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
+    matrices = [p for n, p in model.named_parameters() if p.dim() > 1 and not is_sink(n)]
+    vectors = [p for n, p in model.named_parameters() if p.dim() == 1 and not is_sink(n)]
+    sinks = [p for n, p in model.named_parameters() if is_sink(n)]
+    transformer = config.transformer
+    sink_group = {
+        "weight_decay": transformer.sink_weight_decay,
+        "lr": 1e-3 * transformer.sink_lr_mult,
+    }
     groups = [
         {"params": matrices, "weight_decay": 0.1},
         {"params": vectors, "weight_decay": 0.0},
+        {"params": sinks, **sink_group},
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, eps=1e-5)
     report: dict[str, Any] = {"loss": [], "statistics": [], "grad_norm": []}

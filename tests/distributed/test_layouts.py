@@ -42,6 +42,15 @@ MODELS = {
     "data-parallel": {"head_balance_scope": "data-parallel"},
     "four-microbatch": {"num_layers": 4, "head_balance_scope": "microbatch"},
     "shared": {"head_balance_shared_heads": 1, "head_balance_scope": "microbatch"},
+    "k-bias": {"attention_variant": "k-bias", "sink_lr_mult": 3.0},
+    "kv-bias-shared": {"attention_variant": "kv-bias", "bias_shared_heads": True},
+    "mlp-similarity": {
+        "attention_variant": "vanilla",
+        "attention_similarity": "mlp",
+        # A signed row that cancels to a sum near 1 would multiply the rounding of another layout.
+        "attention_normalization": "none",
+        "head_balance_coeff": 0.0,
+    },
     "layernorm": {"normalization": "LayerNorm", "add_bias_linear": True},
 }
 
@@ -88,6 +97,18 @@ CASES = [
     ("data-parallel", PP, {}),
     ("shared", TP, {}),
     ("shared", PP, {}),
+    ("k-bias", TP, {}),
+    ("k-bias", TP_SP, SP | FULL),
+    ("k-bias", PP, {}),
+    ("k-bias", DP, DISTRIBUTED),
+    ("kv-bias-shared", TP, {}),
+    ("kv-bias-shared", TP_SP, SP | SELECTIVE),
+    ("kv-bias-shared", PP, {}),
+    ("kv-bias-shared", DP, DISTRIBUTED),
+    ("mlp-similarity", TP, {}),
+    ("mlp-similarity", TP_SP, SP | FULL),
+    ("mlp-similarity", PP, {}),
+    ("mlp-similarity", DP, DISTRIBUTED),
     ("layernorm", TP_SP, SP),
     ("layernorm", PP, {}),
 ]

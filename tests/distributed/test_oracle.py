@@ -41,17 +41,49 @@ def test_every_scope_has_its_oracle(pool, scope, layout, shared):
     compare(pool, layout, 4, {"head_balance_scope": scope, **shared})
 
 
+FIXED = {
+    "attention_variant": "k-bias",
+    "bias_fixed_value": "uniform",
+    "bias_fixed_value_norm": 5.0,
+}
+WINDOW = {"window_size": (7, 0), "window_attn_skip_freq": 2}
+MLP = {"attention_variant": "vanilla", "attention_similarity": "mlp"}
+
+
+@pytest.mark.parametrize(
+    ("coeff", "options"),
+    [
+        (1.0, {"attention_variant": "k-bias"}),
+        (1.0, WINDOW | {"attention_variant": "k-bias", "sink_weight_decay": 0.5}),
+        (1.0, {"attention_variant": "kv-bias", "bias_shared_heads": True, "sink_lr_mult": 7.0}),
+        (1.0, {"attention_variant": "v-bias"}),
+        (0.0, {"attention_variant": "v-bias", "num_query_groups": 1}),
+        (1.0, FIXED),
+        (1.0, {"sink_lr_mult": 0.1, "sink_weight_decay": 0.2}),
+        (1.0, {"attention_variant": "vanilla", "attention_scale_alpha": 0.2}),
+        (0.0, MLP),
+        (0.0, MLP | {"attention_normalization": "none", "attention_scale_alpha": 2.0}),
+        (0.0, MLP | WINDOW | {"attention_similarity": "sigmoid"}),
+    ],
+    ids=str,
+)
+def test_biases_and_similarities_equal_autograd(pool, coeff, options):
+    compare(pool, SINGLE, 3, options | {"head_balance_coeff": coeff})
+
+
 def compare(pool, layout, steps, options):
     """Training in a layout against the oracle of its scope."""
     options = dict(options)
-    found = pool.run(TRAIN, layout, head_balance_coeff=1.0, steps=steps, **options)
+    coeff = options.setdefault("head_balance_coeff", 1.0)
+    found = pool.run(TRAIN, layout, steps=steps, **options)
+    del options["head_balance_coeff"]
     balance = {
         "scope": options.pop("head_balance_scope", "global"),
         "replicas": layout.dp,
         "shared": options.pop("head_balance_shared_heads", 0),
         "refresh": options.pop("head_balance_shared_refresh", 0),
     }
-    wanted = pool.run(ORACLE, SINGLE, coeff=1.0, steps=steps, **balance, **options)
+    wanted = pool.run(ORACLE, SINGLE, coeff=coeff, steps=steps, **balance, **options)
     np.testing.assert_allclose(merging.loss(found), wanted[0]["loss"], rtol=TOLERANCE)
     for report in found:
         np.testing.assert_allclose(report["grad_norm"], wanted[0]["grad_norm"], rtol=TOLERANCE)

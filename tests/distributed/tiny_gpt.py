@@ -10,7 +10,11 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -23,6 +27,7 @@ from megasink.layers.core_attention import CoreAttention
 from megasink.layers.init import global_names
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 from megasink.specs import block_spec
+from megasink.train.optimizer import with_sink_parameters
 
 SEQUENCE, VOCABULARY, MICROBATCH, MICROBATCHES = 32, 128, 2, 4
 HEADS, HIDDEN = 4, 64
@@ -89,9 +94,17 @@ def model_config(
 
 
 def skew_sinks(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Sinks of magnitude 5 that differ by layer and head: a zero sink would hide mistakes."""
+    """Sinks of magnitude 5 that differ by layer and head: a zero sink would hide mistakes.
+
+    And biases of standard deviation 2, where they start with 0.02.
+    """
     for module in (m for model in models for m in model.modules()):
-        if isinstance(module, CoreAttention) and module.softmax_offset is not None:
+        if not isinstance(module, CoreAttention):
+            continue
+        for bias in (module.key_bias, module.value_bias):
+            if bias is not None:
+                bias.data.mul_(100.0)
+        if module.softmax_offset is not None:
             count = module.softmax_offset.numel()
             head_H = count * module.tp_group.rank() + torch.arange(count)
             sign_H = 1.0 - 2.0 * ((head_H + module.layer_number) % 2)
@@ -144,24 +157,28 @@ def optimizer_of(
 ) -> tuple[Any, OptimizerParamScheduler]:
     """Adam with weight decay and clipping, and a constant learning rate."""
     transformer = config.transformer
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            **{
-                "optimizer": "adam",
-                "lr": 1e-3,
-                "weight_decay": 0.1,
-                # Entries whose gradient is rounding noise would otherwise move by a whole step.
-                "adam_eps": 1e-5,
-                "clip_grad": 1.0,
-                "bf16": transformer.bf16,
-                "fp16": transformer.fp16,
-                "params_dtype": transformer.params_dtype,
-                "use_distributed_optimizer": distributed,
-            }
-            | options
-        ),
-        models,
+    optimizer_config = OptimizerConfig(
+        **{
+            "optimizer": "adam",
+            "lr": 1e-3,
+            "weight_decay": 0.1,
+            # Entries whose gradient is rounding noise would otherwise move by a whole step.
+            "adam_eps": 1e-5,
+            "clip_grad": 1.0,
+            "bf16": transformer.bf16,
+            "fp16": transformer.fp16,
+            "params_dtype": transformer.params_dtype,
+            "use_distributed_optimizer": distributed,
+        }
+        | options
     )
+    overrides = with_sink_parameters(
+        get_standard_config_overrides(optimizer_config),
+        optimizer_config,
+        transformer.sink_lr_mult,
+        transformer.sink_weight_decay,
+    )
+    optimizer = get_megatron_optimizer(optimizer_config, models, config_overrides=overrides)
     constant = {"init_lr": 1e-3, "max_lr": 1e-3, "min_lr": 1e-3, "lr_decay_style": "constant"}
     decay = {"start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 1, "wd_incr_style": "constant"}
     scheduler = OptimizerParamScheduler(

@@ -14,10 +14,11 @@ from megasink.train.checks import (
     device,
     gates,
     positions,
+    similarity,
     unsupported,
 )
 
-_SUBJECTS = (attention, gates, positions, blocks, unsupported, balance, device, data)
+_SUBJECTS = (attention, similarity, gates, positions, blocks, unsupported, balance, device, data)
 
 
 def problems(args: Namespace) -> list[str]:

@@ -11,6 +11,10 @@ from megasink.attention import AttentionRequest, choose_backend
 from megasink.config import Variant, visible_tokens
 from megasink.errors import ConfigError
 
+# What a kernel is asked for: a key bias is a sink to it, a value bias comes after it.
+_KERNEL_VARIANT = {"k-bias": "sink", "kv-bias": "sink", "v-bias": "vanilla"}
+_GATED = ("sink", "k-bias", "kv-bias")  # slots whose gradient needs the kernel's LSE exact
+
 
 def problems(args: Namespace) -> list[str]:
     """A sentence for each."""
@@ -56,8 +60,10 @@ def problems(args: Namespace) -> list[str]:
         request = attention_request(args)
         if variant not in get_args(Variant):
             request = replace(request, variant="sink")  # what else is wrong is worth knowing
+        # Another similarity has a computation of its own, and its own sentence about kernels.
+        softmax = args.attention_similarity == "softmax"
         try:
-            choose_backend(request, args.attention_kernel)
+            choose_backend(request, args.attention_kernel if softmax else "eager")
         except ConfigError as error:
             found += error.problems
     return found
@@ -70,8 +76,8 @@ def attention_request(args: Namespace) -> AttentionRequest:
         device_type="cpu" if platform.is_active() else "cuda",
         dtype=dtype,
         head_dim=args.kv_channels or args.hidden_size // args.num_attention_heads,
-        variant=args.attention_variant,
+        variant=_KERNEL_VARIANT.get(args.attention_variant, args.attention_variant),
         window=visible_tokens(args.window_size),
-        needs_gate_gradient=args.attention_variant == "sink" or args.head_balance_coeff > 0,
+        needs_gate_gradient=args.attention_variant in _GATED or args.head_balance_coeff > 0,
         dropout=args.attention_dropout,
     )

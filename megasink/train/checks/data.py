@@ -80,10 +80,11 @@ def _vocabulary(args: Namespace) -> list[str]:
         return [str(error)]
     size = len(tokenizer)
     found = []
-    rows = args.padded_vocab_size
-    if rows is not None and size > rows:
+    rows, needed = args.padded_vocab_size, size + int(args.sink_token)
+    if rows is not None and needed > rows:
+        sink = " and --sink-token needs one more" if args.sink_token else ""
         found.append(
-            f"the tokenizer {args.tokenizer_model} has {size} tokens but the embedding only "
+            f"the tokenizer {args.tokenizer_model} has {size} tokens{sink} but the embedding only "
             f"{rows} rows: raise --padded-vocab-size or drop it"
         )
     for prefix in args.data_path or []:
@@ -112,7 +113,7 @@ def _is_weight(text: str) -> bool:
 
 
 def pin_vocabulary(args: Namespace) -> None:
-    """Set the rows of the embedding from the tokenizer alone.
+    """Set the rows of the embedding, and the id of the sink token, from the tokenizer alone.
 
     Megatron pads to a multiple of 128 * TP, so that a checkpoint trained under one layout has
     another softmax under the next (core/tokenizers/utils/build_tokenizer.py:124).
@@ -120,16 +121,25 @@ def pin_vocabulary(args: Namespace) -> None:
     Raises:
         ConfigError: the rows do not divide by the tensor-parallel size.
     """
+    size = args.vocab_size
+    if args.tokenizer_type == "HuggingFaceTokenizer":
+        size = len(_tokenizer(args.tokenizer_model))
+    elif size is not None and args.tokenizer_type == "NullTokenizer":
+        size += 1  # its end-of-document token
+    if size is None and (args.padded_vocab_size is None or args.sink_token):
+        raise ConfigError([f"--tokenizer-type {args.tokenizer_type} needs --vocab-size"])
+    # One past the tokenizer's last token: no text holds it.
+    args.sink_token_id = size if args.sink_token else None
     if args.padded_vocab_size is None:
-        size = args.vocab_size
-        if args.tokenizer_type == "HuggingFaceTokenizer":
-            size = len(_tokenizer(args.tokenizer_model))
-        if size is None:
-            raise ConfigError([f"--tokenizer-type {args.tokenizer_type} needs --vocab-size"])
-        if args.tokenizer_type == "NullTokenizer":
-            size += 1  # its end-of-document token
         multiple = args.make_vocab_size_divisible_by
-        args.padded_vocab_size = -(-size // multiple) * multiple
+        args.padded_vocab_size = -(-(size + int(args.sink_token)) // multiple) * multiple
+    elif args.sink_token and args.padded_vocab_size <= size:
+        raise ConfigError(
+            [
+                f"--padded-vocab-size {args.padded_vocab_size} has no row for --sink-token beside "
+                f"the {size} tokens of the tokenizer: raise it or drop it"
+            ]
+        )
     if args.padded_vocab_size % args.tensor_model_parallel_size:
         raise ConfigError(
             [

@@ -1,0 +1,33 @@
+"""The parameters of the MLP similarity (P2.36).
+
+Shapes: D head dim.
+"""
+
+import torch
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+class SimilarityMLP(torch.nn.Module):
+    """The two [D, D] weights of mlp(x) = relu(x A^T) B^T, for queries, keys and all heads.
+
+    The same on every tensor-parallel rank; drawn by layers/init.py.
+    """
+
+    def __init__(
+        self, head_dim: int, *, dtype: torch.dtype, device: torch.device | int | None
+    ) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = (
+            torch.nn.Linear(head_dim, head_dim, bias=False, dtype=dtype, device=device)
+            for _ in range(2)
+        )
+
+    def weights(self, tp_group: ProcessGroup) -> tuple[Tensor, Tensor]:
+        """Both weights; their gradients are summed over the heads of every rank."""
+        first, second = (
+            copy_to_tensor_model_parallel_region(layer.weight, tp_group)
+            for layer in (self.fc1, self.fc2)
+        )
+        return first, second

@@ -1,0 +1,99 @@
+"""What a command line gets wrong about sinks, biases and similarity kernels."""
+
+from argparse import Namespace
+from typing import get_args
+
+from megasink.config import FixedValue, Normalization, Similarity
+
+
+def problems(args: Namespace) -> list[str]:
+    """A sentence for each."""
+    return [*_biases(args), *_sinks(args), *_similarity(args)]
+
+
+def _biases(args: Namespace) -> list[str]:
+    found = []
+    variant, kind, norm = args.attention_variant, args.bias_fixed_value, args.bias_fixed_value_norm
+    if args.bias_shared_heads and variant not in ("k-bias", "kv-bias", "v-bias"):
+        found.append(
+            f"--bias-shared-heads: --attention-variant {variant} has no bias to share: use k-bias, "
+            "kv-bias or v-bias, or drop the flag"
+        )
+    if kind not in get_args(FixedValue):
+        found.append(
+            f"--bias-fixed-value {kind!r} is unknown: choose {', '.join(get_args(FixedValue))}"
+        )
+    elif kind != "none" and variant != "k-bias":
+        found.append(
+            f"--bias-fixed-value {kind} is the value of a key bias: use --attention-variant k-bias"
+            + (" (the value of kv-bias is learned)" if variant == "kv-bias" else "")
+        )
+    if kind == "none" and norm != 1.0:
+        found.append(
+            f"--bias-fixed-value-norm {norm} without a value: add --bias-fixed-value unit or "
+            "uniform, or drop the flag"
+        )
+    if norm <= 0:
+        found.append(f"--bias-fixed-value-norm {norm}: use more than 0")
+    return found
+
+
+def _sinks(args: Namespace) -> list[str]:
+    found = []
+    has_parameters = args.attention_variant not in ("vanilla", "off-by-one", "gated")
+    for name, default in (("sink_lr_mult", 1.0), ("sink_weight_decay", 0.0)):
+        flag, value = "--" + name.replace("_", "-"), getattr(args, name)
+        if value < 0:
+            found.append(f"{flag} {value} is negative: use 0 or more")
+        elif value != default and not has_parameters:
+            found.append(
+                f"{flag} {value}: --attention-variant {args.attention_variant} has no sink "
+                "parameters: use sink, k-bias, kv-bias or v-bias, or drop the flag"
+            )
+    if args.sink_lr_mult != 1.0 and getattr(args, "use_mup", False):
+        found.append("--sink-lr-mult with --use-mup: muP sets these learning rates: drop one")
+    if args.sink_lr_mult != 1.0 and args.optimizer not in ("adam", "sgd"):
+        found.append(f"--sink-lr-mult with --optimizer {args.optimizer}: not tested: use adam")
+    return found
+
+
+def _similarity(args: Namespace) -> list[str]:
+    found = []
+    similarity, normalization = args.attention_similarity, args.attention_normalization
+    alpha = args.attention_scale_alpha
+    for flag, value, known in (
+        ("--attention-similarity", similarity, get_args(Similarity)),
+        ("--attention-normalization", normalization, get_args(Normalization)),
+    ):
+        if value not in known:
+            found.append(f"{flag} {value!r} is unknown: choose {', '.join(known)}")
+    if alpha <= 0:
+        found.append(f"--attention-scale-alpha {alpha}: use more than 0")
+    if similarity == "softmax":
+        if normalization == "none":
+            found.append(
+                "--attention-normalization none: the exponentials of softmax overflow without "
+                "their sum: use --attention-similarity sigmoid or elu-plus-one, or row-sum"
+            )
+        return found
+    if args.attention_variant != "vanilla":
+        found.append(
+            f"--attention-similarity {similarity} has no softmax for --attention-variant "
+            f"{args.attention_variant} to add to: use --attention-variant vanilla"
+        )
+    if args.head_balance_coeff:
+        found.append(
+            f"--attention-similarity {similarity} has no gate with a gradient (head importance is "
+            "a proxy, P2.37): set --head-balance-coeff 0"
+        )
+    if args.attention_kernel != "auto":
+        found.append(
+            f"--attention-kernel {args.attention_kernel} computes softmax attention, not "
+            f"--attention-similarity {similarity}: use --attention-kernel auto"
+        )
+    if args.fp16:
+        found.append(
+            f"--fp16: the weights of --attention-similarity {similarity} are not bounded by their "
+            "sum and float16 overflows at 65504: use --bf16"
+        )
+    return found
