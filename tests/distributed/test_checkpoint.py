@@ -11,6 +11,11 @@ from tests.distributed.test_layouts import TOLERANCE
 
 TASKS = "tests.distributed.checkpoint_tasks"
 TP, PP, DP = Layout(tp=2), Layout(pp=2), Layout(dp=2)
+MLP = {
+    "attention_variant": "vanilla",
+    "attention_similarity": "mlp",
+    "head_balance_coeff": 0.0,
+}
 
 
 @pytest.fixture(
@@ -49,6 +54,31 @@ def test_load_under_another_layout(pool, saved, layout):
         assert merging.relative_error(found[name], wanted[name]) <= tolerance, name
         if layout == saved.layout:  # the same layout goes on to the bit
             np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        (SINGLE, {"attention_variant": "kv-bias", "sink_lr_mult": 3.0, "bf16": True}),
+        (PP, {"attention_variant": "kv-bias", "bias_shared_heads": True}),
+        (SINGLE, MLP),
+    ],
+    ids=["kv-bias", "kv-bias-shared", "mlp"],
+)
+def test_biases_and_the_mlp_load_under_another_layout(pool, tmp_path, layout, options):
+    options = {"folder": str(tmp_path), "distributed_optimizer": True, **options}
+    before = pool.run(f"{TASKS}:save_and_go_on", TP, **options)
+    for target in (layout, TP):
+        after = pool.run(f"{TASKS}:load_and_go_on", target, **options)
+        for kind in before[0]["saved"]:
+            found, wanted = (merging.whole([r["saved"][kind] for r in x]) for x in (after, before))
+            assert found.keys() == wanted.keys()
+            for name in wanted:
+                np.testing.assert_array_equal(found[name], wanted[name], err_msg=f"{kind} {name}")
+    # The last was saved under the same layout: it goes on to the bit.
+    found, wanted = (merging.whole([r["after"] for r in rs]) for rs in (after, before))
+    for name in wanted:
+        np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
 
 
 def test_weights_move_between_the_checkpoint_and_the_comparison(saved):

@@ -25,6 +25,7 @@ FLAGS = shlex.split("""
     --untie-embeddings-and-output-weights --tokenizer-type NullTokenizer --vocab-size 299
     --mock-data --eval-iters 1 --eval-interval 100 --log-interval 1 --save-interval 3
     --use-distributed-optimizer --head-balance-coeff 0.1 --softmax-offset-init 2.0
+    --sink-lr-mult 3 --sink-weight-decay 0.05
 """)
 # 300 tokens: Megatron itself would give the model 512 rows under TP=2 and 384 otherwise.
 TP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]

@@ -53,6 +53,28 @@ def softmax_offset_facts(distributed_optimizer: bool, **options: Any) -> dict[st
     }
 
 
+def bias_facts(**options: Any) -> dict[str, Any]:
+    """Dtypes, attributes and checkpoint entries of the parameters of core attention."""
+    config = tiny_gpt.model_config(**options)
+    (model,) = unwrap_model(tiny_gpt.build(config))
+    layer = next(m for m in model.modules() if isinstance(m, CoreAttention))
+    found: dict[str, Any] = {"softmax_type": config.transformer.softmax_type}
+    for name, parameter in layer.named_parameters():
+        found[name] = {
+            "dtype": str(parameter.dtype),
+            "shape": tuple(parameter.shape),
+            "by heads": bool(getattr(parameter, "tensor_model_parallel", False)),
+        }
+        shards = [
+            value
+            for key, value in model.sharded_state_dict().items()
+            if key.endswith(f"core_attention.{name}") and isinstance(value, ShardedTensor)
+        ]
+        found[name]["offsets"] = [shard.global_offset[1] for shard in shards]
+        found[name]["whole"] = {tuple(shard.global_shape) for shard in shards}
+    return found
+
+
 def weight_decays(optimizer: Any, model: torch.nn.Module) -> dict[str, list[float]]:
     """Number of elements the optimizer updates, by weight decay, of vectors and of matrices."""
     sizes: dict[str, list[float]] = {}

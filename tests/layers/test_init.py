@@ -48,6 +48,23 @@ def test_sinks_start_at_their_option(weights, value):
     assert all(np.all(sink == value) for sink in sinks)
 
 
+@pytest.mark.parametrize(
+    ("shared", "shapes"), [(False, [(4, 16)] * 4), (True, [(16,)] * 4)], ids=["heads", "shared"]
+)
+def test_biases_start_with_the_standard_deviation_of_the_paper(weights, shared, shapes):
+    options = {"attention_variant": "kv-bias", "bias_shared_heads": shared}
+    found = weights(1, **options)
+    biases = {n: a for n, a in found.items() if n.endswith(("key_bias", "value_bias"))}
+    assert [a.shape for a in biases.values()] == shapes
+    values = np.concatenate([a.ravel() for a in biases.values()])
+    # Not --init-method-std, which is 0.2 here. 64 numbers give it to a quarter.
+    assert values.std() == pytest.approx(0.02, rel=0.1 if values.size > 200 else 0.3)
+    assert len(set(values)) == len(values)  # every layer, head and kind has its own
+    again = weights(1, **options)
+    for name, array in biases.items():
+        np.testing.assert_array_equal(again[name], array)
+
+
 @pytest.mark.parametrize("variant", ["vanilla", "off-by-one"])
 def test_other_variants_have_no_sinks(weights, variant):
     found = weights(1, attention_variant=variant)

@@ -112,6 +112,65 @@ REFUSED = {
     ),
     "resume-nothing": ([*MOCK, "--resume"], ["--resume needs --run-dir"]),
     "load-nothing": ([*MOCK, "--load", "nowhere"], ["--load nowhere: no finished checkpoint"]),
+    "unknown-names": (
+        [
+            *MOCK,
+            *["--attention-similarity", "cosine", "--attention-normalization", "l2"],
+            *["--attention-variant", "k-bias", "--bias-fixed-value", "two"],
+        ],
+        [
+            "--attention-similarity 'cosine' is unknown: choose softmax, sigmoid",
+            "--attention-normalization 'l2' is unknown: choose row-sum, none",
+            "--bias-fixed-value 'two' is unknown: choose none, unit, uniform",
+        ],
+    ),
+    "biases-without-their-variant": (
+        [*MOCK, "--bias-shared-heads", "--bias-fixed-value", "unit"],
+        [
+            "--bias-shared-heads: --attention-variant sink has no bias to share: use k-bias",
+            "--bias-fixed-value unit is the value of a key bias: use --attention-variant k-bias",
+        ],
+    ),
+    "two-values": (
+        [*MOCK, "--attention-variant", "kv-bias", "--bias-fixed-value", "uniform"],
+        ["use --attention-variant k-bias (the value of kv-bias is learned)"],
+    ),
+    "norm-without-value": (
+        [*MOCK, "--attention-variant", "k-bias", "--bias-fixed-value-norm", "-5"],
+        ["--bias-fixed-value-norm -5.0 without a value", "norm -5.0: use more than 0"],
+    ),
+    "sink-group-without-sinks": (
+        [*MOCK, "--attention-variant", "vanilla", "--sink-lr-mult", "2"],
+        ["--sink-lr-mult 2.0: --attention-variant vanilla has no sink parameters: use sink,"],
+    ),
+    "negative-sink-group": (
+        [*MOCK, "--sink-lr-mult", "-1", "--sink-weight-decay", "-0.1"],
+        ["--sink-lr-mult -1.0 is negative", "--sink-weight-decay -0.1 is negative"],
+    ),
+    "sink-token-without-a-row": (
+        [*MOCK, "--sink-token", "--padded-vocab-size", "256"],
+        ["--padded-vocab-size 256 has no row for --sink-token beside the 256 tokens"],
+    ),
+    "similarity-of-a-sink": (
+        [*MOCK, "--attention-similarity", "sigmoid", "--fp16", "--attention-kernel", "flash-cpu"],
+        [
+            "no softmax for --attention-variant sink to add to: use --attention-variant vanilla",
+            "has no gate with a gradient (head importance is a proxy, P2.37): set --head-balance-",
+            "--attention-kernel flash-cpu computes softmax attention, not --attention-similarity",
+            "float16 overflows at 65504: use --bf16",
+        ],
+    ),
+    "softmax-without-its-sum": (
+        [*MOCK, "--attention-normalization", "none", "--attention-scale-alpha", "0"],
+        ["exponentials of softmax overflow", "--attention-scale-alpha 0.0: use more than 0"],
+    ),
+    "dropout-of-a-similarity": (
+        [
+            *[*MOCK, "--attention-similarity", "identity", "--attention-variant", "vanilla"],
+            *["--head-balance-coeff", "0", "--attention-dropout", "0.1"],
+        ],
+        ["dropout 0.1"],
+    ),
     "everything": (
         [*MODEL, "--attention-variant", "x", "--head-balance-coeff", "-1", "--resume"],
         ["'x' is unknown", "-1.0 is negative", "no training data", "no tokenizer", "--run-dir"],
@@ -123,6 +182,23 @@ ACCEPTED = {
     "tp2": [*MOCK, "--tensor-model-parallel-size", "2", "--vocab-size", "300"],
     "tp1-same-vocabulary": [*MOCK, "--vocab-size", "300"],
     "off-by-one": [*MOCK, "--attention-variant", "off-by-one", "--bf16"],
+    "k-bias": [
+        *[*MOCK, "--attention-variant", "k-bias", "--bias-shared-heads", "--sink-lr-mult", "2"],
+        *[
+            "--bias-fixed-value",
+            "unit",
+            "--bias-fixed-value-norm",
+            "5",
+            "--sink-weight-decay",
+            ".1",
+        ],
+    ],
+    "v-bias-fp16": [*MOCK, "--attention-variant", "v-bias", "--fp16"],
+    "sink-token": [*MOCK, "--sink-token", "--vocab-size", "383"],
+    "sigmoid": [
+        *[*MOCK, "--attention-variant", "vanilla", "--head-balance-coeff", "0", "--bf16"],
+        *["--attention-similarity", "sigmoid", "--attention-normalization", "none"],
+    ],
 }
 
 
@@ -230,3 +306,10 @@ def test_the_rows_of_the_embedding_do_not_depend_on_the_layout(answers):
     rows = [answers[name]["args"]["padded_vocab_size"] for name in ("tp2", "tp1-same-vocabulary")]
     assert rows == [384, 384]
     assert answers["text"]["args"]["padded_vocab_size"] == 512
+
+
+def test_the_sink_token_is_one_past_the_tokenizer(answers):
+    args = answers["sink-token"]["args"]
+    # 383 tokens and the end of document fill three times 128 rows; the sink opens the fourth.
+    assert (args["sink_token_id"], args["padded_vocab_size"]) == (384, 512)
+    assert answers["tp1"]["args"]["sink_token_id"] is None

@@ -14,8 +14,8 @@ FLAGS = """
     --max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 4 --train-iters 3
     --lr 1e-2 --normalization RMSNorm --swiglu --disable-bias-linear --init-method-std 0.2
     --position-embedding-type rope --untie-embeddings-and-output-weights --mock-data
-    --tokenizer-type NullTokenizer --vocab-size 126 --eval-iters 1 --eval-interval 3 --log-interval 1
-    --attention-variant k-bias --sink-token
+    --tokenizer-type NullTokenizer --vocab-size 126 --eval-iters 1 --eval-interval 3
+    --log-interval 1 --attention-variant k-bias --sink-token
 """.split()
 TOKEN = 127  # 126 tokens and the end-of-document token of NullTokenizer come before it
 LAYOUTS = {
