@@ -42,5 +42,6 @@ class MegasinkGPTBuilder(GPTModelBuilder):
         if config.transformer.mtp_num_layers:
             raise ValueError("--mtp-num-layers: multi-token prediction is not supported")
         model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
-        initialize_weights(model, config.init_seed)
+        if config.transformer.perform_initialization:  # else they come from a checkpoint
+            initialize_weights(model, config.init_seed)
         return model

@@ -29,6 +29,9 @@ def test_plans_visit_each_visible_pair_once():
     for queries in range(1, 8):
         distance = torch.arange(9 - queries, 9)[:, None] - torch.arange(9)
         assert torch.equal(visible_pairs(queries, 9, None), (distance >= 0).long())
+    for window in range(1, 11):  # a token at the end of a cache
+        distance = 8 - torch.arange(9)[None]
+        assert torch.equal(visible_pairs(1, 9, window), (distance < window).long())
 
 
 def test_plans_refuse_what_they_do_not_hold():

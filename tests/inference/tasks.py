@@ -1,0 +1,91 @@
+"""Tasks for the workers: generate with the cache, and by recomputing the whole prefix.
+
+Shapes: B sequences, S tokens, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from megasink.inference.decoding import generate
+from megasink.inference.sampling import Sampling
+from megasink.layers.builder import MegasinkGPTBuilder
+from tests.distributed import tiny_gpt
+from tests.distributed.tiny_gpt import VOCABULARY
+
+GREEDY = Sampling(temperature=0)
+
+
+def model_of(**options: Any) -> Any:
+    """This rank's stage of a tiny GPT with skewed sinks, its weights those of every layout."""
+    config = tiny_gpt.model_config(**options)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    (model,) = tiny_gpt.skew_sinks([MegasinkGPTBuilder(config).build_model(groups)])
+    return model.eval()
+
+
+def cached_and_recomputed(
+    prompts: list[list[int]], new_tokens: int, **options: Any
+) -> dict[str, Any]:
+    """Greedy tokens and logits of a batch with the cache, of each prompt alone with the cache, and
+    of each prompt alone with the whole prefix recomputed for every token.
+
+    Returns:
+        "batch", "alone", "recomputed": the new tokens by prompt; "batch logits", "recomputed
+        logits": by prompt the logits [V] of each new token, on the last stage.
+    """
+    model = model_of(**options)
+    report: dict[str, Any] = {"batch logits": [[] for _ in prompts], "recomputed logits": []}
+    position = [min(map(len, prompts))]
+
+    def collect(logits_BV: Tensor) -> None:
+        for row, prompt in enumerate(prompts):
+            if len(prompt) <= position[0] < len(prompt) + new_tokens:
+                report["batch logits"][row].append(logits_BV[row].float().clone())
+        position[0] += 1
+
+    arguments = {"max_new_tokens": new_tokens, "sampling": GREEDY, "vocabulary": VOCABULARY}
+    report["batch"] = generate(model, prompts, **arguments, on_logits=collect).tokens
+    report["alone"] = [generate(model, [p], **arguments).tokens[0] for p in prompts]
+    recomputed = [recompute(model, prompt, new_tokens) for prompt in prompts]
+    report["recomputed"] = [tokens for tokens, _ in recomputed]
+    report["recomputed logits"] = [logits for _, logits in recomputed]
+    return report
+
+
+@torch.no_grad()
+def recompute(model: Any, prompt: list[int], new_tokens: int) -> tuple[list[int], list[Tensor]]:
+    """Greedy decoding without a cache, through Megatron's training schedule."""
+    tokens, logits = list(prompt), []
+    for _ in range(new_tokens):
+        text_1S = torch.tensor([tokens])
+        positions_1S = torch.arange(len(tokens))[None]
+
+        def forward(_: Any, model: Any, text: Tensor = text_1S, at: Tensor = positions_1S) -> Any:
+            output = model(text, at, None, runtime_gather_output=True)
+            return output, lambda logits_1SV: (logits_1SV.sum(), {"logits": logits_1SV})
+
+        (found,) = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(()),
+            model=model,
+            num_microbatches=1,
+            seq_length=len(tokens),
+            micro_batch_size=1,
+            forward_only=True,
+        ) or [None]
+        chosen = torch.zeros(1, dtype=torch.long)
+        if found is not None:
+            logits.append(found["logits"][0, -1].float().clone())
+            chosen = logits[-1].argmax()[None]
+        torch.distributed.broadcast(
+            chosen,
+            parallel_state.get_pipeline_model_parallel_last_rank(),
+            parallel_state.get_pipeline_model_parallel_group(),
+        )
+        tokens.append(int(chosen))
+    return tokens[len(prompt) :], logits
