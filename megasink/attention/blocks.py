@@ -179,7 +179,8 @@ def _blocks(
     backend: Backend, query_BHTD: Tensor, key_BGSD: Tensor, causal: bool, window: int | None
 ) -> tuple[Block, ...] | None:
     """The plan, or None where one call of the backend does it."""
-    if not causal or (window is not None and backend.native_window):
+    square = query_BHTD.shape[2] == key_BGSD.shape[2]
+    if not causal or (window is not None and backend.native_window and square):
         return None
     blocks = plan_blocks(query_BHTD.shape[2], key_BGSD.shape[2], window)
     whole = len(blocks) == 1 and blocks[0].repeats == 1 and blocks[0].mask == "causal"

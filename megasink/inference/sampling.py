@@ -39,7 +39,7 @@ def next_tokens(
     logits_BV = logits_BV[:, :vocabulary].float()
     if sampling.temperature == 0:
         return logits_BV.argmax(-1)
-    ranked_BV, tokens_BV = logits_BV.sort(-1, descending=True, stable=True)
+    ranked_BV, tokens_BV = torch.sort(logits_BV, dim=-1, descending=True, stable=True)
     if sampling.top_k:
         ranked_BV = ranked_BV[:, : sampling.top_k]
     probability_BV = torch.softmax(ranked_BV / sampling.temperature, -1)

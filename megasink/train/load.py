@@ -1,13 +1,10 @@
 """A trained model in one process, from a run folder or its checkpoints, whatever its layout was.
 
-Nothing in a checkpoint is unpickled freely: arguments come from config.json, weights are read as
-plain tensors (``weights_only``), and the one pickle that torch's format needs, ``.metadata``, may
-name classes of that format alone.
+Arguments come from the run's config.json, weights from the checkpoint, and neither runs code that
+the files hold (see checkpoints.py).
 """
 
 import contextlib
-import pickle
-import re
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,45 +22,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megasink import platform
 from megasink.errors import UserError
 from megasink.layers.builder import MegasinkGPTBuilder
+from megasink.train.checkpoints import find_checkpoint, stored_shapes
 from megasink.train.model import model_config
-from megasink.train.run_dir import newest_checkpoint
 from megasink.train.saved_arguments import read_arguments, single_process_arguments
-
-_CLASSES_OF_METADATA = {
-    "torch": {"Size", "float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.planner": {
-        "SavePlan",
-        "TensorWriteData",
-        "WriteItem",
-        "WriteItemType",
-    },
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-}
-
-
-class Checkpoint(NamedTuple):
-    """A finished checkpoint of a run.
-
-    Attributes:
-        config: the run's config.json.
-        folder: with the .distcp files of one iteration.
-        iteration: the step after which it was saved.
-    """
-
-    config: Path
-    folder: Path
-    iteration: int
 
 
 class LoadedModel(NamedTuple):
@@ -116,36 +77,6 @@ def load_model(
     return LoadedModel(model.eval(), loaded_tokenizer, args, found.iteration)
 
 
-def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
-    """The checkpoint that a user means by a folder.
-
-    Raises:
-        UserError: no such folder, no finished checkpoint in it, or not that iteration.
-    """
-    if not path.is_dir():
-        raise UserError(f"{path}: no such folder; name a run folder or its checkpoint folder")
-    named = re.fullmatch(r"iter_(\d{7,})", path.resolve().name)
-    if named:
-        if iteration not in (None, int(named[1])):
-            raise UserError(f"{path} is not the checkpoint of iteration {iteration}")
-        iteration, path = int(named[1]), path.resolve().parent
-    run, checkpoints = (path, path / "checkpoints")
-    if not (path / "config.json").is_file() and not checkpoints.is_dir():
-        run, checkpoints = path.resolve().parent, path
-    newest = newest_checkpoint(checkpoints)
-    if newest is None:
-        raise UserError(f"{path}: no finished checkpoint (no latest_checkpointed_iteration.txt)")
-    if not (run / "config.json").is_file():
-        raise UserError(f"{path}: no config.json in {run}: it is no run of megasink")
-    iteration = newest if iteration is None else iteration
-    folder = checkpoints / f"iter_{iteration:07d}"
-    if not (folder / ".metadata").is_file():
-        there = sorted(int(p.parent.name[5:]) for p in checkpoints.glob("iter_*/.metadata"))
-        text = ", ".join(map(str, there)) or "none"
-        raise UserError(f"{checkpoints}: no checkpoint of iteration {iteration}; there are: {text}")
-    return Checkpoint(run / "config.json", folder, iteration)
-
-
 def load_weights(model: GPTModel, folder: Path) -> None:
     """Copy the weights of a torch_dist checkpoint into a model, resharded.
 
@@ -169,30 +100,9 @@ def load_weights(model: GPTModel, folder: Path) -> None:
     # What is not a tensor is TransformerEngine's state of fp8, which nothing here uses.
     missing, unexpected = model.load_state_dict(state, strict=False)
     if unexpected or [name for name in missing if not name.endswith("_extra_state")]:
-        raise UserError(f"{folder} does not fit the model: {missing} missing, {unexpected} too much")
-
-
-def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """{key: shape} of the model's weights in a torch_dist checkpoint, without optimizer states.
-
-    Raises:
-        UserError: .metadata is broken, or would run code that is not of the format.
-    """
-    try:
-        with (folder / ".metadata").open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        entries = metadata.state_dict_metadata.items()
-        tensors = {key: tuple(entry.size) for key, entry in entries if hasattr(entry, "size")}
-    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
-        raise UserError(f"{folder}/.metadata is broken or not to be trusted: {error}") from error
-    return {key: size for key, size in tensors.items() if not key.startswith("optimizer.")}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in _CLASSES_OF_METADATA.get(module, ()):
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return super().find_class(module, name)
+        raise UserError(
+            f"{folder} does not fit the model: {missing} missing, {unexpected} too much"
+        )
 
 
 def _compare(
@@ -239,6 +149,10 @@ def _tokenizer(saved: dict[str, Any], given: str | Path | None, config: Path) ->
 
 def _make_parallel_state() -> None:
     """The process group of one process, without a port, where there is none."""
+    if not platform.is_active() and not torch.cuda.is_available():
+        raise UserError(
+            "no CUDA device: call megasink.platform.activate() before anything imports megatron"
+        )
     if not torch.distributed.is_initialized():
         backend = "gloo" if platform.is_active() else "nccl"
         torch.distributed.init_process_group(

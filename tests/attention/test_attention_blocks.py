@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megasink.attention.backends import backend_named
+from megasink.attention.backends.eager import EagerBackend
 from megasink.attention.blocks import backward_blocks, forward_blocks, merge_, plan_blocks
 from tests.attention.attention_oracle import make_case
 
@@ -72,6 +73,23 @@ def test_rectangles(causal, queries, name):
     torch.testing.assert_close(lse, scores.logsumexp(-1).detach(), rtol=1e-12, atol=1e-12)
     for grad, expected in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad, expected, rtol=1e-11, atol=1e-11)
+
+
+class WindowedEager(EagerBackend):
+    """As a kernel that knows windows, and causal masks on square blocks only."""
+
+    native_window = True
+
+
+@pytest.mark.parametrize("backend", [EagerBackend(), WindowedEager()])
+def test_a_window_at_the_end_of_a_cache(backend):
+    case = make_case(tokens=1, keys=20, dtype=torch.float64)
+    mask = {"causal": True, "window": 6, "scale": 0.4}
+    out, lse = forward_blocks(backend, case.query, case.key, case.value, **mask)
+    seen = (case.query, case.key[:, :, -6:], case.value[:, :, -6:])
+    expected_out, expected_lse = backend.forward(*seen, causal=False, scale=0.4)
+    torch.testing.assert_close(out, expected_out, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-12, atol=1e-12)
 
 
 def test_merge_with_a_side_that_saw_nothing():

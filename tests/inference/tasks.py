@@ -3,17 +3,24 @@
 Shapes: B sequences, S tokens, V vocabulary.
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from megasink.errors import UserError
 from megasink.inference.decoding import generate
 from megasink.inference.sampling import Sampling
+from megasink.layers import inference_guard
 from megasink.layers.builder import MegasinkGPTBuilder
+from megasink.layers.inference_guard import dynamic_inference_problems
 from tests.distributed import tiny_gpt
 from tests.distributed.tiny_gpt import VOCABULARY
 
@@ -89,3 +96,50 @@ def recompute(model: Any, prompt: list[int], new_tokens: int) -> tuple[list[int]
         )
         tokens.append(int(chosen))
     return tokens[len(prompt) :], logits
+
+
+def dynamic_problems(device: str, **options: Any) -> list[str]:
+    """Why a model cannot run under dynamic inference."""
+    return dynamic_inference_problems(tiny_gpt.model_config(**options).transformer, device)
+
+
+def dynamic_problems_of_an_unknown_option() -> list[str]:
+    """The same, of a configuration with an option and a variant that nobody has thought of."""
+
+    @dataclasses.dataclass
+    class Planted:
+        planted_slope: float = 0.0
+
+    config = tiny_gpt.model_config().transformer
+    config.attention_variant = "planted"
+    config.planted_slope = 0.5
+    with mock.patch.object(inference_guard, "OPTIONS", (*inference_guard.OPTIONS, Planted)):
+        return dynamic_inference_problems(config, "cuda")
+
+
+def refusals() -> dict[str, str]:
+    """{kind of forward pass: the message of its refusal, or "" where there is none}."""
+    model = model_of()
+    tokens = torch.tensor([[1, 2, 3]])
+    inputs = (tokens, torch.arange(3)[None], None)
+
+    def message(call: Callable[[], Any]) -> str:
+        try:
+            call()
+        except (UserError, ValueError) as error:
+            return str(error)
+        return ""
+
+    found = {"training": message(lambda: model(*inputs))}
+    static = StaticInferenceContext(1, 8)
+    found["static"] = message(lambda: model(*inputs, inference_context=static))
+    dynamic = mock.Mock(is_dynamic_batching=lambda: True)
+    found["dynamic"] = message(lambda: model(*inputs, inference_context=dynamic))
+    model.config.flash_decode = True
+    found["flash decode"] = message(lambda: model(*inputs, inference_context=static))
+    model.config.flash_decode = False
+    model.config.sequence_parallel = True
+    found["sequence parallel"] = message(
+        lambda: generate(model, [[1]], 1, GREEDY, vocabulary=VOCABULARY)
+    )
+    return found
