@@ -34,7 +34,7 @@ SAMPLE = ["--prompt", "def ", "--max-new-tokens", "96", "--temperature", "0.7", 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Tokenizer, data, two gloo or CUDA ranks, curves, a sample: about four minutes on two CPU cores.
+    """Tokenizer, data, two gloo or CUDA ranks, curves, a sample: four minutes on two CPU cores.
 
     The text is the source of Python's standard library: every machine has it.
     """

@@ -47,9 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1234, help="of the samples; default: 1234")
     parser.add_argument("--iteration", type=int, help="of the checkpoint; default: the newest")
     parser.add_argument("--tokenizer", type=Path, help="folder; default: the one of the run")
-    parser.add_argument(
-        "--cpu", action="store_true", help="stay on the CPU although a GPU is there"
-    )
+    parser.add_argument("--cpu", action="store_true", help="although a GPU is there")
     args = parser.parse_args(argv)
     sampling = _sampling(args)
     find_checkpoint(args.run, args.iteration)  # before the seconds that the imports take

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from megatron.core import parallel_state
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
+from megatron.core.inference.utils import InferenceMode
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
@@ -143,3 +144,47 @@ def refusals() -> dict[str, str]:
         lambda: generate(model, [[1]], 1, GREEDY, vocabulary=VOCABULARY)
     )
     return found
+
+
+def through_megatrons_engine(
+    prompts: list[list[int]], new_tokens: int, **options: Any
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Greedy tokens of Megatron's own static engine, and of ours, for a batch."""
+    from megatron.core.inference.engines.static_engine import StaticInferenceEngine
+    from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
+        GPTInferenceWrapper,
+    )
+    from megatron.core.inference.sampling_params import SamplingParams
+    from megatron.core.inference.text_generation_controllers.text_generation_controller import (
+        TextGenerationController,
+    )
+
+    class Numbers:
+        """A tokenizer of texts that are numbers."""
+
+        eod, bos, vocab_size = VOCABULARY - 1, None, VOCABULARY
+
+        def tokenize(self, text: str) -> list[int]:
+            return [int(word) for word in text.split()]
+
+        def detokenize(self, tokens: list[int]) -> str:
+            return " ".join(map(str, tokens))
+
+    model = model_of(**options)
+    event = mock.Mock(return_value=mock.Mock(elapsed_time=lambda other: 1.0))
+    with (  # the CPU platform has no events, and generators on the CPU only
+        mock.patch("torch.cuda.Event", event),
+        mock.patch("torch.Generator", return_value=torch.Generator()),
+        InferenceMode.active(),
+    ):
+        wrapper = GPTInferenceWrapper(model, StaticInferenceContext(len(prompts), 32))
+        controller = TextGenerationController(wrapper, Numbers())
+        engine = StaticInferenceEngine(controller, legacy=True)
+        answers = engine.generate(
+            prompts=[" ".join(map(str, prompt)) for prompt in prompts],
+            sampling_params=SamplingParams(top_k=1, num_tokens_to_generate=new_tokens),
+        )
+    ours = generate(
+        model, prompts, new_tokens, GREEDY, vocabulary=VOCABULARY, end=Numbers.eod
+    ).tokens
+    return [answer.generated_tokens.tolist() for answer in answers], ours
