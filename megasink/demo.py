@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -65,9 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in summary(run_dir):
         console.print(line, soft_wrap=True)
     console.print("\n[bold]4. a sample of it[/bold]")
-    # In a process of its own: this one may not turn into a rank of Megatron.
+    # In a process of its own: this one may not turn into a rank of Megatron. On one thread: for a
+    # single token of so small a model more do not help, and on a busy machine they wait.
     command = [sys.executable, "-m", "megasink.cli", "generate", str(run_dir), *SAMPLE]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     console.print(f"\ndone in {time.monotonic() - began:.0f} s")
     return 0
 
