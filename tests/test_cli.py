@@ -59,7 +59,6 @@ def test_generate_refuses_before_it_loads_anything(tmp_path, monkeypatch, capsys
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("4")
     if "--iteration" in flags:
         (tmp_path / "done" / "config.json").write_text("{}")
-        (checkpoints / "iter_0000004" / ".metadata").touch()
     assert cli.main([*GENERATE, *flags]) == 2
     error = capsys.readouterr().err
     assert error.startswith("megasink: error: ")

@@ -1,7 +1,7 @@
 """A trained model in one process, from a run folder or its checkpoints, whatever its layout was.
 
 Arguments come from the run's config.json, weights from the checkpoint, and neither runs code that
-the files hold (see checkpoints.py).
+the files hold (see torch_metadata.py).
 """
 
 import contextlib

@@ -132,7 +132,7 @@ def _checkpoint_problems(args: Namespace, load: str | None) -> list[str]:
 
 def _identity_before(config: Path) -> dict[str, Any]:
     saved = json.loads(config.read_text())
-    return {**saved["arguments"], **saved["identity"]}
+    return {**saved["arguments"], **saved.get("identity", {})}
 
 
 def _differences(before: dict[str, Any], args: Namespace, names: Sequence[str]) -> list[str]:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 
 from megasink.cli import main
-from megasink.layers.init import global_names
 from megasink.train.load import load_model
 
 
@@ -46,9 +45,8 @@ def differences(run: str, checkpoint: str) -> dict[str, Any]:
         "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
     }
     different, kinds = [], set()
-    names = global_names(model)
-    for name, parameter in model.named_parameters():
-        key, layer = names[name], None
+    for name, tensor in model.state_dict().items():
+        key, layer = name, None
         if key.startswith("decoder.layers."):
             layer, _, rest = key.removeprefix("decoder.layers.").partition(".")
             for ours, theirs in moved.items():
@@ -56,7 +54,7 @@ def differences(run: str, checkpoint: str) -> dict[str, Any]:
             key = f"decoder.layers.{rest}"
         kinds.add(key)
         whole = stored[key] if layer is None else stored[key][int(layer)]
-        if not np.array_equal(whole.float().numpy(), parameter.detach().float().numpy()):
+        if not np.array_equal(whole.float().numpy(), tensor.float().numpy()):
             different.append(name)
     sinks = model.decoder.layers[0].self_attention.core_attention.softmax_offset
     return {

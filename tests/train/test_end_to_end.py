@@ -268,6 +268,9 @@ def test_generate_says_what_is_wrong(pipeline_run, text, pool, tmp_path):
     metadata = hostile / "checkpoints" / "iter_0000012" / ".metadata"
     planted = tmp_path / "planted"
     metadata.write_bytes(f"cos\nsystem\n(S'touch {planted}'\ntR.".encode())
+    cut = changed("cut")
+    shard = next((cut / "checkpoints").glob("*/*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1000])
     broken = changed("broken")
     (broken / "config.json").write_text("{}")
     cases = {
@@ -277,6 +280,7 @@ def test_generate_says_what_is_wrong(pipeline_run, text, pool, tmp_path):
         str(changed("null", tokenizer_type="NullTokenizer")): "name a Hugging Face folder",
         str(changed("small", padded_vocab_size=511)): "has 512 tokens but the model only 511",
         str(hostile): "not to be trusted: it asks for os.system",
+        str(cut): "is damaged: __",
         str(broken): "no configuration of a run of megasink",
     }
     run = str(pipeline_run)
