@@ -46,6 +46,8 @@ def differences(run: str, checkpoint: str) -> dict[str, Any]:
     }
     different, kinds = [], set()
     for name, tensor in model.state_dict().items():
+        if name.endswith("_extra_state"):  # TransformerEngine's, of fp8: no tensor
+            continue
         key, layer = name, None
         if key.startswith("decoder.layers."):
             layer, _, rest = key.removeprefix("decoder.layers.").partition(".")
