@@ -26,6 +26,12 @@ def _demo(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def _generate(argv: Sequence[str]) -> int:
+    from megasink.train.generate import main
+
+    return main(argv)
+
+
 def _plot(argv: Sequence[str]) -> int:
     from megasink.report.curves import main
 
@@ -48,6 +54,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "demo": (_demo, "train a small sink-attention GPT on this machine, start to end"),
     "data": (_data, "text -> tokenizer -> Megatron .bin/.idx"),
     "train": (_train, "start the ranks of one node and train; every Megatron flag passes through"),
+    "generate": (_generate, "continue a prompt with a trained model"),
     "plot": (_plot, "draw loss, imbalance and head importance of a run"),
     "compare": (_compare, "curves of several runs on one page, and a table of how they ended"),
     "info": (_info, "versions, platform, and which attention kernel runs here and why"),

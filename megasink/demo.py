@@ -2,6 +2,9 @@
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,9 +31,11 @@ FLAGS = """
     --split 95,5,0 --eval-interval 40 --eval-iters 4 --log-interval 10
 """
 
+SAMPLE = ["--prompt", "def ", "--max-new-tokens", "96", "--temperature", "0.7", "--seed", "7"]
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Tokenizer, data, two gloo or CUDA ranks, curves: about four minutes on two CPU cores.
+    """Tokenizer, data, two gloo or CUDA ranks, curves, a sample: four minutes on two CPU cores.
 
     The text is the source of Python's standard library: every machine has it.
     """
@@ -60,6 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print("\n[bold]3. what came out[/bold]")
     for line in summary(run_dir):
         console.print(line, soft_wrap=True)
+    console.print("\n[bold]4. a sample of it[/bold]")
+    # In a process of its own: this one may not turn into a rank of Megatron. On one thread: for a
+    # single token of so small a model more do not help, and on a busy machine they wait.
+    command = [sys.executable, "-m", "megasink.cli", "generate", str(run_dir), *SAMPLE]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     console.print(f"\ndone in {time.monotonic() - began:.0f} s")
     return 0
 
@@ -96,6 +106,7 @@ def summary(run_dir: Path) -> list[str]:
         ("TensorBoard", f"tensorboard --logdir {config['tensorboard_dir']}"),
         ("every step", run_dir / "metrics.jsonl"),
         ("go on", resume),
+        ("sample", f"megasink generate {run_dir} --prompt 'import os'"),
         ("your own text", "megasink data FILES --output PREFIX --train-tokenizer 32000"),
     ]
     return [f"  {name:15} {value}" for name, value in rows]

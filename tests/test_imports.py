@@ -14,6 +14,7 @@ MEGATRON = (
     "megasink.compat",
     "megasink.platform",
     "megasink.layers",
+    "megasink.inference",
     "megasink.specs",
     "megasink.train",
     "megasink.data",

@@ -41,7 +41,7 @@ def plan_blocks(queries: int, keys: int, window: int | None = None) -> tuple[Blo
 
     Args:
         queries, keys: T <= S.
-        window: tokens visible to a token, itself included (needs T = S); None for all.
+        window: tokens visible to a token, itself included (needs T = S or T = 1); None for all.
 
     Raises:
         ValueError: more queries than keys, or a window on a rectangle.
@@ -52,6 +52,8 @@ def plan_blocks(queries: int, keys: int, window: int | None = None) -> tuple[Blo
         past = keys - queries
         square = Block("causal", 0, past, queries, queries)
         return (square,) if past == 0 else (Block("full", 0, 0, queries, past), square)
+    if queries == 1:  # decoding
+        return (Block("full", 0, keys - window, 1, window),)
     if queries != keys:
         raise ValueError(f"a window needs as many queries as keys, got {queries} and {keys}")
     # Blocks of `window` tokens: row r of one sees the columns <= r of it and the columns > r of
@@ -177,10 +179,12 @@ def _blocks(
     backend: Backend, query_BHTD: Tensor, key_BGSD: Tensor, causal: bool, window: int | None
 ) -> tuple[Block, ...] | None:
     """The plan, or None where one call of the backend does it."""
-    if not causal or (window is not None and backend.native_window):
+    square = query_BHTD.shape[2] == key_BGSD.shape[2]
+    if not causal or (window is not None and backend.native_window and square):
         return None
     blocks = plan_blocks(query_BHTD.shape[2], key_BGSD.shape[2], window)
-    return None if len(blocks) == 1 and blocks[0].repeats == 1 else blocks
+    whole = len(blocks) == 1 and blocks[0].repeats == 1 and blocks[0].mask == "causal"
+    return None if whole else blocks
 
 
 def _rows(tensor_BHTD: Tensor, block: Block, start: int, length: int) -> Tensor:

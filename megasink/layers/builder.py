@@ -7,6 +7,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
+from megasink.layers.inference_guard import refuse_what_bypasses_core_attention
 from megasink.layers.init import initialize_weights
 
 
@@ -42,5 +43,7 @@ class MegasinkGPTBuilder(GPTModelBuilder):
         if config.transformer.mtp_num_layers:
             raise ValueError("--mtp-num-layers: multi-token prediction is not supported")
         model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
-        initialize_weights(model, config.init_seed)
+        if config.transformer.perform_initialization:  # else they come from a checkpoint
+            initialize_weights(model, config.init_seed)
+        model.register_forward_pre_hook(refuse_what_bypasses_core_attention, with_kwargs=True)
         return model

@@ -85,11 +85,9 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
     """
     from megatron.training import arguments
 
-    # Megatron reads sys.argv.
-    sys.argv = [sys.argv[0], *argv]
     # Required by Megatron for tensor parallelism on GPUs before Blackwell.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    args = arguments.parse_args(add_arguments)
+    args = _parse(argv)
     problems = checks.problems(args)
     if problems:
         raise ConfigError(problems)
@@ -102,6 +100,23 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
         except (AssertionError, ValueError, RuntimeError) as error:
             raise ConfigError([f"Megatron refuses this configuration: {_text(error)}"]) from error
     return args, identity
+
+
+def defaults() -> Namespace:
+    """Every option with its default on this platform, not validated: what no flag parses to."""
+    before = sys.argv
+    try:
+        return _parse([])
+    finally:
+        sys.argv = before
+
+
+def _parse(argv: Sequence[str]) -> Namespace:
+    from megatron.training import arguments
+
+    # Megatron reads sys.argv.
+    sys.argv = [sys.argv[0], *argv]
+    return arguments.parse_args(add_arguments)
 
 
 def _text(error: BaseException) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megasink.errors import UserError
+from megasink.train.torch_metadata import read_metadata
 
 _ITERATION = re.compile(r"iter_(\d+)")
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -44,8 +45,8 @@ def damage(checkpoint: Path, *, checksums: bool = False) -> str | None:
         return "it was not finished (metadata.json is missing or broken)"
     try:
         entries = _entries(checkpoint)
-    except Exception as error:  # unpickling random bytes raises anything
-        return f".metadata is missing or broken ({type(error).__name__})"
+    except UserError as error:
+        return f".metadata is missing or broken ({error})"
     needed: dict[str, int] = {}
     for entry in entries:
         end = entry.offset + entry.length
@@ -60,14 +61,8 @@ def damage(checkpoint: Path, *, checksums: bool = False) -> str | None:
 
 
 def _entries(checkpoint: Path) -> list[Any]:
-    """File, offset and length of everything in the checkpoint.
-
-    The index is a pickle, as torch.distributed.checkpoint writes it: read it of this run's own
-    checkpoints only.
-    """
-    from torch.distributed.checkpoint import FileSystemReader
-
-    return list(FileSystemReader(checkpoint).read_metadata().storage_data.values())
+    """File, offset and length of everything in the checkpoint."""
+    return list(read_metadata(checkpoint).storage_data.values())
 
 
 def _wrong_checksum(checkpoint: Path, entries: list[Any]) -> str | None:

@@ -1,6 +1,6 @@
 """The folder of a run: what started it, where its files are, and who may write to it.
 
-RUN/config.json       every resolved argument, versions, git hash, seeds
+RUN/config.json       every resolved argument, those that make the run as given, versions, git hash
 RUN/starts.jsonl      one line per start: time, command line, layout, versions
 RUN/metrics.jsonl     one line per step, one per evaluation
 RUN/checkpoints/      torch_dist checkpoints
@@ -82,8 +82,8 @@ def problems(args: Namespace) -> list[str]:
     config = folder / "config.json"
     if config.is_file():
         try:
-            before = json.loads(config.read_text())["arguments"]
-        except (ValueError, KeyError) as error:
+            before = _identity_before(config)
+        except (ValueError, KeyError, TypeError) as error:
             return [f"{config} cannot be read ({error}): choose another --run-dir"]
         differences = _differences(before, args, IDENTITY)
         if differences:
@@ -131,11 +131,15 @@ def _checkpoint_problems(args: Namespace, load: str | None) -> list[str]:
     config = Path(load).parent / "config.json"
     if not config.is_file():
         return []  # not from a run folder: Megatron compares the arguments that it saved
-    before = json.loads(config.read_text())["arguments"]
-    differences = _differences(before, args, MODEL)
+    differences = _differences(_identity_before(config), args, MODEL)
     if differences:
         return [f"--load {load} is a checkpoint of another model: {'; '.join(differences)}"]
     return []
+
+
+def _identity_before(config: Path) -> dict[str, Any]:
+    saved = json.loads(config.read_text())
+    return {**saved["arguments"], **saved.get("identity", {})}
 
 
 def _differences(before: dict[str, Any], args: Namespace, names: Sequence[str]) -> list[str]:
@@ -188,7 +192,8 @@ def write_start(args: Namespace, identity: dict[str, Any]) -> None:
         resumed_from = go_back_to_intact(folder / "checkpoints", checksums=args.verify_checkpoint)
     resolved = {name: _plain(value) for name, value in sorted(vars(args).items())}
     config = {
-        "arguments": resolved | identity,
+        "arguments": resolved,
+        "identity": identity,
         "seed": args.seed,
         "versions": {"megasink": megasink.__version__} | versions(),
         "git": git_hash(),

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megasink.attention.backends import backend_named
+from megasink.attention.backends.eager import EagerBackend
 from megasink.attention.blocks import backward_blocks, forward_blocks, merge_, plan_blocks
 from tests.attention.attention_oracle import make_case
 
@@ -29,6 +30,9 @@ def test_plans_visit_each_visible_pair_once():
     for queries in range(1, 8):
         distance = torch.arange(9 - queries, 9)[:, None] - torch.arange(9)
         assert torch.equal(visible_pairs(queries, 9, None), (distance >= 0).long())
+    for window in range(1, 11):  # a token at the end of a cache
+        distance = 8 - torch.arange(9)[None]
+        assert torch.equal(visible_pairs(1, 9, window), (distance < window).long())
 
 
 def test_plans_refuse_what_they_do_not_hold():
@@ -69,6 +73,23 @@ def test_rectangles(causal, queries, name):
     torch.testing.assert_close(lse, scores.logsumexp(-1).detach(), rtol=1e-12, atol=1e-12)
     for grad, expected in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad, expected, rtol=1e-11, atol=1e-11)
+
+
+class WindowedEager(EagerBackend):
+    """As a kernel that knows windows, and causal masks on square blocks only."""
+
+    native_window = True
+
+
+@pytest.mark.parametrize("backend", [EagerBackend(), WindowedEager()])
+def test_a_window_at_the_end_of_a_cache(backend):
+    case = make_case(tokens=1, keys=20, dtype=torch.float64)
+    mask = {"causal": True, "window": 6, "scale": 0.4}
+    out, lse = forward_blocks(backend, case.query, case.key, case.value, **mask)
+    seen = (case.query, case.key[:, :, -6:], case.value[:, :, -6:])
+    expected_out, expected_lse = backend.forward(*seen, causal=False, scale=0.4)
+    torch.testing.assert_close(out, expected_out, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-12, atol=1e-12)
 
 
 def test_merge_with_a_side_that_saw_nothing():

@@ -34,12 +34,18 @@ HEADS, HIDDEN = 4, 64
 
 
 def model_config(
-    *, tied: bool = False, fp16: bool = False, bf16: bool = False, **options: Any
+    *,
+    tied: bool = False,
+    fp16: bool = False,
+    bf16: bool = False,
+    position_embedding_type: str = "rope",
+    **options: Any,
 ) -> MegasinkGPTConfig:
     """A tiny GPT in the layout that parallel_state holds.
 
     Args:
         tied: the output layer shares the embedding's weight.
+        position_embedding_type: of GPTModelConfig.
         options: of MegasinkTransformerConfig, in place of those here.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -86,7 +92,7 @@ def model_config(
         vocab_size=VOCABULARY,
         seq_length=SEQUENCE,
         share_embeddings_and_output_weights=tied,
-        position_embedding_type="rope",
+        position_embedding_type=position_embedding_type,
     )
     config.pre_wrap_hooks = [skew_sinks]
     config.finalize()

@@ -57,6 +57,7 @@ REFUSED = {
         ["--attention-backend fused", "use --attention-kernel"],
     ),
     "kernel-of-another-device": ([*MOCK, "--attention-kernel", "cudnn"], ["'cudnn' cannot run"]),
+    "kernel-of-inference": ([*MOCK, "--flash-decode"], ["--flash-decode: it passes by"]),
     "unknown-kernel": ([*MOCK, "--attention-kernel", "flush"], ["'flush'"]),
     "inference-only-spec": (
         [*MOCK, "--transformer-impl", "inference_optimized"],

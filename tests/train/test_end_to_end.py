@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megasink.cli import main as megasink
+from tests.distributed.layout import SINGLE
 
 ROOT = Path(__file__).parents[2]
 FLAGS = (
@@ -210,3 +211,91 @@ def test_nan_ends_in_one_line_and_keeps_the_checkpoint(text, tmp_path, capsys):
     assert len(error) == 1
     assert "NaN or Inf in the loss or in a gradient" in error[0]
     assert (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").is_file()
+
+
+GENERATE = "tests.train.generate_tasks"
+
+
+def test_generate_from_another_layout(pipeline_run, pool):
+    """Two pipeline stages saved it, one process reads it: the newest, one of two, a folder."""
+    folder = pipeline_run / "checkpoints"
+    greedy = ["--max-new-tokens", "12", "--temperature", "0"]
+    commands = [
+        [str(pipeline_run), "--prompt", "def ", *greedy],
+        [str(folder / "iter_0000012"), "--prompt", "def ", "--prompt", "import torch\n\n", *greedy],
+        [str(folder), "--prompt", "def ", "--seed", "1", "--top-k", "40", "--top-p", "0.95"],
+        [str(folder), "--prompt", "def ", "--seed", "1", "--top-k", "40", "--top-p", "0.95"],
+        [str(folder), "--prompt", "def ", "--seed", "2", "--iteration", "12"],
+    ]
+    commands = [["generate", *command] for command in commands]
+    (answers,) = pool.run(f"{GENERATE}:megasink", SINGLE, commands=commands)
+    assert [code for code, _, _ in answers] == [0] * 5
+    texts = [output for _, output, _ in answers]
+    assert all(text.startswith("def ") and len(text) > 12 for text in texts)
+    assert texts[1].split("\n---\n")[0] == texts[0].removesuffix("\n")  # alone, and in a batch
+    assert texts[2] == texts[3] != texts[4]
+    for _, _, errors in answers:
+        assert "at step 12, sink attention, on cpu" in errors
+        assert "prefill: " in errors
+        assert errors.count("tokens/s") == 2
+
+
+def test_what_is_loaded_is_what_was_saved(pipeline_run, pool):
+    checkpoint = str(pipeline_run / "checkpoints" / "iter_0000012")
+    (found,) = pool.run(
+        f"{GENERATE}:differences", SINGLE, run=str(pipeline_run), checkpoint=checkpoint
+    )
+    assert found["different"] == []
+    assert found["kinds"]
+    assert not found["training"]
+    assert all(sink != 2 for sink in found["sinks"])  # trained from --softmax-offset-init 2
+    task = "tests.train.fresh_tasks:loaded_without_a_process_group"
+    answers = pool.run(task, run=str(pipeline_run))
+    assert answers == [(12, True, False)] * 2
+
+
+def test_generate_says_what_is_wrong(pipeline_run, text, pool, tmp_path):
+    def changed(name, **arguments):
+        """A copy of the run whose config.json says something else."""
+        run = tmp_path / name
+        shutil.copytree(pipeline_run, run)
+        config = json.loads((run / "config.json").read_text())
+        config["arguments"] |= arguments
+        (run / "config.json").write_text(json.dumps(config))
+        return run
+
+    hostile = changed("hostile")
+    metadata = hostile / "checkpoints" / "iter_0000012" / ".metadata"
+    planted = tmp_path / "planted"
+    metadata.write_bytes(f"cos\nsystem\n(S'touch {planted}'\ntR.".encode())
+    cut = changed("cut")
+    shard = next((cut / "checkpoints").glob("*/*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    broken = changed("broken")
+    (broken / "config.json").write_text("{}")
+    cases = {
+        str(changed("vanilla", attention_variant="vanilla")): "softmax_offset is not of the model",
+        str(changed("wide", hidden_size=128, kv_channels=32)): "checkpoint of another model",
+        str(changed("gone", tokenizer_model="/no/folder")): "its tokenizer /no/folder is gone",
+        str(changed("null", tokenizer_type="NullTokenizer")): "name a Hugging Face folder",
+        str(changed("small", padded_vocab_size=511)): "has 512 tokens but the model only 511",
+        str(hostile): "not to be trusted: it asks for os.system",
+        str(cut): "is damaged: __",
+        str(broken): "no configuration of a run of megasink",
+    }
+    run = str(pipeline_run)
+    commands = [["generate", folder, "--prompt", "def "] for folder in cases]
+    commands += [
+        ["generate", run, "--prompt", "def " * 64],
+        ["generate", run, "--prompt", "def ", "--max-new-tokens", "64"],
+        ["generate", f"{tmp_path}/gone", "--prompt", "def ", "--tokenizer", text[-1]],
+    ]
+    phrases = [*cases.values(), "leaves no room in the 64 positions", "at most 6"]
+    (answers,) = pool.run(f"{GENERATE}:megasink", SINGLE, commands=commands)
+    assert not planted.exists()
+    assert answers.pop()[0] == 0  # a tokenizer in place of the one that is gone
+    for (code, output, errors), phrase in zip(answers, phrases, strict=True):
+        assert (code, output) == (2, ""), errors
+        assert errors.startswith("megasink: error: ")
+        assert len(errors.splitlines()) == 1
+        assert phrase in errors

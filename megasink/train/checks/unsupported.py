@@ -30,6 +30,7 @@ _UNSUPPORTED: tuple[tuple[str, Any, str, str], ...] = (
     ("use_megatron_fsdp", False, "--use-megatron-fsdp", "use the distributed optimizer"),
     ("cuda_graph_impl", "none", "--cuda-graph-impl", "not supported yet"),
     ("init_model_with_meta_device", False, "--init-model-with-meta-device", "not supported"),
+    ("flash_decode", False, "--flash-decode", "it passes by core attention and its window"),
     ("spec", None, "--spec", "megasink brings its own layer spec"),
     ("yaml_cfg", None, "--yaml-cfg", "give flags instead"),
 )

@@ -1,0 +1,1 @@
+"""Generating tokens from a trained model."""

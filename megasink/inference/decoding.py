@@ -1,0 +1,161 @@
+"""Generate through Megatron's static inference: its KV cache, our core attention.
+
+Megatron's own loop around the same parts (TextGenerationController) asks for CUDA events and
+tensors, and its StaticInferenceEngine hands over to dynamic batching; this loop runs on every
+platform, and yields each token when it is there.
+
+Shapes: B sequences, S tokens with the prompt, V rows of the vocabulary.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.inference.contexts.static_context import StaticInferenceContext
+from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
+    GPTInferenceWrapper,
+)
+from megatron.core.inference.utils import InferenceMode
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from megasink.errors import UserError
+from megasink.inference.sampling import Sampling, next_tokens
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What :func:`generate` made.
+
+    Attributes:
+        tokens: of each sequence, without its prompt; the end-of-document token, where a sequence
+            reached it, is the last one.
+        prefill_tokens, decode_tokens: how many tokens ran through the model at once, and one by
+            one, over all sequences.
+        prefill_seconds, decode_seconds: wall time of each, sampling included.
+    """
+
+    tokens: list[list[int]]
+    prefill_tokens: int
+    decode_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+
+
+@torch.inference_mode()
+def generate(
+    model: GPTModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    *,
+    vocabulary: int,
+    end: int | None = None,
+    on_token: Callable[[int, int], None] | None = None,
+    on_logits: Callable[[Tensor], None] | None = None,
+) -> Generated:
+    """Continue prompts of any lengths, as one batch over a key-value cache.
+
+    The shortest prompt's length is prefilled for all at once; from there on every step appends
+    one token to each sequence: its own while its prompt lasts, a sampled one after it. So nothing
+    is padded and every sequence stands at its true positions. Works under tensor and pipeline
+    parallelism; every rank gets the result.
+
+    Args:
+        model: this rank's stage.
+        prompts: token ids; none is empty.
+        max_new_tokens: of each sequence.
+        sampling: the same on every rank.
+        vocabulary: see `next_tokens`.
+        end: stop a sequence after this token.
+        on_token: called with (sequence, token) for every new token.
+        on_logits: called with the logits [B, V] of every step, on the last pipeline stage.
+
+    Raises:
+        UserError: sequence parallelism, of which a single token has no part for each rank.
+        ValueError: no prompt, an empty one, or no token asked for.
+    """
+    if model.config.sequence_parallel:
+        raise UserError("--sequence-parallel: one token cannot be split; generate without it")
+    if not prompts or not all(prompts) or max_new_tokens < 1:
+        raise ValueError("give at least one prompt, no empty prompt, and at least one new token")
+    device = next(model.parameters()).device
+    lengths = [len(prompt) for prompt in prompts]
+    total = max(lengths) + max_new_tokens
+    tokens_BS = torch.zeros(len(prompts), total, dtype=torch.long, device=device)
+    for row, prompt in enumerate(prompts):
+        tokens_BS[row, : len(prompt)] = torch.tensor(prompt, device=device)
+    new: list[list[int]] = [[] for _ in prompts]
+    open_rows = set(range(len(prompts)))
+    stage = _Stage(model, len(prompts), total, sampling, vocabulary)
+    start, stop, began, prefilled = 0, min(lengths), time.perf_counter(), 0.0
+    training = model.training
+    with InferenceMode.active():
+        while open_rows:
+            sampled = stage.step(tokens_BS, start, stop, on_logits)
+            for row in sorted(open_rows):
+                if stop < lengths[row]:
+                    continue  # still within its prompt
+                tokens_BS[row, stop] = sampled[row]
+                new[row].append(sampled[row])
+                if on_token is not None:
+                    on_token(row, sampled[row])
+                if sampled[row] == end or len(new[row]) == max_new_tokens:
+                    open_rows.remove(row)
+            if start == 0:
+                prefilled = time.perf_counter()
+            start, stop = stop, stop + 1
+    model.train(training)
+    return Generated(
+        tokens=new,
+        prefill_tokens=min(lengths) * len(prompts),
+        decode_tokens=(start - min(lengths)) * len(prompts),
+        prefill_seconds=prefilled - began,
+        decode_seconds=time.perf_counter() - prefilled,
+    )
+
+
+class _Stage:
+    """This rank's stage with its cache."""
+
+    def __init__(
+        self, model: GPTModel, batch: int, length: int, sampling: Sampling, vocabulary: int
+    ):
+        self.wrapper = GPTInferenceWrapper(model, StaticInferenceContext(batch, length))
+        self.wrapper.prep_model_for_inference()
+        self.sampling, self.vocabulary = sampling, vocabulary
+        device = next(model.parameters()).device
+        self.generator = torch.Generator(device=device).manual_seed(sampling.seed)
+
+    def step(
+        self,
+        tokens_BS: Tensor,
+        start: int,
+        stop: int,
+        on_logits: Callable[[Tensor], None] | None,
+    ) -> list[int]:
+        """Run tokens [start, stop) through the model; the token sampled for each sequence."""
+        window_BS = tokens_BS[:, start:stop]
+        positions_S = torch.arange(start, stop, device=tokens_BS.device)
+        logits_B1V = self.wrapper.run_one_forward_step(
+            {
+                "tokens": window_BS,
+                "position_ids": positions_S.expand_as(window_BS),
+                "attention_mask": None,  # core attention is causal by itself
+            }
+        )
+        sampled_B = torch.zeros_like(tokens_BS[:, 0])
+        if logits_B1V is not None:
+            logits_BV = logits_B1V[:, -1]
+            if on_logits is not None:
+                on_logits(logits_BV)
+            sampled_B = next_tokens(logits_BV, self.sampling, self.generator, self.vocabulary)
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            torch.distributed.broadcast(
+                sampled_B,
+                parallel_state.get_pipeline_model_parallel_last_rank(),
+                parallel_state.get_pipeline_model_parallel_group(),
+            )
+        return sampled_B.tolist()

@@ -1,0 +1,71 @@
+"""Which models may run under Megatron's dynamic inference, and the refusal of the others.
+
+Dynamic inference, and static inference under --flash-decode, call flash-attn's kernels on CUDA and
+not core attention (megatron/core/transformer/attention.py:1022,757). They know two corrections of
+the softmax, by ``config.softmax_type``: "learnable", our sink, and "off-by-one". Everything else
+that megasink does inside attention would be left out without a word.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megasink.config import OPTIONS, HeadBalanceOptions, RunOptions
+from megasink.errors import ConfigError
+from megasink.layers.transformer_config import MegasinkTransformerConfig
+
+_VARIANTS = ("vanilla", "sink", "off-by-one")
+# Options that change nothing of a trained model, or that are looked at by themselves.
+_KNOWN = {"attention_variant", "softmax_offset_init", "attention_kernel"} | {
+    option.name for kind in (HeadBalanceOptions, RunOptions) for option in dataclasses.fields(kind)
+}
+
+
+def dynamic_inference_problems(config: MegasinkTransformerConfig, device_type: str) -> list[str]:
+    """Why a model cannot run under Megatron's dynamic inference; nothing if it can.
+
+    Every option of megasink that is not known to be right there is a reason.
+
+    Args:
+        device_type: "cuda" or "cpu".
+    """
+    found = []
+    if device_type != "cuda":
+        found.append(
+            "dynamic inference runs on flash-attn's CUDA kernels, and there is no CUDA device"
+        )
+    if config.attention_variant not in _VARIANTS:
+        found.append(
+            f"dynamic inference computes {', '.join(_VARIANTS)} attention, "
+            f"not --attention-variant {config.attention_variant}"
+        )
+    for option in (option for kind in OPTIONS for option in dataclasses.fields(kind)):
+        value = getattr(config, option.name, option.default)
+        if option.name not in _KNOWN and value != option.default:
+            flag = "--" + option.name.replace("_", "-")
+            found.append(f"dynamic inference is not known to be right for {flag} {value}")
+    return found
+
+
+def refuse_what_bypasses_core_attention(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Forward pre-hook of a model: see the module.
+
+    Raises:
+        ConfigError: the model's attention would be computed without part of it.
+    """
+    context = kwargs.get("inference_context")
+    if context is None:
+        return
+    config: Any = model.config
+    problems = []
+    if config.flash_decode:
+        problems.append("--flash-decode passes by core attention and its window: drop it")
+    if context.is_dynamic_batching():
+        device = next(model.parameters()).device.type
+        problems += dynamic_inference_problems(config, device)
+    if problems:
+        raise ConfigError([f"{p} (static inference runs: megasink generate)" for p in problems])

@@ -1,0 +1,66 @@
+"""Which checkpoint a user means by a folder, and the weights that it holds."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from megasink.errors import UserError
+from megasink.train.intact import TRACKER, checkpoint_path, damage, iterations
+from megasink.train.run_dir import newest_checkpoint
+from megasink.train.torch_metadata import read_metadata
+
+
+class Checkpoint(NamedTuple):
+    """A finished checkpoint of a run.
+
+    Attributes:
+        config: the run's config.json.
+        folder: with the .distcp files of one iteration.
+        iteration: the step after which it was saved.
+    """
+
+    config: Path
+    folder: Path
+    iteration: int
+
+
+def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
+    """The checkpoint that a user means by a folder.
+
+    Raises:
+        UserError: no such folder, no finished checkpoint in it, or not that iteration.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path}: no such folder; name a run folder or its checkpoint folder")
+    named = re.fullmatch(r"iter_(\d{7,})", path.resolve().name)
+    if named:
+        if iteration not in (None, int(named[1])):
+            raise UserError(f"{path} is not the checkpoint of iteration {iteration}")
+        iteration, path = int(named[1]), path.resolve().parent
+    run, checkpoints = (path, path / "checkpoints")
+    if not (path / "config.json").is_file() and not checkpoints.is_dir():
+        run, checkpoints = path.resolve().parent, path
+    newest = newest_checkpoint(checkpoints)
+    if newest is None:
+        raise UserError(f"{path}: no finished checkpoint (no {TRACKER})")
+    if not (run / "config.json").is_file():
+        raise UserError(f"{path}: no config.json in {run}: it is no run of megasink")
+    iteration = newest if iteration is None else iteration
+    folder = checkpoint_path(checkpoints, iteration)
+    if not folder.is_dir():
+        text = ", ".join(map(str, iterations(checkpoints))) or "none"
+        raise UserError(f"{checkpoints}: no checkpoint of iteration {iteration}; there are: {text}")
+    return Checkpoint(run / "config.json", folder, iteration)
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """{key: shape} of the model's weights in a torch_dist checkpoint, without optimizer states.
+
+    Raises:
+        UserError: the checkpoint is not whole, or not to be trusted.
+    """
+    entries = read_metadata(folder).state_dict_metadata
+    if problem := damage(folder):
+        raise UserError(f"{folder} is damaged: {problem}; name another one with --iteration")
+    tensors = {key: tuple(entry.size) for key, entry in entries.items() if hasattr(entry, "size")}
+    return {key: size for key, size in tensors.items() if not key.startswith("optimizer.")}

@@ -1,0 +1,169 @@
+"""``megasink generate``: continue prompts with a trained model."""
+
+import argparse
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megasink.errors import ConfigError, UserError
+from megasink.inference.sampling import Sampling
+from megasink.train.checkpoints import find_checkpoint
+from megasink.train.pretrain import prepare_process
+
+_NEW_TOKENS = 64
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print each prompt with its continuation, token by token on a terminal.
+
+    The model may have been trained under any layout: it is loaded whole into this process, on the
+    GPU where there is one. Several prompts run as one batch. Speed goes to the error stream.
+    """
+    parser = argparse.ArgumentParser(
+        prog="megasink generate", description=main.__doc__, allow_abbrev=False
+    )
+    parser.add_argument("run", type=Path, help="a run folder, or a checkpoint folder in it")
+    parser.add_argument("--prompt", action="append", required=True, help="text; may be repeated")
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        help=f"tokens to add to each prompt; default: {_NEW_TOKENS}, or what the positions hold",
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="0 takes the most likely token; default: 1"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, help="sample among the k most likely tokens; default: all"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample among the most likely tokens that reach this probability; default: 1, all",
+    )
+    parser.add_argument("--seed", type=int, default=1234, help="of the samples; default: 1234")
+    parser.add_argument("--iteration", type=int, help="of the checkpoint; default: the newest")
+    parser.add_argument("--tokenizer", type=Path, help="folder; default: the one of the run")
+    parser.add_argument("--cpu", action="store_true", help="although a GPU is there")
+    args = parser.parse_args(argv)
+    sampling = _sampling(args)
+    find_checkpoint(args.run, args.iteration)  # before the seconds that the imports take
+    warnings.simplefilter("ignore")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    prepare_process(["--cpu"] if args.cpu else [])
+    from megasink.inference.decoding import generate
+    from megasink.train.load import load_model, single_process
+
+    with single_process():
+        model, tokenizer, trained, iteration = load_model(args.run, args.iteration, args.tokenizer)
+        prompts = [tokenizer.encode(text, add_special_tokens=False) for text in args.prompt]
+        count = _new_tokens(prompts, args.max_new_tokens, trained.max_position_embeddings)
+        device = next(model.parameters()).device.type
+        print(
+            f"{args.run} at step {iteration}, {trained.attention_variant} attention, on {device}",
+            file=sys.stderr,
+            flush=True,
+        )
+        shown = _Shown(tokenizer, prompts, stream=len(prompts) == 1 and sys.stdout.isatty())
+        made = generate(
+            model,
+            prompts,
+            count,
+            sampling,
+            vocabulary=len(tokenizer),
+            end=tokenizer.eos_token_id,
+            on_token=shown.add,
+        )
+        shown.finish()
+    print(
+        f"prefill: {made.prefill_tokens} tokens, "
+        f"{made.prefill_tokens / made.prefill_seconds:,.0f} tokens/s; "
+        f"decode: {made.decode_tokens} tokens, "
+        f"{made.decode_tokens / made.decode_seconds:,.0f} tokens/s",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _sampling(args: argparse.Namespace) -> Sampling:
+    problems = []
+    if not 0 <= args.temperature < float("inf"):
+        problems.append(f"--temperature {args.temperature}: use 0 or more")
+    if args.top_k < 0:
+        problems.append(f"--top-k {args.top_k}: use 1 or more, or 0 for all tokens")
+    if not 0 < args.top_p <= 1:
+        problems.append(f"--top-p {args.top_p}: use more than 0, and at most 1")
+    if args.max_new_tokens is not None and args.max_new_tokens < 1:
+        problems.append(f"--max-new-tokens {args.max_new_tokens}: generate at least one")
+    if not all(args.prompt):
+        problems.append("--prompt is empty: give some text to continue")
+    if problems:
+        raise ConfigError(problems)
+    return Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+
+
+def _new_tokens(prompts: list[list[int]], asked: int | None, positions: int) -> int:
+    """How many tokens to add to each prompt.
+
+    Raises:
+        UserError: they do not fit into the positions that the model was trained with.
+    """
+    longest = max(map(len, prompts))
+    if not all(prompts):
+        raise UserError("a --prompt has no token: give some text to continue")
+    if longest >= positions:
+        raise UserError(
+            f"a prompt of {longest} tokens leaves no room in the {positions} positions of the "
+            "model (--max-position-embeddings): shorten it"
+        )
+    if asked is not None and longest + asked > positions:
+        raise UserError(
+            f"--max-new-tokens {asked} after a prompt of {longest} tokens is more than the "
+            f"{positions} positions of the model: at most {positions - longest}"
+        )
+    return min(_NEW_TOKENS, positions - longest) if asked is None else asked
+
+
+class _Shown:
+    """The texts, as tokens are added to them.
+
+    Args:
+        stream: show the first one while it grows.
+    """
+
+    def __init__(self, tokenizer: Any, prompts: list[list[int]], *, stream: bool):
+        self.tokenizer = tokenizer
+        self.tokens = [list(prompt) for prompt in prompts]
+        self.stream = stream
+        self.shown = ""
+        self._show(whole=False)
+
+    def add(self, row: int, token: int) -> None:
+        """One more token of a text."""
+        if token != self.tokenizer.eos_token_id:
+            self.tokens[row].append(token)
+            self._show(whole=False)
+
+    def finish(self) -> None:
+        """Show what is not shown yet."""
+        if self.stream:
+            self._show(whole=True)
+            print(flush=True)
+            return
+        print("\n---\n".join(self._text(row) for row in range(len(self.tokens))), flush=True)
+
+    def _text(self, row: int) -> str:
+        text: str = self.tokenizer.decode(self.tokens[row], skip_special_tokens=False)
+        return text
+
+    def _show(self, *, whole: bool) -> None:
+        if not self.stream:
+            return
+        text = self._text(0)
+        # Bytes that do not make a character yet are decoded to U+FFFD.
+        ready = text if whole else text.rstrip("\N{REPLACEMENT CHARACTER}")
+        print(ready[len(self.shown) :], end="", flush=True)
+        self.shown = ready

@@ -1,0 +1,179 @@
+"""A trained model in one process, from a run folder or its checkpoints, whatever its layout was.
+
+Arguments come from the run's config.json, weights from the checkpoint, and neither runs code that
+the files hold (see torch_metadata.py).
+"""
+
+import contextlib
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megasink import platform
+from megasink.errors import UserError
+from megasink.layers.builder import MegasinkGPTBuilder
+from megasink.train.checkpoints import find_checkpoint, stored_shapes
+from megasink.train.model import model_config
+from megasink.train.saved_arguments import read_arguments, single_process_arguments
+
+
+class LoadedModel(NamedTuple):
+    """What :func:`load_model` returns.
+
+    Attributes:
+        model: in evaluation mode, in the dtype it was trained in, on the device of this process.
+        tokenizer: of transformers.
+        args: Megatron's arguments.
+        iteration: the step after which the checkpoint was saved.
+    """
+
+    model: GPTModel
+    tokenizer: Any
+    args: Namespace
+    iteration: int
+
+
+def load_model(
+    checkpoint_or_run: str | Path, iteration: int | None = None, tokenizer: str | Path | None = None
+) -> LoadedModel:
+    """Load the weights of a run, without optimizer states, whole into this process.
+
+    Uses the process group and Megatron's parallel state that are there, and makes those of one
+    process where there are none (:func:`single_process` ends them in time).
+
+    Args:
+        checkpoint_or_run: a run folder, its checkpoint folder, or the folder of one iteration.
+        iteration: which checkpoint; None for the newest.
+        tokenizer: a Hugging Face folder in place of the one that the run names.
+
+    Raises:
+        UserError: there is no such run, checkpoint or tokenizer, or they do not fit together.
+    """
+    found = find_checkpoint(Path(checkpoint_or_run), iteration)
+    saved = read_arguments(found.config)
+    loaded_tokenizer = _tokenizer(saved, tokenizer, found.config)
+    args = single_process_arguments(saved)
+    _make_parallel_state()
+    config = model_config(args)
+    config.finalize()
+    model = MegasinkGPTBuilder(config).build_model(
+        ProcessGroupCollection.use_mpu_process_groups(), pre_process=True, post_process=True
+    )
+    # Float16Module's: what must stay float32 sees to it itself.
+    model.to(args.params_dtype)
+    load_weights(model, found.folder)
+    if not platform.is_active():
+        model.cuda()
+    return LoadedModel(model.eval(), loaded_tokenizer, args, found.iteration)
+
+
+def load_weights(model: GPTModel, folder: Path) -> None:
+    """Copy the weights of a torch_dist checkpoint into a model, resharded.
+
+    dist_checkpointing.load is not used: it unpickles the arguments and states that lie beside the
+    weights (serialization.py:229, torch's default_planner.py:388).
+
+    Raises:
+        UserError: the checkpoint is broken, or of another model.
+    """
+    stored = stored_shapes(folder)
+    groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    wanted, _, factories = load_preprocess(model.sharded_state_dict(metadata=groups))
+    tensors, _ = extract_matching_values(wanted, lambda value: isinstance(value, ShardedTensor))
+    shapes = {t.key: tuple(t.global_shape) for t in nested_values(tensors)}
+    _compare(shapes, stored, folder)
+    try:
+        state = TorchDistLoadShardedStrategy().load(tensors, folder)
+    except (OSError, RuntimeError, ValueError, EOFError) as error:
+        raise UserError(f"{folder} cannot be read: {error}") from error
+    state = apply_factory_merges(state, factories)
+    # What is not a tensor is TransformerEngine's state of fp8, which nothing here uses.
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    if unexpected or [name for name in missing if not name.endswith("_extra_state")]:
+        raise UserError(
+            f"{folder} does not fit the model: {missing} missing, {unexpected} too much"
+        )
+
+
+def _compare(
+    wanted: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]], folder: Path
+) -> None:
+    different = [
+        f"{key} is {list(stored[key])}, not {list(shape)}"
+        for key, shape in wanted.items()
+        if key in stored and stored[key] != shape
+    ]
+    different += [f"{key} is missing" for key in wanted.keys() - stored.keys()]
+    different += [f"{key} is not of the model" for key in stored.keys() - wanted.keys()]
+    if different:
+        more = f" (and {len(different) - 3} more)" if len(different) > 3 else ""
+        raise UserError(
+            f"{folder} is a checkpoint of another model than config.json describes: "
+            f"{'; '.join(sorted(different)[:3])}{more}"
+        )
+
+
+def _tokenizer(saved: dict[str, Any], given: str | Path | None, config: Path) -> Any:
+    from megasink.data.tokenizer import load_tokenizer
+
+    if given is None:
+        if saved.get("tokenizer_type") != "HuggingFaceTokenizer":
+            raise UserError(
+                f"the run was trained with {saved.get('tokenizer_type')}, which has no text: "
+                "name a Hugging Face folder with --tokenizer"
+            )
+        given = Path(saved["tokenizer_model"])
+        if not given.is_dir():
+            raise UserError(
+                f"{config}: its tokenizer {given} is gone (a relative path counts from here); "
+                "say where it is with --tokenizer"
+            )
+    tokenizer = load_tokenizer(given)
+    if len(tokenizer) > saved["padded_vocab_size"]:
+        raise UserError(
+            f"the tokenizer {given} has {len(tokenizer)} tokens but the model only "
+            f"{saved['padded_vocab_size']}: it is not the one that the run was trained with"
+        )
+    return tokenizer
+
+
+def _make_parallel_state() -> None:
+    """The process group of one process, without a port, where there is none."""
+    if not platform.is_active() and not torch.cuda.is_available():
+        raise UserError(
+            "no CUDA device: call megasink.platform.activate() before anything imports megatron"
+        )
+    if not torch.distributed.is_initialized():
+        backend = "gloo" if platform.is_active() else "nccl"
+        torch.distributed.init_process_group(
+            backend, store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+        tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    size *= parallel_state.get_pipeline_model_parallel_world_size()
+    if size != 1:
+        raise UserError(f"load_model loads a whole model into one process, not a {size}th of it")
+
+
+@contextlib.contextmanager
+def single_process() -> Iterator[None]:
+    """End the process group that :func:`load_model` makes: gloo may abort an exit without it."""
+    ours = not torch.distributed.is_initialized()
+    try:
+        yield
+    finally:
+        if ours and torch.distributed.is_initialized():
+            parallel_state.destroy_model_parallel()
+            torch.distributed.destroy_process_group()
