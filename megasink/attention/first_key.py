@@ -57,9 +57,13 @@ def forward_first_key(
         torch.sigmoid(rows_lse_BHT - rows_logit_BHT, out=gate_BHT[..., alone:])
         torch.sigmoid(rows_logit_BHT - rows_lse_BHT, out=weight_BHT[..., alone:])
         torch.logaddexp(rows_lse_BHT, rows_logit_BHT, out=lse_BHT[..., alone:])
-        gated_BHTD = rows_BHTD * gate_BHT[..., alone:, None]
-        gated_BHTD.addcmul_(weight_BHT[..., alone:, None], first_value_BH1D.to(gated_BHTD.dtype))
-        out_BHTD[:, :, alone:] = gated_BHTD
+        # G O + (1 - G) u in one pass; written where it belongs if no rounding is left to do.
+        dtype = weight_BHT.dtype
+        mix = (rows_BHTD.to(dtype), first_value_BH1D.to(dtype), weight_BHT[..., alone:, None])
+        if out_BHTD.dtype is dtype:
+            torch.lerp(*mix, out=out_BHTD[:, :, alone:])
+        else:
+            out_BHTD[:, :, alone:] = torch.lerp(*mix)
     return out_BHTD, lse_BHT, gate_BHT, weight_BHT
 
 
