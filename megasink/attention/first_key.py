@@ -16,7 +16,7 @@ from megasink.attention.blocks import backward_blocks, forward_blocks
 from megasink.attention.layout import (
     empty_in_order_of,
     repeat_groups,
-    row_dot,
+    statistics_dtype,
     weighted_row_sum,
 )
 
@@ -36,7 +36,9 @@ def forward_first_key(
     alone = _rows_alone(queries, keys, causal)
     first_value_BH1D = repeat_groups(value_BGSD[:, :, :1], query_BHTD.shape[1])
     first_key_BH1D = repeat_groups(key_BGSD[:, :, :1], query_BHTD.shape[1])
-    logit_BHT = scale * row_dot(query_BHTD, first_key_BH1D)
+    dtype = statistics_dtype(query_BHTD.dtype)
+    logit_BHT1 = query_BHTD.to(dtype) @ first_key_BH1D.to(dtype).transpose(-1, -2)
+    logit_BHT = logit_BHT1.squeeze(-1).mul_(scale)
     if window is not None:
         logit_BHT[..., max(window - (keys - queries), 0) :] = -torch.inf
     out_BHTD = empty_in_order_of(query_BHTD)
@@ -58,7 +60,6 @@ def forward_first_key(
         torch.sigmoid(rows_logit_BHT - rows_lse_BHT, out=weight_BHT[..., alone:])
         torch.logaddexp(rows_lse_BHT, rows_logit_BHT, out=lse_BHT[..., alone:])
         # G O + (1 - G) u in one pass; written where it belongs if no rounding is left to do.
-        dtype = weight_BHT.dtype
         mix = (rows_BHTD.to(dtype), first_value_BH1D.to(dtype), weight_BHT[..., alone:, None])
         if out_BHTD.dtype is dtype:
             torch.lerp(*mix, out=out_BHTD[:, :, alone:])
