@@ -17,6 +17,7 @@ from megasink.errors import ConfigError
 
 FLOOR = "plain kernel, no gate"
 UPSTREAM = {"cpu": "Megatron, softmax_type=learnable", "cuda": "TE, softmax_type=learnable"}
+FLEX = "FlexAttention, sink"  # its LSE is differentiable on CUDA; it has no backward on a CPU
 Step = Callable[[], None]
 
 
@@ -33,6 +34,8 @@ def implementations(arguments: argparse.Namespace) -> list[str]:
         variants = ["sink"] if backend == "eager" else ["vanilla", "sink", "gated"]
         ours += [f"{variant} ({backend})" for variant in variants]
     names = [FLOOR, *ours]
+    if arguments.device == "cuda":
+        names.append(FLEX)
     if arguments.device == "cpu" or util.find_spec("transformer_engine"):
         names.append(UPSTREAM[arguments.device])
     return names
@@ -60,6 +63,10 @@ def step(name: str, length: int, arguments: argparse.Namespace) -> Step:
         forward, offset = build(leaves, arguments)
         grad_BSX = grad_out.permute(2, 0, 1, 3).flatten(2)
         return _backward(forward, [*leaves, offset], [grad_BSX])
+
+    if name == FLEX:
+        offset = torch.zeros(heads, device=device, requires_grad=True)
+        return _backward(_flex(leaves, offset), [*leaves, offset], [grad_out, grad_gate])
 
     variant, backend = name.removesuffix(")").split(" (")
     if variant == "gated":
@@ -125,6 +132,24 @@ def _megatron(
     length = query.shape[0]
     mask = torch.ones(length, length, dtype=torch.bool).triu_(1)[None, None]
     return lambda: [module(query, key, value, mask)], module.softmax_offset
+
+
+def _flex(leaves: list[Tensor], offset_H: Tensor) -> Callable[[], list[Tensor]]:
+    """Gate times FlexAttention, through its own gradient of the LSE."""
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+    length = leaves[0].shape[2]
+    mask = create_block_mask(
+        lambda b, h, i, j: i >= j, None, None, length, length, device=leaves[0].device
+    )
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def forward() -> list[Tensor]:
+        out, aux = compiled(*leaves, block_mask=mask, return_aux=AuxRequest(lse=True))
+        gate = (aux.lse - offset_H[:, None]).sigmoid()
+        return [(out * gate[..., None]).to(out.dtype), gate]
+
+    return forward
 
 
 def _transformer_engine(

@@ -87,7 +87,7 @@ def test_a_kernel_that_ignored_the_lse_gradient_would_be_caught(monkeypatch):
     monkeypatch.setattr(
         upstream_kernels,
         "flash_backward",
-        lambda *args: backward(*args[:8]),  # dlse is the ninth
+        lambda *args: backward(*args[:9]),  # dlse is the tenth
     )
     _stand_in(monkeypatch, "flash-attn-4")
     monkeypatch.setattr(type(backend_named("flash-attn-4")), "supports", lambda *_: None)
