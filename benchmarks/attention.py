@@ -4,12 +4,12 @@
 
 Vanilla, sink and gated attention (headwise sigmoid gate) with a gradient on output and gate, as the
 head-balance loss makes, on every backend of this machine; beside them upstream's learnable sink,
-which has no gate to take a gradient of, and on CUDA FlexAttention. The floor is PyTorch's own causal attention with no gate.
-All take turns at each length, and a ratio is one of times within a turn: median and quartiles.
-Memory is the growth of the peak resident set of a fresh process per implementation on a CPU, and
-`torch.cuda.max_memory_allocated` on CUDA, inputs and gradients included. B1, all heads of their own
-key and value. Prints the tables; writes attention.json and attention.png. Three minutes on two
-quiet cores.
+which has no gate to take a gradient of, and on CUDA FlexAttention. The floor is PyTorch's own
+causal attention with no gate. All take turns at each length, and a ratio is one of times within a
+turn: median and quartiles. Memory is the growth of the peak resident set of a fresh process per
+implementation on a CPU, and `torch.cuda.max_memory_allocated` on CUDA, inputs and gradients
+included. B1, no grouped queries. Prints the tables; writes attention.json and attention.png. Four
+minutes on two quiet cores.
 """
 
 import argparse
