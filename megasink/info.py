@@ -45,7 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 compute_capability=capability,
             )
             choice = choose_backend(request)
-            why = "\n".join(f"{other}: {reason}" for other, reason in choice.reasons.items())
+            others: dict[str, list[str]] = {}
+            for other, reason in choice.reasons.items():
+                others.setdefault(reason, []).append(other)
+            why = "\n".join(f"{', '.join(names)}: {reason}" for reason, names in others.items())
             table.add_row(variant, str(dtype).removeprefix("torch."), choice.name, why)
     console.print(table)
     return 0

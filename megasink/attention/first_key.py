@@ -16,7 +16,7 @@ from megasink.attention.blocks import backward_blocks, forward_blocks
 from megasink.attention.layout import (
     empty_in_order_of,
     repeat_groups,
-    row_dot,
+    statistics_dtype,
     weighted_row_sum,
 )
 
@@ -36,7 +36,9 @@ def forward_first_key(
     alone = _rows_alone(queries, keys, causal)
     first_value_BH1D = repeat_groups(value_BGSD[:, :, :1], query_BHTD.shape[1])
     first_key_BH1D = repeat_groups(key_BGSD[:, :, :1], query_BHTD.shape[1])
-    logit_BHT = scale * row_dot(query_BHTD, first_key_BH1D)
+    dtype = statistics_dtype(query_BHTD.dtype)
+    logit_BHT1 = query_BHTD.to(dtype) @ first_key_BH1D.to(dtype).transpose(-1, -2)
+    logit_BHT = logit_BHT1.squeeze(-1).mul_(scale)
     if window is not None:
         logit_BHT[..., max(window - (keys - queries), 0) :] = -torch.inf
     out_BHTD = empty_in_order_of(query_BHTD)
@@ -57,9 +59,12 @@ def forward_first_key(
         torch.sigmoid(rows_lse_BHT - rows_logit_BHT, out=gate_BHT[..., alone:])
         torch.sigmoid(rows_logit_BHT - rows_lse_BHT, out=weight_BHT[..., alone:])
         torch.logaddexp(rows_lse_BHT, rows_logit_BHT, out=lse_BHT[..., alone:])
-        gated_BHTD = rows_BHTD * gate_BHT[..., alone:, None]
-        gated_BHTD.addcmul_(weight_BHT[..., alone:, None], first_value_BH1D.to(gated_BHTD.dtype))
-        out_BHTD[:, :, alone:] = gated_BHTD
+        # G O + (1 - G) u in one pass; written where it belongs if no rounding is left to do.
+        mix = (rows_BHTD.to(dtype), first_value_BH1D.to(dtype), weight_BHT[..., alone:, None])
+        if out_BHTD.dtype is dtype:
+            torch.lerp(*mix, out=out_BHTD[:, :, alone:])
+        else:
+            out_BHTD[:, :, alone:] = torch.lerp(*mix)
     return out_BHTD, lse_BHT, gate_BHT, weight_BHT
 
 
@@ -90,12 +95,10 @@ def backward_first_key(
     queries, keys, groups = query_BHTD.shape[2], key_BGSD.shape[2], key_BGSD.shape[1]
     alone = _rows_alone(queries, keys, causal)
     first_key_BH1D = repeat_groups(key_BGSD[:, :, :1], query_BHTD.shape[1])
-    grads = tuple(empty_in_order_of(t) for t in (query_BHTD, key_BGSD, value_BGSD))
-    grad_query_BHTD, grad_key_BGSD, grad_value_BGSD = grads
     scaled_grad_BHT1 = scale * logit_grad_BHT[..., None]
-    grad_query_BHTD[:, :, :alone] = scaled_grad_BHT1[:, :, :alone] * first_key_BH1D
+    rows_query_BHTD = rows_key_BGSD = rows_value_BGSD = None
     if alone < queries:
-        rows_grads = backward_blocks(
+        rows_query_BHTD, rows_key_BGSD, rows_value_BGSD = backward_blocks(
             kernel,
             kernel_grad_out_BHTD[:, :, alone:],
             query_BHTD[:, :, alone:],
@@ -108,20 +111,32 @@ def backward_first_key(
             window=window,
             scale=scale,
         )
+    # One gradient after the other, each part of the kernel's freed before the next is allocated:
+    # less memory, and on a CPU its pages are used again.
+    grad_query_BHTD = empty_in_order_of(query_BHTD)
+    grad_query_BHTD[:, :, :alone] = scaled_grad_BHT1[:, :, :alone] * first_key_BH1D
+    if rows_query_BHTD is not None:
         torch.addcmul(
-            rows_grads[0],
+            rows_query_BHTD,
             scaled_grad_BHT1[:, :, alone:],
             first_key_BH1D,
             out=grad_query_BHTD[:, :, alone:],
         )
-        grad_key_BGSD[:, :, 1:] = rows_grads[1]
-        grad_value_BGSD[:, :, 1:] = rows_grads[2]
-    else:
-        grad_key_BGSD[:, :, 1:] = 0.0
-        grad_value_BGSD[:, :, 1:] = 0.0
-    grad_key_BGSD[:, :, 0] = weighted_row_sum(scaled_grad_BHT1[..., 0], query_BHTD, groups)
-    grad_value_BGSD[:, :, 0] = weighted_row_sum(weight_BHT, grad_out_BHTD, groups)
+    del rows_query_BHTD
+    first_grad_BGD = weighted_row_sum(scaled_grad_BHT1[..., 0], query_BHTD, groups)
+    grad_key_BGSD = _behind_first(first_grad_BGD, rows_key_BGSD, key_BGSD)
+    del rows_key_BGSD
+    first_grad_BGD = weighted_row_sum(weight_BHT, grad_out_BHTD, groups)
+    grad_value_BGSD = _behind_first(first_grad_BGD, rows_value_BGSD, value_BGSD)
     return grad_query_BHTD, grad_key_BGSD, grad_value_BGSD
+
+
+def _behind_first(first_BGD: Tensor, rows_BGSD: Tensor | None, like_BGSD: Tensor) -> Tensor:
+    """The first row and the rows after it, None for 0, as one tensor that lies as `like` does."""
+    whole_BGSD = empty_in_order_of(like_BGSD)
+    whole_BGSD[:, :, 0] = first_BGD
+    whole_BGSD[:, :, 1:] = 0.0 if rows_BGSD is None else rows_BGSD
+    return whole_BGSD
 
 
 def _rows_alone(queries: int, keys: int, causal: bool) -> int:

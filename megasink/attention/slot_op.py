@@ -186,8 +186,11 @@ def _slot_logit_grad(
 ) -> Tensor:
     """ds_i = p_i (dY_i . (u_i - out_i) + e_i - G_i dG_i), [B, H, T], statistics dtype."""
     # One dot with the difference, not two dots: exactly 0 where out is u (the first token).
-    minus_BHTD = out_BHTD if slot_value_BHTD is None else out_BHTD - slot_value_BHTD
-    grad_BHT = row_dot(grad_out_BHTD, minus_BHTD).neg_()
+    if slot_value_BHTD is None:
+        grad_BHT = row_dot(grad_out_BHTD, out_BHTD).neg_()
+    else:
+        difference_BHTD = (out_BHTD - slot_value_BHTD).to(weight_BHT.dtype)
+        grad_BHT = difference_BHTD.mul_(grad_out_BHTD).sum(-1).neg_()
     if grad_lse_BHT is not None:
         grad_BHT += grad_lse_BHT
     if grad_gate_BHT is not None:

@@ -1,14 +1,15 @@
 """The CUDA kernels against the float64 reference, and CUDA graphs.
 
-The same checks as tests/attention, for the kernels that a CPU does not have: FlashAttention 2 (with
-its own sliding window and GQA) and cuDNN (with windows made of blocks).
+The same checks as tests/attention, for the kernels that a CPU does not have: FlashAttention 2 to 4
+(with their own sliding window and GQA) and cuDNN (with windows made of blocks), from PyTorch and
+from packages where those are installed.
 """
 
 import pytest
 import torch
 
 from megasink.attention import VARIANTS, attention, choose_backend, reference_attention, slot_op
-from megasink.attention.backends import AttentionRequest, at_runtime, backend_named
+from megasink.attention.backends import AttentionRequest, at_runtime, backend_named, backend_names
 from megasink.attention.blocks import backward_blocks, forward_blocks
 from megasink.errors import ConfigError
 from tests.attention.attention_oracle import (
@@ -24,7 +25,8 @@ pytestmark = [
 ]
 
 BF16 = torch.bfloat16
-KERNELS = ["flash-cuda", "cudnn"]
+KERNELS = [name for name in backend_names() if name not in ("flash-cpu", "eager")]
+INJECTED = [name for name in KERNELS if not backend_named(name).takes_lse_gradient]
 
 
 @pytest.fixture(autouse=True)
@@ -60,13 +62,11 @@ def test_head_dims(head_dim, kernel):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_eager_serves_the_other_dtypes(variant, dtype, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    request = at_runtime(AttentionRequest("cuda", dtype, 64, variant=variant), 0)
-    assert choose_backend(request).name == "eager"
     case = cuda_case(dtype=dtype, tokens=300)
     if dtype is not torch.float64:
-        check(case, dtype, variant, window=90)
+        check(case, dtype, variant, window=90, backend="eager")
         return
-    ours = evaluate(attention, case, dtype, variant, window=90)
+    ours = evaluate(attention, case, dtype, variant, window=90, backend="eager")
     for name, exact in evaluate(reference_attention, case, dtype, variant, window=90).items():
         torch.testing.assert_close(ours[name], exact, rtol=1e-11, atol=1e-11, msg=name)
 
@@ -115,7 +115,7 @@ def test_first_token_has_gate_zero_and_zero_gradients(kernel):
         assert (ours[name] == 0).all(), name
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", INJECTED)
 def test_an_op_that_drops_the_lse_gradient_is_caught(monkeypatch, kernel):
     monkeypatch.setattr(slot_op, "inject_lse_gradient", lambda grad_out, out, _: (grad_out, out))
     for variant in VARIANTS:
@@ -154,7 +154,15 @@ def test_kernels_refuse_causal_rectangles(kernel):
         backend_named(kernel).forward(query, key, key, causal=True, scale=1.0)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+def test_float16_trains_on_the_kernel_that_takes_the_lse_gradient():
+    request = at_runtime(AttentionRequest("cuda", torch.float16, 64), 0)
+    name = choose_backend(request).name
+    assert name == "eager" or backend_named(name).takes_lse_gradient
+    for variant in VARIANTS:
+        check(cuda_case(dtype=torch.float16, tokens=130), torch.float16, variant)
+
+
+@pytest.mark.parametrize("kernel", INJECTED)
 def test_float16_is_refused_where_a_gradient_needs_injection(kernel):
     query = torch.zeros(1, 2, 8, 64, device="cuda", dtype=torch.float16, requires_grad=True)
     with pytest.raises(ConfigError, match="float16 cannot hold"):

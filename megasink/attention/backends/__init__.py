@@ -9,6 +9,10 @@ from megasink.attention.backends.aten_cpu import FlashCpuBackend
 from megasink.attention.backends.aten_cuda import CudnnBackend, FlashCudaBackend
 from megasink.attention.backends.base import AttentionRequest, Backend
 from megasink.attention.backends.eager import EagerBackend
+from megasink.attention.backends.flash_attn_2 import FlashAttention2Backend
+from megasink.attention.backends.flash_attn_3 import FlashAttention3Backend
+from megasink.attention.backends.flash_attn_4 import FlashAttention4Backend
+from megasink.attention.backends.transformer_engine import TransformerEngineBackend
 from megasink.attention.reference import VARIANTS
 from megasink.errors import ConfigError
 
@@ -136,5 +140,16 @@ def at_runtime(request: AttentionRequest, device_index: int | None) -> Attention
     return replace(request, compute_capability=capability)
 
 
-for _backend in (FlashCpuBackend(), FlashCudaBackend(), CudnnBackend(), EagerBackend()):
+# The order that "auto" tries them in: the newest FlashAttention that is installed and that the
+# device runs, PyTorch's own, cuDNN, and eager, which runs anything.
+for _backend in (
+    FlashCpuBackend(),
+    FlashAttention4Backend(),
+    FlashAttention3Backend(),
+    FlashAttention2Backend(),
+    FlashCudaBackend(),
+    TransformerEngineBackend(),
+    CudnnBackend(),
+    EagerBackend(),
+):
     register_backend(_backend)

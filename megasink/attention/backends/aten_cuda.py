@@ -13,22 +13,7 @@ from megasink.attention.backends.base import (
     fp16_reason,
     last_dim_dense,
 )
-
-
-def _cuda_reason(request: AttentionRequest, largest_head_dim: int) -> str | None:
-    """What both kernels ask for: an A100 or later, half precision, D a multiple of 8."""
-    if request.device_type != "cuda":
-        return f"it runs on CUDA devices, not on {request.device_type}"
-    if request.compute_capability is not None and request.compute_capability < (8, 0):
-        major, minor = request.compute_capability
-        return f"it needs compute capability 8.0 or later, the device has {major}.{minor}"
-    if request.dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in bfloat16 or float16, not in {request.dtype}"
-    if request.head_dim % 8 or request.head_dim > largest_head_dim:
-        return (
-            f"the head dim must be a multiple of 8 up to {largest_head_dim}, got {request.head_dim}"
-        )
-    return fp16_reason(request)
+from megasink.attention.backends.cuda import cuda_reason
 
 
 class FlashCudaBackend(Backend):
@@ -39,7 +24,7 @@ class FlashCudaBackend(Backend):
 
     def supports(self, request: AttentionRequest) -> str | None:
         """See `Backend.supports`."""
-        return _cuda_reason(request, largest_head_dim=256)
+        return cuda_reason(request, largest_head_dim=256) or fp16_reason(request)
 
     def forward(
         self,
@@ -123,7 +108,7 @@ class CudnnBackend(Backend):
         """See `Backend.supports`."""
         if request.device_type == "cuda" and not torch.backends.cudnn.is_available():
             return "this PyTorch has no cuDNN"
-        return _cuda_reason(request, largest_head_dim=128)
+        return cuda_reason(request, largest_head_dim=128) or fp16_reason(request)
 
     def forward(
         self,

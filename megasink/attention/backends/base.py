@@ -115,7 +115,7 @@ def fp16_reason(request: AttentionRequest) -> str | None:
     """Why a kernel that takes LSE gradients by injection refuses fp16 (docs/maths.md)."""
     if request.dtype is torch.float16 and request.needs_gate_gradient:
         return (
-            "the gradient of the gate enters through the output tensor, with values up to 2**30, "
+            "the gradient of the gate enters through the output tensor, with values up to 2**60, "
             "which float16 cannot hold"
         )
     return None

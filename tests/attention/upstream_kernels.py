@@ -1,0 +1,261 @@
+"""Stand-ins for CUDA packages: upstream's parameter lists, computed as the flash kernels do.
+
+They see what the packages would see, so layouts, names and the way the gradient of the LSE enters
+are proven on a CPU; what the real kernels then compute is for tests/gpu. Each checks what its
+kernel takes for granted and does not check itself.
+
+Shapes: B batch, T queries, S keys, H query heads, G groups, D head dim, R heads per group.
+"""
+
+import sys
+import types
+
+import torch
+from torch import Tensor
+
+from megasink.attention.reference import _scores
+
+
+def install(monkeypatch, modules):
+    """Puts modules, given as name -> attributes, where `import` finds them, parents included."""
+    for name, attributes in modules.items():
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            parent = ".".join(parts[:end])
+            if parent not in sys.modules or end == len(parts):
+                monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+        for attribute, value in attributes.items():
+            setattr(sys.modules[name], attribute, value)
+
+
+def flash_forward(q_BHTD, k_BGSD, v_BGSD, scale, causal, window):
+    """out in the dtype of q, and the natural LSE in float32."""
+    wide = (tensor.float() for tensor in (q_BHTD, k_BGSD, v_BGSD))
+    scores_BHTS, value_BHSD = _scores(*wide, scale, causal, window)
+    return (scores_BHTS.softmax(-1) @ value_BHSD).to(q_BHTD.dtype), scores_BHTS.logsumexp(-1)
+
+
+def flash_backward(dout, q, k, v, out, lse, scale, causal, window, dlse=None):
+    """dS = P (dO . v - delta), delta = dO . out - dlse, P from the LSE that is handed in."""
+    dtype, groups = q.dtype, k.shape[1]
+    dout, q, k, v, out = (tensor.float() for tensor in (dout, q, k, v, out))
+    scores_BHTS, value_BHSD = _scores(q, k, v, scale, causal, window)
+    weights_BHTS = (scores_BHTS - lse[..., None]).exp()
+    delta_BHT = (dout * out).sum(-1) - (0.0 if dlse is None else dlse)
+    grads_BHTS = weights_BHTS * (dout @ value_BHSD.transpose(-1, -2) - delta_BHT[..., None])
+    grads_BHTS = grads_BHTS * scale
+    key_BHSD = k.repeat_interleave(q.shape[1] // groups, dim=1)
+
+    def of_groups(grad_BHSD: Tensor) -> Tensor:
+        return grad_BHSD.unflatten(1, (groups, -1)).sum(2).to(dtype)
+
+    return (
+        (grads_BHTS @ key_BHSD).to(dtype),
+        of_groups(grads_BHTS.transpose(-1, -2) @ q),
+        of_groups(weights_BHTS.transpose(-1, -2) @ dout),
+    )
+
+
+def _window(left, right, causal, everything):
+    """Tokens visible, from sizes without the token itself."""
+    if left == everything:
+        assert right == everything
+        return None
+    assert causal
+    assert right == 0
+    return left + 1
+
+
+def _dense(q, lse, *tensors):
+    batch, tokens, heads, _ = q.shape
+    assert all(tensor.stride(-1) == 1 for tensor in (q, *tensors))
+    if lse is not None:
+        assert lse.shape == (batch, heads, tokens)
+        assert lse.is_contiguous()
+        assert lse.dtype is torch.float32
+
+
+def _from_bthd(*tensors):
+    return [tensor.transpose(1, 2) for tensor in tensors]
+
+
+class FlashAttention2:
+    """v2.8.3, flash_attn/flash_attn_interface.py."""
+
+    # fmt: off
+    @staticmethod
+    def _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left,
+                            window_size_right, softcap, alibi_slopes, return_softmax):
+        # fmt: on
+        assert (dropout_p, softcap, alibi_slopes, return_softmax) == (0.0, 0.0, None, False)
+        _dense(q, None, k, v)
+        window = _window(window_size_left, window_size_right, causal, -1)
+        out, lse = flash_forward(*_from_bthd(q, k, v), softmax_scale, causal, window)
+        return out.transpose(1, 2).contiguous(), lse, torch.empty(0), torch.empty(2)
+
+    # fmt: off
+    @staticmethod
+    def _flash_attn_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p,
+                             softmax_scale, causal, window_size_left, window_size_right, softcap,
+                             alibi_slopes, deterministic, rng_state=None):
+        # fmt: on
+        assert (dropout_p, softcap, alibi_slopes, deterministic) == (0.0, 0.0, None, False)
+        _dense(q, softmax_lse, dout, k, v, out, dq, dk, dv)
+        window = _window(window_size_left, window_size_right, causal, -1)
+        inputs = _from_bthd(dout, q, k, v, out)
+        grads = flash_backward(*inputs, softmax_lse, softmax_scale, causal, window)
+        for target, grad in zip((dq, dk, dv), grads, strict=True):
+            target.copy_(grad.transpose(1, 2))
+        return torch.empty(0)
+
+
+class FlashAttention3:
+    """3.0.0, hopper/flash_attn_interface.py."""
+
+    # fmt: off
+    @staticmethod
+    def _flash_attn_forward(q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None,
+                            cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None,
+                            seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, page_table=None,
+                            kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None,
+                            seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None,
+                            softmax_scale=None, causal=False, window_size_left=-1,
+                            window_size_right=-1, attention_chunk=0, softcap=0.0,
+                            rotary_interleaved=True, scheduler_metadata=None, num_splits=1,
+                            pack_gqa=None, sm_margin=0):
+        # fmt: on
+        _dense(q, None, k, v)
+        window = _window(window_size_left, window_size_right, causal, -1)
+        out, lse = flash_forward(*_from_bthd(q, k, v), softmax_scale, causal, window)
+        return out.transpose(1, 2).contiguous(), lse, torch.empty(0), torch.empty(0)
+
+    # fmt: off
+    @staticmethod
+    def _flash_attn_backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None,
+                             sequed_q=None, sequed_k=None, max_seqlen_q=None, max_seqlen_k=None,
+                             dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
+                             window_size_left=-1, window_size_right=-1, softcap=0.0,
+                             deterministic=False, sm_margin=0):
+        # fmt: on
+        _dense(q, softmax_lse, dout, k, v, out, dq, dk, dv)
+        window = _window(window_size_left, window_size_right, is_causal, -1)
+        inputs = _from_bthd(dout, q, k, v, out)
+        grads = flash_backward(*inputs, softmax_lse, softmax_scale, is_causal, window)
+        for target, grad in zip((dq, dk, dv), grads, strict=True):
+            target.copy_(grad.transpose(1, 2))
+        return torch.empty(0)
+
+
+class FlashAttention4:
+    """The wheel 4.0.0b36, flash_attn/cute/interface.py."""
+
+    # fmt: off
+    @staticmethod
+    def _flash_attn_fwd(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None,
+                        seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None,
+                        page_table=None, softmax_scale=None, causal=False, softcap=None,
+                        window_size_left=None, window_size_right=None, learnable_sink=None,
+                        tile_mn=None, mma_pv_is_rs=None, intra_wg_overlap=None, num_threads=384,
+                        num_splits=1, pack_gqa=None, _arch=None, score_mod=None, mask_mod=None,
+                        block_sparse_tensors=None, return_lse=False, out=None, lse=None,
+                        aux_tensors=None, aux_scalars=None, q_descale=None, k_descale=None,
+                        v_descale=None, gather_kv_indices=None, scheduler_metadata=None,
+                        seqlen_k_per_split=None, disable_scheduler_metadata=False,
+                        gather_bwd_recompute_p=False):
+        # fmt: on
+        window = _window(window_size_left, window_size_right, causal, None)
+        out, lse = flash_forward(*_from_bthd(q, k, v), softmax_scale, causal, window)
+        return out.transpose(1, 2).contiguous(), lse if return_lse else None, None, None, None
+
+    # fmt: off
+    @staticmethod
+    def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0,
+                        window_size_left=None, window_size_right=None, m_block_size=64,
+                        n_block_size=128, num_threads=256, pack_gqa=False, num_stages_Q=2,
+                        num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False, dQ_swapAB=False,
+                        AtomLayoutMSdP=2, AtomLayoutNdKV=2, AtomLayoutMdQ=2, V_in_regs=False,
+                        cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+                        max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None,
+                        dk=None, dv=None, score_mod=None, score_mod_bwd=None, mask_mod=None,
+                        aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, dlse=None,
+                        learnable_sink=None):
+        # fmt: on
+        _dense(q, lse, k, v, out, dout)
+        if dlse is not None:
+            _dense(q, dlse)
+        window = _window(window_size_left, window_size_right, causal, None)
+        inputs = _from_bthd(dout, q, k, v, out)
+        grads = flash_backward(*inputs, lse, softmax_scale, causal, window, dlse)
+        return tuple(grad.transpose(1, 2).contiguous() for grad in grads)
+
+
+class TransformerEngine:
+    """2.20.2, transformer_engine/pytorch/cpp_extensions/fused_attn.py."""
+
+    FusedAttnBackend = {"No_Backend": -1, "F16_arbitrary_seqlen": 1, "FP8": 2}  # noqa: RUF012
+
+    # fmt: off
+    @staticmethod
+    def fused_attn_fwd(is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv,
+                       q, k, v, fake_dtype, fused_attention_backend, attn_bias=None,
+                       cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, page_table_k=None,
+                       page_table_v=None, s_quantizer=None, o_quantizer=None, attn_scale=None,
+                       dropout=0.0, fast_zero_fill=True, qkv_layout="sbh3d", o_format="sbhd",
+                       qkv_scale_inv_format=None, attn_bias_type="no_bias",
+                       attn_mask_type="padding", softmax_type="vanilla", window_size=(-1, -1),
+                       bottom_right_diagonal=None, rng_gen=None, softmax_offset=None,
+                       return_max_logit=False, cuda_graph=False):
+        # fmt: on
+        assert is_training
+        causal = _engine_mask(attn_mask_type, window_size, qkv_layout, o_format)
+        lengths = (max_seqlen_q, max_seqlen_kv)
+        _engine_inputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, lengths, fused_attention_backend)
+        assert fake_dtype is q.dtype
+        assert softmax_type == "vanilla"
+        assert dropout == 0.0
+        inputs = [tensor.permute(1, 2, 0, 3) for tensor in (q, k, v)]
+        out, lse = flash_forward(*inputs, attn_scale, causal, None)
+        return out.permute(2, 0, 1, 3).contiguous(), [lse[..., None], torch.zeros(2).long()]
+
+    # fmt: off
+    @staticmethod
+    def fused_attn_bwd(max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o,
+                       fake_dtype, aux_ctx_tensors, fused_attention_backend,
+                       cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, s_quantizer=None,
+                       dp_quantizer=None, dqkv_quantizer=None, attn_scale=None, dropout=0.0,
+                       fast_zero_fill=True, qkv_layout="sbh3d", o_format="sbhd",
+                       do_format="sbhd", dqkv_layout="sbh3d", qkv_scale_inv_format=None,
+                       do_scale_inv_format=None, attn_bias_type="no_bias",
+                       attn_mask_type="padding", softmax_type="vanilla", window_size=(-1, -1),
+                       bottom_right_diagonal=None, deterministic=False, cuda_graph=False):
+        # fmt: on
+        causal = _engine_mask(attn_mask_type, window_size, qkv_layout, o_format)
+        assert (do_format, dqkv_layout) == ("sbhd", "sbhd_sbhd_sbhd")
+        lengths = (max_seqlen_q, max_seqlen_kv)
+        _engine_inputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, lengths, fused_attention_backend)
+        assert o.is_contiguous()
+        assert d_o.is_contiguous()
+        stats, state = aux_ctx_tensors
+        assert stats.shape == (q.shape[1], q.shape[2], q.shape[0], 1)
+        assert stats.is_contiguous()
+        assert state.shape == (2,)
+        assert state.dtype is torch.int64
+        inputs = [tensor.permute(1, 2, 0, 3) for tensor in (d_o, q, k, v, o)]
+        grads = flash_backward(*inputs, stats[..., 0], attn_scale, causal, None)
+        return [grad.permute(2, 0, 1, 3).contiguous() for grad in grads] + [None, None]
+
+
+def _engine_mask(attn_mask_type, window_size, qkv_layout, o_format):
+    assert (qkv_layout, o_format) == ("sbhd_sbhd_sbhd", "sbhd")
+    causal = {"causal": True, "no_mask": False}[attn_mask_type]
+    assert window_size == ((-1, 0) if causal else (-1, -1))
+    return causal
+
+
+def _engine_inputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, lengths, backend):
+    assert backend == TransformerEngine.FusedAttnBackend["F16_arbitrary_seqlen"]
+    assert all(tensor.is_contiguous() for tensor in (q, k, v))
+    assert lengths == (q.shape[0], k.shape[0])
+    for ends, length in zip((cu_seqlens_q, cu_seqlens_kv), lengths, strict=True):
+        assert ends.dtype is torch.int32
+        assert ends.tolist() == [length * row for row in range(q.shape[1] + 1)]
