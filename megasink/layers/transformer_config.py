@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megasink.balance.attach import HeadBalanceScale
@@ -16,6 +17,15 @@ from megasink.layers.finalize import finalize_model_grads
 
 # Megatron's own name for each variant: inference and converters decide by config.softmax_type.
 SOFTMAX_TYPE = {"vanilla": "vanilla", "sink": "learnable", "off-by-one": "off-by-one"}
+# The function of each FFN activation, and whether it is applied to the gate of a gated unit.
+FFN_ACTIVATIONS = {
+    "relu": (F.relu, False),
+    "gelu": (F.gelu, False),
+    "silu": (F.silu, False),
+    "reglu": (F.relu, True),
+    "geglu": (F.gelu, True),
+    "swiglu": (F.silu, True),
+}
 
 
 @dataclass(kw_only=True)
@@ -31,6 +41,10 @@ class MegasinkTransformerConfig(
 
     def __post_init__(self) -> None:
         self.softmax_type = SOFTMAX_TYPE[self.attention_variant]
+        if self.ffn_activation is not None:
+            self.activation_func, self.gated_linear_unit = FFN_ACTIVATIONS[self.ffn_activation]
+            # The other fused kernels of Megatron know tanh's approximation of gelu alone.
+            self.bias_activation_fusion &= self.ffn_activation == "swiglu"
         if self.head_balance_coeff:
             # schedules.py:376 calls it for every microbatch on every pipeline stage.
             self.experimental_attention_variant_loss_scale_func = HeadBalanceScale.set

@@ -134,6 +134,18 @@ def initial_weights(init_seed: int, **options: Any) -> dict[str, Any]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
+def checkpoint_keys(**options: Any) -> dict[str, tuple[int, ...]]:
+    """The tensors of a checkpoint of a fresh model and their whole shapes."""
+    config = tiny_gpt.model_config(**options)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    state = MegasinkGPTBuilder(config).build_model(groups).sharded_state_dict()
+    return {
+        shard.key: tuple(shard.global_shape)
+        for shard in state.values()
+        if isinstance(shard, ShardedTensor)
+    }
+
+
 def unknown_weight() -> str:
     """The refusal of a weight whose initialisation is not known; "" if there is none."""
     config = tiny_gpt.model_config()
