@@ -72,8 +72,8 @@ class BlockOptions:
     (P2.44), in place of a matrix for each head."""
 
     ffn_activation: FFNActivation | None = _choice(FFNActivation, None)  # noqa: RUF009
-    """Activation of the FFN and of the experts (P2.41); those that end in glu are gated units. None:
-    what Megatron's own flags say (--swiglu, --squared-relu, --quick-geglu; its default is gelu).
+    """Activation of the FFN and of the experts (P2.41); those that end in glu are gated units.
+    None: what Megatron's own flags say (--swiglu, --squared-relu, --quick-geglu; else gelu).
     Gated units get the FFN size that Megatron gives with --swiglu unless --ffn-hidden-size is set;
     gelu is the exact one, by the error function."""
 

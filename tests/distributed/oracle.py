@@ -40,6 +40,7 @@ def reference_model(config: Any, importances: list[Tensor]) -> Any:
             variant=variant,
             sink_H=self.softmax_offset,
             window=None if sees_all else window[0] + 1,
+            scale=self.softmax_scale,
         )
         importances.append(gate_BHS.mean((0, 2)))
         return out_BHSD.permute(2, 0, 1, 3).flatten(2)

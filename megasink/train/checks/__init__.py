@@ -12,12 +12,13 @@ from megasink.train.checks import (
     blocks,
     data,
     device,
+    experts,
     gates,
     positions,
     unsupported,
 )
 
-_SUBJECTS = (attention, gates, positions, blocks, unsupported, balance, device, data)
+_SUBJECTS = (attention, gates, positions, blocks, experts, unsupported, balance, device, data)
 
 
 def problems(args: Namespace) -> list[str]:

@@ -40,6 +40,12 @@ def _residual(args: Namespace) -> list[str]:
         found.append("--sandwich-norm and --post-norm: choose one")
     if args.sandwich_norm and clip is not None:
         found.append("--sandwich-norm and --residual-clip: choose one, their order is not defined")
+    half = args.bf16 or args.fp16
+    if args.fp32_residual_connection and args.transformer_impl == "local" and half:
+        found.append(
+            "--fp32-residual-connection with --transformer-impl local in half precision: torch's "
+            "norms would hand float32 to half-precision weights; drop one"
+        )
     if args.post_norm:
         if args.fp32_residual_connection:
             found.append(
