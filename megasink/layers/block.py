@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import LayerNormBuilder
+from megatron.core.transformer.torch_norm import L2Norm, LayerNormBuilder
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megasink.layers.head_sum import HeadSumProjection
@@ -32,8 +32,12 @@ def with_block_options(
         block: layers of Megatron's TransformerLayer, dense or MoE, local or TransformerEngine.
     """
     layers, norm = list(block.layer_specs), block.layer_norm
+    if config.qk_l2_norm:  # upstream's local spec forgets it (training/models/gpt.py:120)
+        layers = [
+            _with_attention(layer, q_layernorm=L2Norm, k_layernorm=L2Norm) for layer in layers
+        ]
     if config.multi_head_addition:
-        layers = [_with_head_sum(layer) for layer in layers]
+        layers = [_with_attention(layer, linear_proj=HeadSumProjection) for layer in layers]
     if config.sandwich_norm or config.post_norm or config.residual_clip is not None:
         layers = [_with_residual_add(layer, norm, config) for layer in layers]
     if config.post_norm:
@@ -47,11 +51,8 @@ def _changed(layer: ModuleSpec, **submodules: Any) -> ModuleSpec:
     return dataclasses.replace(layer, submodules=changed)
 
 
-def _with_head_sum(layer: ModuleSpec) -> ModuleSpec:
-    return _changed(
-        layer,
-        self_attention=_changed(layer.submodules.self_attention, linear_proj=HeadSumProjection),
-    )
+def _with_attention(layer: ModuleSpec, **submodules: Any) -> ModuleSpec:
+    return _changed(layer, self_attention=_changed(layer.submodules.self_attention, **submodules))
 
 
 def _with_residual_add(
@@ -63,20 +64,15 @@ def _with_residual_add(
 
 
 def _without_norms_before(layer: ModuleSpec) -> ModuleSpec:
-    attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
-    attention = _changed(attention, linear_qkv=_unfused(attention.submodules.linear_qkv))
+    linear_qkv = layer.submodules.self_attention.submodules.linear_qkv
+    layer = _with_attention(layer, linear_qkv=_unfused(linear_qkv))
+    mlp = layer.submodules.mlp
     dense = isinstance(mlp, functools.partial) and "linear_fc1" in vars(mlp.keywords["submodules"])
     if dense:
         changed = mlp.keywords["submodules"]
         changed = dataclasses.replace(changed, linear_fc1=_unfused(changed.linear_fc1))
         mlp = functools.partial(mlp.func, **mlp.keywords | {"submodules": changed})
-    return _changed(
-        layer,
-        input_layernorm=IdentityOp,
-        pre_mlp_layernorm=IdentityOp,
-        self_attention=attention,
-        mlp=mlp,
-    )
+    return _changed(layer, input_layernorm=IdentityOp, pre_mlp_layernorm=IdentityOp, mlp=mlp)
 
 
 def _unfused(linear: Any) -> Any:

@@ -4,12 +4,15 @@ Megatron's own router losses and our head-balance loss are on together: each mus
 Not covered: grouped GEMM and DeepEP, which need CUDA.
 """
 
+import json
+
 import numpy as np
 import pytest
 
 from tests.distributed import merging
 from tests.distributed.layout import SINGLE, Layout
 from tests.distributed.test_layouts import FULL, SP, TOLERANCE, compare, name_of
+from tests.distributed.test_resume import FLAGS, free_port
 
 TRAIN = "tests.distributed.tiny_gpt:train"
 ORACLE = "tests.layers.block_oracle:train_once"
@@ -33,12 +36,20 @@ MODELS = {
     "every-second": MOE | {"moe_layer_freq": 2},
     "sandwich-reglu": MOE | {"sandwich_norm": True, "ffn_activation": "reglu"},
     "global-loss": MOE | {"moe_router_load_balancing_type": "global_aux_loss"},
+    "expert-bias": MOE
+    | {
+        "moe_router_load_balancing_type": "none",
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.05,
+    },
     "per-token-loss": MOE | {"calculate_per_token_loss": True},
 }
 CASES = [
     ("moe", EP, {}),
     ("moe", EP, ALLTOALL | DISTRIBUTED | {"overlap": True}),
     ("moe", PP, ALLTOALL | FULL),
+    ("moe", EP, {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}),
     ("moe", TP_SP, SP),
     ("moe", TP_EP, SP | ALLTOALL),
     ("shared", EP, ALLTOALL),
@@ -46,6 +57,7 @@ CASES = [
     ("every-second", PP, {}),
     ("every-second", EP, {}),
     ("sandwich-reglu", TP_SP, SP | ALLTOALL),
+    ("expert-bias", EP, {}),
     ("global-loss", PP, {}),
     ("per-token-loss", EP, {}),
 ]
@@ -100,8 +112,18 @@ def test_a_loss_scale_multiplies_every_gradient(pool, single, layout):
         assert merging.relative_error(found[name] / 1024.0, wanted) <= TOLERANCE, name
 
 
-@pytest.mark.parametrize("kind", ["distributed", "plain", "bf16"])
-@pytest.mark.parametrize(("first", "second"), [(EP, SINGLE), (SINGLE, EP), (EP, TP_EP)], ids=str)
+@pytest.mark.parametrize(
+    ("first", "second", "kind"),
+    [
+        (EP, SINGLE, "distributed"),
+        (EP, SINGLE, "plain"),
+        (EP, SINGLE, "bf16"),
+        (SINGLE, EP, "distributed"),
+        (SINGLE, EP, "bf16"),
+        (EP, TP_EP, "plain"),
+    ],
+    ids=str,
+)
 def test_a_checkpoint_loads_under_other_expert_parallelism(pool, tmp_path, first, second, kind):
     options = {"distributed_optimizer": kind == "distributed", "bf16": kind == "bf16"}
     options |= {"folder": str(tmp_path), **MODELS["shared"]}
@@ -119,3 +141,22 @@ def test_a_checkpoint_loads_under_other_expert_parallelism(pool, tmp_path, first
     found, wanted = (merging.whole([r["after"] for r in rs]) for rs in (after, before))
     for name in wanted:
         assert merging.relative_error(found[name], wanted[name]) <= tolerance, name
+
+
+def test_the_trainer_runs_with_expert_parallelism(pool, tmp_path):
+    flags = """
+    --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.01
+    --moe-z-loss-coeff 0.001 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2
+    --train-iters 2
+    """.split()
+    pool.run(
+        "tests.distributed.launch_task:train",
+        timeout=300,
+        flags=[*FLAGS, *flags, "--run-dir", str(tmp_path / "run")],
+        ranks=2,
+        port=free_port(),
+    )
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    losses = [line["lm_loss"] for line in map(json.loads, lines) if "lm_loss" in line]
+    assert len(losses) == 2
+    assert np.isfinite(losses).all()

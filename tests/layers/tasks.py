@@ -146,6 +146,40 @@ def checkpoint_keys(**options: Any) -> dict[str, tuple[int, ...]]:
     }
 
 
+def transformer_engine_spec(**options: Any) -> dict[str, list[str]]:
+    """Names of the modules of TransformerEngine's layers with options of the block.
+
+    The spec can be made where TransformerEngine is not installed; the modules cannot.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from megasink.layers.block import with_block_options
+
+    layers = [get_gpt_layer_with_transformer_engine_spec(num_experts=count) for count in (None, 4)]
+    block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)
+    config = tiny_gpt.model_config(**options).transformer
+    changed = with_block_options(block, config)
+    found = {"final": [changed.layer_norm.__name__] if changed.layer_norm else []}
+
+    def name(module: Any) -> str:
+        return str(getattr(module, "module", module).__name__)
+
+    for kind, layer in zip(("dense", "moe"), changed.layer_specs, strict=True):
+        parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+        mlp = parts.mlp.keywords["submodules"]
+        found[kind] = [
+            *map(name, (parts.input_layernorm, attention.linear_qkv, attention.linear_proj)),
+            name(parts.self_attn_bda),
+            name(parts.pre_mlp_layernorm),
+            *([name(mlp.linear_fc1)] if kind == "dense" else []),
+            name(parts.mlp_bda),
+        ]
+    return found
+
+
 def unknown_weight() -> str:
     """The refusal of a weight whose initialisation is not known; "" if there is none."""
     config = tiny_gpt.model_config()

@@ -45,3 +45,33 @@ def test_loss_and_gradients_equal_the_definition(pool, name, biases):
 def test_the_definition_notices_other_options(pool, options, other):
     (errors,) = pool.run(ERRORS, SINGLE, options=options, other=other)
     assert errors["loss"][0] > 1e-4
+
+
+def test_transformer_engine_layers(pool):
+    """Its linear layers hold the norm before them: post-norm takes the ones without."""
+    task = "tests.layers.tasks:transformer_engine_spec"
+    (plain,) = pool.run(task, SINGLE)
+    assert plain["final"] == ["TorchNorm"]
+    assert plain["dense"][:3] == [
+        "IdentityOp",
+        "TELayerNormColumnParallelLinear",
+        "TERowParallelLinear",
+    ]
+    assert plain["dense"][3:] == [
+        "get_bias_dropout_add",
+        "IdentityOp",
+        "TELayerNormColumnParallelLinear",
+        "get_bias_dropout_add",
+    ]
+    (post,) = pool.run(task, SINGLE, post_norm=True, multi_head_addition=True)
+    attention = ["IdentityOp", "TEColumnParallelLinear", "HeadSumProjection", "ResidualAdd"]
+    assert post == {
+        "final": [],
+        "dense": [*attention, "IdentityOp", "TEColumnParallelLinear", "ResidualAdd"],
+        "moe": [*attention, "IdentityOp", "ResidualAdd"],
+    }
+    (sandwich,) = pool.run(task, SINGLE, sandwich_norm=True)
+    assert sandwich["final"] == plain["final"]
+    assert [n for n in sandwich["dense"] if n != "ResidualAdd"] == [
+        n for n in plain["dense"] if n != "get_bias_dropout_add"
+    ]
