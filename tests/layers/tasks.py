@@ -151,20 +151,28 @@ def transformer_engine_spec(**options: Any) -> dict[str, list[str]]:
 
     The spec can be made where TransformerEngine is not installed; the modules cannot.
     """
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_with_transformer_engine_spec,
-    )
+    from unittest import mock
+
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from megasink.layers.block import with_block_options
 
-    layers = [get_gpt_layer_with_transformer_engine_spec(num_experts=count) for count in (None, 4)]
+    with mock.patch.object(specs, "TESpecProvider", TESpecProvider):
+        make = specs.get_gpt_layer_with_transformer_engine_spec
+        layers = [make(num_experts=count) for count in (None, 4)]
     block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)
     config = tiny_gpt.model_config(**options).transformer
     changed = with_block_options(block, config)
     found = {"final": [changed.layer_norm.__name__] if changed.layer_norm else []}
 
     def name(module: Any) -> str:
+        # Without TransformerEngine its classes are mocks: known by what they are called there.
+        for known, value in vars(transformer_engine).items():
+            if value is module and known.startswith("TE"):
+                return known
         return str(getattr(module, "module", module).__name__)
 
     for kind, layer in zip(("dense", "moe"), changed.layer_specs, strict=True):
