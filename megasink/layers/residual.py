@@ -5,6 +5,7 @@ Shapes: S sequence, B batch, X hidden size.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.module import MegatronModule
@@ -39,7 +40,7 @@ class ResidualAdd(MegatronModule):
         self.config: MegasinkTransformerConfig = config
         if config.sandwich_norm and (config.post_norm or config.residual_clip is not None):
             raise ValueError("sandwich_norm excludes post_norm and residual_clip")
-        self.layernorm = None
+        self.layernorm: Any = None
         if config.sandwich_norm or config.post_norm:
             self.layernorm = norm(config, config.hidden_size, eps=config.layernorm_epsilon)
 

@@ -180,7 +180,9 @@ def train_once(balance: float, **options: Any) -> dict[str, Any]:
         data = tiny_gpt.batch(0, index)
         gpt = Definition(weights, layers=2, **options)
         loss = gpt.loss(data["tokens"], data["labels"]) / data["tokens"].numel()
-        loss = loss + balance_loss(gpt.importances, balance) + sum(gpt.router_losses)
+        importance_LH = torch.stack(gpt.importances)
+        every = [list(range(tiny_gpt.HEADS))] * len(importance_LH)
+        loss = loss + balance_loss(importance_LH, balance, every) + sum(gpt.router_losses)
         (loss / tiny_gpt.MICROBATCHES).backward()
     for name, parameter in model.named_parameters():
         parameter.grad = weights[name].grad.float()

@@ -61,7 +61,7 @@ def _residual(args: Namespace) -> list[str]:
 
 
 def _activation(args: Namespace) -> list[str]:
-    found = []
+    found: list[str] = []
     name = args.ffn_activation
     if name is None:
         return found
