@@ -3,6 +3,7 @@
 import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import re
 import sys
 from collections.abc import Callable
@@ -94,6 +95,9 @@ def mend_upstream() -> None:
       and loads, the float32 parameters are shown to it as main parameters of their own.
     - megatron/core/optimizer/distrib_optimizer.py:838,1025: without TransformerEngine and apex the
       distributed optimizer's checkpoints do not load; `GroupStepAdam` takes FusedAdam's place.
+    - megatron/core/optimizer/optimizer.py:1573 loads a checkpoint of one optimizer only into one,
+      but with expert parallelism a model has two, one of them for the experts: the settings of
+      their parameter groups are taken from those of the other arrangement.
 
     Raises:
         UserError: the extension cannot be imported.
@@ -106,6 +110,7 @@ def mend_upstream() -> None:
     install_optimizer()
     _number_float32_first()
     _save_float32_too()
+    _load_other_expert_parallelism()
 
 
 def _check_dataset_helpers() -> None:
@@ -165,3 +170,73 @@ def _with_every_parameter(method: Callable[..., Any]) -> Callable[..., Any]:
             self.float16_groups, self.fp32_from_float16_groups = groups
 
     return wrapper
+
+
+def _load_other_expert_parallelism() -> None:
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    upstream = ChainedOptimizer.load_state_dict
+    if hasattr(upstream, "__wrapped__"):
+        return
+
+    @functools.wraps(upstream)
+    def load(self: Any, state: Any) -> None:
+        own = [optimizer.param_groups for optimizer in self.chained_optimizers]
+        upstream(self, for_optimizers(state, own) if isinstance(state, dict) else state)
+
+    ChainedOptimizer.load_state_dict = load
+
+
+def for_optimizers(state: dict[Any, Any], own: list[list[dict[str, Any]]]) -> dict[Any, Any]:
+    """The loaded state of one optimizer for several, or of several for one.
+
+    A distributed checkpoint puts the tensors where the model that loads has them; what is common
+    to all ranks, the settings of the parameter groups, comes as it was saved: for several
+    optimizers under their numbers 0, 1, ..., for one beside the tensors.
+
+    Args:
+        state: as megatron.core.dist_checkpointing loads it; not changed.
+        own: the parameter groups of each optimizer of the model that loads.
+
+    Returns:
+        the state, under the numbers of several optimizers or without them, as the model has them.
+    """
+    numbered = {key: piece for key, piece in state.items() if isinstance(key, int)}
+    whole = {key: piece for key, piece in state.items() if not isinstance(key, int)}
+    if not numbered or not whole:
+        return state  # saved with as many optimizers as there are now
+    if len(own) == 1:
+        saved = [group for piece in numbered.values() for group in _groups_in(piece)]
+        return numbered[0] | _with_groups(whole, saved, own[0], "optimizer" in numbered[0])
+    nested = "optimizer" in whole
+    return {
+        number: {k: v for k, v in whole.items() if k not in ("optimizer", "param_groups")}
+        | _with_groups(piece, _groups_in(whole), own[number], nested)
+        for number, piece in numbered.items()
+    }
+
+
+def _groups_in(piece: dict[str, Any]) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = piece.get("optimizer", piece)["param_groups"]
+    return groups
+
+
+def _with_groups(
+    piece: dict[str, Any], saved: list[dict[str, Any]], own: list[dict[str, Any]], nested: bool
+) -> dict[str, Any]:
+    """The state of one optimizer with the saved settings of its groups; experts have no others."""
+    from megatron.core.optimizer.optimizer import param_group_identifier_keys
+
+    keys = [key for key in param_group_identifier_keys if key != "is_expert_parallel"]
+    inner = piece.get("optimizer", {}) if nested else piece
+    # Where the tensors are sharded by parameter these numbers say which belong to a group.
+    numbers = inner.get("param_groups", [{}] * len(own))
+    groups = []
+    for mine, number in zip(own, numbers, strict=True):
+        same = (g for g in saved if all(g.get(key) == mine.get(key) for key in keys))
+        # Without any upstream says which group is missing.
+        for group in itertools.islice(same, 1):
+            expert = {"is_expert_parallel": mine["is_expert_parallel"]}
+            groups.append(group | expert | number)
+    inner = inner | {"param_groups": groups}
+    return piece | {"optimizer": inner} if nested else inner

@@ -12,9 +12,10 @@ FixedValue = Literal["none", "unit", "uniform"]
 Similarity = Literal["softmax", "sigmoid", "elu-plus-one", "elu-kernel", "identity", "mlp"]
 Normalization = Literal["row-sum", "none"]
 Scope = Literal["global", "data-parallel", "microbatch"]
+FFNActivation = Literal["relu", "gelu", "silu", "reglu", "geglu", "swiglu"]
 
 
-def _choice(kind: Any, default: str) -> Any:
+def _choice(kind: Any, default: str | None) -> Any:
     """A field with named values that argparse shows but does not check.
 
     argparse stops at the first wrong flag; all problems of a command line belong in one message.
@@ -103,6 +104,28 @@ class PositionOptions:
 @dataclass(kw_only=True)
 class BlockOptions:
     """The transformer block around attention (P1.24, P1.25, P2.41 to P2.44)."""
+
+    sandwich_norm: bool = False
+    """Normalise the outputs of attention and FFN before they are added to the residual stream,
+    beside the norms before them (P1.24)."""
+
+    residual_clip: float | None = None
+    """Clamp the outputs of attention and FFN to (-C, C) before they are added to the residual
+    stream (P1.25; the paper takes 300 and 100)."""
+
+    post_norm: bool = False
+    """Normalise the residual stream after each addition, nowhere else: no norm before attention and
+    FFN and none after the last layer (P2.42)."""
+
+    multi_head_addition: bool = False
+    """Add the outputs of the heads up and project the sum with one matrix [head dim, hidden size]
+    (P2.44), in place of a matrix for each head."""
+
+    ffn_activation: FFNActivation | None = _choice(FFNActivation, None)  # noqa: RUF009
+    """Activation of the FFN and of the experts (P2.41); those that end in glu are gated units.
+    None: what Megatron's own flags say (--swiglu, --squared-relu, --quick-geglu; else gelu).
+    Gated units get the FFN size that Megatron gives with --swiglu unless --ffn-hidden-size is set;
+    gelu is the exact one, by the error function."""
 
 
 @dataclass(kw_only=True)

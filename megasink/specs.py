@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
+from megasink.layers.block import with_block_options
 from megasink.layers.core_attention import CoreAttention
 from megasink.layers.norm import TorchNorm
 
@@ -32,10 +33,11 @@ def block_spec(config: GPTModelConfig, vp_stage: int | None = None) -> Transform
     else:
         count = get_num_layers_to_build(config.transformer, vp_stage=vp_stage)
         layers, norm = [spec] * count, LayerNormImpl
-    return TransformerBlockSubmodules(
+    ours = TransformerBlockSubmodules(
         layer_specs=[_with_our_modules(layer) for layer in layers],
         layer_norm=_with_our_modules(norm),
     )
+    return with_block_options(ours, config.transformer)
 
 
 def _with_our_modules(node: Any) -> Any:

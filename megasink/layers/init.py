@@ -22,13 +22,23 @@ from megasink.layers.transformer_config import MegasinkTransformerConfig
 InitMethod = Callable[[Tensor], Tensor]
 _SCALED_OUTPUT = re.compile(r"(linear_proj|linear_fc2)\.weight$")
 _EMBEDDING = re.compile(r"(word_embeddings|position_embeddings)\.weight$")
-_DRAWN = re.compile(r"(linear_qkv|linear_fc1|output_layer|similarity_mlp\.fc[12])\.weight$")
+# Megatron draws the bias of a router too (transformer/moe/router.py:80).
+_DRAWN = re.compile(
+    r"((linear_qkv|linear_fc1|output_layer|similarity_mlp\.fc[12])\.weight"
+    r"|router\.(weight|bias)|\.gate_weight)$"
+)
+# Experts one by one, and TransformerEngine's grouped ones: (before, number on this rank, after).
+_EXPERT = re.compile(r"(.*\.mlp\.experts\.)local_experts\.(\d+)\.(.*)")
+_GROUPED_EXPERT = re.compile(r"(.*\.mlp\.experts\.)(linear_fc[12])\.(weight|bias)(\d+)")
 _BIAS = re.compile(r"core_attention\.(key_bias|value_bias)$")
 _BIAS_STD = 0.02  # of the code of P2, whatever --init-method-std is
 
 
 def global_names(model: GPTModel) -> dict[str, str]:
-    """Parameter name on this rank -> its name in the whole model (layers counted from 0)."""
+    """Parameter name on this rank -> its name in the whole model (layers, experts from 0).
+
+    Experts have the same names one by one and in grouped layers.
+    """
     offsets = {
         name: module.layer_number - 1
         for name, module in model.named_modules()
@@ -43,8 +53,19 @@ def global_names(model: GPTModel) -> dict[str, str]:
         elif name == "output_layer.weight" and model.share_embeddings_and_output_weights:
             # The last stage's copy of the embedding must start equal to the first stage's.
             whole = "embedding.word_embeddings.weight"
-        names[name] = whole
+        names[name] = _expert_name(whole, model.config)
     return names
+
+
+def _expert_name(name: str, config: MegasinkTransformerConfig) -> str:
+    if grouped := _GROUPED_EXPERT.fullmatch(name):
+        name = f"{grouped[1]}local_experts.{grouped[4]}.{grouped[2]}.{grouped[3]}"
+    if expert := _EXPERT.fullmatch(name):
+        # Every rank holds consecutive experts.
+        ranks = parallel_state.get_expert_model_parallel_world_size()
+        first = parallel_state.get_expert_model_parallel_rank() * config.num_moe_experts // ranks
+        name = f"{expert[1]}local_experts.{first + int(expert[2])}.{expert[3]}"
+    return name
 
 
 def initialize_weights(model: GPTModel, seed: int) -> None:
@@ -69,7 +90,7 @@ def initialize_weights(model: GPTModel, seed: int) -> None:
                     "its value would depend on the layout"
                 )
             continue
-        _draw(parameter, method, names[name], seed)
+        _draw(parameter, method, names[name], seed, model.config.gated_linear_unit)
 
 
 def _init_method(name: str, config: MegasinkTransformerConfig) -> InitMethod | None:
@@ -86,12 +107,19 @@ def _init_method(name: str, config: MegasinkTransformerConfig) -> InitMethod | N
 
 
 @torch.no_grad()
-def _draw(parameter: torch.nn.Parameter, method: InitMethod, name: str, seed: int) -> None:
-    sharded = getattr(parameter, "tensor_model_parallel", False)
-    axis: int = getattr(parameter, "partition_dim", 0) if sharded else 0
-    stride: int = getattr(parameter, "partition_stride", 1) if sharded else 1
-    world = parallel_state.get_tensor_model_parallel_world_size() if sharded else 1
-    rank = parallel_state.get_tensor_model_parallel_rank() if sharded else 0
+def _draw(
+    parameter: torch.nn.Parameter, method: InitMethod, name: str, seed: int, gated: bool
+) -> None:
+    axis, stride, world, rank = 0, 1, 1, 0
+    if getattr(parameter, "tensor_model_parallel", False):
+        axis = getattr(parameter, "partition_dim", 0)
+        # A gated linear_fc1 is [gate; up] on every rank; TE's grouped one does not say so.
+        stride = 2 if gated and name.endswith("linear_fc1.weight") else 1
+        if _EXPERT.fullmatch(name):
+            group = parallel_state.get_expert_tensor_parallel_group()
+        else:
+            group = parallel_state.get_tensor_model_parallel_group()
+        world, rank = group.size(), group.rank()
     shape = list(parameter.shape)
     shape[axis] *= world
     whole = torch.empty(shape, dtype=torch.float32, device=parameter.device)
@@ -101,6 +129,5 @@ def _draw(parameter: torch.nn.Parameter, method: InitMethod, name: str, seed: in
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(int.from_bytes(digest[:7], "little"))
         method(whole)
-    # partition_stride 2: the shard of a gated linear_fc1 is [gate; up] of its own columns.
     pieces = whole.chunk(world * stride, dim=axis)
     parameter.copy_(torch.cat(pieces[rank::world], dim=axis))

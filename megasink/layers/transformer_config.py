@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megasink.balance.attach import HeadBalanceScale
@@ -16,6 +17,16 @@ from megasink.config import (
 )
 from megasink.layers.finalize import finalize_model_grads
 from megasink.layers.slots import VARIANTS
+
+# The function of each FFN activation, and whether it is applied to the gate of a gated unit.
+FFN_ACTIVATIONS = {
+    "relu": (F.relu, False),
+    "gelu": (F.gelu, False),
+    "silu": (F.silu, False),
+    "reglu": (F.relu, True),
+    "geglu": (F.gelu, True),
+    "swiglu": (F.silu, True),
+}
 
 
 @dataclass(kw_only=True)
@@ -43,6 +54,10 @@ class MegasinkTransformerConfig(
                 f"attention_similarity {self.attention_similarity!r} has no gate with a gradient: "
                 "set head_balance_coeff to 0"
             )
+        if self.ffn_activation is not None:
+            self.activation_func, self.gated_linear_unit = FFN_ACTIVATIONS[self.ffn_activation]
+            # The other fused kernels of Megatron know tanh's approximation of gelu alone.
+            self.bias_activation_fusion &= self.ffn_activation == "swiglu"
         if self.head_balance_coeff:
             # schedules.py:376 calls it for every microbatch on every pipeline stage.
             self.experimental_attention_variant_loss_scale_func = HeadBalanceScale.set

@@ -11,6 +11,12 @@ import torch
 from megasink.platform.patching import replace
 
 
+class CpuEvent:
+    """An event that has happened when it is recorded."""
+
+    def synchronize(self) -> None: ...
+
+
 class CpuStream:
     """A stream that does nothing: CPU work is done when the call returns."""
 
@@ -20,6 +26,9 @@ class CpuStream:
 
     def synchronize(self) -> None: ...
     def wait_stream(self, stream: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> CpuEvent:
+        return CpuEvent()
 
 
 _STREAM = CpuStream()

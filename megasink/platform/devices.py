@@ -91,6 +91,13 @@ def install() -> None:
     replace(torch.Tensor, "cuda", _stay, upstream=moves, reason="stay on the CPU")
     replace(
         torch.Tensor,
+        "new_empty",
+        _redirected(torch.Tensor.new_empty),
+        upstream="megatron/core/tensor_parallel/mappings.py:444",
+        reason="the tokens of experts are received on the CPU",
+    )
+    replace(
+        torch.Tensor,
         "type",
         _type_name(torch.Tensor.type),
         upstream="megatron/core/optimizer/clip_grads.py:174; optimizer.py:1009",

@@ -55,6 +55,22 @@ def _install_data() -> None:
     )
 
 
+def _on_the_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _install_experts() -> None:
+    from megatron.core.transformer.moe import token_dispatcher
+
+    replace(
+        token_dispatcher,
+        "maybe_move_tensor_to_cpu",
+        _on_the_host,
+        upstream="transformer/moe/moe_utils.py:1184",
+        reason="sizes of messages become numbers only where they come from a CUDA tensor",
+    )
+
+
 def install_optimizer() -> None:
     """FusedAdam's stand-in, on any platform, where neither TransformerEngine nor apex is there."""
     import megatron.core.optimizer as optimizer
@@ -75,4 +91,5 @@ def install() -> None:
     """Replace them. Imports megatron."""
     _install_rng()
     _install_data()
+    _install_experts()
     install_optimizer()

@@ -14,6 +14,7 @@ from megasink import platform
 from megasink.config import OPTIONS
 from megasink.errors import ConfigError
 from megasink.train import checks, run_dir
+from megasink.train.checks.blocks import set_gated_unit
 from megasink.train.checks.data import pin_vocabulary
 
 # Megatron's default is 0.1 for both dropouts; attention dropout breaks the identity between a
@@ -94,6 +95,7 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
     identity = run_dir.identity_of(args)
     run_dir.set_paths(args)
     pin_vocabulary(args)
+    set_gated_unit(args)
     with _without_argument_list():
         try:
             arguments.validate_args(args)

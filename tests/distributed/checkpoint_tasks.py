@@ -82,9 +82,10 @@ class Run:
         """Weights and, where a rank holds them whole (dp = 1), the states of the distributed
         optimizer."""
         found = {"weights": tiny_gpt.shards(self.models, "data")}
-        (optimizer,) = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        # One more for experts, where there is expert parallelism.
+        optimizer, *more = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         replicas = parallel_state.get_data_parallel_world_size()
-        if replicas > 1 or not isinstance(optimizer, DistributedOptimizer):
+        if replicas > 1 or more or not isinstance(optimizer, DistributedOptimizer):
             return found
         for model in unwrap_model(self.models):
             names = global_names(model)

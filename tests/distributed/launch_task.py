@@ -13,9 +13,12 @@ def train(flags: list[str], ranks: int, port: int) -> None:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update(address | {name: str(value) for name, value in numbers.items()})
+    import torch
+
     from megasink.train.pretrain import pretrain
 
     try:
         pretrain(flags)
     finally:
         forget()
+        torch.use_deterministic_algorithms(False)  # --deterministic-mode is for the process

@@ -11,6 +11,8 @@ class Layout:
         tp, pp, dp: tensor-, pipeline- and data-parallel sizes.
         vpp: virtual pipeline stages per rank; None for no interleaving.
         sp: sequence parallelism over the tensor-parallel ranks.
+        ep: expert-parallel size; its ranks are among those of tp * dp.
+        etp: tensor-parallel size of the experts; None for tp.
     """
 
     tp: int = 1
@@ -18,6 +20,8 @@ class Layout:
     dp: int = 1
     vpp: int | None = None
     sp: bool = False
+    ep: int = 1
+    etp: int | None = None
 
     @property
     def world(self) -> int:

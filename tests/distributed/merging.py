@@ -33,8 +33,8 @@ def _merge(name: str, shards: dict[int, dict[str, Any]]) -> ndarray:
         for tensor in tensors[1:]:
             assert np.array_equal(tensor, tensors[0]), f"copies of {name} differ"
         return tensors[0]
-    if "linear_fc1." in name:
-        # SwiGLU: every shard is [gate; up] of its own columns.
+    if first["stride"] == 2:
+        # A gated unit: every shard is [gate; up] of its own columns.
         halves = [np.split(tensor, 2) for tensor in tensors]
         return np.concatenate([gate for gate, _ in halves] + [up for _, up in halves])
     return np.concatenate(tensors, first["axis"])

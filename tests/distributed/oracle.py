@@ -65,7 +65,11 @@ def reference_of(
     variant = config.attention_variant
     if not variant.endswith("bias"):
         out_BHSD, _, gate_BHS = reference_attention(
-            *tensors, variant=variant, sink_H=core.softmax_offset, window=window
+            *tensors,
+            variant=variant,
+            sink_H=core.softmax_offset,
+            window=window,
+            scale=core.softmax_scale,
         )
         return out_BHSD, gate_BHS
     key_bias, value_bias = core.key_bias, core.value_bias

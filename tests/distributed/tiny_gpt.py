@@ -73,6 +73,8 @@ def model_config(
             "tensor_model_parallel_size": tp,
             "pipeline_model_parallel_size": pp,
             "virtual_pipeline_model_parallel_size": vpp,
+            "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+            "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
             # Megatron's default for interleaved schedules, and the only choice for two stages:
             # in one batch of messages between two ranks activations and gradients are swapped.
             "overlap_p2p_comm": interleaved,
@@ -311,8 +313,13 @@ def shards(models: list[Any], attribute: str) -> dict[str, dict[str, Any]]:
         for name, parameter in model.named_parameters():
             found[names[name]] = {
                 "tensor": getattr(parameter, attribute).detach().float().clone(),
-                "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
+                "tp_rank": (
+                    parallel_state.get_expert_tensor_parallel_rank()
+                    if ".experts." in name
+                    else parallel_state.get_tensor_model_parallel_rank()
+                ),
                 "tensor_parallel": bool(getattr(parameter, "tensor_model_parallel", False)),
                 "axis": getattr(parameter, "partition_dim", -1),
+                "stride": getattr(parameter, "partition_stride", 1),
             }
     return found

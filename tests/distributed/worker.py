@@ -78,7 +78,11 @@ def parallel_state(layout: Layout, rank: int, store: str) -> Iterator[None]:
     )
     try:
         parallel_state.initialize_model_parallel(
-            layout.tp, layout.pp, virtual_pipeline_model_parallel_size=layout.vpp
+            layout.tp,
+            layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(1234)
         yield
@@ -90,6 +94,8 @@ def parallel_state(layout: Layout, rank: int, store: str) -> Iterator[None]:
 def forget() -> None:
     """Drop what a task left in the process."""
     from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.training.global_vars import destroy_global_vars
 
     from megasink.balance.attach import HeadBalanceScale
@@ -99,6 +105,8 @@ def forget() -> None:
     rerun_state_machine.destroy_rerun_state_machine()
     destroy_global_vars()
     HeadTracker.forget()
+    get_moe_metrics_tracker().metrics.clear()
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
     HeadBalanceScale._scale = None
     HeadBalanceScale.set_step(0, 0)
     parallel_state.destroy_model_parallel()

@@ -156,6 +156,60 @@ def initial_weights(init_seed: int, **options: Any) -> dict[str, Any]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
+def checkpoint_keys(**options: Any) -> dict[str, tuple[int, ...]]:
+    """The tensors of a checkpoint of a fresh model and their whole shapes."""
+    config = tiny_gpt.model_config(**options)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    state = MegasinkGPTBuilder(config).build_model(groups).sharded_state_dict()
+    return {
+        shard.key: tuple(shard.global_shape)
+        for shard in state.values()
+        if isinstance(shard, ShardedTensor)
+    }
+
+
+def transformer_engine_spec(**options: Any) -> dict[str, list[str]]:
+    """Names of the modules of TransformerEngine's layers with options of the block.
+
+    The spec can be made where TransformerEngine is not installed; the modules cannot.
+    """
+    from unittest import mock
+
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from megasink.layers.block import with_block_options
+
+    with mock.patch.object(specs, "TESpecProvider", TESpecProvider):
+        make = specs.get_gpt_layer_with_transformer_engine_spec
+        layers = [make(num_experts=count) for count in (None, 4)]
+    block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)
+    config = tiny_gpt.model_config(**options).transformer
+    changed = with_block_options(block, config)
+    found = {"final": [changed.layer_norm.__name__] if changed.layer_norm else []}
+
+    def name(module: Any) -> str:
+        # Without TransformerEngine its classes are mocks: known by what they are called there.
+        for known, value in vars(transformer_engine).items():
+            if value is module and known.startswith("TE"):
+                return known
+        return str(getattr(module, "module", module).__name__)
+
+    for kind, layer in zip(("dense", "moe"), changed.layer_specs, strict=True):
+        parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+        mlp = parts.mlp.keywords["submodules"]
+        found[kind] = [
+            *map(name, (parts.input_layernorm, attention.linear_qkv, attention.linear_proj)),
+            name(parts.self_attn_bda),
+            name(parts.pre_mlp_layernorm),
+            *([name(mlp.linear_fc1)] if kind == "dense" else []),
+            name(parts.mlp_bda),
+        ]
+    return found
+
+
 def unknown_weight() -> str:
     """The refusal of a weight whose initialisation is not known; "" if there is none."""
     config = tiny_gpt.model_config()

@@ -196,3 +196,17 @@ def rotary_embedding() -> Any:
 
     with single():
         return RotaryEmbedding(8, 1.0).inv_freq.tolist()
+
+
+def expert_exchange() -> Any:
+    """How the alltoall dispatcher sends tokens to the experts of two ranks."""
+    from megatron.core.tensor_parallel import all_to_all
+    from megatron.core.transformer.moe import token_dispatcher
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    counts = torch.tensor([1, 3])
+    splits = token_dispatcher.maybe_move_tensor_to_cpu(counts, as_numpy=True)
+    received = all_to_all(torch.distributed.group.WORLD, torch.ones(4, 2), splits, splits)
+    torch.distributed.destroy_process_group()
+    return tuple(received.shape), str(received.device)

@@ -35,9 +35,11 @@ NEEDED_BY = {
     "torch.zeros": "train",
     "Tensor.to": "train",
     "Tensor.cuda": "checkpoint",
+    "Tensor.new_empty": "expert_exchange",
     "Tensor.type": "train_bf16_distributed",
     "megatron.core.tensor_parallel.random._get_cuda_rng_state": "train_recompute",
     "megatron.core.tensor_parallel.random._set_cuda_rng_state": "train_recompute",
+    "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": "expert_exchange",
     "megatron.core.optimizer.Adam": "train_adam",
     "megatron.core.optimizer.USING_PYTORCH_OPTIMIZER": "checkpoint",
     "megatron.core.optimizer.distrib_optimizer.HAVE_APEX_OR_TE": "checkpoint",
@@ -86,6 +88,7 @@ def test_answers_are_right(answers):
     assert answers[None, "random_states"][1] == (True, 0)
     assert answers[None, "global_buffer"][1] == ("cpu", (2, 3))
     assert answers[None, "exchanged_tensor"][1] == "cpu"
+    assert answers[None, "expert_exchange"][1] == ((4, 2), "cpu")
     assert answers[None, "pretrain"][1] == 0
     assert answers[None, "data_loader"][1] == ([[2, 3], [4, 5]], [])  # batches, warnings
     recomputed, plain = answers[None, "train_recompute"][1]

@@ -83,7 +83,53 @@ REFUSED = {
         ["nowhere/text.bin and nowhere/text.idx not found", "nowhere/tokenizer: no such folder"],
     ),
     "softmax-type": ([*MOCK, "--softmax-type", "learnable"], ["say it with --attention-variant"]),
-    "moe": ([*MOCK, "--num-experts", "4"], ["--num-experts"]),
+    "experts": (
+        MOCK
+        + """
+        --num-experts 3 --expert-model-parallel-size 2 --moe-router-topk 4
+        --tensor-model-parallel-size 2 --moe-token-dispatcher-type flex
+        --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion
+        """.split(),
+        [
+            "--num-experts 3 is not divisible by --expert-model-parallel-size 2",
+            "--moe-router-topk 4 is more than --num-experts 3",
+            "--num-experts with --tensor-model-parallel-size 2 needs --sequence-parallel",
+            "--num-experts needs --disable-bias-linear",
+            "--moe-token-dispatcher-type flex needs CUDA",
+            "--moe-grouped-gemm needs TransformerEngine",
+            "--moe-permute-fusion needs TransformerEngine",
+            "--moe-router-fusion needs TransformerEngine",
+        ],
+    ),
+    "recompute": (
+        [*MOCK, *"--recompute-granularity selective --recompute-modules layernorm mlp".split()],
+        [
+            "--recompute-modules layernorm needs TransformerEngine",
+            "--recompute-modules mlp needs --disable-bias-linear",
+        ],
+    ),
+    "block": (
+        MOCK
+        + """
+        --sandwich-norm --post-norm --residual-clip -1 --fp32-residual-connection --bf16
+        --ffn-activation tanh --squared-relu --use-te-activation-func
+        --multi-head-addition --delay-wgrad-compute --use-transformer-engine-op-fuser
+        """.split(),
+        [
+            "--residual-clip -1.0: give a positive limit",
+            "--sandwich-norm and --post-norm: choose one",
+            "--sandwich-norm and --residual-clip: choose one",
+            "--post-norm with --fp32-residual-connection",
+            "--fp32-residual-connection with --transformer-impl local",
+            "--post-norm with --use-transformer-engine-op-fuser",
+            "--ffn-activation 'tanh' is unknown: choose relu, gelu, silu, reglu, geglu, swiglu",
+            "--ffn-activation tanh and --swiglu: choose one",
+            "--ffn-activation tanh and --squared-relu: choose one",
+            "--ffn-activation tanh with --use-te-activation-func",
+            "--ffn-activation tanh with --use-transformer-engine-op-fuser",
+            "--multi-head-addition with --delay-wgrad-compute",
+        ],
+    ),
     "context-parallel": ([*MOCK, "--context-parallel-size", "2"], ["--context-parallel-size"]),
     "masked-per-token-loss": (
         [*MOCK, "--calculate-per-token-loss", "--eod-mask-loss"],
@@ -200,6 +246,15 @@ ACCEPTED = {
         *[*MOCK, "--attention-variant", "vanilla", "--head-balance-coeff", "0", "--bf16"],
         *["--attention-similarity", "sigmoid", "--attention-normalization", "none"],
     ],
+    "reglu": [*(f for f in MOCK if f != "--swiglu"), "--ffn-activation", "reglu", "--post-norm"],
+    "relu": [*(f for f in MOCK if f != "--swiglu"), "--ffn-activation", "relu"],
+    "swiglu": [*MOCK, "--ffn-activation", "swiglu", "--residual-clip", "300"],
+    "experts-of-two-ranks": MOCK
+    + """
+    --disable-bias-linear --num-experts 4 --expert-model-parallel-size 2
+    --moe-token-dispatcher-type alltoall
+    """.split(),
+    "deterministic": [*MOCK, "--deterministic-mode"],
 }
 
 
@@ -233,6 +288,7 @@ def answers(files):
     refused["broken-index"] = [*MODEL, *broken]
     text = [*MODEL, *own, str(files / "tokenizer-a"), "--split", "1,0,0"]
     accepted = ACCEPTED | {"text": text}
+    refused["unsupported"] = [*MOCK, *UNSUPPORTED]
     cases = {**refused, **accepted}
     result = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).with_name("parse_worker.py"))],
@@ -301,6 +357,34 @@ def test_defaults_of_every_platform(answers):
     assert args["dist_ckpt_optim_fully_reshardable"] is True
     assert args["attention_variant"] == "sink"
     assert args["head_balance_coeff"] == 1e-4
+
+
+def test_the_size_of_gated_units_is_megatrons(answers):
+    sizes = {n: answers[n]["args"]["ffn_hidden_size"] for n in ("tp1", "swiglu", "reglu", "relu")}
+    assert sizes == {"tp1": 128, "swiglu": 128, "reglu": 128, "relu": 256}
+
+
+# Each refused by name: what is left of an option would otherwise be ignored in silence.
+UNSUPPORTED = """
+--apply-residual-connection-post-layernorm --use-flash-attn --flash-attention-version=2
+--fp8-format=hybrid --fp4-format=e2m1 --use-kitchen-attention --batch-invariant-mode
+--use-torch-fsdp2 --use-megatron-fsdp --tensor-parallel-num-weight-shards=2
+--expert-tensor-parallel-num-weight-shards=2 --data-parallel-random-init
+--cuda-graph-impl=local --enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph
+--cpu-offloading-num-layers=1 --fine-grained-activation-offloading --moe-paged-stash
+--overlap-moe-expert-parallel-comm --moe-use-upcycling --moe-latent-size=8
+--moe-single-grouped-weight --moe-single-grouped-bias --logits-save-dir=x --logits-load-dir=x
+--perform-rl-step --freeze-all-layers --multi-latent-attention --mtp-num-layers=1
+--hybrid-layer-pattern=M --experimental-attention-variant=dsa --qk-clip
+--apply-query-key-layer-scaling --log-max-attention-logit
+""".split()
+
+
+def test_what_is_not_supported_is_refused_by_name(answers):
+    problems = answers["unsupported"]["problems"]
+    for flag in UNSUPPORTED:
+        name = flag.split("=")[0]
+        assert any(problem.startswith(f"{name}: ") for problem in problems), name
 
 
 def test_the_rows_of_the_embedding_do_not_depend_on_the_layout(answers):

@@ -12,13 +12,25 @@ from megasink.train.checks import (
     blocks,
     data,
     device,
+    experts,
     gates,
     positions,
     similarity,
     unsupported,
 )
 
-_SUBJECTS = (attention, similarity, gates, positions, blocks, unsupported, balance, device, data)
+_SUBJECTS = (
+    attention,
+    similarity,
+    gates,
+    positions,
+    blocks,
+    experts,
+    unsupported,
+    balance,
+    device,
+    data,
+)
 
 
 def problems(args: Namespace) -> list[str]:

@@ -1,8 +1,92 @@
 """What a command line gets wrong about the layers around attention."""
 
 from argparse import Namespace
+from typing import get_args
+
+from megasink.config import FFNActivation
+
+GATED_UNITS = ("reglu", "geglu", "swiglu")
+# Megatron's flags that choose the activation of the FFN.
+_ACTIVATIONS = {
+    "swiglu": "--swiglu",
+    "squared_relu": "--squared-relu",
+    "quick_geglu": "--quick-geglu",
+    "openai_gelu": "--openai-gelu",
+    "onnx_safe": "--onnx-safe",
+}
+# TransformerEngine's own FFN: its gelu is the approximation by tanh, its norms cannot be taken out.
+_FUSED_FFN = {
+    "use_te_activation_func": "--use-te-activation-func",
+    "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser",
+}
 
 
 def problems(args: Namespace) -> list[str]:
     """A sentence for each."""
+    return [*_residual(args), *_activation(args), *_multi_head_addition(args)]
+
+
+def set_gated_unit(args: Namespace) -> None:
+    """Tell Megatron of a gated unit: the default size of its FFN and its FLOPs follow --swiglu."""
+    args.swiglu = args.swiglu or args.ffn_activation in GATED_UNITS
+
+
+def _residual(args: Namespace) -> list[str]:
+    found = []
+    clip = args.residual_clip
+    if clip is not None and clip <= 0:
+        found.append(f"--residual-clip {clip}: give a positive limit, or drop the flag")
+    if args.sandwich_norm and args.post_norm:
+        found.append("--sandwich-norm and --post-norm: choose one")
+    if args.sandwich_norm and clip is not None:
+        found.append("--sandwich-norm and --residual-clip: choose one, their order is not defined")
+    half = args.bf16 or args.fp16
+    if args.fp32_residual_connection and args.transformer_impl == "local" and half:
+        found.append(
+            "--fp32-residual-connection with --transformer-impl local in half precision: torch's "
+            "norms would hand float32 to half-precision weights; drop one"
+        )
+    if args.post_norm:
+        if args.fp32_residual_connection:
+            found.append(
+                "--post-norm with --fp32-residual-connection: the norm after the addition would "
+                "feed float32 to the next layer; drop one"
+            )
+        if args.use_transformer_engine_op_fuser:
+            found.append(
+                "--post-norm with --use-transformer-engine-op-fuser: its FFN holds a norm that "
+                "cannot be taken out; drop one"
+            )
+    return found
+
+
+def _activation(args: Namespace) -> list[str]:
+    found: list[str] = []
+    name = args.ffn_activation
+    if name is None:
+        return found
+    if name not in get_args(FFNActivation):
+        found.append(
+            f"--ffn-activation {name!r} is unknown: choose {', '.join(get_args(FFNActivation))}"
+        )
+    found += [
+        f"--ffn-activation {name} and {flag}: choose one"
+        for attribute, flag in _ACTIVATIONS.items()
+        if getattr(args, attribute, False) and name != attribute
+    ]
+    found += [
+        f"--ffn-activation {name} with {flag}: TransformerEngine's own activations are others "
+        "(its gelu is an approximation); drop one"
+        for attribute, flag in _FUSED_FFN.items()
+        if getattr(args, attribute, False)
+    ]
+    return found
+
+
+def _multi_head_addition(args: Namespace) -> list[str]:
+    if args.multi_head_addition and args.delay_wgrad_compute:
+        return [
+            "--multi-head-addition with --delay-wgrad-compute: the projection of the sum computes "
+            "its gradient at once; drop one"
+        ]
     return []

@@ -28,8 +28,6 @@ def problems(args: Namespace) -> list[str]:
                 "--transformer-impl transformer_engine needs CUDA and no CUDA device is present: "
                 "use local"
             )
-        if args.fp8 or args.fp4:
-            found.append("--fp8-format and --fp4-format need CUDA and no CUDA device is present")
         # The writer of an asynchronous save is a process without the platform: it would hang.
         for name, flag in _NEED_CUDA.items():
             if getattr(args, name):

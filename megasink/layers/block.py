@@ -1,0 +1,84 @@
+"""The options of the block around attention, put into Megatron's layer specs."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import L2Norm, LayerNormBuilder
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from megasink.layers.head_sum import HeadSumProjection
+from megasink.layers.residual import ResidualAdd
+from megasink.layers.transformer_config import MegasinkTransformerConfig
+
+# Where a checkpoint has the norms of ResidualAdd: (module of the layer, name in the checkpoint).
+_NORMS = {
+    "self_attn_bda.layernorm.": "post_self_attn_layernorm.",
+    "mlp_bda.layernorm.": "post_mlp_layernorm.",
+}
+
+
+def with_block_options(
+    block: TransformerBlockSubmodules, config: MegasinkTransformerConfig
+) -> TransformerBlockSubmodules:
+    """The block with the modules that the options of :class:`BlockOptions` need.
+
+    The norms are those that Megatron would put after the last layer. Without such an option the
+    block is returned as it is.
+
+    Args:
+        block: layers of Megatron's TransformerLayer, dense or MoE, local or TransformerEngine.
+    """
+    layers, norm = list(block.layer_specs), block.layer_norm
+    if config.qk_l2_norm:  # upstream's local spec forgets it (training/models/gpt.py:120)
+        layers = [
+            _with_attention(layer, q_layernorm=L2Norm, k_layernorm=L2Norm) for layer in layers
+        ]
+    if config.multi_head_addition:
+        layers = [_with_attention(layer, linear_proj=HeadSumProjection) for layer in layers]
+    if config.sandwich_norm or config.post_norm or config.residual_clip is not None:
+        layers = [_with_residual_add(layer, norm, config) for layer in layers]
+    if config.post_norm:
+        layers = [_without_norms_before(layer) for layer in layers]
+        norm = None
+    return dataclasses.replace(block, layer_specs=layers, layer_norm=norm)
+
+
+def _changed(layer: ModuleSpec, **submodules: Any) -> ModuleSpec:
+    changed = dataclasses.replace(layer.submodules, **submodules)
+    return dataclasses.replace(layer, submodules=changed)
+
+
+def _with_attention(layer: ModuleSpec, **submodules: Any) -> ModuleSpec:
+    return _changed(layer, self_attention=_changed(layer.submodules.self_attention, **submodules))
+
+
+def _with_residual_add(
+    layer: ModuleSpec, norm: LayerNormBuilder, config: MegasinkTransformerConfig
+) -> ModuleSpec:
+    add = ModuleSpec(module=ResidualAdd, params={"config": config, "norm": norm})
+    names = layer.submodules.sharded_state_dict_keys_map | _NORMS
+    return _changed(layer, self_attn_bda=add, mlp_bda=add, sharded_state_dict_keys_map=names)
+
+
+def _without_norms_before(layer: ModuleSpec) -> ModuleSpec:
+    linear_qkv = layer.submodules.self_attention.submodules.linear_qkv
+    layer = _with_attention(layer, linear_qkv=_unfused(linear_qkv))
+    mlp = layer.submodules.mlp
+    dense = isinstance(mlp, functools.partial) and "linear_fc1" in vars(mlp.keywords["submodules"])
+    if dense:
+        changed = mlp.keywords["submodules"]
+        changed = dataclasses.replace(changed, linear_fc1=_unfused(changed.linear_fc1))
+        mlp = functools.partial(mlp.func, **mlp.keywords | {"submodules": changed})
+    return _changed(layer, input_layernorm=IdentityOp, pre_mlp_layernorm=IdentityOp, mlp=mlp)
+
+
+def _unfused(linear: Any) -> Any:
+    """TransformerEngine's layer that normalises its input -> the same without the norm."""
+    from megatron.core.extensions import transformer_engine
+
+    if linear is getattr(transformer_engine, "TELayerNormColumnParallelLinear", None):
+        return transformer_engine.TEColumnParallelLinear
+    return linear

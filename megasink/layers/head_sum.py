@@ -1,0 +1,99 @@
+"""Multi-head addition: the heads of attention are added up before one output projection (P2.44).
+
+Shapes: S sequence, B batch, H query heads of this tensor-parallel rank, D head dim, X hidden size.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megasink.layers.transformer_config import MegasinkTransformerConfig
+
+
+class HeadSumProjection(MegatronModule):
+    """O = (sum_h O_h) W_O with one W_O for all heads, in place of attention's ``linear_proj``.
+
+    The sum over the heads of all tensor-parallel ranks has the width D of one head: it is reduced
+    before the projection, and every rank holds the whole W_O.
+
+    Args:
+        query_projection_size: H * D of the whole model.
+        hidden_size: X.
+        config: with ``kv_channels`` = D.
+        bias: whether a bias [X] is returned beside the output.
+        tp_group: of tensor parallelism.
+        init_method, and the rest: as Megatron hands them to a row-parallel linear layer.
+
+    Attributes:
+        weight: W_O transposed, [X, D], the same on every tensor-parallel rank.
+    """
+
+    def __init__(
+        self,
+        query_projection_size: int,
+        hidden_size: int,
+        *,
+        config: MegasinkTransformerConfig,
+        init_method: Any,
+        bias: bool,
+        tp_group: ProcessGroup,
+        **unused: Any,
+    ):
+        super().__init__(config=config)
+        self.tp_group = tp_group
+        self.sequence_parallel = config.sequence_parallel
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+
+        def parameter(*shape: int) -> torch.nn.Parameter:
+            tensor = torch.zeros(shape, dtype=config.params_dtype, device=device)
+            whole = torch.nn.Parameter(tensor)
+            # Each rank sees a part of the tokens: finalize_model_grads adds the gradients up.
+            whole.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            return whole
+
+        self.weight = parameter(hidden_size, config.kv_channels)
+        self.bias = parameter(hidden_size) if bias else None
+        if config.perform_initialization:
+            init_method(self.weight)
+
+    def forward(self, heads_SBN: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Project the sum of the heads.
+
+        Args:
+            heads_SBN: [S, B, H * D], the outputs of this rank's heads side by side.
+
+        Returns:
+            [S, B, X] (this rank's part of the sequence under sequence parallelism), and the bias
+            [X], not added yet, or None.
+        """
+        sum_SBD = heads_SBN.unflatten(-1, (-1, self.weight.shape[1])).sum(-2)
+        if self.sequence_parallel:
+            sum_SBD = reduce_scatter_to_sequence_parallel_region(sum_SBD, group=self.tp_group)
+        else:
+            sum_SBD = reduce_from_tensor_model_parallel_region(sum_SBD, group=self.tp_group)
+        return torch.nn.functional.linear(sum_SBD, self.weight), self.bias
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """The weight and the bias, whole on every tensor-parallel rank."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
