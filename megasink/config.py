@@ -7,7 +7,13 @@ Megatron's ArgumentGroupFactory turns each field into a flag (``softmax_offset_i
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-Variant = Literal["vanilla", "sink", "off-by-one"]
+Variant = Literal["vanilla", "sink", "off-by-one", "gated"]
+GatePosition = Literal["sdpa", "value", "key", "query", "output"]
+GateGranularity = Literal["headwise", "elementwise"]
+GateOperation = Literal["multiply", "add"]
+GateActivation = Literal["sigmoid", "silu", "ns-sigmoid", "identity"]
+GateInput = Literal["hidden", "none"]
+OutputNorm = Literal["none", "rmsnorm", "silu"]
 Scope = Literal["global", "data-parallel", "microbatch"]
 
 
@@ -27,7 +33,8 @@ class AttentionOptions:
 
     attention_variant: Variant = _choice(Variant, "sink")  # noqa: RUF009
     """vanilla: softmax attention (P0.1). sink: one learnable logit per head in the denominator of
-    the softmax (P0.2). off-by-one: that logit fixed at 0."""
+    the softmax (P0.2). off-by-one: that logit fixed at 0. gated: softmax attention with an explicit
+    gate (P0.3, P1), by default one sigmoid per head and token."""
 
     softmax_offset_init: float = 0.0
     """Initial sink logit of every head. At 0 a head of a new model starts as off-by-one attention:
@@ -42,7 +49,35 @@ class AttentionOptions:
 
 @dataclass(kw_only=True)
 class GateOptions:
-    """The explicit gate of --attention-variant gated (P1)."""
+    """The explicit gate of --attention-variant gated (P1); its defaults are those of P0."""
+
+    gate_position: GatePosition = _choice(GatePosition, "sdpa")  # noqa: RUF009
+    """What is gated: the SDPA output (P1's G1), the value (G2) or key (G3) of each group, the query
+    (G4), before qk-norm and RoPE, or the output of the layer after its projection (G5)."""
+
+    gate_granularity: GateGranularity = _choice(GateGranularity, "headwise")  # noqa: RUF009
+    """One score per head and token, or one per element of the head."""
+
+    gate_shared_heads: bool = False
+    """Every head of a layer takes the mean of their gates, after the activation (P1.9, P1.10)."""
+
+    gate_operation: GateOperation = _choice(GateOperation, "multiply")  # noqa: RUF009
+    """Multiply with the gate, or add it (P1.11)."""
+
+    gate_activation: GateActivation = _choice(GateActivation, "sigmoid")  # noqa: RUF009
+    """From score to gate; ns-sigmoid is 0.5 + 0.5 * sigmoid (P1.14)."""
+
+    gate_input: GateInput = _choice(GateInput, "hidden")  # noqa: RUF009
+    """hidden: scores are projected from the normed hidden state. none: they are parameters, the
+    same for every token, that start at 0 (P1.15)."""
+
+    sdpa_output_norm: OutputNorm = _choice(OutputNorm, "none")  # noqa: RUF009
+    """Non-linearity on the SDPA output of each head, before its gate: RMSNorm (P1.16) or SiLU
+    (P1.17). Also without a gate."""
+
+    match_ffn_width: bool = False
+    """Make the FFN narrower, so that the model has as many parameters as without the gate (P1.21):
+    to the nearest multiple of 128. The numbers are printed."""
 
 
 @dataclass(kw_only=True)
@@ -108,6 +143,11 @@ OPTIONS = (
     HeadBalanceOptions,
     RunOptions,
 )
+
+
+def softmax_variant(variant: str) -> str:
+    """The attention under a variant: an explicit gate stands over vanilla softmax."""
+    return "vanilla" if variant == "gated" else variant
 
 
 def visible_tokens(window_size: tuple[int, int] | None) -> int | None:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+GATE_ACTIVATIONS = ("sigmoid", "silu", "ns-sigmoid", "identity")
+GATE_OPERATIONS = ("multiply", "add")
 VARIANTS = ("vanilla", "sink", "off-by-one")
 
 
@@ -120,6 +122,56 @@ def reference_attention(
         both_BHT, (others_BHTS[both_BHT].logsumexp(-1) - first_BHT[both_BHT]).sigmoid()
     )
     return AttentionOutput(out_BHTD, scores_BHTS.logsumexp(-1), gate_BHT)
+
+
+def reference_gate(
+    x_THD: Tensor,
+    score_THC: Tensor,
+    *,
+    activation: str = "sigmoid",
+    operation: str = "multiply",
+    shared_heads: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """An explicit gate over anything that has heads (P1 Eq. 5; P1.2 to P1.15).
+
+    gate = f(score), averaged over the heads where they share it (P1.9), and out = x * gate or
+    x + gate.
+
+    Args:
+        x_THD: [..., H, D], what is gated; G for H where keys or values are.
+        score_THC: broadcastable to [..., H, C]; C is 1 for one score per head, D for one per
+            element.
+        activation: f, one of `GATE_ACTIVATIONS`; ns-sigmoid is 0.5 + 0.5 sigmoid (P1.14).
+        operation: one of `GATE_OPERATIONS`.
+
+    Returns:
+        out [..., H, D] and gate [..., H, C].
+    """
+    functions = {
+        "sigmoid": torch.sigmoid,
+        "silu": lambda score: score * score.sigmoid(),
+        "ns-sigmoid": lambda score: 0.5 + 0.5 * score.sigmoid(),
+        "identity": lambda score: score,
+    }
+    gate_THC = functions[activation](score_THC)
+    if shared_heads:
+        gate_THC = gate_THC.mean(-2, keepdim=True)
+    gate_THC = gate_THC.expand(*x_THD.shape[:-1], score_THC.shape[-1])
+    return x_THD * gate_THC if operation == "multiply" else x_THD + gate_THC, gate_THC
+
+
+def reference_head_norm(
+    x_THD: Tensor, weight_HD: Tensor | None, *, kind: str, eps: float = 1e-5
+) -> Tensor:
+    """The non-linearities on the SDPA output of P1 Table 3: RMSNorm per head (P1.16) or SiLU.
+
+    Args:
+        x_THD: [..., H, D].
+        weight_HD: for "rmsnorm"; None for "silu".
+    """
+    if kind == "silu":
+        return x_THD * x_THD.sigmoid()
+    return x_THD / (x_THD.square().mean(-1, keepdim=True) + eps).sqrt() * weight_HD
 
 
 def _scores(

@@ -21,7 +21,8 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from megasink.attention import attention, first_key_gate
-from megasink.config import visible_tokens
+from megasink.config import softmax_variant, visible_tokens
+from megasink.gate_options import counts_heads
 from megasink.layers.importance import HeadCounter
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
@@ -74,6 +75,9 @@ class CoreAttention(MegatronModule):
             config.window_size, config.window_attn_skip_freq, layer_number
         )
         self.window = visible_tokens(config.window_size) if windowed else None
+        self.variant = softmax_variant(config.attention_variant)
+        # An explicit gate may be the head's importance; then the one of the softmax is not.
+        self.counts_heads = not counts_heads(config)
 
         self.head_counter = HeadCounter(config, layer_number, self.tp_group)
         self.softmax_offset = None
@@ -121,19 +125,19 @@ class CoreAttention(MegatronModule):
         if attention_bias is not None:
             raise NotImplementedError("an attention bias is not supported by CoreAttention")
         # Recompute runs forward a first time without gradients: that run counts nothing.
-        counts = self.training and torch.is_grad_enabled()
+        counts = self.counts_heads and self.training and torch.is_grad_enabled()
         balances = counts and self.config.head_balance_coeff > 0
         query_BHTD, key_BGSD, value_BGSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out_BHTD, lse_BHT, gate_BHT = attention(
             query_BHTD,
             key_BGSD,
             value_BGSD,
-            variant=self.config.attention_variant,
+            variant=self.variant,
             sink_H=self.softmax_offset,
             window=self.window,
             scale=self.softmax_scale,
             backend=self.config.attention_kernel,
-            with_gate=balances or self.config.attention_variant != "vanilla",
+            with_gate=balances or self.variant != "vanilla",
         )
         out = out_BHTD.permute(2, 0, 1, 3)
         out = out.reshape(*out.shape[:2], -1)

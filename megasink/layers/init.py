@@ -16,12 +16,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megasink.layers.gate_projection import named_parts
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 InitMethod = Callable[[Tensor], Tensor]
 _SCALED_OUTPUT = re.compile(r"(linear_proj|linear_fc2)\.weight$")
 _EMBEDDING = re.compile(r"(word_embeddings|position_embeddings)\.weight$")
-_DRAWN = re.compile(r"(linear_qkv|linear_fc1|output_layer)\.weight$")
+_DRAWN = re.compile(r"(linear_qkv|linear_gate|linear_fc1|output_layer)\.weight$")
 
 
 def global_names(model: GPTModel) -> dict[str, str]:
@@ -47,7 +48,7 @@ def global_names(model: GPTModel) -> dict[str, str]:
 def initialize_weights(model: GPTModel, seed: int) -> None:
     """Draw every random weight of a freshly built stage again, independently of the layout.
 
-    Norms, biases and sinks start as constants and are left alone.
+    Norms, biases, sinks and gates without an input start as constants and are left alone.
 
     Args:
         model: one pipeline stage, before Float16Module and DDP; on its final device or the CPU.
@@ -66,7 +67,8 @@ def initialize_weights(model: GPTModel, seed: int) -> None:
                     "its value would depend on the layout"
                 )
             continue
-        _draw(parameter, method, names[name], seed)
+        for part_name, part in named_parts(names[name], parameter):
+            _draw(part, parameter, method, part_name, seed)
 
 
 def _init_method(name: str, config: MegasinkTransformerConfig) -> InitMethod | None:
@@ -81,21 +83,24 @@ def _init_method(name: str, config: MegasinkTransformerConfig) -> InitMethod | N
 
 
 @torch.no_grad()
-def _draw(parameter: torch.nn.Parameter, method: InitMethod, name: str, seed: int) -> None:
+def _draw(
+    part: Tensor, parameter: torch.nn.Parameter, method: InitMethod, name: str, seed: int
+) -> None:
+    """Draw the rows of a parameter that have this name."""
     sharded = getattr(parameter, "tensor_model_parallel", False)
     axis: int = getattr(parameter, "partition_dim", 0) if sharded else 0
     stride: int = getattr(parameter, "partition_stride", 1) if sharded else 1
     world = parallel_state.get_tensor_model_parallel_world_size() if sharded else 1
     rank = parallel_state.get_tensor_model_parallel_rank() if sharded else 0
-    shape = list(parameter.shape)
+    shape = list(part.shape)
     shape[axis] *= world
-    whole = torch.empty(shape, dtype=torch.float32, device=parameter.device)
+    whole = torch.empty(shape, dtype=torch.float32, device=part.device)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     # The init methods of Megatron draw from the default generator of the device.
-    devices = [] if parameter.device.type == "cpu" else [parameter.device]
+    devices = [] if part.device.type == "cpu" else [part.device]
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(int.from_bytes(digest[:7], "little"))
         method(whole)
     # partition_stride 2: the shard of a gated linear_fc1 is [gate; up] of its own columns.
     pieces = whole.chunk(world * stride, dim=axis)
-    parameter.copy_(torch.cat(pieces[rank::world], dim=axis))
+    part.copy_(torch.cat(pieces[rank::world], dim=axis))

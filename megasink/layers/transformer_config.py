@@ -12,10 +12,16 @@ from megasink.config import (
     HeadBalanceOptions,
     PositionOptions,
 )
+from megasink.gate_options import is_megatrons_output_gate
 from megasink.layers.finalize import finalize_model_grads
 
 # Megatron's own name for each variant: inference and converters decide by config.softmax_type.
-SOFTMAX_TYPE = {"vanilla": "vanilla", "sink": "learnable", "off-by-one": "off-by-one"}
+SOFTMAX_TYPE = {
+    "vanilla": "vanilla",
+    "sink": "learnable",
+    "off-by-one": "off-by-one",
+    "gated": "vanilla",
+}
 
 
 @dataclass(kw_only=True)
@@ -35,4 +41,6 @@ class MegasinkTransformerConfig(
             # schedules.py:376 calls it for every microbatch on every pipeline stage.
             self.experimental_attention_variant_loss_scale_func = HeadBalanceScale.set
         self.finalize_model_grads_func = finalize_model_grads
+        if is_megatrons_output_gate(self):
+            self.attention_output_gate = True
         super().__post_init__()

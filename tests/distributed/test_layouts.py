@@ -112,10 +112,8 @@ def name_of(value) -> str | None:
     return str(value)
 
 
-@pytest.mark.parametrize(("model", "layout", "options"), CASES, ids=name_of)
-def test_layout_changes_nothing(pool, single, model, layout, options):
-    reports = pool.run(TRAIN, layout, **MODELS[model], **options)
-    expected = single(model)
+def assert_same(reports, expected) -> None:
+    """The reports of all ranks against that of one process."""
     np.testing.assert_allclose(merging.loss(reports), merging.loss(expected), rtol=TOLERANCE)
     for report in reports:  # every rank knows the statistics and the norm of the whole model
         np.testing.assert_allclose(report["grad_norm"], expected[0]["grad_norm"], rtol=TOLERANCE)
@@ -129,6 +127,12 @@ def test_layout_changes_nothing(pool, single, model, layout, options):
         worst = max(errors, key=errors.__getitem__)
         limit = 0.0 if kind == "initial" else TOLERANCE
         assert errors[worst] <= limit, f"{kind} of {worst}: {errors[worst]:.2e}"
+
+
+@pytest.mark.parametrize(("model", "layout", "options"), CASES, ids=name_of)
+def test_layout_changes_nothing(pool, single, model, layout, options):
+    reports = pool.run(TRAIN, layout, **MODELS[model], **options)
+    assert_same(reports, single(model))
 
 
 @pytest.mark.parametrize("options", [FULL, SELECTIVE], ids=["full", "selective"])

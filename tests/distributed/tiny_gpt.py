@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -18,8 +19,12 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megasink.balance.tracker import HeadTracker
+from megasink.gate_options import gate_shape
 from megasink.layers.builder import MegasinkGPTBuilder, MegasinkGPTConfig
 from megasink.layers.core_attention import CoreAttention
+from megasink.layers.explicit_gate import ExplicitGate, HeadNorm
+from megasink.layers.gate_projection import named_parts
+from megasink.layers.gated_self_attention import GatedSelfAttention
 from megasink.layers.init import global_names
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 from megasink.specs import block_spec
@@ -83,7 +88,7 @@ def model_config(
         share_embeddings_and_output_weights=tied,
         position_embedding_type="rope",
     )
-    config.pre_wrap_hooks = [skew_sinks]
+    config.pre_wrap_hooks = [skew_sinks, skew_gates]
     config.finalize()
     return config
 
@@ -97,6 +102,51 @@ def skew_sinks(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
             sign_H = 1.0 - 2.0 * ((head_H + module.layer_number) % 2)
             module.softmax_offset.data.copy_(sign_H * (4.0 + 0.5 * head_H))
     return models
+
+
+def skew_gates(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Gates far from 1/2 that differ by head: with random weights all heads are alike.
+
+    Every embedding gets a component that the rows of the gates read with weights that differ.
+    """
+    for module in (m for model in models for m in model.modules()):
+        if isinstance(module, GPTModel) and hasattr(module, "embedding"):
+            if module.config.attention_variant == "gated":
+                module.embedding.word_embeddings.weight.data += 0.4
+        elif isinstance(module, GatedSelfAttention):
+            linear = module.linear_qkv
+            if linear.bias is not None:
+                count = len(linear.bias) - getattr(linear, "gate_rows", 0)
+                linear.bias.data[:count] += 0.1 * _zigzag(count, module)
+            if module.has_rows or module.megatrons_layout:
+                _skew_rows(module)
+        elif isinstance(module, ExplicitGate) and module.logit is not None:
+            module.logit.data.copy_(_zigzag(module.logit.numel(), module))
+        elif isinstance(module, HeadNorm) and module.weight is not None:
+            module.weight.data.copy_(1.0 + 0.2 * _zigzag(module.weight.numel(), module))
+    return models
+
+
+def _skew_rows(attention: GatedSelfAttention) -> None:
+    config, (heads, width) = attention.config, gate_shape(attention.config)
+    skew_H = torch.tensor([1.5, -2.0, 0.5, -1.0]).repeat(heads)[:heads]
+    skew = skew_H.repeat_interleave(width)
+    if attention.megatrons_layout:  # [q | gate | k | v] of each group
+        gate_GX = skew.view(config.num_query_groups, -1)
+        key_value_GX = gate_GX.new_zeros(config.num_query_groups, 2 * config.kv_channels)
+        skew = torch.cat([torch.zeros_like(gate_GX), gate_GX, key_value_GX], dim=1).flatten()
+    mine = skew.chunk(attention.world_size)[attention.tp_group.rank()]
+    linear = attention.linear_qkv
+    linear.weight.data[-len(mine) :] += mine[:, None] / 20.0
+    if linear.bias is not None:
+        linear.bias.data[-len(mine) :] += mine
+
+
+def _zigzag(count: int, module: Any) -> Tensor:
+    """Values between -2.3 and 2.3 by position in the whole vector."""
+    first = count * module.tp_group.rank() if getattr(module, "sharded", True) else 0
+    position = first + torch.arange(count)
+    return (1.0 - 2.0 * (position % 2)) * (1.0 + 0.1 * (position % 14))
 
 
 def build(config: MegasinkGPTConfig, **ddp: Any) -> list[Any]:
@@ -286,10 +336,12 @@ def shards(models: list[Any], attribute: str) -> dict[str, dict[str, Any]]:
     for model in unwrap_model(models):
         names = global_names(model)
         for name, parameter in model.named_parameters():
-            found[names[name]] = {
-                "tensor": getattr(parameter, attribute).detach().float().clone(),
-                "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
-                "tensor_parallel": bool(getattr(parameter, "tensor_model_parallel", False)),
-                "axis": getattr(parameter, "partition_dim", -1),
-            }
+            values = getattr(parameter, attribute).detach().float().clone()
+            for part_name, part in named_parts(names[name], parameter, values):
+                found[part_name] = {
+                    "tensor": part,
+                    "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
+                    "tensor_parallel": bool(getattr(parameter, "tensor_model_parallel", False)),
+                    "axis": getattr(parameter, "partition_dim", -1),
+                }
     return found

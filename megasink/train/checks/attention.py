@@ -8,8 +8,9 @@ import torch
 
 from megasink import platform
 from megasink.attention import AttentionRequest, choose_backend
-from megasink.config import Variant, visible_tokens
+from megasink.config import Variant, softmax_variant, visible_tokens
 from megasink.errors import ConfigError
+from megasink.gate_options import counts_heads
 
 
 def problems(args: Namespace) -> list[str]:
@@ -70,8 +71,9 @@ def attention_request(args: Namespace) -> AttentionRequest:
         device_type="cpu" if platform.is_active() else "cuda",
         dtype=dtype,
         head_dim=args.kv_channels or args.hidden_size // args.num_attention_heads,
-        variant=args.attention_variant,
+        variant=softmax_variant(args.attention_variant),
         window=visible_tokens(args.window_size),
-        needs_gate_gradient=args.attention_variant == "sink" or args.head_balance_coeff > 0,
+        needs_gate_gradient=args.attention_variant == "sink"
+        or (args.head_balance_coeff > 0 and not counts_heads(args)),
         dropout=args.attention_dropout,
     )
