@@ -133,5 +133,3 @@ def _two_tensors(whole: ShardedTensor, gate_rows: int) -> ShardedTensorFactory:
     return ShardedTensorFactory(
         whole.key, whole.data, build, merge, whole.replica_id, whole.flattened_range
     )
-
-

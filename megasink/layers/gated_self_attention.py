@@ -47,10 +47,17 @@ class GatedSelfAttention(SelfAttention):
         layer_number: int,
         **kwargs: Any,
     ):
-        super().__init__(config, submodules, layer_number, **kwargs)
         assert changes_self_attention(config)
-        self.gate = ExplicitGate(config, self.tp_group) if gates_explicitly(config) else None
-        self.position = config.gate_position if self.gate is not None else None
+        position = config.gate_position if gates_explicitly(config) else None
+        groups, ranks = config.num_query_groups, config.tensor_model_parallel_size
+        if position in ("query", "key", "value") and groups < ranks:
+            raise ValueError(
+                f"the {position} gate needs a key/value group for each tensor-parallel rank: "
+                f"{groups} groups on {ranks} ranks"
+            )
+        super().__init__(config, submodules, layer_number, **kwargs)
+        self.position = position
+        self.gate = ExplicitGate(config, self.tp_group) if position is not None else None
         self.output_norm = None
         if config.sdpa_output_norm != "none":
             self.output_norm = HeadNorm(config, self.tp_group)
@@ -60,11 +67,6 @@ class GatedSelfAttention(SelfAttention):
         if self.position == "output" and config.gate_input == "hidden":
             self.linear_gate = _replicated_linear(config)
         if self.position in ("query", "key", "value"):
-            if config.num_query_groups < self.world_size:
-                raise ValueError(
-                    f"the {self.position} gate needs a key/value group for each tensor-parallel "
-                    f"rank: {config.num_query_groups} groups on {self.world_size} ranks"
-                )
             # Upstream splits and norms query, key and value in one go, right after linear_qkv.
             self.linear_qkv.register_forward_hook(self._gate_projected)
         self.megatrons_layout = is_megatrons_output_gate(config)

@@ -114,17 +114,28 @@ def skew_gates(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
             if module.config.attention_variant == "gated":
                 module.embedding.word_embeddings.weight.data += 0.4
         elif isinstance(module, GatedSelfAttention):
-            linear = module.linear_qkv
-            if linear.bias is not None:
-                count = len(linear.bias) - getattr(linear, "gate_rows", 0)
-                linear.bias.data[:count] += 0.1 * _zigzag(count, module)
+            _skew_biases(module)
             if module.has_rows or module.megatrons_layout:
                 _skew_rows(module)
         elif isinstance(module, ExplicitGate) and module.logit is not None:
-            module.logit.data.copy_(_zigzag(module.logit.numel(), module))
+            count = module.logit.numel()
+            rank = module.tp_group.rank() if module.sharded else 0
+            module.logit.data.copy_(2.0 * _zigzag(count, rank))
         elif isinstance(module, HeadNorm) and module.weight is not None:
-            module.weight.data.copy_(1.0 + 0.2 * _zigzag(module.weight.numel(), module))
+            count = module.weight.numel()
+            module.weight.data.copy_(1.0 + 0.2 * _zigzag(count, module.tp_group.rank()))
     return models
+
+
+def _skew_biases(attention: GatedSelfAttention) -> None:
+    """Adam moves a bias that starts at 0 by a step of any size, rounding included."""
+    rows = getattr(attention.linear_qkv, "gate_rows", 0)
+    for name in ("linear_qkv", "linear_proj", "linear_gate"):
+        bias = getattr(getattr(attention, name), "bias", None)
+        if bias is not None:
+            sharded = name == "linear_qkv"
+            count = len(bias) - (rows if sharded else 0)
+            bias.data[:count] += 0.1 * _zigzag(count, attention.tp_group.rank() if sharded else 0)
 
 
 def _skew_rows(attention: GatedSelfAttention) -> None:
@@ -142,11 +153,10 @@ def _skew_rows(attention: GatedSelfAttention) -> None:
         linear.bias.data[-len(mine) :] += mine
 
 
-def _zigzag(count: int, module: Any) -> Tensor:
-    """Values between -2.3 and 2.3 by position in the whole vector."""
-    first = count * module.tp_group.rank() if getattr(module, "sharded", True) else 0
-    position = first + torch.arange(count)
-    return (1.0 - 2.0 * (position % 2)) * (1.0 + 0.1 * (position % 14))
+def _zigzag(count: int, rank: int) -> Tensor:
+    """The rank's part of a vector with values between -2.5 and 2.5, of another mean every 16."""
+    position = count * rank + torch.arange(count)
+    return (1.0 - 2.0 * (position % 2)) + 1.5 * torch.sin(position / 8.0)
 
 
 def build(config: MegasinkGPTConfig, **ddp: Any) -> list[Any]:

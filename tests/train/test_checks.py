@@ -145,6 +145,10 @@ REFUSED = {
         ],
         ["--gate-position key with 1 key/value groups on --tensor-model-parallel-size 2"],
     ),
+    "gate-under-a-norm": (
+        [*GATED, "--gate-position", "query", "--qk-layernorm"],
+        ["--gate-position query with a headwise gate and --qk-layernorm"],
+    ),
     "megatrons-own-gate": (
         [*MOCK, "--attention-output-gate"],
         ["--attention-variant gated --gate-granularity elementwise"],
@@ -160,8 +164,11 @@ REFUSED = {
         ["--match-ffn-width without a gate has nothing to match"],
     ),
     "no-width-left": (
-        [*GATED, "--gate-granularity", "elementwise", "--match-ffn-width"],
-        ["the gate adds 4,096 parameters per layer", "less than 128 would be left"],
+        [
+            *[*GATED, "--gate-granularity", "elementwise"],
+            *["--match-ffn-width", "--ffn-hidden-size", "64"],
+        ],
+        ["the gate adds 4,160 parameters per layer", "less than 128 would be left"],
     ),
     "upstream": ([*MOCK, "--global-batch-size", "3"], ["Megatron refuses this configuration"]),
 }

@@ -81,6 +81,13 @@ def _of_the_gate(args: Namespace) -> list[str]:
                 "--gate-position output needs the normed hidden state, which TransformerEngine "
                 "keeps inside linear_qkv: use --transformer-impl local or --gate-position sdpa"
             )
+    normed = args.qk_layernorm or args.qk_l2_norm
+    if position in ("key", "query") and args.gate_granularity == "headwise" and normed:
+        if args.gate_operation == "multiply" or args.normalization == "LayerNorm":
+            found.append(
+                f"--gate-position {position} with a headwise gate and --qk-layernorm: the norm takes "
+                "the gate out again: add --gate-granularity elementwise or drop the norm"
+            )
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     if position in ("value", "key", "query") and groups and groups < ranks:
         found.append(
