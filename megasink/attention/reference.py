@@ -160,16 +160,14 @@ def reference_gate(
     return x_THD * gate_THC if operation == "multiply" else x_THD + gate_THC, gate_THC
 
 
-def reference_head_norm(
-    x_THD: Tensor, weight_HD: Tensor | None, *, kind: str, eps: float = 1e-5
-) -> Tensor:
+def reference_head_norm(x_THD: Tensor, weight_HD: Tensor | None, *, eps: float = 1e-5) -> Tensor:
     """The non-linearities on the SDPA output of P1 Table 3: RMSNorm per head (P1.16) or SiLU.
 
     Args:
         x_THD: [..., H, D].
-        weight_HD: for "rmsnorm"; None for "silu".
+        weight_HD: of the RMSNorm; None for SiLU.
     """
-    if kind == "silu":
+    if weight_HD is None:
         return x_THD * x_THD.sigmoid()
     return x_THD / (x_THD.square().mean(-1, keepdim=True) + eps).sqrt() * weight_HD
 

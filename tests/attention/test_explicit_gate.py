@@ -94,7 +94,7 @@ def test_the_norm_of_a_head_is_its_definition(dtype, size):
     gradients = [normal(*TOKENS, HEADS, HEAD_DIM, seed=3, dtype=dtype)]
     compare(
         lambda x, w: [head_rms_norm(x, w, 1e-5)],
-        lambda x, w: [reference_head_norm(x, w, kind="rmsnorm")],
+        lambda x, w: [reference_head_norm(x, w)],
         tensors,
         gradients,
         dtype,
@@ -120,10 +120,10 @@ def test_the_definitions_are_those_of_the_paper():
     torch.testing.assert_close(gate, sigmoid.mean().expand(1, 2, 1))
     torch.testing.assert_close(out, x * sigmoid.mean())
     torch.testing.assert_close(
-        reference_head_norm(torch.tensor([3.0, 4.0]), torch.tensor([1.0, 2.0]), kind="rmsnorm"),
+        reference_head_norm(torch.tensor([3.0, 4.0]), torch.tensor([1.0, 2.0])),
         torch.tensor([3.0, 8.0]) / (12.5 + 1e-5) ** 0.5,
     )
-    torch.testing.assert_close(reference_head_norm(score, None, kind="silu"), score * sigmoid)
+    torch.testing.assert_close(reference_head_norm(score, None), score * sigmoid)
 
 
 def test_the_gate_of_low_precision_scores_is_float32():

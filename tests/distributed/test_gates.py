@@ -41,7 +41,7 @@ MODELS = {
     "value-shared": {"gate_position": "value", "gate_shared_heads": True, **ELEMENTWISE},
     "key": {"gate_position": "key", "qk_layernorm": True, **ELEMENTWISE},
     "query": {"gate_position": "query", "qk_layernorm": True, **ELEMENTWISE},
-    "output": {"gate_position": "output", "add_bias_linear": True, **ELEMENTWISE},
+    "output": {"gate_position": "output", "add_qkv_bias": True, **ELEMENTWISE},
     "output-parameter": {"gate_position": "output", "gate_input": "none", **ELEMENTWISE},
     "rmsnorm": {"sdpa_output_norm": "rmsnorm"},
     "silu": {"attention_variant": "vanilla", "sdpa_output_norm": "silu"},

@@ -28,6 +28,7 @@ from megasink.layers.core_attention import CoreAttention
 from megasink.layers.gated_self_attention import GatedSelfAttention
 from tests.distributed import tiny_gpt
 from tests.distributed.oracle import balance_loss
+from tests.distributed.skewed_gates import skew_gates
 
 COEFF = 3e4
 
@@ -36,7 +37,7 @@ def model(**options: Any) -> Any:
     """A model with skewed gates, in training mode."""
     config = tiny_gpt.model_config(**{"attention_variant": "gated", **options})
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    (built,) = tiny_gpt.skew_gates([MegasinkGPTBuilder(config).build_model(groups)])
+    (built,) = skew_gates([MegasinkGPTBuilder(config).build_model(groups)])
     return built
 
 
@@ -119,8 +120,8 @@ def definition(attention: GatedSelfAttention, hidden_SBM: Tensor) -> tuple[Tenso
     if config.sdpa_output_norm != "none":
         weight = attention.output_norm.weight
         weight_HD = None if weight is None else weight.view(-1, head_dim)
-        kind, eps = config.sdpa_output_norm, config.layernorm_epsilon
-        out_SBHD = reference_head_norm(out_SBHD, weight_HD, kind=kind, eps=eps)
+        eps = config.layernorm_epsilon
+        out_SBHD = reference_head_norm(out_SBHD, weight_HD, eps=eps)
     out_SBHD = gated("sdpa", out_SBHD)
     linear = attention.linear_proj
     out_SBM = torch.nn.functional.linear(out_SBHD.flatten(2), linear.weight, linear.bias)

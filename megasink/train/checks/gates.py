@@ -81,13 +81,14 @@ def _of_the_gate(args: Namespace) -> list[str]:
                 "--gate-position output needs the normed hidden state, which TransformerEngine "
                 "keeps inside linear_qkv: use --transformer-impl local or --gate-position sdpa"
             )
-    normed = args.qk_layernorm or args.qk_l2_norm
-    if position in ("key", "query") and args.gate_granularity == "headwise" and normed:
-        if args.gate_operation == "multiply" or args.normalization == "LayerNorm":
-            found.append(
-                f"--gate-position {position} with a headwise gate and --qk-layernorm: the norm takes "
-                "the gate out again: add --gate-granularity elementwise or drop the norm"
-            )
+    # One factor for a head, or one summand under LayerNorm, is what such a norm takes out.
+    removed = args.gate_operation == "multiply" or args.normalization == "LayerNorm"
+    normed = position in ("key", "query") and (args.qk_layernorm or args.qk_l2_norm)
+    if normed and removed and args.gate_granularity == "headwise":
+        found.append(
+            f"--gate-position {position} with a headwise gate and --qk-layernorm: the norm takes "
+            "the gate out again: add --gate-granularity elementwise or drop the norm"
+        )
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     if position in ("value", "key", "query") and groups and groups < ranks:
         found.append(
@@ -121,8 +122,8 @@ def _width(args: Namespace) -> list[str]:
     if gate_options.FFN_MULTIPLE % args.tensor_model_parallel_size:
         return [
             f"--match-ffn-width rounds to multiples of {gate_options.FFN_MULTIPLE}, which "
-            f"--tensor-model-parallel-size {args.tensor_model_parallel_size} does not divide: use a "
-            "power of two, or give --ffn-hidden-size yourself"
+            f"--tensor-model-parallel-size {args.tensor_model_parallel_size} does not divide: use "
+            "a power of two, or give --ffn-hidden-size yourself"
         ]
     return []
 
