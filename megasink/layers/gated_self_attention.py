@@ -20,7 +20,6 @@ from megasink.gate_options import (
     trailing_rows,
 )
 from megasink.layers.explicit_gate import ExplicitGate, HeadNorm
-from megasink.layers.importance import count_heads
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
@@ -109,8 +108,8 @@ class GatedSelfAttention(SelfAttention):
         if not (self.counts_heads and self.training and torch.is_grad_enabled()):
             return out
         gate_BHS = gate_SBHC.mean(-1).permute(1, 2, 0)
-        config: Any = self.config
-        return count_heads(out, gate_BHS, config, self.layer_number, self.tp_group)
+        counted: Tensor = self.core_attention.head_counter(out, gate_BHS)
+        return counted
 
     def _gate_projected(
         self, linear_qkv: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]
