@@ -26,6 +26,7 @@ ELEMENTWISE = {"gate_granularity": "elementwise"}
 MODELS = {
     "headwise": {},
     "elementwise": ELEMENTWISE,
+    "microbatch": {"head_balance_scope": "microbatch"},
     "one-group": {"num_query_groups": 1},
     "elementwise-one-group": {"num_query_groups": 1, **ELEMENTWISE},
     "ns-bias-qk-norm": {
@@ -52,6 +53,7 @@ CASES = [
     ("headwise", TP_SP, SP | FULL),
     ("headwise", DP, DISTRIBUTED),
     ("elementwise", PP, FULL),
+    ("microbatch", TP_SP, SP),
     ("one-group", TP_SP, SP),
     ("elementwise-one-group", TP, {}),
     ("ns-bias-qk-norm", TP_SP, SP),
@@ -94,13 +96,16 @@ def test_layout_changes_nothing(pool, single, model, layout, options):
 
 
 @pytest.mark.parametrize("model", ["headwise", "elementwise"])
-def test_the_balance_loss_matters_for_what_is_compared(pool, single, model):
-    without = {**options_of(model), "head_balance_coeff": 0.0}
-    (report,) = pool.run(TRAIN, SINGLE, steps=1, **without)
-    found, wanted = (merging.whole([r["gradients"]]) for r in (report, single(model)[0]))
-    row = "linear_gate" if model == "headwise" else "linear_qkv"
+def test_the_balance_loss_matters_for_what_is_compared(pool, model):
+    options = {**options_of(model), "head_balance_scope": "microbatch", "steps": 1}
+    reports = [
+        pool.run(TRAIN, SINGLE, **options | {"head_balance_coeff": coeff})
+        for coeff in (0.0, BALANCE)
+    ]
+    found, wanted = (merging.whole([r["gradients"] for r in rs]) for rs in reports)
+    rows = "linear_gate" if model == "headwise" else "linear_qkv"
     for layer in (0, 1):
-        name = f"decoder.layers.{layer}.self_attention.{row}.weight"
+        name = f"decoder.layers.{layer}.self_attention.{rows}.weight"
         assert merging.relative_error(found[name], wanted[name]) > 0.05, name
 
 
