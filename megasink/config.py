@@ -7,10 +7,16 @@ Megatron's ArgumentGroupFactory turns each field into a flag (``softmax_offset_i
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-Variant = Literal["vanilla", "sink", "off-by-one", "k-bias", "kv-bias", "v-bias"]
+Variant = Literal["vanilla", "sink", "off-by-one", "gated", "k-bias", "kv-bias", "v-bias"]
 FixedValue = Literal["none", "unit", "uniform"]
 Similarity = Literal["softmax", "sigmoid", "elu-plus-one", "elu-kernel", "identity", "mlp"]
 Normalization = Literal["row-sum", "none"]
+GatePosition = Literal["sdpa", "value", "key", "query", "output"]
+GateGranularity = Literal["headwise", "elementwise"]
+GateOperation = Literal["multiply", "add"]
+GateActivation = Literal["sigmoid", "silu", "ns-sigmoid", "identity"]
+GateInput = Literal["hidden", "none"]
+OutputNorm = Literal["none", "rmsnorm", "silu"]
 Scope = Literal["global", "data-parallel", "microbatch"]
 FFNActivation = Literal["relu", "gelu", "silu", "reglu", "geglu", "swiglu"]
 
@@ -31,8 +37,9 @@ class AttentionOptions:
 
     attention_variant: Variant = _choice(Variant, "sink")  # noqa: RUF009
     """vanilla: softmax attention (P0.1). sink: one learnable logit per head in the denominator of
-    the softmax (P0.2). off-by-one: that logit fixed at 0. k-bias: one learnable key per head whose
-    value is zero, a sink whose logit depends on the query (P2.25). kv-bias: that key with a
+    the softmax (P0.2). off-by-one: that logit fixed at 0. gated: softmax attention with an explicit
+    gate (P0.3, P1), by default one sigmoid per head and token. k-bias: one learnable key per head
+    whose value is zero, a sink whose logit depends on the query (P2.25). kv-bias: that key with a
     learnable value (P2.24). v-bias: a learnable vector added to each head's output (P2.26)."""
 
     softmax_offset_init: float = 0.0
@@ -93,7 +100,35 @@ class SimilarityOptions:
 
 @dataclass(kw_only=True)
 class GateOptions:
-    """The explicit gate of --attention-variant gated (P1)."""
+    """The explicit gate of --attention-variant gated (P1); its defaults are those of P0."""
+
+    gate_position: GatePosition = _choice(GatePosition, "sdpa")  # noqa: RUF009
+    """What is gated: the SDPA output (P1's G1), the value (G2) or key (G3) of each group, the query
+    (G4), before qk-norm and RoPE, or the output of the layer after its projection (G5)."""
+
+    gate_granularity: GateGranularity = _choice(GateGranularity, "headwise")  # noqa: RUF009
+    """One score per head and token, or one per element of the head."""
+
+    gate_shared_heads: bool = False
+    """Every head of a layer takes the mean of their gates, after the activation (P1.9, P1.10)."""
+
+    gate_operation: GateOperation = _choice(GateOperation, "multiply")  # noqa: RUF009
+    """Multiply with the gate, or add it (P1.11)."""
+
+    gate_activation: GateActivation = _choice(GateActivation, "sigmoid")  # noqa: RUF009
+    """From score to gate; ns-sigmoid is 0.5 + 0.5 * sigmoid (P1.14)."""
+
+    gate_input: GateInput = _choice(GateInput, "hidden")  # noqa: RUF009
+    """hidden: scores are projected from the normed hidden state. none: they are parameters, the
+    same for every token, that start at 0 (P1.15)."""
+
+    sdpa_output_norm: OutputNorm = _choice(OutputNorm, "none")  # noqa: RUF009
+    """Non-linearity on the SDPA output of each head, before its gate: RMSNorm (P1.16) or SiLU
+    (P1.17). Also without a gate."""
+
+    match_ffn_width: bool = False
+    """Make the FFN narrower, so that the model has as many parameters as without the gate (P1.21):
+    to the nearest multiple of 128. The numbers are printed."""
 
 
 @dataclass(kw_only=True)

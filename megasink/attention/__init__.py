@@ -9,6 +9,12 @@ from megasink.attention.backends import (
     register_backend,
 )
 from megasink.attention.biases import biased_attention
+from megasink.attention.explicit_gate import (
+    apply_gate,
+    gate_values,
+    head_rms_norm,
+    mean_over_heads,
+)
 from megasink.attention.functional import attention, slot_attention
 from megasink.attention.gates import first_key_gate, gate_sum
 from megasink.attention.reference import (
@@ -17,6 +23,8 @@ from megasink.attention.reference import (
     AttentionOutput,
     reference_attention,
     reference_biased_attention,
+    reference_gate,
+    reference_head_norm,
     reference_similarity_attention,
     reference_slot_attention,
 )
@@ -30,6 +38,7 @@ __all__ = [
     "Backend",
     "Choice",
     "SimilarityOutput",
+    "apply_gate",
     "attention",
     "backend_names",
     "biased_attention",
@@ -37,8 +46,13 @@ __all__ = [
     "first_key_gate",
     "first_key_weight",
     "gate_sum",
+    "gate_values",
+    "head_rms_norm",
+    "mean_over_heads",
     "reference_attention",
     "reference_biased_attention",
+    "reference_gate",
+    "reference_head_norm",
     "reference_similarity_attention",
     "reference_slot_attention",
     "register_backend",

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+GATE_ACTIVATIONS = ("sigmoid", "silu", "ns-sigmoid", "identity")
+GATE_OPERATIONS = ("multiply", "add")
 VARIANTS = ("vanilla", "sink", "off-by-one")
 # P2.31 to P2.36, and those among them whose weights may be negative.
 SIMILARITIES = ("sigmoid", "elu-plus-one", "elu-kernel", "identity", "mlp")
@@ -215,6 +217,54 @@ def reference_similarity_attention(
         out_BHTD = out_BHTD / (sum_BHT1 + 1e-8)
     size_BHTS = weights_BHTS.abs()
     return out_BHTD, size_BHTS[..., 0] / (size_BHTS.sum(-1) + 1e-8)
+
+
+def reference_gate(
+    x_THD: Tensor,
+    score_THC: Tensor,
+    *,
+    activation: str = "sigmoid",
+    operation: str = "multiply",
+    shared_heads: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """An explicit gate over anything that has heads (P1 Eq. 5; P1.2 to P1.15).
+
+    gate = f(score), averaged over the heads where they share it (P1.9), and out = x * gate or
+    x + gate.
+
+    Args:
+        x_THD: [..., H, D], what is gated; G for H where keys or values are.
+        score_THC: broadcastable to [..., H, C]; C is 1 for one score per head, D for one per
+            element.
+        activation: f, one of `GATE_ACTIVATIONS`; ns-sigmoid is 0.5 + 0.5 sigmoid (P1.14).
+        operation: one of `GATE_OPERATIONS`.
+
+    Returns:
+        out [..., H, D] and gate [..., H, C].
+    """
+    functions = {
+        "sigmoid": torch.sigmoid,
+        "silu": lambda score: score * score.sigmoid(),
+        "ns-sigmoid": lambda score: 0.5 + 0.5 * score.sigmoid(),
+        "identity": lambda score: score,
+    }
+    gate_THC = functions[activation](score_THC)
+    if shared_heads:
+        gate_THC = gate_THC.mean(-2, keepdim=True)
+    gate_THC = gate_THC.expand(*x_THD.shape[:-1], score_THC.shape[-1])
+    return x_THD * gate_THC if operation == "multiply" else x_THD + gate_THC, gate_THC
+
+
+def reference_head_norm(x_THD: Tensor, weight_HD: Tensor | None, *, eps: float = 1e-5) -> Tensor:
+    """The non-linearities on the SDPA output of P1 Table 3: RMSNorm per head (P1.16) or SiLU.
+
+    Args:
+        x_THD: [..., H, D].
+        weight_HD: of the RMSNorm; None for SiLU.
+    """
+    if weight_HD is None:
+        return x_THD * x_THD.sigmoid()
+    return x_THD / (x_THD.square().mean(-1, keepdim=True) + eps).sqrt() * weight_HD
 
 
 def _scores(

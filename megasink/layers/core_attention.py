@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megasink.attention import first_key_gate, similarity_attention
 from megasink.config import visible_tokens
+from megasink.gate_options import counts_heads
 from megasink.layers.importance import HeadCounter
 from megasink.layers.similarity import SimilarityMLP
 from megasink.layers.slots import SINK_PARAMETERS, VARIANTS, new_parameter
@@ -86,6 +87,8 @@ class CoreAttention(MegatronModule):
             config.window_size, config.window_attn_skip_freq, layer_number
         )
         self.window = visible_tokens(config.window_size) if windowed else None
+        # An explicit gate may be the head's importance; then the one of the softmax is not.
+        self.counts_heads = not counts_heads(config)
 
         self.head_counter = HeadCounter(config, layer_number, self.tp_group)
         self.variant = VARIANTS[config.attention_variant]
@@ -143,7 +146,7 @@ class CoreAttention(MegatronModule):
         if attention_bias is not None:
             raise NotImplementedError("an attention bias is not supported by CoreAttention")
         # Recompute runs forward a first time without gradients: that run counts nothing.
-        counts = self.training and torch.is_grad_enabled()
+        counts = self.counts_heads and self.training and torch.is_grad_enabled()
         tensors = tuple(x.permute(1, 2, 0, 3) for x in (query, key, value))
         attend = self._softmax if self.config.attention_similarity == "softmax" else self._similar
         out_BHTD, gate_BHT = attend(*tensors, counts=counts)

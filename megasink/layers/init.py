@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import init_method_normal
 from torch import Tensor
 
+from megasink.layers.gate_projection import named_parts
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 InitMethod = Callable[[Tensor], Tensor]
@@ -24,7 +25,7 @@ _SCALED_OUTPUT = re.compile(r"(linear_proj|linear_fc2)\.weight$")
 _EMBEDDING = re.compile(r"(word_embeddings|position_embeddings)\.weight$")
 # Megatron draws the bias of a router too (transformer/moe/router.py:80).
 _DRAWN = re.compile(
-    r"((linear_qkv|linear_fc1|output_layer|similarity_mlp\.fc[12])\.weight"
+    r"((linear_qkv|linear_gate|linear_fc1|output_layer|similarity_mlp\.fc[12])\.weight"
     r"|router\.(weight|bias)|\.gate_weight)$"
 )
 # Experts one by one, and TransformerEngine's grouped ones: (before, number on this rank, after).
@@ -71,7 +72,8 @@ def _expert_name(name: str, config: MegasinkTransformerConfig) -> str:
 def initialize_weights(model: GPTModel, seed: int) -> None:
     """Draw every random weight of a freshly built stage again, independently of the layout.
 
-    Norms, biases of linear layers and sinks start as constants and are left alone.
+    Norms, biases of linear layers, sinks and gates without an input start as constants and are left
+    alone.
 
     Args:
         model: one pipeline stage, before Float16Module and DDP; on its final device or the CPU.
@@ -90,7 +92,8 @@ def initialize_weights(model: GPTModel, seed: int) -> None:
                     "its value would depend on the layout"
                 )
             continue
-        _draw(parameter, method, names[name], seed, model.config.gated_linear_unit)
+        for part_name, part in named_parts(names[name], parameter):
+            _draw(part, parameter, method, part_name, seed, model.config.gated_linear_unit)
 
 
 def _init_method(name: str, config: MegasinkTransformerConfig) -> InitMethod | None:
@@ -108,8 +111,14 @@ def _init_method(name: str, config: MegasinkTransformerConfig) -> InitMethod | N
 
 @torch.no_grad()
 def _draw(
-    parameter: torch.nn.Parameter, method: InitMethod, name: str, seed: int, gated: bool
+    part: Tensor,
+    parameter: torch.nn.Parameter,
+    method: InitMethod,
+    name: str,
+    seed: int,
+    gated: bool,
 ) -> None:
+    """Draw the rows of a parameter that have this name."""
     axis, stride, world, rank = 0, 1, 1, 0
     if getattr(parameter, "tensor_model_parallel", False):
         axis = getattr(parameter, "partition_dim", 0)
@@ -120,14 +129,14 @@ def _draw(
         else:
             group = parallel_state.get_tensor_model_parallel_group()
         world, rank = group.size(), group.rank()
-    shape = list(parameter.shape)
+    shape = list(part.shape)
     shape[axis] *= world
-    whole = torch.empty(shape, dtype=torch.float32, device=parameter.device)
+    whole = torch.empty(shape, dtype=torch.float32, device=part.device)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     # The init methods of Megatron draw from the default generator of the device.
-    devices = [] if parameter.device.type == "cpu" else [parameter.device]
+    devices = [] if part.device.type == "cpu" else [part.device]
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(int.from_bytes(digest[:7], "little"))
         method(whole)
     pieces = whole.chunk(world * stride, dim=axis)
-    parameter.copy_(torch.cat(pieces[rank::world], dim=axis))
+    part.copy_(torch.cat(pieces[rank::world], dim=axis))

@@ -101,6 +101,7 @@ VARIANTS: dict[str, SlotVariant] = {
     "vanilla": SlotVariant(_vanilla),
     "sink": SlotVariant(_sink, (SOFTMAX_OFFSET,), True, "learnable"),
     "off-by-one": SlotVariant(_off_by_one, (), True, "off-by-one"),
+    "gated": SlotVariant(_vanilla),  # the gate is in layers/gated_self_attention.py
     "k-bias": SlotVariant(_biased, (KEY_BIAS,), True),
     "kv-bias": SlotVariant(_biased, (KEY_BIAS, VALUE_BIAS), True),
     "v-bias": SlotVariant(_biased, (VALUE_BIAS,)),

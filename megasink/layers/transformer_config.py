@@ -15,6 +15,7 @@ from megasink.config import (
     PositionOptions,
     SimilarityOptions,
 )
+from megasink.gate_options import is_megatrons_output_gate
 from megasink.layers.finalize import finalize_model_grads
 from megasink.layers.slots import VARIANTS
 
@@ -62,4 +63,6 @@ class MegasinkTransformerConfig(
             # schedules.py:376 calls it for every microbatch on every pipeline stage.
             self.experimental_attention_variant_loss_scale_func = HeadBalanceScale.set
         self.finalize_model_grads_func = finalize_model_grads
+        if is_megatrons_output_gate(self):
+            self.attention_output_gate = True
         super().__post_init__()

@@ -16,6 +16,7 @@ from megasink.errors import ConfigError
 from megasink.train import checks, run_dir
 from megasink.train.checks.blocks import set_gated_unit
 from megasink.train.checks.data import pin_vocabulary
+from megasink.train.checks.gates import match_ffn_width
 
 # Megatron's default is 0.1 for both dropouts; attention dropout breaks the identity between a
 # gate and the LSE (P0.9). The optimizer state must be saved in a form that any layout can load.
@@ -101,6 +102,8 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
             arguments.validate_args(args)
         except (AssertionError, ValueError, RuntimeError) as error:
             raise ConfigError([f"Megatron refuses this configuration: {_text(error)}"]) from error
+    if args.match_ffn_width:
+        match_ffn_width(args)
     return args, identity
 
 

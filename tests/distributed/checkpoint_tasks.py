@@ -11,6 +11,7 @@ from megatron.core.num_microbatches_calculator import init_num_microbatches_calc
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
+from megasink.layers.gate_projection import named_parts
 from megasink.layers.init import global_names
 from tests.distributed import tiny_gpt
 from tests.distributed.tiny_gpt import MICROBATCH, MICROBATCHES
@@ -92,9 +93,10 @@ class Run:
             for name, parameter in model.named_parameters():
                 states = optimizer._get_main_param_and_optimizer_states(parameter)
                 for key in ("param", "exp_avg", "exp_avg_sq"):
-                    shard = found["weights"][names[name]]
                     whole = states[key].detach().float().view(parameter.shape).clone()
-                    found.setdefault(key, {})[names[name]] = {**shard, "tensor": whole}
+                    for part_name, part in named_parts(names[name], parameter, whole):
+                        shard = found["weights"][part_name]
+                        found.setdefault(key, {})[part_name] = {**shard, "tensor": part}
         return found
 
 

@@ -24,10 +24,12 @@ from torch import Tensor
 from megasink.balance.tracker import HeadTracker
 from megasink.layers.builder import MegasinkGPTBuilder, MegasinkGPTConfig
 from megasink.layers.core_attention import CoreAttention
+from megasink.layers.gate_projection import named_parts
 from megasink.layers.init import global_names
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 from megasink.specs import block_spec
 from megasink.train.optimizer import with_sink_parameters
+from tests.distributed.skewed_gates import skew_gates
 
 SEQUENCE, VOCABULARY, MICROBATCH, MICROBATCHES = 32, 128, 2, 4
 HEADS, HIDDEN = 4, 64
@@ -96,7 +98,7 @@ def model_config(
         share_embeddings_and_output_weights=tied,
         position_embedding_type=position_embedding_type,
     )
-    config.pre_wrap_hooks = [skew_sinks]
+    config.pre_wrap_hooks = [skew_sinks, skew_gates]
     config.finalize()
     return config
 
@@ -311,15 +313,17 @@ def shards(models: list[Any], attribute: str) -> dict[str, dict[str, Any]]:
     for model in unwrap_model(models):
         names = global_names(model)
         for name, parameter in model.named_parameters():
-            found[names[name]] = {
-                "tensor": getattr(parameter, attribute).detach().float().clone(),
-                "tp_rank": (
-                    parallel_state.get_expert_tensor_parallel_rank()
-                    if ".experts." in name
-                    else parallel_state.get_tensor_model_parallel_rank()
-                ),
-                "tensor_parallel": bool(getattr(parameter, "tensor_model_parallel", False)),
-                "axis": getattr(parameter, "partition_dim", -1),
-                "stride": getattr(parameter, "partition_stride", 1),
-            }
+            values = getattr(parameter, attribute).detach().float().clone()
+            for part_name, part in named_parts(names[name], parameter, values):
+                found[part_name] = {
+                    "tensor": part,
+                    "tp_rank": (
+                        parallel_state.get_expert_tensor_parallel_rank()
+                        if ".experts." in name
+                        else parallel_state.get_tensor_model_parallel_rank()
+                    ),
+                    "tensor_parallel": bool(getattr(parameter, "tensor_model_parallel", False)),
+                    "axis": getattr(parameter, "partition_dim", -1),
+                    "stride": getattr(parameter, "partition_stride", 1),
+                }
     return found

@@ -21,6 +21,8 @@ MODEL = (
     "--position-embedding-type rope"
 ).split()
 MOCK = [*MODEL, "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "255"]
+GATED = [*MOCK, "--attention-variant", "gated"]
+OUTPUT_GATE = ["--gate-position", "output", "--gate-granularity", "elementwise"]
 
 # name -> (flags, one phrase per problem that must be in the message)
 REFUSED = {
@@ -30,7 +32,7 @@ REFUSED = {
     ),
     "unknown-variant": (
         [*MOCK, "--attention-variant", "sunk"],
-        ["--attention-variant 'sunk' is unknown: choose vanilla, sink, off-by-one"],
+        ["--attention-variant 'sunk' is unknown: choose vanilla, sink, off-by-one, gated"],
     ),
     "negative-coefficient": (
         [*MOCK, "--head-balance-coeff", "-0.5"],
@@ -222,6 +224,58 @@ REFUSED = {
         [*MODEL, "--attention-variant", "x", "--head-balance-coeff", "-1", "--resume"],
         ["'x' is unknown", "-1.0 is negative", "no training data", "no tokenizer", "--run-dir"],
     ),
+    "unknown-gate": (
+        [*GATED, "--gate-position", "g1", "--gate-granularity", "x", "--sdpa-output-norm", "y"],
+        [
+            "--gate-position 'g1' is unknown: choose sdpa, value, key, query, output",
+            "--gate-granularity 'x' is unknown: choose headwise, elementwise",
+            "--sdpa-output-norm 'y' is unknown: choose none, rmsnorm, silu",
+        ],
+    ),
+    "gate-without-a-gate": (
+        [*MOCK, "--gate-position", "value", "--gate-shared-heads"],
+        ["--gate-position, --gate-shared-heads without a gate: add --attention-variant gated"],
+    ),
+    "gate-of-the-output": (
+        [*GATED, "--gate-position", "output", "--gate-shared-heads"],
+        ["add --gate-granularity elementwise", "--gate-shared-heads with --gate-position output"],
+    ),
+    "gate-inside-transformer-engine": (
+        [*GATED, *OUTPUT_GATE, "--transformer-impl", "transformer_engine"],
+        ["--gate-position output needs the normed hidden state"],
+    ),
+    "gate-of-part-of-a-group": (
+        [
+            *[*GATED, "--gate-position", "key", "--tensor-model-parallel-size", "2"],
+            *["--group-query-attention", "--num-query-groups", "1"],
+        ],
+        ["--gate-position key with 1 key/value groups on --tensor-model-parallel-size 2"],
+    ),
+    "gate-under-a-norm": (
+        [*GATED, "--gate-position", "query", "--qk-layernorm"],
+        ["--gate-position query with a headwise gate and --qk-layernorm"],
+    ),
+    "megatrons-own-gate": (
+        [*MOCK, "--attention-output-gate"],
+        ["--attention-variant gated --gate-granularity elementwise"],
+    ),
+    "norm-of-a-sink": (
+        [*MOCK, "--sdpa-output-norm", "rmsnorm"],
+        ["--sdpa-output-norm rmsnorm with --attention-variant sink"],
+    ),
+    "muon": ([*GATED, "--optimizer", "muon"], ["--optimizer muon takes linear_qkv apart"]),
+    "fp8-gate": ([*GATED, "--fp8-format", "hybrid"], ["the gate adds 4 to each rank"]),
+    "nothing-to-match": (
+        [*MOCK, "--match-ffn-width"],
+        ["--match-ffn-width without a gate has nothing to match"],
+    ),
+    "no-width-left": (
+        [
+            *[*GATED, "--gate-granularity", "elementwise"],
+            *["--match-ffn-width", "--ffn-hidden-size", "64"],
+        ],
+        ["the gate adds 4,160 parameters per layer", "less than 128 would be left"],
+    ),
     "upstream": ([*MOCK, "--global-batch-size", "3"], ["Megatron refuses this configuration"]),
 }
 ACCEPTED = {
@@ -255,6 +309,13 @@ ACCEPTED = {
     --moe-token-dispatcher-type alltoall
     """.split(),
     "deterministic": [*MOCK, "--deterministic-mode"],
+    "gated": GATED,
+    "gated-output": [*GATED, *OUTPUT_GATE],
+    "silu": [*MOCK, "--sdpa-output-norm", "silu"],
+    "matched": [
+        *[*GATED, "--gate-granularity", "elementwise", "--gate-activation", "silu"],
+        *["--match-ffn-width", "--hidden-size", "512", "--ffn-hidden-size", "1536"],
+    ],
 }
 
 
@@ -385,6 +446,11 @@ def test_what_is_not_supported_is_refused_by_name(answers):
     for flag in UNSUPPORTED:
         name = flag.split("=")[0]
         assert any(problem.startswith(f"{name}: ") for problem in problems), name
+
+
+def test_the_ffn_is_narrower_by_what_the_gate_adds(answers):
+    # 512 * 513 parameters of the gate, 3 * 512 + 2 for a column of SwiGLU: exactly 1365.2.
+    assert answers["matched"]["args"]["ffn_hidden_size"] == 1408
 
 
 def test_the_rows_of_the_embedding_do_not_depend_on_the_layout(answers):

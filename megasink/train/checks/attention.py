@@ -10,9 +10,10 @@ from megasink import platform
 from megasink.attention import AttentionRequest, choose_backend
 from megasink.config import Variant, visible_tokens
 from megasink.errors import ConfigError
+from megasink.gate_options import counts_heads
 
-# What a kernel is asked for: a key bias is a sink to it, a value bias comes after it.
-_KERNEL_VARIANT = {"k-bias": "sink", "kv-bias": "sink", "v-bias": "vanilla"}
+# What a kernel is asked for: a key bias is a sink to it, a value bias or a gate comes after it.
+_KERNEL_VARIANT = {"gated": "vanilla", "k-bias": "sink", "kv-bias": "sink", "v-bias": "vanilla"}
 _GATED = ("sink", "k-bias", "kv-bias")  # slots whose gradient needs the kernel's LSE exact
 
 
@@ -78,6 +79,7 @@ def attention_request(args: Namespace) -> AttentionRequest:
         head_dim=args.kv_channels or args.hidden_size // args.num_attention_heads,
         variant=_KERNEL_VARIANT.get(args.attention_variant, args.attention_variant),
         window=visible_tokens(args.window_size),
-        needs_gate_gradient=args.attention_variant in _GATED or args.head_balance_coeff > 0,
+        needs_gate_gradient=args.attention_variant in _GATED
+        or (args.head_balance_coeff > 0 and not counts_heads(args)),
         dropout=args.attention_dropout,
     )

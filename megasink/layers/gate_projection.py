@@ -1,0 +1,135 @@
+"""Gate scores as further rows at the end of linear_qkv: one GEMM, one gather of the sequence.
+
+Where TransformerEngine fuses the norm into linear_qkv this is the only place that has the normed
+hidden state. In memory a rank's weight is [its q, k, v rows | its gate rows]; in a checkpoint the
+gate rows are a tensor of their own, ``linear_gate.weight``, because rows cut off the end of each
+shard would land on other heads as soon as the tensor-parallel size changes.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import (
+    ReplicaId,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from torch import Tensor
+
+from megasink.gate_options import trailing_rows
+
+
+class _GateRows:
+    """Mixin over a column-parallel linear layer that is used for linear_qkv.
+
+    Attributes:
+        gate_rows: rows of this rank, the last of ``weight`` (and of ``bias``, where there is one:
+            then the gate has a bias too, as in Megatron's own output gate).
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any):
+        rows = trailing_rows(config)
+        super().__init__(input_size, output_size + rows, config=config, **kwargs)  # type: ignore[call-arg]
+        self.gate_rows = rows // config.tensor_model_parallel_size
+        self._scores: Tensor | None = None
+        for parameter in (self.weight, self.bias):  # type: ignore[attr-defined]
+            if parameter is not None and parameter.numel():
+                parameter.gate_rows = self.gate_rows
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """As the layer without the rows; what they gave waits for `take_scores`."""
+        output, bias = super().forward(*args, **kwargs)  # type: ignore[misc]
+        sizes = [output.shape[-1] - self.gate_rows, self.gate_rows]
+        mixed_qkv, self._scores = output.split(sizes, dim=-1)
+        return mixed_qkv, bias
+
+    def take_scores(self) -> Tensor:
+        """[S, B, gate rows of this rank] of the last forward call; not kept after it is taken."""
+        scores, self._scores = self._scores, None
+        assert scores is not None
+        return scores
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """As the layer without the rows, and ``linear_gate`` beside it."""
+        state: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        for name in ("weight", "bias"):
+            whole = state.get(f"{prefix}{name}")
+            if isinstance(whole, ShardedTensor):
+                state[f"{prefix}{name}"] = _two_tensors(whole, self.gate_rows)
+        return state
+
+
+@functools.cache
+def with_gate_rows(linear: type) -> type:
+    """The column-parallel class (Megatron's or TransformerEngine's) with gate rows."""
+    return type(f"GateRows{linear.__name__}", (_GateRows, linear), {"__module__": __name__})
+
+
+def named_parts(
+    name: str, parameter: Tensor, tensor: Tensor | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a parameter stands for in the whole model, by name: two with gate rows.
+
+    Args:
+        name: of the parameter, in the whole model.
+        tensor: its values, gradient or optimizer state, of its shape; None for the values.
+
+    Yields:
+        (name, view); ``...linear_gate...`` for the gate rows of ``...linear_qkv...``.
+    """
+    tensor = parameter.data if tensor is None else tensor
+    rows = getattr(parameter, "gate_rows", 0)
+    yield name, tensor[: len(tensor) - rows]
+    if rows:
+        yield _gate_key(name), tensor[len(tensor) - rows :]
+
+
+def _gate_key(key: str) -> str:
+    assert "linear_qkv." in key, key
+    return key.replace("linear_qkv.", "linear_gate.")
+
+
+def _two_tensors(whole: ShardedTensor, gate_rows: int) -> ShardedTensorFactory:
+    """A factory, so that optimizer states are divided as the parameter is."""
+    prepended = whole.prepend_axis_num
+    axis = prepended  # axis 0 of the parameter, after those of the layers
+    ranks = whole.axis_fragmentations[axis]
+    rank = whole.global_offset[axis] // whole.local_shape[0]
+    others = [
+        (index, whole.global_offset[index], whole.axis_fragmentations[index])
+        for index in range(prepended)
+    ]
+
+    @torch.no_grad()
+    def build(
+        key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None
+    ) -> list[ShardedTensor]:
+        assert flattened_range is None, "flattened optimizer states have no rows"
+        parts = tensor.split([len(tensor) - gate_rows, gate_rows])
+        return [
+            ShardedTensor.from_rank_offsets(
+                part_key,
+                part,
+                *others,
+                (axis, rank, ranks),
+                replica_id=replica_id,
+                prepend_axis_num=prepended,
+            )
+            for part_key, part in zip((key, _gate_key(key)), parts, strict=True)
+        ]
+
+    @torch.no_grad()
+    def merge(parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts)
+
+    return ShardedTensorFactory(
+        whole.key, whole.data, build, merge, whole.replica_id, whole.flattened_range
+    )

@@ -1,0 +1,157 @@
+"""Megatron's SelfAttention with an explicit gate (P1), or a norm of the SDPA output, in it.
+
+Shapes: S sequence, B batch, H query heads and G key/value groups of this tensor-parallel rank,
+D head dim, N of either, X = H * D, M hidden size. Under sequence parallelism the input and output
+hold a part of S, and everything between them the whole.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from torch import Tensor
+
+from megasink.gate_options import (
+    changes_self_attention,
+    counts_heads,
+    gates_explicitly,
+    is_megatrons_output_gate,
+    trailing_rows,
+)
+from megasink.layers.explicit_gate import ExplicitGate, HeadNorm
+from megasink.layers.transformer_config import MegasinkTransformerConfig
+
+
+class GatedSelfAttention(SelfAttention):
+    """SelfAttention for ``attention_variant`` "gated" and for ``sdpa_output_norm``.
+
+    Scores come from further rows of ``linear_qkv`` (:mod:`megasink.layers.gate_projection`), in
+    Megatron's own layout where Megatron has one, or are parameters.
+
+    Attributes:
+        gate: the gate; None where there is only a norm.
+        output_norm: the norm of the SDPA output, before its gate; None for none.
+        linear_gate: projection [M, M] of the gate of the layer's output (G5): the same on every
+            tensor-parallel rank, on the tokens that the rank has.
+
+    Raises:
+        ValueError: what :func:`megasink.train.checks.gates.problems` refuses with more words.
+    """
+
+    def __init__(
+        self,
+        config: MegasinkTransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        layer_number: int,
+        **kwargs: Any,
+    ):
+        assert changes_self_attention(config)
+        position = config.gate_position if gates_explicitly(config) else None
+        groups, ranks = config.num_query_groups, config.tensor_model_parallel_size
+        if position in ("query", "key", "value") and groups < ranks:
+            raise ValueError(
+                f"the {position} gate needs a key/value group for each tensor-parallel rank: "
+                f"{groups} groups on {ranks} ranks"
+            )
+        super().__init__(config, submodules, layer_number, **kwargs)
+        self.position = position
+        self.gate = ExplicitGate(config, self.tp_group) if position is not None else None
+        self.output_norm = None
+        if config.sdpa_output_norm != "none":
+            self.output_norm = HeadNorm(config, self.tp_group)
+        self.counts_heads = counts_heads(config)
+        self.has_rows = trailing_rows(config) > 0
+        self.linear_gate = None
+        if self.position == "output" and config.gate_input == "hidden":
+            self.linear_gate = _replicated_linear(config)
+        if self.position in ("query", "key", "value"):
+            # Upstream splits and norms query, key and value in one go, right after linear_qkv.
+            self.linear_qkv.register_forward_hook(self._gate_projected)
+        self.megatrons_layout = is_megatrons_output_gate(config)
+        if self.position == "sdpa" or self.output_norm is not None:
+            # Upstream's forward then hands the scores from get_query_key_value_tensors to
+            # _apply_output_gate. In a copy: to everyone else the flag means Megatron's own weights.
+            self.config = copy.copy(config)
+            self.config.attention_output_gate = True
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        output_gate: bool = False,
+        split_qkv: bool = True,
+    ) -> Any:
+        """As upstream's; a fourth tensor, the gate's scores, where `output_gate` asks for it."""
+        if not output_gate or self.megatrons_layout:
+            return super().get_query_key_value_tensors(
+                hidden_states, key_value_states, output_gate, split_qkv
+            )
+        query, key, value = super().get_query_key_value_tensors(
+            hidden_states, key_value_states, False, split_qkv
+        )
+        takes_scores = self.position == "sdpa" and self.has_rows
+        # Upstream asks whether there is a tensor; a parameter or a norm needs nothing in it.
+        scores = self.linear_qkv.take_scores() if takes_scores else query.new_empty(0)
+        return query, key, value, scores
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Norm and gate the SDPA output [S, B, X], and count its heads where the gate does."""
+        x_SBHD = x.view(*x.shape[:2], -1, self.hidden_size_per_attention_head)
+        if self.output_norm is not None:
+            x_SBHD = self.output_norm(x_SBHD)
+        if self.position != "sdpa" or self.gate is None:
+            return x_SBHD.reshape(x.shape)
+        x_SBHD, gate_SBHC = self.gate(x_SBHD, gate)
+        out = x_SBHD.reshape(x.shape)
+        # Recompute runs forward a first time without gradients: that run counts nothing.
+        if not (self.counts_heads and self.training and torch.is_grad_enabled()):
+            return out
+        gate_BHS = gate_SBHC.mean(-1).permute(1, 2, 0)
+        counted: Tensor = self.core_attention.head_counter(out, gate_BHS)
+        return counted
+
+    def _gate_projected(
+        self, linear_qkv: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]
+    ) -> tuple[Tensor, Any]:
+        """Gate the queries, keys or values in the rows [q... | k | v] of each group."""
+        mixed, bias = output
+        queries = self.num_attention_heads_per_partition // self.num_query_groups_per_partition
+        groups, head_dim = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        mixed_SBGND = mixed.view(*mixed.shape[:2], groups, queries + 2, head_dim)
+        parts = list(mixed_SBGND.split([queries, 1, 1], dim=3))
+        chosen = ("query", "key", "value").index(self.position or "")
+        scores = linear_qkv.take_scores() if self.has_rows else None
+        assert self.gate is not None
+        gated_SBND, _ = self.gate(parts[chosen].flatten(2, 3), scores)
+        parts[chosen] = gated_SBND.view_as(parts[chosen])
+        return torch.cat(parts, dim=3).view(mixed.shape), bias
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """As upstream's; the gate of the layer's output takes the bias of its projection in."""
+        output, bias = super().forward(hidden_states, *args, **kwargs)
+        if self.position != "output" or self.gate is None:
+            return output, bias
+        output = output if bias is None else output + bias
+        scores = None if self.linear_gate is None else self.linear_gate(hidden_states)
+        gated_SB1M, _ = self.gate(output.unsqueeze(2), scores)
+        return gated_SB1M.squeeze(2), None
+
+
+def _replicated_linear(config: MegasinkTransformerConfig) -> torch.nn.Linear:
+    device = None if config.use_cpu_initialization else torch.cuda.current_device()
+    linear = torch.nn.Linear(
+        config.hidden_size,
+        config.hidden_size,
+        bias=config.add_bias_linear or config.add_qkv_bias,
+        device=device,
+        dtype=config.params_dtype,
+    )
+    for parameter in linear.parameters():
+        # Each rank sees its tokens only: finalize_model_grads then sums over the ranks.
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    if linear.bias is not None:
+        torch.nn.init.zeros_(linear.bias)
+    return linear

@@ -1,0 +1,67 @@
+"""Weights under which a mistake in an explicit gate shows, the same in every layout.
+
+Shapes: H query heads of the layer, G key/value groups, X rows of a group.
+"""
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from megasink.gate_options import gate_shape
+from megasink.layers.explicit_gate import ExplicitGate, HeadNorm
+from megasink.layers.gated_self_attention import GatedSelfAttention
+
+
+def skew_gates(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Gates far from 1/2 that differ by head: with random weights all heads are alike.
+
+    Every embedding gets a component that the rows of the gates read with weights that differ.
+    """
+    for module in (m for model in models for m in model.modules()):
+        if isinstance(module, GPTModel) and hasattr(module, "embedding"):
+            if module.config.attention_variant == "gated":
+                module.embedding.word_embeddings.weight.data += 0.4
+        elif isinstance(module, GatedSelfAttention):
+            _skew_biases(module)
+            if module.has_rows or module.megatrons_layout:
+                _skew_rows(module)
+        elif isinstance(module, ExplicitGate) and module.logit is not None:
+            count = module.logit.numel()
+            rank = module.tp_group.rank() if module.sharded else 0
+            module.logit.data.copy_(2.0 * _zigzag(count, rank))
+        elif isinstance(module, HeadNorm) and module.weight is not None:
+            count = module.weight.numel()
+            module.weight.data.copy_(1.0 + 0.2 * _zigzag(count, module.tp_group.rank()))
+    return models
+
+
+def _skew_biases(attention: GatedSelfAttention) -> None:
+    """Adam moves a bias that starts at 0 by a step of any size, rounding included."""
+    rows = getattr(attention.linear_qkv, "gate_rows", 0)
+    for name in ("linear_qkv", "linear_gate"):
+        bias = getattr(getattr(attention, name), "bias", None)
+        if bias is not None:
+            sharded = name == "linear_qkv"
+            count = len(bias) - (rows if sharded else 0)
+            bias.data[:count] += 0.1 * _zigzag(count, attention.tp_group.rank() if sharded else 0)
+
+
+def _skew_rows(attention: GatedSelfAttention) -> None:
+    config, (heads, width) = attention.config, gate_shape(attention.config)
+    skew_H = torch.tensor([1.5, -2.0, 0.5, -1.0]).repeat(heads)[:heads]
+    skew = skew_H.repeat_interleave(width)
+    if attention.megatrons_layout:  # [q | gate | k | v] of each group
+        gate_GX = skew.view(config.num_query_groups, -1)
+        key_value_GX = gate_GX.new_zeros(config.num_query_groups, 2 * config.kv_channels)
+        skew = torch.cat([torch.zeros_like(gate_GX), gate_GX, key_value_GX], dim=1).flatten()
+    mine = skew.chunk(attention.world_size)[attention.tp_group.rank()]
+    linear = attention.linear_qkv
+    linear.weight.data[-len(mine) :] += mine[:, None] / 20.0
+    if linear.bias is not None:
+        linear.bias.data[-len(mine) :] += mine
+
+
+def _zigzag(count: int, rank: int) -> Tensor:
+    """The rank's part of a vector with values between -2.5 and 2.5, of another mean every 16."""
+    position = count * rank + torch.arange(count)
+    return (1.0 - 2.0 * (position % 2)) + 1.5 * torch.sin(position / 8.0)
