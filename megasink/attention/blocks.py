@@ -50,7 +50,7 @@ def plan_blocks(
     Raises:
         ValueError: more queries than keys, or a window on a rectangle.
     """
-    if prefix > keys - queries:
+    if prefix and prefix > keys - queries:
         # Everything before the first key after the prefix is as if nothing were masked there.
         prefix = min(prefix, keys)
         everyone = Block("full", 0, 0, queries, prefix)
