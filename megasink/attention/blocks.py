@@ -88,10 +88,10 @@ def forward_blocks(
     value_BGSD: Tensor,
     *,
     causal: bool,
-    prefix: int,
     window: int | None,
-    distance_bias_HS: Tensor | None,
     scale: float,
+    prefix: int = 0,
+    distance_bias_HS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a backend under any of the masks above.
 
@@ -138,10 +138,10 @@ def backward_blocks(
     lse_BHT: Tensor,
     *,
     causal: bool,
-    prefix: int,
     window: int | None,
-    distance_bias_HS: Tensor | None,
     scale: float,
+    prefix: int = 0,
+    distance_bias_HS: Tensor | None = None,
     lse_grad_BHT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and bias; arguments as in `Backend.backward`."""

@@ -57,7 +57,8 @@ def attend_by_document(
         if len(members) == 1:
             results[members[0]] = attend(*parts[members[0]])
             continue
-        batched = attend(*(torch.cat(same) for same in zip(*(parts[m] for m in members), strict=True)))
+        alike = zip(*(parts[member] for member in members), strict=True)
+        batched = attend(*(torch.cat(same) for same in alike))
         pieces = [[None] * len(members) if t is None else t.chunk(len(members)) for t in batched]
         results |= dict(zip(members, zip(*pieces, strict=True), strict=True))
     ordered = [results[index] for index in range(len(lengths))]

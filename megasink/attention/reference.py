@@ -4,8 +4,8 @@ Short, plain and differentiable by autograd in any dtype, with an S x S matrix o
 fast path of this package is tested against it, outputs and gradients; nothing else may use it.
 
 Shapes: B batch, H query heads, G key/value groups (H a multiple of G), T queries, S keys, D head
-dim. z_ij = scale * q_i . k_j + bias over the visible keys j. The last query is the last key's token:
-with fewer queries than keys, query i stands at position S - T + i.
+dim. z_ij = scale * q_i . k_j + bias over the visible keys j. The last query is the last key's
+token: with fewer queries than keys, query i stands at position S - T + i.
 """
 
 from collections.abc import Callable, Sequence

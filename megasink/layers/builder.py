@@ -8,6 +8,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
 from megasink.layers.init import initialize_weights
+from megasink.layers.sinusoid import SinusoidalPositions
 
 
 @dataclass(kw_only=True)
@@ -42,5 +43,10 @@ class MegasinkGPTBuilder(GPTModelBuilder):
         if config.transformer.mtp_num_layers:
             raise ValueError("--mtp-num-layers: multi-token prediction is not supported")
         model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
+        if config.transformer.sinusoidal_position_embedding and model.pre_process:
+            learned = model.embedding.position_embeddings.weight
+            model.embedding.position_embeddings = SinusoidalPositions(
+                *learned.shape, device=learned.device
+            )
         initialize_weights(model, config.init_seed)
         return model

@@ -1,7 +1,8 @@
 """The core-attention module inside Megatron's SelfAttention.
 
 Shapes: S sequence, B batch, H query heads and G key/value groups of this tensor-parallel rank,
-T = S tokens, D head dim. Megatron hands over [S, B, heads, D] and takes [S, B, H * D].
+T = S tokens, D head dim. Megatron hands over [S, B, heads, D] and takes [S, B, H * D]; packed
+documents come as [T, heads, D].
 """
 
 from collections.abc import Callable
@@ -22,7 +23,9 @@ from torch import Tensor
 
 from megasink.attention import attention, first_key_gate
 from megasink.config import visible_tokens
+from megasink.layers.documents import documents_of
 from megasink.layers.importance import HeadCounter
+from megasink.layers.position_bias import build_position_bias
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
@@ -42,6 +45,7 @@ class CoreAttention(MegatronModule):
         softmax_offset: for the sink variant, the logits s_h of this rank's heads [H], float32
             also where the model runs in bf16; sharded by heads. Megatron's inference and
             converters know it under this name.
+        relative_bias: gives the biases of ``attention_bias_type``; None for none.
 
     Raises:
         ValueError: cross attention, or a mask other than the causal one.
@@ -76,6 +80,7 @@ class CoreAttention(MegatronModule):
         self.window = visible_tokens(config.window_size) if windowed else None
 
         self.head_counter = HeadCounter(config, layer_number, self.tp_group)
+        self.relative_bias = build_position_bias(config, self.tp_group)
         self.softmax_offset = None
         if config.attention_variant == "sink":
             heads = config.num_attention_heads // self.tp_group.size()
@@ -109,28 +114,40 @@ class CoreAttention(MegatronModule):
 
         Args:
             attention_mask: must be None or Megatron's own causal mask: it is not read.
+            packed_seq_params: boundaries of packed documents, in the format thd: queries, keys and
+                values are then [T, heads, D].
 
         Returns:
-            [S, B, H * D] in the dtype of the query.
+            [S, B, H * D] in the dtype of the query; [T, 1, H * D] for packed documents.
 
         Raises:
-            NotImplementedError: packed sequences or an attention bias.
+            NotImplementedError: an attention bias, or packed sequences in another format.
         """
-        if packed_seq_params is not None:
-            raise NotImplementedError("packed sequences (thd) are not supported by CoreAttention")
         if attention_bias is not None:
-            raise NotImplementedError("an attention bias is not supported by CoreAttention")
+            raise NotImplementedError(
+                "an attention bias is not supported by CoreAttention: --attention-bias-type has "
+                "those that depend on the distance alone"
+            )
+        documents = documents_of(packed_seq_params, query.shape[0])
+        if documents is not None:
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         # Recompute runs forward a first time without gradients: that run counts nothing.
         counts = self.training and torch.is_grad_enabled()
         balances = counts and self.config.head_balance_coeff > 0
         query_BHTD, key_BGSD, value_BGSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        mask: dict[str, Any] = {"window": self.window, "prefix": self.config.prefix_lm_tokens}
+        longest = key.shape[0]
+        if documents is not None:
+            mask["cu_seqlens"], longest = documents.cu_seqlens, documents.longest
+        if self.relative_bias is not None:
+            mask["distance_bias_HS"] = self.relative_bias(longest, query.device)
         out_BHTD, lse_BHT, gate_BHT = attention(
             query_BHTD,
             key_BGSD,
             value_BGSD,
             variant=self.config.attention_variant,
             sink_H=self.softmax_offset,
-            window=self.window,
+            **mask,
             scale=self.softmax_scale,
             backend=self.config.attention_kernel,
             with_gate=balances or self.config.attention_variant != "vanilla",
@@ -141,9 +158,9 @@ class CoreAttention(MegatronModule):
             return out
         if gate_BHT is None:
             gate_BHT = first_key_gate(
-                query_BHTD, key_BGSD, lse_BHT, scale=self.softmax_scale, window=self.window
+                query_BHTD, key_BGSD, lse_BHT, scale=self.softmax_scale, **mask
             )
-        counted: Tensor = self.head_counter(out, gate_BHT)
+        counted: Tensor = self.head_counter(out, gate_BHT, documents)
         return counted
 
     def sharded_state_dict(
@@ -152,11 +169,11 @@ class CoreAttention(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """The sinks, sharded by heads on axis 0."""
+        """The sinks, sharded by heads on axis 0, and the table of biases, on axis 1."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
-            {"softmax_offset": 0},
+            {"softmax_offset": 0, "relative_bias.weight": 1},
             sharded_offsets,
             tp_group=self.tp_group,
             dp_cp_group=(metadata or {}).get("dp_cp_group"),

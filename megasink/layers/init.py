@@ -21,7 +21,7 @@ from megasink.layers.transformer_config import MegasinkTransformerConfig
 InitMethod = Callable[[Tensor], Tensor]
 _SCALED_OUTPUT = re.compile(r"(linear_proj|linear_fc2)\.weight$")
 _EMBEDDING = re.compile(r"(word_embeddings|position_embeddings)\.weight$")
-_DRAWN = re.compile(r"(linear_qkv|linear_fc1|output_layer)\.weight$")
+_DRAWN = re.compile(r"(linear_qkv|linear_fc1|output_layer|relative_bias)\.weight$")
 
 
 def global_names(model: GPTModel) -> dict[str, str]:

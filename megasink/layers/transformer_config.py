@@ -27,7 +27,15 @@ class MegasinkTransformerConfig(
     AttentionOptions,
     TransformerConfig,
 ):
-    """TransformerConfig with the options of megasink beside Megatron's fields."""
+    """TransformerConfig with the options of megasink beside Megatron's fields.
+
+    Attributes:
+        relative_attention_num_buckets, relative_attention_max_distance: Megatron's flags, which its
+            own TransformerConfig does not hold.
+    """
+
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
 
     def __post_init__(self) -> None:
         self.softmax_type = SOFTMAX_TYPE[self.attention_variant]

@@ -175,9 +175,7 @@ def test_bias_over_more_than_one_chunk_and_in_documents(variant):
     for mask in ({}, {"window": 130}, {"cu_seqlens": (0, 270, 285, 300)}):
         for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 2e-5)):
             ours = evaluate_biased(attention, case, dtype, variant, bias, **mask)
-            exact = evaluate_biased(
-                reference_attention, case, torch.float64, variant, bias, **mask
-            )
+            exact = evaluate_biased(reference_attention, case, torch.float64, variant, bias, **mask)
             for name, tensor in exact.items():
                 error = (ours[name] - tensor).norm() / tensor.norm()
                 assert error <= tolerance, (name, error)

@@ -115,20 +115,7 @@ def name_of(value) -> str | None:
 @pytest.mark.parametrize(("model", "layout", "options"), CASES, ids=name_of)
 def test_layout_changes_nothing(pool, single, model, layout, options):
     reports = pool.run(TRAIN, layout, **MODELS[model], **options)
-    expected = single(model)
-    np.testing.assert_allclose(merging.loss(reports), merging.loss(expected), rtol=TOLERANCE)
-    for report in reports:  # every rank knows the statistics and the norm of the whole model
-        np.testing.assert_allclose(report["grad_norm"], expected[0]["grad_norm"], rtol=TOLERANCE)
-        for found, wanted in zip(report["statistics"], expected[0]["statistics"], strict=True):
-            for key in wanted:
-                np.testing.assert_allclose(found[key], wanted[key], rtol=TOLERANCE, err_msg=key)
-    for kind in ("initial", "gradients", "final"):
-        found, wanted = (merging.whole([r[kind] for r in rs]) for rs in (reports, expected))
-        assert found.keys() == wanted.keys()
-        errors = {n: merging.relative_error(found[n], wanted[n]) for n in wanted}
-        worst = max(errors, key=errors.__getitem__)
-        limit = 0.0 if kind == "initial" else TOLERANCE
-        assert errors[worst] <= limit, f"{kind} of {worst}: {errors[worst]:.2e}"
+    merging.assert_same_training(reports, single(model), TOLERANCE)
 
 
 @pytest.mark.parametrize("options", [FULL, SELECTIVE], ids=["full", "selective"])

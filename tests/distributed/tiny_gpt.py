@@ -29,7 +29,12 @@ HEADS, HIDDEN = 4, 64
 
 
 def model_config(
-    *, tied: bool = False, fp16: bool = False, bf16: bool = False, **options: Any
+    *,
+    tied: bool = False,
+    fp16: bool = False,
+    bf16: bool = False,
+    position_embedding_type: str = "rope",
+    **options: Any,
 ) -> MegasinkGPTConfig:
     """A tiny GPT in the layout that parallel_state holds.
 
@@ -81,7 +86,7 @@ def model_config(
         vocab_size=VOCABULARY,
         seq_length=SEQUENCE,
         share_embeddings_and_output_weights=tied,
-        position_embedding_type="rope",
+        position_embedding_type=position_embedding_type,
     )
     config.pre_wrap_hooks = [skew_sinks]
     config.finalize()

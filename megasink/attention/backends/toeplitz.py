@@ -1,9 +1,10 @@
 """Causal attention with a bias by distance, in plain tensor operations, a chunk of rows at a time.
 
-z_ij = scale * q_i . k_j + b(i - j): along a diagonal the bias is one number per head. So a chunk of
-rows needs C + K - 1 of them, seen as a C x K matrix through overlapping strides, and their gradient
-is the sum of dS along the diagonals. Hidden keys are biases of -inf: distances below 0, and from the
-window on. The largest temporary is [B, H, CHUNK, K]. fp16 and bf16 are computed in float32.
+z_ij = scale * q_i . k_j + b(i - j): along a diagonal the bias is one number per head. So a chunk
+of rows needs C + K - 1 of them, seen as a C x K matrix through overlapping strides, and their
+gradient is the sum of dS along the diagonals. Hidden keys are biases of -inf: distances below 0,
+and from the window on. The largest temporary is [B, H, CHUNK, K]. fp16 and bf16 are computed in
+float32.
 
 Shapes: B batch, H query heads, G groups, R heads per group, T queries, C a chunk of them, S keys,
 K those that the chunk sees, D head dim.

@@ -72,6 +72,7 @@ def attention_request(args: Namespace) -> AttentionRequest:
         head_dim=args.kv_channels or args.hidden_size // args.num_attention_heads,
         variant=args.attention_variant,
         window=visible_tokens(args.window_size),
+        distance_bias=args.attention_bias_type != "none",
         needs_gate_gradient=args.attention_variant == "sink" or args.head_balance_coeff > 0,
         dropout=args.attention_dropout,
     )
