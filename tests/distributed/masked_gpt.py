@@ -80,7 +80,8 @@ def train(documents: bool = False, **options: Any) -> dict[str, Any]:
 
 
 def by_autograd(documents: bool = False, **options: Any) -> dict[str, Any]:
-    """One step by plain autograd: every document is a batch of its own, its mask S x S.
+    """One step by plain autograd: every document is a batch of its own, its mask S x S. The balance
+    loss is that of each microbatch.
 
     Returns:
         loss as `train` reports it, importance [L, H] and gradients of the first step.
@@ -120,12 +121,13 @@ def by_autograd(documents: bool = False, **options: Any) -> dict[str, Any]:
                 loss = model(part["tokens"], position, None, labels=part["labels"])
                 losses.append(loss[:, max(prefix - 1, 0) :].sum())
                 count += stop - start - max(prefix - 1, 0)
-        importances = [torch.cat(gates[layer], 1).mean(1) for layer in sorted(gates)]
+        importance_LH = torch.stack([torch.cat(gates[i], 1).mean(1) for i in sorted(gates)])
         gates.clear()
         loss = torch.stack(losses).sum()
         report += loss.item()
-        total = total + loss / count + oracle.balance_loss(importances, coeff)
-        rows.append(torch.stack(importances))
+        every_head = [list(range(tiny_gpt.HEADS))] * len(importance_LH)
+        total = total + loss / count + oracle.balance_loss(importance_LH, coeff, every_head)
+        rows.append(importance_LH)
     (total / tiny_gpt.MICROBATCHES).backward()
     tokens = tiny_gpt.MICROBATCHES * tiny_gpt.MICROBATCH * tiny_gpt.SEQUENCE
     return {
