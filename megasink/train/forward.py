@@ -48,7 +48,7 @@ def forward_step(
         packed_seq_params=packed,
     )
     if packed is not None and not get_attr_wrapped_model(model, "post_process"):
-        output = leave_stage(output, get_args().micro_batch_size)
+        output = leave_stage(output, args.micro_batch_size)
     training = model.training
     return output, functools.partial(loss_func, batch["labels"], batch["loss_mask"], training)
 

@@ -116,3 +116,17 @@ def test_the_table_of_t5_is_trained_and_that_of_sinusoids_is_not(single):
     assert reached[:22].all()
     assert not reached[22:].any()
     assert not any("position_embeddings" in n for n in single("sinusoid")[0]["final"])
+
+
+def test_a_checkpoint_of_biases_loads_under_another_layout(pool, tmp_path):
+    options = {"distributed_optimizer": True, "attention_bias_type": "t5", **NONE}
+    tasks, folder = "tests.distributed.checkpoint_tasks", str(tmp_path / "checkpoint")
+    saved = pool.run(f"{tasks}:save_and_go_on", TP, folder=folder, **options)
+    loaded = pool.run(f"{tasks}:load_and_go_on", PP, folder=folder, **options)
+    for kind in ("weights", "param", "exp_avg"):
+        found, wanted = (merging.whole([r["saved"][kind] for r in rs]) for rs in (loaded, saved))
+        assert found.keys() == wanted.keys()
+        for name in (n for n in wanted if n.endswith("relative_bias.weight")):
+            np.testing.assert_array_equal(found[name], wanted[name], err_msg=f"{kind} of {name}")
+            assert found[name].any()
+    np.testing.assert_allclose(merging.loss(loaded), merging.loss(saved), rtol=TOLERANCE)

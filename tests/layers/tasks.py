@@ -120,9 +120,7 @@ def refusals() -> dict[str, str]:
         "good": message(lambda: layer(query, key, key, None)),
         "cross": message(lambda: CoreAttention(**good | {"attention_type": "cross"})),
         "mask": message(lambda: CoreAttention(**good | {"attn_mask_type": AttnMaskType.padding})),
-        "packed": message(
-            lambda: layer(query, key, key, None, packed_seq_params=packed)
-        ),
+        "packed": message(lambda: layer(query, key, key, None, packed_seq_params=packed)),
         "bias": message(lambda: layer(query, key, key, None, attention_bias=query)),
         "mtp": message(lambda: MegasinkGPTBuilder(mtp).build_model(groups)),
     }
