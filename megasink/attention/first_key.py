@@ -131,7 +131,7 @@ def backward_first_key(
         )
         grad_key_BGSD[:, :, 1:] = rows_grads[1]
         grad_value_BGSD[:, :, 1:] = rows_grads[2]
-        if grad_bias_HS is not None:
+        if grad_bias_HS is not None and rows_grads[3] is not None:
             grad_bias_HS[:, :-1] += rows_grads[3]
     else:
         grad_key_BGSD[:, :, 1:] = 0.0

@@ -126,19 +126,19 @@ def slot_attention(
     mask = _mask(query_BHTD, key_BGSD, causal, prefix, window, cu_seqlens, distance_bias_HS)
     options: dict[str, Any] = {"scale": scale, "backend": backend, "with_gate": True}
 
-    def attend(*tensors: Tensor) -> AttentionOutput:
-        slot = (*tensors[3:], None) if slot_value_BHTD is None else tensors[3:]
-        return _attend(*tensors[:3], *slot, GIVEN, **mask, **options)
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, logit: Tensor, slot_value: Tensor | None = None
+    ) -> AttentionOutput:
+        return _attend(query, key, value, logit, slot_value, GIVEN, **mask, **options)
 
-    tensors = [query_BHTD, key_BGSD, value_BGSD, slot_logit_BHT]
-    tensors += [] if slot_value_BHTD is None else [slot_value_BHTD]
+    tensors = (query_BHTD, key_BGSD, value_BGSD)
     if cu_seqlens is None:
-        return attend(*tensors)
+        return attend(*tensors, slot_logit_BHT, slot_value_BHTD)
     # What broadcasts over tokens cannot be cut along them.
-    tensors[3] = slot_logit_BHT.expand(query_BHTD.shape[:3])
+    slot = [slot_logit_BHT.expand(query_BHTD.shape[:3])]
     if slot_value_BHTD is not None:
-        tensors[4] = slot_value_BHTD.expand(query_BHTD.shape)
-    return attend_by_document(attend, cu_seqlens, *tensors)
+        slot.append(slot_value_BHTD.expand(query_BHTD.shape))
+    return attend_by_document(attend, cu_seqlens, *tensors, *slot)
 
 
 def _attend(

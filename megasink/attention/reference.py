@@ -120,7 +120,7 @@ def reference_attention(
     if (variant == "sink") != (sink_H is not None):
         raise ValueError(f"sink_H goes with variant 'sink', and only with it; got {variant!r}")
     mask = _Mask(scale, causal, prefix, window, distance_bias_HS)
-    tensors = [query_BHTD, key_BGSD, value_BGSD]
+    tensors = (query_BHTD, key_BGSD, value_BGSD)
     if variant != "vanilla":
         slot_logit_H = query_BHTD.new_zeros(query_BHTD.shape[1]) if sink_H is None else sink_H
         return reference_slot_attention(
@@ -185,5 +185,5 @@ def _each_document(
 ) -> AttentionOutput:
     """Every document by itself, and the results side by side again."""
     outputs = [attend(*(t[:, :, a:b] for t in tensors)) for a, b in pairwise(cu_seqlens) if b > a]
-    out, lse, gate = (torch.cat([o[i] for o in outputs if o[i] is not None], 2) for i in range(3))
-    return AttentionOutput(out, lse, gate)
+    out_BHTD, lse_BHT, gate_BHT = (torch.cat(parts, 2) for parts in zip(*outputs, strict=True))
+    return AttentionOutput(out_BHTD, lse_BHT, gate_BHT)

@@ -146,7 +146,7 @@ def slot_attention_backward_op(
         slot_grad = _slot_logit_grad(grad_out, grad_lse, grad_gate, out, slot_value, gate, weight)
     if slot == FIRST_KEY:
         assert slot_grad is not None
-        *grads, bias_grad = backward_first_key(
+        query_grad, key_grad, value_grad, bias_grad = backward_first_key(
             kernel,
             grad_out,
             kernel_grad_out,
@@ -161,7 +161,8 @@ def slot_attention_backward_op(
             **mask,
         )
         bias_grad = lse.new_empty(0) if bias_grad is None else bias_grad
-        return *grads, lse.new_empty(0), query.new_empty(0), bias_grad
+        no_slot_grads = lse.new_empty(0), query.new_empty(0)
+        return query_grad, key_grad, value_grad, *no_slot_grads, bias_grad
 
     *grads, bias_grad = backward_blocks(
         kernel,

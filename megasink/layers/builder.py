@@ -45,8 +45,9 @@ class MegasinkGPTBuilder(GPTModelBuilder):
         model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
         if config.transformer.sinusoidal_position_embedding and model.pre_process:
             learned = model.embedding.position_embeddings.weight
+            rows, hidden_size = learned.shape
             model.embedding.position_embeddings = SinusoidalPositions(
-                *learned.shape, device=learned.device
+                rows, hidden_size, learned.device
             )
         initialize_weights(model, config.init_seed)
         return model

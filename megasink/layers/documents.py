@@ -47,11 +47,11 @@ def documents_of(params: PackedSeqParams | None, tokens: int) -> Documents | Non
     """
     if params is None:
         return None
-    known = params.__dict__.get(_CACHE)
+    known: Documents | None = params.__dict__.get(_CACHE)
     if known is None:
         known = _read(params, tokens)
         params.__dict__[_CACHE] = known
-    return known  # type: ignore[no-any-return]
+    return known
 
 
 def with_documents(params: PackedSeqParams, cu_seqlens: list[int]) -> PackedSeqParams:

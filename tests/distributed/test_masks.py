@@ -120,7 +120,7 @@ def test_the_table_of_t5_is_trained_and_that_of_sinusoids_is_not(single):
 
 def test_a_checkpoint_of_biases_loads_under_another_layout(pool, tmp_path):
     options = {"distributed_optimizer": True, "attention_bias_type": "t5", **NONE}
-    tasks, folder = "tests.distributed.checkpoint_tasks", str(tmp_path / "checkpoint")
+    tasks, folder = "tests.distributed.checkpoint_tasks", str(tmp_path)
     saved = pool.run(f"{tasks}:save_and_go_on", TP, folder=folder, **options)
     loaded = pool.run(f"{tasks}:load_and_go_on", PP, folder=folder, **options)
     for kind in ("weights", "param", "exp_avg"):
