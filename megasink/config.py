@@ -17,6 +17,7 @@ GateOperation = Literal["multiply", "add"]
 GateActivation = Literal["sigmoid", "silu", "ns-sigmoid", "identity"]
 GateInput = Literal["hidden", "none"]
 OutputNorm = Literal["none", "rmsnorm", "silu"]
+AttentionBias = Literal["none", "alibi", "t5", "bucket"]
 Scope = Literal["global", "data-parallel", "microbatch"]
 FFNActivation = Literal["relu", "gelu", "silu", "reglu", "geglu", "swiglu"]
 
@@ -134,6 +135,21 @@ class GateOptions:
 @dataclass(kw_only=True)
 class PositionOptions:
     """Which tokens see each other, and how positions enter (P2.18 to P2.22)."""
+
+    prefix_lm_tokens: int = 0
+    """Prefix language model (P2.18): the first so many tokens of a sequence see each other in both
+    directions, and every later token sees them; the loss counts targets after them only. 0: causal
+    language model."""
+
+    attention_bias_type: AttentionBias = _choice(AttentionBias, "none")  # noqa: RUF009
+    """Positions as a bias on the scores, by head and distance; with --position-embedding-type none.
+    alibi: fixed slopes (P2.22). t5: a learned scalar for each head and bucket of distances, in each
+    layer. bucket: the index of the bucket itself (P2.21). --relative-attention-num-buckets and
+    --relative-attention-max-distance set the buckets."""
+
+    sinusoidal_position_embedding: bool = False
+    """With --position-embedding-type learned_absolute: a fixed table of sines and cosines (P2.20)
+    in place of the learned one."""
 
 
 @dataclass(kw_only=True)

@@ -2,14 +2,15 @@
 
 A kernel answers causal squares and unmasked rectangles. A softmax over more keys is the merge of
 blocks by their log-sum-exps, and the backward of each block, handed the merged output and LSE, is
-its exact share of the gradient (docs/maths.md). Sliding windows and bottom-right causal rectangles
-become such lists, on every backend, and nothing is S x S, masks included.
+its exact share of the gradient (docs/maths.md). Sliding windows, prefixes and bottom-right causal
+rectangles become such lists, on every backend, and nothing is S x S, masks included. A bias by
+distance is for backends that take the whole causal mask with it.
 
 Shapes: B batch, H query heads, G groups, T queries, S keys, D head dim; N blocks of one size,
 folded into the batch.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,16 +37,27 @@ class Block(NamedTuple):
     stride: int = 0
 
 
-def plan_blocks(queries: int, keys: int, window: int | None = None) -> tuple[Block, ...]:
+def plan_blocks(
+    queries: int, keys: int, window: int | None = None, prefix: int = 0
+) -> tuple[Block, ...]:
     """The causal mask, its last query at the last key, as blocks that share no (query, key) pair.
 
     Args:
-        queries, keys: T <= S.
+        queries, keys: T <= S; with a prefix also T = S + 1, key 0 taken out as the slot.
         window: tokens visible to a token, itself included (needs T = S or T = 1); None for all.
+        prefix: keys that every query sees; not with a window.
 
     Raises:
         ValueError: more queries than keys, or a window on a rectangle.
     """
+    if prefix and prefix > keys - queries:
+        # Everything before the first key after the prefix is as if nothing were masked there.
+        prefix = min(prefix, keys)
+        everyone = Block("full", 0, 0, queries, prefix)
+        first = prefix - (keys - queries)
+        if prefix == keys:
+            return (everyone,)
+        return (everyone, Block("causal", first, prefix, keys - prefix, keys - prefix))
     if queries > keys:
         raise ValueError(f"causal attention of {queries} queries needs as many keys, got {keys}")
     if window is None or window >= keys:
@@ -80,6 +92,8 @@ def forward_blocks(
     causal: bool,
     window: int | None,
     scale: float,
+    prefix: int = 0,
+    distance_bias_HS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a backend under any of the masks above.
 
@@ -87,7 +101,11 @@ def forward_blocks(
         out_BHTD in the dtype of the query, and lse_BHT, float32 (float64 for float64).
     """
     window = _effective_window(window, key_BGSD)
-    blocks = _blocks(backend, query_BHTD, key_BGSD, causal, window)
+    if distance_bias_HS is not None:
+        return backend.forward_biased(
+            query_BHTD, key_BGSD, value_BGSD, distance_bias_HS, scale=scale, window=window
+        )
+    blocks = _blocks(backend, query_BHTD, key_BGSD, causal, window, prefix)
     if blocks is None:
         return backend.forward(
             query_BHTD, key_BGSD, value_BGSD, causal=causal, scale=scale, window=window
@@ -124,18 +142,26 @@ def backward_blocks(
     causal: bool,
     window: int | None,
     scale: float,
+    prefix: int = 0,
+    distance_bias_HS: Tensor | None = None,
     lse_grad_BHT: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value; arguments as in `Backend.backward`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of query, key, value and bias; arguments as in `Backend.backward`."""
     window = _effective_window(window, key_BGSD)
-    blocks = _blocks(backend, query_BHTD, key_BGSD, causal, window)
-    inputs = (grad_out_BHTD, query_BHTD, key_BGSD, value_BGSD, out_BHTD, lse_BHT)
-    if blocks is None:
-        return backend.backward(
-            *inputs, causal=causal, scale=scale, window=window, lse_grad_BHT=lse_grad_BHT
+    inputs = (query_BHTD, key_BGSD, value_BGSD)
+    options: dict[str, Any] = {"scale": scale, "window": window, "lse_grad_BHT": lse_grad_BHT}
+    if distance_bias_HS is not None:
+        return backend.backward_biased(
+            grad_out_BHTD, *inputs, distance_bias_HS, out_BHTD, lse_BHT, **options
         )
+    blocks = _blocks(backend, query_BHTD, key_BGSD, causal, window, prefix)
+    if blocks is None:
+        whole = backend.backward(
+            grad_out_BHTD, *inputs, out_BHTD, lse_BHT, causal=causal, **options
+        )
+        return *whole, None
     dtype = torch.promote_types(query_BHTD.dtype, torch.float32)
-    grads = tuple(torch.zeros_like(t, dtype=dtype) for t in (query_BHTD, key_BGSD, value_BGSD))
+    grads = tuple(torch.zeros_like(t, dtype=dtype) for t in inputs)
     for block in blocks:
         rows, columns = (block.query, block.queries), (block.key, block.keys)
         lse_grad = (
@@ -155,7 +181,7 @@ def backward_blocks(
         for total, part, place in zip(grads, block_grads, (rows, columns, columns), strict=True):
             _rows(total, block, *place).add_(_unfold(part, block))
     grad_query_BHTD, grad_key_BGSD, grad_value_BGSD = (g.to(query_BHTD.dtype) for g in grads)
-    return grad_query_BHTD, grad_key_BGSD, grad_value_BGSD
+    return grad_query_BHTD, grad_key_BGSD, grad_value_BGSD, None
 
 
 def merge_(
@@ -176,13 +202,18 @@ def _effective_window(window: int | None, key_BGSD: Tensor) -> int | None:
 
 
 def _blocks(
-    backend: Backend, query_BHTD: Tensor, key_BGSD: Tensor, causal: bool, window: int | None
+    backend: Backend,
+    query_BHTD: Tensor,
+    key_BGSD: Tensor,
+    causal: bool,
+    window: int | None,
+    prefix: int,
 ) -> tuple[Block, ...] | None:
     """The plan, or None where one call of the backend does it."""
     square = query_BHTD.shape[2] == key_BGSD.shape[2]
     if not causal or (window is not None and backend.native_window and square):
         return None
-    blocks = plan_blocks(query_BHTD.shape[2], key_BGSD.shape[2], window)
+    blocks = plan_blocks(query_BHTD.shape[2], key_BGSD.shape[2], window, prefix)
     whole = len(blocks) == 1 and blocks[0].repeats == 1 and blocks[0].mask == "causal"
     return None if whole else blocks
 

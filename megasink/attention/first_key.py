@@ -2,7 +2,8 @@
 
 s_i = scale * q_i . k_0 and u = v_0, so the gate 1 - A_i0 = sigmoid(LSE over keys 1.. - s_i) keeps
 values of 1e-20 that 1 - exp(z_i0 - LSE_i) would round to 0 (P0.7, docs/maths.md). Rows that see
-key 0 alone (the first token) never reach the kernel: G = 0, out = v_0.
+key 0 alone (the first token, unless a prefix shows it more) never reach the kernel: G = 0,
+out = v_0.
 
 Shapes: B batch, H query heads, G key/value groups, R heads per group, T queries, S keys, D head
 dim.
@@ -28,17 +29,21 @@ def forward_first_key(
     value_BGSD: Tensor,
     *,
     causal: bool,
+    prefix: int,
     window: int | None,
+    distance_bias_HS: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns out_BHTD, lse_BHT over all visible keys, gate_BHT and weight_BHT = 1 - gate."""
     queries, keys = query_BHTD.shape[2], key_BGSD.shape[2]
-    alone = _rows_alone(queries, keys, causal)
+    alone = _rows_alone(queries, keys, causal, prefix)
     first_value_BH1D = repeat_groups(value_BGSD[:, :, :1], query_BHTD.shape[1])
     first_key_BH1D = repeat_groups(key_BGSD[:, :, :1], query_BHTD.shape[1])
     dtype = statistics_dtype(query_BHTD.dtype)
     logit_BHT1 = query_BHTD.to(dtype) @ first_key_BH1D.to(dtype).transpose(-1, -2)
     logit_BHT = logit_BHT1.squeeze(-1).mul_(scale)
+    if distance_bias_HS is not None:
+        logit_BHT += distance_bias_HS[:, keys - queries : keys]
     if window is not None:
         logit_BHT[..., max(window - (keys - queries), 0) :] = -torch.inf
     out_BHTD = empty_in_order_of(query_BHTD)
@@ -52,7 +57,9 @@ def forward_first_key(
             key_BGSD[:, :, 1:],
             value_BGSD[:, :, 1:],
             causal=causal,
+            prefix=max(prefix - 1, 0),
             window=window,
+            distance_bias_HS=None if distance_bias_HS is None else distance_bias_HS[:, :-1],
             scale=scale,
         )
         rows_logit_BHT = logit_BHT[..., alone:]
@@ -82,10 +89,12 @@ def backward_first_key(
     lse_grad_BHT: Tensor | None,
     *,
     causal: bool,
+    prefix: int,
     window: int | None,
+    distance_bias_HS: Tensor | None,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of query, key, value and bias.
 
     Args:
         kernel_grad_out_BHTD, kernel_out_BHTD: what the kernel is to see, LSE gradient injected.
@@ -93,12 +102,16 @@ def backward_first_key(
         lse_grad_BHT: gradient of the LSE, for kernels that take it; else None.
     """
     queries, keys, groups = query_BHTD.shape[2], key_BGSD.shape[2], key_BGSD.shape[1]
-    alone = _rows_alone(queries, keys, causal)
+    alone = _rows_alone(queries, keys, causal, prefix)
     first_key_BH1D = repeat_groups(key_BGSD[:, :, :1], query_BHTD.shape[1])
     scaled_grad_BHT1 = scale * logit_grad_BHT[..., None]
-    rows_query_BHTD = rows_key_BGSD = rows_value_BGSD = None
+    grad_bias_HS = None
+    if distance_bias_HS is not None:
+        grad_bias_HS = torch.zeros_like(distance_bias_HS)
+        grad_bias_HS[:, keys - queries :] = logit_grad_BHT.sum(0)
+    rows_query_BHTD = rows_key_BGSD = rows_value_BGSD = rows_bias_HS = None
     if alone < queries:
-        rows_query_BHTD, rows_key_BGSD, rows_value_BGSD = backward_blocks(
+        rows_query_BHTD, rows_key_BGSD, rows_value_BGSD, rows_bias_HS = backward_blocks(
             kernel,
             kernel_grad_out_BHTD[:, :, alone:],
             query_BHTD[:, :, alone:],
@@ -108,7 +121,9 @@ def backward_first_key(
             lse_BHT[..., alone:],
             lse_grad_BHT=None if lse_grad_BHT is None else lse_grad_BHT[..., alone:],
             causal=causal,
+            prefix=max(prefix - 1, 0),
             window=window,
+            distance_bias_HS=None if distance_bias_HS is None else distance_bias_HS[:, :-1],
             scale=scale,
         )
     # One gradient after the other, each part of the kernel's freed before the next is allocated:
@@ -128,7 +143,9 @@ def backward_first_key(
     del rows_key_BGSD
     first_grad_BGD = weighted_row_sum(weight_BHT, grad_out_BHTD, groups)
     grad_value_BGSD = _behind_first(first_grad_BGD, rows_value_BGSD, value_BGSD)
-    return grad_query_BHTD, grad_key_BGSD, grad_value_BGSD
+    if grad_bias_HS is not None and rows_bias_HS is not None:
+        grad_bias_HS[:, :-1] += rows_bias_HS
+    return grad_query_BHTD, grad_key_BGSD, grad_value_BGSD, grad_bias_HS
 
 
 def _behind_first(first_BGD: Tensor, rows_BGSD: Tensor | None, like_BGSD: Tensor) -> Tensor:
@@ -139,8 +156,8 @@ def _behind_first(first_BGD: Tensor, rows_BGSD: Tensor | None, like_BGSD: Tensor
     return whole_BGSD
 
 
-def _rows_alone(queries: int, keys: int, causal: bool) -> int:
+def _rows_alone(queries: int, keys: int, causal: bool, prefix: int) -> int:
     """How many leading rows see key 0 and nothing else."""
     if keys == 1:
         return queries
-    return int(causal and queries == keys)
+    return int(causal and queries == keys and prefix < 2)

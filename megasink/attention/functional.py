@@ -4,9 +4,13 @@ Shapes: B batch, H query heads, G key/value groups (H a multiple of G), T querie
 dim.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from megasink.attention.documents import attend_by_document, document_lengths
 from megasink.attention.layout import statistics_dtype
 from megasink.attention.reference import VARIANTS, AttentionOutput
 from megasink.attention.slot_op import FIRST_KEY, GIVEN, NO_SLOT, slot_attention_op
@@ -19,7 +23,10 @@ def attention(
     *,
     variant: str = "vanilla",
     sink_H: Tensor | None = None,
+    prefix: int = 0,
     window: int | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+    distance_bias_HS: Tensor | None = None,
     scale: float | None = None,
     causal: bool = True,
     backend: str = "auto",
@@ -35,7 +42,14 @@ def attention(
             at the last key.
         variant: "vanilla" (paper P0.1), "sink" (P0.2) or "off-by-one" (a sink fixed at 0).
         sink_H: the sink logits, for "sink" only; float32, or float64 for float64 queries.
-        window: tokens visible to a token, itself included; None for all.
+        prefix: keys that every token sees, later ones too (prefix LM, P2.18). Needs `causal`; not
+            with a window, documents or a bias.
+        window: tokens visible to a token, itself included (P2.19); None for all.
+        cu_seqlens: boundaries 0, .., T of packed documents, integers on the host; T = S. Each
+            attends to itself alone, and its own first key is vanilla attention's. None for one.
+        distance_bias_HS: [H, S or more], entry [h, i - j] is added to the score of key j <= i
+            (ALiBi, T5 and others, P2.20 to P2.22); float32, or float64 for float64 queries;
+            differentiable. Needs `causal`, and a backend that adds a bias ("eager").
         scale: factor of the scores; None for D ** -0.5.
         causal: a token sees no key after its own position.
         backend: a name of `backend_names()`, or "auto".
@@ -47,7 +61,7 @@ def attention(
 
     Raises:
         ConfigError: no backend, or not the one asked for, computes this exactly.
-        ValueError: shapes, dtypes or devices that do not fit together.
+        ValueError: shapes, dtypes or devices that do not fit together, or masks.
     """
     check_shapes(query_BHTD, key_BGSD, value_BGSD, causal)
     if variant not in VARIANTS:
@@ -65,21 +79,15 @@ def attention(
                 f"sink_H must be [{heads}] in {dtype}, got {list(sink_H.shape)} in {sink_H.dtype}"
             )
         slot, slot_logit_1H1 = GIVEN, sink_H[None, :, None]
-    tensors = (query_BHTD, key_BGSD, value_BGSD, slot_logit_1H1)
-    out_BHTD, lse_BHT, gate_BHT, _ = slot_attention_op(
-        query_BHTD,
-        key_BGSD,
-        value_BGSD,
-        slot_logit_1H1,
-        None,
-        slot,
-        causal,
-        window,
-        query_BHTD.shape[-1] ** -0.5 if scale is None else scale,
-        backend,
-        with_gate and _needs_gradient(*tensors),
-    )
-    return AttentionOutput(out_BHTD, lse_BHT, gate_BHT if with_gate else None)
+    mask = _mask(query_BHTD, key_BGSD, causal, prefix, window, cu_seqlens, distance_bias_HS)
+    options: dict[str, Any] = {"scale": scale, "backend": backend, "with_gate": with_gate}
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> AttentionOutput:
+        return _attend(query, key, value, slot_logit_1H1, None, slot, **mask, **options)
+
+    if cu_seqlens is not None:
+        return attend_by_document(attend, cu_seqlens, query_BHTD, key_BGSD, value_BGSD)
+    return attend(query_BHTD, key_BGSD, value_BGSD)
 
 
 def slot_attention(
@@ -89,7 +97,10 @@ def slot_attention(
     slot_logit_BHT: Tensor,
     slot_value_BHTD: Tensor | None = None,
     *,
+    prefix: int = 0,
     window: int | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+    distance_bias_HS: Tensor | None = None,
     scale: float | None = None,
     causal: bool = True,
     backend: str = "auto",
@@ -112,17 +123,106 @@ def slot_attention(
             f"slot_logit_BHT must have 3 dimensions in {dtype}, got "
             f"{list(slot_logit_BHT.shape)} in {slot_logit_BHT.dtype}"
         )
-    tensors = (query_BHTD, key_BGSD, value_BGSD, slot_logit_BHT, slot_value_BHTD)
+    mask = _mask(query_BHTD, key_BGSD, causal, prefix, window, cu_seqlens, distance_bias_HS)
+    options: dict[str, Any] = {"scale": scale, "backend": backend, "with_gate": True}
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, logit: Tensor, slot_value: Tensor | None = None
+    ) -> AttentionOutput:
+        return _attend(query, key, value, logit, slot_value, GIVEN, **mask, **options)
+
+    tensors = (query_BHTD, key_BGSD, value_BGSD)
+    if cu_seqlens is None:
+        return attend(*tensors, slot_logit_BHT, slot_value_BHTD)
+    # What broadcasts over tokens cannot be cut along them.
+    slot = [slot_logit_BHT.expand(query_BHTD.shape[:3])]
+    if slot_value_BHTD is not None:
+        slot.append(slot_value_BHTD.expand(query_BHTD.shape))
+    return attend_by_document(attend, cu_seqlens, *tensors, *slot)
+
+
+def _attend(
+    query_BHTD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    slot_logit_BHT: Tensor | None,
+    slot_value_BHTD: Tensor | None,
+    slot: str,
+    *,
+    causal: bool,
+    prefix: int,
+    window: int | None,
+    distance_bias_HS: Tensor | None,
+    scale: float | None,
+    backend: str,
+    with_gate: bool,
+) -> AttentionOutput:
+    """One call of the op."""
+    keys = key_BGSD.shape[2]
+    if distance_bias_HS is not None and distance_bias_HS.shape[1] > keys:
+        distance_bias_HS = distance_bias_HS[:, :keys]
+    tensors = (query_BHTD, key_BGSD, value_BGSD, slot_logit_BHT, slot_value_BHTD, distance_bias_HS)
     out_BHTD, lse_BHT, gate_BHT, _ = slot_attention_op(
         *tensors,
-        GIVEN,
+        slot,
         causal,
+        prefix,
         window,
         query_BHTD.shape[-1] ** -0.5 if scale is None else scale,
         backend,
-        _needs_gradient(*tensors),
+        with_gate and _needs_gradient(*tensors),
     )
-    return AttentionOutput(out_BHTD, lse_BHT, gate_BHT)
+    return AttentionOutput(out_BHTD, lse_BHT, gate_BHT if with_gate else None)
+
+
+def _mask(
+    query_BHTD: Tensor,
+    key_BGSD: Tensor,
+    causal: bool,
+    prefix: int,
+    window: int | None,
+    cu_seqlens: Sequence[int] | None,
+    distance_bias_HS: Tensor | None,
+) -> dict[str, Any]:
+    """The mask of one call of the op, which takes one document.
+
+    Raises:
+        ValueError: masks that have no meaning together, or a bias of another shape or dtype.
+    """
+    heads, (queries, keys) = query_BHTD.shape[1], (query_BHTD.shape[2], key_BGSD.shape[2])
+    if prefix < 0:
+        raise ValueError(f"prefix {prefix}: a number of keys, 0 for none")
+    others = {"window": window, "cu_seqlens": cu_seqlens, "distance_bias_HS": distance_bias_HS}
+    given = [name for name, value in others.items() if value is not None]
+    if prefix and (given or not causal):
+        what = given[0] if given else "causal=False"
+        raise ValueError(f"a prefix is for causal attention alone, not with {what}")
+    if cu_seqlens is not None and (queries != keys or not causal):
+        raise ValueError(
+            f"cu_seqlens needs causal attention with a query for every key, got {queries} queries "
+            f"and {keys} keys: decode each document by itself"
+        )
+    if distance_bias_HS is not None:
+        dtype = statistics_dtype(query_BHTD.dtype)
+        shape = list(distance_bias_HS.shape)
+        if len(shape) != 2 or shape[0] != heads or distance_bias_HS.dtype is not dtype:
+            raise ValueError(
+                f"distance_bias_HS must be [{heads}, keys] in {dtype}, got {shape} in "
+                f"{distance_bias_HS.dtype}"
+            )
+        needed = keys
+        if cu_seqlens is not None:
+            needed = max(document_lengths(cu_seqlens, keys))
+        if shape[1] < needed:
+            raise ValueError(f"distance_bias_HS has {shape[1]} distances, {needed} are needed")
+    # One key that everyone sees is the causal mask.
+    prefix = 0 if prefix < 2 else min(prefix, keys)
+    return {
+        "causal": causal,
+        "prefix": prefix,
+        "window": window,
+        "distance_bias_HS": distance_bias_HS,
+    }
 
 
 def _needs_gradient(*tensors: Tensor | None) -> bool:

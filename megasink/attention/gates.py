@@ -3,9 +3,12 @@
 Shapes: B batch, H query heads, G key/value groups, T tokens, S keys, D head dim.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from megasink.attention.documents import document_lengths
 from megasink.attention.layout import repeat_groups, row_dot
 
 
@@ -35,7 +38,10 @@ def first_key_gate(
     lse_BHT: Tensor,
     *,
     scale: float | None = None,
+    prefix: int = 0,
     window: int | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+    distance_bias_HS: Tensor | None = None,
 ) -> Tensor:
     """The gate of vanilla causal attention, 1 - A_i0, from the LSE that its kernel returned.
 
@@ -45,17 +51,27 @@ def first_key_gate(
     Args:
         query_BHTD, key_BGSD: as given to `attention`, T = S.
         lse_BHT: as returned by it.
-        scale: factor of the scores; None for D ** -0.5.
-        window: tokens visible to a token, itself included; None for all.
+        scale, ..., distance_bias_HS: as given to `attention`.
 
     Returns:
-        [B, H, T] in the LSE's dtype: 0 at position 0, 1 where the window hides the first key.
+        [B, H, T] in the LSE's dtype: 0 at the first position of each document (unless it sees a
+        prefix), 1 where the window hides the first key.
     """
-    first_key_BH1D = repeat_groups(key_BGSD[:, :, :1], query_BHTD.shape[1])
-    logit_BHT = row_dot(query_BHTD, first_key_BH1D)
+    tokens, device = query_BHTD.shape[2], query_BHTD.device
+    position_T = torch.arange(tokens, device=device)
+    first_key_BGTD = key_BGSD[:, :, :1]  # 1 for T
+    if cu_seqlens is not None:
+        lengths = torch.tensor(document_lengths(cu_seqlens, tokens))
+        start_T = (lengths.cumsum(0) - lengths).repeat_interleave(lengths).to(device)
+        position_T -= start_T
+        first_key_BGTD = key_BGSD[:, :, start_T]
+    logit_BHT = row_dot(query_BHTD, repeat_groups(first_key_BGTD, query_BHTD.shape[1]))
     logit_BHT *= query_BHTD.shape[-1] ** -0.5 if scale is None else scale
+    if distance_bias_HS is not None:
+        logit_BHT += distance_bias_HS[:, position_T]
     gate_BHT = torch.expm1(logit_BHT - lse_BHT).neg_().clamp_(min=0.0)
-    gate_BHT[..., 0] = 0.0
+    if prefix < 2:
+        gate_BHT.masked_fill_(position_T == 0, 0.0)
     if window is not None:
-        gate_BHT[..., window:] = 1.0
+        gate_BHT.masked_fill_(position_T >= window, 1.0)
     return gate_BHT

@@ -4,11 +4,13 @@ Short, plain and differentiable by autograd in any dtype, with an S x S matrix o
 fast path of this package is tested against it, outputs and gradients; nothing else may use it.
 
 Shapes: B batch, H query heads, G key/value groups (H a multiple of G), T queries, S keys, D head
-dim. z_ij = scale * q_i . k_j over the visible keys j. The last query is the last key's token: with
-fewer queries than keys, query i stands at position S - T + i.
+dim. z_ij = scale * q_i . k_j + bias over the visible keys j. The last query is the last key's
+token: with fewer queries than keys, query i stands at position S - T + i.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +51,10 @@ def reference_slot_attention(
     *,
     scale: float | None = None,
     causal: bool = True,
+    prefix: int = 0,
     window: int | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+    distance_bias_HS: Tensor | None = None,
 ) -> AttentionOutput:
     """Softmax attention over the visible keys plus one slot, a key with a given logit and value.
 
@@ -61,9 +66,23 @@ def reference_slot_attention(
         slot_value_BHTD: u, broadcastable to [B, H, T, D]; None for zero.
         scale: factor of the scores; None for D ** -0.5.
         causal: a token sees no key after its own position.
-        window: tokens visible to token i, itself included (needs `causal`); None for all.
+        prefix: keys that every token sees, later ones too (prefix LM, P2.18; needs `causal`).
+        window: tokens visible to token i, itself included (needs `causal`; P2.19); None for all.
+        cu_seqlens: boundaries 0, .., T of packed documents (T = S): a token sees its own document
+            alone, and all of the above holds within each; None for one document.
+        distance_bias_HS: [H, S or more] added to the score of a key j <= i: that of head h is
+            distance_bias_HS[h, i - j] (P2.20 to P2.22; needs `causal`).
     """
-    scores_BHTS, value_BHSD = _scores(query_BHTD, key_BGSD, value_BGSD, scale, causal, window)
+    mask = _Mask(scale, causal, prefix, window, distance_bias_HS)
+    if cu_seqlens is not None:
+        slot_logit_BHT = slot_logit_BHT.expand(query_BHTD.shape[:3])
+        tensors = [query_BHTD, key_BGSD, value_BGSD, slot_logit_BHT]
+        if slot_value_BHTD is not None:
+            tensors.append(slot_value_BHTD.expand(query_BHTD.shape))
+        return _each_document(
+            lambda *parts: reference_slot_attention(*parts, **mask._asdict()), cu_seqlens, tensors
+        )
+    scores_BHTS, value_BHSD = _scores(query_BHTD, key_BGSD, value_BGSD, mask)
     slot_logit_BHT = slot_logit_BHT.to(scores_BHTS.dtype).expand(scores_BHTS.shape[:3])
     lse_of_keys_BHT = scores_BHTS.logsumexp(-1)
     lse_BHT = torch.logaddexp(lse_of_keys_BHT, slot_logit_BHT)
@@ -82,18 +101,22 @@ def reference_attention(
     sink_H: Tensor | None = None,
     scale: float | None = None,
     causal: bool = True,
+    prefix: int = 0,
     window: int | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+    distance_bias_HS: Tensor | None = None,
 ) -> AttentionOutput:
     """Attention and its implicit gate for each variant of P0.1, P0.2 and P0.6-P0.7.
 
     vanilla: softmax over the visible keys. With the attention of token i on key 0 seen as a sink,
     the gate is 1 - A_i0 = sigmoid(LSE over the visible keys 1.. - z_i0), P0 Eq. 22-23: 0 where
-    nothing else is visible (the first token), and 1 where a window hides key 0. sink: one slot of
-    logit `sink_H` and no value (P0 Eq. 1). off-by-one: the same with a fixed logit of 0.
+    nothing else is visible (the first token), and 1 where a window hides key 0. Key 0 is the first
+    of the token's own document. sink: one slot of logit `sink_H` and no value (P0 Eq. 1).
+    off-by-one: the same with a fixed logit of 0.
 
     Args:
         sink_H: [H], for the sink variant only.
-        scale, causal, window: as in `reference_slot_attention`.
+        scale, ..., distance_bias_HS: as in `reference_slot_attention`.
 
     Raises:
         ValueError: an unknown variant, or a `sink_H` that does not fit it.
@@ -102,18 +125,18 @@ def reference_attention(
         raise ValueError(f"unknown attention variant {variant!r}: one of {', '.join(VARIANTS)}")
     if (variant == "sink") != (sink_H is not None):
         raise ValueError(f"sink_H goes with variant 'sink', and only with it; got {variant!r}")
+    mask = _Mask(scale, causal, prefix, window, distance_bias_HS)
+    tensors = (query_BHTD, key_BGSD, value_BGSD)
     if variant != "vanilla":
         slot_logit_H = query_BHTD.new_zeros(query_BHTD.shape[1]) if sink_H is None else sink_H
         return reference_slot_attention(
-            query_BHTD,
-            key_BGSD,
-            value_BGSD,
-            slot_logit_H[None, :, None],
-            scale=scale,
-            causal=causal,
-            window=window,
+            *tensors, slot_logit_H[None, :, None], cu_seqlens=cu_seqlens, **mask._asdict()
         )
-    scores_BHTS, value_BHSD = _scores(query_BHTD, key_BGSD, value_BGSD, scale, causal, window)
+    if cu_seqlens is not None:
+        return _each_document(
+            lambda *parts: reference_attention(*parts, **mask._asdict()), cu_seqlens, tensors
+        )
+    scores_BHTS, value_BHSD = _scores(query_BHTD, key_BGSD, value_BGSD, mask)
     out_BHTD = scores_BHTS.softmax(-1) @ value_BHSD
     # Rows that see key 0 alone have G = 0 and rows that do not see it have G = 1. They are left out
     # before the log-sum-exp, not masked after it: a masked infinity still has NaN gradients.
@@ -137,7 +160,9 @@ def reference_biased_attention(
     value_bias_HD: Tensor | None = None,
     scale: float | None = None,
     causal: bool = True,
+    prefix: int = 0,
     window: int | None = None,
+    distance_bias_HS: Tensor | None = None,
 ) -> AttentionOutput:
     """Attention with learnable biases per query head (P2.24 to P2.26).
 
@@ -147,15 +172,17 @@ def reference_biased_attention(
 
     Args:
         key_bias_HD, value_bias_HD: k*, v*; None for none.
-        scale, causal, window: as in `reference_slot_attention`.
+        scale, causal, prefix, window, distance_bias_HS: as in `reference_slot_attention`.
     """
-    mask: dict[str, Any] = {"scale": scale, "causal": causal, "window": window}
+    mask = _Mask(scale, causal, prefix, window, distance_bias_HS)
     if key_bias_HD is None:
-        out_BHTD, lse_BHT, gate_BHT = reference_attention(query_BHTD, key_BGSD, value_BGSD, **mask)
+        out_BHTD, lse_BHT, gate_BHT = reference_attention(
+            query_BHTD, key_BGSD, value_BGSD, **mask._asdict()
+        )
         if value_bias_HD is not None:
             out_BHTD = out_BHTD + value_bias_HD[None, :, None].to(out_BHTD.dtype)
         return AttentionOutput(out_BHTD, lse_BHT, gate_BHT)
-    scores_BHTS, value_BHSD = _scores(query_BHTD, key_BGSD, value_BGSD, **mask)
+    scores_BHTS, value_BHSD = _scores(query_BHTD, key_BGSD, value_BGSD, mask)
     scale = query_BHTD.shape[-1] ** -0.5 if scale is None else scale
     key_BHD1 = key_bias_HD.to(query_BHTD.dtype)[None, ..., None]
     logit_BHT = (scale * query_BHTD @ key_BHD1)[..., 0]
@@ -202,7 +229,8 @@ def reference_similarity_attention(
     elif similarity == "mlp":
         assert mlp is not None
         query_BHTD, key_BGSD = (F.relu(x @ mlp[0].T) @ mlp[1].T for x in (query_BHTD, key_BGSD))
-    scores_BHTS, value_BHSD = _scores(query_BHTD, key_BGSD, value_BGSD, scale, causal, window)
+    mask = _Mask(scale, causal, 0, window, None)
+    scores_BHTS, value_BHSD = _scores(query_BHTD, key_BGSD, value_BGSD, mask)
     hidden_BHTS = scores_BHTS == -torch.inf
     scores_BHTS = scores_BHTS.masked_fill(hidden_BHTS, 0.0)
     weights_BHTS = {"sigmoid": torch.sigmoid, "elu-plus-one": lambda z: F.elu(z) + 1}.get(
@@ -267,28 +295,45 @@ def reference_head_norm(x_THD: Tensor, weight_HD: Tensor | None, *, eps: float =
     return x_THD / (x_THD.square().mean(-1, keepdim=True) + eps).sqrt() * weight_HD
 
 
+class _Mask(NamedTuple):
+    """Keyword arguments of `reference_slot_attention` that say what is seen, and how."""
+
+    scale: float | None
+    causal: bool
+    prefix: int
+    window: int | None
+    distance_bias_HS: Tensor | None
+
+
 def _scores(
-    query_BHTD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSD: Tensor,
-    scale: float | None,
-    causal: bool,
-    window: int | None,
+    query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, mask: _Mask
 ) -> tuple[Tensor, Tensor]:
     """z_ij with -inf where j is hidden from i, and the values repeated for each query head."""
     heads, groups = query_BHTD.shape[1], key_BGSD.shape[1]
     key_BHSD = key_BGSD.repeat_interleave(heads // groups, dim=1)
     value_BHSD = value_BGSD.repeat_interleave(heads // groups, dim=1)
-    scale = query_BHTD.shape[-1] ** -0.5 if scale is None else scale
+    scale = query_BHTD.shape[-1] ** -0.5 if mask.scale is None else mask.scale
     scores_BHTS = scale * query_BHTD @ key_BHSD.transpose(-1, -2)
-    if causal:
-        queries, keys = scores_BHTS.shape[-2:]
-        position_S = torch.arange(keys, device=query_BHTD.device)
-        distance_TS = position_S[keys - queries :, None] - position_S[None, :]
-        visible_TS = distance_TS >= 0
-        if window is not None:
-            visible_TS &= distance_TS < window
-        scores_BHTS = scores_BHTS.masked_fill(~visible_TS, -torch.inf)
-    elif window is not None:
-        raise ValueError("a window needs the causal mask")
-    return scores_BHTS, value_BHSD
+    if not mask.causal:
+        if mask.window is not None or mask.prefix or mask.distance_bias_HS is not None:
+            raise ValueError("a window, a prefix and a distance bias need the causal mask")
+        return scores_BHTS, value_BHSD
+    queries, keys = scores_BHTS.shape[-2:]
+    position_S = torch.arange(keys, device=query_BHTD.device)
+    distance_TS = position_S[keys - queries :, None] - position_S[None, :]
+    visible_TS = (distance_TS >= 0) | (position_S < mask.prefix)
+    if mask.window is not None:
+        visible_TS &= distance_TS < mask.window
+    if mask.distance_bias_HS is not None:
+        bias_HS = mask.distance_bias_HS.to(scores_BHTS.dtype)
+        scores_BHTS = scores_BHTS + bias_HS[:, distance_TS.clamp(min=0)]
+    return scores_BHTS.masked_fill(~visible_TS, -torch.inf), value_BHSD
+
+
+def _each_document(
+    attend: Callable[..., AttentionOutput], cu_seqlens: Sequence[int], tensors: Sequence[Tensor]
+) -> AttentionOutput:
+    """Every document by itself, and the results side by side again."""
+    outputs = [attend(*(t[:, :, a:b] for t in tensors)) for a, b in pairwise(cu_seqlens) if b > a]
+    out_BHTD, lse_BHT, gate_BHT = (torch.cat(parts, 2) for parts in zip(*outputs, strict=True))
+    return AttentionOutput(out_BHTD, lse_BHT, gate_BHT)

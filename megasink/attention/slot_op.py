@@ -45,8 +45,10 @@ def slot_attention_op(
     value: Tensor,
     slot_logit: Tensor | None,
     slot_value: Tensor | None,
+    distance_bias: Tensor | None,
     slot: str,
     causal: bool,
+    prefix: int,
     window: int | None,
     scale: float,
     backend: str,
@@ -58,15 +60,19 @@ def slot_attention_op(
         query, key, value: [B, H, T, D], [B, G, S, D], [B, G, S, D], any strides.
         slot_logit: s, broadcastable to [B, H, T], statistics dtype; for GIVEN.
         slot_value: u, broadcastable to [B, H, T, D]; None for 0.
+        distance_bias: [H, S], entry [h, i - j] is added to z_ij; statistics dtype; None for 0.
         slot: NO_SLOT, GIVEN or FIRST_KEY.
+        prefix: keys that every query sees.
         backend: a name, or "auto".
 
     Returns:
         out [B, H, T, D], dense, its dimensions in the order of the query's; then lse', G and p,
         [B, H, T], the last two empty for NO_SLOT.
     """
-    kernel = _kernel(query, slot, causal, window, backend, needs_gate_gradient)
-    mask: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
+    biased = distance_bias is not None
+    kernel = _kernel(query, slot, causal, window, biased, backend, needs_gate_gradient)
+    mask: dict[str, Any] = {"causal": causal, "prefix": prefix, "window": window, "scale": scale}
+    mask["distance_bias_HS"] = distance_bias
     if slot == FIRST_KEY:
         return forward_first_key(kernel, query, key, value, **mask)
     out_BHTD, lse_BHT = forward_blocks(kernel, query, key, value, **mask)
@@ -95,23 +101,25 @@ def slot_attention_backward_op(
     value: Tensor,
     slot_logit: Tensor | None,
     slot_value: Tensor | None,
+    distance_bias: Tensor | None,
     out: Tensor,
     lse: Tensor,
     gate: Tensor,
     weight: Tensor,
     slot: str,
     causal: bool,
+    prefix: int,
     window: int | None,
     scale: float,
     backend: str,
     needs_gate_gradient: bool,
     needs_slot_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Backward of the op.
 
     Returns:
-        Gradients of query, key, value, slot_logit and slot_value; the last two empty where the
-        input is None or `needs_slot_gradient` is False.
+        Gradients of query, key, value, slot_logit, slot_value and distance_bias; the last three
+        empty where the input is None, those of the slot also where `needs_slot_gradient` is False.
 
     Raises:
         ConfigError: an LSE or gate gradient arrives at a kernel that cannot take it.
@@ -120,8 +128,10 @@ def slot_attention_backward_op(
     if grad_gate is not None:
         lse_grad = grad_gate * weight if grad_lse is None else grad_lse + grad_gate * weight
     needs_gate_gradient = needs_gate_gradient or lse_grad is not None
-    kernel = _kernel(query, slot, causal, window, backend, needs_gate_gradient)
-    mask: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
+    biased = distance_bias is not None
+    kernel = _kernel(query, slot, causal, window, biased, backend, needs_gate_gradient)
+    mask: dict[str, Any] = {"causal": causal, "prefix": prefix, "window": window, "scale": scale}
+    mask["distance_bias_HS"] = distance_bias
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     kernel_grad_out, kernel_out = grad_out, out
@@ -136,7 +146,7 @@ def slot_attention_backward_op(
         slot_grad = _slot_logit_grad(grad_out, grad_lse, grad_gate, out, slot_value, gate, weight)
     if slot == FIRST_KEY:
         assert slot_grad is not None
-        grads = backward_first_key(
+        query_grad, key_grad, value_grad, bias_grad = backward_first_key(
             kernel,
             grad_out,
             kernel_grad_out,
@@ -150,9 +160,11 @@ def slot_attention_backward_op(
             lse_grad,
             **mask,
         )
-        return *grads, lse.new_empty(0), query.new_empty(0)
+        bias_grad = lse.new_empty(0) if bias_grad is None else bias_grad
+        no_slot_grads = lse.new_empty(0), query.new_empty(0)
+        return query_grad, key_grad, value_grad, *no_slot_grads, bias_grad
 
-    grads = backward_blocks(
+    *grads, bias_grad = backward_blocks(
         kernel,
         kernel_grad_out,
         query,
@@ -172,7 +184,8 @@ def slot_attention_backward_op(
         if slot_value is not None:
             slot_value_grad = (weight[..., None] * grad_out).sum_to_size(slot_value.shape)
             slot_value_grad = slot_value_grad.to(slot_value.dtype)
-    return query_grad, key_grad, value_grad, slot_logit_grad, slot_value_grad
+    bias_grad = lse.new_empty(0) if bias_grad is None else bias_grad
+    return query_grad, key_grad, value_grad, slot_logit_grad, slot_value_grad, bias_grad
 
 
 def _slot_logit_grad(
@@ -203,6 +216,7 @@ def _kernel(
     slot: str,
     causal: bool,
     window: int | None,
+    biased: bool,
     backend: str,
     needs_gate_gradient: bool,
 ) -> Backend:
@@ -213,6 +227,7 @@ def _kernel(
         variant="sink" if slot == GIVEN else "vanilla",
         window=window,
         causal=causal,
+        distance_bias=biased,
         needs_gate_gradient=needs_gate_gradient,
     )
     request = at_runtime(request, query.device.index)
@@ -220,7 +235,7 @@ def _kernel(
 
 
 @slot_attention_op.register_fake
-def _(query, key, value, slot_logit, slot_value, slot, *options):  # type: ignore[no-untyped-def]
+def _(query, key, value, slot_logit, slot_value, distance_bias, slot, *options):  # type: ignore[no-untyped-def]
     shape = query.shape[:3]
     empty = query.new_empty(shape, dtype=statistics_dtype(query.dtype))
     gates = [empty.new_empty(0 if slot == NO_SLOT else shape) for _ in range(2)]
@@ -237,12 +252,14 @@ def _(  # type: ignore[no-untyped-def]
     value,
     slot_logit,
     slot_value,
+    distance_bias,
     out,
     lse,
     gate,
     weight,
     slot,
     causal,
+    prefix,
     window,
     scale,
     backend,
@@ -253,14 +270,15 @@ def _(  # type: ignore[no-untyped-def]
     for tensor, source in ((slot_logit, lse), (slot_value, query)):
         given = needs_slot_gradient and slot == GIVEN and tensor is not None
         grads.append(tensor.new_empty(tensor.shape) if given else source.new_empty(0))
+    grads.append(lse.new_empty(0 if distance_bias is None else distance_bias.shape))
     return tuple(grads)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     # A gradient that does not arrive stays None, so that its part of the backward is skipped.
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:5], *output)
-    ctx.options = inputs[5:]
+    ctx.save_for_backward(*inputs[:6], *output)
+    ctx.options = inputs[6:]
 
 
 def _backward(
@@ -276,9 +294,9 @@ def _backward(
         grad_gate = -grad_weight if grad_gate is None else grad_gate - grad_weight
     none: tuple[None, ...] = (None,) * len(ctx.options)
     if grad_out is None and grad_lse is None and grad_gate is None:
-        return None, None, None, None, None, *none
-    wants_logit, wants_value = ctx.needs_input_grad[3:5]
-    query_grad, key_grad, value_grad, logit_grad, slot_value_grad = slot_attention_backward_op(
+        return None, None, None, None, None, None, *none
+    wants_logit, wants_value, wants_bias = ctx.needs_input_grad[3:6]
+    *grads, logit_grad, slot_value_grad, bias_grad = slot_attention_backward_op(
         grad_out,
         grad_lse,
         grad_gate,
@@ -287,11 +305,10 @@ def _backward(
         wants_logit or wants_value,
     )
     return (
-        query_grad,
-        key_grad,
-        value_grad,
+        *grads,
         logit_grad if wants_logit else None,
         slot_value_grad if wants_value else None,
+        bias_grad if wants_bias else None,
         *none,
     )
 

@@ -9,6 +9,7 @@ from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
 from megasink.layers.inference_guard import refuse_what_bypasses_core_attention
 from megasink.layers.init import initialize_weights
+from megasink.layers.sinusoid import SinusoidalPositions
 
 
 @dataclass(kw_only=True)
@@ -43,6 +44,12 @@ class MegasinkGPTBuilder(GPTModelBuilder):
         if config.transformer.mtp_num_layers:
             raise ValueError("--mtp-num-layers: multi-token prediction is not supported")
         model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
+        if config.transformer.sinusoidal_position_embedding and model.pre_process:
+            learned = model.embedding.position_embeddings.weight
+            rows, hidden_size = learned.shape
+            model.embedding.position_embeddings = SinusoidalPositions(
+                rows, hidden_size, learned.device
+            )
         if config.transformer.perform_initialization:  # else they come from a checkpoint
             initialize_weights(model, config.init_seed)
         model.register_forward_pre_hook(refuse_what_bypasses_core_attention, with_kwargs=True)

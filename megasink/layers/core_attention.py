@@ -4,7 +4,8 @@ What a variant adds is in ``layers/slots.py``; here are Megatron's interface, th
 what is counted.
 
 Shapes: S sequence, B batch, H query heads and G key/value groups of this tensor-parallel rank,
-T = S tokens, D head dim. Megatron hands over [S, B, heads, D] and takes [S, B, H * D].
+T = S tokens, D head dim. Megatron hands over [S, B, heads, D] and takes [S, B, H * D]; packed
+documents come as [T, heads, D].
 """
 
 from collections.abc import Callable
@@ -29,7 +30,9 @@ from torch import Tensor
 from megasink.attention import first_key_gate, similarity_attention
 from megasink.config import visible_tokens
 from megasink.gate_options import counts_heads
+from megasink.layers.documents import Documents, documents_of
 from megasink.layers.importance import HeadCounter
+from megasink.layers.position_bias import build_position_bias
 from megasink.layers.similarity import SimilarityMLP
 from megasink.layers.slots import SINK_PARAMETERS, VARIANTS, new_parameter
 from megasink.layers.transformer_config import MegasinkTransformerConfig
@@ -52,7 +55,9 @@ class CoreAttention(MegatronModule):
             inference and converters know it under this name.
         key_bias, value_bias: for the bias variants, k* and v* [H, D] of this rank's heads, or [D]
             for all heads of the layer. These three are float32 also where the model runs in bf16.
+        relative_bias: gives the biases of ``attention_bias_type``; None for none.
         similarity_mlp: for the MLP similarity.
+        documents: of the batch that ran last; None where it was not packed.
 
     Raises:
         ValueError: cross attention, or a mask other than the causal one.
@@ -91,6 +96,8 @@ class CoreAttention(MegatronModule):
         self.counts_heads = not counts_heads(config)
 
         self.head_counter = HeadCounter(config, layer_number, self.tp_group)
+        self.relative_bias = build_position_bias(config, self.tp_group)
+        self.documents: Documents | None = None
         self.variant = VARIANTS[config.attention_variant]
         head_dim = config.kv_channels
         # Not torch.cuda.current_device() always, as upstream's: CPU initialisation means the CPU.
@@ -134,17 +141,23 @@ class CoreAttention(MegatronModule):
 
         Args:
             attention_mask: must be None or Megatron's own causal mask: it is not read.
+            packed_seq_params: boundaries of packed documents, in the format thd: queries, keys and
+                values are then [T, heads, D].
 
         Returns:
-            [S, B, H * D] in the dtype of the query.
+            [S, B, H * D] in the dtype of the query; [T, 1, H * D] for packed documents.
 
         Raises:
-            NotImplementedError: packed sequences or an attention bias.
+            NotImplementedError: an attention bias, or packed sequences in another format.
         """
-        if packed_seq_params is not None:
-            raise NotImplementedError("packed sequences (thd) are not supported by CoreAttention")
         if attention_bias is not None:
-            raise NotImplementedError("an attention bias is not supported by CoreAttention")
+            raise NotImplementedError(
+                "an attention bias is not supported by CoreAttention: --attention-bias-type has "
+                "those that depend on the distance alone"
+            )
+        self.documents = documents_of(packed_seq_params, query.shape[0])
+        if self.documents is not None:
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         # Recompute runs forward a first time without gradients: that run counts nothing.
         counts = self.counts_heads and self.training and torch.is_grad_enabled()
         tensors = tuple(x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -156,7 +169,7 @@ class CoreAttention(MegatronModule):
         out = out.reshape(*out.shape[:2], -1)
         if not counts or gate_BHT is None:
             return out
-        counted: Tensor = self.head_counter(out, gate_BHT)
+        counted: Tensor = self.head_counter(out, gate_BHT, self.documents)
         return counted
 
     def _softmax(
@@ -164,20 +177,27 @@ class CoreAttention(MegatronModule):
     ) -> tuple[Tensor, Tensor | None]:
         """Output and gate of a variant of softmax attention."""
         balances = counts and self.config.head_balance_coeff > 0
+        mask: dict[str, Any] = {"window": self.window, "prefix": self.config.prefix_lm_tokens}
+        longest = key_BGSD.shape[2]
+        if self.documents is not None:
+            mask["cu_seqlens"] = self.documents.cu_seqlens
+            longest = self.documents.longest
+        if self.relative_bias is not None:
+            mask["distance_bias_HS"] = self.relative_bias(longest, query_BHTD.device)
         out_BHTD, lse_BHT, gate_BHT = self.variant.attend(
             self.config,
             {name: self._whole(name) for name in self.variant.parameters},
             query_BHTD,
             key_BGSD,
             value_BGSD,
-            window=self.window,
+            **mask,
             scale=self.softmax_scale,
             backend=self.config.attention_kernel,
             with_gate=balances or self.variant.always_gated,
         )
         if counts and gate_BHT is None:
             gate_BHT = first_key_gate(
-                query_BHTD, key_BGSD, lse_BHT, scale=self.softmax_scale, window=self.window
+                query_BHTD, key_BGSD, lse_BHT, scale=self.softmax_scale, **mask
             )
         return out_BHTD, gate_BHT
 
@@ -212,13 +232,17 @@ class CoreAttention(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """The parameters of the heads sharded on axis 0, those that heads share as copies."""
+        """Parameters and tables of biases sharded by heads; those that heads share as copies."""
         state = self.state_dict(prefix="", keep_vars=True)
-        by_heads = [n for n, p in state.items() if getattr(p, "tensor_model_parallel", False)]
+        by_heads = {
+            name: parameter.partition_dim
+            for name, parameter in state.items()
+            if getattr(parameter, "tensor_model_parallel", False)
+        }
         return make_sharded_tensors_for_checkpoint(
             state,
             prefix,
-            dict.fromkeys(by_heads, 0),
+            by_heads,
             sharded_offsets,
             tp_group=self.tp_group,
             dp_cp_group=(metadata or {}).get("dp_cp_group"),

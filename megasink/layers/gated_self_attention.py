@@ -108,7 +108,9 @@ class GatedSelfAttention(SelfAttention):
         if not (self.counts_heads and self.training and torch.is_grad_enabled()):
             return out
         gate_BHS = gate_SBHC.mean(-1).permute(1, 2, 0)
-        counted: Tensor = self.core_attention.head_counter(out, gate_BHS)
+        counted: Tensor = self.core_attention.head_counter(
+            out, gate_BHS, self.core_attention.documents
+        )
         return counted
 
     def _gate_projected(

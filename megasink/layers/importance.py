@@ -16,6 +16,7 @@ from megasink.balance.attach import attach_gradient
 from megasink.balance.loss import head_balance_gradient, head_balance_loss, routed_heads
 from megasink.balance.reduce import ImportanceSum, own_heads
 from megasink.balance.tracker import HeadTracker
+from megasink.layers.documents import Documents
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
@@ -64,7 +65,9 @@ class HeadCounter(torch.nn.Module):
         self.coefficients = moved.float() if kept.is_meta else kept.to(moved.device)
         return self
 
-    def forward(self, out_SBX: Tensor, gate_BHT: Tensor) -> Tensor:
+    def forward(
+        self, out_SBX: Tensor, gate_BHT: Tensor, documents: Documents | None = None
+    ) -> Tensor:
         """Record the importance of the layer's heads; attach the gradient of the balance loss.
 
         To be called where ``self.training and torch.is_grad_enabled()`` only: recompute runs
@@ -74,19 +77,23 @@ class HeadCounter(torch.nn.Module):
             out_SBX: the output that the gate belongs to; its backward runs that of the loss.
             gate_BHT: one gate per head of this rank and token, in [0, 1]; differentiable where the
                 loss is on.
+            documents: of a packed batch, whose padding does not count.
 
         Returns:
             a tensor equal to `out_SBX`.
         """
         config = self.config
-        tokens = gate_BHT.shape[0] * gate_BHT.shape[2]
-        gate_sum_h = gate_sum(gate_BHT)
+        tokens, real_1T = gate_BHT.shape[0] * gate_BHT.shape[2], None
+        if documents is not None:
+            tokens, real_1T = documents.real_tokens, documents.real_1T
+        gate_sum_h = gate_sum(gate_BHT, real_1T)
         HeadTracker.record(self.layer, gate_sum_h, tokens, self.routed, self._receive)
         if not config.head_balance_coeff:
             return out_SBX
         weight = config.head_balance_coeff
         if config.calculate_per_token_loss:
-            weight *= tokens
+            # Megatron divides by the targets: those of a prefix are none.
+            weight *= tokens - gate_BHT.shape[0] * max(config.prefix_lm_tokens - 1, 0)
         coefficients = self._coefficients(gate_sum_h, tokens)
         return attach_gradient(out_SBX, gate_sum_h / tokens, coefficients, weight)
 

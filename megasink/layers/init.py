@@ -25,7 +25,7 @@ _SCALED_OUTPUT = re.compile(r"(linear_proj|linear_fc2)\.weight$")
 _EMBEDDING = re.compile(r"(word_embeddings|position_embeddings)\.weight$")
 # Megatron draws the bias of a router too (transformer/moe/router.py:80).
 _DRAWN = re.compile(
-    r"((linear_qkv|linear_gate|linear_fc1|output_layer|similarity_mlp\.fc[12])\.weight"
+    r"((linear_qkv|linear_gate|linear_fc1|output_layer|similarity_mlp\.fc[12]|relative_bias)\.weight"
     r"|router\.(weight|bias)|\.gate_weight)$"
 )
 # Experts one by one, and TransformerEngine's grouped ones: (before, number on this rank, after).

@@ -43,9 +43,16 @@ class MegasinkTransformerConfig(
 ):
     """TransformerConfig with the options of megasink beside Megatron's fields.
 
+    Attributes:
+        relative_attention_num_buckets, relative_attention_max_distance: Megatron's flags, which its
+            own TransformerConfig does not hold.
+
     Raises:
         ValueError: a head-balance loss on a similarity that has no gate to differentiate.
     """
+
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
 
     def __post_init__(self) -> None:
         # Inference and converters decide by it: see layers/slots.py for what it does not cover.

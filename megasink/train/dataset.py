@@ -19,14 +19,9 @@ from torch import Tensor
 from megasink.train.sink_token import with_sink_token
 
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids")
-_UNUSED = (
-    "attention_mask",
-    "cu_seqlens",
-    "cu_seqlens_padded",
-    "max_seqlen",
-    "local_cp_size",
-    "hybrid_cp_group",
-)
+# What --dataloader-inter-document-masking adds: every pipeline stage needs it.
+_PACKED = ("cu_seqlens", "max_seqlen")
+_UNUSED = ("attention_mask", "cu_seqlens_padded", "local_cp_size", "hybrid_cp_group")
 
 
 def dataset_config(args: Namespace) -> GPTDatasetConfig:
@@ -48,6 +43,7 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=False,
+        inter_document_masking=args.dataloader_inter_document_masking,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
     )
@@ -63,8 +59,8 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
     args = get_args()
 
     def built_here() -> bool:
-        first_or_last = is_first_or_last_pipeline_stage(vp_stage)
-        return bool(mpu.get_tensor_model_parallel_rank() == 0 and first_or_last)
+        reads = args.dataloader_inter_document_masking or is_first_or_last_pipeline_stage(vp_stage)
+        return bool(mpu.get_tensor_model_parallel_rank() == 0 and reads)
 
     kind = MockGPTDataset if args.mock_data else GPTDataset
     builder = BlendedMegatronDatasetBuilder(kind, samples, built_here, dataset_config(args))
@@ -80,20 +76,25 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
 
     Returns:
         tokens, labels, position_ids [B, S] int64 and loss_mask [B, S] float32; None for what this
-        pipeline stage does not need.
+        pipeline stage does not need. With --dataloader-inter-document-masking also cu_seqlens
+        [B, S + 1] and max_seqlen [B] int32, on every stage.
     """
-    if not is_first_or_last_pipeline_stage(vp_stage):
-        return dict.fromkeys(_KEYS)
     args = get_args()
-    batch: dict[str, Tensor | None] = {}
+    packed = args.dataloader_inter_document_masking
+    ends_here = is_first_or_last_pipeline_stage(vp_stage)
+    if not packed and not ends_here:
+        return dict.fromkeys(_KEYS)
+    batch: dict[str, Tensor | None] = dict.fromkeys(_KEYS + _PACKED + _UNUSED)
     if mpu.get_tensor_model_parallel_rank() == 0:
         assert data_iterator is not None
         read = next(data_iterator)
-        batch = {key: read[key].cuda(non_blocking=True) for key in _KEYS}
-        batch |= dict.fromkeys(_UNUSED)
-    mine: dict[str, Any] = get_batch_on_this_tp_rank(
+        # All of it even where a virtual stage in the middle needs the boundaries alone: Megatron
+        # broadcasts by the rank's place in the pipeline, not by that of the virtual stage.
+        keys = _KEYS + _PACKED if packed else _KEYS
+        batch |= {key: read[key].cuda(non_blocking=True) for key in keys}
+    batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
+        has_cu_seqlens=packed,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=False,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -107,7 +108,21 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    return with_sink_token(mine, args.sink_token_id) if args.sink_token else mine
+    if not ends_here:
+        batch |= dict.fromkeys(_KEYS)
+    if batch["loss_mask"] is not None and args.prefix_lm_tokens:
+        batch["loss_mask"] = without_prefix(batch["loss_mask"], args.prefix_lm_tokens)
+    return with_sink_token(batch, args.sink_token_id) if args.sink_token else batch
+
+
+def without_prefix(loss_mask: Tensor, prefix: int) -> Tensor:
+    """[B, S] loss mask of a prefix language model: targets from the first after the prefix on.
+
+    P2.18: the target of position i is token i + 1 (0-based), so positions before prefix - 1 do not
+    count. All sums of the loss are taken over this mask, bits per byte included.
+    """
+    inside = torch.arange(loss_mask.shape[1], device=loss_mask.device) < prefix - 1
+    return loss_mask.masked_fill(inside, 0.0)
 
 
 def token_byte_table() -> Tensor | None:

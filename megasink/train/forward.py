@@ -13,10 +13,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_timers
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from torch import Tensor
 
 from megasink.balance.attach import HeadBalanceScale
 from megasink.train.dataset import get_batch, token_byte_table
+from megasink.train.packing import enter_stage, leave_stage, pack
 
 LM_LOSS = "lm loss"
 BITS_PER_BYTE = "bits per byte"
@@ -32,8 +34,21 @@ def forward_step(
     HeadBalanceScale.set_step(args.curr_iteration, args.head_balance_warmup_iters)
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    packed = pack(batch)
     timers("batch-generator").stop()
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    if packed is not None:
+        # Megatron's throughput counts what attention really computes.
+        update_seqlen_stats_from_cu_seqlens(packed.cu_seqlens_q)
+        enter_stage(model)
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        None,
+        labels=batch["labels"],
+        packed_seq_params=packed,
+    )
+    if packed is not None and not get_attr_wrapped_model(model, "post_process"):
+        output = leave_stage(output, args.micro_batch_size)
     training = model.training
     return output, functools.partial(loss_func, batch["labels"], batch["loss_mask"], training)
 

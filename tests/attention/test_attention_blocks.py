@@ -68,9 +68,10 @@ def test_rectangles(causal, queries, name):
     backend, inputs = backend_named(name), [t.detach() for t in tensors]
     mask = {"causal": causal, "window": None, "scale": 0.4}
     out, lse = forward_blocks(backend, *inputs, **mask)
-    grads = backward_blocks(backend, case.grad_out, *inputs, out, lse, **mask)
+    *grads, bias_grad = backward_blocks(backend, case.grad_out, *inputs, out, lse, **mask)
     torch.testing.assert_close(out, expected_out.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(lse, scores.logsumexp(-1).detach(), rtol=1e-12, atol=1e-12)
+    assert bias_grad is None
     for grad, expected in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad, expected, rtol=1e-11, atol=1e-11)
 

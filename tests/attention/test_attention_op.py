@@ -56,9 +56,9 @@ def test_compiles_without_graph_breaks(variant):
             torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(("window", "bias"), [(None, False), (4, False), (4, True)])
 @pytest.mark.parametrize("slot", [slot_op.NO_SLOT, slot_op.GIVEN, slot_op.FIRST_KEY])
-def test_operator_checks(slot, window):
+def test_operator_checks(slot, window, bias):
     """torch.library.opcheck: schema, autograd, fake tensors against real ones, dynamic shapes."""
     tokens, heads, groups, dim = 9, 4, 2, 8
     query = torch.randn(tokens, 2, heads, dim).permute(1, 2, 0, 3).requires_grad_()
@@ -67,10 +67,13 @@ def test_operator_checks(slot, window):
     if slot == slot_op.GIVEN:
         logit = torch.randn(1, heads, 1).requires_grad_()
         value_ = torch.randn(1, heads, 1, dim).requires_grad_()
-    options = (slot, True, window, 0.3, "auto", True)
-    torch.library.opcheck(slot_op.slot_attention_op, (query, key, value, logit, value_, *options))
+    prefix = 0 if window or bias else 3
+    bias_ = torch.randn(heads, tokens).requires_grad_() if bias else None
+    options = (slot, True, prefix, window, 0.3, "auto", True)
+    inputs = (query, key, value, logit, value_, bias_)
+    torch.library.opcheck(slot_op.slot_attention_op, (*inputs, *options))
 
-    inputs = [None if t is None else t.detach() for t in (query, key, value, logit, value_)]
+    inputs = [None if t is None else t.detach() for t in inputs]
     results = slot_op.slot_attention_op(*inputs, *options)
     gate = None if slot == slot_op.NO_SLOT else results[2]
     torch.library.opcheck(

@@ -52,3 +52,22 @@ def relative_error(array: ndarray, reference: ndarray) -> float:
     difference = np.asarray(array, np.float64) - np.asarray(reference, np.float64)
     size = np.linalg.norm(np.asarray(reference, np.float64))
     return float(np.linalg.norm(difference) / size) if size else float(np.linalg.norm(difference))
+
+
+def assert_same_training(
+    reports: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float
+) -> None:
+    """What the ranks of two layouts report is the same, initial weights to the bit."""
+    np.testing.assert_allclose(loss(reports), loss(expected), rtol=tolerance)
+    for report in reports:  # every rank knows the statistics and the norm of the whole model
+        np.testing.assert_allclose(report["grad_norm"], expected[0]["grad_norm"], rtol=tolerance)
+        for found, wanted in zip(report["statistics"], expected[0]["statistics"], strict=True):
+            for key in wanted:
+                np.testing.assert_allclose(found[key], wanted[key], rtol=tolerance, err_msg=key)
+    for kind in ("initial", "gradients", "final"):
+        found, wanted = (whole([r[kind] for r in rs]) for rs in (reports, expected))
+        assert found.keys() == wanted.keys()
+        errors = {n: relative_error(found[n], wanted[n]) for n in wanted}
+        worst = max(errors, key=errors.__getitem__)
+        limit = 0.0 if kind == "initial" else tolerance
+        assert errors[worst] <= limit, f"{kind} of {worst}: {errors[worst]:.2e}"

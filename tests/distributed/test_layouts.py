@@ -135,19 +135,7 @@ def name_of(value) -> str | None:
 
 def compare(reports, expected) -> None:
     """Reports of :func:`tiny_gpt.train` from the ranks of two layouts are the same."""
-    np.testing.assert_allclose(merging.loss(reports), merging.loss(expected), rtol=TOLERANCE)
-    for report in reports:  # every rank knows the statistics and the norm of the whole model
-        np.testing.assert_allclose(report["grad_norm"], expected[0]["grad_norm"], rtol=TOLERANCE)
-        for found, wanted in zip(report["statistics"], expected[0]["statistics"], strict=True):
-            for key in wanted:
-                np.testing.assert_allclose(found[key], wanted[key], rtol=TOLERANCE, err_msg=key)
-    for kind in ("initial", "gradients", "final"):
-        found, wanted = (merging.whole([r[kind] for r in rs]) for rs in (reports, expected))
-        assert found.keys() == wanted.keys()
-        errors = {n: merging.relative_error(found[n], wanted[n]) for n in wanted}
-        worst = max(errors, key=errors.__getitem__)
-        limit = 0.0 if kind == "initial" else TOLERANCE
-        assert errors[worst] <= limit, f"{kind} of {worst}: {errors[worst]:.2e}"
+    merging.assert_same_training(reports, expected, TOLERANCE)
 
 
 @pytest.mark.parametrize(("model", "layout", "options"), CASES, ids=name_of)

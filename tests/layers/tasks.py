@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 
@@ -123,6 +124,7 @@ def refusals() -> dict[str, str]:
         "attention_type": "self",
         "pg_collection": groups,
     }
+    packed = PackedSeqParams(qkv_format="sbhd")
     query = torch.zeros(4, 1, tiny_gpt.HEADS, 16)
     key = torch.zeros(4, 1, 2, 16)
     layer = CoreAttention(**good)
@@ -140,7 +142,7 @@ def refusals() -> dict[str, str]:
         "good": message(lambda: layer(query, key, key, None)),
         "cross": message(lambda: CoreAttention(**good | {"attention_type": "cross"})),
         "mask": message(lambda: CoreAttention(**good | {"attn_mask_type": AttnMaskType.padding})),
-        "packed": message(lambda: layer(query, key, key, None, packed_seq_params=object())),
+        "packed": message(lambda: layer(query, key, key, None, packed_seq_params=packed)),
         "bias": message(lambda: layer(query, key, key, None, attention_bias=query)),
         "mtp": message(lambda: MegasinkGPTBuilder(mtp).build_model(groups)),
     }

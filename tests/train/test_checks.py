@@ -276,6 +276,65 @@ REFUSED = {
         ],
         ["the gate adds 4,160 parameters per layer", "less than 128 would be left"],
     ),
+    "s-by-s-masks": (
+        [*MOCK, "--reset-attention-mask"],
+        ["--reset-attention-mask: it makes S x S masks: use --dataloader-inter-document-masking"],
+    ),
+    "positions-that-nothing-reads": (
+        [*MOCK, "--reset-position-ids"],
+        ["--reset-position-ids changes nothing under --position-embedding-type rope"],
+    ),
+    "negative-prefix": ([*MOCK, "--prefix-lm-tokens", "-1"], ["--prefix-lm-tokens -1 is negative"]),
+    "prefix-without-targets": (
+        [*MOCK, "--prefix-lm-tokens", "64"],
+        ["--prefix-lm-tokens 64 leaves no target in --seq-length 64: use less than 64"],
+    ),
+    "prefix-with-everything": (
+        [
+            *[*MOCK, "--prefix-lm-tokens", "3", "--dataloader-inter-document-masking"],
+            *["--window-size", "15,0", "--attention-bias-type", "alibi"],
+            *["--position-embedding-type", "none"],
+        ],
+        [
+            "--prefix-lm-tokens with --window-size",
+            "--prefix-lm-tokens with --dataloader-inter-document-masking",
+            "--prefix-lm-tokens with --attention-bias-type",
+        ],
+    ),
+    "unknown-bias": (
+        [*MOCK, "--attention-bias-type", "t6"],
+        ["--attention-bias-type 't6' is unknown: choose none, alibi, t5, bucket"],
+    ),
+    "positions-twice": (
+        [*MOCK, "--attention-bias-type", "alibi"],
+        ["would tell positions twice: give --position-embedding-type none"],
+    ),
+    "kernel-without-a-bias": (
+        [
+            *[*MOCK, "--attention-bias-type", "alibi", "--position-embedding-type", "none"],
+            *["--attention-kernel", "flash-cpu"],
+        ],
+        ["'flash-cpu' cannot run", "with a distance bias", "it adds no bias to the scores"],
+    ),
+    "buckets": (
+        [
+            *[*MOCK, "--attention-bias-type", "t5", "--position-embedding-type", "none"],
+            *["--relative-attention-num-buckets", "31", "--relative-attention-max-distance", "12"],
+        ],
+        ["--relative-attention-num-buckets 31", "--relative-attention-max-distance 12 lies in"],
+    ),
+    "relative-of-transformer-engine": (
+        [*MOCK, "--position-embedding-type", "relative"],
+        ["relative: it needs TransformerEngine's attention", "--attention-bias-type t5"],
+    ),
+    "positions-of-pictures": (
+        [*MOCK, "--position-embedding-type", "mrope"],
+        ["mrope: text has one position for each token: use rope"],
+    ),
+    "sinusoids-without-a-table": (
+        [*MOCK, "--sinusoidal-position-embedding", "--hidden-size", "65", "--kv-channels", "16"],
+        ["--sinusoidal-position-embedding with --position-embedding-type rope", "65 is odd"],
+    ),
     "upstream": ([*MOCK, "--global-batch-size", "3"], ["Megatron refuses this configuration"]),
 }
 ACCEPTED = {
@@ -315,6 +374,16 @@ ACCEPTED = {
     "matched": [
         *[*GATED, "--gate-granularity", "elementwise", "--gate-activation", "silu"],
         *["--match-ffn-width", "--hidden-size", "512", "--ffn-hidden-size", "1536"],
+    ],
+    "prefix": [*MOCK, "--prefix-lm-tokens", "5"],
+    "documents": [*MOCK, "--dataloader-inter-document-masking", "--reset-position-ids"],
+    "documents-t5-window": [
+        *[*MOCK, "--dataloader-inter-document-masking", "--window-size", "15,0"],
+        *["--attention-bias-type", "t5", "--position-embedding-type", "none"],
+    ],
+    "sinusoids": [
+        *[*MOCK, "--sinusoidal-position-embedding", "--reset-position-ids"],
+        *["--position-embedding-type", "learned_absolute"],
     ],
 }
 

@@ -83,7 +83,7 @@ def choose_backend(request: AttentionRequest, requested: str = "auto") -> Choice
         )
     if problems:
         raise ConfigError(problems)
-    refusals = {name: backend.supports(request) for name, backend in _REGISTRY.items()}
+    refusals = {name: _refusal(backend, request) for name, backend in _REGISTRY.items()}
     able = [name for name, refusal in refusals.items() if refusal is None]
     if not able:
         lines = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
@@ -99,6 +99,12 @@ def choose_backend(request: AttentionRequest, requested: str = "auto") -> Choice
     idle = f"{name} comes first" if requested == "auto" else f"{name} was requested"
     reasons = {other: refusal or idle for other, refusal in refusals.items() if other != name}
     return Choice(name, reasons)
+
+
+def _refusal(backend: Backend, request: AttentionRequest) -> str | None:
+    if request.distance_bias and not backend.takes_distance_bias:
+        return "it adds no bias to the scores"
+    return backend.supports(request)
 
 
 def _problems_of_any_backend(request: AttentionRequest) -> list[str]:
@@ -121,11 +127,14 @@ def _problems_of_any_backend(request: AttentionRequest) -> list[str]:
         problems.append(f"attention window {request.window}: a token sees itself, use 1 or more")
     if request.window is not None and not request.causal:
         problems.append("an attention window needs the causal mask")
+    if request.distance_bias and not request.causal:
+        problems.append("a distance bias needs the causal mask")
     return problems
 
 
 def _describe(request: AttentionRequest) -> str:
     gradient = " with a gradient through the gate" if request.needs_gate_gradient else ""
+    gradient = (" with a distance bias" if request.distance_bias else "") + gradient
     return (
         f"{request.variant} attention in {request.dtype} on {request.device_type}, "
         f"head dim {request.head_dim}{gradient}"

@@ -22,6 +22,7 @@ class AttentionRequest:
         variant: "vanilla", "sink" or "off-by-one" (papers P0.1, P0.2).
         window: tokens visible to a token, itself included; None for all.
         causal: whether token i sees only keys j <= i.
+        distance_bias: whether a bias by head and distance is added to the scores (P2.20 to P2.22).
         needs_gate_gradient: whether a loss on the gate or on the LSE will be differentiated.
         dropout: probability of dropping an attention weight.
         compute_capability: of the CUDA device; None when not known (yet).
@@ -33,6 +34,7 @@ class AttentionRequest:
     variant: str = "vanilla"
     window: int | None = None
     causal: bool = True
+    distance_bias: bool = False
     needs_gate_gradient: bool = True
     dropout: float = 0.0
     compute_capability: tuple[int, int] | None = None
@@ -41,19 +43,23 @@ class AttentionRequest:
 class Backend(ABC):
     """An attention kernel: causal on square blocks, unmasked on rectangular ones.
 
-    Everything else (sinks, windows, bottom-right causal masks) is made of such blocks by
-    `megasink.attention.blocks`, so a new kernel needs these two calls and nothing more.
+    Everything else (sinks, windows, prefixes, bottom-right causal masks) is made of such blocks by
+    `megasink.attention.blocks`, so a new kernel needs these two calls and nothing more. One that
+    adds a bias to the scores has two calls more, which take the whole causal mask.
 
     Attributes:
         name: what the user asks for.
         native_window: the calls take `window`; otherwise it is always None.
         takes_lse_gradient: `backward` takes `lse_grad_BHT`; otherwise it is always None and the
             gradient enters through `out_BHTD` (`megasink.attention.injection`).
+        takes_distance_bias: has `forward_biased` and `backward_biased`; otherwise it is not chosen
+            for a request with a bias.
     """
 
     name: str
     native_window: bool = False
     takes_lse_gradient: bool = False
+    takes_distance_bias: bool = False
 
     @abstractmethod
     def supports(self, request: AttentionRequest) -> str | None:
@@ -92,6 +98,41 @@ class Backend(ABC):
         `out_BHTD` and `lse_BHT` may belong to a softmax over more keys than these (other blocks, a
         sink): with P_ij = exp(z_ij - lse_i), dS_ij = P_ij (dO_i . v_j - dO_i . out_i + lse_grad_i).
         """
+
+    def forward_biased(
+        self,
+        query_BHTD: Tensor,
+        key_BGSD: Tensor,
+        value_BGSD: Tensor,
+        distance_bias_HS: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward`, causal, the last of T <= S queries at the last key, with a bias.
+
+        Args:
+            distance_bias_HS: [H, S], statistics dtype: entry [h, i - j] is added to z_ij.
+            window: tokens visible to a token, itself included; None for all.
+        """
+        raise NotImplementedError(f"{self.name} takes no additive bias")
+
+    def backward_biased(
+        self,
+        grad_out_BHTD: Tensor,
+        query_BHTD: Tensor,
+        key_BGSD: Tensor,
+        value_BGSD: Tensor,
+        distance_bias_HS: Tensor,
+        out_BHTD: Tensor,
+        lse_BHT: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        lse_grad_BHT: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As `backward`, and the gradient of the bias: sums of dS over batch and diagonals."""
+        raise NotImplementedError(f"{self.name} takes no additive bias")
 
 
 def check_block(query_BHTD: Tensor, key_BGSD: Tensor, causal: bool) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megasink.attention.backends.base import AttentionRequest, Backend, check_block
+from megasink.attention.backends.toeplitz import backward_toeplitz, forward_toeplitz
 
 CHUNK = 256
 
@@ -22,6 +23,7 @@ class EagerBackend(Backend):
 
     name = "eager"
     takes_lse_gradient = True
+    takes_distance_bias = True
 
     def supports(self, request: AttentionRequest) -> str | None:
         """Everything but attention dropout, under which no gate identity holds (paper P0.9)."""
@@ -95,6 +97,49 @@ class EagerBackend(Backend):
             grad_query_BGRTD.flatten(1, 2).to(dtype),
             grad_key_BGSD.to(dtype),
             grad_value_BGSD.to(dtype),
+        )
+
+    def forward_biased(
+        self,
+        query_BHTD: Tensor,
+        key_BGSD: Tensor,
+        value_BGSD: Tensor,
+        distance_bias_HS: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Backend.forward_biased`."""
+        return forward_toeplitz(
+            query_BHTD, key_BGSD, value_BGSD, distance_bias_HS, scale=scale, window=window
+        )
+
+    def backward_biased(
+        self,
+        grad_out_BHTD: Tensor,
+        query_BHTD: Tensor,
+        key_BGSD: Tensor,
+        value_BGSD: Tensor,
+        distance_bias_HS: Tensor,
+        out_BHTD: Tensor,
+        lse_BHT: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        lse_grad_BHT: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """See `Backend.backward_biased`."""
+        return backward_toeplitz(
+            grad_out_BHTD,
+            query_BHTD,
+            key_BGSD,
+            value_BGSD,
+            distance_bias_HS,
+            out_BHTD,
+            lse_BHT,
+            scale=scale,
+            window=window,
+            lse_grad_BHT=lse_grad_BHT,
         )
 
 

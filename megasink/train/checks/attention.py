@@ -79,6 +79,7 @@ def attention_request(args: Namespace) -> AttentionRequest:
         head_dim=args.kv_channels or args.hidden_size // args.num_attention_heads,
         variant=_KERNEL_VARIANT.get(args.attention_variant, args.attention_variant),
         window=visible_tokens(args.window_size),
+        distance_bias=args.attention_bias_type != "none",
         needs_gate_gradient=args.attention_variant in _GATED
         or (args.head_balance_coeff > 0 and not counts_heads(args)),
         dropout=args.attention_dropout,

@@ -1,0 +1,81 @@
+"""Packed documents as the layers know them, from Megatron's PackedSeqParams.
+
+Shapes: T tokens of the pack.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+_CACHE = "megasink_documents"
+
+
+@dataclass(frozen=True)
+class Documents:
+    """One pack.
+
+    Attributes:
+        cu_seqlens: boundaries 0, .., T on the host, padding inside the document it follows.
+        real_tokens: those that are no padding.
+        real_1T: bool, True for them; None where all are.
+    """
+
+    cu_seqlens: tuple[int, ...]
+    real_tokens: int
+    real_1T: Tensor | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(stop - start for start, stop in pairwise(self.cu_seqlens))
+
+
+def documents_of(params: PackedSeqParams | None, tokens: int) -> Documents | None:
+    """The documents of a microbatch; None where it is not packed.
+
+    Boundaries are read from the device once for all layers and passes, and kept on `params`.
+
+    Args:
+        params: in the format thd.
+        tokens: T of query and key.
+
+    Raises:
+        NotImplementedError: another format, or keys packed otherwise than queries.
+    """
+    if params is None:
+        return None
+    known: Documents | None = params.__dict__.get(_CACHE)
+    if known is None:
+        known = _read(params, tokens)
+        params.__dict__[_CACHE] = known
+    return known
+
+
+def with_documents(params: PackedSeqParams, cu_seqlens: list[int]) -> PackedSeqParams:
+    """`params` themselves, with the boundaries of `cu_seqlens_q` that the host knows already."""
+    params.__dict__[_CACHE] = Documents(tuple(cu_seqlens), cu_seqlens[-1])
+    return params
+
+
+def _read(params: PackedSeqParams, tokens: int) -> Documents:
+    if params.qkv_format != "thd":
+        raise NotImplementedError(f"packed sequences in the format {params.qkv_format!r}: use thd")
+    queries, keys = params.cu_seqlens_q, params.cu_seqlens_kv
+    if queries is not keys and not torch.equal(queries, keys):
+        raise NotImplementedError(
+            "packed sequences whose queries and keys have other boundaries: decode each by itself"
+        )
+    real = queries.tolist()
+    padded_q = params.cu_seqlens_q_padded
+    padded = real if padded_q is None or padded_q is queries else padded_q.tolist()
+    bounds = padded if padded[-1] == tokens else [*padded, tokens]
+    lengths = [stop - start for start, stop in pairwise(real)]
+    if sum(lengths) == tokens:
+        return Documents(tuple(bounds), tokens)
+    mask = torch.zeros(1, tokens, dtype=torch.bool)
+    for start, length in zip(padded, lengths, strict=False):
+        mask[:, start : start + length] = True
+    return Documents(tuple(bounds), sum(lengths), mask.to(queries.device))

@@ -1,0 +1,144 @@
+"""Biases on the scores that depend on head and distance alone: ALiBi, T5's, and P2's "relative".
+
+Each is a module that gives one row of biases per head of this tensor-parallel rank, by distance
+i - j; attention adds them to the scores (``distance_bias_HS``).
+
+Shapes: H query heads of this tensor-parallel rank, S distances 0, .., S - 1, N buckets.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megasink.layers.transformer_config import MegasinkTransformerConfig
+
+
+def build_position_bias(
+    config: MegasinkTransformerConfig, tp_group: ProcessGroup
+) -> "DistanceBias | None":
+    """The bias of ``config.attention_bias_type`` for the heads of this rank; None for none."""
+    kinds: dict[str, Callable[..., DistanceBias]] = {
+        "alibi": AlibiBias,
+        "t5": RelativeBias,
+        "bucket": BucketBias,
+    }
+    if config.attention_bias_type == "none":
+        return None
+    return kinds[config.attention_bias_type](config, tp_group)
+
+
+class DistanceBias(torch.nn.Module):
+    """Gives [H, S] biases in float32."""
+
+    def forward(self, distances: int, device: torch.device) -> Tensor:
+        """The biases of the distances 0, .., distances - 1, on the device."""
+        raise NotImplementedError
+
+
+class AlibiBias(DistanceBias):
+    """ALiBi: -m_h (i - j), with a fixed slope m_h for each head of the whole model (P2.22).
+
+    In float32, where integers are exact to 2**24: in bf16 distances above 256 would fall together.
+    """
+
+    def __init__(self, config: MegasinkTransformerConfig, tp_group: ProcessGroup):
+        super().__init__()
+        slopes = torch.tensor(alibi_slopes(config.num_attention_heads), dtype=torch.float32)
+        self.slope_H = slopes.chunk(tp_group.size())[tp_group.rank()]  # no buffer: never bf16
+
+    def forward(self, distances: int, device: torch.device) -> Tensor:
+        """See `DistanceBias`."""
+        self.slope_H = self.slope_H.to(device)
+        distance_S = torch.arange(distances, dtype=torch.float32, device=device)
+        return -self.slope_H[:, None] * distance_S
+
+
+class BucketBias(DistanceBias):
+    """P2's "relative" embedding: the index of T5's bucket itself, nothing learned (P2.21).
+
+    With its positive sign far keys are favoured, by up to N - 1: a loss of 5.45 in the paper's
+    Table 2, where every other scheme has 3.7 to 3.8.
+    """
+
+    def __init__(self, config: MegasinkTransformerConfig, tp_group: ProcessGroup):
+        super().__init__()
+        self.heads = config.num_attention_heads // tp_group.size()
+        self.buckets = config.relative_attention_num_buckets
+        self.max_distance = config.relative_attention_max_distance
+        self.bucket_S = torch.empty(0, dtype=torch.long)
+
+    def buckets_of(self, distances: int, device: torch.device) -> Tensor:
+        """[S] int64, made once for the longest sequence seen."""
+        if len(self.bucket_S) < distances or self.bucket_S.device != device:
+            self.bucket_S = bucket_of_distance(distances, self.buckets, self.max_distance)
+            self.bucket_S = self.bucket_S.to(device)
+        return self.bucket_S[:distances]
+
+    def forward(self, distances: int, device: torch.device) -> Tensor:
+        """See `DistanceBias`."""
+        return self.buckets_of(distances, device).float().expand(self.heads, -1)
+
+
+class RelativeBias(BucketBias):
+    """T5's relative embedding: one learned scalar for each head and bucket of distances (P2.20).
+
+    Attributes:
+        weight: [N, H], sharded by heads, float32 also where the model runs in bf16. A table for
+            each layer; T5 shares that of the first.
+    """
+
+    def __init__(self, config: MegasinkTransformerConfig, tp_group: ProcessGroup):
+        super().__init__(config, tp_group)
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        # Drawn by megasink.layers.init.
+        table = torch.zeros(self.buckets, self.heads, dtype=torch.float32, device=device)
+        self.weight = torch.nn.Parameter(table)
+        set_tensor_model_parallel_attributes(self.weight, True, 1, 1)
+
+    def forward(self, distances: int, device: torch.device) -> Tensor:
+        """See `DistanceBias`; differentiable."""
+        bucket_S = self.buckets_of(distances, device)
+        # Not indexing, whose backward adds in any order on a GPU.
+        return torch.nn.functional.embedding(bucket_S, self.weight).T
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RelativeBias":
+        """Move with the module but stay float32: Float16Module turns every parameter into bf16."""
+        kept = self.weight.data
+        super()._apply(fn, recurse)
+        moved = self.weight.data
+        self.weight.data = moved.float() if kept.is_meta else kept.to(moved.device)
+        return self
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """m_h for the heads of a layer (P2.22, Eq. 8; ALiBi's own rule for other head counts).
+
+    For a power of two the geometric sequence 2 ** (-8 h / heads), h = 1, .., heads. Otherwise that
+    of the next smaller power of two, then every second one of the next larger. (Eq. 8 of P2 has
+    the first rule only, its code both.)
+    """
+
+    def geometric(count: int) -> list[float]:
+        return [2.0 ** (-8.0 * h / count) for h in range(1, count + 1)]
+
+    power = 2 ** int(math.log2(heads))
+    return geometric(power) + geometric(2 * power)[::2][: heads - power]
+
+
+def bucket_of_distance(distances: int, buckets: int, max_distance: int) -> Tensor:
+    """T5's causal buckets of the distances 0, .., distances - 1: [S] int64 (P2.21, Eq. 7).
+
+    d for d < N/2; N/2 + floor(N/2 * log(d / (N/2)) / log(max_distance / (N/2))) below
+    max_distance, as T5 and P2's code have it; N - 1 from there on. (Eq. 7 as printed takes the
+    floor before it multiplies by N/2, which makes one bucket N/2 of all of these distances.)
+    """
+    half = buckets // 2
+    distance_S = torch.arange(distances, dtype=torch.float64)
+    ratio_S = torch.log(distance_S.clamp(min=half) / half) / math.log(max_distance / half)
+    # A distance that is exactly at a boundary must not fall below it by a rounding of log.
+    far_S = half + (ratio_S * (buckets - half) + 1e-9).floor()
+    return torch.where(distance_S < half, distance_S, far_S.clamp(max=buckets - 1)).long()

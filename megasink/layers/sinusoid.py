@@ -1,0 +1,41 @@
+"""The fixed sinusoidal position embedding, added to that of the token (P2.20, Eq. 6)."""
+
+import torch
+from torch import Tensor
+
+
+class SinusoidalPositions(torch.nn.Module):
+    """Takes the place of the learned table in Megatron's LanguageModelEmbedding.
+
+    The table is a buffer and no parameter: nothing trains it, decays it or counts it in a norm, and
+    no checkpoint holds it.
+
+    Args:
+        positions: rows of the table.
+        hidden_size: even.
+    """
+
+    table: Tensor
+
+    def __init__(self, positions: int, hidden_size: int, device: torch.device):
+        super().__init__()
+        table = sinusoidal_table(positions, hidden_size).to(device)
+        self.register_buffer("table", table, persistent=False)
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        """[B, S] positions -> [B, S, hidden_size]."""
+        return torch.nn.functional.embedding(position_ids, self.table)
+
+
+def sinusoidal_table(positions: int, hidden_size: int) -> Tensor:
+    """[positions, hidden_size] float32, sines and cosines interleaved.
+
+    Channel 2k is sin(t / 10000 ** (2k / d)) and channel 2k + 1 its cosine, from position t = 0 on:
+    Eq. 6 of P2. (Its code puts all sines before all cosines: the same channels in another order,
+    and a new model knows no order of channels.) Computed in float64, since bf16 cannot tell
+    positions above 256 apart.
+    """
+    position_T1 = torch.arange(positions, dtype=torch.float64)[:, None]
+    exponent_K = torch.arange(0, hidden_size, 2, dtype=torch.float64) / hidden_size
+    angle_TK = position_T1 * 10000.0**-exponent_K
+    return torch.stack((angle_TK.sin(), angle_TK.cos()), -1).flatten(1).float()

@@ -1,0 +1,105 @@
+"""Tasks: the trainer's own data path and forward step, from a command line to gradients."""
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.training import get_args, get_tokenizer
+from megatron.training.datasets.data_samplers import build_pretraining_data_loader
+from megatron.training.global_vars import set_global_variables
+
+from megasink.balance.tracker import HeadTracker
+from megasink.train import arguments, forward
+from megasink.train.dataset import datasets_provider, token_byte_table
+from megasink.train.model import model_config
+from tests.distributed import tiny_gpt
+
+
+def start(argv: Sequence[str]) -> None:
+    """Megatron's global variables, as `pretrain` sets them."""
+    size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    os.environ |= {"WORLD_SIZE": str(size), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    with contextlib.redirect_stdout(io.StringIO()):
+        args, _ = arguments.parse(argv)
+        set_global_variables(args)
+    args.curr_iteration = 0
+    forward._byte_table.cache_clear()
+
+
+def batches(vp_stage: int | None) -> Iterator[Any] | None:
+    """What Megatron's data loader gives this rank."""
+    train, *_ = datasets_provider([64, 0, 0], vp_stage)
+    return None if train is None else iter(build_pretraining_data_loader(train, 0))
+
+
+def one_step(argv: Sequence[str]) -> dict[str, Any]:
+    """Losses and gradients of the first global batch."""
+    start(argv)
+    args = get_args()
+    config = model_config(args)
+    config.finalize()
+    models = tiny_gpt.build(config)
+    optimizer, _ = tiny_gpt.optimizer_of(config, models, False)
+    config.transformer.grad_scale_func = optimizer.scale_loss
+    interleaved = args.virtual_pipeline_model_parallel_size is not None
+    reports = get_forward_backward_func()(
+        forward_step_func=forward.forward_step,
+        data_iterator=[batches(stage if interleaved else None) for stage in range(len(models))],
+        model=models,
+        num_microbatches=get_num_microbatches(),
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=False,
+    )
+    HeadTracker.forget()
+    sums = sum(r[forward.LM_LOSS] for r in reports) if reports else None
+    return {
+        "loss": [None if sums is None else float(sums[0] / sums[1])],
+        "gradients": tiny_gpt.shards(models, "main_grad"),
+    }
+
+
+def evaluation(argv: Sequence[str]) -> dict[str, Any]:
+    """Sums of an evaluation, and the targets and byte table that they are of."""
+    start(argv)
+    config = model_config(get_args())
+    config.finalize()
+    (model,) = tiny_gpt.build(config)
+    model.eval()
+    (report,) = get_forward_backward_func()(
+        forward_step_func=forward.forward_step,
+        data_iterator=batches(None),
+        model=[model],
+        num_microbatches=1,
+        seq_length=get_args().seq_length,
+        micro_batch_size=get_args().micro_batch_size,
+        forward_only=True,
+    )
+    return {
+        "lm loss": report[forward.LM_LOSS],
+        "bits": report[forward.BITS_PER_BYTE],
+        "labels": next(batches(None))["labels"],
+        "bytes": token_byte_table(),
+    }
+
+
+def boundaries(argv: Sequence[str]) -> dict[str, Any]:
+    """Where the documents of a batch end, and which tokens stand there."""
+    start(argv)
+    data = next(batches(None))
+    last, positions = [], []
+    for row, tokens, position in zip(
+        data["cu_seqlens"].tolist(), data["tokens"], data["position_ids"], strict=True
+    ):
+        bounds = sorted(set(row))
+        last += [int(tokens[end - 1]) for end in bounds[1:-1]]
+        positions += [position[a:b].tolist() == list(range(b - a)) for a, b in pairwise(bounds)]
+    assert parallel_state.get_pipeline_model_parallel_world_size() == 1
+    return {"last": last, "restart": all(positions), "eod": get_tokenizer().eod}

@@ -1,0 +1,88 @@
+"""From data files through the trainer's own forward step: the same in every layout."""
+
+import json
+import math
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from megasink.data.corpus import Corpus
+from megasink.data.preprocess import preprocess
+from megasink.data.tokenizer import train_tokenizer
+from tests.distributed import merging
+from tests.distributed.layout import SINGLE, Layout
+from tests.distributed.test_layouts import TOLERANCE
+
+TASKS = "tests.distributed.data_tasks"
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4 --train-iters 4 "
+    "--lr 1e-3 --normalization RMSNorm --swiglu --disable-bias-linear --split 1,0,0 "
+    "--no-check-for-nan-in-loss-and-grad --init-method-std 0.2 --head-balance-scope microbatch"
+).split()
+ROPE = ["--position-embedding-type", "rope"]
+DOCUMENTS = ["--dataloader-inter-document-masking"]
+LAYOUTS = {
+    Layout(pp=2): ["--pipeline-model-parallel-size", "2"],
+    Layout(tp=2, sp=True): ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
+    # Each rank has a virtual stage in the middle, which reads nothing but boundaries.
+    Layout(pp=2, vpp=2): [
+        *["--pipeline-model-parallel-size", "2"],
+        *["--num-layers-per-virtual-pipeline-stage", "1"],
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Flags of many short documents: the lines of a module."""
+    folder = tmp_path_factory.mktemp("documents")
+    lines = [line for line in Path(textwrap.__file__).read_text().splitlines() if line.strip()]
+    records = "".join(json.dumps({"text": line}) + "\n" for line in lines)
+    (folder / "documents.jsonl").write_text(records)
+    corpus = Corpus([str(folder / "documents.jsonl")])
+    train_tokenizer(corpus, 400, folder / "tokenizer")
+    preprocess(corpus, folder / "text", folder / "tokenizer", workers=1)
+    return ["--data-path", str(folder / "text"), "--tokenizer-model", str(folder / "tokenizer")]
+
+
+@pytest.fixture(scope="module")
+def single(pool, text):
+    return pool.run(f"{TASKS}:one_step", SINGLE, argv=[*MODEL, *text, *ROPE, *DOCUMENTS])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_packed_documents_reach_every_stage(pool, text, single, layout):
+    argv = [*MODEL, *text, *ROPE, *DOCUMENTS, *LAYOUTS[layout]]
+    reports = pool.run(f"{TASKS}:one_step", layout, argv=argv)
+    assert merging.loss(reports) == pytest.approx(merging.loss(single), rel=TOLERANCE)
+    found, wanted = (merging.whole([r["gradients"] for r in rs]) for rs in (reports, single))
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        assert merging.relative_error(found[name], wanted[name]) <= TOLERANCE, name
+
+
+def test_without_the_flag_the_documents_see_each_other(pool, text, single):
+    whole = pool.run(f"{TASKS}:one_step", SINGLE, argv=[*MODEL, *text, *ROPE])
+    assert abs(merging.loss(whole)[0] - merging.loss(single)[0]) > 1e-3
+
+
+@pytest.mark.parametrize("reset", [[], ["--reset-position-ids"]], ids=["plain", "reset"])
+def test_documents_end_with_their_token_and_start_at_position_0(pool, text, reset):
+    argv = [*MODEL, *text, *ROPE, *DOCUMENTS, *reset]
+    (found,) = pool.run(f"{TASKS}:boundaries", SINGLE, argv=argv)
+    assert len(found["last"]) > 2
+    assert set(found["last"]) == {found["eod"]}
+    assert found["restart"] is True
+
+
+def test_a_prefix_counts_in_neither_loss_nor_bits_per_byte(pool, text):
+    """P2.18: of 64 targets with a prefix of 10 tokens, the 10th to the 64th count."""
+    argv = [*MODEL, *text, *ROPE, "--prefix-lm-tokens", "10"]
+    (found,) = pool.run(f"{TASKS}:evaluation", SINGLE, argv=argv)
+    assert found["lm loss"][1] == 2 * 55
+    sizes = found["bytes"][found["labels"][:, 9:]]
+    assert found["bits"][1] == sizes.sum()
+    # Special tokens are no bytes; their nats are in the loss alone.
+    assert 0.5 < found["bits"][0] * math.log(2) / found["lm loss"][0] <= 1.0
