@@ -179,7 +179,8 @@ for function, similarity, options in [
 ]:
     run(function, 64, similarity, **options)
     before = peak()
-    run(function, 4096, similarity, **options)
+    for _ in range(3):  # the kernel may sample the peak
+        run(function, 4096, similarity, **options)
     print(peak() - before)
 """
 
