@@ -179,17 +179,21 @@ for function, similarity, options in [
 ]:
     run(function, 64, similarity, **options)
     before = peak()
-    run(function, 4096, similarity, **options)
+    for _ in range(3):  # the kernel may sample the peak
+        run(function, 4096, similarity, **options)
     print(peak() - before)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux alone")
 def test_nothing_is_tokens_by_tokens():
-    """Growth of the peak memory: a float32 tensor of 4096 x 4096 is 64 MiB, a chunk of it 4."""
+    """Growth of the peak memory: a float32 tensor of 4096 x 4096 is 64 MiB, a chunk of it 4.
+
+    The definition makes several of the first, ours a dozen of the second.
+    """
     result = subprocess.run(
         [sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, timeout=120
     )
     *ours, reference = map(int, result.stdout.split())
-    assert reference > 64  # the measurement sees such a tensor
-    assert max(ours) < 40
+    assert reference > 128  # the measurement sees such tensors
+    assert sum(ours) < 64
