@@ -20,7 +20,8 @@ MODELS = {
     "post-norm-clip": {"post_norm": True, "residual_clip": 1.0, "normalization": "LayerNorm"},
     "clip": {"residual_clip": 1.0},
     "addition": {"multi_head_addition": True, "add_bias_linear": True},
-    "relu": {"ffn_activation": "relu"},
+    # One step: where its input is near 0, rounding decides whether relu has a gradient.
+    "relu": {"ffn_activation": "relu", "steps": 1},
     "geglu": {"ffn_activation": "geglu"},
 }
 CASES = [

@@ -284,6 +284,17 @@ REFUSED = {
         [*MOCK, "--reset-position-ids"],
         ["--reset-position-ids changes nothing under --position-embedding-type rope"],
     ),
+    "similarity-under-a-mask": (
+        [
+            *[*MOCK, "--attention-variant", "vanilla", "--head-balance-coeff", "0"],
+            *["--attention-similarity", "sigmoid", "--prefix-lm-tokens", "3"],
+        ],
+        ["--attention-similarity sigmoid with --prefix-lm-tokens"],
+    ),
+    "sink-token-of-a-prefix": (
+        [*MOCK, "--sink-token", "--vocab-size", "383", "--prefix-lm-tokens", "3"],
+        ["--sink-token with --prefix-lm-tokens"],
+    ),
     "negative-prefix": ([*MOCK, "--prefix-lm-tokens", "-1"], ["--prefix-lm-tokens -1 is negative"]),
     "prefix-without-targets": (
         [*MOCK, "--prefix-lm-tokens", "64"],

@@ -15,7 +15,13 @@ _INSTEAD = {
 
 def problems(args: Namespace) -> list[str]:
     """A sentence for each."""
-    return [*_embedding(args), *_bias(args), *_prefix(args), *_documents(args)]
+    return [
+        *_embedding(args),
+        *_bias(args),
+        *_prefix(args),
+        *_documents(args),
+        *_sink_token(args),
+    ]
 
 
 def _embedding(args: Namespace) -> list[str]:
@@ -96,4 +102,19 @@ def _documents(args: Namespace) -> list[str]:
     return [
         f"--reset-position-ids changes nothing under --position-embedding-type {kind}: use "
         "--dataloader-inter-document-masking, whose documents start at position 0"
+    ]
+
+
+def _sink_token(args: Namespace) -> list[str]:
+    if not args.sink_token:
+        return []
+    others = {
+        "--prefix-lm-tokens": args.prefix_lm_tokens,
+        "--dataloader-inter-document-masking": args.dataloader_inter_document_masking,
+    }
+    return [
+        f"--sink-token with {flag}: it opens a sequence, not a document or its prefix, drop one of "
+        "the two"
+        for flag, given in others.items()
+        if given
     ]

@@ -91,6 +91,17 @@ def _similarity(args: Namespace) -> list[str]:
             f"--attention-kernel {args.attention_kernel} computes softmax attention, not "
             f"--attention-similarity {similarity}: use --attention-kernel auto"
         )
+    masks = {
+        "--prefix-lm-tokens": args.prefix_lm_tokens,
+        "--dataloader-inter-document-masking": args.dataloader_inter_document_masking,
+        "--attention-bias-type": args.attention_bias_type != "none",
+    }
+    found += [
+        f"--attention-similarity {similarity} with {flag}: only causal masks and windows are "
+        "computed for it, drop one of the two"
+        for flag, given in masks.items()
+        if given
+    ]
     if args.fp16:
         found.append(
             f"--fp16: the weights of --attention-similarity {similarity} are not bounded by their "
