@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -89,6 +90,9 @@ def parallel_state(layout: Layout, rank: int, store: str) -> Iterator[None]:
     finally:
         forget()
         torch.distributed.destroy_process_group()
+        # Models are cycles that hold their groups, and gloo's threads poll as long as those live.
+        gc.collect()
+        gc.freeze()  # what is left are modules: the next collection need not look at them
 
 
 def forget() -> None:

@@ -22,6 +22,38 @@ MECHANISMS = {
     "sink-qk-norm": {"qk_layernorm": True},
     "sink-learned-positions": {"position_embedding_type": "learned_absolute"},
 }
+NO_POSITIONS = {"position_embedding_type": "none"}
+UNBALANCED = {"attention_variant": "vanilla", "head_balance_coeff": 0.0}
+GATED = {"attention_variant": "gated"}
+# Those that a cache cannot know of: one process, or two where ranks hold a part of them.
+OTHERS = {
+    "gated-headwise": (GATED, TP),
+    "gated-elementwise": (GATED | {"gate_granularity": "elementwise"}, TP),
+    "gated-value": (GATED | {"gate_position": "value"}, TP),
+    "gated-query": (GATED | {"gate_position": "query", "gate_granularity": "elementwise"}, SINGLE),
+    "gated-output": (GATED | {"gate_position": "output", "gate_granularity": "elementwise"}, TP),
+    "gated-shared-silu": (
+        GATED | {"gate_shared_heads": True, "gate_activation": "silu", "gate_operation": "add"},
+        TP,
+    ),
+    "norm-of-the-output": ({"attention_variant": "vanilla", "sdpa_output_norm": "rmsnorm"}, TP),
+    "k-bias": ({"attention_variant": "k-bias"}, TP),
+    "k-bias-window": ({"attention_variant": "k-bias", "window_size": (3, 0)}, SINGLE),
+    "kv-bias-shared": ({"attention_variant": "kv-bias", "bias_shared_heads": True}, TP),
+    "v-bias": ({"attention_variant": "v-bias"}, SINGLE),
+    "sigmoid": (UNBALANCED | {"attention_similarity": "sigmoid"}, SINGLE),
+    "mlp": (UNBALANCED | {"attention_similarity": "mlp", "attention_normalization": "none"}, TP),
+    "scaled": ({"attention_scale_alpha": 0.5}, SINGLE),
+    "alibi": (NO_POSITIONS | {"attention_bias_type": "alibi"}, TP),
+    "t5-window": (NO_POSITIONS | {"attention_bias_type": "t5", "window_size": (3, 0)}, TP),
+    "sinusoids": (
+        {"position_embedding_type": "learned_absolute", "sinusoidal_position_embedding": True},
+        SINGLE,
+    ),
+    "sandwich-norm": ({"sandwich_norm": True}, SINGLE),
+    "post-norm": ({"post_norm": True}, SINGLE),
+    "multi-head-addition": ({"multi_head_addition": True}, TP),
+}
 
 
 def same(report, tolerance):
@@ -37,7 +69,16 @@ def same(report, tolerance):
 @pytest.mark.parametrize("layout", [SINGLE, TP, PP], ids=str)
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_cached_decoding_is_recomputing(pool, mechanism, layout):
-    options = MECHANISMS[mechanism]
+    compare(pool, MECHANISMS[mechanism], layout)
+
+
+@pytest.mark.parametrize("mechanism", OTHERS)
+def test_cached_decoding_of_other_mechanisms_is_recomputing(pool, mechanism):
+    compare(pool, *OTHERS[mechanism])
+
+
+def compare(pool, options, layout):
+    """Tokens and logits with the cache, alone and in a batch, against those without it."""
     reports = pool.run(
         f"{TASKS}:cached_and_recomputed", layout, prompts=PROMPTS, new_tokens=NEW, **options
     )

@@ -6,6 +6,8 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import unwrap_model
 
 from megasink.balance.tracker import HeadTracker
@@ -265,3 +267,32 @@ def recorded() -> dict[str, int]:
         found[name] = int(HeadTracker._rows[0][-1]) if HeadTracker._rows else 0
         HeadTracker.forget()
     return found
+
+
+def beside_upstream(variant: str, window: int | None) -> dict[str, float]:
+    """Largest difference between our core attention and Megatron's own, over the largest value."""
+    transformer = tiny_gpt.model_config(
+        attention_variant=variant,
+        head_balance_coeff=0.0,
+        window_size=None if window is None else (window - 1, 0),
+    ).transformer
+    args = (transformer, 1, AttnMaskType.causal, "self")
+    ours, theirs = CoreAttention(*args), DotProductAttention(*args)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        2.0 * torch.randn(33, 2, heads, 16, generator=generator) for heads in (4, 2, 2)
+    ]  # [S, B, heads, D]
+    weight = torch.randn(33, 2, 64, generator=generator)
+    mask = torch.ones(33, 33, dtype=torch.bool).triu(1)[None, None]
+    offset = torch.tensor([-5.0, 0.0, 2.0, 5.0])
+    results = []
+    for module in (ours, theirs):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        if variant == "sink":
+            module.softmax_offset.data.copy_(offset)
+            leaves.append(module.softmax_offset)
+        out = module(*leaves[:3], attention_mask=mask)
+        gradients = torch.autograd.grad((out * weight).sum(), leaves)
+        results.append(dict(zip(("out", "q", "k", "v", "sink"), (out, *gradients), strict=False)))
+    mine, wanted = results
+    return {n: float((mine[n] - wanted[n]).abs().max() / wanted[n].abs().max()) for n in wanted}

@@ -1,5 +1,7 @@
 """What core attention records and refuses. Its gradients: tests/distributed/test_oracle.py."""
 
+import pytest
+
 from tests.distributed.layout import SINGLE
 
 TASKS = "tests.layers.tasks"
@@ -24,3 +26,12 @@ def test_what_is_not_supported_is_refused(pool):
     assert found.keys() == words.keys()
     for name, word in words.items():
         assert word in found[name], name
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("variant", ["vanilla", "sink", "off-by-one"])
+def test_megatrons_own_attention_gives_the_same(pool, variant, window):
+    """Its softmax_type vanilla, learnable and off-by-one, from the same offsets."""
+    (errors,) = pool.run(f"{TASKS}:beside_upstream", SINGLE, variant=variant, window=window)
+    assert len(errors) == (5 if variant == "sink" else 4)
+    assert max(errors.values()) < 1e-5, errors
