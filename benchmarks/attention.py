@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import platform as machine
-import resource
 import statistics
 import subprocess
 import sys
@@ -159,7 +158,8 @@ def cpu_peaks(arguments: argparse.Namespace) -> dict[int, float]:
     """
 
     def peak() -> float:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
     step(arguments.peak, 64, arguments)()
     before, found = peak(), {}

@@ -60,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with single_process():
         model, tokenizer, trained, iteration = load_model(args.run, args.iteration, args.tokenizer)
         prompts = [tokenizer.encode(text, add_special_tokens=False) for text in args.prompt]
-        count = _new_tokens(prompts, args.max_new_tokens, trained.max_position_embeddings)
+        # Every sequence that the model has seen starts with it (P2.23).
+        first = [trained.sink_token_id] if trained.sink_token else []
+        count = _new_tokens(prompts, args.max_new_tokens, trained, len(first))
         device = next(model.parameters()).device.type
         print(
             f"{args.run} at step {iteration}, {trained.attention_variant} attention, on {device}",
@@ -70,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         shown = _Shown(tokenizer, prompts, stream=len(prompts) == 1 and sys.stdout.isatty())
         made = generate(
             model,
-            prompts,
+            [first + prompt for prompt in prompts],
             count,
             sampling,
             vocabulary=len(tokenizer),
@@ -105,15 +107,28 @@ def _sampling(args: argparse.Namespace) -> Sampling:
     return Sampling(args.temperature, args.top_k, args.top_p, args.seed)
 
 
-def _new_tokens(prompts: list[list[int]], asked: int | None, positions: int) -> int:
+def _new_tokens(
+    prompts: list[list[int]], asked: int | None, trained: argparse.Namespace, first: int
+) -> int:
     """How many tokens to add to each prompt.
 
+    Args:
+        trained: the arguments of the run.
+        first: tokens before each prompt.
+
     Raises:
-        UserError: they do not fit into the positions that the model was trained with.
+        UserError: they do not fit into the positions that the model was trained with, or a prompt
+            is shorter than the prefix, whose tokens have to see each other.
     """
-    longest = max(map(len, prompts))
+    longest, shortest = max(map(len, prompts)), min(map(len, prompts))
+    positions = trained.max_position_embeddings - first
     if not all(prompts):
         raise UserError("a --prompt has no token: give some text to continue")
+    if shortest < trained.prefix_lm_tokens:
+        raise UserError(
+            f"a prompt of {shortest} tokens is shorter than the prefix of the model "
+            f"(--prefix-lm-tokens {trained.prefix_lm_tokens}): give a longer one"
+        )
     if longest >= positions:
         raise UserError(
             f"a prompt of {longest} tokens leaves no room in the {positions} positions of the "

@@ -13,7 +13,7 @@ import types
 import torch
 from torch import Tensor
 
-from megasink.attention.reference import _scores
+from megasink.attention.reference import _Mask, _scores
 
 
 def install(monkeypatch, modules):
@@ -31,7 +31,7 @@ def install(monkeypatch, modules):
 def flash_forward(q_BHTD, k_BGSD, v_BGSD, scale, causal, window):
     """out in the dtype of q, and the natural LSE in float32."""
     wide = (tensor.float() for tensor in (q_BHTD, k_BGSD, v_BGSD))
-    scores_BHTS, value_BHSD = _scores(*wide, scale, causal, window)
+    scores_BHTS, value_BHSD = _scores(*wide, _Mask(scale, causal, 0, window, None))
     return (scores_BHTS.softmax(-1) @ value_BHSD).to(q_BHTD.dtype), scores_BHTS.logsumexp(-1)
 
 
@@ -39,7 +39,7 @@ def flash_backward(dout, q, k, v, out, lse, scale, causal, window, dlse=None):
     """dS = P (dO . v - delta), delta = dO . out - dlse, P from the LSE that is handed in."""
     dtype, groups = q.dtype, k.shape[1]
     dout, q, k, v, out = (tensor.float() for tensor in (dout, q, k, v, out))
-    scores_BHTS, value_BHSD = _scores(q, k, v, scale, causal, window)
+    scores_BHTS, value_BHSD = _scores(q, k, v, _Mask(scale, causal, 0, window, None))
     weights_BHTS = (scores_BHTS - lse[..., None]).exp()
     delta_BHT = (dout * out).sum(-1) - (0.0 if dlse is None else dlse)
     grads_BHTS = weights_BHTS * (dout @ value_BHSD.transpose(-1, -2) - delta_BHT[..., None])
