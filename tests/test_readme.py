@@ -71,31 +71,46 @@ def test_cluster_commands_are_whole_and_name_files_that_exist(block):
         assert (ROOT / name).is_file(), name
 
 
-def test_the_table_of_flags_is_the_options(capsys):
-    table = {
+def flags_of(text):
+    """{flag: default} of the tables in a page."""
+    return {
         flag: default
-        for flags, default in re.findall(r"^\| (`--.*?) \| (.*?) \|", README, re.M)
+        for flags, default in re.findall(r"^\| (`--.*?) \| (.*?) \|", text, re.M)
         for flag in re.findall(r"`(--[\w-]+)`", flags)
     }
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/options.md"])
+def test_the_tables_of_flags_are_the_options(page):
+    table = flags_of((ROOT / page).read_text())
     options = {f"--{f.name.replace('_', '-')}": f.default for o in OPTIONS for f in fields(o)}
-    assert set(table) == set(options)
-    for flag, default in options.items():
-        text = table[flag].strip("` ")
+    assert len(table) > 10
+    assert set(table) <= set(options)  # the README has the main ones
+    if page == "docs/options.md":
+        assert set(table) == set(options)
+    for flag, text in table.items():
+        default, text = options[flag], text.strip("` ")
         if default is None or default is False:
             assert text == "none", flag
         else:
             assert type(default)(text) == default, flag
 
 
-def test_links_and_pictures_exist():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docker" / "README.md"]
 
 
-def test_the_code_that_is_named_exists():
-    for name in re.findall(
-        r"`((?:attention|layers|balance|train|data|report)/[\w/]*(?:\.py)?)`", README
-    ):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_pictures_exist(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_code_that_is_named_exists(page):
+    text = page.read_text()
+    rooms = "attention|layers|balance|train|data|report|inference"
+    for name in re.findall(rf"`((?:{rooms})/[\w/]*(?:\.py)?)`", text):
         assert (ROOT / "megasink" / name).exists(), name
-    for name in re.findall(r"`(tests/[\w/.]+)`", README):
+    for name in re.findall(r"`(tests/[\w/.]+)`", text):
         assert (ROOT / name).exists(), name
