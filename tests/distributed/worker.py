@@ -70,6 +70,8 @@ def parallel_state(layout: Layout, rank: int, store: str) -> Iterator[None]:
     import torch
     from megatron.core import parallel_state, tensor_parallel
 
+    if not gc.get_freeze_count():
+        gc.freeze()  # modules: the collections after each task need not look at them
     torch.distributed.init_process_group(
         "gloo",
         init_method=f"file://{store}",
@@ -89,10 +91,27 @@ def parallel_state(layout: Layout, rank: int, store: str) -> Iterator[None]:
         yield
     finally:
         forget()
-        torch.distributed.destroy_process_group()
-        # Models are cycles that hold their groups, and gloo's threads poll as long as those live.
-        gc.collect()
-        gc.freeze()  # what is left are modules: the next collection need not look at them
+        end_groups()
+
+
+def end_groups() -> None:
+    """Destroy every process group of a task, and free the models that hold them.
+
+    gloo's threads poll as long as a group lives. Models are cycles, and those under the distributed
+    optimizer pass through autograd nodes, which Python's collector does not see: their groups are
+    emptied by hand (core/optimizer/distrib_optimizer.py:366, fp32 views that keep their graph).
+    """
+    import torch
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    for found in gc.get_objects():
+        if type(found) is DistributedDataParallel:
+            found.grad_accs.clear()
+        elif type(found) is DistributedOptimizer:
+            vars(found).clear()
+    torch.distributed.destroy_process_group()
+    gc.collect()
 
 
 def forget() -> None:
