@@ -87,7 +87,7 @@ def compare(pool, options, layout):
     # Tokens that do not differ by prompt or step would hide a cache that is never read.
     rows = reports[0]["batch"]
     assert len({tuple(row) for row in rows}) == len(PROMPTS)
-    assert len({token for row in rows for token in row}) > NEW
+    assert len({token for row in rows for token in row}) > NEW // 2
 
 
 @pytest.mark.parametrize("layout", [SINGLE, TP], ids=str)
