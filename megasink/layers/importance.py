@@ -5,6 +5,7 @@ T = S tokens.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -32,7 +33,8 @@ class HeadCounter(torch.nn.Module):
     Attributes:
         coefficients: [H] float32, dL/dImp at coefficient 1 from the importance of the last step's
             global batch (scope global); 0 before the first. Part of the checkpoint, so that a
-            resumed run goes on to the bit.
+            resumed run goes on to the bit; a checkpoint of Megatron's own has none of this state,
+            and it starts anew.
         routed: [H] bool, the heads that the loss evens out (P0.15); none before the first step
             where some are shared, all where none is.
         steps: how many steps `routed` has been in use.
@@ -64,6 +66,13 @@ class HeadCounter(torch.nn.Module):
         moved = self.coefficients
         self.coefficients = moved.float() if kept.is_meta else kept.to(moved.device)
         return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        for name, buffer in self.named_buffers():
+            state_dict.setdefault(prefix + name, buffer)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def forward(
         self, out_SBX: Tensor, gate_BHT: Tensor, documents: Documents | None = None

@@ -109,6 +109,7 @@ def _run(args: Namespace) -> None:
     from megasink.report.curves import draw_run
     from megasink.train.checks.attention import attention_request
     from megasink.train.dataset import datasets_provider
+    from megasink.train.foreign import accepting_megatrons_checkpoints
     from megasink.train.forward import forward_step
     from megasink.train.model import model_config
     from megasink.train.observer import Observer, observing
@@ -122,7 +123,14 @@ def _run(args: Namespace) -> None:
         print(f"attention: {args.attention_variant} on {choice.name} ({others})", flush=True)
     container = pretrain_cfg_container_from_args(args, model_config(args))
     metrics = Path(args.run_dir, "metrics.jsonl") if args.run_dir else None
-    with observing(Observer(metrics)), grouping_sink_parameters():
+    seams = (
+        observing(Observer(metrics)),
+        grouping_sink_parameters(),
+        accepting_megatrons_checkpoints(),
+    )
+    with contextlib.ExitStack() as stack:
+        for seam in seams:
+            stack.enter_context(seam)
         megatron_pretrain(container, datasets_provider, ModelType.encoder_or_decoder, forward_step)
     # The rank that wrote the metrics has all of them.
     if args.run_dir and args.rank == args.world_size - 1:

@@ -9,10 +9,13 @@ from typing import Any
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
+from megatron.training.models.gpt import GPTModelBuilder, default_layer_spec
 
 from megasink.layers.gate_projection import named_parts
 from megasink.layers.init import global_names
+from megasink.train.foreign import accepting_megatrons_checkpoints
 from tests.distributed import tiny_gpt
 from tests.distributed.tiny_gpt import MICROBATCH, MICROBATCHES
 
@@ -120,3 +123,28 @@ def load_and_go_on(folder: str, **options: Any) -> dict[str, Any]:
         "loss": run.train(1),
         "after": run.everything()["weights"],
     }
+
+
+def megatrons_checkpoint(folder: str, **options: Any) -> dict[str, Any]:
+    """Megatron's own model with an output gate writes a checkpoint, and ours loads it.
+
+    Returns:
+        the weights of each, and the loss of a first step of ours.
+    """
+    config = tiny_gpt.model_config(
+        attention_variant="vanilla", attention_output_gate=True, head_balance_coeff=0.0, **options
+    )
+    config.transformer_layer_spec = default_layer_spec
+    config.pre_wrap_hooks = []
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    theirs = GPTModelBuilder(config).build_model(groups)
+    state = {"model": theirs.sharded_state_dict()}
+    assert not any("head_counter" in key for key in state["model"])
+    dist_checkpointing.save(state, folder, ("torch_dist", 1))
+    run = Run(False, attention_variant="gated", gate_granularity="elementwise", **options)
+    (ours,) = unwrap_model(run.models)
+    with accepting_megatrons_checkpoints():
+        loaded = dist_checkpointing.load({"model": ours.sharded_state_dict()}, folder)
+    ours.load_state_dict(loaded["model"])
+    weights = [tiny_gpt.shards([model], "data") for model in (theirs, ours)]
+    return {"theirs": weights[0], "ours": weights[1], "loss": run.train(1)}

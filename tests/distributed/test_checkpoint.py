@@ -87,3 +87,13 @@ def test_weights_move_between_the_checkpoint_and_the_comparison(saved):
     after = merging.whole([r["after"] for r in saved.reports])
     moved = [merging.relative_error(after[name], before[name]) for name in before]
     assert np.median(moved) > 1e-4  # in bf16 the norms, near 1, are too coarse for a step
+
+
+@pytest.mark.parametrize("layout", [SINGLE, TP], ids=str)
+def test_megatrons_own_checkpoint_of_an_output_gate_loads_unchanged(pool, layout, tmp_path):
+    reports = pool.run(f"{TASKS}:megatrons_checkpoint", layout, folder=str(tmp_path))
+    theirs, ours = (merging.whole([r[kind] for r in reports]) for kind in ("theirs", "ours"))
+    assert theirs.keys() == ours.keys()
+    for name in theirs:
+        np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
+    assert 4 < merging.loss(reports)[0] < 20

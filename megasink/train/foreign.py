@@ -1,0 +1,53 @@
+"""Checkpoints that Megatron wrote without megasink: they hold no state of the head-balance loss.
+
+Everything else in them has the name and layout that our model gives it (attention_output_gate and
+softmax_type=learnable included), so ``--load`` takes them unchanged and the state starts anew.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
+
+from megasink.train.torch_metadata import read_metadata
+
+_STATE = ".head_counter."
+
+
+@contextlib.contextmanager
+def accepting_megatrons_checkpoints() -> Iterator[None]:
+    """Within it, ``dist_checkpointing.load`` does not ask for what only megasink writes.
+
+    Upstream has a non-strict load, but that would accept a missing weight too.
+    """
+    original = dist_checkpointing.load
+
+    def load(sharded_state_dict: dict[str, Any], checkpoint_dir: str, *args: Any, **kw: Any) -> Any:
+        wanted = _without_missing_state(sharded_state_dict, checkpoint_dir)
+        return original(wanted, checkpoint_dir, *args, **kw)
+
+    dist_checkpointing.load = load
+    try:
+        yield
+    finally:
+        dist_checkpointing.load = original
+
+
+def _without_missing_state(
+    sharded_state_dict: dict[str, Any], checkpoint_dir: str
+) -> dict[str, Any]:
+    def is_ours(value: Any) -> bool:
+        return isinstance(value, ShardedBase) and _STATE in f".{value.key}"
+
+    ours, others = extract_matching_values(sharded_state_dict, is_ours)
+    # A run of megasink has all of it; reading the index once more would cost every resume.
+    if not ours or (Path(checkpoint_dir).resolve().parent.parent / "config.json").is_file():
+        return sharded_state_dict
+    known = read_metadata(Path(checkpoint_dir)).state_dict_metadata
+    if any(_STATE in f".{key}" for key in known):
+        return sharded_state_dict
+    return dict(others)
