@@ -97,19 +97,20 @@ def parallel_state(layout: Layout, rank: int, store: str) -> Iterator[None]:
 def end_groups() -> None:
     """Destroy every process group of a task, and free the models that hold them.
 
-    gloo's threads poll as long as a group lives. Models are cycles, and those under the distributed
-    optimizer pass through autograd nodes, which Python's collector does not see: their groups are
-    emptied by hand (core/optimizer/distrib_optimizer.py:366, fp32 views that keep their graph).
+    gloo's threads poll as long as a group lives. Models are cycles, and those under Megatron's DDP
+    and optimizers pass through autograd nodes, which Python's collector does not see
+    (core/distributed/distributed_data_parallel.py:388, views of parameters in the optimizers): so
+    what a task left of them is emptied by hand.
     """
     import torch
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+    kinds = (torch.nn.Module, torch.optim.Optimizer)
+    rooms = ("megatron.core.optimizer", "megatron.core.distributed")
     for found in gc.get_objects():
-        if type(found) is DistributedDataParallel:
-            found.grad_accs.clear()
-        elif type(found) is DistributedOptimizer:
-            vars(found).clear()
+        kind = type(found)
+        if issubclass(kind, kinds) or str(kind.__module__).startswith(rooms):
+            with contextlib.suppress(TypeError):  # no attributes of its own
+                vars(found).clear()
     torch.distributed.destroy_process_group()
     gc.collect()
 
