@@ -21,4 +21,9 @@ def train(flags: list[str], ranks: int, port: int) -> None:
         pretrain(flags)
     finally:
         forget()
+        # Set by a first start, it makes the next one in this process reduce once more (training.py:
+        # 1131): beside a rank that starts for the first time, it would wait for ever.
+        from megatron.training import training
+
+        training._STARTUP_TIMESTAMPS["program_start"] = None
         torch.use_deterministic_algorithms(False)  # --deterministic-mode is for the process
