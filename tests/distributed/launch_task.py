@@ -26,4 +26,8 @@ def train(flags: list[str], ranks: int, port: int) -> None:
         from megatron.training import training
 
         training._STARTUP_TIMESTAMPS["program_start"] = None
+        # That of this run's tokenizer; the next run has another one.
+        from megasink.train import forward
+
+        forward._byte_table.cache_clear()
         torch.use_deterministic_algorithms(False)  # --deterministic-mode is for the process
