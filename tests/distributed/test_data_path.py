@@ -12,6 +12,7 @@ from megasink.data.preprocess import preprocess
 from megasink.data.tokenizer import train_tokenizer
 from tests.distributed import merging
 from tests.distributed.layout import SINGLE, Layout
+from tests.distributed.pool import Pool
 from tests.distributed.test_layouts import TOLERANCE
 
 TASKS = "tests.distributed.data_tasks"
@@ -32,6 +33,14 @@ LAYOUTS = {
         *["--num-layers-per-virtual-pipeline-stage", "1"],
     ],
 }
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Workers of its own: a run with a tokenizer leaves state that others must not meet."""
+    workers = Pool(2)
+    yield workers
+    workers.close()
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import pytest
 
 from tests.distributed import merging
 from tests.distributed.layout import SINGLE, Layout
+from tests.distributed.pool import Pool
 from tests.distributed.test_layouts import FULL, SP, TOLERANCE, compare, name_of
 from tests.distributed.test_resume import FLAGS, free_port
 
@@ -147,13 +148,21 @@ def test_a_checkpoint_loads_under_other_expert_parallelism(pool, tmp_path, first
         assert merging.relative_error(found[name], wanted[name]) <= tolerance, name
 
 
-def test_the_trainer_runs_with_expert_parallelism(pool, tmp_path):
+@pytest.fixture
+def fresh_pool():
+    """Workers of its own: the trainer keeps state for its process, data sets of other tests too."""
+    workers = Pool(2)
+    yield workers
+    workers.close()
+
+
+def test_the_trainer_runs_with_expert_parallelism(fresh_pool, tmp_path):
     flags = """
     --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.01
     --moe-z-loss-coeff 0.001 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2
     --train-iters 3
     """.split()
-    pool.run(
+    fresh_pool.run(
         "tests.distributed.launch_task:train",
         timeout=300,
         flags=[*FLAGS, *flags, "--run-dir", str(tmp_path / "run")],

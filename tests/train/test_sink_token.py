@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megasink.train.sink_token import with_sink_token
+from tests.distributed.pool import Pool
 from tests.distributed.test_resume import free_port
 
 FLAGS = """
@@ -41,6 +42,14 @@ def test_the_shift():
     assert found["attention_mask"] is None
     assert tokens[0, 0] == 1  # the data set's own batch is left alone
     assert with_sink_token(dict.fromkeys(batch), 99) == dict.fromkeys(batch)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Workers of its own: a run with a tokenizer leaves state that others must not meet."""
+    workers = Pool(2)
+    yield workers
+    workers.close()
 
 
 @pytest.fixture(scope="module")
