@@ -183,14 +183,14 @@ for function, similarity, options in [
     run(function, 64, similarity, **options)
     before = peak()
     for _ in range(3):  # the kernel may sample the peak
-        run(function, 4096, similarity, **options)
+        run(function, 6144, similarity, **options)
     print(peak() - before)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_nothing_is_tokens_by_tokens():
-    """Growth of the peak memory: a float32 tensor of 4096 x 4096 is 64 MiB, a chunk of it 4.
+    """Growth of the peak memory: a float32 tensor of 6144 x 6144 is 144 MiB, a chunk of it 6.
 
     The definition makes several of the first, ours a dozen of the second.
     """
@@ -198,5 +198,5 @@ def test_nothing_is_tokens_by_tokens():
         [sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, timeout=120
     )
     *ours, reference = map(int, result.stdout.split())
-    assert reference > 128  # the measurement sees such tensors
-    assert sum(ours) < 64
+    assert reference > 288  # the measurement sees such tensors
+    assert sum(ours) < 144

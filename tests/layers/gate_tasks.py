@@ -261,16 +261,16 @@ def counted(**options: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _calls() -> Iterator[list[dict[str, Any]]]:
-    from megasink.layers import core_attention
+    from megasink.layers import slots
 
     seen: list[dict[str, Any]] = []
-    inner = core_attention.attention
+    inner = slots.attention
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         seen.append(kwargs)
         return inner(*args, **kwargs)
 
-    with mock.patch.object(core_attention, "attention", spy):
+    with mock.patch.object(slots, "attention", spy):
         yield seen
 
 
