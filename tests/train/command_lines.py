@@ -28,6 +28,14 @@ REFUSED = {
         [*MOCK, "--head-balance-warmup-iters", "-1"],
         ["--head-balance-warmup-iters -1 is negative"],
     ),
+    "warm-up-without-an-end": (
+        [*MOCK, "--lr-warmup-iters", "4"],
+        ["--lr-warmup-iters 4 does not end before the schedule does, after 4"],
+    ),
+    "warm-up-of-everything": (
+        [*MOCK, "--lr-warmup-fraction", "1.0"],
+        ["--lr-warmup-fraction 1.0 is not from 0 up to 1"],
+    ),
     "shared-heads": (
         [*MOCK, "--head-balance-shared-heads", "3"],
         ["--head-balance-shared-heads 3 of 4 heads", "at most 2"],

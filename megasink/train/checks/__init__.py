@@ -15,6 +15,7 @@ from megasink.train.checks import (
     experts,
     gates,
     positions,
+    schedule,
     similarity,
     unsupported,
 )
@@ -28,6 +29,7 @@ _SUBJECTS = (
     experts,
     unsupported,
     balance,
+    schedule,
     device,
     data,
 )
