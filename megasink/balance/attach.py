@@ -14,12 +14,14 @@ class HeadBalanceScale:
     """The factor that the trainer puts on every loss of a microbatch.
 
     Megatron calls ``set`` for every microbatch on every pipeline stage, through
-    ``config.experimental_attention_variant_loss_scale_func``, with the fp16 loss scale over the
-    number of microbatches (with the loss scale alone under ``calculate_per_token_loss``).
+    ``config.experimental_attention_variant_loss_scale_func``, with the fp16 loss scale times the
+    context-parallel size over the number of microbatches (with the loss scale alone under
+    ``calculate_per_token_loss``; the forward step then says how many targets there are).
     """
 
     _scale: ClassVar[Tensor | None] = None
     _warmup: ClassVar[float] = 1.0
+    _targets: ClassVar[Tensor | None] = None
 
     @classmethod
     def set(cls, scale: Tensor) -> None:
@@ -40,6 +42,42 @@ class HeadBalanceScale:
     def warmup(cls) -> float:
         """The share of the coefficient that the running step uses."""
         return cls._warmup
+
+    @classmethod
+    def set_targets(cls, targets: Tensor) -> None:
+        """Say how many targets the microbatch has whose forward pass comes next.
+
+        Args:
+            targets: a tensor of one element: the sum of the loss mask over the tokens of the
+                microbatch, those of all context-parallel ranks.
+        """
+        cls._targets = targets
+
+    @classmethod
+    def keep_targets(cls, output: Tensor) -> Tensor:
+        """Have the targets of the microbatch in its backward pass, where recompute asks for them.
+
+        Args:
+            output: what the stage returned; other microbatches may come before its backward pass.
+        """
+        targets = cls._targets
+        if targets is not None and output.requires_grad:
+            output.register_hook(lambda _: cls.set_targets(targets))
+        return output
+
+    @classmethod
+    def targets(cls) -> Tensor:
+        """The number of targets of the running microbatch.
+
+        Raises:
+            RuntimeError: the forward step has not said it.
+        """
+        if cls._targets is None:
+            raise RuntimeError(
+                "the head-balance loss under calculate_per_token_loss needs the number of targets: "
+                "the forward step has to call HeadBalanceScale.set_targets"
+            )
+        return cls._targets.detach()
 
     @classmethod
     def get(cls, like: Tensor) -> Tensor:
@@ -88,9 +126,7 @@ def attach_gradient(
         importance_H: [H] differentiable mean gate of this rank's heads, float32.
         coefficients: called in the backward pass, where collectives that started in the forward
             pass are awaited; gives dL/dImp, [H] float32, no gradient.
-        weight: further factor: the coefficient of the loss, and the tokens of the microbatch under
-            ``calculate_per_token_loss``, where Megatron divides every gradient by the tokens of
-            the global batch.
+        weight: further factor: the coefficient of the loss.
 
     Returns:
         a tensor equal to ``output``.

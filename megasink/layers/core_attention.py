@@ -9,6 +9,7 @@ documents come as [T, heads, D].
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,13 @@ from torch import Tensor
 from megasink.attention import first_key_gate, similarity_attention
 from megasink.config import visible_tokens
 from megasink.gate_options import counts_heads
+from megasink.layers.context_parallel import (
+    COMM_TYPES,
+    Attend,
+    attend_alone,
+    attend_to_gathered_keys,
+    attend_with_scattered_heads,
+)
 from megasink.layers.documents import Documents, documents_of
 from megasink.layers.importance import HeadCounter
 from megasink.layers.position_bias import build_position_bias
@@ -47,8 +55,9 @@ class CoreAttention(MegatronModule):
         layer_number: 1-based index in the whole model.
         attn_mask_type: causal.
         attention_type: "self".
+        cp_comm_type: under context parallelism "all_gather" (also for None) or "a2a".
         softmax_scale: factor of the scores; None for head_dim ** -0.5.
-        pg_collection: with the tensor-parallel group ``tp``.
+        pg_collection: with the groups ``tp`` and ``cp``.
 
     Attributes:
         softmax_offset: for the sink variant, the logits s_h of this rank's heads [H]. Megatron's
@@ -60,7 +69,8 @@ class CoreAttention(MegatronModule):
         documents: of the batch that ran last; None where it was not packed.
 
     Raises:
-        ValueError: cross attention, or a mask other than the causal one.
+        ValueError: cross attention, a mask other than the causal one, context parallelism of
+            another kind, or a prefix under all_gather.
     """
 
     softmax_offset: torch.nn.Parameter | None
@@ -85,8 +95,15 @@ class CoreAttention(MegatronModule):
         self.config: MegasinkTransformerConfig = config
         self.layer_number = layer_number
         if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
-        self.tp_group = pg_collection.tp
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
+        self.cp_comm_type = cp_comm_type or "all_gather"
+        if self.cp_comm_type not in COMM_TYPES:
+            raise ValueError(
+                f"cp_comm_type {cp_comm_type!r}: context parallelism by {' or '.join(COMM_TYPES)}"
+            )
+        if self.cp_group.size() > 1 and config.prefix_lm_tokens and not self.scatters_heads:
+            raise ValueError("a prefix may lie beyond a rank's chunks: use cp_comm_type 'a2a'")
         self.softmax_scale = softmax_scale
         windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
@@ -95,7 +112,7 @@ class CoreAttention(MegatronModule):
         # An explicit gate may be the head's importance; then the one of the softmax is not.
         self.counts_heads = not counts_heads(config)
 
-        self.head_counter = HeadCounter(config, layer_number, self.tp_group)
+        self.head_counter = HeadCounter(config, layer_number, self.tp_group, self.cp_group.size())
         self.relative_bias = build_position_bias(config, self.tp_group)
         self.documents: Documents | None = None
         self.variant = VARIANTS[config.attention_variant]
@@ -148,7 +165,8 @@ class CoreAttention(MegatronModule):
             [S, B, H * D] in the dtype of the query; [T, 1, H * D] for packed documents.
 
         Raises:
-            NotImplementedError: an attention bias, or packed sequences in another format.
+            NotImplementedError: an attention bias, packed sequences in another format, or under
+                context parallelism.
         """
         if attention_bias is not None:
             raise NotImplementedError(
@@ -160,17 +178,40 @@ class CoreAttention(MegatronModule):
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         # Recompute runs forward a first time without gradients: that run counts nothing.
         counts = self.counts_heads and self.training and torch.is_grad_enabled()
-        tensors = tuple(x.permute(1, 2, 0, 3) for x in (query, key, value))
         attend = self._softmax if self.config.attention_similarity == "softmax" else self._similar
-        out_BHTD, gate_BHT = attend(*tensors, counts=counts)
+        out_SBHD, gate_BHS = self._over_ranks(partial(attend, counts=counts), query, key, value)
         if self.config.attention_scale_alpha != 1.0:
-            out_BHTD = out_BHTD * self.config.attention_scale_alpha
-        out = out_BHTD.permute(2, 0, 1, 3)
-        out = out.reshape(*out.shape[:2], -1)
-        if not counts or gate_BHT is None:
+            out_SBHD = out_SBHD * self.config.attention_scale_alpha
+        out = out_SBHD.reshape(*out_SBHD.shape[:2], -1)
+        if not counts or gate_BHS is None:
             return out
-        counted: Tensor = self.head_counter(out, gate_BHT, self.documents)
+        counted: Tensor = self.head_counter(out, gate_BHS, self.documents)
         return counted
+
+    def _over_ranks(
+        self, attend: Attend, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """`attend` over the sequence, wherever its tokens are: [S, B, H, D], and the gate."""
+        if self.cp_group.size() == 1:
+            return attend_alone(attend, query, key, value)
+        if self.documents is not None:
+            raise NotImplementedError(
+                "packed documents under context parallelism: their chunks are not those of a "
+                "sequence; use --context-parallel-size 1"
+            )
+        over = attend_with_scattered_heads if self.scatters_heads else attend_to_gathered_keys
+        return over(attend, query, key, value, self.cp_group)
+
+    @property
+    def scatters_heads(self) -> bool:
+        """Whether each context-parallel rank attends for a share of the heads alone."""
+        return self.cp_group.size() > 1 and self.cp_comm_type == "a2a"
+
+    def _own_share(self, by_heads: Tensor) -> Tensor:
+        """Of a tensor [H, ...] the rows of the heads that this rank attends for."""
+        if not self.scatters_heads:
+            return by_heads
+        return by_heads.chunk(self.cp_group.size())[self.cp_group.rank()]
 
     def _softmax(
         self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, *, counts: bool
@@ -183,7 +224,8 @@ class CoreAttention(MegatronModule):
             mask["cu_seqlens"] = self.documents.cu_seqlens
             longest = self.documents.longest
         if self.relative_bias is not None:
-            mask["distance_bias_HS"] = self.relative_bias(longest, query_BHTD.device)
+            bias_HS = self.relative_bias(longest, query_BHTD.device)
+            mask["distance_bias_HS"] = self._own_share(bias_HS)
         out_BHTD, lse_BHT, gate_BHT = self.variant.attend(
             self.config,
             {name: self._whole(name) for name in self.variant.parameters},
@@ -222,7 +264,7 @@ class CoreAttention(MegatronModule):
         """A parameter; one that all heads share collects the gradients of every rank's heads."""
         parameter: torch.nn.Parameter = getattr(self, name)
         if getattr(parameter, "tensor_model_parallel", False):
-            return parameter
+            return self._own_share(parameter)
         shared: Tensor = copy_to_tensor_model_parallel_region(parameter, self.tp_group)
         return shared
 

@@ -19,10 +19,12 @@ from megasink.train.checks.data import pin_vocabulary
 from megasink.train.checks.gates import match_ffn_width
 
 # Megatron's default is 0.1 for both dropouts; attention dropout breaks the identity between a
-# gate and the LSE (P0.9). The optimizer state must be saved in a form that any layout can load.
+# gate and the LSE (P0.9). Megatron's default for context parallelism, p2p, is not supported. The
+# optimizer state must be saved in a form that any layout can load.
 DEFAULTS: dict[str, Any] = {
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
+    "cp_comm_type": ["all_gather"],
     "ckpt_format": "torch_dist",
     "dist_ckpt_optim_fully_reshardable": True,
     "tokenizer_type": "HuggingFaceTokenizer",
