@@ -34,7 +34,9 @@ def attend_alone(
     Returns:
         output [S, B, H, D] and the gate [B, H, S] or None.
     """
-    out_BHTD, gate_BHT = attend(*(x.permute(1, 2, 0, 3) for x in (query_SBHD, key_SBGD, value_SBGD)))
+    out_BHTD, gate_BHT = attend(
+        *(x.permute(1, 2, 0, 3) for x in (query_SBHD, key_SBGD, value_SBGD))
+    )
     return out_BHTD.permute(2, 0, 1, 3), gate_BHT
 
 

@@ -122,7 +122,9 @@ def test_four_ranks_equal_the_oracle(four, check, mechanism, scope, layout, opti
 
 
 def test_every_mechanism_meets_every_scope_and_every_layout_something():
-    cases = [(m, s, features(at, options, MICROBATCHES)) for m, s, at, options in CASES + FOUR_RANKS]
+    cases = [
+        (m, s, features(at, options, MICROBATCHES)) for m, s, at, options in CASES + FOUR_RANKS
+    ]
     assert table(cases)[-1] == "not covered: nothing of the above"
     assert set(MODELS) == set(MECHANISMS)
     kept = [case for case in cases if "EP" not in case[2] and case[:2] != ("vanilla", "global")]

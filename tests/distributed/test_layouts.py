@@ -1,8 +1,8 @@
 """Loss, statistics, gradients, gradient norm and weights are the same in every layout.
 
 Float32, three steps of Adam through Megatron's schedules; the single process is itself compared
-with plain autograd in test_oracle.py. Not covered: context and expert parallelism, which
-megasink refuses.
+with plain autograd in test_oracle.py. Context parallelism is in test_context_parallel.py, expert
+parallelism in test_moe.py, the scopes in test_invariance.py.
 """
 
 import numpy as np

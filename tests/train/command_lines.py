@@ -126,10 +126,35 @@ REFUSED = {
             "--multi-head-addition with --delay-wgrad-compute",
         ],
     ),
-    "context-parallel": ([*MOCK, "--context-parallel-size", "2"], ["--context-parallel-size"]),
-    "masked-per-token-loss": (
-        [*MOCK, "--calculate-per-token-loss", "--eod-mask-loss"],
-        ["drop one of the two flags"],
+    "context-parallel": (
+        MOCK
+        + """
+        --context-parallel-size 3 --cp-comm-type p2p all_gather a2a+p2p p2p --prefix-lm-tokens 3
+        --dataloader-inter-document-masking --hybrid-context-parallel
+        --hierarchical-context-parallel-sizes 3
+        """.split(),
+        [
+            "--hybrid-context-parallel: its groups change with every batch",
+            "--hierarchical-context-parallel-sizes belongs to --cp-comm-type a2a+p2p",
+            "--seq-length 64 is not divisible by 2 * --context-parallel-size 3",
+            "--dataloader-inter-document-masking with --context-parallel-size 3",
+            "--cp-comm-type p2p: a gate needs the log-sum-exp over all keys at once: use all_gat",
+            "--cp-comm-type a2a+p2p: a gate needs",
+            "--cp-comm-type has 4 values for 2 layers",
+            "--prefix-lm-tokens with --cp-comm-type all_gather",
+        ],
+    ),
+    "heads-of-context-parallel-ranks": (
+        MOCK
+        + """
+        --context-parallel-size 2 --cp-comm-type a2a --num-attention-heads 4
+        --group-query-attention --num-query-groups 1 --tensor-model-parallel-size 4
+        """.split(),
+        [
+            "--cp-comm-type a2a: --num-attention-heads 4 is not divisible by "
+            "--tensor-model-parallel-size 4 * --context-parallel-size 2: use --cp-comm-type all_g",
+            "--cp-comm-type a2a: --num-query-groups 4 is not divisible by",
+        ],
     ),
     "unknown-flag": (
         [*MOCK, "--head-balance-coef", "1", "--attention-variant", "y"],
@@ -381,6 +406,15 @@ ACCEPTED = {
         *["--match-ffn-width", "--hidden-size", "512", "--ffn-hidden-size", "1536"],
     ],
     "prefix": [*MOCK, "--prefix-lm-tokens", "5"],
+    "context-parallel": [*MOCK, "--context-parallel-size", "2", "--window-size", "15,0"],
+    "context-parallel-a2a": MOCK
+    + """
+    --context-parallel-size 2 --cp-comm-type a2a all_gather --group-query-attention
+    --num-query-groups 2 --attention-bias-type alibi --position-embedding-type none
+    """.split(),
+    "context-parallel-prefix": MOCK
+    + "--context-parallel-size 2 --cp-comm-type a2a --prefix-lm-tokens 5".split(),
+    "masked-per-token-loss": [*MOCK, "--calculate-per-token-loss", "--eod-mask-loss"],
     "documents": [*MOCK, "--dataloader-inter-document-masking", "--reset-position-ids"],
     "documents-t5-window": [
         *[*MOCK, "--dataloader-inter-document-masking", "--window-size", "15,0"],
