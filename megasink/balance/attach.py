@@ -48,7 +48,7 @@ class HeadBalanceScale:
         """Say how many targets the microbatch has whose forward pass comes next.
 
         Args:
-            targets: a tensor of one element: the sum of the loss mask over the tokens of the
+            targets: a scalar tensor: the sum of the loss mask over the tokens of the
                 microbatch, those of all context-parallel ranks.
         """
         cls._targets = targets

@@ -22,7 +22,7 @@ class ImportanceSum:
         tokens: how many tokens it is the sum of.
         tp_group: the tensor-parallel group, part of `group`.
         group: the ranks whose tokens count.
-        targets: of the microbatch of this rank, one element; None where nobody asks for them.
+        targets: of the microbatch of this rank, a scalar; None where nobody asks for them.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ImportanceSum:
         if tp_rank == 0:  # the other ranks of its group have the same tokens
             self._sums[-2] = tokens
             if targets is not None:
-                self._sums[-1:] = targets
+                self._sums[-1] = targets
         self._work: Any = None
         if group.size() > 1:
             self._work = torch.distributed.all_reduce(self._sums, group=group, async_op=True)
@@ -52,7 +52,7 @@ class ImportanceSum:
         return self._sums[:-2] / self._sums[-2]
 
     def mean_targets(self) -> Tensor:
-        """One element: the mean of `targets` over the group's microbatches."""
+        """Scalar: the mean of `targets` over the group's microbatches."""
         self._wait()
         return self._sums[-1] / self._replicas
 

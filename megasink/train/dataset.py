@@ -76,7 +76,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
 
     Returns:
         tokens, labels, position_ids [B, s] int64 and loss_mask [B, s] float32, with the s tokens of
-        this context-parallel rank; None for what this pipeline stage does not need. targets [1],
+        this context-parallel rank; None for what this pipeline stage does not need. targets [],
         the sum of the loss mask over all S tokens; None where nobody asks for it. With
         --dataloader-inter-document-masking also cu_seqlens [B, S + 1] and max_seqlen [B] int32, on
         every stage.
@@ -99,7 +99,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
             batch["loss_mask"] = without_prefix(batch["loss_mask"], args.prefix_lm_tokens)
         if args.sink_token:
             batch = with_sink_token(batch, args.sink_token_id)
-        targets = batch["loss_mask"].sum().reshape(1)  # type: ignore[union-attr]
+        targets = batch["loss_mask"].sum()  # type: ignore[union-attr]
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=packed,
@@ -117,7 +117,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
     if mpu.is_pipeline_last_stage():
-        targets = batch["loss_mask"].sum().reshape(1)
+        targets = batch["loss_mask"].sum()
     elif counts_targets(args):
         targets = _from_first_tensor_parallel_rank(targets)
     if not ends_here:
@@ -144,9 +144,9 @@ def _reads(args: Namespace, vp_stage: int | None) -> bool:
 
 
 def _from_first_tensor_parallel_rank(number: Tensor | None) -> Tensor:
-    """[1] float32 that tensor-parallel rank 0 has, on every rank."""
+    """A float32 scalar that tensor-parallel rank 0 has, on every rank."""
     if number is None:
-        number = torch.empty(1, device=torch.cuda.current_device())
+        number = torch.empty((), device=torch.cuda.current_device())
     group = mpu.get_tensor_model_parallel_group()
     if group.size() > 1:
         source = mpu.get_tensor_model_parallel_src_rank()

@@ -64,7 +64,7 @@ def loss_func(
     Args:
         labels: [B, S] int64 targets, of this context-parallel rank as all that follows.
         loss_mask: [B, S] float32, 1 for targets that count.
-        targets: [1], how many count on all context-parallel ranks.
+        targets: scalar, how many count on all context-parallel ranks.
         training: False in evaluation, where bits per byte are summed too.
         token_losses: [B, S] nats per target.
 

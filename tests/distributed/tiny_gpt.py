@@ -164,7 +164,7 @@ def microbatches(step: int, masked: bool = False) -> Iterator[dict[str, Tensor]]
 def forward_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
     """One microbatch through one stage; the loss as megasink.train.forward gives it."""
     data = next(iterator)
-    targets = data["loss_mask"].sum().reshape(1)
+    targets = data["loss_mask"].sum()
     HeadBalanceScale.set_targets(targets)
     data = get_batch_on_this_cp_rank(
         data, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
