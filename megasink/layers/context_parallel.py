@@ -1,8 +1,8 @@
 """Attention over a sequence that is divided over the ranks of a context-parallel group.
 
 Megatron cuts every sequence into 2 * cp chunks and gives rank r the chunks r and 2 * cp - 1 - r
-(``megatron/core/utils.py:get_batch_on_this_cp_rank``): under the causal mask all ranks then have the
-same work. Two ways to attend, Megatron's names of ``--cp-comm-type``:
+(``megatron/core/utils.py:get_batch_on_this_cp_rank``): under the causal mask all ranks then have
+the same work. Two ways to attend, Megatron's names of ``--cp-comm-type``:
 
 all_gather: every rank gathers the keys and values of the whole sequence, and its two chunks of
 queries attend to them: each is the bottom of a causal square, so its log-sum-exps are complete.

@@ -86,7 +86,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
     ends_here = is_first_or_last_pipeline_stage(vp_stage)
     if not _reads(args, vp_stage):
         return dict.fromkeys((*_KEYS, _TARGETS))
-    batch: dict[str, Tensor | None] = dict.fromkeys(_KEYS + _PACKED + _UNUSED)
+    batch: dict[str, Any] = dict.fromkeys(_KEYS + _PACKED + _UNUSED)
     targets = None
     if mpu.get_tensor_model_parallel_rank() == 0:
         assert data_iterator is not None
@@ -99,7 +99,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
             batch["loss_mask"] = without_prefix(batch["loss_mask"], args.prefix_lm_tokens)
         if args.sink_token:
             batch = with_sink_token(batch, args.sink_token_id)
-        targets = batch["loss_mask"].sum()  # type: ignore[union-attr]
+        targets = batch["loss_mask"].sum()
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=packed,

@@ -3,6 +3,7 @@
 import json
 import math
 import textwrap
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,11 @@ def whole(pool, text):
     return report
 
 
-@pytest.mark.parametrize(("layout", "loss", "flags"), SHARED, ids=lambda v: "".join(map(str, v)))
+@pytest.mark.parametrize(
+    ("layout", "loss", "flags"),
+    SHARED,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
 def test_every_rank_has_its_tokens_and_every_stage_the_number_of_targets(
     pool, text, whole, layout, loss, flags
 ):
