@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import re
 import shutil
 import signal
@@ -124,8 +125,8 @@ def _default_ranks(flags: Sequence[str]) -> int:
 
     if "--cpu" not in flags and torch.cuda.is_available():
         return torch.cuda.device_count()
-    sizes = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size")
-    return _value(flags, sizes[0], 1) * _value(flags, sizes[1], 1)
+    kinds = ("tensor-model", "pipeline-model", "context")
+    return math.prod(_value(flags, f"--{kind}-parallel-size", 1) for kind in kinds)
 
 
 def _value(flags: Sequence[str], name: str, default: int) -> int:

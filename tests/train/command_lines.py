@@ -406,7 +406,7 @@ ACCEPTED = {
         *["--match-ffn-width", "--hidden-size", "512", "--ffn-hidden-size", "1536"],
     ],
     "prefix": [*MOCK, "--prefix-lm-tokens", "5"],
-    "context-parallel": [*MOCK, "--context-parallel-size", "2", "--window-size", "15,0"],
+    "context-parallel-window": [*MOCK, "--context-parallel-size", "2", "--window-size", "15,0"],
     "context-parallel-a2a": MOCK
     + """
     --context-parallel-size 2 --cp-comm-type a2a all_gather --group-query-attention

@@ -14,6 +14,7 @@ def test_ranks_follow_the_layout():
     assert launch._default_ranks(["--cpu"]) == 1
     flags = ["--cpu", "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size=3"]
     assert launch._default_ranks(flags) == 6
+    assert launch._default_ranks([*flags, "--context-parallel-size", "2"]) == 12
 
 
 def test_the_last_value_of_a_flag_counts():
