@@ -115,13 +115,13 @@ class HeadCounter(torch.nn.Module):
         coefficients = self._coefficients(gate_sum_h, tokens)
         # This rank's share of the microbatch's importance: Megatron adds up those of the
         # context-parallel ranks, or averages them and has their number in its scale.
-        share = 1.0 / (tokens * self.cp_size)
+        count = tokens * self.cp_size
         observe = None
         if slope_BHT is not None:
-            slope_h = share * gate_sum(slope_BHT, real_1T)
+            slope_h = gate_sum(slope_BHT, real_1T) / count
             observe = functools.partial(self._observe, slope_h, tokens)
         weight = config.head_balance_coeff
-        return attach_gradient(out_SBX, gate_sum_h * share, coefficients, weight, observe)
+        return attach_gradient(out_SBX, gate_sum_h / count, coefficients, weight, observe)
 
     def _observe(self, slope_h: Tensor, tokens: int, sent_h: Tensor) -> None:
         """In the backward pass: the gradient of a microbatch with respect to the gate's logit."""

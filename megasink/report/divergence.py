@@ -1,4 +1,4 @@
-"""Whether a run diverges: its smoothed loss rises far above the lowest value that it had (P1.23)."""
+"""Whether a run diverges: its smoothed loss rises far above its lowest value (P1.23)."""
 
 import math
 

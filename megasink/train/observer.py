@@ -95,7 +95,8 @@ class Observer:
 
     def evaluation(self, split: str, losses: dict[str, Any] | None) -> None:
         """After an evaluation on a split: its loss, bits per byte and attention sinks."""
-        args, record = get_args(), {"iteration": self._iteration}
+        args = get_args()
+        record: dict[str, Any] = {"iteration": self._iteration}
         sinks: dict[str, Any] = {}
         if args.log_sink_rate:
             rates = SinkRate.finish(args.num_layers, args.num_attention_heads)

@@ -10,7 +10,6 @@ import math
 from argparse import Namespace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megasink.balance.tracker import (

@@ -4,6 +4,7 @@ Shapes: L layers, H query heads.
 """
 
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -13,6 +14,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megasink.balance.tracker import BALANCE_GRADIENT, OTHER_GRADIENT, HeadTracker
+from megasink.layers import sink_rate
 from megasink.layers.core_attention import CoreAttention
 from megasink.layers.gated_self_attention import GatedSelfAttention
 from megasink.layers.sink_rate import SinkRate
@@ -100,13 +102,14 @@ def definition(coeff: float, **options: Any) -> dict[str, Tensor]:
     }
 
 
-def sink_rates(sequence: int, **options: Any) -> dict[str, Any]:
+def sink_rates(sequence: int, epsilon: float, **options: Any) -> dict[str, Any]:
     """Both rates of an evaluation of two microbatches, each [L, H]; and what is left behind."""
     config = tiny_gpt.model_config(**options)
     config.seq_length = sequence
     models = tiny_gpt.build(config)
     SinkRate.collects = True
-    forward(models, sequence)
+    with mock.patch.object(sink_rate, "EPSILON", epsilon):
+        forward(models, sequence)
     heads = config.transformer.num_attention_heads
     rates = SinkRate.finish(config.transformer.num_layers, heads)
     forward(models, sequence)  # does not count any more
@@ -147,7 +150,7 @@ def texts(sequence: int) -> list[dict[str, Tensor]]:
     ]
 
 
-def defined_sink_rates(sequence: int, **options: Any) -> dict[str, Tensor]:
+def defined_sink_rates(sequence: int, epsilon: float, **options: Any) -> dict[str, Tensor]:
     """The same from S x S weights of every layer, over the first 64 tokens."""
     config = tiny_gpt.model_config(head_balance_coeff=0.0, **options)
     config.seq_length = sequence
@@ -172,6 +175,6 @@ def defined_sink_rates(sequence: int, **options: Any) -> dict[str, Tensor]:
 
     def rates(which: int) -> Tensor:
         by_layer = [torch.cat([s[which] for s in shares[layer]]) for layer in sorted(shares)]
-        return torch.stack([(share_BH > 0.3).double().mean(0) for share_BH in by_layer])
+        return torch.stack([(share_BH > epsilon).double().mean(0) for share_BH in by_layer])
 
     return {"first": rates(0), "slot": rates(1)}

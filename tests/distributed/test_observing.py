@@ -40,7 +40,7 @@ def test_gradients_and_sinks_are_those_of_autograd(pool, defined, layout):
     assert relative(defined["other gradient"][0], defined["language"][0]) > 1e-3
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [TP_SP, PP], ids=str)
 @pytest.mark.parametrize(
     "options",
     [
@@ -71,9 +71,9 @@ def test_a_gate_that_is_not_the_importance_is_recorded_beside_it(pool, position,
     gate_LH = np.asarray(single["gate"])
     assert np.isnan(gate_LH).tolist() == [[False] * heads + [True] * (4 - heads)] * 2
     known = gate_LH[:, :heads]
-    assert ((0 < known) & (known < 1)).all()
+    assert ((known > 0) & (known < 1)).all()
     assert np.ptp(known) > 0.01
-    for layout in (TP_SP, PP, DP):
+    for layout in [TP_SP, PP, DP] if position == "value" else [TP_SP]:
         parallel = options | {"sequence_parallel": layout.sp}
         for report in pool.run(f"{TASKS}:observed_step", layout, **parallel):
             np.testing.assert_allclose(report["gate"], gate_LH, rtol=1e-5)
@@ -86,29 +86,26 @@ def test_where_the_loss_is_off_there_is_no_ratio(pool):
     assert not np.isnan(report["sink"]).any()
 
 
-RATES = [
-    {"attention_variant": "vanilla"},
-    {"attention_variant": "sink"},
-    {"attention_variant": "k-bias"},
-]
+# Attention of a random model is spread out: (options, epsilon that some heads exceed, layouts).
+RATES = {
+    "vanilla": ({"init_method_std": 0.45}, 0.08, [TP_SP]),
+    "sink": ({"init_method_std": 0.1}, 0.3, [TP_SP, PP, DP]),
+    "k-bias": ({"init_method_std": 0.2}, 0.08, [TP_SP]),
+}
 
 
-@pytest.mark.parametrize("options", RATES, ids=lambda o: o["attention_variant"])
-def test_sink_rates_are_those_of_the_definition(pool, options):
-    """Random scores of a wide spread: some heads are above 0.3 in some sequences."""
-    options = options | {"init_method_std": 0.45}
-    (wanted,) = pool.run(f"{TASKS}:defined_sink_rates", SINGLE, sequence=70, **options)
-    for layout in LAYOUTS:
-        reports = pool.run(
-            f"{TASKS}:sink_rates", layout, sequence=70, sequence_parallel=layout.sp, **options
-        )
-        for report in reports:
+@pytest.mark.parametrize("variant", RATES)
+def test_sink_rates_are_those_of_the_definition(pool, variant):
+    options, epsilon, layouts = RATES[variant]
+    options = options | {"attention_variant": variant, "sequence": 70, "epsilon": epsilon}
+    (wanted,) = pool.run(f"{TASKS}:defined_sink_rates", SINGLE, **options)
+    assert 0 < np.mean(wanted["first" if variant == "vanilla" else "slot"]) < 1
+    for layout in [SINGLE, *layouts]:
+        parallel = options | {"sequence_parallel": layout.sp}
+        for report in pool.run(f"{TASKS}:sink_rates", layout, **parallel):
             np.testing.assert_array_equal(report["first"], wanted["first"])
-            if options["attention_variant"] == "vanilla":
+            if variant == "vanilla":
                 assert np.isnan(report["slot"]).all()
             else:
                 np.testing.assert_array_equal(report["slot"], wanted["slot"])
-                assert 0 < np.mean(wanted["slot"]) < 1
             assert report["left"] == 0
-    if options["attention_variant"] == "vanilla":
-        assert 0 < np.mean(wanted["first"]) < 1
