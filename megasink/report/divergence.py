@@ -2,7 +2,8 @@
 
 import math
 
-FACTOR = 0.98
+# Before so many steps nothing is called divergence: an average of a few jumps with each of them.
+FACTOR, STEPS = 0.98, 50
 
 
 class Divergence:
@@ -20,12 +21,13 @@ class Divergence:
     def __init__(self) -> None:
         self.smoothed = math.nan
         self.lowest, self.lowest_step = math.inf, 0
-        self._sum, self._weight = 0.0, 0.0
+        self._sum, self._weight, self._count = 0.0, 0.0, 0
 
     def add(self, step: int, loss: float) -> None:
         """The loss of a step, in nats per token."""
         self._sum = FACTOR * self._sum + (1 - FACTOR) * loss
         self._weight = FACTOR * self._weight + (1 - FACTOR)
+        self._count += 1
         self.smoothed = self._sum / self._weight
         if self.smoothed < self.lowest:
             self.lowest, self.lowest_step = self.smoothed, step
@@ -33,4 +35,4 @@ class Divergence:
     def exceeds(self, nats: float) -> bool:
         """Whether the smoothed loss is so far above its lowest, or is no number."""
         # "not below" and not "above": a loss that is no number has diverged.
-        return self._weight > 0 and not self.smoothed <= self.lowest + nats
+        return self._count >= STEPS and not self.smoothed <= self.lowest + nats

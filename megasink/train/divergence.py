@@ -49,7 +49,9 @@ def _advice(folder: str | None, step: int) -> str:
     before = [i for i in iterations(Path(folder)) if i <= step] if folder else []
     if not before:
         return "No checkpoint is as old as that: start again with a lower --lr"
+    # Megatron finds the optimizer's state by its learning rate: another one takes none over.
     return (
-        f"The newest checkpoint from before is that of step {before[-1]}: start from it with "
-        f"--load {folder} --ckpt-step {before[-1]} and a lower --lr or other data"
+        f"The newest checkpoint from before is that of step {before[-1]}: start a new run from it "
+        f"with --load {folder} --ckpt-step {before[-1]}, and, for a lower --lr, "
+        "--no-load-optim --override-opt-param-scheduler"
     )

@@ -15,8 +15,11 @@ def train_with_wandb(flags: list[str], ranks: int, port: int) -> dict[str, Any]:
     """
     wandb = mock.MagicMock()
     wandb.Image.side_effect = lambda picture: ("picture", picture.shape, str(picture.dtype))
-    with mock.patch.dict(sys.modules, wandb=wandb):
+    sys.modules["wandb"] = wandb  # not patch.dict, which forgets what is imported in between
+    try:
         launch_task.train(flags, ranks, port)
+    finally:
+        del sys.modules["wandb"]
     calls = [call.args for call in wandb.log.call_args_list]
     logged: dict[str, list[tuple[int, Any]]] = {}
     for values, step in calls:
