@@ -60,7 +60,8 @@ def draw_comparison(
             continue
         if axis is not axes[2]:
             _zoom(axis)
-    axes[0].legend(frameon=False, fontsize=9)
+    # Below the marks of the spikes.
+    axes[0].legend(frameon=False, fontsize=9, loc="upper right", bbox_to_anchor=(1, 0.96))
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=130)
     plt.close(figure)

@@ -154,8 +154,8 @@ def _draw_imbalance(axis: Any, lines: list[dict[str, Any]]) -> None:
         axis.plot(steps, layer, color=GREY, alpha=0.35, linewidth=0.8)
     axis.plot([], [], color=GREY, alpha=0.6, linewidth=0.8, label="each layer")
     mean_steps, mean = series(lines, "imbalance")
-    axis.plot(mean_steps, mean, color=BLUE, alpha=0.3, linewidth=0.8, label="mean over layers")
-    axis.plot(mean_steps, smoothed(mean), color=BLUE, label="mean, EMA 0.9")
+    axis.plot(mean_steps, mean, color=BLUE, alpha=0.3, linewidth=0.8)
+    axis.plot(mean_steps, smoothed(mean), color=BLUE, label="mean over layers (EMA 0.9)")
     axis.set_ylim(bottom=0)
     axis.legend(frameon=False, fontsize=9)
 
