@@ -91,10 +91,7 @@ def test_tensorboard_has_the_losses_and_every_layer(pipeline_run):
     logged = [event.value for event in events.Scalars("head imbalance")]
     assert logged == pytest.approx(recorded, rel=1e-6)
     details = [line for line in metrics(pipeline_run) if "softmax_offset" in line]
-    for tag, key in (
-        ("softmax offset max", "softmax_offset"),
-        ("head importance max", "importance"),
-    ):
+    for tag, key in (("softmax offset", "softmax_offset"), ("head importance", "importance")):
         wanted = [max(line[key][1]) for line in details]
         logged = [event.value for event in events.Scalars(f"{tag} max by layer/1")]
         assert logged == pytest.approx(wanted, rel=1e-6)
@@ -242,7 +239,8 @@ def test_generate_from_another_layout(pipeline_run, pool):
     (answers,) = pool.run(f"{GENERATE}:megasink", SINGLE, commands=commands)
     assert [code for code, _, _ in answers] == [0] * 5
     texts = [output for _, output, _ in answers]
-    assert all(text.startswith("def ") and len(text) > 12 for text in texts)
+    assert [text for text in texts if not text.startswith("def ") or text.strip() == "def"] == []
+    assert max(map(len, texts)) > 12  # one that is drawn may end early
     assert texts[1].split("\n---\n")[0] == texts[0].removesuffix("\n")  # alone, and in a batch
     assert texts[2] == texts[3] != texts[4]
     for _, _, errors in answers:
