@@ -284,21 +284,21 @@ class CoreAttention(MegatronModule):
     def _observe_gradient(
         self, out_BHTD: Tensor, gate_BHT: Tensor, value_BHTD: Tensor | None
     ) -> None:
-        """Record in the backward pass what comes through the output to the logit of the gate."""
-        out_BHTD_, gate_BHT1 = out_BHTD.detach(), gate_BHT.detach()[..., None]
-        heads, tokens = out_BHTD.shape[1], out_BHTD.shape[0] * out_BHTD.shape[2]
-        if self.documents is not None:
-            tokens = self.documents.real_tokens
-        share = self.cp_group.rank() if self.scatters_heads else 0
-        first = self.tp_group.rank() * (
-            heads * self.cp_group.size() if self.scatters_heads else heads
-        )
+        """Record in the backward pass what comes through the output to the logit of the gate.
+
+        Here and not where heads are counted: under context parallelism the first value is known
+        here without a further message.
+        """
+        kept_BHTD, gate_BHT1 = out_BHTD.detach(), gate_BHT.detach()[..., None]
+        batch, heads, tokens, _ = out_BHTD.shape
+        count = batch * tokens if self.documents is None else self.documents.real_tokens
+        first = heads * self.tp_group.rank()
+        if self.scatters_heads:
+            first = heads * (self.tp_group.rank() * self.cp_group.size() + self.cp_group.rank())
 
         def record(grad_BHTD: Tensor) -> None:
-            sum_H = gate_bias_gradient(grad_BHTD, out_BHTD_, gate_BHT1, value_BHTD)
-            HeadTracker.add(
-                OTHER_GRADIENT, self.layer_number - 1, first + share * heads, sum_H, tokens
-            )
+            sum_H = gate_bias_gradient(grad_BHTD, kept_BHTD, gate_BHT1, value_BHTD)
+            HeadTracker.add(OTHER_GRADIENT, self.layer_number - 1, first, sum_H, count)
 
         out_BHTD.register_hook(record)
 

@@ -3,18 +3,22 @@
 Shapes: L layers, H query heads.
 """
 
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megasink.balance.tracker import BALANCE_GRADIENT, OTHER_GRADIENT, HeadTracker
 from megasink.layers import sink_rate
+from megasink.layers.builder import MegasinkGPTBuilder
 from megasink.layers.core_attention import CoreAttention
 from megasink.layers.gated_self_attention import GatedSelfAttention
 from megasink.layers.sink_rate import SinkRate
@@ -34,6 +38,7 @@ def observed_step(**options: Any) -> dict[str, Any]:
     models = tiny_gpt.build(config)
     optimizer, _ = tiny_gpt.optimizer_of(config, models, False)
     dp = parallel_state.get_data_parallel_world_size()
+    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     rows = tiny_gpt.MICROBATCH * tiny_gpt.MICROBATCHES
     init_num_microbatches_calculator(0, None, rows, tiny_gpt.MICROBATCH, dp)
     transformer.grad_scale_func = optimizer.scale_loss
@@ -45,8 +50,8 @@ def observed_step(**options: Any) -> dict[str, Any]:
         statistics = tiny_gpt.statistics(transformer)
     report: dict[str, Any] = {"sizes": sizes, "importance": statistics.importance_LH}
     for name, values_LH in statistics.series.items():
-        # Means over the tokens of the global batch of gradients of a replica's mean loss.
-        scale = TOKENS / dp if name in (BALANCE_GRADIENT, OTHER_GRADIENT) else 1.0
+        # Means over tokens of gradients that Megatron averages over these ranks.
+        scale = TOKENS / ranks if name in (BALANCE_GRADIENT, OTHER_GRADIENT) else 1.0
         report[name] = values_LH * scale
     report["parameter"] = [p for model in unwrap_model(models) for p in bias_parameters(model)]
     return report
@@ -102,6 +107,75 @@ def definition(coeff: float, **options: Any) -> dict[str, Tensor]:
     }
 
 
+def layer_gradients(packed: bool, **options: Any) -> dict[str, Tensor]:
+    """What one layer of core attention records, and the same by autograd at a bias."""
+    config = tiny_gpt.model_config(**{"head_balance_scope": "microbatch", **options})
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    (model,) = tiny_gpt.skew_sinks([MegasinkGPTBuilder(config).build_model(groups)])
+    core = model.train().decoder.layers[0].self_attention.core_attention
+    heads, head_dim = tiny_gpt.HEADS, tiny_gpt.HIDDEN // tiny_gpt.HEADS
+    generator = torch.Generator().manual_seed(4)
+    bounds = [0, 5, 6, 19] if packed else [0, 19]
+    query, key, value = (
+        1.5 * torch.randn(19, 1, n, head_dim, generator=generator) for n in (heads, 2, 2)
+    )
+    grad = torch.randn(19, 1, heads * head_dim, generator=generator)
+    query.requires_grad_()
+    params = None
+    if packed:
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+        params = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens
+        )
+    tensors = [x.squeeze(1) if packed else x for x in (query, key, value)]
+    HeadTracker.observes = True
+    out = core(*tensors, None, packed_seq_params=params)
+    out.backward(grad)
+    found = {name: HeadTracker._series[name, 0][1] for name in (BALANCE_GRADIENT, OTHER_GRADIENT)}
+    HeadTracker.forget()
+
+    bias_H = torch.zeros(heads, requires_grad=True)
+    parts = [
+        _biased_document(core, *(x[a:b].permute(1, 2, 0, 3) for x in (query, key, value)), bias_H)
+        for a, b in pairwise(bounds)
+    ]
+    out_BHTD, gate_BHT = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
+    defined = out_BHTD.permute(2, 0, 1, 3).flatten(2) * config.transformer.attention_scale_alpha
+    torch.testing.assert_close(defined, out.view_as(defined))
+    balance = oracle.balance_loss(gate_BHT.mean((0, 2))[None], 1.0, [list(range(heads))])
+    for name, loss in ((BALANCE_GRADIENT, balance), (OTHER_GRADIENT, (defined * grad).sum())):
+        (found[f"defined {name}"],) = torch.autograd.grad(loss, bias_H, retain_graph=True)
+    return found
+
+
+def _biased_document(
+    core: CoreAttention, query: Tensor, key: Tensor, value: Tensor, bias_H: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Output and gate of one document, every gate's logit raised by the bias of its head."""
+    tokens, scale = query.shape[2], query.shape[-1] ** -0.5
+    key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
+    visible = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    scores = scale * query @ key.transpose(-1, -2)
+    slot_value = core.value_bias
+    if core.key_bias is None:  # the slot is the first key
+        first = torch.zeros(tokens).index_fill(0, torch.tensor(0), 1.0)
+        scores = scores - bias_H[:, None, None] * first
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        out = weights @ value
+        out = out if slot_value is None else out + slot_value[:, None]
+        return out, 1.0 - weights[..., 0]
+    if core.config.bias_fixed_value == "uniform":
+        slot_value = torch.ones(query.shape[-1])
+        slot_value = core.config.bias_fixed_value_norm * slot_value / slot_value.norm()
+    shape = (query.shape[1], query.shape[-1])
+    key_bias, slot_value = (x.detach().expand(shape) for x in (core.key_bias, slot_value))
+    logit = scale * torch.einsum("bhtd,hd->bht", query, key_bias) - bias_H[:, None]
+    scores = torch.cat((logit[..., None], scores.masked_fill(~visible, -torch.inf)), dim=-1)
+    weights = scores.softmax(-1)
+    out = weights[..., 1:] @ value + weights[..., :1] * slot_value[:, None]
+    return out, 1.0 - weights[..., 0]
+
+
 def sink_rates(sequence: int, epsilon: float, **options: Any) -> dict[str, Any]:
     """Both rates of an evaluation of two microbatches, each [L, H]; and what is left behind."""
     config = tiny_gpt.model_config(**options)
@@ -145,6 +219,7 @@ def texts(sequence: int) -> list[dict[str, Tensor]]:
             "tokens": t[:, :-1].contiguous(),
             "labels": t[:, 1:].contiguous(),
             "position_ids": positions,
+            "loss_mask": torch.ones(tiny_gpt.MICROBATCH, sequence),
         }
         for t in tokens
     ]

@@ -8,8 +8,8 @@ from tests.distributed.layout import SINGLE, Layout
 
 TASKS = "tests.distributed.observing_tasks"
 MICROBATCH = {"head_balance_scope": "microbatch"}
-TP_SP, PP, DP = Layout(tp=2, sp=True), Layout(pp=2), Layout(dp=2)
-LAYOUTS = [SINGLE, TP_SP, PP, DP]
+TP_SP, PP, DP, CP = Layout(tp=2, sp=True), Layout(pp=2), Layout(dp=2), Layout(cp=2)
+LAYOUTS = [SINGLE, TP_SP, PP, DP, CP]
 SERIES = ("sink", "gate", "balance gradient", "other gradient")
 # Both gradients are of one size then; the defaults give a ratio of 1e-3 and less.
 COEFF = 1.0
@@ -27,8 +27,12 @@ def relative(found, wanted):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_gradients_and_sinks_are_those_of_autograd(pool, defined, layout):
-    options = MICROBATCH | {"head_balance_coeff": COEFF, "sequence_parallel": layout.sp}
-    reports = pool.run(f"{TASKS}:observed_step", layout, **options)
+    options = MICROBATCH | {"head_balance_coeff": COEFF}
+    reports = [
+        report
+        for kind in kinds_of(layout)
+        for report in pool.run(f"{TASKS}:observed_step", layout, **options, **kind)
+    ]
     for report in reports:  # the last rank writes, every rank knows
         assert np.array_equal(report["sink"], defined["sink"])
         assert np.isnan(report["gate"]).all()
@@ -38,6 +42,47 @@ def test_gradients_and_sinks_are_those_of_autograd(pool, defined, layout):
         assert report["sizes"] == [2 * (2 * 4 + 3), 2 * (2 * 4 + 3 + 4 * 2 * 4)]
     assert relative(defined["other gradient"][1], defined["language"][1]) < 1e-6  # nothing behind
     assert relative(defined["other gradient"][0], defined["language"][0]) > 1e-3
+
+
+def kinds_of(layout):
+    """Options of a layout: both ways to divide a sequence."""
+    if layout.cp == 1:
+        return [{"sequence_parallel": layout.sp}]
+    return [{"cp_comm_type": kind} for kind in ("all_gather", "a2a")]
+
+
+@pytest.mark.parametrize("variant", ["vanilla", "v-bias", "kv-bias"])
+def test_gradients_of_other_variants_do_not_depend_on_the_layout(pool, variant):
+    """One layer of each is compared with autograd in test_the_gradients_of_a_layer."""
+    options = MICROBATCH | {"attention_variant": variant}
+    (single,) = pool.run(f"{TASKS}:observed_step", SINGLE, **options)
+    for layout in [CP, TP_SP] if variant == "vanilla" else [CP]:
+        for kind in kinds_of(layout):
+            for report in pool.run(f"{TASKS}:observed_step", layout, **options, **kind):
+                for name in ("balance gradient", "other gradient"):
+                    assert relative(report[name], single[name]) < 1e-5, (layout, kind, name)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attention_variant": "vanilla", "attention_scale_alpha": 0.5},
+        {"attention_variant": "v-bias"},
+        {"attention_variant": "kv-bias", "bias_shared_heads": True},
+        {
+            "attention_variant": "k-bias",
+            "bias_fixed_value": "uniform",
+            "bias_fixed_value_norm": 5.0,
+        },
+    ],
+    ids=lambda o: o["attention_variant"],
+)
+def test_the_gradients_of_a_layer(pool, options, packed):
+    (found,) = pool.run(f"{TASKS}:layer_gradients", SINGLE, packed=packed, **options)
+    for name in ("balance gradient", "other gradient"):
+        assert relative(found[name], found[f"defined {name}"]) < 1e-5, name
+        assert np.abs(found[f"defined {name}"]).min() > 0
 
 
 @pytest.mark.parametrize("layout", [TP_SP, PP], ids=str)
