@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+Observe = Callable[[Tensor], None]
+
 
 class HeadBalanceScale:
     """The factor that the trainer puts on every loss of a microbatch.
@@ -97,17 +99,22 @@ class _AttachGradient(torch.autograd.Function):
         importance_H: Tensor,
         coefficients: Callable[[], Tensor],
         weight: float,
+        observe: Observe | None,
     ) -> Tensor:
         ctx.coefficients = coefficients
         ctx.weight = weight
+        ctx.observe = observe
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         coefficients_H = ctx.coefficients()
         # Read here and not in forward: the scale of a microbatch is set after its forward pass.
         scale = HeadBalanceScale.get(coefficients_H) * ctx.weight
-        return grad_output, coefficients_H * scale, None, None
+        sent_H = coefficients_H * scale
+        if ctx.observe is not None:
+            ctx.observe(sent_H)
+        return grad_output, sent_H, None, None, None
 
 
 def attach_gradient(
@@ -115,6 +122,7 @@ def attach_gradient(
     importance_H: Tensor,
     coefficients: Callable[[], Tensor],
     weight: float = 1.0,
+    observe: Observe | None = None,
 ) -> Tensor:
     """Return ``output`` unchanged; its backward also runs that of sum_h c_h * Imp_h.
 
@@ -127,9 +135,10 @@ def attach_gradient(
         coefficients: called in the backward pass, where collectives that started in the forward
             pass are awaited; gives dL/dImp, [H] float32, no gradient.
         weight: further factor: the coefficient of the loss.
+        observe: called in the backward pass with the gradient that `importance_H` gets.
 
     Returns:
         a tensor equal to ``output``.
     """
-    result: Tensor = _AttachGradient.apply(output, importance_H, coefficients, weight)
+    result: Tensor = _AttachGradient.apply(output, importance_H, coefficients, weight, observe)
     return result

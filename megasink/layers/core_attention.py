@@ -28,7 +28,14 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from megasink.attention import first_key_gate, similarity_attention
+from megasink.attention import (
+    first_key_gate,
+    first_key_share,
+    gate_bias_gradient,
+    gate_slope,
+    similarity_attention,
+)
+from megasink.balance.tracker import OTHER_GRADIENT, SINK, HeadTracker
 from megasink.config import visible_tokens
 from megasink.gate_options import counts_heads
 from megasink.layers.context_parallel import (
@@ -42,7 +49,8 @@ from megasink.layers.documents import Documents, documents_of
 from megasink.layers.importance import HeadCounter
 from megasink.layers.position_bias import build_position_bias
 from megasink.layers.similarity import SimilarityMLP
-from megasink.layers.slots import SINK_PARAMETERS, VARIANTS, new_parameter
+from megasink.layers.sink_rate import TOKENS, SinkRate
+from megasink.layers.slots import SINK_PARAMETERS, VARIANTS, new_parameter, slot_value
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
@@ -177,7 +185,11 @@ class CoreAttention(MegatronModule):
         if self.documents is not None:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         # Recompute runs forward a first time without gradients: that run counts nothing.
-        counts = self.counts_heads and self.training and torch.is_grad_enabled()
+        trains = self.training and torch.is_grad_enabled()
+        counts = self.counts_heads and trains
+        if trains and HeadTracker.observes and self.softmax_offset is not None:
+            first = self.tp_group.rank() * len(self.softmax_offset)
+            HeadTracker.add(SINK, self.layer_number - 1, first, self.softmax_offset, 1)
         attend = self._softmax if self.config.attention_similarity == "softmax" else self._similar
         out_SBHD, gate_BHS = self._over_ranks(partial(attend, counts=counts), query, key, value)
         if self.config.attention_scale_alpha != 1.0:
@@ -185,7 +197,8 @@ class CoreAttention(MegatronModule):
         out = out_SBHD.reshape(*out_SBHD.shape[:2], -1)
         if not counts or gate_BHS is None:
             return out
-        counted: Tensor = self.head_counter(out, gate_BHS, self.documents)
+        slope_BHS = gate_slope(gate_BHS[..., None]) if self._observes else None
+        counted: Tensor = self.head_counter(out, gate_BHS, self.documents, slope_BHS)
         return counted
 
     def _over_ranks(
@@ -226,9 +239,10 @@ class CoreAttention(MegatronModule):
         if self.relative_bias is not None:
             bias_HS = self.relative_bias(longest, query_BHTD.device)
             mask["distance_bias_HS"] = self._own_share(bias_HS)
+        parameters = {name: self._whole(name) for name in self.variant.parameters}
         out_BHTD, lse_BHT, gate_BHT = self.variant.attend(
             self.config,
-            {name: self._whole(name) for name in self.variant.parameters},
+            parameters,
             query_BHTD,
             key_BGSD,
             value_BGSD,
@@ -237,11 +251,56 @@ class CoreAttention(MegatronModule):
             backend=self.config.attention_kernel,
             with_gate=balances or self.variant.always_gated,
         )
-        if counts and gate_BHT is None:
+        if SinkRate.collects and not self.training:
+            first_BH = first_key_share(
+                query_BHTD,
+                key_BGSD,
+                lse_BHT,
+                TOKENS,
+                scale=self.softmax_scale,
+                window=self.window,
+                distance_bias_HS=mask.get("distance_bias_HS"),
+            )
+            slot_BH = None
+            if self.variant.always_gated and gate_BHT is not None:
+                slot_BH = 1.0 - gate_BHT[..., :TOKENS].mean(-1)
+            self._count_sinks(first_BH, slot_BH)
+        elif counts and gate_BHT is None:
             gate_BHT = first_key_gate(
                 query_BHTD, key_BGSD, lse_BHT, scale=self.softmax_scale, **mask
             )
+        if counts and self._observes and gate_BHT is not None:
+            value_BHTD = slot_value(
+                self.config, parameters, value_BGSD, out_BHTD.shape[1], mask.get("cu_seqlens")
+            )
+            self._observe_gradient(out_BHTD, gate_BHT, value_BHTD)
         return out_BHTD, gate_BHT
+
+    @property
+    def _observes(self) -> bool:
+        """Whether the gradients at the gates are compared on this step."""
+        return HeadTracker.observes and self.config.head_balance_coeff > 0
+
+    def _observe_gradient(
+        self, out_BHTD: Tensor, gate_BHT: Tensor, value_BHTD: Tensor | None
+    ) -> None:
+        """Record in the backward pass what comes through the output to the logit of the gate.
+
+        Here and not where heads are counted: under context parallelism the first value is known
+        here without a further message.
+        """
+        kept_BHTD, gate_BHT1 = out_BHTD.detach(), gate_BHT.detach()[..., None]
+        batch, heads, tokens, _ = out_BHTD.shape
+        count = batch * tokens if self.documents is None else self.documents.real_tokens
+        first = heads * self.tp_group.rank()
+        if self.scatters_heads:
+            first = heads * (self.tp_group.rank() * self.cp_group.size() + self.cp_group.rank())
+
+        def record(grad_BHTD: Tensor) -> None:
+            sum_H = gate_bias_gradient(grad_BHTD, kept_BHTD, gate_BHT1, value_BHTD)
+            HeadTracker.add(OTHER_GRADIENT, self.layer_number - 1, first, sum_H, count)
+
+        out_BHTD.register_hook(record)
 
     def _similar(
         self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, *, counts: bool
@@ -258,7 +317,13 @@ class CoreAttention(MegatronModule):
             window=self.window,
             scale=self.softmax_scale,
         )
+        if SinkRate.collects and not self.training:
+            self._count_sinks(first_weight_BHT[..., :TOKENS].mean(-1))
         return out_BHTD, 1.0 - first_weight_BHT
+
+    def _count_sinks(self, first_BH: Tensor, slot_BH: Tensor | None = None) -> None:
+        first = self.tp_group.rank() * first_BH.shape[1]
+        SinkRate.record(self.layer_number - 1, first, first_BH, slot_BH)
 
     def _whole(self, name: str) -> Tensor:
         """A parameter; one that all heads share collects the gradients of every rank's heads."""

@@ -4,6 +4,7 @@ Shapes: S sequence, B batch, H query heads of the layer, h those of this tensor-
 T = S tokens.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from megasink.attention import gate_sum
 from megasink.balance.attach import HeadBalanceScale, attach_gradient
 from megasink.balance.loss import head_balance_gradient, head_balance_loss, routed_heads
 from megasink.balance.reduce import ImportanceSum, own_heads
-from megasink.balance.tracker import HeadTracker
+from megasink.balance.tracker import BALANCE_GRADIENT, HeadTracker
 from megasink.layers.documents import Documents
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
@@ -81,7 +82,11 @@ class HeadCounter(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def forward(
-        self, out_SBX: Tensor, gate_BHT: Tensor, documents: Documents | None = None
+        self,
+        out_SBX: Tensor,
+        gate_BHT: Tensor,
+        documents: Documents | None = None,
+        slope_BHT: Tensor | None = None,
     ) -> Tensor:
         """Record the importance of the layer's heads; attach the gradient of the balance loss.
 
@@ -93,6 +98,8 @@ class HeadCounter(torch.nn.Module):
             gate_BHT: one gate per head of this rank and token, in [0, 1]; differentiable where the
                 loss is on.
             documents: of a packed batch, whose padding does not count.
+            slope_BHT: G (1 - G), what a bias on the logit of the gate changes it by, on a step that
+                is observed: the gradient of the balance loss with respect to that is recorded.
 
         Returns:
             a tensor equal to `out_SBX`.
@@ -108,8 +115,18 @@ class HeadCounter(torch.nn.Module):
         coefficients = self._coefficients(gate_sum_h, tokens)
         # This rank's share of the microbatch's importance: Megatron adds up those of the
         # context-parallel ranks, or averages them and has their number in its scale.
-        importance_h = gate_sum_h / (tokens * self.cp_size)
-        return attach_gradient(out_SBX, importance_h, coefficients, config.head_balance_coeff)
+        count = tokens * self.cp_size
+        observe = None
+        if slope_BHT is not None:
+            slope_h = gate_sum(slope_BHT, real_1T) / count
+            observe = functools.partial(self._observe, slope_h, tokens)
+        weight = config.head_balance_coeff
+        return attach_gradient(out_SBX, gate_sum_h / count, coefficients, weight, observe)
+
+    def _observe(self, slope_h: Tensor, tokens: int, sent_h: Tensor) -> None:
+        """In the backward pass: the gradient of a microbatch with respect to the gate's logit."""
+        first = self.tp_group.rank() * len(sent_h)
+        HeadTracker.add(BALANCE_GRADIENT, self.layer, first, sent_h * slope_h, tokens)
 
     def _coefficients(self, gate_sum_h: Tensor, tokens: int) -> Callable[[], Tensor]:
         """What gives dL/dImp [h] at coefficient 1 in the backward pass.

@@ -17,8 +17,10 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from torch import Tensor
 
 from megasink.balance.attach import HeadBalanceScale
+from megasink.balance.tracker import HeadTracker
 from megasink.train.dataset import get_batch, token_byte_table
 from megasink.train.packing import enter_stage, leave_stage, pack
+from megasink.train.series import is_observed
 
 LM_LOSS = "lm loss"
 BITS_PER_BYTE = "bits per byte"
@@ -32,6 +34,7 @@ def forward_step(
     """One microbatch through this pipeline stage, for Megatron's ``pretrain``."""
     timers, args = get_timers(), get_args()
     HeadBalanceScale.set_step(args.curr_iteration, args.head_balance_warmup_iters)
+    HeadTracker.observes = is_observed(args, args.curr_iteration + 1)
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     packed = pack(batch)

@@ -266,7 +266,8 @@ def train(
     for step in range(steps):
         losses = run_step(models, optimizer, step, masked)
         report["loss"].append(losses)
-        report["statistics"].append(vars(statistics(transformer)))
+        found = vars(statistics(transformer))
+        report["statistics"].append({k: v for k, v in found.items() if k != "series"})
         # Not the first: the global scope has no balance gradient there. Not a later one: weights
         # that differ by rounding would be compared too.
         if step == min(1, steps - 1):

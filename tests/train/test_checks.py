@@ -13,7 +13,11 @@ import pytest
 from megasink.data.corpus import Corpus
 from megasink.data.preprocess import preprocess
 from megasink.data.tokenizer import train_tokenizer
-from tests.train.command_lines import ACCEPTED, MOCK, MODEL, REFUSED
+from tests.train import command_lines, observing_lines
+from tests.train.command_lines import MOCK, MODEL
+
+REFUSED = command_lines.REFUSED | observing_lines.REFUSED
+ACCEPTED = command_lines.ACCEPTED | observing_lines.ACCEPTED
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from megasink.train.checks import (
     device,
     experts,
     gates,
+    observing,
     positions,
     schedule,
     similarity,
@@ -32,6 +33,7 @@ _SUBJECTS = (
     unsupported,
     balance,
     schedule,
+    observing,
     device,
     data,
 )
