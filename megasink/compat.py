@@ -98,6 +98,10 @@ def mend_upstream() -> None:
     - megatron/core/optimizer/optimizer.py:1573 loads a checkpoint of one optimizer only into one,
       but with expert parallelism a model has two, one of them for the experts: the settings of
       their parameter groups are taken from those of the other arrangement.
+    - megatron/training/dist_signal_handler.py:24 asks after every step whether a rank was told to
+      end: it gathers a tensor from each rank and reads them one by one, waiting for the device
+      each time; with thousands of ranks that takes longer than the step's own collectives. One
+      all-reduce of one number says the same.
 
     Raises:
         UserError: the extension cannot be imported.
@@ -111,6 +115,7 @@ def mend_upstream() -> None:
     _number_float32_first()
     _save_float32_too()
     _load_other_expert_parallelism()
+    _ask_all_ranks_at_once()
 
 
 def _check_dataset_helpers() -> None:
@@ -121,6 +126,20 @@ def _check_dataset_helpers() -> None:
             f"megatron-core's dataset helpers do not import ({error}): reinstall the wheel with "
             "pip install --force-reinstall --no-deps megatron-core"
         ) from error
+
+
+def _ask_all_ranks_at_once() -> None:
+    import torch
+    from megatron.training.dist_signal_handler import DistributedSignalHandler
+
+    def signals_received(self: Any) -> list[int]:
+        told = torch.tensor(
+            [int(self._signal_received)], dtype=torch.int32, device=torch.cuda.current_device()
+        )
+        torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX)
+        return [int(told.item())]
+
+    DistributedSignalHandler.signals_received = signals_received
 
 
 def _number_float32_first() -> None:

@@ -107,10 +107,12 @@ def _run(args: Namespace) -> None:
 
     from megasink.attention import choose_backend
     from megasink.report.curves import draw_run
+    from megasink.train.checkpoint_writer import checkpoint_helpers
     from megasink.train.checks.attention import attention_request
     from megasink.train.dataset import datasets_provider
     from megasink.train.foreign import accepting_megatrons_checkpoints
     from megasink.train.forward import forward_step
+    from megasink.train.keep_checkpoints import keeping_whole_checkpoints
     from megasink.train.model import model_config
     from megasink.train.observer import Observer, observing
     from megasink.train.optimizer import grouping_sink_parameters
@@ -127,6 +129,8 @@ def _run(args: Namespace) -> None:
         observing(Observer(metrics)),
         grouping_sink_parameters(),
         accepting_megatrons_checkpoints(),
+        checkpoint_helpers(args),
+        keeping_whole_checkpoints(),
     )
     with contextlib.ExitStack() as stack:
         for seam in seams:
