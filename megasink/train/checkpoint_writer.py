@@ -24,29 +24,25 @@ from typing import Any
 
 from megasink.train.pretrain import prepare_process
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_SECONDS = 1.0  # how often a helper looks for its rank
+_SECONDS = 1.0  # how often a rank looks for its writer
 
 
 def live_with_rank() -> None:
-    """Called first in a helper: end it when its rank has ended, and let no one else terminate it.
+    """Called first in a helper: end it when its rank has ended, and not by a signal before.
 
-    A process that has ended by the time that its rank is gone cannot write into the folder of a
-    resumed run. Signals from other processes are passed over: the rank decides what to save.
+    A helper that outlived its rank might still write into the folder of a resumed run. What to do
+    about a signal is for the rank to decide: it may have a checkpoint to save.
     """
     rank = multiprocessing.parent_process()
     assert rank is not None
-    # Before any thread starts, so that all of them inherit it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    threading.Thread(target=_wait_for_the_end, args=(rank,), daemon=True).start()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
+    def wait() -> None:
+        rank.join()
+        os._exit(1)
 
-def _wait_for_the_end(rank: Any) -> None:
-    while rank.is_alive():
-        info = signal.sigtimedwait(_SIGNALS, _SECONDS)
-        if info is not None and info.si_pid == rank.pid:
-            break
-    os._exit(1)
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def write(*args: Any) -> None:
