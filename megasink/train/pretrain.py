@@ -1,8 +1,10 @@
 """What every rank runs: arguments, model configuration, Megatron's ``pretrain``."""
 
 import contextlib
+import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import warnings
 from argparse import Namespace
@@ -56,9 +58,25 @@ def pretrain(argv: Sequence[str]) -> None:
     except (SystemExit, AssertionError, CheckpointException) as stop:
         raise _explained(stop, args) from stop
     finally:
+        _end_loader_workers()
         # Without it gloo aborts a process now and then while it exits.
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def _end_loader_workers() -> None:
+    """Let Python end, however training did.
+
+    Workers of data loaders pass over a SIGTERM, which is meant for their rank
+    (megatron/training/datasets/data_samplers.py:94). It is also by a SIGTERM that multiprocessing
+    ends them when Python exits, and then it waits for them: a rank that failed would never be gone.
+    """
+    # torch's own handler raises an error where a worker was killed.
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for child in multiprocessing.active_children():
+        child.kill()
+        child.join()
+    signal.signal(signal.SIGCHLD, before)
 
 
 def _explained(stop: BaseException, args: Namespace) -> BaseException:
