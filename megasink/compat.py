@@ -98,10 +98,6 @@ def mend_upstream() -> None:
     - megatron/core/optimizer/optimizer.py:1573 loads a checkpoint of one optimizer only into one,
       but with expert parallelism a model has two, one of them for the experts: the settings of
       their parameter groups are taken from those of the other arrangement.
-    - megatron/training/dist_signal_handler.py:24 asks after every step whether a rank was told to
-      end: it gathers a tensor from each rank and reads them one by one, waiting for the device
-      each time; with thousands of ranks that takes longer than the step's own collectives. One
-      all-reduce of one number says the same.
 
     Raises:
         UserError: the extension cannot be imported.
@@ -115,7 +111,6 @@ def mend_upstream() -> None:
     _number_float32_first()
     _save_float32_too()
     _load_other_expert_parallelism()
-    _ask_all_ranks_at_once()
 
 
 def _check_dataset_helpers() -> None:
@@ -128,7 +123,13 @@ def _check_dataset_helpers() -> None:
         ) from error
 
 
-def _ask_all_ranks_at_once() -> None:
+def mend_signal_handler() -> None:
+    """Ask all ranks at once whether one of them was told to end. Imports megatron.training.
+
+    megatron/training/dist_signal_handler.py:24 gathers a tensor from each rank after every step
+    and reads them one by one, waiting for the device each time: with thousands of ranks that takes
+    longer than the statistics of the heads. One all-reduce of one number says the same.
+    """
     import torch
     from megatron.training.dist_signal_handler import DistributedSignalHandler
 

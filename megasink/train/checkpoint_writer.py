@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from multiprocessing.managers import SyncManager
 from typing import Any
 
-from megasink.train.pretrain import prepare_process
+from megasink import platform
 
 _SECONDS = 1.0  # how often a rank looks for its writer
 
@@ -48,7 +48,8 @@ def live_with_rank() -> None:
 def write(*args: Any) -> None:
     """The writer, in a process of its own; arguments as upstream's PersistentAsyncCaller's loop."""
     live_with_rank()
-    prepare_process([])
+    if not platform.cuda_present():
+        platform.activate()
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 

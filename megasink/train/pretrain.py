@@ -124,6 +124,7 @@ def _run(args: Namespace) -> None:
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megasink.attention import choose_backend
+    from megasink.compat import mend_signal_handler
     from megasink.report.curves import draw_run
     from megasink.train.checkpoint_writer import checkpoint_helpers
     from megasink.train.checks.attention import attention_request
@@ -141,6 +142,7 @@ def _run(args: Namespace) -> None:
         choice = choose_backend(attention_request(args), args.attention_kernel)
         others = "; ".join(f"not {name}: {why}" for name, why in choice.reasons.items())
         print(f"attention: {args.attention_variant} on {choice.name} ({others})", flush=True)
+    mend_signal_handler()
     container = pretrain_cfg_container_from_args(args, model_config(args))
     metrics = Path(args.run_dir, "metrics.jsonl") if args.run_dir else None
     seams = (
