@@ -1,13 +1,15 @@
 """What the balance loss sends: as the model says, and never where training would wait for it."""
 
+import re
 import shlex
+from pathlib import Path
 
 import pytest
 
 from megasink.report.communication import AllReduces, balance_collectives
 from tests.balance.collective_sizes import HEADS, LAYERS, MICROBATCHES
 from tests.distributed.layout import Layout
-from tests.distributed.pool import Pool
+from tests.distributed.pool import ROOT, Pool
 from tests.distributed.test_resume import free_port
 
 COUNTS = "tests.balance.collective_tasks"
@@ -74,6 +76,29 @@ def test_a_ring_and_a_tree():
     assert reduces.ring_bytes() == 3 * 150
     assert reduces.ring_seconds(bandwidth=10.0, latency=0.5) == 3 * 15 + 3 * 6 * 0.5
     assert reduces.tree_seconds(bandwidth=10.0, latency=0.5) == 3 * 20 + 3 * 4 * 0.5
+
+
+def test_the_table_of_the_docs_is_what_the_model_says():
+    page = (Path(ROOT) / "docs" / "scale.md").read_text()
+    row = r"\| ([\d,]+) \| TP(\d+) PP(\d+) DP(\d+) \| (\d+) \| `([\w-]+)` \| (.*) \|"
+    rows = re.findall(row, page)
+    assert len(rows) == 12
+    for ranks, *sizes, scope, numbers in rows:
+        tensor, pipeline, data, microbatches = map(int, sizes)
+        assert int(ranks.replace(",", "")) == tensor * pipeline * data
+        found = balance_collectives(
+            scope,
+            **{"layers": 80, "heads": 64, "microbatches": microbatches},
+            **{"tensor": tensor, "pipeline": pipeline, "data": data},
+        )
+        link = {"bandwidth": 50e9, "latency": 10e-6}
+        kib = sum(each.bytes for each in found) / 1024
+        ring, tree = (
+            1e3 * sum(seconds(each, **link) for each in found)
+            for seconds in (AllReduces.ring_seconds, AllReduces.tree_seconds)
+        )
+        count = sum(each.count for each in found)
+        assert numbers == f"{count:,} | {kib:,.1f} | {ring:,.2f} | {tree:,.2f}"
 
 
 def test_one_process_sends_nothing_and_uneven_stages_are_refused():
