@@ -99,10 +99,10 @@ def balance_collectives(
         "next step",
     )
     by_microbatch = AllReduces(
-        "gates and tokens of a layer in a microbatch, [H + 1] float32",
+        "gates, tokens and targets of a layer in a microbatch, [H + 2] float32",
         ranks[scope],
         microbatches * layers // pipeline,
-        _FP32 * (heads + 1),
+        _FP32 * (heads + 2),
         "backward",
     )
     return [found for found in (statistics, by_microbatch) if found.ranks > 1]

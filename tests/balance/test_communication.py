@@ -40,6 +40,7 @@ def expected(scope, layout, **sizes):
         tensor=layout.tp,
         pipeline=layout.pp,
         data=layout.dp,
+        context=layout.cp,
     )
     return sorted(("allreduce_", each.bytes_each, each.ranks, each.count) for each in found)
 
@@ -47,11 +48,11 @@ def expected(scope, layout, **sizes):
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        (Layout(dp=2), {}),
+        (Layout(cp=2, dp=2), {}),
         (Layout(tp=2, pp=2, sp=True), {}),
         (Layout(pp=2, dp=2, vpp=2), {"recompute_granularity": "full"}),
     ],
-    ids=["dp2", "tp2-pp2-sp", "pp2-dp2-vpp2-recompute"],
+    ids=["cp2-dp2", "tp2-pp2-sp", "pp2-dp2-vpp2-recompute"],
 )
 def test_counted_collectives_are_those_of_the_model(four, layout, options):
     if layout.sp:
