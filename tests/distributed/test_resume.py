@@ -58,9 +58,9 @@ def train(pool):
 
 @pytest.fixture(scope="module")
 def finished(train, tmp_path_factory):
-    """A run of six steps under TP=2 with sequence parallelism."""
+    """A run of six steps under TP=2 with sequence parallelism; its checkpoints are asynchronous."""
     run = tmp_path_factory.mktemp("finished") / "run"
-    train(2, *TP, "--run-dir", str(run))
+    train(2, *TP, "--run-dir", str(run), "--async-save")
     return run
 
 

@@ -64,13 +64,28 @@ REFUSED = {
         ["--distributed-backend nccl needs CUDA", "transformer_engine needs CUDA"],
     ),
     "parts-that-need-cuda": (
-        [*MOCK, "--async-save", "--profile", "--record-memory-history", "--log-straggler"],
+        [*MOCK, "--profile", "--record-memory-history", "--log-straggler"],
         [
-            "--async-save needs CUDA",
             "--profile needs CUDA",
             "--record-memory-history needs CUDA",
             "--log-straggler needs CUDA",
         ],
+    ),
+    "async-nothing": ([*MOCK, "--async-save"], ["--async-save without --run-dir or --save"]),
+    "async-checkpoints": (
+        [
+            *[*MOCK, "--save", "somewhere", "--async-save", "--async-strategy", "nvrx"],
+            *["--ckpt-format", "torch_dcp", "--async-ckpt-use-cpu-shm"],
+        ],
+        [
+            "--async-strategy nvrx: its writer may outlive a rank",
+            "--async-save with --ckpt-format torch_dcp: use torch_dist",
+            "--async-ckpt-use-cpu-shm is for --async-strategy nvrx alone",
+        ],
+    ),
+    "exit-without-checkpoint": (
+        [*MOCK, "--exit-signal-handler-for-training"],
+        ["--exit-signal-handler-for-training ends a run without a checkpoint"],
     ),
     "dropout": ([*MOCK, "--attention-dropout", "0.1"], ["dropout 0.1 breaks the identity"]),
     "no-data": (MODEL, ["no training data", "no tokenizer"]),

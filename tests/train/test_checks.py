@@ -117,6 +117,7 @@ def test_defaults_of_every_platform(answers):
     args = answers["tp1"]["args"]
     assert args["attention_dropout"] == args["hidden_dropout"] == 0.0
     assert args["dist_ckpt_optim_fully_reshardable"] is True
+    assert args["exit_signal_handler"] is True
     assert args["attention_variant"] == "sink"
     assert args["head_balance_coeff"] == 1e-4
 

@@ -12,10 +12,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
-from megasink.train.intact import damage, newest_intact
+from megasink.train.intact import damage, iterations, newest_intact
 from tests.distributed.pool import ROOT
 from tests.distributed.test_resume import free_port
 
@@ -26,6 +28,7 @@ FLAGS = shlex.split("""
     --position-embedding-type rope --untie-embeddings-and-output-weights
     --tokenizer-type NullTokenizer --vocab-size 255 --mock-data --eval-iters 1
     --eval-interval 100 --log-interval 1 --save-interval 2 --head-balance-coeff 0.1
+    --num-workers 0
 """)
 
 
@@ -53,28 +56,44 @@ def finished(train, tmp_path_factory):
     return folder
 
 
-def dying(moment, folder):
-    """Train in a process of its own that dies: its exit code and what it said."""
+def dying(moment, folder, *flags):
+    """Train in a process of its own that dies: its exit code and what it said.
+
+    Nothing that it started may be left a few seconds later.
+    """
     numbers = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "PYTHONPATH": ROOT}
     command = [sys.executable, "-W", "ignore", "-m", "tests.train.dying_entry", moment]
-    errors = folder.with_suffix(".stderr")
-    with errors.open("w") as file:
+    said, errors = folder.with_suffix(".stdout"), folder.with_suffix(".stderr")
+    with errors.open("w") as file, said.open("w") as output:
         process = subprocess.Popen(
-            [*command, *FLAGS, "--run-dir", str(folder)],
+            [*command, *FLAGS, "--run-dir", str(folder), *flags],
             env=os.environ | {name: str(value) for name, value in (numbers | address).items()},
             cwd=ROOT,
-            stdout=subprocess.DEVNULL,
+            stdout=output,
             stderr=file,
             start_new_session=True,
         )
         try:
             code = process.wait(timeout=200)
+            deadline = time.monotonic() + 10
+            while left := session(process.pid):
+                assert time.monotonic() < deadline, f"still there: {left}"
+                time.sleep(0.1)
         finally:
-            # Megatron's checkpoint writer starts a helper that outlives a killed rank.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     return code, errors.read_text()
+
+
+def session(leader):
+    """Command lines of what a process started, itself left out."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.Error):
+            if process.pid != leader and os.getsid(process.pid) == leader:
+                found.append(" ".join(process.cmdline()))
+    return found
 
 
 def losses(folder):
@@ -99,6 +118,56 @@ def test_a_killed_run_goes_on_to_the_bit(train, finished, tmp_path, moment, newe
     # What the kill left unfinished is still there, out of the way.
     aside = [path.name for path in (run / "checkpoints").glob("*.damaged")]
     assert aside == ([] if newest == 4 else ["iter_0000004.damaged"])
+
+
+def test_a_kill_while_a_checkpoint_is_written_in_the_background(train, finished, tmp_path):
+    """The checkpoint of step 2 was written while step 3 changed the weights: it is that of step 2.
+
+    Those of 4 (written, not finished) and 6 are not used.
+    """
+    run = tmp_path / "run"
+    code, text = dying("async:3", run, "--async-save")
+    assert code == -signal.SIGKILL, text
+    train(run, "--resume", "--async-save")
+    assert resumed_from(run) == 2
+    assert losses(run) == losses(finished)
+    aside = sorted(path.name for path in (run / "checkpoints").glob("*.damaged"))
+    assert aside == ["iter_0000004.damaged", "iter_0000006.damaged"]
+    assert newest_intact(run / "checkpoints", checksums=True) == (6, {})
+
+
+def test_sigterm_in_a_checkpoint_saves_one_more_and_ends(train, finished, tmp_path):
+    """Sent to everything that the rank started, as torchrun and schedulers do."""
+    run = tmp_path / "run"
+    code, text = dying("term:2", run, "--async-save")
+    assert code == 0, text
+    assert iterations(run / "checkpoints") == [2, 4, 5]
+    assert newest_intact(run / "checkpoints", checksums=True) == (5, {})
+    train(run, "--resume")
+    assert losses(run) == losses(finished)
+
+
+def test_a_dead_writer_ends_the_rank_in_one_line(tmp_path):
+    run = tmp_path / "run"
+    code, text = dying("writer:2", run, "--async-save")
+    assert code == 2, text
+    (error,) = [line for line in text.splitlines() if line.startswith("megasink: error")]
+    assert "the checkpoint writer of rank 0" in error
+    assert newest_intact(run / "checkpoints")[0] == 2
+
+
+def test_nan_keeps_the_newest_checkpoint(train, finished, tmp_path):
+    """Step 5 after the checkpoint of step 4, which Megatron would write once more."""
+    run = tmp_path / "run"
+    code, text = dying("nan:5", run)
+    assert code == 2, text
+    (error,) = [line for line in text.splitlines() if line.startswith("megasink: error")]
+    assert "step 5: NaN or Inf in the loss" in error
+    assert "the checkpoint of step 4 is whole: kept" in run.with_suffix(".stdout").read_text()
+    assert newest_intact(run / "checkpoints", checksums=True) == (4, {})
+    train(run, "--resume")
+    assert resumed_from(run) == 4
+    assert losses(run) == losses(finished)
 
 
 def test_a_full_disk_ends_in_one_line_and_loses_no_checkpoint(train, finished, tmp_path):
