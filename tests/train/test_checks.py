@@ -13,11 +13,12 @@ import pytest
 from megasink.data.corpus import Corpus
 from megasink.data.preprocess import preprocess
 from megasink.data.tokenizer import train_tokenizer
-from tests.train import command_lines, observing_lines
+from tests.train import command_lines, mechanism_lines, observing_lines
 from tests.train.command_lines import MOCK, MODEL
 
-REFUSED = command_lines.REFUSED | observing_lines.REFUSED
-ACCEPTED = command_lines.ACCEPTED | observing_lines.ACCEPTED
+_TABLES = (command_lines, mechanism_lines, observing_lines)
+REFUSED = {name: case for table in _TABLES for name, case in table.REFUSED.items()}
+ACCEPTED = {name: case for table in _TABLES for name, case in table.ACCEPTED.items()}
 
 
 @pytest.fixture(scope="module")
