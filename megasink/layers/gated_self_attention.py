@@ -126,11 +126,13 @@ class GatedSelfAttention(SelfAttention):
         batch, heads, tokens, _ = gate_BHSC.shape
         documents = self.core_attention.documents
         count = batch * tokens if documents is None else documents.real_tokens
-        out_ = out.detach()
+        kept = out.detach()
 
         def record(grad: Tensor) -> None:
-            tensors = (x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for x in (grad, out_))
-            sum_H = gate_bias_gradient(*tensors, gate_BHSC)
+            grad_BHSD, out_BHSD = (
+                x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for x in (grad, kept)
+            )
+            sum_H = gate_bias_gradient(grad_BHSD, out_BHSD, gate_BHSC)
             first = heads * self.tp_group.rank()
             HeadTracker.add(OTHER_GRADIENT, self.layer_number - 1, first, sum_H, count)
 

@@ -58,15 +58,11 @@ def observed_step(**options: Any) -> dict[str, Any]:
 
 
 def bias_parameters(model: torch.nn.Module) -> list[tuple[int, int, Tensor]]:
-    """(layer, first head, gradient of the bias [h]) of every sink and every gate's logit."""
+    """(layer, first head, gradient of the bias [h]) of every gate whose score is a parameter."""
     found = []
     for module in model.modules():
-        gradient = None
-        if isinstance(module, CoreAttention) and module.softmax_offset is not None:
-            gradient = -module.softmax_offset.main_grad
         if isinstance(module, GatedSelfAttention) and module.gate.logit is not None:
             gradient = module.gate.logit.main_grad.view(-1, module.gate.width).sum(1)
-        if gradient is not None:
             first = len(gradient) * parallel_state.get_tensor_model_parallel_rank()
             found.append((module.layer_number - 1, first, gradient.clone()))
     return found

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import select
 import shlex
 import shutil
 import signal
@@ -56,34 +57,51 @@ def finished(train, tmp_path_factory):
     return folder
 
 
-def dying(moment, folder, *flags):
+@pytest.fixture(scope="module")
+def dying():
     """Train in a process of its own that dies: its exit code and what it said.
 
     Nothing that it started may be left a few seconds later.
     """
     numbers = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "PYTHONPATH": ROOT}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.train.dying_entry", moment]
-    said, errors = folder.with_suffix(".stdout"), folder.with_suffix(".stderr")
-    with errors.open("w") as file, said.open("w") as output:
-        process = subprocess.Popen(
-            [*command, *FLAGS, "--run-dir", str(folder), *flags],
-            env=os.environ | {name: str(value) for name, value in (numbers | address).items()},
-            cwd=ROOT,
-            stdout=output,
-            stderr=file,
-            start_new_session=True,
-        )
+    entry = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "tests.train.dying_entry"],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+    def run(moment, folder, *flags):
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        environment = {name: str(value) for name, value in (numbers | address).items()}
+        said, errors = folder.with_suffix(".stdout"), folder.with_suffix(".stderr")
+        request = {"moment": moment, "flags": [*FLAGS, "--run-dir", str(folder), *flags]}
+        request |= {"environment": environment, "stdout": str(said), "stderr": str(errors)}
+        entry.stdin.write(json.dumps(request) + "\n")
+        entry.stdin.flush()
+        leader = answer()
+        assert leader > 1
         try:
-            code = process.wait(timeout=200)
+            code = answer()
             deadline = time.monotonic() + 10
-            while left := session(process.pid):
+            while left := session(leader):
                 assert time.monotonic() < deadline, f"still there: {left}"
                 time.sleep(0.1)
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    return code, errors.read_text()
+                os.killpg(leader, signal.SIGKILL)
+        return code, errors.read_text()
+
+    def answer():
+        assert select.select([entry.stdout], [], [], 200)[0], "no answer"
+        return int(entry.stdout.readline())
+
+    yield run
+    entry.kill()
+    entry.wait()
 
 
 def session(leader):
@@ -108,7 +126,7 @@ def resumed_from(folder):
 
 
 @pytest.mark.parametrize(("moment", "newest"), [("step:5", 4), ("save:2", 2)])
-def test_a_killed_run_goes_on_to_the_bit(train, finished, tmp_path, moment, newest):
+def test_a_killed_run_goes_on_to_the_bit(dying, train, finished, tmp_path, moment, newest):
     run = tmp_path / "run"
     code, _ = dying(moment, run)
     assert code == -signal.SIGKILL
@@ -120,7 +138,7 @@ def test_a_killed_run_goes_on_to_the_bit(train, finished, tmp_path, moment, newe
     assert aside == ([] if newest == 4 else ["iter_0000004.damaged"])
 
 
-def test_a_kill_while_a_checkpoint_is_written_in_the_background(train, finished, tmp_path):
+def test_a_kill_while_a_checkpoint_is_written_in_the_background(dying, train, finished, tmp_path):
     """The checkpoint of step 2 was written while step 3 changed the weights: it is that of step 2.
 
     Those of 4 (written, not finished) and 6 are not used.
@@ -136,7 +154,7 @@ def test_a_kill_while_a_checkpoint_is_written_in_the_background(train, finished,
     assert newest_intact(run / "checkpoints", checksums=True) == (6, {})
 
 
-def test_sigterm_in_a_checkpoint_saves_one_more_and_ends(train, finished, tmp_path):
+def test_sigterm_in_a_checkpoint_saves_one_more_and_ends(dying, train, finished, tmp_path):
     """Sent to everything that the rank started, as torchrun and schedulers do."""
     run = tmp_path / "run"
     code, text = dying("term:2", run, "--async-save")
@@ -147,7 +165,7 @@ def test_sigterm_in_a_checkpoint_saves_one_more_and_ends(train, finished, tmp_pa
     assert losses(run) == losses(finished)
 
 
-def test_a_dead_writer_ends_the_rank_in_one_line(tmp_path):
+def test_a_dead_writer_ends_the_rank_in_one_line(dying, tmp_path):
     run = tmp_path / "run"
     code, text = dying("writer:2", run, "--async-save")
     assert code == 2, text
@@ -156,7 +174,7 @@ def test_a_dead_writer_ends_the_rank_in_one_line(tmp_path):
     assert newest_intact(run / "checkpoints")[0] == 2
 
 
-def test_nan_keeps_the_newest_checkpoint(train, finished, tmp_path):
+def test_nan_keeps_the_newest_checkpoint(dying, train, finished, tmp_path):
     """Step 5 after the checkpoint of step 4, which Megatron would write once more."""
     run = tmp_path / "run"
     code, text = dying("nan:5", run)
@@ -170,7 +188,7 @@ def test_nan_keeps_the_newest_checkpoint(train, finished, tmp_path):
     assert losses(run) == losses(finished)
 
 
-def test_a_full_disk_ends_in_one_line_and_loses_no_checkpoint(train, finished, tmp_path):
+def test_a_full_disk_ends_in_one_line_and_loses_no_checkpoint(dying, train, finished, tmp_path):
     run = tmp_path / "run"
     code, text = dying("full:2", run)
     assert code == 2, text
