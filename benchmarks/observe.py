@@ -129,24 +129,26 @@ def main() -> None:
                 if turn >= 2:  # the first turns warm up
                     times[kind].append(seconds)
                     observer[kind].append(of_observer)
+        trainer.observer.close()
+        trainer.writer.close()
     print(f"S {args.sequence}, B {step_time.BATCH}, {step_time.SHAPE}, fp32, ", end="")
     print(f"{args.threads} threads, torch {torch.__version__}, {args.turns} turns, CPU time\n")
     print("| step | CPU ms | more than without (median, quartiles) | ratio | observer alone |")
     print("|---|---|---|---|---|")
-    extra = {}
+    alone = {}
     for kind, values in times.items():
         more = [1e3 * (v - o) for v, o in zip(values, times[OFF], strict=True)]
         ratio = statistics.median(v / o for v, o in zip(values, times[OFF], strict=True))
-        low, extra[kind], high = statistics.quantiles(more, n=4)
+        low, middle, high = statistics.quantiles(more, n=4)
         milliseconds = 1e3 * statistics.median(values)
-        text = f"{extra[kind]:.1f} ms ({low:.1f} to {high:.1f})"
-        alone = 1e3 * statistics.median(observer[kind])
-        print(f"| {kind} | {milliseconds:.0f} | {text} | {ratio:.4f} | {alone:.1f} ms |")
-    picture = extra[PICTURE] - extra[LOGGED]
-    mean = 0.9 * extra[BETWEEN] + 0.1 * extra[LOGGED] + picture / 1000
+        text = f"{middle:.1f} ms ({low:.1f} to {high:.1f})"
+        alone[kind] = 1e3 * statistics.median(observer[kind])
+        print(f"| {kind} | {milliseconds:.0f} | {text} | {ratio:.4f} | {alone[kind]:.1f} ms |")
+    between, logged = alone[BETWEEN] - alone[OFF], alone[LOGGED] - alone[OFF]
+    mean = 0.9 * between + 0.1 * logged + (alone[PICTURE] - alone[LOGGED]) / 1000
     base = 1e3 * statistics.median(times[OFF])
-    print(f"\nmean over steps at --log-interval 10 and --head-heatmap-interval 1000: {mean:.2f} ms")
-    print(f"per step, ratio {1 + mean / base:.4f}")
+    print(f"\nthe observer alone, --log-interval 10, --head-heatmap-interval 1000: {mean:.2f} ms")
+    print(f"per step on average, ratio {1 + mean / base:.4f}")
     torch.distributed.destroy_process_group()
 
 
