@@ -1,0 +1,100 @@
+"""The P0-sink circuit of P4: where the sink becomes prominent, where its centre is, and its stage.
+
+The paper reads all three from plots. The rules here are operational; draw the raw curves beside
+them.
+
+Shapes: L layers, K first token positions.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+NORM_RATIO = 5.0
+ATTENTION = 0.3
+SINK = 0.05
+EARLY = 1 / 3
+
+STAGES = ("none", "broad", "shifted", "forming", "middle", "fixed")
+"""In the order of the tests in `circuit_stage`."""
+
+
+def prominent_layer(massive_ratio_L: Floats, first_attention_L: Floats) -> int | None:
+    """The block, counted from 0, after whose output the sink is prominent (P4.15).
+
+    The first block l whose output has norm(first token) > `NORM_RATIO` * mean norm of the others
+    and is read by a layer (l + 1 or the next one with attention) that gives the first token more
+    than `ATTENTION` of its weight.
+
+    Args:
+        massive_ratio_L: of the outputs of blocks 0 to L - 1 (P2.10).
+        first_attention_L: mean weight on the first token by layer (P1.31); NaN without attention.
+
+    Returns:
+        the block, or None where no block is.
+    """
+    for block in range(len(massive_ratio_L)):
+        readers = first_attention_L[block + 1 :]
+        readers = readers[~np.isnan(readers)]
+        if massive_ratio_L[block] > NORM_RATIO and len(readers) and readers[0] > ATTENTION:
+            return block
+    return None
+
+
+class SinkCentre(NamedTuple):
+    """Where the sink sits (P4.24), by two measures that need not agree.
+
+    Attributes:
+        by_attention: the position of the highest mean alpha_k over layers and heads.
+        by_direction: the position whose states point the same way in every input most, by the mean
+            over states of the cosine across inputs (P4.5); None where fewer than two samples ran.
+    """
+
+    by_attention: int
+    by_direction: int | None
+
+
+def sink_centre(alpha_LHK: Floats, cosine_SP: Floats | None) -> SinkCentre:
+    """The centre of the sink among the first positions.
+
+    Args:
+        alpha_LHK: mean alpha_k over samples; NaN for missing layers and heads.
+        cosine_SP: cosine across inputs by state and position, None if not measured.
+    """
+    by_attention = int(np.nanmean(alpha_LHK, axis=(0, 1)).argmax())
+    by_direction = None
+    if cosine_SP is not None:
+        first = cosine_SP[1:, : alpha_LHK.shape[2]]  # the embedding of a BOS always agrees
+        if len(first) and not np.isnan(first).all():
+            by_direction = int(np.nanmean(first, axis=0).argmax())
+    return SinkCentre(by_attention, by_direction)
+
+
+def circuit_stage(sink_rate_K: Floats, prominent: int | None, layers: int) -> str:
+    """The stage of the circuit in training (P4.23), as a signal of convergence.
+
+    - "none": no position's sink rate reaches `SINK`;
+    - "broad": the second highest rate is more than half of the highest: several first tokens;
+    - "shifted": one centre, which is not the first token;
+    - "forming": the first token, without a massive norm yet;
+    - "middle": prominent only after the first third of the blocks;
+    - "fixed": prominent within the first third.
+
+    Args:
+        sink_rate_K: Sink^eps_k of the first positions (P2.2).
+        prominent: of `prominent_layer`.
+        layers: L.
+    """
+    ordered = np.sort(sink_rate_K)[::-1]
+    if not ordered[0] >= SINK:
+        return "none"
+    if len(ordered) > 1 and ordered[1] > ordered[0] / 2:
+        return "broad"
+    if int(sink_rate_K.argmax()) != 0:
+        return "shifted"
+    if prominent is None:
+        return "forming"
+    return "fixed" if prominent < EARLY * layers else "middle"

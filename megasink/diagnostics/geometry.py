@@ -1,0 +1,70 @@
+"""Principal components: of the queries and keys of a head, and of attention maps.
+
+Shapes: T tokens, D head dim, M matrices.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+MAP_TOKENS = 512
+"""The longest sequence whose attention maps are made: they are S x S."""
+
+
+class Components(NamedTuple):
+    """The first principal components of some rows.
+
+    Attributes:
+        points: [rows, count] coordinates. The sign of an axis is set so that the entry of largest
+            magnitude in its direction is positive.
+        explained: [count] shares of the variance.
+    """
+
+    points: Floats
+    explained: Floats
+
+
+def principal_components(rows: Floats, count: int = 2) -> Components:
+    """PCA of centred rows.
+
+    Raises:
+        ValueError: fewer than two rows, or rows that are all equal.
+    """
+    if len(rows) < 2:
+        raise ValueError(f"principal components of {len(rows)} row: two or more are needed")
+    centred = rows - rows.mean(0)
+    u, s, vt = np.linalg.svd(centred, full_matrices=False)
+    if not s[0] > 0:
+        raise ValueError("principal components of rows that are all equal")
+    count = min(count, len(s))
+    sign = np.sign(vt[np.arange(count), np.abs(vt[:count]).argmax(1)])
+    return Components(u[:, :count] * s[:count] * sign, (s**2 / (s**2).sum())[:count])
+
+
+def query_key_components(query_TD: Floats, key_TD: Floats) -> tuple[Floats, Floats, Floats]:
+    """Joint PCA of one head's queries and keys, after rotary embeddings (P0.26).
+
+    One fit on both, centred at their common mean, so that distances compare.
+
+    Returns:
+        points of the queries [T, 2] and of the keys [T, 2], whose first row is k_0, and the
+        explained shares [2].
+    """
+    points, explained = principal_components(np.concatenate([query_TD, key_TD]))
+    return points[: len(query_TD)], points[len(query_TD) :], explained
+
+
+def attention_map_components(maps_MTT: Floats) -> Components:
+    """PCA over attention matrices, each one flattened, of one input (P3.27).
+
+    Raises:
+        ValueError: matrices of more than `MAP_TOKENS` tokens.
+    """
+    if maps_MTT.shape[-1] > MAP_TOKENS:
+        raise ValueError(
+            f"attention maps of {maps_MTT.shape[-1]} tokens: at most {MAP_TOKENS}, they are S x S"
+        )
+    return principal_components(maps_MTT.reshape(len(maps_MTT), -1))

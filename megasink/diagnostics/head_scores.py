@@ -1,0 +1,119 @@
+"""P3's scores of inactive heads: six definitions, and the circuit-based output norms.
+
+A head of a sequence is called inactive where its score falls below a threshold (attention to the
+first token: exceeds it); see `thresholds`. Each score is over the real tokens of one sequence.
+
+Shapes: H query heads, G key/value groups, T tokens, D head dim, E hidden size.
+"""
+
+import torch
+from torch import Tensor
+
+from megasink.diagnostics.registry import metric
+
+
+def per_query_head(values_GT: Tensor, heads: int) -> Tensor:
+    """[H, T]: each group's values once for every one of its query heads."""
+    return values_GT.repeat_interleave(heads // values_GT.shape[0], dim=0)
+
+
+@metric("awft", paper="P3.1, P0.28 (Eq. 9), P2.1", unit="1", axis="head")
+def average_weight_of_first_token(first_weight_HT: Tensor) -> Tensor:
+    """AWFT: mean over queries of the weight on the first token, row 0 (weight 1) included."""
+    return first_weight_HT.mean(-1)
+
+
+@metric("aeqd", paper="P3.2", unit="nats", axis="head")
+def average_entropy(entropy_HT: Tensor) -> Tensor:
+    """AEQD: mean over queries of the entropy of the attention row; a sink is one more outcome."""
+    return entropy_HT.mean(-1)
+
+
+@metric("ftvvn", paper="P3.3", unit="L2 norm", axis="head")
+def first_value_norm(value_GTD: Tensor, first_weight_HT: Tensor) -> Tensor:
+    """FTVVN: norm of the first token's value; equal for the query heads of a group."""
+    norm_G1 = value_GTD[:, :1].norm(dim=-1)
+    return per_query_head(norm_G1, first_weight_HT.shape[0]).squeeze(-1)
+
+
+@metric("avvn", paper="P3.4", unit="L2 norm", axis="head")
+def average_value_norm(value_GTD: Tensor, first_weight_HT: Tensor) -> Tensor:
+    """AVVN: mean over tokens of the value's norm; equal for the query heads of a group."""
+    norm_G1 = value_GTD.norm(dim=-1).mean(-1, keepdim=True)
+    return per_query_head(norm_G1, first_weight_HT.shape[0]).squeeze(-1)
+
+
+@metric("lthon", paper="P3.5", unit="L2 norm", axis="head")
+def last_output_norm(gated_out_HTD: Tensor) -> Tensor:
+    """LTHON: norm of the head's output at the last real token."""
+    return gated_out_HTD[:, -1].norm(dim=-1)
+
+
+@metric("ahon", paper="P3.6", unit="L2 norm", axis="head")
+def average_output_norm(gated_out_HTD: Tensor) -> Tensor:
+    """AHON: mean over tokens of the norm of the head's output, after a gate, before W_O."""
+    return gated_out_HTD.norm(dim=-1).mean(-1)
+
+
+def circuit_norm(gated_out_HTD: Tensor, output_weight_HDE: Tensor) -> Tensor:
+    """[H, T]: the norm of what a head adds to the residual stream, z_i W_O^(h).
+
+    By the D x D Gram matrix of each head's rows of W_O, so that nothing [H, T, E] is made.
+    """
+    weight_HDE = output_weight_HDE.to(gated_out_HTD.dtype)
+    gram_HDD = weight_HDE @ weight_HDE.transpose(-1, -2)
+    square_HT = ((gated_out_HTD @ gram_HDD) * gated_out_HTD).sum(-1)
+    return square_HT.clamp_(min=0.0).sqrt_()
+
+
+@metric("circuit_ahon", paper="P3.10", unit="L2 norm", axis="head")
+def average_circuit_norm(gated_out_HTD: Tensor, output_weight_HDE: Tensor) -> Tensor:
+    """Circuit-based AHON: mean over tokens of the norm of z_i W_O^(h)."""
+    return circuit_norm(gated_out_HTD, output_weight_HDE).mean(-1)
+
+
+def layer_normalised(scores_NLH: Tensor) -> Tensor:
+    """The (LN) form of a score: over the mean of its layer's heads, the head included (P3.7, Eq. 1).
+
+    Args:
+        scores_NLH: [..., H]; NaN where a layer has no attention, or fewer heads than others.
+
+    Returns:
+        the same shape; NaN for a layer whose scores are all 0.
+    """
+    return scores_NLH / scores_NLH.nanmean(-1, keepdim=True)
+
+
+def own_average_normalised(lthon_NLH: Tensor, ahon_NLH: Tensor) -> Tensor:
+    """LTHON(HN): the last token's output norm over the head's own average (P3.8)."""
+    return lthon_NLH / ahon_NLH
+
+
+def random_scores(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Uniform in [0, 1): the random baseline (P3.9). float64, drawn in bf16 it would be coarse."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(shape, generator=generator, dtype=torch.float64)
+
+
+NORMALISED = ("awft", "aeqd", "ftvvn", "avvn", "lthon", "ahon", "circuit_ahon")
+"""The scores that have a layer-normalised form."""
+
+SIX = NORMALISED[:6]
+"""Those of the paper's Table 1; with their (LN) forms they are its twelve."""
+
+
+def derived_scores(scores: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """The scores that follow from others: (LN) forms, LTHON(HN) and the random baseline.
+
+    Args:
+        scores: name -> [N, L, H].
+        seed: of the random scores.
+    """
+    derived = {f"{n}_ln": layer_normalised(scores[n]) for n in NORMALISED if n in scores}
+    if "lthon" in scores and "ahon" in scores:
+        derived["lthon_hn"] = own_average_normalised(scores["lthon"], scores["ahon"])
+    if scores:
+        like = next(iter(scores.values()))
+        random = random_scores(tuple(like.shape), seed)
+        derived["random"] = random.masked_fill(like.isnan(), torch.nan)
+    return derived

@@ -1,0 +1,56 @@
+"""Norms and angles of queries, keys, values and head outputs by token position.
+
+Shapes: H query heads, G key/value groups, T tokens, D head dim.
+"""
+
+import torch
+from torch import Tensor
+
+from megasink.diagnostics.registry import metric
+
+
+@metric("value_norm", paper="P0.5, P2.8, P0.4", unit="L2 norm", axis="layer position")
+def value_norm(value_GTD: Tensor) -> Tensor:
+    """Norm of the value of each token, mean over key/value groups."""
+    return value_GTD.norm(dim=-1).mean(0)
+
+
+@metric("key_norm", paper="P2.8", unit="L2 norm", axis="layer position")
+def key_norm(key_GTD: Tensor) -> Tensor:
+    """Norm of the key of each token after rotary embeddings, mean over key/value groups."""
+    return key_GTD.norm(dim=-1).mean(0)
+
+
+@metric("query_norm", paper="P2.9", unit="L2 norm", axis="layer position")
+def query_norm(query_HTD: Tensor) -> Tensor:
+    """Norm of the query of each token after rotary embeddings, mean over heads."""
+    return query_HTD.norm(dim=-1).mean(0)
+
+
+@metric("first_key_cosine", paper="P2.9", unit="cosine", axis="layer position")
+def first_key_cosine(query_HTD: Tensor, key_GTD: Tensor) -> Tensor:
+    """cos(q_t, k_0) of each token, mean over heads."""
+    query_GRTD = _unit(query_HTD).unflatten(0, (key_GTD.shape[0], -1))
+    first_G1D1 = _unit(key_GTD[:, :1]).unsqueeze(1).transpose(-1, -2)
+    return (query_GRTD @ first_G1D1).squeeze(-1).mean((0, 1))
+
+
+@metric("other_key_cosine", paper="P2.9", unit="cosine", axis="layer position")
+def other_key_cosine(query_HTD: Tensor, key_GTD: Tensor) -> Tensor:
+    """Mean over keys 1 <= j <= t of cos(q_t, k_j), mean over heads; NaN for t = 0."""
+    key_GTD = _unit(key_GTD)
+    behind_GTD = key_GTD.cumsum(1) - key_GTD[:, :1]
+    count_T1 = torch.arange(key_GTD.shape[1], device=key_GTD.device)[:, None]
+    mean_G1TD = (behind_GTD / count_T1).unsqueeze(1)
+    query_GRTD = _unit(query_HTD).unflatten(0, (key_GTD.shape[0], -1))
+    return (query_GRTD * mean_G1TD).sum(-1).mean((0, 1))
+
+
+@metric("output_norm", paper="P3.25", unit="L2 norm", axis="layer position")
+def output_norm(gated_out_HTD: Tensor) -> Tensor:
+    """Norm of a head's output at each token, after a gate, before W_O; mean over heads."""
+    return gated_out_HTD.norm(dim=-1).mean(0)
+
+
+def _unit(rows_XTD: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(rows_XTD, dim=-1)

@@ -1,0 +1,99 @@
+"""The residual stream: norms, massive activations, and directions that inputs share.
+
+States are numbered by halves: x_0 the embedding, x_(l + 1/2) after attention and residual of block
+l, x_(l + 1) its output; the last one is before the final norm.
+
+Shapes: N samples, T tokens, E hidden size, P positions that are kept.
+"""
+
+import torch
+from torch import Tensor
+
+from megasink.diagnostics.registry import metric
+
+
+@metric("state_norm", paper="P4.1, P2.8, P4.25", unit="L2 norm", axis="state position")
+def state_norm(state_TE: Tensor) -> Tensor:
+    """Norm of the hidden state of each token."""
+    return state_TE.norm(dim=-1)
+
+
+@metric("massive_ratio", paper="P2.10", unit="1", axis="state")
+def massive_ratio(state_TE: Tensor) -> Tensor:
+    """Norm of the first token's state over the mean norm of the others; NaN for one token."""
+    norm_T = state_TE.norm(dim=-1)
+    return norm_T[0] / norm_T[1:].mean()
+
+
+@metric("state_abs_max", paper="P1.32, P1.33", unit="activation", axis="state")
+def state_abs_max(state_TE: Tensor) -> Tensor:
+    """Largest |value| of the state in one sample (attn_residual at halves, ffn_residual else)."""
+    return state_TE.abs().amax()
+
+
+@metric("attention_abs_max", paper="P1.33", unit="activation", axis="layer")
+def attention_abs_max(attention_branch_TE: Tensor) -> Tensor:
+    """Largest |value| of what attention returns in one sample."""
+    return attention_branch_TE.abs().amax()
+
+
+@metric("mlp_abs_max", paper="P1.33", unit="activation", axis="layer")
+def mlp_abs_max(mlp_branch_TE: Tensor) -> Tensor:
+    """Largest |value| of what the MLP returns in one sample."""
+    return mlp_branch_TE.abs().amax()
+
+
+@metric("attention_branch_norm", paper="P4.12", unit="L2 norm", axis="layer position")
+def attention_branch_norm(attention_branch_TE: Tensor) -> Tensor:
+    """Norm of what attention returns, after W_O, at each token."""
+    return attention_branch_TE.norm(dim=-1)
+
+
+def mean_max_activation(state_abs_max_NL: Tensor) -> Tensor:
+    """M-Act: mean over layers of the largest |value| of a block's output (P1.32).
+
+    Args:
+        state_abs_max_NL: of the block outputs x_1, x_2, ... The maximum is taken per sample and
+            averaged over samples, so that it does not grow with the amount of data.
+    """
+    return state_abs_max_NL.to(torch.float64).mean()
+
+
+class MeanCosine:
+    """Mean cosine between the states of different inputs at one position (P4.5), streamed.
+
+    The mean over pairs i != j of u_i . u_j is (|sum u|^2 - N) / (N (N - 1)) for unit vectors u.
+
+    Args:
+        positions: P.
+
+    Attributes:
+        unit_sum_PE, state_sum_PE: float64 sums of unit vectors and of the states themselves.
+        count_P: samples that were long enough.
+    """
+
+    def __init__(self, positions: int):
+        self.positions = positions
+        self.unit_sum_PE: Tensor | None = None
+        self.state_sum_PE: Tensor | None = None
+        self.count_P = torch.zeros(positions, dtype=torch.int64)
+
+    def add(self, state_TE: Tensor) -> None:
+        """Add one sample."""
+        state_PE = state_TE[: self.positions].to("cpu", torch.float64)
+        if self.unit_sum_PE is None or self.state_sum_PE is None:
+            shape = (self.positions, state_PE.shape[1])
+            self.unit_sum_PE = torch.zeros(shape, dtype=torch.float64)
+            self.state_sum_PE = torch.zeros(shape, dtype=torch.float64)
+        seen = len(state_PE)
+        self.unit_sum_PE[:seen] += torch.nn.functional.normalize(state_PE, dim=-1)
+        self.state_sum_PE[:seen] += state_PE
+        self.count_P[:seen] += 1
+
+    def result(self) -> Tensor:
+        """[P]: the mean cosine; NaN where fewer than two samples reached the position."""
+        if self.unit_sum_PE is None:
+            return torch.full((self.positions,), torch.nan, dtype=torch.float64)
+        count_P = self.count_P.to(torch.float64)
+        square_P = self.unit_sum_PE.square().sum(-1)
+        return torch.where(count_P > 1, (square_P - count_P) / (count_P * (count_P - 1)), torch.nan)

@@ -1,0 +1,97 @@
+"""From scores to masks of inactive heads, and how much masks agree (P3.11 to P3.20).
+
+Shapes: N samples, L layers, H heads. Scores are NaN where there is no head.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Scores = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+EXCEEDS = frozenset({"awft", "awft_ln"})
+"""The scores of which a head is inactive above the threshold; of the others below it."""
+
+SHARES = (0.0, 0.05, 0.10, 0.15, 0.20, 0.25, 0.30)
+"""The shares of heads that the paper calibrates thresholds for."""
+
+
+def published_quantile(scores: Scores, share: float) -> float:
+    """The quantile rule of the released code (P3.11), which is not `numpy.quantile`'s.
+
+    The empirical CDF is F(x_(i)) = i / n at the i-th smallest score; its inverse is linear between
+    them, and `share` is clamped to [1 / n, 1].
+
+    Args:
+        scores: any shape; NaN are left out.
+        share: in [0, 1].
+
+    Raises:
+        ValueError: no score, or a share outside [0, 1].
+    """
+    if not 0 <= share <= 1:
+        raise ValueError(f"share {share}: between 0 and 1")
+    ordered = np.sort(scores[~np.isnan(scores)].ravel())
+    if not len(ordered):
+        raise ValueError("no score to take a quantile of")
+    share_of = np.arange(1, len(ordered) + 1) / len(ordered)
+    return float(np.interp(np.clip(share, share_of[0], 1.0), share_of, ordered))
+
+
+def threshold(name: str, scores: Scores, share: float) -> float:
+    """The threshold that calls about `share` of all heads inactive, over all samples (P3.11)."""
+    return published_quantile(scores, 1 - share if name in EXCEEDS else share)
+
+
+def inactive(name: str, scores: Scores, tau: float) -> Mask:
+    """The heads that a threshold calls inactive; strictly above or below it. NaN is neither."""
+    return scores > tau if name in EXCEEDS else scores < tau
+
+
+def lowest(name: str, scores: Scores, share: float) -> Mask:
+    """Exactly the `share` (rounded down) of heads that look least active, ties by position.
+
+    What a comparison of score functions needs: masks of one size (P3.18).
+    """
+    flat = scores.ravel()
+    present = np.flatnonzero(~np.isnan(flat))
+    values = -flat[present] if name in EXCEEDS else flat[present]
+    chosen = present[np.argsort(values, kind="stable")[: int(share * len(present))]]
+    mask = np.zeros(flat.shape, dtype=bool)
+    mask[chosen] = True
+    return mask.reshape(scores.shape)
+
+
+def intersection_over_union(a: Mask, b: Mask) -> float:
+    """|a and b| / |a or b| of two masks, all samples pooled (P3.18); NaN where both are empty."""
+    union = int((a | b).sum())
+    return int((a & b).sum()) / union if union else float("nan")
+
+
+def precision(row: Mask, column: Mask) -> float:
+    """|row and column| / |row|: the column is the truth (P3.19); NaN for an empty row."""
+    count = int(row.sum())
+    return int((row & column).sum()) / count if count else float("nan")
+
+
+def agreement(scores: dict[str, Scores], share: float) -> tuple[Scores, Scores]:
+    """IoU and precision between every two score functions, [len(scores)] * 2 each (P3.18, P3.19).
+
+    Args:
+        scores: name -> [N, L, H].
+        share: of heads in each mask; the paper takes about 0.1.
+    """
+    masks = [lowest(name, values, share) for name, values in scores.items()]
+    iou = [[intersection_over_union(a, b) for b in masks] for a in masks]
+    return np.asarray(iou), np.asarray([[precision(a, b) for b in masks] for a in masks])
+
+
+def share_by_layer(mask_NLH: Mask, scores_NLH: Scores) -> Scores:
+    """[L]: the share of a layer's heads that are inactive, over samples (P3.13, P3.20).
+
+    NaN for layers without attention.
+    """
+    present = ~np.isnan(scores_NLH)
+    heads_L = present.sum((0, 2))
+    with np.errstate(invalid="ignore"):
+        return np.asarray((mask_NLH & present).sum((0, 2)) / heads_L)

@@ -1,0 +1,71 @@
+"""Token sequences to probe with, and how often a text repeats itself (P2.5, P4.4, P4.14)."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+
+def random_sequences(
+    count: int, length: int, vocabulary: int, seed: int, exclude: Sequence[int] = ()
+) -> list[list[int]]:
+    """Sequences of tokens drawn uniformly from the vocabulary (P2.5).
+
+    Args:
+        exclude: ids that are not drawn: special tokens, and ids that no token has.
+
+    Raises:
+        ValueError: every id is excluded.
+    """
+    allowed = torch.tensor([i for i in range(vocabulary) if i not in set(exclude)])
+    if not len(allowed):
+        raise ValueError(f"no token of {vocabulary} is left to draw from")
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(len(allowed), (count, length), generator=generator)
+    sequences: list[list[int]] = allowed[drawn].tolist()
+    return sequences
+
+
+def repeated_sequences(
+    count: int, length: int, vocabulary: int, seed: int, exclude: Sequence[int] = ()
+) -> list[list[int]]:
+    """Sequences of one random token, `length` times (P2.5)."""
+    return [[t] * length for (t,) in random_sequences(count, 1, vocabulary, seed, exclude)]
+
+
+def repeated_first_token(content: Sequence[int], copies: int, bos: int | None) -> list[int]:
+    """A sequence whose first token stands there `copies` times (P4.4).
+
+    Args:
+        content: the text's tokens, without BOS.
+        copies: n, 1 or more.
+        bos: repeated where given, else the first token of the content.
+
+    The loss is on content[1:] in both settings and for every n, so that the same tokens count: the
+    last len(content) - 1 targets.
+    """
+    if copies < 1 or len(content) < 2:
+        raise ValueError(f"{copies} copies of the first of {len(content)} tokens: 1 or more of 2")
+    first = [content[0]] * copies if bos is None else [bos] * copies + [content[0]]
+    return [*first, *content[1:]]
+
+
+def repeat_rate(documents: Iterable[Sequence[int]], n: int) -> float:
+    """The share of n-grams whose tokens are all equal (P4.14); none spans two documents.
+
+    Raises:
+        ValueError: n below 2, or no document of n tokens.
+    """
+    if n < 2:
+        raise ValueError(f"{n}-grams: 2 or more tokens")
+    total = equal = 0
+    for document in documents:
+        total += max(0, len(document) - n + 1)
+        run = 0  # length of the run of equal tokens that ends here
+        previous = None
+        for token in document:
+            run = run + 1 if token == previous else 1
+            previous = token
+            equal += run >= n
+    if not total:
+        raise ValueError(f"no document has {n} tokens")
+    return equal / total

@@ -1,0 +1,1 @@
+"""Statistics of attention heads and hidden states, captured while a model runs."""

@@ -1,0 +1,100 @@
+"""Where the sequences of a batch lie: padding on either side, or packed documents.
+
+Shapes: B rows, T tokens, Q queries, K keys.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megasink.errors import UserError
+
+
+class Segment(NamedTuple):
+    """One sequence: the tokens from `start` to before `stop` of a row."""
+
+    row: int
+    start: int
+    stop: int
+
+
+def segments_of(
+    shape: tuple[int, int], attention_mask_BT: Tensor | None, position_ids_BT: Tensor | None
+) -> list[Segment]:
+    """The sequences of a batch, by row and position.
+
+    Args:
+        shape: (B, T).
+        attention_mask_BT: 1 for real tokens, as transformers takes it; None for all.
+        position_ids_BT: without a mask, a position that does not follow the one before it starts a
+            new document, as in transformers.
+
+    Raises:
+        UserError: a row without a real token, or with padding between real ones.
+    """
+    rows, tokens = shape
+    if attention_mask_BT is None and position_ids_BT is None:
+        return [Segment(row, 0, tokens) for row in range(rows)]
+    segments = []
+    if attention_mask_BT is None and position_ids_BT is not None:
+        positions_BT = position_ids_BT.expand(rows, tokens).cpu()
+        for row in range(rows):
+            breaks = (positions_BT[row].diff() != 1).nonzero().flatten() + 1
+            bounds = [0, *breaks.tolist(), tokens]
+            segments += [Segment(row, start, stop) for start, stop in pairwise(bounds)]
+        return segments
+    assert attention_mask_BT is not None
+    for row, mask_T in enumerate(attention_mask_BT.to("cpu", torch.bool)):
+        real = mask_T.nonzero().flatten()
+        if not len(real):
+            raise UserError(f"row {row} of the batch has no real token: leave it out")
+        start, stop = int(real[0]), int(real[-1]) + 1
+        if len(real) != stop - start:
+            raise UserError(
+                f"row {row} of the batch has padding between real tokens (positions {start} to "
+                f"{stop - 1} hold {len(real)} of them): pad on one side"
+            )
+        segments.append(Segment(row, start, stop))
+    return segments
+
+
+def whole_rows(segments: list[Segment], shape: tuple[int, int]) -> bool:
+    """Whether the batch is one sequence a row, without padding."""
+    rows, tokens = shape
+    return segments == [Segment(row, 0, tokens) for row in range(rows)]
+
+
+def check_mask(mask_BQK: Tensor, segments: list[Segment], window: int | None) -> str | None:
+    """None if a mask shows each real token exactly the keys that the statistics assume.
+
+    By the number of visible keys of each row, and whether the first and the last of them are: O(T^2)
+    reads of a mask that the model has made, row by row.
+
+    Args:
+        mask_BQK: [B or 1, T, T], bool (True: visible) or additive.
+
+    Returns:
+        a clause that says what differs.
+    """
+    for row, start, stop in segments:
+        seen_QK = mask_BQK[min(row, len(mask_BQK) - 1), start:stop]
+        if seen_QK.dtype is not torch.bool:
+            seen_QK = seen_QK > torch.finfo(seen_QK.dtype).min / 2
+        position_Q = torch.arange(start, stop, device=seen_QK.device)
+        first_Q = torch.full_like(position_Q, start)
+        if window is not None:
+            first_Q = torch.maximum(first_Q, position_Q - window + 1)
+        ends_Q = seen_QK.gather(1, first_Q[:, None]) & seen_QK.gather(1, position_Q[:, None])
+        expected_Q = position_Q - first_Q + 1
+        wrong_Q = (seen_QK.sum(-1) != expected_Q) | ~ends_Q[:, 0]
+        if bool(wrong_Q.any()):
+            index = int(wrong_Q.nonzero()[0])
+            where = "" if window is None else f" in a window of {window}"
+            return (
+                f"query {start + index} of row {row} sees {int(seen_QK[index].sum())} keys, where "
+                f"causal attention{where} over tokens {start} to {stop - 1} has "
+                f"{int(expected_Q[index])}"
+            )
+    return None

@@ -1,0 +1,123 @@
+"""From one call of attention to the statistics of each sequence in it.
+
+Shapes: B rows, H query heads, G key/value groups, T tokens, D head dim, E hidden size, X 1 or D.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megasink.diagnostics.weights import WeightStatistics, weight_statistics
+from megasink.probe.segments import Segment, whole_rows
+
+_OF_WEIGHTS = {
+    "first_weight_HT": "first_weight_BHT",
+    "slot_weight_HT": "slot_weight_BHT",
+    "gate_HT": "gate_BHT",
+    "entropy_HT": "entropy_BHT",
+    "square_HT": "square_BHT",
+    "column_sum_HT": "column_sum_BHT",
+}
+
+
+class Observer(Protocol):
+    """Who receives the statistics; samples are numbered within the batch."""
+
+    def layer(self, sample: int, layer: int, statistics: dict[str, Tensor]) -> None:
+        """Statistics of one sequence in one block."""
+
+    def state(self, sample: int, half: int, state_TE: Tensor) -> None:
+        """The state x_(half / 2) of one sequence."""
+
+
+@dataclass
+class AttentionCall:
+    """What one attention layer was given and what it made.
+
+    Attributes:
+        query_BHTD, key_BGTD, value_BGTD: as the kernel saw them; the value's head dim may differ.
+        out_BHTD: what the kernel returned.
+        scale, window, prefix, slot_logit_BHT, distance_bias_HT, softcap: as `weight_statistics`.
+        gated_out_BHTD: what entered the output projection; None for `out_BHTD`.
+        explicit_gate_BHTX: scores of an explicit gate.
+        output_weight_HDE: the output projection by query head.
+    """
+
+    query_BHTD: Tensor
+    key_BGTD: Tensor
+    value_BGTD: Tensor
+    out_BHTD: Tensor
+    scale: float
+    window: int | None = None
+    prefix: int = 0
+    slot_logit_BHT: Tensor | None = None
+    distance_bias_HT: Tensor | None = None
+    softcap: float | None = None
+    gated_out_BHTD: Tensor | None = None
+    explicit_gate_BHTX: Tensor | None = None
+    output_weight_HDE: Tensor | None = None
+
+
+@torch.no_grad()
+def attention_statistics(
+    call: AttentionCall, segments: list[Segment], needs: set[str]
+) -> Iterator[dict[str, Tensor]]:
+    """The statistics of each segment, by the names of `megasink.diagnostics.STATISTICS`.
+
+    Sequences are cut out before anything is computed, so that padding on either side, and the other
+    documents of a pack, cannot enter.
+
+    Args:
+        needs: names; those that do not apply, such as a gate's without a gate, are left out.
+    """
+    shape = (call.query_BHTD.shape[0], call.query_BHTD.shape[2])
+    of_weights = needs & _OF_WEIGHTS.keys()
+    of_batch = None
+    if of_weights and whole_rows(segments, shape):
+        of_batch = _weights(call, slice(None), slice(None))
+    for row, start, stop in segments:
+        cut = slice(start, stop)
+        gated = call.out_BHTD if call.gated_out_BHTD is None else call.gated_out_BHTD
+        found = {
+            "query_HTD": call.query_BHTD[row, :, cut],
+            "key_GTD": call.key_BGTD[row, :, cut],
+            "value_GTD": call.value_BGTD[row, :, cut],
+            "out_HTD": call.out_BHTD[row, :, cut],
+            "gated_out_HTD": gated[row, :, cut],
+        }
+        if call.output_weight_HDE is not None:
+            found["output_weight_HDE"] = call.output_weight_HDE
+        if call.explicit_gate_BHTX is not None:
+            found["explicit_gate_HTX"] = call.explicit_gate_BHTX[row, :, cut]
+        if of_weights:
+            weights, index = of_batch, row
+            if weights is None:
+                weights, index = _weights(call, slice(row, row + 1), cut), 0
+            found |= {ours: getattr(weights, name)[index] for ours, name in _OF_WEIGHTS.items()}
+        if call.explicit_gate_BHTX is not None:
+            found["gate_HT"] = call.explicit_gate_BHTX[row, :, cut].float().mean(-1)
+        yield {name: at_least_float32(value) for name, value in found.items() if name in needs}
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """The tensor itself in float32 and float64; half precisions as float32."""
+    return tensor if tensor.itemsize >= 4 else tensor.float()
+
+
+def _weights(call: AttentionCall, rows: slice, cut: slice) -> WeightStatistics:
+    slot = call.slot_logit_BHT
+    if slot is not None:
+        slot = slot.expand(call.query_BHTD.shape[:3])[rows, :, cut]
+    return weight_statistics(
+        call.query_BHTD[rows, :, cut],
+        call.key_BGTD[rows, :, cut],
+        scale=call.scale,
+        window=call.window,
+        prefix=call.prefix,
+        slot_logit_BHT=slot,
+        distance_bias_HT=call.distance_bias_HT,
+        softcap=call.softcap,
+    )

@@ -1,0 +1,308 @@
+"""Capture from a transformers model through its attention and mask interfaces.
+
+The model's own attention function runs on its own inputs and its own mask, so that logits do not
+change by a bit; what it was given and what it made is read beside it.
+
+Shapes: B rows, T tokens, H query heads, G key/value groups, D head dim, E hidden size.
+"""
+
+import sys
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from megasink.diagnostics.registry import ATTENTION
+from megasink.errors import ConfigError, UserError
+from megasink.probe.blocks import Block, find_blocks, gate_reader, output_weight
+from megasink.probe.segments import Segment, check_mask, segments_of
+from megasink.probe.statistics import (
+    AttentionCall,
+    Observer,
+    at_least_float32,
+    attention_statistics,
+)
+
+NAME = "megasink_probe"
+_BASES = ("sdpa", "eager")
+_KINDS = {"full_attention", "sliding_attention", "linear_attention", "conv"}
+
+
+class TransformersProbe:
+    """While this context is open, `forward` runs the model and hands statistics to an observer.
+
+    Args:
+        model: a decoder of transformers, in evaluation mode; its attention implementation stays
+            what it is ("sdpa" or "eager").
+        observer: receives each sequence's statistics; samples are numbered as in `segments`.
+        needs: which statistics (`megasink.diagnostics.STATISTICS`).
+
+    Attributes:
+        heads: H of each layer, 0 for a layer without softmax attention.
+        segments: the sequences of the batch that ran last.
+
+    Raises:
+        ConfigError: the model's attention bypasses the interface, or does what the statistics do
+            not know; every reason in one message.
+    """
+
+    def __init__(self, model: PreTrainedModel, observer: Observer, needs: set[str]):
+        problems = model_problems(model)
+        if problems:
+            raise ConfigError(problems)
+        self.model = model
+        self.observer = observer
+        self.needs = set(needs)
+        self.base: str = model.config._attn_implementation
+        self.blocks = find_blocks(model)
+        heads = model.config.get_text_config().num_attention_heads
+        self.heads = [0 if block.attention is None else heads for block in self.blocks]
+        self.segments: list[Segment] = []
+        self._index = {id(b.attention): i for i, b in enumerate(self.blocks) if b.attention}
+        self._calls: dict[int, AttentionCall] = {}
+        self._gates: dict[int, Tensor] = {}
+        self._inputs: dict[int, Tensor] = {}
+        self._seen: set[int] = set()
+        self._checked: set[tuple[int, int | None]] = set()
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> "TransformersProbe":
+        if NAME in AttentionInterface._global_mapping:
+            raise RuntimeError("another probe is open: close it first")
+        AttentionInterface.register(NAME, self._attend)
+        # Without a mask function of this name transformers makes no mask at all, and attention
+        # turns bidirectional without a word.
+        AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[self.base])
+        self.model.set_attn_implementation(NAME)
+        for index, block in enumerate(self.blocks):
+            self._attach(index, block)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.model.set_attn_implementation(self.base)
+        del AttentionInterface._global_mapping[NAME]
+        del AttentionMaskInterface._global_mapping[NAME]
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids_BT: Tensor,
+        attention_mask_BT: Tensor | None = None,
+        position_ids_BT: Tensor | None = None,
+        *,
+        logits: bool = True,
+    ) -> Any:
+        """Run the model; the observer has the statistics of every sequence when this returns.
+
+        Args:
+            attention_mask_BT, position_ids_BT: as the model takes them; padding on one side.
+            logits: False runs the decoder without its output layer.
+
+        Returns:
+            what the model returns.
+
+        Raises:
+            UserError: attention that did not come through the interface, that shows other keys
+                than causal or sliding-window attention, or that a gate changed which is not known.
+        """
+        rows, tokens = input_ids_BT.shape
+        self.segments = segments_of((rows, tokens), attention_mask_BT, position_ids_BT)
+        self._seen.clear()
+        self._checked.clear()
+        model = self.model if logits else self.model.base_model
+        output = model(
+            input_ids_BT,
+            attention_mask=attention_mask_BT,
+            position_ids=position_ids_BT,
+            use_cache=False,
+        )
+        missed = [i for i, heads in enumerate(self.heads) if heads and i not in self._seen]
+        if missed:
+            raise UserError(
+                f"attention of layers {missed} of {type(self.model).__name__} did not come through "
+                "transformers' attention interface: megasink cannot read it"
+            )
+        return output
+
+    def _attend(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The attention function that transformers calls."""
+        if self.base == "eager":
+            function = sys.modules[type(module).__module__].eager_attention_forward
+        else:
+            function = ALL_ATTENTION_FUNCTIONS[self.base]
+        out_BTHD, weights = function(module, query, key, value, attention_mask, **kwargs)
+        index = self._index.get(id(module))
+        if index is not None:
+            self._check(module, query, key, attention_mask, kwargs)
+            scale, sink = kwargs.get("scaling"), kwargs.get("s_aux")
+            self._calls[index] = AttentionCall(
+                query,
+                key,
+                value,
+                out_BTHD.transpose(1, 2),
+                scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+                window=kwargs.get("sliding_window"),
+                slot_logit_BHT=None if sink is None else sink.detach()[None, :, None],
+                softcap=kwargs.get("softcap"),
+            )
+        return out_BTHD, weights
+
+    def _check(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        mask: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Refuse what the statistics would get wrong."""
+        name = type(module).__name__
+        if query.shape[2] != key.shape[2]:
+            raise UserError(
+                f"{name} attends from {query.shape[2]} queries to {key.shape[2]} keys: megasink "
+                "reads whole sequences, run them without a cache"
+            )
+        if kwargs.get("position_bias") is not None:
+            raise UserError(f"{name} adds a position bias to its scores: megasink cannot read it")
+        window = kwargs.get("sliding_window")
+        if mask is None:
+            causal = kwargs.get("is_causal")
+            if not (getattr(module, "is_causal", True) if causal is None else causal):
+                raise UserError(f"{name} is not causal: megasink reads decoders")
+            if window is not None and window < query.shape[2]:
+                raise UserError(f"{name} has a window of {window} and no mask for it")
+        elif (id(mask), window) not in self._checked:
+            problem = check_mask(mask[:, 0], self.segments, window)
+            if problem:
+                raise UserError(f"the mask of {name} is not one that megasink knows: {problem}")
+            self._checked.add((id(mask), window))
+
+    def _attach(self, index: int, block: Block) -> None:
+        """Hooks on one block; they read and change nothing."""
+
+        def before(module: torch.nn.Module, do: Any) -> None:
+            def hook(_: Any, args: Any, kwargs: Any) -> None:
+                do(args[0] if args else kwargs["hidden_states"])
+
+            self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+        def after(module: torch.nn.Module, do: Any) -> None:
+            def hook(_: Any, args: Any, output: Any) -> None:
+                do(output[0] if isinstance(output, tuple) else output)
+
+            self._hooks.append(module.register_forward_hook(hook))
+
+        if "state_TE" in self.needs:
+            if index == 0:
+                before(block.module, lambda state: self._state(0, state))
+            after(block.module, lambda state: self._state(2 * index + 2, state))
+            if block.middle is not None:
+                before(block.middle, lambda state: self._state(2 * index + 1, state))
+            if block.parallel and block.attention is not None:
+                before(block.module, lambda state: self._inputs.update({index: state}))
+                after(
+                    block.attention,
+                    lambda out: self._state(2 * index + 1, self._inputs.pop(index) + out),
+                )
+        if block.mlp is not None:
+            after(block.mlp, lambda out: self._branch("mlp_branch_TE", index, out))
+        if block.attention is None or block.output is None:
+            return
+        reader = gate_reader(block.attention)
+        if reader is not None:
+            module, read = reader
+            after(module, lambda out: self._gates.update({index: read(out, self.heads[index])}))
+        before(block.output, lambda gated: self._gated(index, gated))
+        after(block.attention, lambda out: self._finish(index, block.output, out))
+
+    def _state(self, half: int, state_BTE: Tensor) -> None:
+        for sample, (row, start, stop) in enumerate(self.segments):
+            self.observer.state(sample, half, at_least_float32(state_BTE[row, start:stop]))
+
+    def _branch(self, name: str, index: int, branch_BTE: Tensor) -> None:
+        if name not in self.needs:
+            return
+        rows = self.segments[-1].row + 1
+        branch_BTE = branch_BTE.reshape(rows, -1, branch_BTE.shape[-1])  # experts flatten it
+        for sample, (row, start, stop) in enumerate(self.segments):
+            found = {name: at_least_float32(branch_BTE[row, start:stop])}
+            self.observer.layer(sample, index, found)
+
+    def _gated(self, index: int, gated_BTX: Tensor) -> None:
+        """What enters the output projection: the kernel's output, times a gate that is known."""
+        call = self._calls.get(index)
+        if call is None:
+            return
+        by_head_BTHD = gated_BTX.reshape(*gated_BTX.shape[:2], self.heads[index], -1)
+        gated_BHTD = by_head_BTHD.transpose(1, 2)
+        gate_BHTX = self._gates.pop(index, None)
+        expected_BHTD = call.out_BHTD if gate_BHTX is None else call.out_BHTD * gate_BHTX
+        if not torch.allclose(gated_BHTD, expected_BHTD, rtol=0.02, atol=1e-6, equal_nan=True):
+            raise UserError(
+                f"{type(self.blocks[index].attention).__name__} changes what its heads return, "
+                "between attention and output projection, in a way that megasink does not know (a "
+                "gate or a norm): the scores of its heads would be wrong"
+            )
+        if gate_BHTX is not None:
+            call.gated_out_BHTD, call.explicit_gate_BHTX = gated_BHTD, gate_BHTX
+
+    def _finish(self, index: int, output: torch.nn.Module | None, branch_BTE: Tensor) -> None:
+        call = self._calls.pop(index, None)
+        if call is None:
+            return
+        self._seen.add(index)
+        if output is not None and "output_weight_HDE" in self.needs:
+            call.output_weight_HDE = output_weight(output, self.heads[index])
+        wanted = self.needs & ATTENTION.keys()
+        for sample, found in enumerate(attention_statistics(call, self.segments, wanted)):
+            self.observer.layer(sample, index, found)
+        self._branch("attention_branch_TE", index, branch_BTE)
+
+
+def model_problems(model: PreTrainedModel) -> list[str]:
+    """Why a model cannot be probed: one sentence each."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    if not model._can_set_attn_implementation():
+        return [
+            f"{name}: its attention bypasses transformers' attention interface, so megasink cannot "
+            "read it; models written for AttentionInterface can be read"
+        ]
+    problems = []
+    base = model.config._attn_implementation
+    if base not in _BASES:
+        problems.append(
+            f"{name} runs with attn_implementation {base!r}: load it with {' or '.join(_BASES)}"
+        )
+    if model.training:
+        problems.append(f"{name} is in training mode: call model.eval()")
+    if getattr(config, "is_encoder_decoder", False):
+        problems.append(f"{name} is an encoder-decoder: megasink reads decoders")
+    kinds = set(getattr(config, "layer_types", None) or ()) - _KINDS
+    if kinds:
+        problems.append(f"{name} has layers of kind {', '.join(sorted(kinds))}: not supported")
+    if base == "eager" and getattr(config, "reorder_and_upcast_attn", False):
+        problems.append(
+            f"{name}: reorder_and_upcast_attn has an eager attention of its own; load it with "
+            "attn_implementation sdpa"
+        )
+    return problems
