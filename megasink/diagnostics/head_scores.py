@@ -73,7 +73,7 @@ def average_circuit_norm(gated_out_HTD: Tensor, output_weight_HDE: Tensor) -> Te
 
 
 def layer_normalised(scores_NLH: Tensor) -> Tensor:
-    """The (LN) form of a score: over the mean of its layer's heads, the head included (P3.7, Eq. 1).
+    """The (LN) form of a score: over the mean of its layer, the head included (P3.7, Eq. 1).
 
     Args:
         scores_NLH: [..., H]; NaN where a layer has no attention, or fewer heads than others.

@@ -26,7 +26,7 @@ ATTENTION: dict[str, str] = {
     "slot_weight_HT": "the weight of the sink or bias; 0 where there is none",
     "entropy_HT": "nats; the sink, where there is one, is one more outcome",
     "square_HT": "sum over keys of A_ij ** 2",
-    "column_sum_HT": "sum over queries of A_ij, for each key j",
+    "column_sum_HT": "for each key j the sum over the queries i >= j of A_ij",
 }
 """Of one sequence in one attention layer; padding is cut off before anything is computed."""
 

@@ -16,7 +16,7 @@ EPSILON = 0.3
 
 @metric("alpha", paper="P2.1, P3.31", unit="1", axis="head column")
 def alpha(column_sum_HT: Tensor) -> Tensor:
-    """alpha_k: mean weight on key k of the queries that can see it, k itself included."""
+    """alpha_k: mean weight on key k of the queries from k on, k itself included."""
     tokens = column_sum_HT.shape[-1]
     queries_T = torch.arange(tokens, 0, -1, device=column_sum_HT.device)
     return column_sum_HT / queries_T
@@ -24,7 +24,7 @@ def alpha(column_sum_HT: Tensor) -> Tensor:
 
 @metric("sink_position", paper="P3.31", unit="token", axis="head")
 def sink_position(column_sum_HT: Tensor) -> Tensor:
-    """The key of the highest alpha_k in the first half of the sequence (late keys have few rows)."""
+    """The key of the highest alpha_k in the first half of the sequence: late keys have few rows."""
     return alpha(column_sum_HT)[:, : max(1, column_sum_HT.shape[-1] // 2)].argmax(-1)
 
 

@@ -33,7 +33,7 @@ class WeightStatistics(NamedTuple):
             a gate of 1e-20 is not rounded to 0. Row 0 without a slot is exactly 0.
         entropy_BHT: of keys and slot as outcomes; nats.
         square_BHT: sum over the keys of A_ij ** 2.
-        column_sum_BHT: float64: sum over the queries of A_ij.
+        column_sum_BHT: float64: for key j the sum over the queries i >= j of A_ij.
     """
 
     lse_BHT: Tensor
@@ -132,9 +132,12 @@ def weight_statistics(
             lse[n, :, r] = real_NRC.log() + highest_NRC
             first[n, :, r] = first_NRC / total_NRC
             gate[n, :, r] = open_NRC / total_NRC
-            column_sum[n, :, left:right] += ((1.0 / total_NRC)[..., None, :] @ weight_NRCK).squeeze(
-                -2
-            )
+            past_NRCK = weight_NRCK
+            if prefix > top:
+                future_CK = torch.ones(stop - top, right - left, dtype=torch.bool, device=device)
+                past_NRCK = weight_NRCK.masked_fill(future_CK.triu(top - left + 1), 0.0)
+            of_rows_NR1C = (1.0 / total_NRC)[..., None, :]
+            column_sum[n, :, left:right] += (of_rows_NR1C @ past_NRCK).squeeze(-2)
             mean_score_NRC = score_NRCK.mul_(weight_NRCK).sum(-1)
             if logit_NRC is not None:
                 mean_score_NRC += slot_NRC * (logit_NRC - highest_NRC)

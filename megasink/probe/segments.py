@@ -69,7 +69,7 @@ def whole_rows(segments: list[Segment], shape: tuple[int, int]) -> bool:
 def check_mask(mask_BQK: Tensor, segments: list[Segment], window: int | None) -> str | None:
     """None if a mask shows each real token exactly the keys that the statistics assume.
 
-    By the number of visible keys of each row, and whether the first and the last of them are: O(T^2)
+    By the number of visible keys of each row, and whether the first and last of them are: O(T^2)
     reads of a mask that the model has made, row by row.
 
     Args:

@@ -1,0 +1,162 @@
+"""Every registered metric against its S x S float64 definition.
+
+Shapes: H query heads, G key/value groups, T tokens, D head dim, E hidden size.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megasink.diagnostics import metric, metrics, weights
+from megasink.diagnostics.registry import ATTENTION as ATTENTION_STATISTICS
+from megasink.probe.segments import Segment
+from megasink.probe.statistics import AttentionCall, attention_statistics
+from tests.diagnostics import definitions
+
+HEADS, GROUPS, TOKENS, DIM, HIDDEN = 6, 2, 37, 8, 24
+KINDS = (
+    "vanilla",
+    "window",
+    "sink",
+    "sink-window",
+    "bias",
+    "softcap",
+    "prefix",
+    "headwise",
+    "elementwise",
+)
+
+
+def case(kind: str, dtype: torch.dtype = torch.float32) -> tuple[AttentionCall, definitions.Layer]:
+    """Large scores, sinks of +-5 and skewed gates: zeros would hide mistakes."""
+    torch.manual_seed(KINDS.index(kind))
+    query = (3.0 * torch.randn(HEADS, TOKENS, DIM)).to(dtype)
+    key = torch.randn(GROUPS, TOKENS, DIM)
+    key[:, 0] *= 3.0  # a sink on the first token
+    key, value = key.to(dtype), torch.randn(GROUPS, TOKENS, DIM).to(dtype)
+    weight = torch.randn(HEADS, DIM, HIDDEN).to(dtype)
+    options: dict[str, Any] = {"scale": 0.5}
+    gate, sink, bias = None, None, None
+    if "window" in kind:
+        options["window"] = 7
+    if "sink" in kind:
+        sink = torch.linspace(-5, 5, HEADS)
+    if kind == "bias":
+        bias = torch.linspace(-2.0, 0.5, HEADS)[:, None] * torch.arange(TOKENS)
+    if kind == "softcap":
+        options["softcap"] = 4.0
+    if kind == "prefix":
+        options["prefix"] = 5
+    if kind.endswith("wise"):
+        width = 1 if kind == "headwise" else DIM
+        gate = torch.sigmoid(4.0 * torch.randn(HEADS, TOKENS, width) - 2.0).to(dtype)
+    layer = definitions.layer_of(
+        query, key, value, weight, **options, sink_H=sink, bias_HT=bias, gate_HTX=gate
+    )
+    call = AttentionCall(
+        query[None],
+        key[None],
+        value[None],
+        layer.out_HTD[None].to(dtype),
+        **options,
+        slot_logit_BHT=None if sink is None else sink[None, :, None],
+        distance_bias_HT=bias,
+        gated_out_BHTD=None if gate is None else layer.gated_HTD[None].to(dtype),
+        explicit_gate_BHTX=None if gate is None else gate[None],
+        output_weight_HDE=weight,
+    )
+    return call, layer
+
+
+def statistics_of(call: AttentionCall) -> dict[str, torch.Tensor]:
+    (found,) = attention_statistics(call, [Segment(0, 0, TOKENS)], set(ATTENTION_STATISTICS))
+    return found
+
+
+def test_every_metric_has_a_definition():
+    assert set(metrics()) == set(definitions.ATTENTION) | set(definitions.STATE)
+    for entry in metrics().values():
+        assert entry.summary.endswith("."), entry.name
+        assert entry.paper.startswith("P"), entry.name
+
+
+@pytest.mark.parametrize("tile", [weights.TILE, 500])  # one tile, and one of four rows each
+@pytest.mark.parametrize("kind", KINDS)
+def test_metrics_of_attention(kind, tile, monkeypatch):
+    monkeypatch.setattr(weights, "TILE", tile)
+    call, layer = case(kind)
+    found = statistics_of(call)
+    tested = 0
+    for name, definition in definitions.ATTENTION.items():
+        entry = metrics()[name]
+        if not set(entry.needs) <= set(found):
+            assert "explicit_gate_HTX" in entry.needs
+            assert layer.gate_HTX is None
+            continue
+        actual = entry.compute(**{need: found[need] for need in entry.needs})
+        # Entropies within 1e-4 nats, see docs/instruments.md; the rest relatively.
+        exact = {"atol": 1e-4, "rtol": 0} if name == "aeqd" else {"atol": 1e-7, "rtol": 1e-5}
+        if name.startswith("sparsity"):  # float32 outputs may round across the limit
+            exact = {"atol": 1.5 / (HEADS * TOKENS * DIM), "rtol": 0}
+        torch.testing.assert_close(
+            actual.double(), definition(layer).double(), **exact, equal_nan=True, msg=name
+        )
+        tested += 1
+    assert tested >= 23
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "sink-window"])
+def test_metrics_of_bf16_models(kind):
+    """The inputs are rounded, the statistics are not: float32 sums of what bf16 holds."""
+    call, layer = case(kind, torch.bfloat16)
+    found = statistics_of(call)
+    for name in ("awft", "importance", "ftvvn", "avvn", "alpha", "square_sum", "key_norm"):
+        entry = metrics()[name]
+        actual = entry.compute(**{need: found[need] for need in entry.needs})
+        expected = definitions.ATTENTION[name](layer)
+        torch.testing.assert_close(actual.double(), expected, atol=1e-7, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("name", definitions.STATE)
+def test_metrics_of_states(name):
+    torch.manual_seed(1)
+    rows = torch.randn(9, HIDDEN)
+    rows[0, 3] = -400.0
+    entry = metrics()[name]
+    actual = entry.compute(**dict.fromkeys(entry.needs, rows))
+    expected = definitions.STATE[name](rows.double())
+    torch.testing.assert_close(actual.double(), expected.double(), atol=0, rtol=1e-5)
+
+
+def test_a_gate_that_is_almost_shut_keeps_its_digits():
+    query = torch.full((1, 1, 4, 1), 10.0)
+    key = torch.tensor([4.0, 0.0, 0.0, 0.0]).view(1, 1, 4, 1)
+    call = AttentionCall(query, key, key, key, scale=1.0)
+    (found,) = attention_statistics(call, [Segment(0, 0, 4)], {"gate_HT", "first_weight_HT"})
+    assert found["gate_HT"][0, 0] == 0.0
+    torch.testing.assert_close(found["gate_HT"][0, 1:], torch.tensor([1.0, 2.0, 3.0]) * 4.2484e-18)
+    assert (found["first_weight_HT"] == 1.0).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"axis": "diagonal"}, "axis 'diagonal'"),
+        ({"name": "awft"}, "two metrics are called 'awft'"),
+    ],
+)
+def test_registering_is_refused(arguments, message):
+    metrics()
+    options = {"name": "new", "paper": "P1.1", "unit": "1", "axis": "head"} | arguments
+    with pytest.raises(ValueError, match=message):
+        metric(**options)(lambda gate_HT: gate_HT)
+
+
+def test_unknown_statistics_and_metrics_are_named():
+    with pytest.raises(ValueError, match="asks for colour"):
+        metric("new", paper="P1.1", unit="1", axis="head")(lambda colour: colour)
+    with pytest.raises(ValueError, match="not known together"):
+        metric("new", paper="P1.1", unit="1", axis="head")(lambda gate_HT, state_TE: gate_HT)
+    with pytest.raises(ValueError, match="no metric colour"):
+        metrics(["colour"])
