@@ -18,7 +18,7 @@ _OUTPUT = ("o_proj", "c_proj", "dense", "out_proj")
 _MLP = ("mlp", "feed_forward", "block_sparse_moe")
 # Whose input is the state between attention and MLP. In blocks that have one of these,
 # post_attention_layernorm normalises what attention returns.
-_MIDDLE = ("pre_feedforward_layernorm", "pre_mlp_layernorm", "ln_2")
+_MIDDLE = ("pre_feedforward_layernorm", "pre_mlp_layernorm", "ln_2", "ffn_norm")
 # The gate scores of these are rows of q_proj, by head [q | gate].
 _GATED_QUERY = {"Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"}
 

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from megasink.diagnostics.registry import ATTENTION
 from megasink.errors import ConfigError, UserError
 from megasink.probe.blocks import Block, find_blocks, gate_reader, output_weight
-from megasink.probe.segments import Segment, check_mask, segments_of
+from megasink.probe.segments import Segment, check_mask, segments_of, whole_rows
 from megasink.probe.statistics import (
     AttentionCall,
     Observer,
@@ -191,6 +191,11 @@ class TransformersProbe:
                 raise UserError(f"{name} is not causal: megasink reads decoders")
             if window is not None and window < query.shape[2]:
                 raise UserError(f"{name} has a window of {window} and no mask for it")
+            if not whole_rows(self.segments, (query.shape[0], query.shape[2])):
+                raise UserError(
+                    f"{name} has no mask, although the batch has padding or several documents in a "
+                    "row: run them one by one"
+                )
         elif (id(mask), window) not in self._checked:
             problem = check_mask(mask[:, 0], self.segments, window)
             if problem:

@@ -1,0 +1,76 @@
+"""Tiny random models of the architectures that are probed, out of their configurations."""
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+VOCABULARY, WINDOW = 64, 5
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_HYBRID = {
+    "num_hidden_layers": 4,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+
+# name -> (configuration class, model class, options beside the common ones)
+ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
+    "qwen3-moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", _EXPERTS),
+    "gpt-oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, **_SLIDING},
+    ),
+    "granite-swa": ("GraniteSWAConfig", "GraniteSWAForCausalLM", _SLIDING),
+    "qwen3.5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _HYBRID),
+    "qwen3-next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {**_HYBRID, **_EXPERTS}),
+    "gemma-3": ("Gemma3TextConfig", "Gemma3ForCausalLM", _SLIDING),
+    "olmo-2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
+    "gpt-2": ("GPT2Config", "GPT2LMHeadModel", {}),
+    "gpt-neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": WINDOW}),
+    "lfm3": ("Lfm3Config", "Lfm3ForCausalLM", {"layer_types": ["full_attention"] * 2}),
+}
+GATED = {"qwen3.5": "elementwise", "qwen3-next": "elementwise", "lfm3": "headwise"}
+SINKS = {"gpt-oss", "granite-swa"}
+
+
+def tiny_model(name: str, implementation: str | None = None, **options: Any) -> PreTrainedModel:
+    """A model in evaluation mode with weights large enough for skewed attention, sinks of +-5.
+
+    Args:
+        implementation: of its attention; None for the model's default.
+    """
+    config_class, model_class, own = ARCHITECTURES[name]
+    config = getattr(transformers, config_class)(**{**_COMMON, **own, **options})
+    torch.manual_seed(0)
+    arguments = {} if implementation is None else {"attn_implementation": implementation}
+    model = getattr(transformers, model_class)._from_config(config, **arguments)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("sinks"):
+                parameter.copy_(torch.linspace(-5, 5, parameter.numel()))
+            elif parameter.dim() > 1:
+                parameter.normal_(0.0, 0.25)
+    return model.eval()
