@@ -44,6 +44,18 @@ def _compare(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def _analyze(argv: Sequence[str]) -> int:
+    from megasink.probe.cli import main
+
+    return main(argv)
+
+
+def _report(argv: Sequence[str]) -> int:
+    from megasink.probe.cli import report_main
+
+    return report_main(argv)
+
+
 def _info(argv: Sequence[str]) -> int:
     from megasink.info import main
 
@@ -57,6 +69,8 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "generate": (_generate, "continue a prompt with a trained model"),
     "plot": (_plot, "draw loss, imbalance and head importance of a run"),
     "compare": (_compare, "curves of several runs on one page, and a table of how they ended"),
+    "analyze": (_analyze, "sinks, heads and hidden states of a model, as a report"),
+    "report": (_report, "one page about several analyses"),
     "info": (_info, "versions, platform, and which attention kernel runs here and why"),
 }
 

@@ -64,13 +64,21 @@ def sink_centre(alpha_LHK: Floats, cosine_SP: Floats | None) -> SinkCentre:
         alpha_LHK: mean alpha_k over samples; NaN for missing layers and heads.
         cosine_SP: cosine across inputs by state and position, None if not measured.
     """
-    by_attention = int(np.nanmean(alpha_LHK, axis=(0, 1)).argmax())
+    by_attention = _highest(alpha_LHK.reshape(-1, alpha_LHK.shape[2]))
     by_direction = None
     if cosine_SP is not None:
-        first = cosine_SP[1:, : alpha_LHK.shape[2]]  # the embedding of a BOS always agrees
-        if len(first) and not np.isnan(first).all():
-            by_direction = int(np.nanmean(first, axis=0).argmax())
+        # Without the embedding, where a BOS always agrees with itself.
+        first = cosine_SP[1:, : alpha_LHK.shape[2]]
+        if not np.isnan(first).all():
+            by_direction = _highest(first)
     return SinkCentre(by_attention, by_direction)
+
+
+def _highest(rows_RK: Floats) -> int:
+    """The column of the highest mean; columns and rows may hold NaN."""
+    count_K = (~np.isnan(rows_RK)).sum(0)
+    mean_K = np.nansum(rows_RK, axis=0) / np.maximum(count_K, 1)
+    return int(np.where(count_K > 0, mean_K, -np.inf).argmax())
 
 
 def circuit_stage(sink_rate_K: Floats, prominent: int | None, layers: int) -> str:
@@ -88,6 +96,7 @@ def circuit_stage(sink_rate_K: Floats, prominent: int | None, layers: int) -> st
         prominent: of `prominent_layer`.
         layers: L.
     """
+    sink_rate_K = np.nan_to_num(sink_rate_K)  # positions that no sequence reached
     ordered = np.sort(sink_rate_K)[::-1]
     if not ordered[0] >= SINK:
         return "none"

@@ -65,35 +65,35 @@ class MeanCosine:
     The mean over pairs i != j of u_i . u_j is (|sum u|^2 - N) / (N (N - 1)) for unit vectors u.
 
     Args:
-        positions: P.
+        positions: P, the first positions of a sequence.
 
     Attributes:
-        unit_sum_PE, state_sum_PE: float64 sums of unit vectors and of the states themselves.
-        count_P: samples that were long enough.
+        unit_sum_PE: float64 sums of unit vectors; None before the first sample.
+        first_sum_E: float64 sum of the states at position 0.
+        count_P: samples that reached a position.
     """
 
     def __init__(self, positions: int):
-        self.positions = positions
         self.unit_sum_PE: Tensor | None = None
-        self.state_sum_PE: Tensor | None = None
+        self.first_sum_E: Tensor | None = None
         self.count_P = torch.zeros(positions, dtype=torch.int64)
 
     def add(self, state_TE: Tensor) -> None:
         """Add one sample."""
-        state_PE = state_TE[: self.positions].to("cpu", torch.float64)
-        if self.unit_sum_PE is None or self.state_sum_PE is None:
-            shape = (self.positions, state_PE.shape[1])
-            self.unit_sum_PE = torch.zeros(shape, dtype=torch.float64)
-            self.state_sum_PE = torch.zeros(shape, dtype=torch.float64)
-        seen = len(state_PE)
-        self.unit_sum_PE[:seen] += torch.nn.functional.normalize(state_PE, dim=-1)
-        self.state_sum_PE[:seen] += state_PE
-        self.count_P[:seen] += 1
+        positions = len(self.count_P)
+        state_PE = state_TE[:positions].to("cpu", torch.float64)
+        if self.unit_sum_PE is None or self.first_sum_E is None:
+            self.unit_sum_PE = torch.zeros(positions, state_PE.shape[1], dtype=torch.float64)
+            self.first_sum_E = torch.zeros(state_PE.shape[1], dtype=torch.float64)
+        self.unit_sum_PE[: len(state_PE)] += torch.nn.functional.normalize(state_PE, dim=-1)
+        self.first_sum_E += state_PE[0]
+        self.count_P[: len(state_PE)] += 1
 
     def result(self) -> Tensor:
         """[P]: the mean cosine; NaN where fewer than two samples reached the position."""
         if self.unit_sum_PE is None:
-            return torch.full((self.positions,), torch.nan, dtype=torch.float64)
+            return torch.full(self.count_P.shape, torch.nan, dtype=torch.float64)
         count_P = self.count_P.to(torch.float64)
         square_P = self.unit_sum_PE.square().sum(-1)
-        return torch.where(count_P > 1, (square_P - count_P) / (count_P * (count_P - 1)), torch.nan)
+        pairs_P = count_P * (count_P - 1)
+        return torch.where(count_P > 1, (square_P - count_P) / pairs_P, torch.nan)

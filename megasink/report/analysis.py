@@ -1,0 +1,152 @@
+"""A finished analysis on disk: reading results.json, and its tables as CSV."""
+
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megasink.errors import UserError
+
+FORMAT = 1
+
+Floats = NDArray[np.float64]
+
+
+@dataclass
+class Analysis:
+    """What `megasink analyze` wrote into a folder.
+
+    Attributes:
+        name: of the model.
+        found: results.json; docs/instruments.md describes every key.
+        scores: P3's scores [samples, layers, heads] of every sample.
+    """
+
+    name: str
+    found: dict[str, Any]
+    scores: dict[str, Floats]
+
+    def array(self, *keys: str) -> Floats:
+        """A table of results.json, null as NaN."""
+        value: Any = self.found
+        for key in keys:
+            value = value[key]
+        return np.asarray(value, dtype=np.float64)
+
+
+def read_analysis(folder: Path) -> Analysis:
+    """Read the folder of an analysis.
+
+    Raises:
+        UserError: there is none, or one of another format.
+    """
+    path = folder / "results.json"
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"{folder} holds no analysis: {path} cannot be read ({error})") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    if found.get("format") != FORMAT:
+        raise UserError(
+            f"{path} has the format {found.get('format')}, this version reads {FORMAT}: analyze "
+            "the model again"
+        )
+    scores = {}
+    with np.load(folder / "samples.npz") as arrays:
+        for key in arrays.files:
+            if key.startswith("score/"):
+                scores[key.removeprefix("score/")] = arrays[key]
+    return Analysis(found["model"]["name"], found, scores)
+
+
+def write_tables(analysis: Analysis, folder: Path) -> list[Path]:
+    """Write heads.csv, layers.csv, states.csv, scores.csv and datasets.csv.
+
+    Returns:
+        the files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tables = {
+        "heads": _heads(analysis),
+        "layers": _layers(analysis),
+        "states": _states(analysis),
+        "scores": _scores(analysis),
+        "datasets": _datasets(analysis),
+    }
+    written = []
+    for name, rows in tables.items():
+        rows = list(rows)
+        path = folder / f"{name}.csv"
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]) if rows else [])
+            writer.writeheader()
+            writer.writerows(rows)
+        written.append(path)
+    return written
+
+
+def _heads(analysis: Analysis) -> Iterator[dict[str, Any]]:
+    """One row per layer and head."""
+    importance = analysis.array("importance")
+    scores = {k: analysis.array("mean_score", k) for k in analysis.found["mean_score"]}
+    for layer, heads in enumerate(analysis.found["model"]["heads"]):
+        for head in range(heads):
+            yield {
+                "layer": layer,
+                "head": head,
+                "importance": importance[layer, head],
+                **{name: table[layer, head] for name, table in scores.items()},
+            }
+
+
+def _layers(analysis: Analysis) -> Iterator[dict[str, Any]]:
+    keys = (
+        "imbalance_by_layer",
+        "first_token_attention_by_layer",
+        "sink_rate_by_layer",
+        "slot_attention_by_layer",
+        "attention_abs_max",
+        "mlp_abs_max",
+    )
+    columns = {key.removesuffix("_by_layer"): analysis.found[key] for key in keys}
+    columns |= analysis.found.get("gate", {})
+    for layer in range(analysis.found["model"]["layers"]):
+        yield {"layer": layer, **{name: column[layer] for name, column in columns.items()}}
+
+
+def _states(analysis: Analysis) -> Iterator[dict[str, Any]]:
+    """One row per state of the residual stream: 0 the embedding, 0.5 after attention of block 0."""
+    norm = analysis.array("curves", "state_norm")
+    for half, (ratio, highest) in enumerate(
+        zip(analysis.found["massive_ratio"], analysis.found["state_abs_max"], strict=True)
+    ):
+        yield {
+            "state": half / 2,
+            "massive_ratio": ratio,
+            "abs_max": highest,
+            **{f"norm_at_{p}": norm[half, p] for p in range(min(8, norm.shape[1]))},
+        }
+
+
+def _scores(analysis: Analysis) -> Iterator[dict[str, Any]]:
+    """One row per score: its thresholds by share of heads."""
+    for name, taus in analysis.found["inactive_heads"]["thresholds"].items():
+        yield {"score": name, **{f"threshold_at_{share}": tau for share, tau in taus.items()}}
+
+
+def _datasets(analysis: Analysis) -> Iterator[dict[str, Any]]:
+    for name, found in analysis.found["datasets"].items():
+        yield {
+            "dataset": name,
+            "samples": found["samples"],
+            "imbalance": found["imbalance"],
+            "first_token_attention": found["first_token_attention"],
+            **{f"sink_rate_{e}": rates[0] for e, rates in found["sink_rate"].items()},
+            **{k: found.get(k) for k in ("nats_per_token", "perplexity", "bits_per_byte")},
+        }
