@@ -34,13 +34,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     _check(args)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(
-        args.model,
-        dtype=DTYPES[args.dtype],
-        attn_implementation=args.attn_implementation,
-        local_files_only=True,
-    )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            args.tokenizer or args.model, local_files_only=True
+        )
+        model = AutoModelForCausalLM.from_pretrained(
+            args.model,
+            dtype=DTYPES[args.dtype],
+            attn_implementation=args.attn_implementation,
+            local_files_only=True,
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"transformers cannot load {args.model}: {error}") from error
     model = model.eval().to(args.device)
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)

@@ -232,5 +232,7 @@ def _gates(plt: Any, analyses: Sequence[Analysis]) -> Any:
         )
     style_axis(axes[0], "scores of the explicit gate", "density", "score")
     style_axis(axes[1], "mean, least and largest score", "score", "layer")
+    axes[1].set_xlim(-0.5, len(analyses[0].found["model"]["heads"]) - 0.5)
+    axes[1].xaxis.get_major_locator().set_params(integer=True)
     axes[0].legend(frameon=False, fontsize=9)
     return figure

@@ -1,0 +1,205 @@
+"""Thresholds, agreement, distances, the circuit, token sequences and components.
+
+Shapes: N samples, L layers, H heads, T tokens, P positions, E hidden size.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from megasink.diagnostics.circuit import STAGES, circuit_stage, prominent_layer, sink_centre
+from megasink.diagnostics.distances import spearman, top_agreement, wasserstein
+from megasink.diagnostics.geometry import (
+    MAP_TOKENS,
+    attention_map_components,
+    principal_components,
+    query_key_components,
+)
+from megasink.diagnostics.head_scores import layer_normalised, random_scores
+from megasink.diagnostics.importance import head_imbalance, head_importance, layer_imbalance
+from megasink.diagnostics.sinks import sink_rate
+from megasink.diagnostics.states import MeanCosine, mean_max_activation
+from megasink.diagnostics.thresholds import (
+    agreement,
+    inactive,
+    intersection_over_union,
+    lowest,
+    precision,
+    published_quantile,
+    share_by_layer,
+    threshold,
+)
+from megasink.diagnostics.tokens import (
+    random_sequences,
+    repeat_rate,
+    repeated_first_token,
+    repeated_sequences,
+)
+
+NAN = float("nan")
+
+
+def test_the_published_quantile_rule():
+    scores = np.array([4.0, 1.0, NAN, 2.0, 8.0])  # F(1) = .25, F(2) = .5, F(4) = .75, F(8) = 1
+    for share, expected in (
+        (0.0, 1.0),
+        (0.25, 1.0),
+        (0.3, 1.2),
+        (0.5, 2.0),
+        (0.9, 6.4),
+        (1.0, 8.0),
+    ):
+        assert published_quantile(scores, share) == pytest.approx(expected)
+    assert published_quantile(scores, 0.5) != np.nanquantile(scores, 0.5)
+    assert threshold("ahon", scores, 0.25) == 1.0
+    assert threshold("awft", scores, 0.25) == 4.0  # exceeded by a quarter
+    assert inactive("awft", scores, 4.0).tolist() == [False, False, False, False, True]
+    assert inactive("ahon", scores, 2.0).tolist() == [False, True, False, False, False]
+    with pytest.raises(ValueError, match="share 15"):
+        published_quantile(scores, 15)
+    with pytest.raises(ValueError, match="no score"):
+        published_quantile(np.array([NAN]), 0.5)
+
+
+def test_masks_and_how_much_they_agree():
+    scores = np.array([[[0.1, 0.9], [0.5, NAN]]])
+    assert lowest("ahon", scores, 0.34).tolist() == [[[True, False], [False, False]]]
+    assert lowest("awft", scores, 0.67).tolist() == [[[False, True], [True, False]]]
+    a, b = np.array([1, 1, 1, 0], dtype=bool), np.array([0, 1, 1, 1], dtype=bool)
+    assert intersection_over_union(a, b) == 0.5
+    assert precision(a[:3], b[:3]) == pytest.approx(2 / 3)
+    assert precision(np.array([True, True]), np.array([True, False])) == 0.5
+    assert precision(np.array([True, False]), np.array([True, True])) == 1.0
+    assert np.isnan(intersection_over_union(~a & a, ~a & a))
+    same = {"ahon": scores, "awft": -scores}
+    iou, of_row = agreement(same, 0.67)
+    assert iou.tolist() == of_row.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert share_by_layer(scores < 0.3, scores).tolist() == [0.5, 0.0]
+
+
+def test_normalised_and_random_scores():
+    scores = torch.tensor([[[1.0, 3.0], [2.0, NAN]]])
+    assert layer_normalised(scores)[0, 0].tolist() == [0.5, 1.5]
+    assert layer_normalised(scores)[0, 1, 0] == 1.0
+    drawn = random_scores((50, 40), seed=1)
+    assert torch.equal(drawn, random_scores((50, 40), seed=1))
+    assert abs(float((drawn < 0.05).double().mean()) - 0.05) < 0.015
+
+
+def test_importance_imbalance_and_sink_rate():
+    gate = torch.tensor([[[0.2, 0.4]], [[0.8, 0.4]]])  # two samples of 1 and 3 tokens
+    importance = head_importance(gate, torch.tensor([1, 3]))
+    torch.testing.assert_close(importance, torch.tensor([[0.65, 0.4]], dtype=torch.float64))
+    table = torch.tensor([[1.0, 3.0], [2.0, 2.0], [NAN, NAN], [0.0, 0.0]])
+    assert layer_imbalance(table)[:2].tolist() == [0.5, 0.0]
+    assert layer_imbalance(table)[2].isnan()
+    assert layer_imbalance(table)[3] == 0.0
+    assert float(head_imbalance(table)) == pytest.approx(0.5 / 3)
+    alpha = torch.tensor([[[0.31, 0.3]], [[0.9, NAN]]])
+    assert float(sink_rate(alpha)) == pytest.approx(2 / 3)  # strictly above, blanks left out
+    assert float(mean_max_activation(torch.tensor([[1.0, 3.0], [5.0, 7.0]]))) == 4.0
+
+
+def test_cosine_across_inputs():
+    torch.manual_seed(0)
+    samples = [torch.randn(n, 6) + 1.0 for n in (5, 5, 3, 1)]
+    mean = MeanCosine(4)
+    for sample in samples:
+        mean.add(sample)
+    for position in range(4):
+        rows = torch.stack([s[position] for s in samples if len(s) > position]).double()
+        table = torch.nn.functional.cosine_similarity(rows[:, None], rows[None], dim=-1)
+        expected = table[~torch.eye(len(rows), dtype=torch.bool)].mean()
+        torch.testing.assert_close(mean.result()[position], expected)
+    torch.testing.assert_close(mean.first_sum_E, sum(s[0].double() for s in samples))
+    assert MeanCosine(2).result().isnan().all()
+
+
+def test_distances_between_models():
+    a, b = np.array([0.0, 1.0, NAN]), np.array([0.5, 2.5, 3.0, 4.0])
+    grid = np.linspace(-1, 5, 600001)
+    area = np.abs((grid[:, None] >= a[:2]).mean(1) - (grid[:, None] >= b).mean(1)).mean() * 6
+    assert wasserstein(a, b) == pytest.approx(area, rel=1e-4)
+    assert wasserstein(b, b) == 0.0
+    x, y = np.array([[1.0, 2.0, 2.0, 9.0]]), np.array([[0.0, 5.0, 4.0, 3.0]])
+    ranks = np.corrcoef([1, 2.5, 2.5, 4], [1, 4, 3, 2])[0, 1]
+    assert spearman(x, y) == pytest.approx(ranks)
+    assert np.isnan(spearman(x, np.ones((1, 4))))
+    assert top_agreement(x, y, 2) == pytest.approx(1 / 3)
+    with pytest.raises(ValueError, match=r"shapes \(1, 4\) and \(4,\)"):
+        spearman(x, y[0])
+
+
+def test_where_the_sink_becomes_prominent():
+    ratio, attention = np.array([1.0, 60.0, 80.0]), np.array([0.9, 0.1, 0.7])
+    assert prominent_layer(ratio, attention) == 1
+    assert prominent_layer(ratio, np.array([0.9, 0.1, 0.2])) is None
+    assert prominent_layer(np.array([9.0, 9.0, 9.0]), np.array([0.0, NAN, 0.7])) == 0
+    alpha = np.full((2, 3, 4), 0.1)
+    alpha[:, :, 1] = 0.6
+    alpha[1, 2] = NAN
+    cosine = np.array([[1.0, 0.0, 0.0], [0.2, 0.3, NAN], [0.2, 0.4, NAN]])
+    assert sink_centre(alpha, None) == (1, None)
+    assert sink_centre(alpha, cosine) == (1, 1)
+    stages = [
+        circuit_stage(np.array(rate), prominent, 12)
+        for rate, prominent in (
+            ([0.01, 0.0], None),
+            ([0.5, 0.3], 1),
+            ([0.1, 0.6], None),
+            ([0.6, 0.1], None),
+            ([0.6, 0.1], 6),
+            ([0.6, NAN], 2),
+        )
+    ]
+    assert tuple(stages) == STAGES
+
+
+def test_token_sequences():
+    drawn = random_sequences(50, 20, 10, seed=1, exclude=[0, 9])
+    assert {token for row in drawn for token in row} == set(range(1, 9))
+    assert drawn == random_sequences(50, 20, 10, seed=1, exclude=[0, 9])
+    repeated = repeated_sequences(5, 7, 10, seed=1)
+    assert all(len(row) == 7 and len(set(row)) == 1 for row in repeated)
+    assert repeated_first_token([5, 6, 7], 3, bos=None) == [5, 5, 5, 6, 7]
+    assert repeated_first_token([5, 6, 7], 2, bos=1) == [1, 1, 5, 6, 7]
+    with pytest.raises(ValueError, match="0 copies"):
+        repeated_first_token([5, 6, 7], 0, bos=1)
+    with pytest.raises(ValueError, match="no token of 3"):
+        random_sequences(1, 1, 3, seed=0, exclude=[0, 1, 2])
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_repeat_rate(n):
+    generator = np.random.default_rng(0)
+    documents = [generator.integers(0, 3, size).tolist() for size in (40, 1, 17)]
+    grams = [d[i : i + n] for d in documents for i in range(len(d) - n + 1)]
+    expected = sum(len(set(gram)) == 1 for gram in grams) / len(grams)
+    assert 0 < expected < 1
+    assert repeat_rate(documents, n) == pytest.approx(expected)
+    with pytest.raises(ValueError, match="no document"):
+        repeat_rate([[1]], n)
+
+
+def test_principal_components():
+    generator = np.random.default_rng(0)
+    rows = generator.normal(size=(30, 5)) * np.array([5.0, 3.0, 1.0, 0.5, 0.1]) + 7.0
+    points, explained = principal_components(rows)
+    values, vectors = np.linalg.eigh(np.cov(rows.T))
+    np.testing.assert_allclose(explained, values[::-1][:2] / values.sum())
+    expected = (rows - rows.mean(0)) @ vectors[:, ::-1][:, :2]
+    np.testing.assert_allclose(np.abs(points), np.abs(expected), atol=1e-9)
+    query, key = rows[:10], rows[10:] + 3.0
+    q, k, shares = query_key_components(query, key)
+    assert q.shape == (10, 2)
+    assert k.shape == (20, 2)
+    np.testing.assert_allclose(np.concatenate([q, k]).mean(0), 0.0, atol=1e-12)
+    assert 0 < shares[1] <= shares[0] < 1
+    maps = generator.random((6, 4, 4))
+    np.testing.assert_allclose(
+        attention_map_components(maps).points, principal_components(maps.reshape(6, 16)).points
+    )
+    with pytest.raises(ValueError, match=f"at most {MAP_TOKENS}"):
+        attention_map_components(np.zeros((1, MAP_TOKENS + 1, MAP_TOKENS + 1)))
+    with pytest.raises(ValueError, match="all equal"):
+        principal_components(np.ones((3, 2)))
