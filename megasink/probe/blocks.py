@@ -55,7 +55,7 @@ def find_blocks(model: torch.nn.Module) -> list[Block]:
     count = config.get_text_config().num_hidden_layers
     for name, module in model.named_modules():
         is_list = isinstance(module, torch.nn.ModuleList) and name.split(".")[-1] in _LAYERS
-        if is_list and len(module) == count:  # type: ignore[arg-type]
+        if is_list and len(module) == count:
             return [_block(layer, f"{name}.{i}") for i, layer in enumerate(module.children())]
     raise UserError(
         f"{type(model).__name__} has no list of {count} decoder layers that megasink can find: it "

@@ -73,15 +73,15 @@ def write_tables(analysis: Analysis, folder: Path) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     tables = {
-        "heads": _heads(analysis),
-        "layers": _layers(analysis),
-        "states": _states(analysis),
-        "scores": _scores(analysis),
-        "datasets": _datasets(analysis),
+        "heads": _heads,
+        "layers": _layers,
+        "states": _states,
+        "scores": _scores,
+        "datasets": _datasets,
     }
     written = []
-    for name, rows in tables.items():
-        rows = list(rows)
+    for name, rows_of in tables.items():
+        rows = list(rows_of(analysis))
         path = folder / f"{name}.csv"
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]) if rows else [])

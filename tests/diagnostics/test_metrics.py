@@ -3,6 +3,8 @@
 Shapes: H query heads, G key/value groups, T tokens, D head dim, E hidden size.
 """
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,9 +78,11 @@ def statistics_of(call: AttentionCall) -> dict[str, torch.Tensor]:
 
 def test_every_metric_has_a_definition():
     assert set(metrics()) == set(definitions.ATTENTION) | set(definitions.STATE)
+    page = (Path(__file__).parents[2] / "docs" / "instruments.md").read_text()
     for entry in metrics().values():
         assert entry.summary.endswith("."), entry.name
         assert entry.paper.startswith("P"), entry.name
+        assert re.search(rf"\| `{entry.name}` \|.*\| {entry.axis} \| {entry.paper} \|", page), entry
 
 
 @pytest.mark.parametrize("tile", [weights.TILE, 500])  # one tile, and one of four rows each
