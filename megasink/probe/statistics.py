@@ -24,7 +24,10 @@ _OF_WEIGHTS = {
 
 
 class Observer(Protocol):
-    """Who receives the statistics; samples are numbered within the batch."""
+    """Who receives the statistics; samples are numbered within the batch.
+
+    Tensors are the model's own memory, which it may write over afterwards: copy what is kept.
+    """
 
     def layer(self, sample: int, layer: int, statistics: dict[str, Tensor]) -> None:
         """Statistics of one sequence in one block."""
@@ -43,6 +46,7 @@ class AttentionCall:
         scale, window, prefix, slot_logit_BHT, distance_bias_HT, softcap: as `weight_statistics`.
         gated_out_BHTD: what entered the output projection; None for `out_BHTD`.
         explicit_gate_BHTX: scores of an explicit gate.
+        gate_is_importance: whether its mean is the head's importance; else the softmax's is.
         output_weight_HDE: the output projection by query head.
     """
 
@@ -58,6 +62,7 @@ class AttentionCall:
     softcap: float | None = None
     gated_out_BHTD: Tensor | None = None
     explicit_gate_BHTX: Tensor | None = None
+    gate_is_importance: bool = True
     output_weight_HDE: Tensor | None = None
 
 
@@ -97,7 +102,7 @@ def attention_statistics(
             if weights is None:
                 weights, index = _weights(call, slice(row, row + 1), cut), 0
             found |= {ours: getattr(weights, name)[index] for ours, name in _OF_WEIGHTS.items()}
-        if call.explicit_gate_BHTX is not None:
+        if call.explicit_gate_BHTX is not None and call.gate_is_importance:
             found["gate_HT"] = call.explicit_gate_BHTX[row, :, cut].float().mean(-1)
         yield {name: at_least_float32(value) for name, value in found.items() if name in needs}
 

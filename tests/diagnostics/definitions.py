@@ -61,7 +61,8 @@ def layer_of(
     scores = scores.masked_fill(hidden, -torch.inf)
     sink = torch.full((heads, tokens, 1), -torch.inf, dtype=torch.float64)
     if sink_H is not None:
-        sink = sink_H.double()[:, None, None].expand(heads, tokens, 1)
+        by_token = sink_H.double().reshape(heads, -1, 1)  # [H], or [H, T]
+        sink = by_token.expand(heads, tokens, 1)
     weights = torch.cat([scores, sink], -1).softmax(-1)
     real = weights[..., :-1]
     gate = None if gate_HTX is None else gate_HTX.double()

@@ -25,10 +25,11 @@ class Kept:
         self.states: dict[tuple[int, int], Tensor] = {}
 
     def layer(self, sample: int, layer: int, statistics: dict[str, Tensor]) -> None:
-        self.layers.setdefault((sample, layer), {}).update(statistics)
+        copies = {name: value.clone() for name, value in statistics.items()}
+        self.layers.setdefault((sample, layer), {}).update(copies)
 
     def state(self, sample: int, half: int, state_TE: Tensor) -> None:
-        self.states[sample, half] = state_TE
+        self.states[sample, half] = state_TE.clone()
 
 
 def tokens(rows: int, count: int, seed: int = 1) -> Tensor:
