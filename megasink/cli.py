@@ -45,9 +45,15 @@ def _compare(argv: Sequence[str]) -> int:
 
 
 def _analyze(argv: Sequence[str]) -> int:
-    from megasink.probe.cli import main
+    from megasink.train.analyze import main
 
     return main(argv)
+
+
+def _trace(argv: Sequence[str]) -> int:
+    from megasink.train.analyze import trace_main
+
+    return trace_main(argv)
 
 
 def _report(argv: Sequence[str]) -> int:
@@ -70,6 +76,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "plot": (_plot, "draw loss, imbalance and head importance of a run"),
     "compare": (_compare, "curves of several runs on one page, and a table of how they ended"),
     "analyze": (_analyze, "sinks, heads and hidden states of a model, as a report"),
+    "trace": (_trace, "the same over the checkpoints of a run, against tokens"),
     "report": (_report, "one page about several analyses"),
     "info": (_info, "versions, platform, and which attention kernel runs here and why"),
 }

@@ -3,7 +3,9 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from megasink.errors import ConfigError, UserError
 from megasink.probe.inputs import BOS, KINDS, Sample, data_hash, text_samples, token_samples
 from megasink.probe.recorder import Captured, Recorder
-from megasink.probe.run import run
+from megasink.probe.run import Probe, run
 from megasink.probe.summary import all_scores, summarise
 from megasink.report.analysis import read_analysis, write_tables
 from megasink.report.analysis_figures import figures
@@ -27,11 +29,12 @@ SYNTHETIC = 100
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure a model's attention sinks, heads and hidden states on texts, in one pass.
 
-    MODEL is a folder of transformers; nothing is downloaded, and no code of the folder runs. Writes
-    results.json, samples.npz, tables/*.csv, figures/*.png and report.html into the output folder.
+    MODEL is a folder of transformers, or a run of megasink and its checkpoints; nothing is
+    downloaded, and no code of the folder runs. Writes results.json, samples.npz, tables/*.csv,
+    figures/*.png and report.html into the output folder.
     """
-    args = _parser().parse_args(argv)
-    _check(args)
+    args = parser().parse_args(argv)
+    check(args)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
@@ -47,24 +50,71 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         raise UserError(f"transformers cannot load {args.model}: {error}") from error
     model = model.eval().to(args.device)
-    config = model.config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and args.seq_length > positions:
-        raise UserError(
-            f"--seq-length {args.seq_length} is longer than the {positions} positions of "
-            f"{args.model}: use at most {positions}"
-        )
-    samples = _samples(args, tokenizer, config.vocab_size)
-    sizes = _token_bytes(tokenizer) if args.loss else None
     from megasink.probe.blocks import find_blocks
     from megasink.probe.transformers_model import TransformersProbe, model_problems
 
     problems = model_problems(model)
     if problems:
         raise ConfigError(problems)
-    heads = [config.num_attention_heads if b.attention else 0 for b in find_blocks(model)]
+    config = model.config.get_text_config()
+    analyze(
+        args,
+        lambda recorder: TransformersProbe(model, recorder, recorder.needs),
+        heads=[config.num_attention_heads if b.attention else 0 for b in find_blocks(model)],
+        tokenizer=tokenizer,
+        vocabulary=config.vocab_size,
+        positions=getattr(config, "max_position_embeddings", None),
+        model={
+            "name": args.name or args.model.resolve().name,
+            "kind": type(model).__name__,
+            "attention": model.config._attn_implementation,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "parameters": model.num_parameters(),
+        },
+    )
+    return 0
+
+
+def analyze(
+    args: argparse.Namespace,
+    open_probe: Callable[[Recorder], AbstractContextManager[Probe]],
+    *,
+    heads: list[int],
+    tokenizer: Any,
+    vocabulary: int,
+    positions: int | None,
+    model: dict[str, Any],
+    first: tuple[int, ...] = (),
+) -> dict[str, Any]:
+    """Run the samples that the command line asks for, and write what was found.
+
+    Args:
+        args: of `parser`.
+        open_probe: makes the probe that reports to a recorder.
+        heads: of each layer.
+        vocabulary: ids that the model knows.
+        positions: that it was trained with; None for no limit.
+        model: what results.json says about it.
+        first: tokens before every sequence, such as a sink token (P2.23).
+
+    Returns:
+        results.json.
+
+    Raises:
+        UserError: sequences longer than the positions, or no text.
+    """
+    longest = args.seq_length + len(first)
+    if positions is not None and longest > positions:
+        raise UserError(
+            f"--seq-length {args.seq_length} is longer than the {positions - len(first)} positions "
+            f"of {args.model}: use at most {positions - len(first)}"
+        )
+    samples = [
+        replace(sample, tokens=(*first, *sample.tokens))
+        for sample in _samples(args, tokenizer, vocabulary)
+    ]
     recorder = Recorder(heads, positions=args.positions, columns=args.columns)
-    with TransformersProbe(model, recorder, recorder.needs) as probe:
+    with open_probe(recorder) as probe:
         captured = run(
             probe,
             recorder,
@@ -72,17 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             batch_size=args.batch_size,
             device=args.device,
             loss=args.loss,
-            token_bytes=sizes,
+            token_bytes=_token_bytes(tokenizer) if args.loss else None,
         )
-    about = {
-        "name": args.name or args.model.resolve().name,
-        "kind": type(model).__name__,
-        "attention": model.config._attn_implementation,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "parameters": model.num_parameters(),
-    }
-    write_analysis(args.output, captured, samples, about, vars(args))
-    return 0
+    return write_analysis(args.output, captured, samples, model, vars(args))
 
 
 def write_analysis(
@@ -91,11 +133,14 @@ def write_analysis(
     samples: Sequence[Sample],
     model: dict[str, Any],
     options: dict[str, Any],
-) -> None:
+) -> dict[str, Any]:
     """Write everything about one model into a folder, and print its summary.
 
     Args:
         options: of the command line; "seed" among them.
+
+    Returns:
+        results.json.
     """
     output.mkdir(parents=True, exist_ok=True)
     kept = ("data", "inputs", "bos", "seq_length", "max_samples", "seed", "device")
@@ -117,6 +162,7 @@ def write_analysis(
             file=sys.stderr,
         )
     print(f"wrote {output}/report.html, results.json, samples.npz, tables/, figures/")
+    return found
 
 
 def write_report(folders: Sequence[Path], output: Path) -> None:
@@ -142,11 +188,14 @@ def report_main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megasink analyze", description=main.__doc__, allow_abbrev=False
+def parser(
+    prog: str = "megasink analyze", description: str | None = main.__doc__
+) -> argparse.ArgumentParser:
+    """The options of every analysis."""
+    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+    parser.add_argument(
+        "model", type=Path, metavar="MODEL", help="folder of transformers, or a run"
     )
-    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of transformers")
     parser.add_argument(
         "--data",
         nargs="+",
@@ -189,10 +238,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Everything that shows before a model is loaded, in one message."""
+def check(args: argparse.Namespace, *, is_run: bool = False) -> None:
+    """Everything that shows before a model is loaded, in one message.
+
+    Args:
+        is_run: MODEL is a run of megasink, which is known to be there.
+
+    Raises:
+        ConfigError: with all of it.
+    """
     problems = []
-    if not (args.model / "config.json").is_file():
+    if is_run and args.attn_implementation is not None:
+        problems.append("--attn-implementation is for transformers: a run has its own kernel")
+    if is_run and args.dtype != "auto":
+        problems.append("--dtype is for transformers: a run is read in the dtype of its training")
+    if not is_run and not (args.model / "config.json").is_file():
         problems.append(
             f"{args.model} is no folder of transformers (no config.json): nothing is downloaded"
         )

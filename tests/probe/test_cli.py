@@ -16,7 +16,7 @@ from megasink.data.tokenizer import train_tokenizer
 from megasink.diagnostics.distances import wasserstein
 from megasink.errors import ConfigError, UserError
 from megasink.probe import cli, inputs
-from megasink.probe.cli import _check, _parser
+from megasink.probe.cli import check, parser
 from tests.probe.tiny_models import tiny_model
 
 
@@ -123,11 +123,11 @@ def test_bad_input_is_named(folder, tmp_path, capsys, flags, problem):
 
 
 def test_problems_of_the_command_line_come_together(tmp_path):
-    args = _parser().parse_args(
+    args = parser().parse_args(
         f"{tmp_path} --output {tmp_path} --seq-length 1 --batch-size 0 --tokenizer none".split()
     )
     with pytest.raises(ConfigError) as error:
-        _check(args)
+        check(args)
     for part in ("no config.json", "no --data", "--seq-length 1", "--batch-size 0", "--tokenizer"):
         assert sum(part in problem for problem in error.value.problems) == 1
 

@@ -249,6 +249,38 @@ def test_generate_from_another_layout(pipeline_run, pool):
         assert errors.count("tokens/s") == 2
 
 
+def test_analyze_and_trace_a_run(pipeline_run, pool, tmp_path):
+    """Saved by two pipeline stages, read whole; the second checkpoint is a copy of the first."""
+    run = tmp_path / "pp2"
+    shutil.copytree(pipeline_run, run)
+    folder = run / "checkpoints"
+    shutil.copytree(folder / "iter_0000012", folder / "iter_0000006")
+    data = ["--data", str(ROOT / "megasink"), "--seq-length", "64", "--max-samples", "8"]
+    commands = [
+        ["trace", str(run), *data, "--output", str(tmp_path / "trace"), "--device", "cpu"],
+        ["analyze", str(run), *data, "--output", str(tmp_path / "out"), "--dtype", "float32"],
+        ["analyze", str(tmp_path), *data, "--output", str(tmp_path / "out")],
+    ]
+    (answers,) = pool.run(f"{GENERATE}:megasink", SINGLE, commands=commands)
+    assert [code for code, _, _ in answers] == [0, 2, 2], answers
+    assert "--dtype is for transformers" in answers[1][2]
+    assert "no folder of transformers" in answers[2][2]
+    header, *rows = (tmp_path / "trace" / "trace.csv").read_text().splitlines()
+    rows = [dict(zip(header.split(","), row.split(","), strict=True)) for row in rows]
+    assert [row["step"] for row in rows] == ["6", "12"]
+    assert [row["tokens"] for row in rows] == [str(6 * 8 * 64), str(12 * 8 * 64)]
+    assert rows[0]["imbalance"] == rows[1]["imbalance"]
+    assert (tmp_path / "trace" / "trace.png").is_file()
+    found = json.loads((tmp_path / "trace" / "iter_0000012" / "results.json").read_text())
+    assert found["model"]["kind"] == "sink attention, step 12"
+    (hand,) = pool.run(
+        "tests.probe.megatron_tasks:by_hand", SINGLE, run=str(run), data=data[1], length=64, count=8
+    )
+    for ours, theirs in zip(found["importance"], hand["importance"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3)
+    assert found["nats_per_token"] == pytest.approx(hand["nats"], rel=1e-4)
+
+
 def test_what_is_loaded_is_what_was_saved(pipeline_run, pool):
     checkpoint = str(pipeline_run / "checkpoints" / "iter_0000012")
     (found,) = pool.run(

@@ -1,0 +1,134 @@
+"""`megasink analyze` of a run or one of its checkpoints, and `megasink trace` over all of them."""
+
+import argparse
+import contextlib
+import csv
+import gc
+import json
+import logging
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megasink.errors import UserError
+from megasink.probe import cli
+from megasink.report.trace import ROWS, draw_trace
+from megasink.train.checkpoints import find_checkpoint
+from megasink.train.intact import iterations
+from megasink.train.pretrain import prepare_process
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """As `megasink.probe.cli.main`, where MODEL may be a run too, trained under any layout."""
+    args = cli.parser().parse_args(argv)
+    if not is_run(args.model):
+        return cli.main(argv)
+    cli.check(args, is_run=True)
+    find_checkpoint(args.model)  # before the seconds that the imports take
+    _prepare(args)
+    from megasink.train.load import single_process
+
+    with single_process():
+        _analyze(args, None)
+    return 0
+
+
+def trace_main(argv: Sequence[str] | None = None) -> int:
+    """Follow sinks, head imbalance, norms and the circuit's stage over the checkpoints of a run.
+
+    Writes one analysis per checkpoint, and trace.csv and trace.png over all of them.
+    """
+    parser = cli.parser("megasink trace", trace_main.__doc__)
+    args = parser.parse_args(argv)
+    cli.check(args, is_run=True)
+    newest = find_checkpoint(args.model)
+    steps = sorted(iterations(newest.folder.parent))
+    _prepare(args)
+    from megasink.train.load import single_process
+
+    root, rows = args.output, []
+    with single_process():
+        for step in steps:
+            args.output = root / f"iter_{step:07d}"
+            args.name = f"step {step}"
+            rows.append(_row(step, *_analyze(args, step)))
+            gc.collect()
+    with (root / "trace.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ROWS)
+        writer.writeheader()
+        writer.writerows(rows)
+    draw_trace(rows, root / "trace.png")
+    print(f"wrote {root}/trace.csv, trace.png and {len(rows)} analyses")
+    return 0
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is a run of megasink, or a checkpoint of one; else one of transformers.
+
+    Raises:
+        UserError: a config.json that is not JSON.
+    """
+    config = path / "config.json"
+    if config.is_file():
+        try:
+            return "arguments" in json.loads(config.read_text())
+        except ValueError as error:
+            raise UserError(f"{config} is not JSON: {error}") from error
+    with contextlib.suppress(UserError):
+        find_checkpoint(path)
+        return True
+    return False
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    warnings.simplefilter("ignore")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    prepare_process(["--cpu"] if args.device == "cpu" else [])
+
+
+def _analyze(args: argparse.Namespace, iteration: int | None) -> tuple[dict[str, Any], int]:
+    """Analyze one checkpoint: results.json, and the tokens that it was trained on."""
+    from megasink.probe.megatron_model import MegatronProbe
+    from megasink.train.load import load_model
+
+    loaded = load_model(args.model, iteration, args.tokenizer)
+    trained, config = loaded.args, loaded.model.config
+    heads = [config.num_attention_heads] * config.num_layers
+    found = cli.analyze(
+        args,
+        lambda recorder: MegatronProbe(loaded.model, recorder, recorder.needs),
+        heads=heads,
+        tokenizer=loaded.tokenizer,
+        vocabulary=len(loaded.tokenizer),
+        positions=trained.max_position_embeddings,
+        first=(trained.sink_token_id,) if trained.sink_token else (),
+        model={
+            "name": args.name or args.model.resolve().name,
+            "kind": f"{trained.attention_variant} attention, step {loaded.iteration}",
+            "attention": config.attention_kernel,
+            "dtype": str(trained.params_dtype).removeprefix("torch."),
+            "parameters": sum(p.numel() for p in loaded.model.parameters()),
+        },
+    )
+    return found, loaded.iteration * trained.global_batch_size * trained.seq_length
+
+
+def _row(step: int, found: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """One line of trace.csv."""
+    ratio = torch.tensor([r for r in found["massive_ratio"][2::2] if r is not None])
+    return {
+        "step": step,
+        "tokens": tokens,
+        "sink_rate": found["sink_rate"]["0.3"][0],
+        "first_token_attention": found["first_token_attention"],
+        "imbalance": found["imbalance"],
+        "bits_per_byte": found.get("bits_per_byte"),
+        "nats_per_token": found.get("nats_per_token"),
+        "massive_ratio": float(ratio.max()),
+        "mean_max_activation": found["mean_max_activation"],
+        "stage": found["circuit"]["stage"],
+        "sink_centre": found["circuit"]["sink_centre_by_attention"],
+    }
