@@ -13,7 +13,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 
-from megasink.train.torch_metadata import read_metadata
+from megasink.checkpoint.torch_metadata import read_metadata
 
 _STATE = ".head_counter."
 

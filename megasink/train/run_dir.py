@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import megasink
+from megasink.checkpoint.find import newest_checkpoint
+from megasink.checkpoint.intact import go_back_to_intact, iterations, newest_intact
 from megasink.compat import versions
 from megasink.errors import UserError
-from megasink.train.intact import TRACKER, go_back_to_intact, iterations, newest_intact
 
 # A run is its model, its data and its loss; layout, length and learning rate may change on resume.
 MODEL = (
@@ -157,15 +158,6 @@ def _differences(before: dict[str, Any], args: Namespace, names: Sequence[str]) 
         for name, value in now.items()
         if name in before and before[name] != value
     ]
-
-
-def newest_checkpoint(folder: Path) -> int | None:
-    """The iteration of the newest finished checkpoint in a checkpoint folder, or None."""
-    tracker = folder / TRACKER
-    if not tracker.is_file():
-        return None
-    text = tracker.read_text().strip()
-    return int(text) if text.isdigit() else None
 
 
 def set_paths(args: Namespace) -> None:

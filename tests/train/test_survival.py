@@ -15,7 +15,7 @@ import sys
 
 import pytest
 
-from megasink.train.intact import damage, newest_intact
+from megasink.checkpoint.intact import damage, newest_intact
 from tests.distributed.pool import ROOT
 from tests.distributed.test_resume import free_port
 

@@ -20,11 +20,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megasink import platform
+from megasink.checkpoint.find import find_checkpoint, stored_shapes
+from megasink.checkpoint.model import model_config
+from megasink.checkpoint.saved_arguments import read_arguments, single_process_arguments
 from megasink.errors import UserError
 from megasink.layers.builder import MegasinkGPTBuilder
-from megasink.train.checkpoints import find_checkpoint, stored_shapes
-from megasink.train.model import model_config
-from megasink.train.saved_arguments import read_arguments, single_process_arguments
 
 
 class LoadedModel(NamedTuple):
