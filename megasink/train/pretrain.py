@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import sys
+import warnings
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
