@@ -22,7 +22,7 @@ from megasink.config import (
 Attention = Literal["vanilla", "sink", "off-by-one", "headwise", "elementwise"]
 GATES = ("headwise", "elementwise")
 
-# Options of megasink that the fields below say, or that do not change what a trained model computes.
+# Options of megasink that the fields below say, or that leave a trained model as it is.
 _SAID = {
     "attention_variant",
     "gate_granularity",

@@ -29,7 +29,7 @@ class Target:
         windows: sliding windows: "none"; "mixed", by layer, of one size; "all" layers alike.
         rope_scaling: it can have that of Llama 3.
         shared_expert: it can have one, ungated.
-        renormalize: whether the probabilities of chosen experts add up to one; None for either.
+        renormalizes: the probabilities of its chosen experts always add up to one.
         refused: of a config.json, what Megatron's model here cannot express.
     """
 
@@ -48,7 +48,7 @@ class Target:
     windows: str = "none"
     rope_scaling: bool = True
     shared_expert: bool = False
-    renormalize: bool | None = True
+    renormalizes: bool = True
     refused: Callable[[Mapping[str, Any]], list[str]] = field(default=lambda config: [])
 
     def problems(self, model: Architecture) -> list[str]:
@@ -73,9 +73,8 @@ class Target:
             found.append("it has no RoPE scaling of Llama 3")
         if model.shared_ffn and not self.shared_expert:
             found.append("it has no shared expert without a gate")
-        if model.experts and self.renormalize is not None:
-            if self.renormalize and not model.renormalize:
-                found.append("the probabilities of its chosen experts add up to one")
+        if model.experts and self.renormalizes and not model.renormalize:
+            found.append("the probabilities of its chosen experts add up to one")
         return found
 
     def _window_problems(self, model: Architecture) -> list[str]:

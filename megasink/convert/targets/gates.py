@@ -177,7 +177,7 @@ TARGETS = (
         refused=_qwen3_next_refused,
         moe=True,
         qk_norm=True,
-        renormalize=None,
+        renormalizes=False,
         rope_scaling=False,
     ),
 )

@@ -207,6 +207,6 @@ TARGETS = (
         refused=_qwen3_moe_refused,
         moe=True,
         qk_norm=True,
-        renormalize=None,
+        renormalizes=False,
     ),
 )
