@@ -33,8 +33,9 @@ class HuggingFaceWeights:
                 self._files[file] = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise UserError(f"{path} is broken ({error}): copy it again") from error
+        held = {file: frozenset(opened.keys()) for file, opened in self._files.items()}
         for name, file in where.items():
-            if name not in self._files[file].keys():
+            if name not in held[file]:
                 raise UserError(f"{folder}: {name} is not in {file}, where the index has it")
         self._where = where
         self.names = frozenset(where)
