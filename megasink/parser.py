@@ -65,9 +65,14 @@ def _raise(message: str) -> NoReturn:
 
 def defaults() -> Namespace:
     """Every option with its default on this platform, not validated: what no flag parses to."""
+    return parse_apart([])
+
+
+def parse_apart(argv: Sequence[str]) -> Namespace:
+    """As `parse_known`, and this process keeps its own command line."""
     before = sys.argv
     try:
-        return parse_known([])
+        return parse_known(argv)
     finally:
         sys.argv = before
 

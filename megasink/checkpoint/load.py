@@ -26,6 +26,13 @@ from megasink.checkpoint.saved_arguments import read_arguments, single_process_a
 from megasink.errors import UserError
 from megasink.layers.builder import MegasinkGPTBuilder
 
+# An imported model with experts has the norm before them under the names of both layer specs.
+_NORMS = (
+    "decoder.layers.pre_mlp_layernorm.weight",
+    "decoder.layers.mlp.linear_fc1.layer_norm_weight",
+)
+_TWINS = dict([_NORMS, _NORMS[::-1]])
+
 
 class LoadedModel(NamedTuple):
     """What :func:`load_model` returns.
@@ -129,7 +136,11 @@ def _compare(
         if key in stored and stored[key] != shape
     ]
     different += [f"{key} is missing" for key in wanted.keys() - stored.keys()]
-    different += [f"{key} is not of the model" for key in stored.keys() - wanted.keys()]
+    different += [
+        f"{key} is not of the model"
+        for key in stored.keys() - wanted.keys()
+        if _TWINS.get(key) not in wanted
+    ]
     if different:
         more = f" (and {len(different) - 3} more)" if len(different) > 3 else ""
         raise UserError(

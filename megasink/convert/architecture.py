@@ -46,6 +46,9 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "squared_relu": (False,),
     "openai_gelu": (False,),
     "apply_residual_connection_post_layernorm": (False,),
+    "moe_mlp_glu_interleave_size": (None,),
+    "moe_router_group_topk": (None,),
+    "moe_router_quantile_balancing_ema": (0.0,),
     "attention_output_gate": (False,),
     "qk_l2_norm": (False,),
     "use_mup": (False,),
@@ -163,8 +166,8 @@ def architecture_of(
         padded=saved["padded_vocab_size"],
         tied=not saved["untie_embeddings_and_output_weights"],
         positions=saved["max_position_embeddings"],
-        norm_eps=saved["norm_epsilon"],
-        zero_centred=bool(saved.get("apply_layernorm_1p")),
+        norm_eps=saved["layernorm_epsilon"],
+        zero_centred=bool(saved.get("layernorm_zero_centered_gamma")),
         rope_base=float(saved["rotary_base"]),
         rope_factor=saved["rope_scaling_factor"] if saved.get("use_rope_scaling") else None,
         attention=attention,
@@ -184,11 +187,12 @@ def architecture_of(
 
 
 def _tokens(saved: Mapping[str, Any], vocabulary: int | None) -> int:
-    rows = saved["padded_vocab_size"]
-    if vocabulary is None:
-        return int(rows)
-    # An imported model may have more rows than its tokenizer has tokens.
-    return min(int(rows), max(vocabulary, saved.get("vocab_size") or 0))
+    rows, named = int(saved["padded_vocab_size"]), saved.get("vocab_size") or 0
+    if vocabulary is not None:
+        # An imported model may have more rows than its tokenizer has tokens.
+        return min(rows, max(vocabulary, named))
+    # Megatron's NullTokenizer has an end-of-document token after those.
+    return min(rows, named + 1) if named else rows
 
 
 def _unknown(saved: Mapping[str, Any]) -> list[str]:

@@ -27,12 +27,12 @@ from megasink.convert.hf_reader import HuggingFaceWeights
 from megasink.convert.megatron_weights import weight_shapes
 from megasink.convert.output import sync_folder, whole_folder
 from megasink.convert.safetensors_writer import write_json
-from megasink.convert.table import LAYERS, Step, steps
+from megasink.convert.table import LAYERS, NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SPEC, Step, steps
 from megasink.convert.targets.base import Target
 from megasink.convert.to_hf import refuse_nan
 from megasink.convert.torch_dist_writer import TorchDistWriter
 from megasink.errors import UserError
-from megasink.parser import parse_known
+from megasink.parser import parse_apart
 
 _POSITIONS = "--max-position-embeddings"
 _TOKENIZER_FILES = (
@@ -57,7 +57,7 @@ _COMPARED = (
     "position_embedding_type",
     "rotary_base",
     "normalization",
-    "norm_epsilon",
+    "layernorm_epsilon",
     "add_bias_linear",
     "qk_layernorm",
     "untie_embeddings_and_output_weights",
@@ -144,7 +144,7 @@ def import_model(
     if ignored:
         say(f"not taken: {', '.join(ignored)}")
     flags = model_flags(model)
-    args = _arguments(flags)
+    args = arguments_of(flags)
     with whole_folder(output) as folder:
         checkpoint = checkpoint_path(folder / "checkpoints", 0)
         checkpoint.mkdir(parents=True)
@@ -230,6 +230,8 @@ def _write(
         kept = torch.float32 if key.endswith(SOFTMAX_OFFSET) else dtype
         tensor = changed(key, tensor, source, change).to(kept)
         writer.write(key, tensor, step.index, sizes)
+        if key == NORM_BEFORE_EXPERTS:
+            writer.write(NORM_OF_LOCAL_SPEC, tensor, step.index, sizes)
 
 
 def _added(
@@ -254,12 +256,12 @@ def _head_counter(model: Architecture) -> dict[str, Tensor]:
     }
 
 
-def _arguments(flags: list[str]) -> tuple[Namespace, dict[str, Any]]:
+def arguments_of(flags: list[str]) -> tuple[Namespace, dict[str, Any]]:
     """Megatron's arguments of a model, validated, and those that were given."""
     from megatron.training import arguments
 
     training = ["--micro-batch-size", "1", "--lr", "1e-4", "--train-iters", "1"]
-    args = parse_known([*flags, *training, "--seq-length", flags[flags.index(_POSITIONS) + 1]])
+    args = parse_apart([*flags, *training, "--seq-length", flags[flags.index(_POSITIONS) + 1]])
     if args.unknown_flags:
         raise RuntimeError(f"flags that nothing knows: {args.unknown_flags}")
     given = {name: plain(getattr(args, name)) for name in _COMPARED}
@@ -289,7 +291,8 @@ def _write_beside(
     """Tokenizer, flags.txt and, last, config.json."""
     namespace, given = args
     arguments = {name: plain(value) for name, value in sorted(vars(namespace).items())}
-    arguments |= {"vocab_size": model.vocabulary, "tokenizer_type": "NullTokenizer"}
+    # NullTokenizer adds one.
+    arguments |= {"vocab_size": model.vocabulary - 1, "tokenizer_type": "NullTokenizer"}
     if source.tokenizer:
         (folder / "tokenizer").mkdir()
         for name in _TOKENIZER_FILES:
@@ -297,6 +300,7 @@ def _write_beside(
                 shutil.copyfile(source.folder / name, folder / "tokenizer" / name)
         tokenizer = str(output / "tokenizer")
         arguments |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": tokenizer}
+        arguments["vocab_size"] = model.vocabulary
         flags = [*flags, "--tokenizer-model", tokenizer]
     (folder / "flags.txt").write_text(shlex.join(flags) + "\n")
     config = {

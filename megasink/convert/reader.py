@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from megasink.checkpoint.intact import damage
 from megasink.checkpoint.torch_metadata import read_metadata
-from megasink.convert.table import LAYERS
+from megasink.convert.table import LAYERS, NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SPEC
 from megasink.errors import UserError
 
 # What is not the model's: states of optimizers, of the balance loss, of random numbers.
@@ -63,6 +63,7 @@ class MegatronCheckpoint:
                 for c in entry.chunks
             ]
         self._stack_layers()
+        self._name_norm_before_experts()
 
     def _stack_layers(self) -> None:
         """Keys with a number for each layer (layers that differ) as one key with a leading axis."""
@@ -86,6 +87,15 @@ class MegatronCheckpoint:
             for name in of_layer.values():
                 for table in (self.shapes, self.dtypes, self._parts):
                     del table[name]  # type: ignore[attr-defined]
+
+    def _name_norm_before_experts(self) -> None:
+        """One name for it, whatever the spec of the run was; an imported run has it under both."""
+        local = NORM_OF_LOCAL_SPEC in self.shapes
+        if not local or f"{LAYERS}mlp.linear_fc1.weight" in self.shapes:
+            return
+        for table in (self.shapes, self.dtypes, self._parts):
+            norm = table.pop(NORM_OF_LOCAL_SPEC)  # type: ignore[attr-defined]
+            table.setdefault(NORM_BEFORE_EXPERTS, norm)  # type: ignore[attr-defined]
 
     def meta(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
         """An empty tensor of the shape and dtype of `read`.

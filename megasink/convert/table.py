@@ -13,6 +13,10 @@ from megasink.convert.transforms import Same, Transform
 from megasink.errors import UserError
 
 LAYERS = "decoder.layers."
+# The norm before the experts: TransformerEngine's spec stores it under the first name, Megatron's
+# own under the second, which is that of a dense layer's.
+NORM_BEFORE_EXPERTS = f"{LAYERS}pre_mlp_layernorm.weight"
+NORM_OF_LOCAL_SPEC = f"{LAYERS}mlp.linear_fc1.layer_norm_weight"
 
 
 @dataclass(frozen=True)

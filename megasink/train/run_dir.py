@@ -39,7 +39,7 @@ MODEL = (
     "rotary_base",
     "rotary_percent",
     "normalization",
-    "norm_epsilon",
+    "layernorm_epsilon",
     "swiglu",
     "squared_relu",
     "add_bias_linear",

@@ -7,7 +7,7 @@ and FFN have the names that they have where they are fused into the linear layer
 import torch
 
 from megasink.convert.architecture import Architecture
-from megasink.convert.table import LAYERS, Row, row
+from megasink.convert.table import LAYERS, NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SPEC, Row, row
 from megasink.convert.transforms import (
     Constant,
     GatedGroupedQKV,
@@ -59,9 +59,7 @@ def norms(
 ) -> tuple[Row, ...]:
     """The norms before attention and before the FFN."""
     weight = norm_weight(model, zero_centred)
-    before_ffn = f"{LAYERS}pre_mlp_layernorm.weight"
-    if not model.experts:
-        before_ffn = f"{MLP}linear_fc1.layer_norm_weight"
+    before_ffn = NORM_BEFORE_EXPERTS if model.experts else NORM_OF_LOCAL_SPEC
     return (
         row(f"{QKV}layer_norm_weight", f"{LAYER}{names[0]}.weight", transform=weight),
         row(before_ffn, f"{LAYER}{names[1]}.weight", transform=weight),

@@ -81,7 +81,8 @@ def _granite(model: Architecture) -> Config:
         "logits_scaling": 1.0,
         "residual_multiplier": 1.0,
         "layer_types": layer_types(model),
-        "sliding_window": window_of(model),
+        # A mask of this width is made even where no layer asks for it.
+        "sliding_window": window_of(model) or model.positions,
         "layer_rope_theta": [model.rope_base] * model.layers,
     }
 
@@ -170,7 +171,7 @@ def _gpt_oss_config(model: Architecture) -> Config:
         "num_local_experts": model.experts,
         "num_experts_per_tok": model.topk,
         "layer_types": layer_types(model),
-        "sliding_window": window_of(model),
+        "sliding_window": window_of(model) or model.positions,
         "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
     }
