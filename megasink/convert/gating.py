@@ -31,9 +31,31 @@ class Change:
 
     Attributes:
         attention: "headwise", "elementwise" or "sink".
+        sink_weight: mean attention weight of each head's sink; None for gates.
     """
 
     attention: Attention
+    sink_weight: float | None = None
+
+
+def change_of(variant: str | None, granularity: str | None, sink_weight: float) -> Change | None:
+    """What the options of an import ask for.
+
+    Raises:
+        UserError: they do not fit together.
+    """
+    if variant is None:
+        return None
+    if variant == "gated":
+        return Change("elementwise" if granularity == "elementwise" else "headwise")
+    if granularity is not None:
+        raise UserError("--gate-granularity goes with --attention-variant gated")
+    if not 0 < sink_weight < 1:
+        raise UserError(
+            f"--sink-weight {sink_weight}: give a weight between 0 and 1; a sink of weight 0 would "
+            "get no gradient"
+        )
+    return Change("sink", sink_weight)
 
 
 def gated_model(model: Architecture, change: Change | None) -> Architecture:

@@ -1,5 +1,6 @@
 """config.json <-> Architecture: the keys that the architectures of transformers share."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -149,14 +150,27 @@ def _common(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def transformers_has(target: Target) -> None:
+    """Whether the installed transformers knows an architecture.
+
+    Raises:
+        UserError: it does not.
+    """
+    import transformers
+
+    if not hasattr(transformers, target.architecture):
+        raise UserError(
+            f"transformers {transformers.__version__} has no {target.architecture}: install "
+            f"transformers>={target.since}, or use --no-verify"
+        )
+
+
 def read_config(folder: Path) -> Config:
     """config.json of a Hugging Face folder.
 
     Raises:
         UserError: there is none, or it cannot be read.
     """
-    import json
-
     path = folder / "config.json"
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; nothing is downloaded")

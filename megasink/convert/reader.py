@@ -50,7 +50,7 @@ class MegatronCheckpoint:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self._parts: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], Any]]] = {}
-        stored = defaultdict(dict)
+        stored: dict[str, dict[tuple[int, ...], Any]] = defaultdict(dict)
         for index, where in metadata.storage_data.items():
             stored[index.fqn][tuple(index.offset or ())] = where
         for key, entry in metadata.state_dict_metadata.items():
@@ -67,7 +67,7 @@ class MegatronCheckpoint:
 
     def _stack_layers(self) -> None:
         """Keys with a number for each layer (layers that differ) as one key with a leading axis."""
-        numbered = defaultdict(dict)
+        numbered: dict[str, dict[int, str]] = defaultdict(dict)
         for key in list(self.shapes):
             number, _, rest = key.removeprefix(LAYERS).partition(".")
             if key.startswith(LAYERS) and number.isdigit():
@@ -85,17 +85,17 @@ class MegatronCheckpoint:
                 for offsets, sizes, where in self._parts[name]
             ]
             for name in of_layer.values():
-                for table in (self.shapes, self.dtypes, self._parts):
-                    del table[name]  # type: ignore[attr-defined]
+                del self.shapes[name], self.dtypes[name], self._parts[name]
 
     def _name_norm_before_experts(self) -> None:
         """One name for it, whatever the spec of the run was; an imported run has it under both."""
         local = NORM_OF_LOCAL_SPEC in self.shapes
         if not local or f"{LAYERS}mlp.linear_fc1.weight" in self.shapes:
             return
-        for table in (self.shapes, self.dtypes, self._parts):
-            norm = table.pop(NORM_OF_LOCAL_SPEC)  # type: ignore[attr-defined]
-            table.setdefault(NORM_BEFORE_EXPERTS, norm)  # type: ignore[attr-defined]
+        tables: tuple[dict[str, Any], ...] = (self.shapes, self.dtypes, self._parts)
+        for table in tables:
+            norm = table.pop(NORM_OF_LOCAL_SPEC)
+            table.setdefault(NORM_BEFORE_EXPERTS, norm)
 
     def meta(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
         """An empty tensor of the shape and dtype of `read`.
@@ -142,7 +142,7 @@ class MegatronCheckpoint:
         path = self.folder / where.relative_path
         try:
             with path.open("rb") as file:
-                view = _create_file_view(file, where.offset, where.length)
+                view: Any = _create_file_view(file, where.offset, where.length)
                 tensor = torch.load(view, map_location="cpu", weights_only=True)
         except Exception as error:  # broken bytes raise anything
             raise UserError(f"{path} cannot be read ({key}): {error}") from error

@@ -54,6 +54,8 @@ class TorchDistWriter:
             sizes: how many there are of each.
         """
         part = tensor.contiguous().reshape((1,) * len(index) + tuple(tensor.shape))
+        if part.untyped_storage().nbytes() > part.nbytes:
+            part = part.clone()  # torch.save writes the whole storage of a view
         offset = torch.Size(index + (0,) * tensor.dim())
         if key not in self._tensors:
             self._tensors[key] = TensorStorageMetadata(

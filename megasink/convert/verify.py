@@ -89,7 +89,7 @@ def verify_logits(
     Raises:
         UserError: they are not the same model, or transformers does not load it.
     """
-    tokens_BS = _tokens(model, tokenizer)
+    tokens_BS = sample_tokens(model, tokenizer)
     what = "text" if tokenizer is not None else "random tokens (there is no tokenizer)"
     ours, ours_new = _megatron(found, torch.float32, tokens_BS, model.vocabulary)
     theirs, theirs_new = _transformers(hf_folder, torch.float32, tokens_BS)
@@ -163,8 +163,12 @@ def _free_bytes() -> int:
     return 0
 
 
-def _tokens(model: Architecture, tokenizer: Any) -> Tensor:
-    """[B, S], of one length: padding is another matter."""
+def sample_tokens(model: Architecture, tokenizer: Any) -> Tensor:
+    """[B, S] of real text where there is a tokenizer, of one length: padding is another matter.
+
+    Raises:
+        UserError: the model has too few positions.
+    """
     most = min(_MOST_TOKENS, model.positions - _NEW_TOKENS)
     if most < 2:
         raise UserError(f"{model.positions} positions are too few to verify: use --no-verify")

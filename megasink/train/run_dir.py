@@ -140,7 +140,16 @@ def _checkpoint_problems(args: Namespace, load: str | None) -> list[str]:
     config = Path(load).parent / "config.json"
     if not config.is_file():
         return []  # not from a run folder: Megatron compares the arguments that it saved
-    differences = _differences(_identity_before(config), args, MODEL)
+    before, names = json.loads(config.read_text()), MODEL
+    if "converted_from" in before:
+        if not args.finetune:
+            return [
+                f"--load {load} was converted from Hugging Face and holds no state of an "
+                "optimizer: add --finetune"
+            ]
+        # Data, positions and tokenizer may be others than those of the folder it came from.
+        names = tuple(name for name in MODEL if name in before["identity"])
+    differences = _differences(_identity_before(config), args, names)
     if differences:
         return [f"--load {load} is a checkpoint of another model: {'; '.join(differences)}"]
     return []

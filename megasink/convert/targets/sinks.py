@@ -27,7 +27,7 @@ def _dense(model: Architecture) -> tuple[Row, ...]:
 
 
 def _granite_moe(model: Architecture) -> tuple[Row, ...]:
-    shared = ()
+    shared: tuple[Row, ...] = ()
     if model.shared_ffn:
         at = f"{rows.LAYER}shared_mlp."
         shared = (
