@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
@@ -65,3 +66,95 @@ def _skew_norms(model: torch.nn.Module) -> None:
         if name.endswith("bias") and parameter.dim() == 1:
             steps = torch.arange(parameter.numel()) % 5
             parameter.data.copy_((steps - 2) / 8)
+
+
+def round_trip(folder: str, name: str) -> dict[str, Any]:
+    """Export, import, export again; compare logits on the way.
+
+    Returns:
+        "target"; "lines" for the user; "logits", "tolerance", "argmax", "generated" of the first
+        export against the run, and of the import against the first export; "equal": of the files
+        of both exports; "architecture": the imported one is the first.
+    """
+    import transformers
+
+    from megasink.checkpoint.find import find_checkpoint
+    from megasink.convert import from_hf, to_hf
+    from megasink.convert.verify import Difference, verify_logits
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    root, lines, found = Path(folder), [], []
+
+    def compare(run: Path, hf: Path) -> Difference:
+        architecture = MODELS[name][1]
+        return verify_logits(find_checkpoint(run), hf, architecture, None, lines.append)
+
+    source = to_hf.source_of(root / "run")
+    target = to_hf.export(
+        source,
+        root / "hf",
+        MODELS[name][0],
+        say=lines.append,
+        verify=lambda out: found.append(compare(root / "run", out)),
+    )
+    from_hf.import_model(
+        from_hf.source_of(root / "hf"),
+        root / "back",
+        say=lines.append,
+        verify=lambda out: found.append(compare(out, root / "hf")),
+    )
+    back = to_hf.source_of(root / "back")
+    to_hf.export(back, root / "again", MODELS[name][0], say=lines.append)
+    first, second = ((root / x / "model.safetensors").read_bytes() for x in ("hf", "again"))
+    return {
+        "target": target.name,
+        "lines": lines,
+        "differences": [vars(d) | {"tolerance": d.tolerance} for d in found],
+        "equal": first == second,
+        "architecture": back.model == source.model,
+    }
+
+
+def export_only(run: str, output: str, **options: Any) -> None:
+    """Write a Hugging Face folder and compare nothing."""
+    from megasink.convert.to_hf import export, source_of
+
+    export(source_of(Path(run)), Path(output), say=lambda line: None, **options)
+
+
+def loaded_weights(checkpoint: str, name: str) -> list[str]:
+    """Load a checkpoint as Megatron does, into a model of this layout and of TransformerEngine's
+    or Megatron's names; what differs from the stored tensors, by key."""
+    import numpy as np
+
+    from megasink.convert.reader import MegatronCheckpoint
+
+    args, _ = arguments_of(model_flags(MODELS[name][1]))
+    args.tensor_model_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
+    args.pipeline_model_parallel_size = parallel_state.get_pipeline_model_parallel_world_size()
+    config = model_config(args)
+    config.finalize()
+    model = MegasinkGPTBuilder(config).build_model(
+        ProcessGroupCollection.use_mpu_process_groups(),
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+    state = {"model": model.sharded_state_dict()}
+    loaded = dist_checkpointing.load(state, checkpoint)
+    model.load_state_dict(loaded["model"])
+    stored = MegatronCheckpoint(Path(checkpoint))
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    different = []
+    for layer in model.decoder.layers:
+        at = layer.layer_number - 1
+        proj = layer.self_attention.linear_proj.weight
+        whole = stored.read("decoder.layers.self_attention.linear_proj.weight", (at,))
+        if not np.array_equal(whole.chunk(tp, dim=1)[rank], proj.detach()):
+            different.append(f"linear_proj of layer {at}")
+        qkv = layer.self_attention.linear_qkv.weight
+        whole = stored.read("decoder.layers.self_attention.linear_qkv.weight", (at,))
+        if not np.array_equal(whole.chunk(tp, dim=0)[rank], qkv.detach()):
+            different.append(f"linear_qkv of layer {at}")
+    return different
