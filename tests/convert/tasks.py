@@ -1,6 +1,7 @@
 """Tasks for the workers: runs of tiny models, and their conversion."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,11 @@ def save_run(folder: str, name: str, bf16: bool = False, tokenizer: str | None =
     _, architecture = MODELS[name]
     flags = [*model_flags(architecture), *(["--bf16"] if bf16 else [])]
     args, _ = arguments_of(flags)
-    args.tensor_model_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
-    args.pipeline_model_parallel_size = parallel_state.get_pipeline_model_parallel_world_size()
-    args.sequence_parallel = bool(architecture.experts) and args.tensor_model_parallel_size > 1
     args.vocab_size = architecture.vocabulary - 1
     args.tokenizer_type = "NullTokenizer"
     if tokenizer is not None:
         args.tokenizer_type, args.tokenizer_model = "HuggingFaceTokenizer", tokenizer
-    config = model_config(args)
-    config.finalize()
-    model = MegasinkGPTBuilder(config).build_model(
-        ProcessGroupCollection.use_mpu_process_groups(),
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-    )
+    model = _model_of(args)
     skew_sinks([model])
     skew_gates([model])
     _skew_norms(model)
@@ -55,6 +47,24 @@ def save_run(folder: str, name: str, bf16: bool = False, tokenizer: str | None =
     groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     state = {"model": model.sharded_state_dict(metadata=groups)}
     dist_checkpointing.save(state, str(checkpoint), ("torch_dist", 1))
+
+
+def _model_of(args: Namespace) -> Any:
+    """This rank's stage, in the layout that parallel_state holds."""
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    args.tensor_model_parallel_size = args.expert_tensor_parallel_size = size
+    args.tensor_parallel_num_weight_shards = None
+    args.expert_tensor_parallel_num_weight_shards = None
+    args.pipeline_model_parallel_size = parallel_state.get_pipeline_model_parallel_world_size()
+    args.expert_model_parallel_size = parallel_state.get_expert_model_parallel_world_size()
+    args.sequence_parallel = bool(args.num_experts) and size > 1
+    config = model_config(args)
+    config.finalize()
+    return MegasinkGPTBuilder(config).build_model(
+        ProcessGroupCollection.use_mpu_process_groups(),
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
 
 
 def _skew_norms(model: torch.nn.Module) -> None:
@@ -123,23 +133,21 @@ def export_only(run: str, output: str, **options: Any) -> None:
     export(source_of(Path(run)), Path(output), say=lambda line: None, **options)
 
 
+def import_only(hf: str, output: str) -> None:
+    """Write a run folder and compare nothing."""
+    from megasink.convert.from_hf import import_model, source_of
+
+    import_model(source_of(Path(hf)), Path(output), say=lambda line: None)
+
+
 def loaded_weights(checkpoint: str, name: str) -> list[str]:
-    """Load a checkpoint as Megatron does, into a model of this layout and of TransformerEngine's
-    or Megatron's names; what differs from the stored tensors, by key."""
+    """Load a checkpoint as Megatron does, into a model of this layout; what differs, by name."""
     import numpy as np
 
     from megasink.convert.reader import MegatronCheckpoint
 
     args, _ = arguments_of(model_flags(MODELS[name][1]))
-    args.tensor_model_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
-    args.pipeline_model_parallel_size = parallel_state.get_pipeline_model_parallel_world_size()
-    config = model_config(args)
-    config.finalize()
-    model = MegasinkGPTBuilder(config).build_model(
-        ProcessGroupCollection.use_mpu_process_groups(),
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-    )
+    model = _model_of(args)
     state = {"model": model.sharded_state_dict()}
     loaded = dist_checkpointing.load(state, checkpoint)
     model.load_state_dict(loaded["model"])
