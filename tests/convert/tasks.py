@@ -13,6 +13,8 @@ from megasink.checkpoint.model import model_config
 from megasink.convert.flags import model_flags
 from megasink.convert.from_hf import arguments_of, plain
 from megasink.layers.builder import MegasinkGPTBuilder
+from megasink.layers.gate_projection import named_parts
+from megasink.train.foreign import accepting_megatrons_checkpoints
 from tests.convert.models import MODELS
 from tests.distributed.skewed_gates import skew_gates
 from tests.distributed.tiny_gpt import skew_sinks
@@ -149,20 +151,19 @@ def loaded_weights(checkpoint: str, name: str) -> list[str]:
     args, _ = arguments_of(model_flags(MODELS[name][1]))
     model = _model_of(args)
     state = {"model": model.sharded_state_dict()}
-    loaded = dist_checkpointing.load(state, checkpoint)
+    with accepting_megatrons_checkpoints():
+        loaded = dist_checkpointing.load(state, checkpoint)
     model.load_state_dict(loaded["model"])
     stored = MegatronCheckpoint(Path(checkpoint))
     tp = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     different = []
     for layer in model.decoder.layers:
-        at = layer.layer_number - 1
-        proj = layer.self_attention.linear_proj.weight
-        whole = stored.read("decoder.layers.self_attention.linear_proj.weight", (at,))
-        if not np.array_equal(whole.chunk(tp, dim=1)[rank], proj.detach()):
-            different.append(f"linear_proj of layer {at}")
-        qkv = layer.self_attention.linear_qkv.weight
-        whole = stored.read("decoder.layers.self_attention.linear_qkv.weight", (at,))
-        if not np.array_equal(whole.chunk(tp, dim=0)[rank], qkv.detach()):
-            different.append(f"linear_qkv of layer {at}")
+        attention = layer.self_attention
+        parts = [("self_attention.linear_proj.weight", 1, attention.linear_proj.weight)]
+        mixed = named_parts("self_attention.linear_qkv.weight", attention.linear_qkv.weight)
+        for key, axis, tensor in [*parts, *((key, 0, part) for key, part in mixed)]:
+            whole = stored.read(f"decoder.layers.{key}", (layer.layer_number - 1,))
+            if not np.array_equal(whole.chunk(tp, dim=axis)[rank], tensor.detach()):
+                different.append(f"{key} of layer {layer.layer_number}")
     return different
