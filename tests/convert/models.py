@@ -70,3 +70,16 @@ MODELS = {
     "qwen3_next": ("qwen3_next", model(attention="elementwise", qk_norm=True, **MOE)),
     "qwen3_next-headwise": ("qwen3_next", model(attention="headwise", qk_norm=True, **MOE)),
 }
+# With room for the tokens of a tokenizer of bytes.
+TEXT = {"vocabulary": 400, "padded": 512}
+OTHERS = {
+    "sink-text": ("granite_swa", model(attention="sink", **TEXT)),
+    "plain-text": ("qwen2", model(qkv_bias=True, **TEXT)),
+    # 24 layers of 12 MB.
+    "large": (
+        "llama",
+        model(
+            layers=24, hidden=512, heads=8, groups=8, head_dim=64, ffn=1536, windows=(None,) * 24
+        ),
+    ),
+}

@@ -15,7 +15,7 @@ from megasink.convert.from_hf import arguments_of, plain
 from megasink.layers.builder import MegasinkGPTBuilder
 from megasink.layers.gate_projection import named_parts
 from megasink.train.foreign import accepting_megatrons_checkpoints
-from tests.convert.models import MODELS
+from tests.convert.models import MODELS, OTHERS
 from tests.distributed.skewed_gates import skew_gates
 from tests.distributed.tiny_gpt import skew_sinks
 
@@ -24,9 +24,10 @@ def save_run(folder: str, name: str, bf16: bool = False, tokenizer: str | None =
     """A run folder with one checkpoint of a model with large, different weights everywhere.
 
     Args:
-        name: of `MODELS`.
+        name: of `MODELS` or `OTHERS`.
+        tokenizer: folder of one.
     """
-    _, architecture = MODELS[name]
+    _, architecture = (MODELS | OTHERS)[name]
     flags = [*model_flags(architecture), *(["--bf16"] if bf16 else [])]
     args, _ = arguments_of(flags)
     args.vocab_size = architecture.vocabulary - 1
@@ -167,3 +168,60 @@ def loaded_weights(checkpoint: str, name: str) -> list[str]:
             if not np.array_equal(whole.chunk(tp, dim=axis)[rank], tensor.detach()):
                 different.append(f"{key} of layer {layer.layer_number}")
     return different
+
+
+def export_with_a_mistake(run: str, output: str) -> str:
+    """Export with the halves of the FFN exchanged; what verification says."""
+    from unittest import mock
+
+    from megasink.convert import to_hf
+    from megasink.convert.checking import check_export
+    from megasink.convert.transforms import GateUp
+    from megasink.errors import UserError
+
+    source = to_hf.source_of(Path(run))
+    right = GateUp.to_hf
+
+    def wrong(self: GateUp, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return right(self, *tensors)[::-1]
+
+    def silent(line: str) -> None:
+        pass
+
+    with mock.patch.object(GateUp, "to_hf", wrong):
+        try:
+            to_hf.export(
+                source,
+                Path(output),
+                say=silent,
+                verify=lambda folder: check_export(source, folder, say=silent),
+            )
+        except UserError as error:
+            return str(error)
+    return "nothing"
+
+
+def mean_sink_weights(run: str) -> list[float]:
+    """The mean attention weight of the sink of every head, layer by layer, on verification's text,
+    by the plain definition of attention."""
+    from megasink.attention.reference import reference_attention
+    from megasink.checkpoint.find import find_checkpoint
+    from megasink.checkpoint.load import load_model, load_without_tokenizer
+    from megasink.convert.verify import sample_tokens
+    from tests.convert.models import OTHERS
+
+    tokenizer = load_model(run).tokenizer
+    model, _ = load_without_tokenizer(find_checkpoint(Path(run)), torch.float32)
+    found: list[float] = []
+
+    def measure(core: Any, inputs: tuple[Any, ...]) -> None:
+        tensors = (x.permute(1, 2, 0, 3) for x in inputs[:3])
+        gate = reference_attention(*tensors, variant="sink", sink_H=core.softmax_offset).gate_BHT
+        found.extend((1 - gate).mean(dim=(0, 2)).tolist())
+
+    for layer in model.decoder.layers:
+        layer.self_attention.core_attention.register_forward_pre_hook(measure)
+    tokens = sample_tokens(OTHERS["plain-text"][1], tokenizer)
+    with torch.no_grad():
+        model(tokens, torch.arange(tokens.shape[1]).expand(len(tokens), -1), None)
+    return found
