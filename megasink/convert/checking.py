@@ -15,7 +15,12 @@ from megasink.convert.sinks import set_sinks
 from megasink.convert.table import steps
 from megasink.convert.targets import choose
 from megasink.convert.to_hf import Source
-from megasink.convert.verify import fits_in_memory, verify_logits, verify_tensors
+from megasink.convert.verify import (
+    fits_in_memory,
+    verify_logits,
+    verify_tensors,
+    verify_tokenizer,
+)
 
 Say = Callable[[str], None]
 
@@ -28,6 +33,8 @@ def check_export(
     Raises:
         UserError: they differ, or the installed transformers has not the architecture.
     """
+    if source.tokenizer is not None:
+        verify_tokenizer(source.tokenizer, folder)
     checkpoint = MegatronCheckpoint(source.found.folder)
     target, _ = choose(source.model, target_name)
     parameters = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
@@ -63,6 +70,8 @@ def check_import(
     from megasink.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(source.folder) if source.tokenizer else None
+    if tokenizer is not None:
+        verify_tokenizer(tokenizer, folder / "tokenizer")
     found = find_checkpoint(folder)
     if change is not None and change.sink_weight is not None:
         # The model still computes what it did: the sinks draw nothing yet.

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import io
 import shlex
-import shutil
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -35,16 +34,6 @@ from megasink.errors import UserError
 from megasink.parser import parse_apart
 
 _POSITIONS = "--max-position-embeddings"
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-)
 # Arguments by which `--load` knows another model: those that the flags of a model say.
 _COMPARED = (
     "num_layers",
@@ -294,10 +283,10 @@ def _write_beside(
     # NullTokenizer adds one.
     arguments |= {"vocab_size": model.vocabulary - 1, "tokenizer_type": "NullTokenizer"}
     if source.tokenizer:
-        (folder / "tokenizer").mkdir()
-        for name in _TOKENIZER_FILES:
-            if (source.folder / name).is_file():
-                shutil.copyfile(source.folder / name, folder / "tokenizer" / name)
+        from megasink.data.tokenizer import load_tokenizer
+
+        # As transformers loads it beside that config.json.
+        load_tokenizer(source.folder).save_pretrained(folder / "tokenizer")
         tokenizer = str(output / "tokenizer")
         arguments |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": tokenizer}
         arguments["vocab_size"] = model.vocabulary

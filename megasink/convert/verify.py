@@ -130,6 +130,29 @@ def difference(
     )
 
 
+def verify_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Whether a folder's tokenizer, as transformers loads it from there, is a given one.
+
+    transformers chooses a tokenizer by the architecture beside it too: a folder of Qwen2 gets
+    Qwen2's splitting of words whatever its tokenizer.json says.
+
+    Raises:
+        UserError: it gives other tokens.
+    """
+    from megasink.data.tokenizer import load_tokenizer
+
+    other = load_tokenizer(folder)
+    for text in _TEXTS:
+        if tokenizer.encode(text, add_special_tokens=False) != other.encode(
+            text, add_special_tokens=False
+        ):
+            raise UserError(
+                f"beside this config.json transformers loads {type(other).__name__}, which gives "
+                f"other tokens than the tokenizer of the model ({type(tokenizer).__name__}): "
+                "choose another --target, or use --no-verify and load the tokenizer from elsewhere"
+            )
+
+
 def verify_tensors(checkpoint: MegatronCheckpoint, hf_folder: Path, todo: list[Step]) -> int:
     """Read everything that was written and compare it, to the bit, with what it was made from.
 

@@ -74,7 +74,8 @@ MODELS = {
 TEXT = {"vocabulary": 400, "padded": 512}
 OTHERS = {
     "sink-text": ("granite_swa", model(attention="sink", **TEXT)),
-    "plain-text": ("qwen2", model(qkv_bias=True, **TEXT)),
+    "plain-text": ("llama", model(**TEXT)),
+    "biased-text": ("qwen2", model(qkv_bias=True, **TEXT)),
     # 24 layers of 12 MB.
     "large": (
         "llama",
