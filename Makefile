@@ -10,8 +10,9 @@ env: $(READY)
 demo: $(READY)
 	$(BIN)/megasink demo
 
+# A file's tests share a worker, and with it the pool of gloo ranks that the worker starts.
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .

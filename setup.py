@@ -48,7 +48,7 @@ setup(
             "flash-attn-4>=4.0.0b30",
         ],
         "analysis": ANALYSIS,
-        "dev": [*ANALYSIS, "mypy", "pytest", "pytest-timeout", "ruff", "zstandard"],
+        "dev": [*ANALYSIS, "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "zstandard"],
     },
     entry_points={"console_scripts": ["megasink = megasink.cli:main"]},
 )

@@ -206,6 +206,25 @@ class HeadBalanceOptions:
 
 
 @dataclass(kw_only=True)
+class ObservingOptions:
+    """What is watched while a run trains (docs/observing.md)."""
+
+    head_heatmap_interval: int = 1000
+    """Draw the [layer, head] head importance into TensorBoard and W&B every so many steps and after
+    the last one; 0: never. A picture takes the last rank about a tenth of a second."""
+
+    log_sink_rate: bool = False
+    """In every evaluation count attention sinks, Sink^0.3_1 (P2.2): the share of heads whose mean
+    attention to the first token, over the first 64, exceeds 0.3; and the same for the sink beside
+    the keys, where there is one."""
+
+    stop_on_divergence: float | None = None
+    """End the run, with exit code 2 and without another checkpoint, when the training loss (its
+    exponential moving average of factor 0.98) is this many nats above its lowest value; looked at
+    every --log-interval steps."""
+
+
+@dataclass(kw_only=True)
 class RunOptions:
     """Where a run lives."""
 
@@ -232,6 +251,7 @@ OPTIONS = (
     PositionOptions,
     BlockOptions,
     HeadBalanceOptions,
+    ObservingOptions,
     RunOptions,
 )
 

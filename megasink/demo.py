@@ -26,7 +26,7 @@ FLAGS = """
     --untie-embeddings-and-output-weights
     --tensor-model-parallel-size 2 --sequence-parallel
     --micro-batch-size 8 --global-batch-size 16
-    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 20
+    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.125
     --attention-variant sink --head-balance-coeff 1e-4
     --split 95,5,0 --eval-interval 40 --eval-iters 4 --log-interval 10
 """

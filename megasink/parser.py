@@ -10,12 +10,19 @@ from megasink.config import OPTIONS
 from megasink.errors import ConfigError
 
 # Megatron's default is 0.1 for both dropouts; attention dropout breaks the identity between a
-# gate and the LSE (P0.9). The optimizer state must be saved in a form that any layout can load.
+# gate and the LSE (P0.9). Megatron's default for context parallelism, p2p, is not supported. The
+# optimizer state must be saved in a form that any layout can load.
+# On SIGTERM, which schedulers send before they kill, a checkpoint is saved. --async-save is
+# switched off by Megatron without a persistent writer; the other strategy is a package.
 DEFAULTS: dict[str, Any] = {
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
+    "cp_comm_type": ["all_gather"],
     "ckpt_format": "torch_dist",
     "dist_ckpt_optim_fully_reshardable": True,
+    "exit_signal_handler": True,
+    "use_persistent_ckpt_worker": True,
+    "async_strategy": "mcore",
     "tokenizer_type": "HuggingFaceTokenizer",
     "log_interval": 10,
 }

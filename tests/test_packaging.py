@@ -284,7 +284,8 @@ def test_make_installs_again_when_the_constraints_change(tmp_path: Path):
     assert "make_env.sh" in plan()
     stamp = tmp_path / ".ready"
     stamp.touch()
-    assert plan().split() == [f"{tmp_path}/bin/python", "-m", "pytest"]
+    assert "make_env.sh" not in plan()
+    assert f"{tmp_path}/bin/python -m pytest" in plan()
     changed = (ROOT / "constraints.txt").stat().st_mtime
     os.utime(stamp, (changed - 1, changed - 1))
     assert "make_env.sh" in plan()

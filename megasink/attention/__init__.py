@@ -16,6 +16,7 @@ from megasink.attention.explicit_gate import (
     mean_over_heads,
 )
 from megasink.attention.functional import attention, slot_attention
+from megasink.attention.gate_bias import gate_bias_gradient, gate_slope
 from megasink.attention.gates import first_key_gate, gate_sum
 from megasink.attention.reference import (
     SIMILARITIES,
@@ -29,6 +30,7 @@ from megasink.attention.reference import (
     reference_slot_attention,
 )
 from megasink.attention.similarity import SimilarityOutput, first_key_weight, similarity_attention
+from megasink.attention.sink_rate import first_key_share
 
 __all__ = [
     "SIMILARITIES",
@@ -44,7 +46,10 @@ __all__ = [
     "biased_attention",
     "choose_backend",
     "first_key_gate",
+    "first_key_share",
     "first_key_weight",
+    "gate_bias_gradient",
+    "gate_slope",
     "gate_sum",
     "gate_values",
     "head_rms_norm",

@@ -44,11 +44,11 @@ def plan_blocks(
 
     Args:
         queries, keys: T <= S; with a prefix also T = S + 1, key 0 taken out as the slot.
-        window: tokens visible to a token, itself included (needs T = S or T = 1); None for all.
+        window: tokens visible to a token, itself included; None for all.
         prefix: keys that every query sees; not with a window.
 
     Raises:
-        ValueError: more queries than keys, or a window on a rectangle.
+        ValueError: more queries than keys.
     """
     if prefix and prefix > keys - queries:
         # Everything before the first key after the prefix is as if nothing were masked there.
@@ -66,17 +66,35 @@ def plan_blocks(
         return (square,) if past == 0 else (Block("full", 0, 0, queries, past), square)
     if queries == 1:  # decoding
         return (Block("full", 0, keys - window, 1, window),)
-    if queries != keys:
-        raise ValueError(f"a window needs as many queries as keys, got {queries} and {keys}")
-    # Blocks of `window` tokens: row r of one sees the columns <= r of it and the columns > r of
-    # the one before. The last row sees nothing of that one, so the edge is a triangle of w - 1.
-    count, rest = divmod(queries, window)
-    blocks = [Block("causal", 0, 0, window, window, count, window)]
-    if count > 1 and window > 1:
-        blocks.append(Block("anticausal", window, 1, window - 1, window - 1, count - 1, window))
+    return _plan_window(queries, keys - queries, window)
+
+
+def _plan_window(queries: int, past: int, window: int) -> tuple[Block, ...]:
+    """As `plan_blocks`, with a window smaller than past + queries.
+
+    Args:
+        past: keys before the first query's token.
+    """
+    blocks = []
+    # Queries whose window would begin before key 0 see all keys up to their own.
+    whole = min(queries, window - past) if past < window - 1 else 0
+    if past and whole:
+        blocks.append(Block("causal", 0, past, whole, whole))
+        blocks.append(Block("full", 0, 0, whole, past))
+    # The others in blocks of `window` tokens: row r of one sees the columns <= r of it and the
+    # columns > r of the one before. The last row sees nothing of that one, so the edge is a
+    # triangle of w - 1. Without a past the first queries are a square of that size too.
+    count, rest = divmod(queries - whole, window)
+    squares, first = (count, whole) if past or not whole else (count + 1, 0)
+    if squares:
+        blocks.append(Block("causal", first, past + first, window, window, squares, window))
+    if count and window > 1:
+        edge = past + whole - window + 1
+        blocks.append(Block("anticausal", whole, edge, window - 1, window - 1, count, window))
+    first = whole + count * window
+    before = past + first - window
     if rest:
-        first, before = count * window, (count - 1) * window
-        blocks.append(Block("causal", first, first, rest, rest))
+        blocks.append(Block("causal", first, past + first, rest, rest))
         blocks.append(Block("full", first, before + rest, rest, window - rest))
     if rest > 1:
         blocks.append(Block("anticausal", first, before + 1, rest - 1, rest - 1))

@@ -49,7 +49,7 @@ def first_key_gate(
     with `with_gate` keeps 1e-20). Costs one pass over the queries.
 
     Args:
-        query_BHTD, key_BGSD: as given to `attention`, T = S.
+        query_BHTD, key_BGSD: as given to `attention`; the last query stands at the last key.
         lse_BHT: as returned by it.
         scale, ..., distance_bias_HS: as given to `attention`.
 
@@ -57,8 +57,8 @@ def first_key_gate(
         [B, H, T] in the LSE's dtype: 0 at the first position of each document (unless it sees a
         prefix), 1 where the window hides the first key.
     """
-    tokens, device = query_BHTD.shape[2], query_BHTD.device
-    position_T = torch.arange(tokens, device=device)
+    tokens, keys, device = query_BHTD.shape[2], key_BGSD.shape[2], query_BHTD.device
+    position_T = torch.arange(keys - tokens, keys, device=device)
     first_key_BGTD = key_BGSD[:, :, :1]  # 1 for T
     if cu_seqlens is not None:
         lengths = torch.tensor(document_lengths(cu_seqlens, tokens))

@@ -9,17 +9,21 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+Observe = Callable[[Tensor], None]
+
 
 class HeadBalanceScale:
     """The factor that the trainer puts on every loss of a microbatch.
 
     Megatron calls ``set`` for every microbatch on every pipeline stage, through
-    ``config.experimental_attention_variant_loss_scale_func``, with the fp16 loss scale over the
-    number of microbatches (with the loss scale alone under ``calculate_per_token_loss``).
+    ``config.experimental_attention_variant_loss_scale_func``, with the fp16 loss scale times the
+    context-parallel size over the number of microbatches (with the loss scale alone under
+    ``calculate_per_token_loss``; the forward step then says how many targets there are).
     """
 
     _scale: ClassVar[Tensor | None] = None
     _warmup: ClassVar[float] = 1.0
+    _targets: ClassVar[Tensor | None] = None
 
     @classmethod
     def set(cls, scale: Tensor) -> None:
@@ -42,6 +46,42 @@ class HeadBalanceScale:
         return cls._warmup
 
     @classmethod
+    def set_targets(cls, targets: Tensor) -> None:
+        """Say how many targets the microbatch has whose forward pass comes next.
+
+        Args:
+            targets: a scalar tensor: the sum of the loss mask over the tokens of the
+                microbatch, those of all context-parallel ranks.
+        """
+        cls._targets = targets
+
+    @classmethod
+    def keep_targets(cls, output: Tensor) -> Tensor:
+        """Have the targets of the microbatch in its backward pass, where recompute asks for them.
+
+        Args:
+            output: what the stage returned; other microbatches may come before its backward pass.
+        """
+        targets = cls._targets
+        if targets is not None and output.requires_grad:
+            output.register_hook(lambda _: cls.set_targets(targets))
+        return output
+
+    @classmethod
+    def targets(cls) -> Tensor:
+        """The number of targets of the running microbatch.
+
+        Raises:
+            RuntimeError: the forward step has not said it.
+        """
+        if cls._targets is None:
+            raise RuntimeError(
+                "the head-balance loss under calculate_per_token_loss needs the number of targets: "
+                "the forward step has to call HeadBalanceScale.set_targets"
+            )
+        return cls._targets.detach()
+
+    @classmethod
     def get(cls, like: Tensor) -> Tensor:
         """The scale of the running microbatch on the device of ``like``; 1 before the first."""
         if cls._scale is None:
@@ -59,17 +99,22 @@ class _AttachGradient(torch.autograd.Function):
         importance_H: Tensor,
         coefficients: Callable[[], Tensor],
         weight: float,
+        observe: Observe | None,
     ) -> Tensor:
         ctx.coefficients = coefficients
         ctx.weight = weight
+        ctx.observe = observe
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         coefficients_H = ctx.coefficients()
         # Read here and not in forward: the scale of a microbatch is set after its forward pass.
         scale = HeadBalanceScale.get(coefficients_H) * ctx.weight
-        return grad_output, coefficients_H * scale, None, None
+        sent_H = coefficients_H * scale
+        if ctx.observe is not None:
+            ctx.observe(sent_H)
+        return grad_output, sent_H, None, None, None
 
 
 def attach_gradient(
@@ -77,6 +122,7 @@ def attach_gradient(
     importance_H: Tensor,
     coefficients: Callable[[], Tensor],
     weight: float = 1.0,
+    observe: Observe | None = None,
 ) -> Tensor:
     """Return ``output`` unchanged; its backward also runs that of sum_h c_h * Imp_h.
 
@@ -88,12 +134,11 @@ def attach_gradient(
         importance_H: [H] differentiable mean gate of this rank's heads, float32.
         coefficients: called in the backward pass, where collectives that started in the forward
             pass are awaited; gives dL/dImp, [H] float32, no gradient.
-        weight: further factor: the coefficient of the loss, and the tokens of the microbatch under
-            ``calculate_per_token_loss``, where Megatron divides every gradient by the tokens of
-            the global batch.
+        weight: further factor: the coefficient of the loss.
+        observe: called in the backward pass with the gradient that `importance_H` gets.
 
     Returns:
         a tensor equal to ``output``.
     """
-    result: Tensor = _AttachGradient.apply(output, importance_H, coefficients, weight)
+    result: Tensor = _AttachGradient.apply(output, importance_H, coefficients, weight, observe)
     return result

@@ -22,26 +22,44 @@ class ImportanceSum:
         tokens: how many tokens it is the sum of.
         tp_group: the tensor-parallel group, part of `group`.
         group: the ranks whose tokens count.
+        targets: of the microbatch of this rank, a scalar; None where nobody asks for them.
     """
 
     def __init__(
-        self, gate_sum_h: Tensor, tokens: int, tp_group: ProcessGroup, group: ProcessGroup
+        self,
+        gate_sum_h: Tensor,
+        tokens: int,
+        tp_group: ProcessGroup,
+        group: ProcessGroup,
+        targets: Tensor | None = None,
     ):
         own, tp_rank = len(gate_sum_h), tp_group.rank()
-        self._sums = gate_sum_h.new_zeros(own * tp_group.size() + 1)
+        self._replicas = group.size() // tp_group.size()
+        # A sum per head, then tokens and targets.
+        self._sums = gate_sum_h.new_zeros(own * tp_group.size() + 2)
         self._sums.narrow(0, tp_rank * own, own).copy_(gate_sum_h.detach())
         if tp_rank == 0:  # the other ranks of its group have the same tokens
-            self._sums[-1] = tokens
+            self._sums[-2] = tokens
+            if targets is not None:
+                self._sums[-1] = targets
         self._work: Any = None
         if group.size() > 1:
             self._work = torch.distributed.all_reduce(self._sums, group=group, async_op=True)
 
     def importance(self) -> Tensor:
         """[H], the same on every rank of the group; not differentiable."""
+        self._wait()
+        return self._sums[:-2] / self._sums[-2]
+
+    def mean_targets(self) -> Tensor:
+        """Scalar: the mean of `targets` over the group's microbatches."""
+        self._wait()
+        return self._sums[-1] / self._replicas
+
+    def _wait(self) -> None:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return self._sums[:-1] / self._sums[-1]
 
 
 def own_heads(importance_H: Tensor, tp_group: ProcessGroup) -> Tensor:

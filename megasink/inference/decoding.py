@@ -74,11 +74,17 @@ def generate(
         on_logits: called with the logits [B, V] of every step, on the last pipeline stage.
 
     Raises:
-        UserError: sequence parallelism, of which a single token has no part for each rank.
+        UserError: sequence or context parallelism, of which a single token has no part for each
+            rank.
         ValueError: no prompt, an empty one, or no token asked for.
     """
     if model.config.sequence_parallel:
         raise UserError("--sequence-parallel: one token cannot be split; generate without it")
+    if model.config.context_parallel_size > 1:
+        raise UserError(
+            "--context-parallel-size: one token cannot be split; generate under size 1, the "
+            "checkpoint is the same"
+        )
     if not prompts or not all(prompts) or max_new_tokens < 1:
         raise ValueError("give at least one prompt, no empty prompt, and at least one new token")
     device = next(model.parameters()).device

@@ -9,6 +9,7 @@ documents come as [T, heads, D].
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,14 +28,29 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from megasink.attention import first_key_gate, similarity_attention
+from megasink.attention import (
+    first_key_gate,
+    first_key_share,
+    gate_bias_gradient,
+    gate_slope,
+    similarity_attention,
+)
+from megasink.balance.tracker import OTHER_GRADIENT, SINK, HeadTracker
 from megasink.config import visible_tokens
 from megasink.gate_options import counts_heads
+from megasink.layers.context_parallel import (
+    COMM_TYPES,
+    Attend,
+    attend_alone,
+    attend_to_gathered_keys,
+    attend_with_scattered_heads,
+)
 from megasink.layers.documents import Documents, documents_of
 from megasink.layers.importance import HeadCounter
 from megasink.layers.position_bias import build_position_bias
 from megasink.layers.similarity import SimilarityMLP
-from megasink.layers.slots import SINK_PARAMETERS, VARIANTS, new_parameter
+from megasink.layers.sink_rate import TOKENS, SinkRate
+from megasink.layers.slots import SINK_PARAMETERS, VARIANTS, new_parameter, slot_value
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
@@ -47,8 +63,9 @@ class CoreAttention(MegatronModule):
         layer_number: 1-based index in the whole model.
         attn_mask_type: causal.
         attention_type: "self".
+        cp_comm_type: under context parallelism "all_gather" (also for None) or "a2a".
         softmax_scale: factor of the scores; None for head_dim ** -0.5.
-        pg_collection: with the tensor-parallel group ``tp``.
+        pg_collection: with the groups ``tp`` and ``cp``.
 
     Attributes:
         softmax_offset: for the sink variant, the logits s_h of this rank's heads [H]. Megatron's
@@ -60,7 +77,8 @@ class CoreAttention(MegatronModule):
         documents: of the batch that ran last; None where it was not packed.
 
     Raises:
-        ValueError: cross attention, or a mask other than the causal one.
+        ValueError: cross attention, a mask other than the causal one, context parallelism of
+            another kind, or a prefix under all_gather.
     """
 
     softmax_offset: torch.nn.Parameter | None
@@ -85,8 +103,15 @@ class CoreAttention(MegatronModule):
         self.config: MegasinkTransformerConfig = config
         self.layer_number = layer_number
         if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
-        self.tp_group = pg_collection.tp
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
+        self.cp_comm_type = cp_comm_type or "all_gather"
+        if self.cp_comm_type not in COMM_TYPES:
+            raise ValueError(
+                f"cp_comm_type {cp_comm_type!r}: context parallelism by {' or '.join(COMM_TYPES)}"
+            )
+        if self.cp_group.size() > 1 and config.prefix_lm_tokens and not self.scatters_heads:
+            raise ValueError("a prefix may lie beyond a rank's chunks: use cp_comm_type 'a2a'")
         self.softmax_scale = softmax_scale
         windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
@@ -95,7 +120,7 @@ class CoreAttention(MegatronModule):
         # An explicit gate may be the head's importance; then the one of the softmax is not.
         self.counts_heads = not counts_heads(config)
 
-        self.head_counter = HeadCounter(config, layer_number, self.tp_group)
+        self.head_counter = HeadCounter(config, layer_number, self.tp_group, self.cp_group.size())
         self.relative_bias = build_position_bias(config, self.tp_group)
         self.documents: Documents | None = None
         self.variant = VARIANTS[config.attention_variant]
@@ -148,7 +173,8 @@ class CoreAttention(MegatronModule):
             [S, B, H * D] in the dtype of the query; [T, 1, H * D] for packed documents.
 
         Raises:
-            NotImplementedError: an attention bias, or packed sequences in another format.
+            NotImplementedError: an attention bias, packed sequences in another format, or under
+                context parallelism.
         """
         if attention_bias is not None:
             raise NotImplementedError(
@@ -159,18 +185,46 @@ class CoreAttention(MegatronModule):
         if self.documents is not None:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         # Recompute runs forward a first time without gradients: that run counts nothing.
-        counts = self.counts_heads and self.training and torch.is_grad_enabled()
-        tensors = tuple(x.permute(1, 2, 0, 3) for x in (query, key, value))
+        trains = self.training and torch.is_grad_enabled()
+        counts = self.counts_heads and trains
+        if trains and HeadTracker.observes and self.softmax_offset is not None:
+            first = self.tp_group.rank() * len(self.softmax_offset)
+            HeadTracker.add(SINK, self.layer_number - 1, first, self.softmax_offset, 1)
         attend = self._softmax if self.config.attention_similarity == "softmax" else self._similar
-        out_BHTD, gate_BHT = attend(*tensors, counts=counts)
+        out_SBHD, gate_BHS = self._over_ranks(partial(attend, counts=counts), query, key, value)
         if self.config.attention_scale_alpha != 1.0:
-            out_BHTD = out_BHTD * self.config.attention_scale_alpha
-        out = out_BHTD.permute(2, 0, 1, 3)
-        out = out.reshape(*out.shape[:2], -1)
-        if not counts or gate_BHT is None:
+            out_SBHD = out_SBHD * self.config.attention_scale_alpha
+        out = out_SBHD.reshape(*out_SBHD.shape[:2], -1)
+        if not counts or gate_BHS is None:
             return out
-        counted: Tensor = self.head_counter(out, gate_BHT, self.documents)
+        slope_BHS = gate_slope(gate_BHS[..., None]) if self._observes else None
+        counted: Tensor = self.head_counter(out, gate_BHS, self.documents, slope_BHS)
         return counted
+
+    def _over_ranks(
+        self, attend: Attend, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """`attend` over the sequence, wherever its tokens are: [S, B, H, D], and the gate."""
+        if self.cp_group.size() == 1:
+            return attend_alone(attend, query, key, value)
+        if self.documents is not None:
+            raise NotImplementedError(
+                "packed documents under context parallelism: their chunks are not those of a "
+                "sequence; use --context-parallel-size 1"
+            )
+        over = attend_with_scattered_heads if self.scatters_heads else attend_to_gathered_keys
+        return over(attend, query, key, value, self.cp_group)
+
+    @property
+    def scatters_heads(self) -> bool:
+        """Whether each context-parallel rank attends for a share of the heads alone."""
+        return self.cp_group.size() > 1 and self.cp_comm_type == "a2a"
+
+    def _own_share(self, by_heads: Tensor) -> Tensor:
+        """Of a tensor [H, ...] the rows of the heads that this rank attends for."""
+        if not self.scatters_heads:
+            return by_heads
+        return by_heads.chunk(self.cp_group.size())[self.cp_group.rank()]
 
     def _softmax(
         self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, *, counts: bool
@@ -183,10 +237,12 @@ class CoreAttention(MegatronModule):
             mask["cu_seqlens"] = self.documents.cu_seqlens
             longest = self.documents.longest
         if self.relative_bias is not None:
-            mask["distance_bias_HS"] = self.relative_bias(longest, query_BHTD.device)
+            bias_HS = self.relative_bias(longest, query_BHTD.device)
+            mask["distance_bias_HS"] = self._own_share(bias_HS)
+        parameters = {name: self._whole(name) for name in self.variant.parameters}
         out_BHTD, lse_BHT, gate_BHT = self.variant.attend(
             self.config,
-            {name: self._whole(name) for name in self.variant.parameters},
+            parameters,
             query_BHTD,
             key_BGSD,
             value_BGSD,
@@ -195,11 +251,56 @@ class CoreAttention(MegatronModule):
             backend=self.config.attention_kernel,
             with_gate=balances or self.variant.always_gated,
         )
-        if counts and gate_BHT is None:
+        if SinkRate.collects and not self.training:
+            first_BH = first_key_share(
+                query_BHTD,
+                key_BGSD,
+                lse_BHT,
+                TOKENS,
+                scale=self.softmax_scale,
+                window=self.window,
+                distance_bias_HS=mask.get("distance_bias_HS"),
+            )
+            slot_BH = None
+            if self.variant.always_gated and gate_BHT is not None:
+                slot_BH = 1.0 - gate_BHT[..., :TOKENS].mean(-1)
+            self._count_sinks(first_BH, slot_BH)
+        elif counts and gate_BHT is None:
             gate_BHT = first_key_gate(
                 query_BHTD, key_BGSD, lse_BHT, scale=self.softmax_scale, **mask
             )
+        if counts and self._observes and gate_BHT is not None:
+            value_BHTD = slot_value(
+                self.config, parameters, value_BGSD, out_BHTD.shape[1], mask.get("cu_seqlens")
+            )
+            self._observe_gradient(out_BHTD, gate_BHT, value_BHTD)
         return out_BHTD, gate_BHT
+
+    @property
+    def _observes(self) -> bool:
+        """Whether the gradients at the gates are compared on this step."""
+        return HeadTracker.observes and self.config.head_balance_coeff > 0
+
+    def _observe_gradient(
+        self, out_BHTD: Tensor, gate_BHT: Tensor, value_BHTD: Tensor | None
+    ) -> None:
+        """Record in the backward pass what comes through the output to the logit of the gate.
+
+        Here and not where heads are counted: under context parallelism the first value is known
+        here without a further message.
+        """
+        kept_BHTD, gate_BHT1 = out_BHTD.detach(), gate_BHT.detach()[..., None]
+        batch, heads, tokens, _ = out_BHTD.shape
+        count = batch * tokens if self.documents is None else self.documents.real_tokens
+        first = heads * self.tp_group.rank()
+        if self.scatters_heads:
+            first = heads * (self.tp_group.rank() * self.cp_group.size() + self.cp_group.rank())
+
+        def record(grad_BHTD: Tensor) -> None:
+            sum_H = gate_bias_gradient(grad_BHTD, kept_BHTD, gate_BHT1, value_BHTD)
+            HeadTracker.add(OTHER_GRADIENT, self.layer_number - 1, first, sum_H, count)
+
+        out_BHTD.register_hook(record)
 
     def _similar(
         self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, *, counts: bool
@@ -216,13 +317,19 @@ class CoreAttention(MegatronModule):
             window=self.window,
             scale=self.softmax_scale,
         )
+        if SinkRate.collects and not self.training:
+            self._count_sinks(first_weight_BHT[..., :TOKENS].mean(-1))
         return out_BHTD, 1.0 - first_weight_BHT
+
+    def _count_sinks(self, first_BH: Tensor, slot_BH: Tensor | None = None) -> None:
+        first = self.tp_group.rank() * first_BH.shape[1]
+        SinkRate.record(self.layer_number - 1, first, first_BH, slot_BH)
 
     def _whole(self, name: str) -> Tensor:
         """A parameter; one that all heads share collects the gradients of every rank's heads."""
         parameter: torch.nn.Parameter = getattr(self, name)
         if getattr(parameter, "tensor_model_parallel", False):
-            return parameter
+            return self._own_share(parameter)
         shared: Tensor = copy_to_tensor_model_parallel_region(parameter, self.tp_group)
         return shared
 

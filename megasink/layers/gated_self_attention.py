@@ -12,6 +12,8 @@ import torch
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from torch import Tensor
 
+from megasink.attention import gate_bias_gradient, gate_slope
+from megasink.balance.tracker import GATE, OTHER_GRADIENT, HeadTracker
 from megasink.gate_options import (
     changes_self_attention,
     counts_heads,
@@ -103,15 +105,48 @@ class GatedSelfAttention(SelfAttention):
         if self.position != "sdpa" or self.gate is None:
             return x_SBHD.reshape(x.shape)
         x_SBHD, gate_SBHC = self.gate(x_SBHD, gate)
+        self._observe(gate_SBHC)
         out = x_SBHD.reshape(x.shape)
         # Recompute runs forward a first time without gradients: that run counts nothing.
         if not (self.counts_heads and self.training and torch.is_grad_enabled()):
             return out
+        slope_BHS = None
+        if HeadTracker.observes and self.config.head_balance_coeff:
+            gate_BHSC = gate_SBHC.detach().permute(1, 2, 0, 3)
+            slope_BHS = gate_slope(gate_BHSC)
+            self._observe_gradient(out, gate_BHSC)
         gate_BHS = gate_SBHC.mean(-1).permute(1, 2, 0)
         counted: Tensor = self.core_attention.head_counter(
-            out, gate_BHS, self.core_attention.documents
+            out, gate_BHS, self.core_attention.documents, slope_BHS
         )
         return counted
+
+    def _observe_gradient(self, out: Tensor, gate_BHSC: Tensor) -> None:
+        """Record in the backward pass what comes through the output to the logit of the gate."""
+        batch, heads, tokens, _ = gate_BHSC.shape
+        documents = self.core_attention.documents
+        count = batch * tokens if documents is None else documents.real_tokens
+        kept = out.detach()
+
+        def record(grad: Tensor) -> None:
+            grad_BHSD, out_BHSD = (
+                x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for x in (grad, kept)
+            )
+            sum_H = gate_bias_gradient(grad_BHSD, out_BHSD, gate_BHSC)
+            first = heads * self.tp_group.rank()
+            HeadTracker.add(OTHER_GRADIENT, self.layer_number - 1, first, sum_H, count)
+
+        out.register_hook(record)
+
+    def _observe(self, gate_SBHC: Tensor) -> None:
+        """On a step that is observed: the mean of a gate that is not the head importance."""
+        if self.counts_heads or not (HeadTracker.observes and torch.is_grad_enabled()):
+            return
+        sequence, batch, heads, width = gate_SBHC.shape
+        # The gate of the layer's output stands on every rank, for the tokens that the rank has.
+        first = 0 if self.position == "output" else heads * self.tp_group.rank()
+        sum_H = gate_SBHC.detach().sum((0, 1, 3)) / width
+        HeadTracker.add(GATE, self.layer_number - 1, first, sum_H, sequence * batch)
 
     def _gate_projected(
         self, linear_qkv: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]
@@ -125,7 +160,8 @@ class GatedSelfAttention(SelfAttention):
         chosen = ("query", "key", "value").index(self.position or "")
         scores = linear_qkv.take_scores() if self.has_rows else None
         assert self.gate is not None
-        gated_SBND, _ = self.gate(parts[chosen].flatten(2, 3), scores)
+        gated_SBND, gate_SBNC = self.gate(parts[chosen].flatten(2, 3), scores)
+        self._observe(gate_SBNC)
         parts[chosen] = gated_SBND.view_as(parts[chosen])
         return torch.cat(parts, dim=3).view(mixed.shape), bias
 
@@ -138,7 +174,8 @@ class GatedSelfAttention(SelfAttention):
             return output, bias
         output = output if bias is None else output + bias
         scores = None if self.linear_gate is None else self.linear_gate(hidden_states)
-        gated_SB1M, _ = self.gate(output.unsqueeze(2), scores)
+        gated_SB1M, gate_SB1C = self.gate(output.unsqueeze(2), scores)
+        self._observe(gate_SB1C)
         return gated_SB1M.squeeze(2), None
 
 

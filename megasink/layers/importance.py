@@ -4,6 +4,7 @@ Shapes: S sequence, B batch, H query heads of the layer, h those of this tensor-
 T = S tokens.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megasink.attention import gate_sum
-from megasink.balance.attach import attach_gradient
+from megasink.balance.attach import HeadBalanceScale, attach_gradient
 from megasink.balance.loss import head_balance_gradient, head_balance_loss, routed_heads
 from megasink.balance.reduce import ImportanceSum, own_heads
-from megasink.balance.tracker import HeadTracker
+from megasink.balance.tracker import BALANCE_GRADIENT, HeadTracker
 from megasink.layers.documents import Documents
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
@@ -29,6 +30,7 @@ class HeadCounter(torch.nn.Module):
             and ``head_balance_shared_refresh``.
         layer_number: 1-based index in the whole model.
         tp_group: tensor-parallel group.
+        cp_size: how many context-parallel ranks share the tokens of a microbatch.
 
     Attributes:
         coefficients: [H] float32, dL/dImp at coefficient 1 from the importance of the last step's
@@ -45,12 +47,17 @@ class HeadCounter(torch.nn.Module):
     steps: Tensor
 
     def __init__(
-        self, config: MegasinkTransformerConfig, layer_number: int, tp_group: ProcessGroup
+        self,
+        config: MegasinkTransformerConfig,
+        layer_number: int,
+        tp_group: ProcessGroup,
+        cp_size: int = 1,
     ):
         super().__init__()
         self.config = config
         self.layer = layer_number - 1
         self.tp_group = tp_group
+        self.cp_size = cp_size
         # Not the attention's own config: Megatron gives it another one where groups < ranks.
         heads = config.num_attention_heads
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
@@ -75,7 +82,11 @@ class HeadCounter(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def forward(
-        self, out_SBX: Tensor, gate_BHT: Tensor, documents: Documents | None = None
+        self,
+        out_SBX: Tensor,
+        gate_BHT: Tensor,
+        documents: Documents | None = None,
+        slope_BHT: Tensor | None = None,
     ) -> Tensor:
         """Record the importance of the layer's heads; attach the gradient of the balance loss.
 
@@ -87,6 +98,8 @@ class HeadCounter(torch.nn.Module):
             gate_BHT: one gate per head of this rank and token, in [0, 1]; differentiable where the
                 loss is on.
             documents: of a packed batch, whose padding does not count.
+            slope_BHT: G (1 - G), what a bias on the logit of the gate changes it by, on a step that
+                is observed: the gradient of the balance loss with respect to that is recorded.
 
         Returns:
             a tensor equal to `out_SBX`.
@@ -99,25 +112,42 @@ class HeadCounter(torch.nn.Module):
         HeadTracker.record(self.layer, gate_sum_h, tokens, self.routed, self._receive)
         if not config.head_balance_coeff:
             return out_SBX
-        weight = config.head_balance_coeff
-        if config.calculate_per_token_loss:
-            # Megatron divides by the targets: those of a prefix are none.
-            weight *= tokens - gate_BHT.shape[0] * max(config.prefix_lm_tokens - 1, 0)
         coefficients = self._coefficients(gate_sum_h, tokens)
-        return attach_gradient(out_SBX, gate_sum_h / tokens, coefficients, weight)
+        # This rank's share of the microbatch's importance: Megatron adds up those of the
+        # context-parallel ranks, or averages them and has their number in its scale.
+        count = tokens * self.cp_size
+        observe = None
+        if slope_BHT is not None:
+            slope_h = gate_sum(slope_BHT, real_1T) / count
+            observe = functools.partial(self._observe, slope_h, tokens)
+        weight = config.head_balance_coeff
+        return attach_gradient(out_SBX, gate_sum_h / count, coefficients, weight, observe)
+
+    def _observe(self, slope_h: Tensor, tokens: int, sent_h: Tensor) -> None:
+        """In the backward pass: the gradient of a microbatch with respect to the gate's logit."""
+        first = self.tp_group.rank() * len(sent_h)
+        HeadTracker.add(BALANCE_GRADIENT, self.layer, first, sent_h * slope_h, tokens)
 
     def _coefficients(self, gate_sum_h: Tensor, tokens: int) -> Callable[[], Tensor]:
-        """What gives dL/dImp [h] at coefficient 1 in the backward pass."""
+        """What gives dL/dImp [h] at coefficient 1 in the backward pass.
+
+        Under ``calculate_per_token_loss`` times the targets of the microbatch, since Megatron
+        divides every gradient by those of the global batch: a microbatch weighs with its targets,
+        as it does in the loss of the language model.
+        """
+        per_token = self.config.calculate_per_token_loss
+        targets = HeadBalanceScale.targets() if per_token else None
         if self.config.head_balance_scope == "global":
             of_last_step_h = own_heads(self.coefficients, self.tp_group)
-            return lambda: of_last_step_h
-        sums = ImportanceSum(gate_sum_h, tokens, self.tp_group, self._group())
+            return lambda: of_last_step_h if targets is None else of_last_step_h * targets
+        sums = ImportanceSum(gate_sum_h, tokens, self.tp_group, self._group(), targets)
 
         def of_this_microbatch() -> Tensor:
             importance_H = sums.importance()
             HeadTracker.record_loss(self.layer, head_balance_loss(importance_H, 1.0, self.routed))
             gradient_H = head_balance_gradient(importance_H, 1.0, self.routed)
-            return own_heads(gradient_H, self.tp_group)
+            gradient_h = own_heads(gradient_H, self.tp_group)
+            return gradient_h if targets is None else gradient_h * sums.mean_targets()
 
         return of_this_microbatch
 

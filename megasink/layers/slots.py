@@ -7,7 +7,7 @@ Shapes: B batch, H query heads and G key/value groups of this tensor-parallel ra
 S keys, D head dim.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megasink.attention import AttentionOutput, attention, biased_attention
+from megasink.attention.layout import repeat_groups
 
 if TYPE_CHECKING:
     from megasink.layers.transformer_config import MegasinkTransformerConfig
@@ -95,6 +96,38 @@ def fixed_value(config: "MegasinkTransformerConfig", like: Tensor) -> Tensor | N
     value_D = like.new_zeros(head_dim)
     value_D[0] = norm
     return value_D
+
+
+def slot_value(
+    config: "MegasinkTransformerConfig",
+    parameters: Parameters,
+    value_BGSD: Tensor,
+    heads: int,
+    cu_seqlens: Sequence[int] | None = None,
+) -> Tensor | None:
+    """What a head gives out where its gate is closed (u in docs/maths.md).
+
+    Args:
+        value_BGSD: as given to attention.
+        cu_seqlens: of packed documents.
+
+    Returns:
+        [1 or B, H, 1 or T, D], without gradient; None for 0.
+    """
+    value_bias, shape = parameters.get(VALUE_BIAS), (1, heads, 1, value_BGSD.shape[-1])
+    if value_bias is not None:
+        value_bias = value_bias.detach().unsqueeze(-2).expand(shape)
+    if VARIANTS[config.attention_variant].always_gated:  # the slot is not a key of the sequence
+        if KEY_BIAS in parameters and value_bias is None:
+            value_bias = fixed_value(config, parameters[KEY_BIAS])
+        return None if value_bias is None else value_bias.expand(shape)
+    first_T = torch.zeros(1, dtype=torch.int64)
+    if cu_seqlens is not None:
+        bounds = torch.tensor(cu_seqlens)
+        first_T = bounds[:-1].repeat_interleave(bounds.diff())
+    first_BGTD = value_BGSD.detach()[:, :, first_T.to(value_BGSD.device)]
+    first_BHTD = repeat_groups(first_BGTD, heads)
+    return first_BHTD if value_bias is None else first_BHTD + value_bias
 
 
 VARIANTS: dict[str, SlotVariant] = {

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megasink.errors import UserError
-from megasink.report.curves import read_metrics, series, smoothed, style_axis
+from megasink.report.curves import mark_spikes, read_metrics, series, smoothed, style_axis
 from megasink.report.spikes import loss_spikes
 
 _AXES = ("step", "tokens")
@@ -42,7 +42,10 @@ def draw_comparison(
             if not len(values):
                 continue
             axis.plot(where, values, color=colour, alpha=0.2, linewidth=0.7)
-            axis.plot(where, smoothed(values, factor), color=colour, label=name)
+            label = name
+            if key == "lm_loss":
+                label += _plural(mark_spikes(axis, where, values, colour))
+            axis.plot(where, smoothed(values, factor), color=colour, label=label)
         where, values = _series(lines, _validation_key(runs), x)
         axes[1].plot(where, values, "o-", color=colour, markersize=4, label=name)
     bits = _validation_key(runs) == "valid_bits_per_byte"
@@ -57,10 +60,15 @@ def draw_comparison(
             continue
         if axis is not axes[2]:
             _zoom(axis)
-    axes[0].legend(frameon=False, fontsize=9)
+    # Below the marks of the spikes.
+    axes[0].legend(frameon=False, fontsize=9, loc="upper right", bbox_to_anchor=(1, 0.96))
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=130)
     plt.close(figure)
+
+
+def _plural(spikes: int) -> str:
+    return f" ({spikes} spike{'s' * (spikes != 1)})" if spikes else ""
 
 
 def _zoom(axis: Any) -> None:

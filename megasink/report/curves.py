@@ -1,4 +1,4 @@
-"""The picture of a run: loss, head imbalance and the [layer, head] importance heatmap."""
+"""The picture of a run: loss, bits per byte, head imbalance, and the importance heatmap."""
 
 import argparse
 import json
@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasink.errors import UserError
+from megasink.report.heatmap import draw_importance
+from megasink.report.spikes import loss_spikes
 
 BLUE, ORANGE, GREY = "#2a6fbb", "#d9730d", "#8a8f98"
 
@@ -35,11 +37,16 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def smoothed(values: NDArray[np.float64], factor: float = 0.9) -> NDArray[np.float64]:
-    """TensorBoard's exponential moving average, debiased (P1.41 uses the factor 0.9)."""
-    result, mean = np.empty_like(values), 0.0
+    """TensorBoard's exponential moving average, debiased (P1.41 uses the factor 0.9).
+
+    As in TensorBoard a value that is no number stays itself and is not part of later ones.
+    """
+    result, mean, count = values.copy(), 0.0, 0
     for i, value in enumerate(values):
-        mean = factor * mean + (1 - factor) * value
-        result[i] = mean / (1 - factor ** (i + 1))
+        if np.isfinite(value):
+            count += 1
+            mean = factor * mean + (1 - factor) * value
+            result[i] = mean / (1 - factor**count)
     return result
 
 
@@ -71,10 +78,13 @@ def draw_run(run_dir: Path, output: Path | None = None) -> Path:
 
     lines = read_metrics(run_dir)
     output = output or run_dir / "curves.png"
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    panels = 3 + any("valid_bits_per_byte" in line for line in lines)
+    figure, axes = plt.subplots(1, panels, figsize=(14 / 3 * panels, 4.2), layout="constrained")
     _draw_loss(axes[0], lines)
-    _draw_imbalance(axes[1], lines)
-    _draw_importance(figure, axes[2], lines)
+    if panels == 4:
+        _draw_bits_per_byte(axes[1], lines)
+    _draw_imbalance(axes[-2], lines)
+    _draw_importance(figure, axes[-1], lines)
     figure.suptitle(_title(run_dir), fontsize=11)
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=130)
@@ -109,11 +119,28 @@ def _draw_loss(axis: Any, lines: list[dict[str, Any]]) -> None:
     axis.plot(steps, smoothed(loss), color=BLUE, label="training (EMA 0.9)")
     valid_steps, valid = series(lines, "valid_lm_loss")
     if len(valid):
-        _, bits = series(lines, "valid_bits_per_byte")
-        label = f"validation ({bits[-1]:.3f} bits per byte)" if len(bits) else "validation"
-        axis.plot(valid_steps, valid, "o-", color=ORANGE, markersize=4, label=label)
+        axis.plot(valid_steps, valid, "o-", color=ORANGE, markersize=4, label="validation")
+    mark_spikes(axis, steps, loss, BLUE)
     style_axis(axis, "language-model loss", "nats per token")
     axis.legend(frameon=False, fontsize=9)
+
+
+def mark_spikes(
+    axis: Any, steps: NDArray[np.float64], loss: NDArray[np.float64], color: Any
+) -> int:
+    """Point at the loss spikes from the upper edge of the axis; returns their number."""
+    found = loss_spikes(loss)
+    if found:
+        height = np.full(len(found), 0.97)
+        edge = axis.get_xaxis_transform()  # data along x, the axis itself along y
+        axis.scatter(steps[found], height, marker="v", color=color, s=25, transform=edge)
+    return len(found)
+
+
+def _draw_bits_per_byte(axis: Any, lines: list[dict[str, Any]]) -> None:
+    steps, bits = series(lines, "valid_bits_per_byte")
+    axis.plot(steps, bits, "o-", color=ORANGE, markersize=4)
+    style_axis(axis, f"validation: {bits[-1]:.3f} at step {steps[-1]:.0f}", "bits per byte")
 
 
 def _draw_imbalance(axis: Any, lines: list[dict[str, Any]]) -> None:
@@ -126,32 +153,22 @@ def _draw_imbalance(axis: Any, lines: list[dict[str, Any]]) -> None:
     for layer in np.asarray([row["imbalance_per_layer"] for row in rows], dtype=float).T:
         axis.plot(steps, layer, color=GREY, alpha=0.35, linewidth=0.8)
     axis.plot([], [], color=GREY, alpha=0.6, linewidth=0.8, label="each layer")
-    _, mean = series(lines, "imbalance")
-    axis.plot(steps, mean, color=BLUE, label="mean over layers")
+    mean_steps, mean = series(lines, "imbalance")
+    axis.plot(mean_steps, mean, color=BLUE, alpha=0.3, linewidth=0.8)
+    axis.plot(mean_steps, smoothed(mean), color=BLUE, label="mean over layers (EMA 0.9)")
     axis.set_ylim(bottom=0)
     axis.legend(frameon=False, fontsize=9)
 
 
 def _draw_importance(figure: Any, axis: Any, lines: list[dict[str, Any]]) -> None:
     rows = [line for line in lines if "importance" in line]
-    axis.set_title("head importance (mean gate), last step", fontsize=10, loc="left")
-    axis.set_xlabel("head")
-    axis.set_ylabel("layer")
+    title = "head importance (mean gate)"
     if not rows:
+        axis.set_title(title, fontsize=10, loc="left")
         axis.text(0.5, 0.5, "no gates recorded", ha="center", transform=axis.transAxes, color=GREY)
         return
-    importance = np.asarray(rows[-1]["importance"], dtype=float)
-    # Down to a round number, so that runs of one kind mostly share a scale.
-    lowest = min(0.9, float(np.floor(np.nanmin(importance) * 10) / 10))
-    image = axis.imshow(importance, vmin=lowest, vmax=1, cmap="viridis", aspect="auto")
-    layers, heads = importance.shape
-    axis.set_xticks(range(0, heads, max(1, heads // 8)))
-    axis.set_yticks(range(0, layers, max(1, layers // 10)))
-    if importance.size <= 96:
-        for (layer, head), value in np.ndenumerate(importance):
-            colour = "white" if value - lowest < 0.6 * (1 - lowest) else "black"
-            axis.text(head, layer, f"{value:.2f}", ha="center", va="center", color=colour, size=7)
-    figure.colorbar(image, ax=axis, label="closed <- gate -> open")
+    importance_LH = np.asarray(rows[-1]["importance"], dtype=float)
+    draw_importance(figure, axis, importance_LH, f"{title}, step {rows[-1]['iteration']}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

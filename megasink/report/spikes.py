@@ -1,18 +1,46 @@
 """Loss spikes: steps whose loss stands out from the steps before them (P1.23)."""
 
+from collections import deque
+
 import numpy as np
 from numpy.typing import NDArray
 
 WINDOW, DEVIATIONS, RISE = 50, 5.0, 0.1
 
 
-def loss_spikes(loss: NDArray[np.float64]) -> list[int]:
-    """Where a loss spikes.
+class SpikeCounter:
+    """Counts the spikes of a loss, step by step.
 
     The papers count spikes by eye; the rule here: a step spikes when its loss exceeds the mean of
     the `WINDOW` steps before it (of at least ten) by more than `DEVIATIONS` of their standard
     deviations and by more than `RISE` nats. Steps of a spike are not part of a later window, and
     consecutive ones are one spike. A loss that is no number spikes.
+
+    Attributes:
+        count: spikes so far.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._calm: deque[float] = deque(maxlen=WINDOW)
+        self._inside = False
+
+    def __call__(self, loss: float) -> bool:
+        """Add the loss of a step; whether a spike starts here."""
+        spikes = not np.isfinite(loss)
+        if len(self._calm) >= 10 and not spikes:
+            recent = np.asarray(self._calm)
+            spikes = bool(loss - recent.mean() > max(DEVIATIONS * recent.std(), RISE))
+        starts = spikes and not self._inside
+        self.count += starts
+        if not spikes:
+            self._calm.append(float(loss))
+        self._inside = spikes
+        return starts
+
+
+def loss_spikes(loss: NDArray[np.float64]) -> list[int]:
+    """Where a loss spikes, by the rule of `SpikeCounter`.
 
     Args:
         loss: [steps] nats per token.
@@ -20,17 +48,5 @@ def loss_spikes(loss: NDArray[np.float64]) -> list[int]:
     Returns:
         index of the first step of each spike.
     """
-    found: list[int] = []
-    calm: list[float] = []
-    inside = False
-    for index, value in enumerate(loss):
-        spikes = not np.isfinite(value)
-        if len(calm) >= 10 and not spikes:
-            recent = np.asarray(calm[-WINDOW:])
-            spikes = value - recent.mean() > max(DEVIATIONS * recent.std(), RISE)
-        if spikes and not inside:
-            found.append(index)
-        if not spikes:
-            calm.append(float(value))
-        inside = spikes
-    return found
+    counter = SpikeCounter()
+    return [index for index, value in enumerate(loss) if counter(value)]

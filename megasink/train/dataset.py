@@ -1,6 +1,6 @@
 """Megatron's data sets from arguments, and one batch from them on each rank.
 
-Shapes: B microbatch, S sequence.
+Shapes: B microbatch, S sequence, s = S / cp the tokens of a context-parallel rank.
 """
 
 from argparse import Namespace
@@ -11,7 +11,7 @@ import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.utils import get_batch_on_this_tp_rank
+from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
@@ -21,6 +21,7 @@ from megasink.train.sink_token import with_sink_token
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 # What --dataloader-inter-document-masking adds: every pipeline stage needs it.
 _PACKED = ("cu_seqlens", "max_seqlen")
+_TARGETS = "targets"
 _UNUSED = ("attention_mask", "cu_seqlens_padded", "local_cp_size", "hybrid_cp_group")
 
 
@@ -59,8 +60,7 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
     args = get_args()
 
     def built_here() -> bool:
-        reads = args.dataloader_inter_document_masking or is_first_or_last_pipeline_stage(vp_stage)
-        return bool(mpu.get_tensor_model_parallel_rank() == 0 and reads)
+        return bool(mpu.get_tensor_model_parallel_rank() == 0 and _reads(args, vp_stage))
 
     kind = MockGPTDataset if args.mock_data else GPTDataset
     builder = BlendedMegatronDatasetBuilder(kind, samples, built_here, dataset_config(args))
@@ -75,16 +75,19 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
     """The microbatch on this rank: tensor-parallel rank 0 reads it and broadcasts.
 
     Returns:
-        tokens, labels, position_ids [B, S] int64 and loss_mask [B, S] float32; None for what this
-        pipeline stage does not need. With --dataloader-inter-document-masking also cu_seqlens
-        [B, S + 1] and max_seqlen [B] int32, on every stage.
+        tokens, labels, position_ids [B, s] int64 and loss_mask [B, s] float32, with the s tokens of
+        this context-parallel rank; None for what this pipeline stage does not need. targets [],
+        the sum of the loss mask over all S tokens; None where nobody asks for it. With
+        --dataloader-inter-document-masking also cu_seqlens [B, S + 1] and max_seqlen [B] int32, on
+        every stage.
     """
     args = get_args()
     packed = args.dataloader_inter_document_masking
     ends_here = is_first_or_last_pipeline_stage(vp_stage)
-    if not packed and not ends_here:
-        return dict.fromkeys(_KEYS)
-    batch: dict[str, Tensor | None] = dict.fromkeys(_KEYS + _PACKED + _UNUSED)
+    if not _reads(args, vp_stage):
+        return dict.fromkeys((*_KEYS, _TARGETS))
+    batch: dict[str, Any] = dict.fromkeys(_KEYS + _PACKED + _UNUSED)
+    targets = None
     if mpu.get_tensor_model_parallel_rank() == 0:
         assert data_iterator is not None
         read = next(data_iterator)
@@ -92,6 +95,11 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
         # broadcasts by the rank's place in the pipeline, not by that of the virtual stage.
         keys = _KEYS + _PACKED if packed else _KEYS
         batch |= {key: read[key].cuda(non_blocking=True) for key in keys}
+        if args.prefix_lm_tokens:
+            batch["loss_mask"] = without_prefix(batch["loss_mask"], args.prefix_lm_tokens)
+        if args.sink_token:
+            batch = with_sink_token(batch, args.sink_token_id)
+        targets = batch["loss_mask"].sum()
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=packed,
@@ -108,11 +116,42 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
+    if mpu.is_pipeline_last_stage():
+        targets = batch["loss_mask"].sum()
+    elif counts_targets(args):
+        targets = _from_first_tensor_parallel_rank(targets)
     if not ends_here:
         batch |= dict.fromkeys(_KEYS)
-    if batch["loss_mask"] is not None and args.prefix_lm_tokens:
-        batch["loss_mask"] = without_prefix(batch["loss_mask"], args.prefix_lm_tokens)
-    return with_sink_token(batch, args.sink_token_id) if args.sink_token else batch
+    batch = get_batch_on_this_cp_rank(
+        batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
+    )
+    return batch | {_TARGETS: targets}
+
+
+def counts_targets(args: Namespace) -> bool:
+    """Whether every pipeline stage asks for the number of targets of a microbatch.
+
+    The gradient of the head-balance loss is multiplied by it where Megatron divides every gradient
+    by that of the global batch; only the last stage would know it.
+    """
+    return bool(args.calculate_per_token_loss and args.head_balance_coeff)
+
+
+def _reads(args: Namespace, vp_stage: int | None) -> bool:
+    """Whether a (virtual) pipeline stage reads the data."""
+    everywhere = args.dataloader_inter_document_masking or counts_targets(args)
+    return bool(everywhere or is_first_or_last_pipeline_stage(vp_stage))
+
+
+def _from_first_tensor_parallel_rank(number: Tensor | None) -> Tensor:
+    """A float32 scalar that tensor-parallel rank 0 has, on every rank."""
+    if number is None:
+        number = torch.empty((), device=torch.cuda.current_device())
+    group = mpu.get_tensor_model_parallel_group()
+    if group.size() > 1:
+        source = mpu.get_tensor_model_parallel_src_rank()
+        torch.distributed.broadcast(number, source, group=group)
+    return number
 
 
 def without_prefix(loss_mask: Tensor, prefix: int) -> Tensor:

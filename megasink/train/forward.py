@@ -17,8 +17,10 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from torch import Tensor
 
 from megasink.balance.attach import HeadBalanceScale
+from megasink.balance.tracker import HeadTracker
 from megasink.train.dataset import get_batch, token_byte_table
 from megasink.train.packing import enter_stage, leave_stage, pack
+from megasink.train.series import is_observed
 
 LM_LOSS = "lm loss"
 BITS_PER_BYTE = "bits per byte"
@@ -32,10 +34,13 @@ def forward_step(
     """One microbatch through this pipeline stage, for Megatron's ``pretrain``."""
     timers, args = get_timers(), get_args()
     HeadBalanceScale.set_step(args.curr_iteration, args.head_balance_warmup_iters)
+    HeadTracker.observes = is_observed(args, args.curr_iteration + 1)
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     packed = pack(batch)
     timers("batch-generator").stop()
+    if batch["targets"] is not None:
+        HeadBalanceScale.set_targets(batch["targets"])
     if packed is not None:
         # Megatron's throughput counts what attention really computes.
         update_seqlen_stats_from_cu_seqlens(packed.cu_seqlens_q)
@@ -49,18 +54,20 @@ def forward_step(
     )
     if packed is not None and not get_attr_wrapped_model(model, "post_process"):
         output = leave_stage(output, args.micro_batch_size)
-    training = model.training
-    return output, functools.partial(loss_func, batch["labels"], batch["loss_mask"], training)
+    output = HeadBalanceScale.keep_targets(output)
+    of_batch = (batch["labels"], batch["loss_mask"], batch["targets"])
+    return output, functools.partial(loss_func, *of_batch, model.training)
 
 
 def loss_func(
-    labels: Tensor, loss_mask: Tensor, training: bool, token_losses: Tensor
+    labels: Tensor, loss_mask: Tensor, targets: Tensor, training: bool, token_losses: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Summed loss of a microbatch.
 
     Args:
-        labels: [B, S] int64 targets.
+        labels: [B, S] int64 targets, of this context-parallel rank as all that follows.
         loss_mask: [B, S] float32, 1 for targets that count.
+        targets: scalar, how many count on all context-parallel ranks.
         training: False in evaluation, where bits per byte are summed too.
         token_losses: [B, S] nats per target.
 
@@ -79,6 +86,11 @@ def loss_func(
         # Special tokens stand for no bytes: neither their nats nor their bytes count (P0.18).
         nats = (losses.detach() * mask * (size > 0)).sum()
         report[BITS_PER_BYTE] = torch.stack([nats / math.log(2), size.sum()])
+    args = get_args()
+    if args.context_parallel_size > 1 and not args.calculate_per_token_loss:
+        # Megatron divides by the count and averages over the context-parallel ranks. Ranks have
+        # different counts where targets are masked: the mean of their means is not the mean.
+        return loss * args.context_parallel_size, targets.to(torch.int), report
     return loss, count, report
 
 

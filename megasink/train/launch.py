@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import math
+import os
 import re
 import shutil
 import signal
@@ -22,6 +24,8 @@ from megasink.train.run_dir import folder_problem, newest_checkpoint
 from megasink.train.tail import NewLines
 
 _ERROR = "megasink: error: "
+# What ranks that are told to end have for the step that they are in and a checkpoint.
+_SAVE_SECONDS = "600"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,11 +95,14 @@ def launch(flags: Sequence[str], run_dir: Path, ranks: int) -> int:
     except OSError as error:
         raise UserError(f"--run-dir {run_dir} cannot be written: {error.strerror}") from error
     with (logs / "torchrun.log").open("w") as own:
-        starting = subprocess.Popen(command, stdout=own, stderr=own)
+        environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _SAVE_SECONDS} | os.environ
+        starting = subprocess.Popen(command, stdout=own, stderr=own, env=environment)
         with _terminated_with_us(starting, run_dir) as process:
             _follow(process, new_lines, _train_iters(flags), console)
     if process.returncode:
         message = _what_failed(logs, process.returncode)
+        if killed := _killed(logs):
+            message = f"{killed}; {_left(run_dir)}"
         if not (run_dir / "config.json").is_file():
             # Refused before it began: the folder is as it was.
             shutil.rmtree(logs)
@@ -124,8 +131,8 @@ def _default_ranks(flags: Sequence[str]) -> int:
 
     if "--cpu" not in flags and torch.cuda.is_available():
         return torch.cuda.device_count()
-    sizes = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size")
-    return _value(flags, sizes[0], 1) * _value(flags, sizes[1], 1)
+    kinds = ("tensor-model", "pipeline-model", "context")
+    return math.prod(_value(flags, f"--{kind}-parallel-size", 1) for kind in kinds)
 
 
 def _value(flags: Sequence[str], name: str, default: int) -> int:
@@ -163,11 +170,29 @@ def _terminated_with_us(process: "subprocess.Popen[bytes]", run_dir: Path) -> It
     finally:
         signal.signal(signal.SIGTERM, before)
     if told and process.returncode:
-        newest = newest_checkpoint(run_dir / "checkpoints")
-        left = "no checkpoint was saved yet (--save-interval)"
-        if newest is not None:
-            left = f"go on from step {newest} with: megasink train --run-dir {run_dir} --resume"
-        raise UserError(f"stopped by {signal.Signals(told[0]).name}; {left}")
+        raise UserError(f"stopped by {signal.Signals(told[0]).name}; {_left(run_dir)}")
+
+
+def _left(run_dir: Path) -> str:
+    """What of a run is left, and how to go on."""
+    newest = newest_checkpoint(run_dir / "checkpoints")
+    if newest is None:
+        return "no checkpoint was saved yet (--save-interval)"
+    return f"go on from step {newest} with: megasink train --run-dir {run_dir} --resume"
+
+
+def _killed(logs: Path) -> str | None:
+    """Which rank a signal ended first, by torchrun's log; it terminated the others then."""
+    text = (logs / "torchrun.log").read_text(errors="replace")
+    # Its table of failures; the others may have seen the lost connection before torchrun did.
+    row = r"rank +: (\d+) \(local_rank: \d+\)\s+exitcode +: -(\d+) \(pid: (\d+)\)"
+    for rank, number, pid in re.findall(row, text):
+        if int(number) == signal.SIGTERM or f"Unable to shutdown process {pid} " in text:
+            continue  # torchrun's own doing
+        name = signal.Signals(int(number)).name
+        why = " (was there no memory left? dmesg says so)" if name == "SIGKILL" else ""
+        return f"rank {rank} was killed by {name}{why}"
+    return None
 
 
 def _follow(

@@ -1,28 +1,42 @@
-"""Per-step statistics into Megatron's log line, TensorBoard and metrics.jsonl.
+"""When what a run does is written: after every step, and after every evaluation.
 
-Megatron 0.19 has no per-step callback. It calls ``training_log`` on every rank after every step
-and ``evaluate`` for every evaluation (megatron/training/training.py:3985,4408): they are wrapped,
-and not changed.
+What is written is in series.py. Megatron 0.19 has no per-step callback. It calls ``training_log``
+on every rank after every step and ``evaluate`` for every evaluation
+(megatron/training/training.py:3985,4408): they are wrapped, and not changed.
 """
 
 import contextlib
 import inspect
-import json
-import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-import torch
+import numpy as np
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer, training
+from torch import Tensor
 
 from megasink.balance.attach import HeadBalanceScale
-from megasink.balance.tracker import HeadStatistics, HeadTracker
+from megasink.balance.tracker import HeadTracker
+from megasink.layers.sink_rate import SinkRate
+from megasink.report.divergence import Divergence
+from megasink.report.heatmap import importance_picture
+from megasink.report.spikes import SpikeCounter
+from megasink.train.divergence import stop_if_diverged
 from megasink.train.forward import BITS_PER_BYTE, LM_LOSS
+from megasink.train.metrics_file import MetricsFile
+from megasink.train.series import (
+    head_record,
+    head_scalars,
+    is_observed,
+    number,
+    sink_record,
+    sink_scalars,
+)
 
 BALANCE_LOSS = "head balance loss"
 IMBALANCE = "head imbalance"
+HEATMAP = "head importance"
 
 
 class Observer:
@@ -36,83 +50,128 @@ class Observer:
     def __init__(self, metrics: Path | None):
         args = get_args()
         self._owner = args.rank == args.world_size - 1
-        self._path = metrics if self._owner else None
-        self._file: TextIO | None = None
+        self._file = MetricsFile(metrics if self._owner else None)
+        self._opened = False
+        self._spikes, self._divergence = SpikeCounter(), Divergence()
         self._clock = time.perf_counter()
         self._mean_seconds: float | None = None
         self._iteration = 0
 
     def step(self, call: dict[str, Any]) -> None:
-        """Before Megatron logs a step: reduce the statistics and add them to its losses."""
+        """Before Megatron logs a step: reduce the statistics and add them to its losses.
+
+        Args:
+            call: the arguments of ``training_log``.
+
+        Raises:
+            UserError: on every rank, where the run has diverged.
+        """
         args = get_args()
         coeff = args.head_balance_coeff * HeadBalanceScale.warmup()
         statistics = HeadTracker.finish_step(coeff, args.head_balance_scope)
         self._iteration = int(call["iteration"])
-        if not self._owner:
+        logs = is_observed(args, self._iteration)
+        if self._owner:
+            losses = call["loss_dict"]
+            lm_loss = float(losses[LM_LOSS]) if LM_LOSS in losses else None
+            record = self._record(call, lm_loss)
+            if statistics is not None and not bool(statistics.importance_LH.isnan().all()):
+                # From here Megatron prints and writes them as it does the language model's loss.
+                losses[BALANCE_LOSS] = statistics.balance_loss.reshape(1)
+                losses[IMBALANCE] = statistics.imbalance.reshape(1)
+                record |= head_record(statistics, details=logs)
+                self._draw(statistics.importance_LH)
+            if logs:
+                record["loss_spikes"] = self._spikes.count
+                self._write_scalars(head_scalars(record))
+                self._print(record)
+            self._file.write(record)
+        if logs and args.stop_on_divergence is not None:
+            stop_if_diverged(self._divergence, args.stop_on_divergence, self._iteration, args.save)
+
+    def start_evaluation(self) -> None:
+        """Before an evaluation."""
+        SinkRate.collects = get_args().log_sink_rate
+
+    def evaluation(self, split: str, losses: dict[str, Any] | None) -> None:
+        """After an evaluation on a split: its loss, bits per byte and attention sinks."""
+        args = get_args()
+        record: dict[str, Any] = {"iteration": self._iteration}
+        sinks: dict[str, Any] = {}
+        if args.log_sink_rate:
+            rates = SinkRate.finish(args.num_layers, args.num_attention_heads)
+            sinks = sink_record(split, *rates)
+        if not self._owner or not losses:
             return
-        losses = call["loss_dict"]
-        if statistics is not None and bool(statistics.importance_LH.isnan().all()):
-            statistics = None
-        lm_loss = float(losses[LM_LOSS]) if LM_LOSS in losses else None
-        if statistics is not None:
-            # From here Megatron prints and writes them as it does the language model's loss.
-            losses[BALANCE_LOSS] = statistics.balance_loss.reshape(1)
-            losses[IMBALANCE] = statistics.imbalance.reshape(1)
-        record = {
+        record[f"{split}_lm_loss"] = number(losses.get(LM_LOSS))
+        if BITS_PER_BYTE in losses:
+            record[f"{split}_bits_per_byte"] = number(losses[BITS_PER_BYTE])
+        self._open()
+        self._file.write(record | sinks)
+        if sinks:
+            scalars = sink_scalars(sinks, split)
+            self._write_scalars(scalars)
+            text = " | ".join(f"{name} {value:.2f}%" for name, value in scalars.items())
+            print(f"megasink: {text}", flush=True)
+
+    def close(self) -> None:
+        """Close metrics.jsonl, and let TensorBoard write what it holds back."""
+        self._file.close()
+        if writer := get_tensorboard_writer():
+            writer.flush()
+
+    def _record(self, call: dict[str, Any], lm_loss: float | None) -> dict[str, Any]:
+        """What is known of every step."""
+        args = get_args()
+        self._open()
+        skipped = int(call["skipped_iter"])
+        if lm_loss is not None and not skipped:
+            self._follow(self._iteration, lm_loss)
+        return {
             "iteration": self._iteration,
             "lm_loss": lm_loss,
             "learning_rate": call["learning_rate"],
-            "grad_norm": _number(call["grad_norm"]),
-            "skipped": int(call["skipped_iter"]),
+            "grad_norm": number(call["grad_norm"]),
+            "skipped": skipped,
             "consumed_samples": args.consumed_train_samples,
             "tokens": args.consumed_train_samples * args.seq_length,
             "seconds": self._seconds(),
         }
-        logs = self._iteration % args.log_interval == 0 or self._iteration == args.train_iters
-        if statistics is not None:
-            record |= self._heads(statistics, logs)
-        self._write(record)
-        if logs:
-            self._print(record)
 
-    def evaluation(self, split: str, losses: dict[str, Any] | None) -> None:
-        """After an evaluation on a split: its loss and bits per byte."""
-        if not self._owner or not losses:
+    def _open(self) -> None:
+        """Open metrics.jsonl, and follow on from the losses in it."""
+        if self._opened:
             return
-        record = {"iteration": self._iteration, f"{split}_lm_loss": _number(losses.get(LM_LOSS))}
-        if BITS_PER_BYTE in losses:
-            record[f"{split}_bits_per_byte"] = _number(losses[BITS_PER_BYTE])
-        self._write(record)
+        self._opened = True
+        for before in self._file.open(get_args().iteration):
+            if before.get("lm_loss") is not None and not before.get("skipped"):
+                self._follow(before["iteration"], before["lm_loss"])
 
-    def close(self) -> None:
-        """Close metrics.jsonl."""
-        if self._file is not None:
-            self._file.close()
+    def _follow(self, iteration: int, lm_loss: float) -> None:
+        self._spikes(lm_loss)
+        self._divergence.add(iteration, lm_loss)
 
-    def _heads(self, statistics: HeadStatistics, logs: bool) -> dict[str, Any]:
-        importance, per_layer = statistics.importance_LH.cpu(), statistics.imbalance_L.cpu()
-        record: dict[str, Any] = {
-            "balance_loss": _number(statistics.balance_loss),
-            "imbalance": _number(statistics.imbalance),
-            "imbalance_per_layer": _rounded(per_layer),
-        }
-        if logs:
-            record["importance"] = _rounded(importance)
-        if self._iteration % get_args().tensorboard_log_interval == 0:
-            self._write_scalars(importance, per_layer)
-        return record
+    def _draw(self, importance_LH: Tensor) -> None:
+        """The heatmap, where one is due and somebody takes it."""
+        args, interval = get_args(), get_args().head_heatmap_interval
+        last = self._iteration == args.train_iters
+        if not interval or (self._iteration % interval and not last):
+            return
+        writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+        if not (writer or wandb):
+            return
+        title = f"head importance (mean gate), step {self._iteration}"
+        picture = importance_picture(importance_LH.cpu().numpy().astype(np.float64), title)
+        if writer:
+            writer.add_image(HEATMAP, picture, self._iteration, dataformats="HWC")
+        if wandb:
+            wandb.log({HEATMAP: wandb.Image(picture)}, self._iteration)
 
-    def _write_scalars(self, importance: torch.Tensor, per_layer: torch.Tensor) -> None:
-        scalars = {}
-        for layer, heads in enumerate(importance):
-            scalars[f"head imbalance by layer/{layer}"] = float(per_layer[layer])
-            scalars[f"head importance mean by layer/{layer}"] = float(heads.mean())
-            scalars[f"head importance min by layer/{layer}"] = float(heads.min())
-            scalars[f"head importance max by layer/{layer}"] = float(heads.max())
+    def _write_scalars(self, scalars: dict[str, float]) -> None:
         if writer := get_tensorboard_writer():
             for name, value in scalars.items():
                 writer.add_scalar(name, value, self._iteration)
-        if wandb := get_wandb_writer():
+        if scalars and (wandb := get_wandb_writer()):
             wandb.log(scalars, self._iteration)
 
     def _seconds(self) -> float:
@@ -137,44 +196,6 @@ class Observer:
         parts.append(f"eta {int(left // 3600)}:{int(left % 3600 // 60):02}:{int(left % 60):02}")
         print(" | ".join(parts), flush=True)
 
-    def _write(self, record: dict[str, Any]) -> None:
-        if self._path is None:
-            return
-        if self._file is None:
-            _drop_after(self._path, get_args().iteration)
-            self._file = self._path.open("a")
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-
-
-def _drop_after(path: Path, iteration: int) -> None:
-    """Keep the lines up to the iteration that training goes on from: it is run again."""
-    if not path.is_file():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(ValueError, KeyError):  # a line cut short by a kill
-            if json.loads(line)["iteration"] <= iteration:
-                kept.append(line + "\n")
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(kept))
-    partial.replace(path)
-
-
-def _number(value: Any) -> float | None:
-    if value is None:
-        return None
-    number = float(value)
-    return number if math.isfinite(number) else None
-
-
-def _rounded(tensor: torch.Tensor) -> list[Any]:
-    """Six digits are more than a gate's mean is known to, and half the bytes."""
-    values: list[Any] = tensor.double().tolist()
-    if tensor.dim() > 1:
-        return [_rounded(row) for row in tensor]
-    return [float(f"{value:.6g}") for value in values]
-
 
 @contextlib.contextmanager
 def observing(observer: Observer) -> Iterator[None]:
@@ -191,6 +212,7 @@ def observing(observer: Observer) -> Iterator[None]:
         return originals["training_log"](*args, **kwargs)
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
+        observer.start_evaluation()
         result = originals["evaluate"](*args, **kwargs)
         observer.evaluation(split, result[0])
         return result

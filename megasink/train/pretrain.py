@@ -1,8 +1,10 @@
 """What every rank runs: arguments, model configuration, Megatron's ``pretrain``."""
 
 import contextlib
+import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import warnings
 from argparse import Namespace
@@ -40,9 +42,25 @@ def pretrain(argv: Sequence[str]) -> None:
     except (SystemExit, AssertionError, CheckpointException) as stop:
         raise _explained(stop, args) from stop
     finally:
+        _end_loader_workers()
         # Without it gloo aborts a process now and then while it exits.
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def _end_loader_workers() -> None:
+    """Let Python end, however training did.
+
+    Workers of data loaders pass over a SIGTERM, which is meant for their rank
+    (megatron/training/datasets/data_samplers.py:94). It is also by a SIGTERM that multiprocessing
+    ends them when Python exits, and then it waits for them: a rank that failed would never be gone.
+    """
+    # torch's own handler raises an error where a worker was killed.
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for child in multiprocessing.active_children():
+        child.kill()
+        child.join()
+    signal.signal(signal.SIGCHLD, before)
 
 
 def _explained(stop: BaseException, args: Namespace) -> BaseException:
@@ -91,11 +109,14 @@ def _run(args: Namespace) -> None:
 
     from megasink.attention import choose_backend
     from megasink.checkpoint.model import model_config
+    from megasink.compat import mend_signal_handler
     from megasink.report.curves import draw_run
+    from megasink.train.checkpoint_writer import checkpoint_helpers
     from megasink.train.checks.attention import attention_request
     from megasink.train.dataset import datasets_provider
     from megasink.train.foreign import accepting_megatrons_checkpoints
     from megasink.train.forward import forward_step
+    from megasink.train.keep_checkpoints import keeping_whole_checkpoints
     from megasink.train.observer import Observer, observing
     from megasink.train.optimizer import grouping_sink_parameters
 
@@ -105,12 +126,15 @@ def _run(args: Namespace) -> None:
         choice = choose_backend(attention_request(args), args.attention_kernel)
         others = "; ".join(f"not {name}: {why}" for name, why in choice.reasons.items())
         print(f"attention: {args.attention_variant} on {choice.name} ({others})", flush=True)
+    mend_signal_handler()
     container = pretrain_cfg_container_from_args(args, model_config(args))
     metrics = Path(args.run_dir, "metrics.jsonl") if args.run_dir else None
     seams = (
         observing(Observer(metrics)),
         grouping_sink_parameters(),
         accepting_megatrons_checkpoints(),
+        checkpoint_helpers(args),
+        keeping_whole_checkpoints(),
     )
     with contextlib.ExitStack() as stack:
         for seam in seams:

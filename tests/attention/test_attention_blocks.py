@@ -30,16 +30,21 @@ def test_plans_visit_each_visible_pair_once():
     for queries in range(1, 8):
         distance = torch.arange(9 - queries, 9)[:, None] - torch.arange(9)
         assert torch.equal(visible_pairs(queries, 9, None), (distance >= 0).long())
-    for window in range(1, 11):  # a token at the end of a cache
-        distance = 8 - torch.arange(9)[None]
-        assert torch.equal(visible_pairs(1, 9, window), (distance < window).long())
+
+
+def test_plans_of_windows_on_rectangles_visit_each_visible_pair_once():
+    """A token at the end of a cache, a chunk of a context-parallel rank."""
+    for keys in range(1, 14):
+        for queries in range(1, keys + 1):
+            distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+            for window in range(1, keys + 2):
+                visible = (distance >= 0) & (distance < window)
+                assert torch.equal(visible_pairs(queries, keys, window), visible.long())
 
 
 def test_plans_refuse_what_they_do_not_hold():
     with pytest.raises(ValueError, match="needs as many keys"):
         plan_blocks(3, 2)
-    with pytest.raises(ValueError, match="as many queries as keys"):
-        plan_blocks(2, 3, window=2)
 
 
 @pytest.mark.parametrize("name", ["flash-cpu", "eager"])

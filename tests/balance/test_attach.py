@@ -13,6 +13,7 @@ def no_scale(monkeypatch):
     """A process in which Megatron has set no scale yet."""
     monkeypatch.setattr(HeadBalanceScale, "_scale", None)
     monkeypatch.setattr(HeadBalanceScale, "_warmup", 1.0)
+    monkeypatch.setattr(HeadBalanceScale, "_targets", None)
 
 
 @pytest.fixture
@@ -70,3 +71,23 @@ def test_the_coefficient_warms_up(importance_H, step, share):
     assert torch.equal(importance_H.grad, share * COEFFICIENTS_H)
     HeadBalanceScale.set_step(step, warmup_steps=0)
     assert HeadBalanceScale.warmup() == 1.0
+
+
+def test_the_targets_are_those_of_the_microbatch_whose_backward_pass_runs():
+    """Under 1F1B the forward passes of others lie between, and recompute asks in the backward."""
+    seen, outputs = [], []
+    for targets in (3.0, 5.0):
+        HeadBalanceScale.set_targets(torch.tensor(targets))
+        leaf = torch.zeros(2, requires_grad=True)
+        leaf.register_hook(lambda _: seen.append(float(HeadBalanceScale.targets())))
+        outputs.append(HeadBalanceScale.keep_targets(2.0 * leaf))
+    for output in outputs:
+        output.sum().backward()
+    assert seen == [3.0, 5.0]
+
+
+def test_targets_that_nobody_gave_are_refused():
+    output = torch.zeros(2, requires_grad=True)
+    assert HeadBalanceScale.keep_targets(output) is output
+    with pytest.raises(RuntimeError, match=r"has to call HeadBalanceScale\.set_targets"):
+        HeadBalanceScale.targets()

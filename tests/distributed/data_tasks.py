@@ -61,7 +61,7 @@ def one_step(argv: Sequence[str]) -> dict[str, Any]:
     HeadTracker.forget()
     sums = sum(r[forward.LM_LOSS] for r in reports) if reports else None
     return {
-        "loss": [None if sums is None else float(sums[0] / sums[1])],
+        "loss": [None if sums is None else sums.tolist()],
         "gradients": tiny_gpt.shards(models, "main_grad"),
     }
 

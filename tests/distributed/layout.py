@@ -8,15 +8,16 @@ class Layout:
     """How the ranks of one task are arranged.
 
     Attributes:
-        tp, pp, dp: tensor-, pipeline- and data-parallel sizes.
+        tp, pp, cp, dp: tensor-, pipeline-, context- and data-parallel sizes.
         vpp: virtual pipeline stages per rank; None for no interleaving.
         sp: sequence parallelism over the tensor-parallel ranks.
-        ep: expert-parallel size; its ranks are among those of tp * dp.
+        ep: expert-parallel size; its ranks are among those of tp * cp * dp.
         etp: tensor-parallel size of the experts; None for tp.
     """
 
     tp: int = 1
     pp: int = 1
+    cp: int = 1
     dp: int = 1
     vpp: int | None = None
     sp: bool = False
@@ -26,7 +27,7 @@ class Layout:
     @property
     def world(self) -> int:
         """The number of ranks."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
 
     def __str__(self) -> str:
         parts = [f"{n}{v}" for n, v in vars(self).items() if n != "sp" and v not in (1, None)]

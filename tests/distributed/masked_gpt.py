@@ -15,6 +15,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megasink.attention import reference_attention
+from megasink.balance.attach import HeadBalanceScale
 from megasink.layers.builder import MegasinkGPTBuilder
 from megasink.layers.core_attention import CoreAttention
 from megasink.train.dataset import without_prefix
@@ -28,7 +29,6 @@ ENDS = ([5, 6, 18, 32], [13, 25, 32])
 def batch(step: int, index: int, documents: bool) -> dict[str, Any]:
     """A microbatch as the data loader gives it."""
     data: dict[str, Any] = tiny_gpt.batch(step, index)
-    data["loss_mask"] = torch.ones(tiny_gpt.MICROBATCH, tiny_gpt.SEQUENCE)
     if documents:
         length = tiny_gpt.SEQUENCE
         rows = [[0, *ends] + [length] * (length - len(ends)) for ends in ENDS]
@@ -47,6 +47,7 @@ def train(documents: bool = False, **options: Any) -> dict[str, Any]:
     def forward_step(iterator: Iterator[tuple[int, int]], model: Any) -> tuple[Tensor, Any]:
         data = batch(*next(iterator), documents)
         data["loss_mask"] = without_prefix(data["loss_mask"], prefix)
+        HeadBalanceScale.set_targets(data["loss_mask"].sum())
         packed = pack(data)
         if packed is not None:
             enter_stage(model)
@@ -63,11 +64,11 @@ def train(documents: bool = False, **options: Any) -> dict[str, Any]:
 
         def loss_function(losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             loss = (losses.float() * mask).sum()
-            return loss, mask.sum().to(torch.int), loss.detach().clone()
+            return loss, mask.sum().to(torch.int), torch.stack([loss.detach(), mask.sum()])
 
-        return output, loss_function
+        return HeadBalanceScale.keep_targets(output), loss_function
 
-    def microbatches(step: int) -> Iterator[tuple[int, int]]:
+    def microbatches(step: int, masked: bool) -> Iterator[tuple[int, int]]:
         state = tiny_gpt.parallel_state
         size, rank = state.get_data_parallel_world_size(), state.get_data_parallel_rank()
         yield from ((step, index) for index in range(rank, tiny_gpt.MICROBATCHES, size))
@@ -110,7 +111,7 @@ def by_autograd(documents: bool = False, **options: Any) -> dict[str, Any]:
     for module in model.modules():
         if isinstance(module, CoreAttention):
             module.forward = MethodType(forward, module)
-    total, report, rows = torch.zeros(()), 0.0, []
+    total, report, rows = torch.zeros(()), torch.zeros(2), []
     for index in range(tiny_gpt.MICROBATCHES):
         data = tiny_gpt.batch(0, index)
         losses, count = [], 0
@@ -124,14 +125,13 @@ def by_autograd(documents: bool = False, **options: Any) -> dict[str, Any]:
         importance_LH = torch.stack([torch.cat(gates[i], 1).mean(1) for i in sorted(gates)])
         gates.clear()
         loss = torch.stack(losses).sum()
-        report += loss.item()
+        report += torch.tensor([loss.item(), count])
         every_head = [list(range(tiny_gpt.HEADS))] * len(importance_LH)
         total = total + loss / count + oracle.balance_loss(importance_LH, coeff, every_head)
         rows.append(importance_LH)
     (total / tiny_gpt.MICROBATCHES).backward()
-    tokens = tiny_gpt.MICROBATCHES * tiny_gpt.MICROBATCH * tiny_gpt.SEQUENCE
     return {
-        "loss": report / tokens,
+        "loss": [report.tolist()],
         "importance_LH": torch.stack(rows).mean(0).detach(),
         "gradients": tiny_gpt.shards([model], "grad"),
     }

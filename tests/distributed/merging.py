@@ -41,10 +41,10 @@ def _merge(name: str, shards: dict[int, dict[str, Any]]) -> ndarray:
 
 
 def loss(reports: list[dict[str, Any]]) -> list[float]:
-    """The loss of every step: the mean over the ranks that have one."""
+    """The loss of every step over the targets of all ranks that have some: [(sum, number), ..]."""
     steps = zip(*(report["loss"] for report in reports), strict=True)
-    known = [[value for value in step if value is not None] for step in steps]
-    return [sum(values) / len(values) for values in known]
+    known = [np.array([value for value in step if value is not None]) for step in steps]
+    return [float(values[:, 0].sum() / values[:, 1].sum()) for values in known]
 
 
 def relative_error(array: ndarray, reference: ndarray) -> float:

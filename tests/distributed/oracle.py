@@ -17,17 +17,21 @@ from torch import Tensor
 from megasink.attention import (
     reference_attention,
     reference_biased_attention,
+    reference_gate,
     reference_similarity_attention,
 )
 from megasink.layers.builder import MegasinkGPTBuilder
 from megasink.layers.core_attention import CoreAttention
+from megasink.layers.gated_self_attention import GatedSelfAttention
 from tests.distributed import tiny_gpt
+from tests.distributed.skewed_gates import skew_gates
 
 
 def reference_model(config: Any, importances: list[Tensor]) -> Any:
     """The model with reference attention, which appends the importance of each layer it runs."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    (model,) = tiny_gpt.skew_sinks([MegasinkGPTBuilder(config).build_model(groups)])
+    models = tiny_gpt.skew_sinks([MegasinkGPTBuilder(config).build_model(groups)])
+    (model,) = skew_gates(models)
     window, skip = config.transformer.window_size, config.transformer.window_attn_skip_freq
 
     def forward(
@@ -37,13 +41,23 @@ def reference_model(config: Any, importances: list[Tensor]) -> Any:
         # Every skip-th layer sees everything; the tuple counts the tokens before the token itself.
         sees_all = window is None or self.layer_number % skip == 0
         out_BHSD, gate_BHS = reference_of(self, tensors, None if sees_all else window[0] + 1)
-        importances.append(gate_BHS.mean((0, 2)))
+        if self.counts_heads:
+            importances.append(gate_BHS.mean((0, 2)))
         out_BHSD = self.config.attention_scale_alpha * out_BHSD
         return out_BHSD.permute(2, 0, 1, 3).flatten(2)
+
+    def gated(self: GatedSelfAttention, out: Tensor, score: Tensor) -> Tensor:
+        out_SBHD = out.unflatten(2, (self.config.num_attention_heads, -1))
+        score_SBHC = score.reshape(*out_SBHD.shape[:3], -1)
+        out_SBHD, gate_SBHC = reference_gate(out_SBHD, score_SBHC)
+        importances.append(gate_SBHC.mean((0, 1, 3)))
+        return out_SBHD.flatten(2)
 
     for module in model.modules():
         if isinstance(module, CoreAttention):
             module.forward = MethodType(forward, module)
+        elif isinstance(module, GatedSelfAttention):
+            module._apply_output_gate = MethodType(gated, module)
     return model
 
 
@@ -62,7 +76,7 @@ def reference_of(
             window=window,
         )
         return out_BHSD, 1.0 - first_BHS.detach()
-    variant = config.attention_variant
+    variant = config.attention_variant.replace("gated", "vanilla")
     if not variant.endswith("bias"):
         out_BHSD, _, gate_BHS = reference_attention(
             *tensors,
@@ -122,11 +136,12 @@ class Balance:
         self.routed: list[list[int]] | None = None
         self.steps = 0
 
-    def __call__(self, importance_MLH: Tensor) -> tuple[Tensor, float]:
+    def __call__(self, importance_MLH: Tensor, weight_M: Tensor) -> tuple[Tensor, float]:
         """The term of a step's loss that is differentiated, and the value that is logged.
 
         Args:
             importance_MLH: of each microbatch.
+            weight_M: of each microbatch in the step's loss; they add up to 1.
         """
         every = routed_heads(importance_MLH[0], 0)
         routed = self.routed if self.shared else every
@@ -137,14 +152,15 @@ class Balance:
             if self.last is not None:
                 last = self.last.requires_grad_()
                 (slope,) = torch.autograd.grad(balance_loss(last, self.coeff, routed), last)
-                term = (slope * importance_LH).sum()
+                term = (slope * torch.einsum("m,mlh->lh", weight_M, importance_MLH)).sum()
             if routed is not None:
                 logged = balance_loss(importance_LH.detach(), self.coeff, routed).item()
         elif routed is not None:
             groups = importance_MLH.unflatten(0, (-1, self.together)).mean(1)
-            terms = [balance_loss(group_LH, self.coeff, routed) for group_LH in groups]
-            term = torch.stack(terms).mean()
-            logged = term.item()
+            weights = weight_M.unflatten(0, (-1, self.together)).sum(1)
+            terms = torch.stack([balance_loss(part_LH, self.coeff, routed) for part_LH in groups])
+            term = (weights * terms).sum()
+            logged = terms.mean().item()
         self.last = importance_LH.detach().clone()
         if self.steps == 0 or (self.refresh and self.steps % self.refresh == 0):
             self.routed = routed_heads(self.last, self.shared)
@@ -164,6 +180,7 @@ def train(
     replicas: int = 1,
     shared: int = 0,
     refresh: int = 0,
+    masked: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """What :func:`tiny_gpt.train` reports, from autograd and torch's AdamW alone."""
@@ -189,22 +206,28 @@ def train(
     report["initial"] = tiny_gpt.shards([model], "data")
     for step in range(steps):
         optimizer.zero_grad()
-        losses, per_microbatch = [], []
+        losses, counts, per_microbatch = [], [], []
         for index in range(tiny_gpt.MICROBATCHES):
-            data = tiny_gpt.batch(step, index)
+            data = tiny_gpt.batch(step, index, masked)
+            mask_BS = data["loss_mask"]
             losses_BS = model(data["tokens"], data["position_ids"], None, labels=data["labels"])
-            losses.append(losses_BS.mean())
+            losses.append((losses_BS * mask_BS).sum())
+            counts.append(mask_BS.sum())
             per_microbatch.append(torch.stack(importances))
             importances.clear()
-        loss = torch.stack(losses).mean()
-        importance_MLH = torch.stack(per_microbatch)
-        balance, logged = balance_of(importance_MLH)
+        importance_MLH, count_M = torch.stack(per_microbatch), torch.stack(counts)
+        # Megatron's mean: over the targets of the batch, or over the means of the microbatches.
+        weight_M = torch.full_like(count_M, 1 / len(count_M))
+        if transformer.calculate_per_token_loss:
+            weight_M = count_M / count_M.sum()
+        loss = (weight_M * torch.stack(losses) / count_M).sum()
+        balance, logged = balance_of(importance_MLH, weight_M)
         (loss + balance).backward()
         if step == min(1, steps - 1):
             report["gradients"] = tiny_gpt.shards([model], "grad")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        report["loss"].append(loss.item())
+        report["loss"].append((torch.stack(losses).sum().item(), count_M.sum().item()))
         report["statistics"].append(
             {"importance_LH": importance_MLH.detach().mean(0), "balance_loss": logged}
         )

@@ -3,6 +3,7 @@
 import json
 import math
 import textwrap
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,69 @@ def test_packed_documents_reach_every_stage(pool, text, single, layout):
     assert found.keys() == wanted.keys()
     for name in wanted:
         assert merging.relative_error(found[name], wanted[name]) <= TOLERANCE, name
+
+
+CP = ["--context-parallel-size", "2"]
+A2A = [*CP, "--cp-comm-type", "a2a"]
+# Under this seed the microbatches have different numbers of targets.
+SEED = ["--seed", "6"]
+EOD = [*SEED, "--eod-mask-loss"]
+PER_TOKEN = [*EOD, "--calculate-per-token-loss"]
+SHARED = [
+    (Layout(cp=2), EOD, CP),
+    (Layout(cp=2), PER_TOKEN, A2A),
+    (Layout(cp=2), ["--sink-token"], CP),
+    (Layout(cp=2), ["--prefix-lm-tokens", "10"], A2A),
+    *((layout, PER_TOKEN, flags) for layout, flags in LAYOUTS.items()),
+]
+
+
+@pytest.fixture(scope="module")
+def whole(pool, text):
+    """Loss and gradients of one process, by the flags of the loss."""
+    known = {}
+
+    def report(*flags: str):
+        if flags not in known:
+            argv = [*MODEL, *text, *ROPE, *flags]
+            known[flags] = pool.run(f"{TASKS}:one_step", SINGLE, argv=argv)
+        return known[flags]
+
+    return report
+
+
+@pytest.mark.parametrize(
+    ("layout", "loss", "flags"),
+    SHARED,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_every_rank_has_its_tokens_and_every_stage_the_number_of_targets(
+    pool, text, whole, layout, loss, flags
+):
+    argv = [*MODEL, *text, *ROPE, *loss, *flags]
+    reports = pool.run(f"{TASKS}:one_step", layout, argv=argv)
+    assert merging.loss(reports) == pytest.approx(merging.loss(whole(*loss)), rel=TOLERANCE)
+    found, wanted = (merging.whole([r["gradients"] for r in rs]) for rs in (reports, whole(*loss)))
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        assert merging.relative_error(found[name], wanted[name]) <= TOLERANCE, name
+
+
+def test_masked_targets_matter(whole):
+    gradients = [merging.whole([r["gradients"] for r in whole(*f)]) for f in (SEED, EOD, PER_TOKEN)]
+    name = "decoder.layers.0.self_attention.linear_qkv.weight"
+    for one, other in pairwise(gradients):
+        assert merging.relative_error(one[name], other[name]) > 1e-3
+
+
+def test_evaluation_adds_up_over_context_parallel_ranks(pool, text):
+    argv = [*MODEL, *text, *ROPE, *EOD]
+    (wanted,) = pool.run(f"{TASKS}:evaluation", SINGLE, argv=argv)
+    found = pool.run(f"{TASKS}:evaluation", Layout(cp=2), argv=[*argv, *CP])
+    for name in ("lm loss", "bits"):
+        total = found[0][name] + found[1][name]
+        assert total == pytest.approx(wanted[name], rel=TOLERANCE)
+        assert 0 < found[0][name][1] < wanted[name][1]
 
 
 def test_without_the_flag_the_documents_see_each_other(pool, text, single):

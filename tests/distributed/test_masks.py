@@ -86,7 +86,7 @@ def test_training_equals_autograd_document_by_document(pool, model):
     (found,) = pool.run(TRAIN, SINGLE, steps=1, head_balance_scope="microbatch", **MODELS[model])
     options = {k: v for k, v in MODELS[model].items() if k != "calculate_per_token_loss"}
     (wanted,) = pool.run(AUTOGRAD, SINGLE, head_balance_coeff=1.0, **options)
-    np.testing.assert_allclose(found["loss"][0], wanted["loss"], rtol=TOLERANCE)
+    np.testing.assert_allclose(merging.loss([found]), merging.loss([wanted]), rtol=TOLERANCE)
     importance = found["statistics"][0]["importance_LH"]
     np.testing.assert_allclose(importance, wanted["importance_LH"], rtol=TOLERANCE)
     ours, expected = (merging.whole([r["gradients"]]) for r in (found, wanted))
@@ -98,7 +98,7 @@ def test_training_equals_autograd_document_by_document(pool, model):
 
 def test_what_is_compared_depends_on_the_mask_and_on_the_positions(single):
     """Otherwise the tests above would compare models that are all alike."""
-    losses = {model: single(model)[0]["loss"][0] for model in MODELS}
+    losses = {model: merging.loss(single(model))[0] for model in MODELS}
     del losses["prefix-per-token-loss"], losses["prefix-vanilla"]  # of fewer targets
     values = sorted(losses.values())
     assert min(b - a for a, b in pairwise(values)) > 1e-4, losses

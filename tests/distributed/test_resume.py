@@ -29,6 +29,7 @@ FLAGS = shlex.split("""
 """)
 # 300 tokens: Megatron itself would give the model 512 rows under TP=2 and 384 otherwise.
 TP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+CP = ["--context-parallel-size", "2"]
 PP = ["--pipeline-model-parallel-size", "2"]
 COMPARED = ("lm_loss", "grad_norm", "balance_loss", "imbalance", "importance", "learning_rate")
 
@@ -57,9 +58,9 @@ def train(pool):
 
 @pytest.fixture(scope="module")
 def finished(train, tmp_path_factory):
-    """A run of six steps under TP=2 with sequence parallelism."""
+    """A run of six steps under TP=2 with sequence parallelism; its checkpoints are asynchronous."""
     run = tmp_path_factory.mktemp("finished") / "run"
-    train(2, *TP, "--run-dir", str(run))
+    train(2, *TP, "--run-dir", str(run), "--async-save")
     return run
 
 
@@ -105,7 +106,9 @@ def test_the_same_layout_resumes_to_the_bit(finished, interrupted):
     assert [s["resumed_from"] for s in starts] == [None, 3]
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(2, PP), (1, [])], ids=["pp2", "single"])
+@pytest.mark.parametrize(
+    ("ranks", "layout"), [(2, PP), (2, CP), (1, [])], ids=["pp2", "cp2", "single"]
+)
 def test_another_layout_resumes_within_rounding(train, finished, interrupted, ranks, layout):
     train(ranks, *layout, "--run-dir", str(interrupted), "--resume")
     before, after = steps(finished), steps(interrupted)

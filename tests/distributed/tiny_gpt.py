@@ -1,6 +1,6 @@
 """Tasks for the workers: a tiny GPT through Megatron's own schedules, DDP and optimizers.
 
-Shapes: B microbatch, S sequence, L layers, H query heads.
+Shapes: B microbatch, S sequence, s the tokens of a context-parallel rank, L layers, H query heads.
 """
 
 from collections.abc import Iterator
@@ -18,9 +18,10 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config, unwrap_model
 from torch import Tensor
 
+from megasink.balance.attach import HeadBalanceScale
 from megasink.balance.tracker import HeadTracker
 from megasink.layers.builder import MegasinkGPTBuilder, MegasinkGPTConfig
 from megasink.layers.core_attention import CoreAttention
@@ -74,6 +75,7 @@ def model_config(
             "head_balance_coeff": 1.0,
             "tensor_model_parallel_size": tp,
             "pipeline_model_parallel_size": pp,
+            "context_parallel_size": parallel_state.get_context_parallel_world_size(),
             "virtual_pipeline_model_parallel_size": vpp,
             "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
             "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
@@ -131,35 +133,54 @@ def build(config: MegasinkGPTConfig, **ddp: Any) -> list[Any]:
         )
 
 
-def batch(step: int, index: int) -> dict[str, Tensor]:
-    """The microbatch ``index`` of the global batch of a step, the same in every layout."""
+def batch(step: int, index: int, masked: bool = False) -> dict[str, Tensor]:
+    """The microbatch ``index`` of the global batch of a step, the same in every layout.
+
+    Args:
+        masked: mask targets out of the loss, more in some microbatches and samples than in others.
+    """
     generator = torch.Generator().manual_seed(1000 * step + index)
     text = torch.randint(VOCABULARY, (MICROBATCH, SEQUENCE + 1), generator=generator)
+    mask = torch.ones(MICROBATCH, SEQUENCE)
+    if masked:
+        for sample, row in enumerate(mask):  # the answer begins here
+            row[: 4 + 11 * sample + 5 * (index % 3)] = 0.0
     return {
         "tokens": text[:, :-1].contiguous(),
         "labels": text[:, 1:].contiguous(),
         "position_ids": torch.arange(SEQUENCE).expand(MICROBATCH, -1),
+        "loss_mask": mask,
     }
 
 
-def microbatches(step: int) -> Iterator[dict[str, Tensor]]:
+def microbatches(step: int, masked: bool = False) -> Iterator[dict[str, Tensor]]:
     """Those of this data-parallel rank."""
     dp = parallel_state.get_data_parallel_world_size()
     rank = parallel_state.get_data_parallel_rank()
     for index in range(rank, MICROBATCHES, dp):
-        yield batch(step, index)
+        yield batch(step, index, masked)
 
 
 def forward_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
     """One microbatch through one stage; the loss as megasink.train.forward gives it."""
     data = next(iterator)
+    targets = data["loss_mask"].sum()
+    HeadBalanceScale.set_targets(targets)
+    data = get_batch_on_this_cp_rank(
+        data, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
+    )
     output = model(data["tokens"], data["position_ids"], None, labels=data["labels"])
+    per_token = get_model_config(model).calculate_per_token_loss
+    cp, mask_Bs = parallel_state.get_context_parallel_world_size(), data["loss_mask"]
 
-    def loss_function(losses_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        loss = losses_BS.float().sum()
-        return loss, torch.tensor(losses_BS.numel(), dtype=torch.int), loss.detach().clone()
+    def loss_function(losses_Bs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        loss = (losses_Bs.float() * mask_Bs).sum()
+        reported = torch.stack([loss.detach(), mask_Bs.sum()])
+        if per_token:
+            return loss, mask_Bs.sum().to(torch.int), reported
+        return cp * loss, targets.to(torch.int), reported
 
-    return output, loss_function
+    return HeadBalanceScale.keep_targets(output), loss_function
 
 
 def optimizer_of(
@@ -203,6 +224,7 @@ def train(
     overlap: bool = False,
     grad_scale: float | None = None,
     optimizer_options: dict[str, Any] | None = None,
+    masked: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Train, and report everything that must not depend on the layout.
@@ -210,6 +232,7 @@ def train(
     Args:
         overlap: overlap gradient reduction (and parameter gathering) with computation.
         grad_scale: a constant factor on the loss, as fp16 training has one.
+        masked: of :func:`batch`.
         options: of :func:`model_config`.
 
     Returns:
@@ -241,9 +264,10 @@ def train(
     report["forward_calls"] = count_forward_calls(models)
     report["initial"] = shards(models, "data")
     for step in range(steps):
-        losses = run_step(models, optimizer, step)
+        losses = run_step(models, optimizer, step, masked)
         report["loss"].append(losses)
-        report["statistics"].append(vars(statistics(transformer)))
+        found = vars(statistics(transformer))
+        report["statistics"].append({k: v for k, v in found.items() if k != "series"})
         # Not the first: the global scope has no balance gradient there. Not a later one: weights
         # that differ by rounding would be compared too.
         if step == min(1, steps - 1):
@@ -261,8 +285,14 @@ def train(
     return report
 
 
-def run_step(models: list[Any], optimizer: Any, step: int) -> float | None:
-    """Forward and backward of a global batch; the mean loss of this replica on the last stage."""
+def run_step(
+    models: list[Any], optimizer: Any, step: int, masked: bool = False
+) -> tuple[float, float] | None:
+    """Forward and backward of a global batch.
+
+    Returns:
+        on the last stage the sum of the losses of this rank's targets, and their number.
+    """
     for model in models:
         model.train()
         model.zero_grad_buffer()
@@ -270,14 +300,17 @@ def run_step(models: list[Any], optimizer: Any, step: int) -> float | None:
     count = MICROBATCHES // parallel_state.get_data_parallel_world_size()
     losses = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=[microbatches(step) for _ in models],
+        data_iterator=[microbatches(step, masked) for _ in models],
         model=models,
         num_microbatches=count,
         seq_length=SEQUENCE,
         micro_batch_size=MICROBATCH,
         forward_only=False,
     )
-    return float(sum(losses)) / (count * MICROBATCH * SEQUENCE) if losses else None
+    if not losses:
+        return None
+    total, targets = sum(losses).tolist()
+    return total, targets
 
 
 def statistics(transformer: MegasinkTransformerConfig) -> Any:
@@ -300,7 +333,7 @@ def count_forward_calls(models: list[Any]) -> list[int]:
 
 def gather_gradients(models: list[Any]) -> None:
     """Complete the gradient buffers, of which the distributed optimizer reduces a part per rank."""
-    group = parallel_state.get_data_parallel_group()
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     for buffer in (b for model in models for b in model.buffers):
         for bucket in buffer.buckets:
             mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()

@@ -84,6 +84,7 @@ def parallel_state(layout: Layout, rank: int, store: str) -> Iterator[None]:
             layout.tp,
             layout.pp,
             virtual_pipeline_model_parallel_size=layout.vpp,
+            context_parallel_size=layout.cp,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
         )
@@ -131,7 +132,7 @@ def forget() -> None:
     HeadTracker.forget()
     get_moe_metrics_tracker().metrics.clear()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
-    HeadBalanceScale._scale = None
+    HeadBalanceScale._scale = HeadBalanceScale._targets = None
     HeadBalanceScale.set_step(0, 0)
     parallel_state.destroy_model_parallel()
 

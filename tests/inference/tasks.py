@@ -139,10 +139,13 @@ def refusals() -> dict[str, str]:
     model.config.flash_decode = True
     found["flash decode"] = message(lambda: model(*inputs, inference_context=static))
     model.config.flash_decode = False
-    model.config.sequence_parallel = True
-    found["sequence parallel"] = message(
-        lambda: generate(model, [[1]], 1, GREEDY, vocabulary=VOCABULARY)
-    )
+    for option, value in (("sequence_parallel", True), ("context_parallel_size", 2)):
+        before = getattr(model.config, option)
+        setattr(model.config, option, value)
+        found[option.removesuffix("_size").replace("_", " ")] = message(
+            lambda: generate(model, [[1]], 1, GREEDY, vocabulary=VOCABULARY)
+        )
+        setattr(model.config, option, before)
     return found
 
 

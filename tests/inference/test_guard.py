@@ -36,4 +36,5 @@ def test_forward_passes_are_refused(pool):
     assert "megasink generate" in found["dynamic"]
     assert "--flash-decode" in found["flash decode"]
     assert "--sequence-parallel" in found["sequence parallel"]
+    assert "--context-parallel-size" in found["context parallel"]
     assert found["static"] == found["training"] == ""

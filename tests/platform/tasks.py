@@ -122,7 +122,8 @@ def fork_warnings() -> tuple[int, int]:
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
     logger.addHandler(handler)
-    filters, counts = list(logger.filters), []
+    filters, level, counts = list(logger.filters), logger.level, []
+    logger.setLevel(logging.WARNING)  # an earlier task may have made Megatron quiet
     try:
         for active in (filters, []):
             logger.filters[:] = active
@@ -132,5 +133,6 @@ def fork_warnings() -> tuple[int, int]:
             counts.append(sum("CPU RNG state changed" in r.getMessage() for r in records))
     finally:
         logger.filters[:] = filters
+        logger.setLevel(level)
         logger.removeHandler(handler)
     return counts[0], counts[1]

@@ -32,6 +32,12 @@ def test_smoothing_is_tensorboards():
     assert smoothed(np.full(5, 2.0)) == pytest.approx(np.full(5, 2.0))
 
 
+def test_smoothing_passes_over_what_is_no_number():
+    found = smoothed(np.array([1.0, np.nan, 3.0]), 0.9)
+    assert found[[0, 2]] == pytest.approx([1.0, (0.09 + 0.3) / 0.19])
+    assert np.isnan(found[1])
+
+
 def test_the_last_value_of_an_iteration_counts():
     rows = [{"iteration": 1, "x": 1.0}, {"iteration": 1, "x": 2.0}, {"iteration": 2, "x": None}]
     iterations, values = series(rows, "x")
@@ -40,11 +46,16 @@ def test_the_last_value_of_an_iteration_counts():
 
 
 @pytest.mark.parametrize("heads", [True, False])
-def test_three_panels_are_drawn(tmp_path, heads):
-    picture = matplotlib.image.imread(draw_run(write(tmp_path, lines(heads=heads))))
+@pytest.mark.parametrize("bits", [True, False])
+def test_every_panel_is_drawn(tmp_path, heads, bits):
+    rows = lines(heads=heads)
+    if not bits:
+        del rows[-1]["valid_bits_per_byte"]
+    picture = matplotlib.image.imread(draw_run(write(tmp_path, rows)))
     height, width, _ = picture.shape
-    assert width > 2.5 * height
-    panels = np.array_split(picture[height // 5 :, :, :3], 3, axis=1)
+    count = 4 if bits else 3
+    assert width == pytest.approx(count * 14 / 3 / 4.2 * height, rel=0.01)
+    panels = np.array_split(picture[height // 5 :, :, :3], count, axis=1)
     # No panel is blank: each has dark ink (axes, text) in it.
     assert all((panel.min(axis=2) < 0.3).mean() > 0.001 for panel in panels)
 

@@ -28,6 +28,14 @@ REFUSED = {
         [*MOCK, "--head-balance-warmup-iters", "-1"],
         ["--head-balance-warmup-iters -1 is negative"],
     ),
+    "warm-up-without-an-end": (
+        [*MOCK, "--lr-warmup-iters", "4"],
+        ["--lr-warmup-iters 4 does not end before the schedule does, after 4"],
+    ),
+    "warm-up-of-everything": (
+        [*MOCK, "--lr-warmup-fraction", "1.0"],
+        ["--lr-warmup-fraction 1.0 is not from 0 up to 1"],
+    ),
     "shared-heads": (
         [*MOCK, "--head-balance-shared-heads", "3"],
         ["--head-balance-shared-heads 3 of 4 heads", "at most 2"],
@@ -56,13 +64,28 @@ REFUSED = {
         ["--distributed-backend nccl needs CUDA", "transformer_engine needs CUDA"],
     ),
     "parts-that-need-cuda": (
-        [*MOCK, "--async-save", "--profile", "--record-memory-history", "--log-straggler"],
+        [*MOCK, "--profile", "--record-memory-history", "--log-straggler"],
         [
-            "--async-save needs CUDA",
             "--profile needs CUDA",
             "--record-memory-history needs CUDA",
             "--log-straggler needs CUDA",
         ],
+    ),
+    "async-nothing": ([*MOCK, "--async-save"], ["--async-save without --run-dir or --save"]),
+    "async-checkpoints": (
+        [
+            *[*MOCK, "--save", "somewhere", "--async-save", "--async-strategy", "nvrx"],
+            *["--ckpt-format", "torch_dcp", "--async-ckpt-use-cpu-shm"],
+        ],
+        [
+            "--async-strategy nvrx: its writer may outlive a rank",
+            "--async-save with --ckpt-format torch_dcp: use torch_dist",
+            "--async-ckpt-use-cpu-shm is for --async-strategy nvrx alone",
+        ],
+    ),
+    "exit-without-checkpoint": (
+        [*MOCK, "--exit-signal-handler-for-training"],
+        ["--exit-signal-handler-for-training ends a run without a checkpoint"],
     ),
     "dropout": ([*MOCK, "--attention-dropout", "0.1"], ["dropout 0.1 breaks the identity"]),
     "no-data": (MODEL, ["no training data", "no tokenizer"]),
@@ -118,10 +141,35 @@ REFUSED = {
             "--multi-head-addition with --delay-wgrad-compute",
         ],
     ),
-    "context-parallel": ([*MOCK, "--context-parallel-size", "2"], ["--context-parallel-size"]),
-    "masked-per-token-loss": (
-        [*MOCK, "--calculate-per-token-loss", "--eod-mask-loss"],
-        ["drop one of the two flags"],
+    "context-parallel": (
+        MOCK
+        + """
+        --context-parallel-size 3 --cp-comm-type p2p all_gather a2a+p2p p2p --prefix-lm-tokens 3
+        --dataloader-inter-document-masking --hybrid-context-parallel
+        --hierarchical-context-parallel-sizes 3
+        """.split(),
+        [
+            "--hybrid-context-parallel: its groups change with every batch",
+            "--hierarchical-context-parallel-sizes belongs to --cp-comm-type a2a+p2p",
+            "--seq-length 64 is not divisible by 2 * --context-parallel-size 3",
+            "--dataloader-inter-document-masking with --context-parallel-size 3",
+            "--cp-comm-type p2p: a gate needs the log-sum-exp over all keys at once: use all_gat",
+            "--cp-comm-type a2a+p2p: a gate needs",
+            "--cp-comm-type has 4 values for 2 layers",
+            "--prefix-lm-tokens with --cp-comm-type all_gather",
+        ],
+    ),
+    "heads-of-context-parallel-ranks": (
+        MOCK
+        + """
+        --context-parallel-size 2 --cp-comm-type a2a --num-attention-heads 4
+        --group-query-attention --num-query-groups 1 --tensor-model-parallel-size 4
+        """.split(),
+        [
+            "--cp-comm-type a2a: --num-attention-heads 4 is not divisible by "
+            "--tensor-model-parallel-size 4 * --context-parallel-size 2: use --cp-comm-type all_g",
+            "--cp-comm-type a2a: --num-query-groups 4 is not divisible by",
+        ],
     ),
     "unknown-flag": (
         [*MOCK, "--head-balance-coef", "1", "--attention-variant", "y"],
@@ -210,128 +258,6 @@ REFUSED = {
         [*MODEL, "--attention-variant", "x", "--head-balance-coeff", "-1", "--resume"],
         ["'x' is unknown", "-1.0 is negative", "no training data", "no tokenizer", "--run-dir"],
     ),
-    "unknown-gate": (
-        [*GATED, "--gate-position", "g1", "--gate-granularity", "x", "--sdpa-output-norm", "y"],
-        [
-            "--gate-position 'g1' is unknown: choose sdpa, value, key, query, output",
-            "--gate-granularity 'x' is unknown: choose headwise, elementwise",
-            "--sdpa-output-norm 'y' is unknown: choose none, rmsnorm, silu",
-        ],
-    ),
-    "gate-without-a-gate": (
-        [*MOCK, "--gate-position", "value", "--gate-shared-heads"],
-        ["--gate-position, --gate-shared-heads without a gate: add --attention-variant gated"],
-    ),
-    "gate-of-the-output": (
-        [*GATED, "--gate-position", "output", "--gate-shared-heads"],
-        ["add --gate-granularity elementwise", "--gate-shared-heads with --gate-position output"],
-    ),
-    "gate-inside-transformer-engine": (
-        [*GATED, *OUTPUT_GATE, "--transformer-impl", "transformer_engine"],
-        ["--gate-position output needs the normed hidden state"],
-    ),
-    "gate-of-part-of-a-group": (
-        [
-            *[*GATED, "--gate-position", "key", "--tensor-model-parallel-size", "2"],
-            *["--group-query-attention", "--num-query-groups", "1"],
-        ],
-        ["--gate-position key with 1 key/value groups on --tensor-model-parallel-size 2"],
-    ),
-    "gate-under-a-norm": (
-        [*GATED, "--gate-position", "query", "--qk-layernorm"],
-        ["--gate-position query with a headwise gate and --qk-layernorm"],
-    ),
-    "megatrons-own-gate": (
-        [*MOCK, "--attention-output-gate"],
-        ["--attention-variant gated --gate-granularity elementwise"],
-    ),
-    "norm-of-a-sink": (
-        [*MOCK, "--sdpa-output-norm", "rmsnorm"],
-        ["--sdpa-output-norm rmsnorm with --attention-variant sink"],
-    ),
-    "muon": ([*GATED, "--optimizer", "muon"], ["--optimizer muon takes linear_qkv apart"]),
-    "fp8-gate": ([*GATED, "--fp8-format", "hybrid"], ["the gate adds 4 to each rank"]),
-    "nothing-to-match": (
-        [*MOCK, "--match-ffn-width"],
-        ["--match-ffn-width without a gate has nothing to match"],
-    ),
-    "no-width-left": (
-        [
-            *[*GATED, "--gate-granularity", "elementwise"],
-            *["--match-ffn-width", "--ffn-hidden-size", "64"],
-        ],
-        ["the gate adds 4,160 parameters per layer", "less than 128 would be left"],
-    ),
-    "s-by-s-masks": (
-        [*MOCK, "--reset-attention-mask"],
-        ["--reset-attention-mask: it makes S x S masks: use --dataloader-inter-document-masking"],
-    ),
-    "positions-that-nothing-reads": (
-        [*MOCK, "--reset-position-ids"],
-        ["--reset-position-ids changes nothing under --position-embedding-type rope"],
-    ),
-    "similarity-under-a-mask": (
-        [
-            *[*MOCK, "--attention-variant", "vanilla", "--head-balance-coeff", "0"],
-            *["--attention-similarity", "sigmoid", "--prefix-lm-tokens", "3"],
-        ],
-        ["--attention-similarity sigmoid with --prefix-lm-tokens"],
-    ),
-    "sink-token-of-a-prefix": (
-        [*MOCK, "--sink-token", "--vocab-size", "383", "--prefix-lm-tokens", "3"],
-        ["--sink-token with --prefix-lm-tokens"],
-    ),
-    "negative-prefix": ([*MOCK, "--prefix-lm-tokens", "-1"], ["--prefix-lm-tokens -1 is negative"]),
-    "prefix-without-targets": (
-        [*MOCK, "--prefix-lm-tokens", "64"],
-        ["--prefix-lm-tokens 64 leaves no target in --seq-length 64: use less than 64"],
-    ),
-    "prefix-with-everything": (
-        [
-            *[*MOCK, "--prefix-lm-tokens", "3", "--dataloader-inter-document-masking"],
-            *["--window-size", "15,0", "--attention-bias-type", "alibi"],
-            *["--position-embedding-type", "none"],
-        ],
-        [
-            "--prefix-lm-tokens with --window-size",
-            "--prefix-lm-tokens with --dataloader-inter-document-masking",
-            "--prefix-lm-tokens with --attention-bias-type",
-        ],
-    ),
-    "unknown-bias": (
-        [*MOCK, "--attention-bias-type", "t6"],
-        ["--attention-bias-type 't6' is unknown: choose none, alibi, t5, bucket"],
-    ),
-    "positions-twice": (
-        [*MOCK, "--attention-bias-type", "alibi"],
-        ["would tell positions twice: give --position-embedding-type none"],
-    ),
-    "kernel-without-a-bias": (
-        [
-            *[*MOCK, "--attention-bias-type", "alibi", "--position-embedding-type", "none"],
-            *["--attention-kernel", "flash-cpu"],
-        ],
-        ["'flash-cpu' cannot run", "with a distance bias", "it adds no bias to the scores"],
-    ),
-    "buckets": (
-        [
-            *[*MOCK, "--attention-bias-type", "t5", "--position-embedding-type", "none"],
-            *["--relative-attention-num-buckets", "31", "--relative-attention-max-distance", "12"],
-        ],
-        ["--relative-attention-num-buckets 31", "--relative-attention-max-distance 12 lies in"],
-    ),
-    "relative-of-transformer-engine": (
-        [*MOCK, "--position-embedding-type", "relative"],
-        ["relative: it needs TransformerEngine's attention", "--attention-bias-type t5"],
-    ),
-    "positions-of-pictures": (
-        [*MOCK, "--position-embedding-type", "mrope"],
-        ["mrope: text has one position for each token: use rope"],
-    ),
-    "sinusoids-without-a-table": (
-        [*MOCK, "--sinusoidal-position-embedding", "--hidden-size", "65", "--kv-channels", "16"],
-        ["--sinusoidal-position-embedding with --position-embedding-type rope", "65 is odd"],
-    ),
     "upstream": ([*MOCK, "--global-batch-size", "3"], ["Megatron refuses this configuration"]),
 }
 ACCEPTED = {
@@ -365,21 +291,13 @@ ACCEPTED = {
     --moe-token-dispatcher-type alltoall
     """.split(),
     "deterministic": [*MOCK, "--deterministic-mode"],
-    "gated": GATED,
-    "gated-output": [*GATED, *OUTPUT_GATE],
-    "silu": [*MOCK, "--sdpa-output-norm", "silu"],
-    "matched": [
-        *[*GATED, "--gate-granularity", "elementwise", "--gate-activation", "silu"],
-        *["--match-ffn-width", "--hidden-size", "512", "--ffn-hidden-size", "1536"],
-    ],
-    "prefix": [*MOCK, "--prefix-lm-tokens", "5"],
-    "documents": [*MOCK, "--dataloader-inter-document-masking", "--reset-position-ids"],
-    "documents-t5-window": [
-        *[*MOCK, "--dataloader-inter-document-masking", "--window-size", "15,0"],
-        *["--attention-bias-type", "t5", "--position-embedding-type", "none"],
-    ],
-    "sinusoids": [
-        *[*MOCK, "--sinusoidal-position-embedding", "--reset-position-ids"],
-        *["--position-embedding-type", "learned_absolute"],
-    ],
+    "context-parallel-window": [*MOCK, "--context-parallel-size", "2", "--window-size", "15,0"],
+    "context-parallel-a2a": MOCK
+    + """
+    --context-parallel-size 2 --cp-comm-type a2a all_gather --group-query-attention
+    --num-query-groups 2 --attention-bias-type alibi --position-embedding-type none
+    """.split(),
+    "context-parallel-prefix": MOCK
+    + "--context-parallel-size 2 --cp-comm-type a2a --prefix-lm-tokens 5".split(),
+    "masked-per-token-loss": [*MOCK, "--calculate-per-token-loss", "--eod-mask-loss"],
 }

@@ -1,13 +1,22 @@
 """``megasink.train`` as one real process that dies, or runs out of disk, at a chosen moment.
 
-Usage: python -m tests.train.dying_entry MOMENT FLAGS. MOMENT is step:N (SIGKILL after the backward
+Usage: python -m tests.train.dying_entry. For every line {"moment", "flags", "environment",
+"stdout", "stderr"} on standard input it forks such a process (importing megatron for each would
+take most of the time), the leader of a session of its own, and writes two lines: its process id,
+and its exit code (-N: signal N) when it has ended. A moment is step:N (SIGKILL after the backward
 pass of step N), save:N (SIGKILL in the N-th save, when the tensors are written and the index is
-not) or full:N (before the N-th save the disk runs full).
+not), full:N (before the N-th save the disk runs full) or nan:N (step N has a loss that is no
+number); when the N-th asynchronous save has been handed over async:N (SIGKILL), writer:N (SIGKILL
+to the writer) or term:N (SIGTERM to the whole process group, as torchrun sends it).
+The process that writes asynchronous checkpoints is slow, so that training goes on meanwhile.
 """
 
+import json
 import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +39,22 @@ def at_call(number: int, act: Callable[[], None], function: Callable[..., Any]) 
     return counted
 
 
+def at_message(
+    text: str, number: int, act: Callable[[], None], function: Callable[..., Any]
+) -> Any:
+    """The function that prints; `act` comes after its `number`-th message with the text."""
+    calls = 0
+
+    def counted(message: str) -> Any:
+        nonlocal calls
+        function(message)
+        calls += text in message
+        if calls == number and text in message:
+            act()
+
+    return counted
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -42,19 +67,99 @@ def fill_disk() -> None:
     (folder / "__0_0.distcp").symlink_to("/dev/full")
 
 
-if __name__ == "__main__":
-    kind, _, count = sys.argv[1].partition(":")
-    prepare_process([])
+def end_group() -> None:
+    """From another process, as torchrun's: helpers obey their own rank."""
+    assert os.getpgrp() == os.getpid()
+    # Not by `kill`: that of procps 4.0.2 takes a negative number for an option, and its first
+    # digit for the target, so that it may end every process of the machine.
+    send = f"import os, signal; os.killpg({os.getpgrp()}, signal.SIGTERM)"
+    subprocess.run([sys.executable, "-c", send], check=True, start_new_session=True)
+
+
+def kill_writer() -> None:
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    os.kill(PersistentAsyncCaller._persistent_process.pid, signal.SIGKILL)
+
+
+def no_number(step: int, loss_func: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron.training import get_args
+
+    def loss(*args: Any) -> Any:
+        *others, training, token_losses = args
+        if training and get_args().curr_iteration == step - 1:
+            token_losses = token_losses * float("nan")
+        return loss_func(*others, training, token_losses)
+
+    return loss
+
+
+def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.01)
+        return function(*args, **kwargs)
+
+    return slow
+
+
+def train(moment: str) -> int:
+    """Train with the flags of sys.argv, and die."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-    from megatron.training import training
+    from megatron.training import checkpointing, training
 
     from megasink.balance.tracker import HeadTracker
+    from megasink.train import forward
 
+    kind, _, text = moment.partition(":")
+    count = int(text)
     if kind == "step":
-        HeadTracker.start_reduction = at_call(int(count), die, HeadTracker.start_reduction)
+        HeadTracker.start_reduction = at_call(count, die, HeadTracker.start_reduction)
     elif kind == "save":
-        finish = FileSystemWriterAsync.finish
-        FileSystemWriterAsync.finish = at_call(int(count), die, finish)
+        FileSystemWriterAsync.finish = at_call(count, die, FileSystemWriterAsync.finish)
+    elif kind in ("async", "writer", "term"):
+        say = checkpointing.print_rank_0
+        act = {"async": die, "writer": kill_writer, "term": end_group}[kind]
+        checkpointing.print_rank_0 = at_message("scheduled an async", count, act, say)
+    elif kind == "nan":
+        forward.loss_func = no_number(count, forward.loss_func)
     else:
-        training.save_checkpoint = at_call(int(count), fill_disk, training.save_checkpoint)
-    sys.exit(main(sys.argv[2:]))
+        training.save_checkpoint = at_call(count, fill_disk, training.save_checkpoint)
+    return main(sys.argv[1:])
+
+
+def begin(request: dict[str, Any]) -> str:
+    """Turn this process, just forked, into the one that was asked for: its moment."""
+    os.setsid()
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        file = os.open(request[name], os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, number)
+        os.close(file)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.environ.update(request["environment"])
+    sys.argv = [sys.argv[0], *request["flags"]]
+    return str(request["moment"])
+
+
+def serve() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # Megatron prints while it is imported
+    prepare_process([])
+    from megasink.train import arguments, forward, model, observer  # noqa: F401
+
+    while line := sys.stdin.readline():
+        child = os.fork()
+        if child == 0:
+            sys.exit(train(begin(json.loads(line))))
+        print(child, file=answers, flush=True)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(code, file=answers, flush=True)
+
+
+if __name__ == "__mp_main__":  # in the writer: torch.save is called for every tensor
+    import torch
+
+    torch.save = slowly(torch.save)
+
+if __name__ == "__main__":
+    serve()

@@ -13,7 +13,12 @@ import pytest
 from megasink.data.corpus import Corpus
 from megasink.data.preprocess import preprocess
 from megasink.data.tokenizer import train_tokenizer
-from tests.train.command_lines import ACCEPTED, MOCK, MODEL, REFUSED
+from tests.train import command_lines, mechanism_lines, observing_lines
+from tests.train.command_lines import MOCK, MODEL
+
+_TABLES = (command_lines, mechanism_lines, observing_lines)
+REFUSED = {name: case for table in _TABLES for name, case in table.REFUSED.items()}
+ACCEPTED = {name: case for table in _TABLES for name, case in table.ACCEPTED.items()}
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +118,7 @@ def test_defaults_of_every_platform(answers):
     args = answers["tp1"]["args"]
     assert args["attention_dropout"] == args["hidden_dropout"] == 0.0
     assert args["dist_ckpt_optim_fully_reshardable"] is True
+    assert args["exit_signal_handler"] is True
     assert args["attention_variant"] == "sink"
     assert args["head_balance_coeff"] == 1e-4
 

@@ -38,6 +38,7 @@ def pipeline_run(text, tmp_path_factory):
     """A run of two pipeline stages through `megasink train`."""
     run_dir = tmp_path_factory.mktemp("run") / "pp2"
     layout = ["--pipeline-model-parallel-size", "2", "--softmax-offset-init", "2"]
+    layout += ["--log-sink-rate", "--head-heatmap-interval", "5", "--stop-on-divergence", "3"]
     assert megasink(["train", "--run-dir", str(run_dir), *FLAGS, *text, *layout]) == 0
     return run_dir
 
@@ -89,6 +90,13 @@ def test_tensorboard_has_the_losses_and_every_layer(pipeline_run):
     recorded = [line["imbalance"] for line in metrics(pipeline_run) if "imbalance" in line]
     logged = [event.value for event in events.Scalars("head imbalance")]
     assert logged == pytest.approx(recorded, rel=1e-6)
+    details = [line for line in metrics(pipeline_run) if "softmax_offset" in line]
+    for tag, key in (("softmax offset", "softmax_offset"), ("head importance", "importance")):
+        wanted = [max(line[key][1]) for line in details]
+        logged = [event.value for event in events.Scalars(f"{tag} max by layer/1")]
+        assert logged == pytest.approx(wanted, rel=1e-6)
+    assert {"balance gradient ratio", "loss spikes", "sink rate slot validation"} <= tags
+    assert [event.step for event in events.Images("head importance")] == [5, 10, 12]
 
 
 def test_the_log_line_has_both_losses(pipeline_run):
@@ -231,7 +239,8 @@ def test_generate_from_another_layout(pipeline_run, pool):
     (answers,) = pool.run(f"{GENERATE}:megasink", SINGLE, commands=commands)
     assert [code for code, _, _ in answers] == [0] * 5
     texts = [output for _, output, _ in answers]
-    assert all(text.startswith("def ") and len(text) > 12 for text in texts)
+    assert [text for text in texts if not text.startswith("def ") or text.strip() == "def"] == []
+    assert max(map(len, texts)) > 12  # one that is drawn may end early
     assert texts[1].split("\n---\n")[0] == texts[0].removesuffix("\n")  # alone, and in a batch
     assert texts[2] == texts[3] != texts[4]
     for _, _, errors in answers:

@@ -14,6 +14,7 @@ def test_ranks_follow_the_layout():
     assert launch._default_ranks(["--cpu"]) == 1
     flags = ["--cpu", "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size=3"]
     assert launch._default_ranks(flags) == 6
+    assert launch._default_ranks([*flags, "--context-parallel-size", "2"]) == 12
 
 
 def test_the_last_value_of_a_flag_counts():
@@ -101,6 +102,36 @@ def test_else_the_last_line_of_a_traceback(tmp_path):
     message = launch._what_failed(tmp_path, 1)
     assert message.startswith("rank 1 failed: ValueError: 3 is odd")
     assert "stderr.log" in message
+
+
+FAILURES = """
+[0]:
+  time      : 2026-01-01_00:00:00
+  host      : here
+  rank      : 0 (local_rank: 0)
+  exitcode  : {} (pid: 100) {}
+Root Cause (first observed failure):
+[1]:
+  rank      : 3 (local_rank: 3)
+  exitcode  : {} (pid: 103)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (FAILURES.format(1, "", -9), "rank 3 was killed by SIGKILL (was there no memory left?"),
+        (FAILURES.format(-15, "", -11), "rank 3 was killed by SIGSEGV"),
+        # torchrun kills ranks that do not end when another one has failed.
+        ("Unable to shutdown process 100 via SIGTERM\n" + FAILURES.format(-9, "", 1), None),
+        (FAILURES.format(-15, "", 1), None),
+        ("", None),
+    ],
+)
+def test_the_rank_that_a_signal_ended_is_named(text, expected, tmp_path):
+    (tmp_path / "torchrun.log").write_text(text)
+    found = launch._killed(tmp_path)
+    assert found is expected if expected is None else found.startswith(expected)
 
 
 def test_else_where_the_logs_are(tmp_path):

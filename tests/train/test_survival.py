@@ -7,15 +7,18 @@ import contextlib
 import json
 import os
 import random
+import select
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
-from megasink.checkpoint.intact import damage, newest_intact
+from megasink.checkpoint.intact import damage, iterations, newest_intact
 from tests.distributed.pool import ROOT
 from tests.distributed.test_resume import free_port
 
@@ -26,6 +29,7 @@ FLAGS = shlex.split("""
     --position-embedding-type rope --untie-embeddings-and-output-weights
     --tokenizer-type NullTokenizer --vocab-size 255 --mock-data --eval-iters 1
     --eval-interval 100 --log-interval 1 --save-interval 2 --head-balance-coeff 0.1
+    --num-workers 0
 """)
 
 
@@ -53,28 +57,61 @@ def finished(train, tmp_path_factory):
     return folder
 
 
-def dying(moment, folder):
-    """Train in a process of its own that dies: its exit code and what it said."""
+@pytest.fixture(scope="module")
+def dying():
+    """Train in a process of its own that dies: its exit code and what it said.
+
+    Nothing that it started may be left a few seconds later.
+    """
     numbers = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "PYTHONPATH": ROOT}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.train.dying_entry", moment]
-    errors = folder.with_suffix(".stderr")
-    with errors.open("w") as file:
-        process = subprocess.Popen(
-            [*command, *FLAGS, "--run-dir", str(folder)],
-            env=os.environ | {name: str(value) for name, value in (numbers | address).items()},
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=file,
-            start_new_session=True,
-        )
+    entry = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "tests.train.dying_entry"],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+    def run(moment, folder, *flags):
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        environment = {name: str(value) for name, value in (numbers | address).items()}
+        said, errors = folder.with_suffix(".stdout"), folder.with_suffix(".stderr")
+        request = {"moment": moment, "flags": [*FLAGS, "--run-dir", str(folder), *flags]}
+        request |= {"environment": environment, "stdout": str(said), "stderr": str(errors)}
+        entry.stdin.write(json.dumps(request) + "\n")
+        entry.stdin.flush()
+        leader = answer()
+        assert leader > 1
         try:
-            code = process.wait(timeout=200)
+            code = answer()
+            deadline = time.monotonic() + 10
+            while left := session(leader):
+                assert time.monotonic() < deadline, f"still there: {left}"
+                time.sleep(0.1)
         finally:
-            # Megatron's checkpoint writer starts a helper that outlives a killed rank.
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    return code, errors.read_text()
+                os.killpg(leader, signal.SIGKILL)
+        return code, errors.read_text()
+
+    def answer():
+        assert select.select([entry.stdout], [], [], 200)[0], "no answer"
+        return int(entry.stdout.readline())
+
+    yield run
+    entry.kill()
+    entry.wait()
+
+
+def session(leader):
+    """Command lines of what a process started, itself left out."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.Error):
+            if process.pid != leader and os.getsid(process.pid) == leader:
+                found.append(" ".join(process.cmdline()))
+    return found
 
 
 def losses(folder):
@@ -89,7 +126,7 @@ def resumed_from(folder):
 
 
 @pytest.mark.parametrize(("moment", "newest"), [("step:5", 4), ("save:2", 2)])
-def test_a_killed_run_goes_on_to_the_bit(train, finished, tmp_path, moment, newest):
+def test_a_killed_run_goes_on_to_the_bit(dying, train, finished, tmp_path, moment, newest):
     run = tmp_path / "run"
     code, _ = dying(moment, run)
     assert code == -signal.SIGKILL
@@ -101,7 +138,57 @@ def test_a_killed_run_goes_on_to_the_bit(train, finished, tmp_path, moment, newe
     assert aside == ([] if newest == 4 else ["iter_0000004.damaged"])
 
 
-def test_a_full_disk_ends_in_one_line_and_loses_no_checkpoint(train, finished, tmp_path):
+def test_a_kill_while_a_checkpoint_is_written_in_the_background(dying, train, finished, tmp_path):
+    """The checkpoint of step 2 was written while step 3 changed the weights: it is that of step 2.
+
+    Those of 4 (written, not finished) and 6 are not used.
+    """
+    run = tmp_path / "run"
+    code, text = dying("async:3", run, "--async-save")
+    assert code == -signal.SIGKILL, text
+    train(run, "--resume", "--async-save")
+    assert resumed_from(run) == 2
+    assert losses(run) == losses(finished)
+    aside = sorted(path.name for path in (run / "checkpoints").glob("*.damaged"))
+    assert aside == ["iter_0000004.damaged", "iter_0000006.damaged"]
+    assert newest_intact(run / "checkpoints", checksums=True) == (6, {})
+
+
+def test_sigterm_in_a_checkpoint_saves_one_more_and_ends(dying, train, finished, tmp_path):
+    """Sent to everything that the rank started, as torchrun and schedulers do."""
+    run = tmp_path / "run"
+    code, text = dying("term:2", run, "--async-save")
+    assert code == 0, text
+    assert iterations(run / "checkpoints") == [2, 4, 5]
+    assert newest_intact(run / "checkpoints", checksums=True) == (5, {})
+    train(run, "--resume")
+    assert losses(run) == losses(finished)
+
+
+def test_a_dead_writer_ends_the_rank_in_one_line(dying, tmp_path):
+    run = tmp_path / "run"
+    code, text = dying("writer:2", run, "--async-save")
+    assert code == 2, text
+    (error,) = [line for line in text.splitlines() if line.startswith("megasink: error")]
+    assert "the checkpoint writer of rank 0" in error
+    assert newest_intact(run / "checkpoints")[0] == 2
+
+
+def test_nan_keeps_the_newest_checkpoint(dying, train, finished, tmp_path):
+    """Step 5 after the checkpoint of step 4, which Megatron would write once more."""
+    run = tmp_path / "run"
+    code, text = dying("nan:5", run)
+    assert code == 2, text
+    (error,) = [line for line in text.splitlines() if line.startswith("megasink: error")]
+    assert "step 5: NaN or Inf in the loss" in error
+    assert "the checkpoint of step 4 is whole: kept" in run.with_suffix(".stdout").read_text()
+    assert newest_intact(run / "checkpoints", checksums=True) == (4, {})
+    train(run, "--resume")
+    assert resumed_from(run) == 4
+    assert losses(run) == losses(finished)
+
+
+def test_a_full_disk_ends_in_one_line_and_loses_no_checkpoint(dying, train, finished, tmp_path):
     run = tmp_path / "run"
     code, text = dying("full:2", run)
     assert code == 2, text

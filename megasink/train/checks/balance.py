@@ -35,9 +35,4 @@ def problems(args: Namespace) -> list[str]:
             "use local or transformer_engine"
             + (" (or set --head-balance-coeff 0)" if coeff else "")
         )
-    if coeff and args.calculate_per_token_loss and args.eod_mask_loss:
-        found.append(
-            "--head-balance-coeff with --calculate-per-token-loss and --eod-mask-loss: the count "
-            "of unmasked tokens is known on the last stage only; drop one of the two flags"
-        )
     return found

@@ -7,7 +7,6 @@ from megasink.compat import have_transformer_engine
 
 # Parts of the trainer that ask the CUDA driver themselves.
 _NEED_CUDA = {
-    "async_save": "--async-save",
     "profile": "--profile",
     "record_memory_history": "--record-memory-history",
     "log_straggler": "--log-straggler",
@@ -28,7 +27,6 @@ def problems(args: Namespace) -> list[str]:
                 "--transformer-impl transformer_engine needs CUDA and no CUDA device is present: "
                 "use local"
             )
-        # The writer of an asynchronous save is a process without the platform: it would hang.
         for name, flag in _NEED_CUDA.items():
             if getattr(args, name):
                 found.append(f"{flag} needs CUDA and no CUDA device is present: drop the flag")

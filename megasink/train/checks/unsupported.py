@@ -12,7 +12,6 @@ _GROUPED = "experts in one tensor start from weights that depend on the layout"
 _UNSUPPORTED: tuple[tuple[str, Any, str, str], ...] = (
     ("multi_latent_attention", False, "--multi-latent-attention", "MLA has no sink here"),
     ("mtp_num_layers", None, "--mtp-num-layers", "its blocks ignore the layer spec"),
-    ("context_parallel_size", 1, "--context-parallel-size", "not supported yet: use 1"),
     ("hybrid_layer_pattern", None, "--hybrid-layer-pattern", "GPT models only"),
     ("heterogeneous_layers_config_path", None, "--heterogeneous-layers-config-path", "GPT only"),
     ("experimental_attention_variant", None, "--experimental-attention-variant", "GPT only"),

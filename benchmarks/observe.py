@@ -1,0 +1,148 @@
+"""Cost of observing: the CPU time of a training step with everything written over one without.
+
+One process, the model of benchmarks/step_time.py with sinks and the head-balance loss. Kinds of
+steps take turns: without the observer; with it, between two log lines; on a log line (details,
+TensorBoard scalars); on a log line with the picture of head importance. A step's CPU time, of all
+threads, is compared with that of the step without the observer in the same turn, so that other
+work on the machine matters little.
+
+    python benchmarks/observe.py --turns 40
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from argparse import Namespace
+from pathlib import Path
+from unittest import mock
+
+import step_time
+import torch
+
+from megasink import platform
+
+OFF, BETWEEN, LOGGED, PICTURE = "without", "between log lines", "log line", "log line + picture"
+
+
+class Trainer:
+    """A model, its optimizer and an observer that writes into a folder."""
+
+    def __init__(self, folder: Path, sequence: int):
+        from megatron.core import parallel_state
+
+        from megasink.train import observer
+
+        self.options = {"attention_variant": "sink", "head_balance_coeff": 1e-4}
+        self.model = step_time.build(self.options, sequence)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        generator = torch.Generator().manual_seed(0)
+        self.tokens = torch.randint(
+            step_time.VOCABULARY, (step_time.BATCH, sequence + 1), generator=generator
+        )
+        self.positions = torch.arange(sequence)[None]
+        self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder))
+        self.args = Namespace(
+            rank=0,
+            world_size=1,
+            iteration=0,
+            head_balance_coeff=1e-4,
+            head_balance_scope="global",
+            global_batch_size=step_time.BATCH,
+            seq_length=sequence,
+            consumed_train_samples=0,
+            train_iters=10**9,
+            log_interval=1,
+            head_heatmap_interval=0,
+            stop_on_divergence=None,
+            save=None,
+        )
+        mock.patch.object(observer, "get_args", return_value=self.args).start()
+        mock.patch.object(observer, "get_tensorboard_writer", return_value=self.writer).start()
+        mock.patch.object(observer, "get_wandb_writer", return_value=None).start()
+        mock.patch.object(observer.Observer, "_print").start()
+        self.observer = observer.Observer(folder / "metrics.jsonl")
+        self.iteration = 0
+
+    def step(self, kind: str) -> float:
+        """Train one step and return its CPU seconds."""
+        from megasink.balance.tracker import HeadTracker
+
+        self.iteration += 1
+        self.args.log_interval = 1 if kind in (LOGGED, PICTURE) else 10**9
+        self.args.head_heatmap_interval = int(kind == PICTURE)
+        start = time.process_time()
+        HeadTracker.observes = kind in (LOGGED, PICTURE)
+        self.optimizer.zero_grad()
+        inputs, labels = self.tokens[:, :-1], self.tokens[:, 1:]
+        loss = self.model(inputs, self.positions, None, labels=labels).mean()
+        loss.backward()
+        HeadTracker.start_reduction(
+            step_time.SHAPE["num_layers"], step_time.SHAPE["num_attention_heads"], self.tp_group
+        )
+        self.optimizer.step()
+        if kind == OFF:
+            HeadTracker.finish_step(1e-4, "global")  # the loss itself needs it
+        else:
+            call = {
+                "iteration": self.iteration,
+                "loss_dict": {"lm loss": loss.detach()},
+                "learning_rate": 1e-4,
+                "grad_norm": 1.0,
+                "skipped_iter": 0,
+            }
+            self.observer.step(call)
+        return time.process_time() - start
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, default=40)
+    parser.add_argument("--sequence", type=int, default=1024)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    platform.activate()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    kinds = [OFF, BETWEEN, LOGGED, PICTURE]
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(Path(folder), args.sequence)
+        for turn in range(args.turns + 2):
+            # Each kind comes at each place of a turn.
+            for kind in kinds[turn % len(kinds) :] + kinds[: turn % len(kinds)]:
+                seconds = trainer.step(kind)
+                if turn >= 2:  # the first turns warm up
+                    times[kind].append(seconds)
+    print(f"S {args.sequence}, B {step_time.BATCH}, {step_time.SHAPE}, fp32, ", end="")
+    print(f"{args.threads} threads, torch {torch.__version__}, {args.turns} turns, CPU time\n")
+    print("| step | CPU ms | more than without (median, quartiles) | ratio |")
+    print("|---|---|---|---|")
+    extra = {}
+    for kind, values in times.items():
+        more = [1e3 * (v - o) for v, o in zip(values, times[OFF], strict=True)]
+        ratio = statistics.median(v / o for v, o in zip(values, times[OFF], strict=True))
+        low, extra[kind], high = statistics.quantiles(more, n=4)
+        milliseconds = 1e3 * statistics.median(values)
+        text = f"{extra[kind]:.1f} ms ({low:.1f} to {high:.1f})"
+        print(f"| {kind} | {milliseconds:.0f} | {text} | {ratio:.4f} |")
+    picture = extra[PICTURE] - extra[LOGGED]
+    mean = 0.9 * extra[BETWEEN] + 0.1 * extra[LOGGED] + picture / 1000
+    base = 1e3 * statistics.median(times[OFF])
+    print(f"\nmean over steps at --log-interval 10 and --head-heatmap-interval 1000: {mean:.2f} ms")
+    print(f"per step, ratio {1 + mean / base:.4f}")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""What a bias on the logit of a gate does: the place where two losses meet.
+
+The output of a head is Y = G O + (1 - G) u: an explicit gate and a sink have u = 0, vanilla
+attention has the value of its first key, which is the sink. A bias b on the logit of the gate,
+log(G / (1 - G)), which is the score of a sigmoid gate and LSE - s_h of a sink, changes
+
+    dY/db = (1 - G) (Y - u)        dG/db = G (1 - G)
+
+so the gradient of any loss with respect to b needs no further pass through the kernel. For a
+sink, b is -s_h.
+
+Shapes: B batch, H heads, T tokens, D head dim, C gates per head and token, 1 or D; 1 for a
+dimension that broadcasts.
+"""
+
+import torch
+from torch import Tensor
+
+from megasink.attention.layout import statistics_dtype
+
+
+@torch.no_grad()
+def gate_bias_gradient(
+    grad_out_BHTD: Tensor,
+    out_BHTD: Tensor,
+    gate_BHTC: Tensor,
+    slot_value_BHTD: Tensor | None = None,
+) -> Tensor:
+    """dL/db of a loss whose gradient with respect to the output is dL/dY.
+
+    Args:
+        out_BHTD: Y.
+        gate_BHTC: G, in [0, 1].
+        slot_value_BHTD: u, broadcastable; None for 0.
+
+    Returns:
+        [H], summed over tokens in float32 (float64 for float64).
+    """
+    moved_BHTD = out_BHTD.to(statistics_dtype(out_BHTD.dtype))
+    if slot_value_BHTD is not None:
+        moved_BHTD = moved_BHTD - slot_value_BHTD
+    return ((1.0 - gate_BHTC) * moved_BHTD * grad_out_BHTD).sum((0, 2, 3))
+
+
+@torch.no_grad()
+def gate_slope(gate_BHTC: Tensor) -> Tensor:
+    """dG/db, [B, H, T]; the gate of a token is its mean over C."""
+    return (gate_BHTC * (1.0 - gate_BHTC)).mean(-1)

@@ -1,0 +1,179 @@
+"""Attention over a sequence that is divided over the ranks of a context-parallel group.
+
+Megatron cuts every sequence into 2 * cp chunks and gives rank r the chunks r and 2 * cp - 1 - r
+(``megatron/core/utils.py:get_batch_on_this_cp_rank``): under the causal mask all ranks then have
+the same work. Two ways to attend, Megatron's names of ``--cp-comm-type``:
+
+all_gather: every rank gathers the keys and values of the whole sequence, and its two chunks of
+queries attend to them: each is the bottom of a causal square, so its log-sum-exps are complete.
+a2a: every rank exchanges its tokens of all heads for all tokens of its share of the heads.
+
+Shapes: s tokens of this rank, c = s / 2 of one chunk, S = cp * s of the sequence, B batch, H query
+heads and G key/value groups of this tensor-parallel rank, N of any of them, D head dim, T queries.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+COMM_TYPES = ("all_gather", "a2a")
+
+# (query_BHTD, key_BGSD, value_BGSD) -> output_BHTD, and the gate_BHT or None; the last query stands
+# at the last key.
+Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+
+
+def attend_alone(
+    attend: Attend, query_SBHD: Tensor, key_SBGD: Tensor, value_SBGD: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """`attend` in the layout of Megatron's tensors, for a rank that has the whole sequence.
+
+    Returns:
+        output [S, B, H, D] and the gate [B, H, S] or None.
+    """
+    out_BHTD, gate_BHT = attend(
+        *(x.permute(1, 2, 0, 3) for x in (query_SBHD, key_SBGD, value_SBGD))
+    )
+    return out_BHTD.permute(2, 0, 1, 3), gate_BHT
+
+
+def attend_to_gathered_keys(
+    attend: Attend, query_sBHD: Tensor, key_sBGD: Tensor, value_sBGD: Tensor, group: ProcessGroup
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of this rank's tokens to the whole sequence, heads undivided (all_gather).
+
+    Returns:
+        output [s, B, H, D] and the gate [B, H, s], None where `attend` gives none.
+    """
+    first_key, first_value, last_key, last_value = _GatherKeys.apply(key_sBGD, value_sBGD, group)
+    first_query, last_query = query_sBHD.chunk(2)
+    first_out, first_gate = attend_alone(attend, first_query, first_key, first_value)
+    last_out, last_gate = attend_alone(attend, last_query, last_key, last_value)
+    gate = None
+    if first_gate is not None and last_gate is not None:
+        gate = torch.cat((first_gate, last_gate), dim=2)
+    return torch.cat((first_out, last_out)), gate
+
+
+def attend_with_scattered_heads(
+    attend: Attend, query_sBHD: Tensor, key_sBGD: Tensor, value_sBGD: Tensor, group: ProcessGroup
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of the whole sequence for this rank's share of the heads (a2a).
+
+    `attend` gets rank r's of cp consecutive shares of the heads and of the groups, which must
+    divide both.
+
+    Returns:
+        as `attend_to_gathered_keys`.
+    """
+    ranks = group.size()
+    tensors = (query_sBHD, key_sBGD, value_sBGD)
+    heads = [tensor.shape[2] // ranks for tensor in tensors]
+    # One exchange for all three: of every rank's heads its queries, then its keys and values.
+    shares = torch.cat([t.unflatten(2, (ranks, -1)) for t in tensors], dim=3)
+    whole_SBND = _ScatterHeads.apply(shares.flatten(2, 3), group)
+    out_SBHD, gate_BHS = attend_alone(attend, *whole_SBND.split(heads, dim=2))
+    out_sBHD = _GatherHeads.apply(out_SBHD, group)
+    if gate_BHS is None:
+        return out_sBHD, None
+    gate_sBH1 = _GatherHeads.apply(gate_BHS.permute(2, 0, 1).unsqueeze(-1), group)
+    return out_sBHD, gate_sBH1.squeeze(-1).permute(1, 2, 0)
+
+
+class _GatherKeys(torch.autograd.Function):
+    """Keys and values of the sequence up to the end of each of this rank's two chunks.
+
+    Four views of one buffer; backward adds their gradients up in it and reduce-scatters it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, key_sBGD: Tensor, value_sBGD: Tensor, group: ProcessGroup
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ctx.group, ctx.shape = group, key_sBGD.shape
+        ranks, rank, chunk = group.size(), group.rank(), key_sBGD.shape[0] // 2
+        both_sBND = torch.cat((key_sBGD, value_sBGD), dim=2)
+        gathered = both_sBND.new_empty(ranks * len(both_sBND), *both_sBND.shape[1:])
+        torch.distributed.all_gather_into_tensor(gathered, both_sBND, group=group)
+        key_SBGD, value_SBGD = in_sequence_order(gathered, ranks).chunk(2, dim=2)
+        ctx.ends = (rank + 1) * chunk, (2 * ranks - rank) * chunk
+        first, last = ctx.ends
+        return key_SBGD[:first], value_SBGD[:first], key_SBGD[:last], value_SBGD[:last]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, first_key: Tensor, first_value: Tensor, last_key: Tensor, last_value: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
+        group, (first, last), (tokens, batch, groups, head_dim) = ctx.group, ctx.ends, ctx.shape
+        ranks = group.size()
+        whole = last_key.new_empty(ranks * tokens, batch, 2 * groups, head_dim)
+        for grad, of_first, of_last in zip(
+            whole.chunk(2, dim=2), (first_key, first_value), (last_key, last_value), strict=True
+        ):
+            grad[:first] = of_last[:first] + of_first
+            grad[first:last] = of_last[first:]
+            grad[last:] = 0.0
+        mine_sBND = whole.new_empty(tokens, batch, 2 * groups, head_dim)
+        torch.distributed.reduce_scatter_tensor(mine_sBND, in_rank_order(whole, ranks), group=group)
+        grad_key_sBGD, grad_value_sBGD = mine_sBND.chunk(2, dim=2)
+        return grad_key_sBGD, grad_value_sBGD, None
+
+
+class _ScatterHeads(torch.autograd.Function):
+    """[s, B, N, D] of all heads -> [S, B, N / cp, D] of the whole sequence, in its order."""
+
+    @staticmethod
+    def forward(ctx: Any, x_sBND: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _scatter_heads(x_sBND, group)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gather_heads(grad, ctx.group), None
+
+
+class _GatherHeads(torch.autograd.Function):
+    """The inverse of `_ScatterHeads`, and so its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SBND: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather_heads(x_SBND, group)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _scatter_heads(grad, ctx.group), None
+
+
+def _scatter_heads(x_sBND: Tensor, group: ProcessGroup) -> Tensor:
+    ranks = group.size()
+    sent = x_sBND.unflatten(2, (ranks, -1)).movedim(2, 0).contiguous()
+    received = torch.empty_like(sent)
+    torch.distributed.all_to_all_single(received, sent, group=group)
+    return in_sequence_order(received.flatten(0, 1), ranks)
+
+
+def _gather_heads(x_SBND: Tensor, group: ProcessGroup) -> Tensor:
+    ranks = group.size()
+    sent = in_rank_order(x_SBND, ranks).unflatten(0, (ranks, -1))
+    received = torch.empty_like(sent)
+    torch.distributed.all_to_all_single(received, sent, group=group)
+    return received.movedim(0, 2).flatten(2, 3)
+
+
+def in_sequence_order(ranked: Tensor, ranks: int) -> Tensor:
+    """[S, ...] with the tokens of rank 0, then of rank 1, ... -> in the order of the sequence."""
+    chunks = ranked.unflatten(0, (ranks, 2, -1))
+    return torch.cat((chunks[:, 0], chunks[:, 1].flip(0))).flatten(0, 1)
+
+
+def in_rank_order(tokens: Tensor, ranks: int) -> Tensor:
+    """The inverse of `in_sequence_order`; contiguous."""
+    first, last = tokens.unflatten(0, (2 * ranks, -1)).chunk(2)
+    return torch.stack((first, last.flip(0)), dim=1).flatten(0, 2).contiguous()

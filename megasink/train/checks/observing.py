@@ -1,0 +1,40 @@
+"""What a command line gets wrong about what is watched while a run trains."""
+
+from argparse import Namespace
+
+# attention sinks are counted over so many tokens: megasink/layers/sink_rate.py.
+_TOKENS = 64
+
+
+def problems(args: Namespace) -> list[str]:
+    """A sentence for each."""
+    found = []
+    if args.head_heatmap_interval < 0:
+        found.append(
+            f"--head-heatmap-interval {args.head_heatmap_interval} is negative: use 0 for never"
+        )
+    nats = args.stop_on_divergence
+    if nats is not None and not nats > 0:
+        found.append(f"--stop-on-divergence {nats:g}: use a rise above 0, such as 1 nat")
+    return found + (_sink_rate(args) if args.log_sink_rate else [])
+
+
+def _sink_rate(args: Namespace) -> list[str]:
+    """What has no Sink^0.3_1, or another one than P2's."""
+    length, prefix = args.seq_length or _TOKENS, args.prefix_lm_tokens
+    wrong = {
+        f"--seq-length {length}: it is counted over {_TOKENS} tokens, use at least as many": (
+            length < _TOKENS
+        ),
+        "--dataloader-inter-document-masking: documents have other lengths, drop one of the two": (
+            args.dataloader_inter_document_masking
+        ),
+        "--sink-token: the first token is not one of the text, drop one of the two": (
+            args.sink_token
+        ),
+        f"--prefix-lm-tokens {prefix}: its first {_TOKENS} tokens see later ones, use at most "
+        f"{_TOKENS}": prefix > _TOKENS,
+        f"--context-parallel-size {args.context_parallel_size}: the first tokens are on one rank "
+        "alone, use 1": args.context_parallel_size > 1,
+    }
+    return [f"--log-sink-rate with {what}" for what, is_so in wrong.items() if is_so]

@@ -1,0 +1,57 @@
+"""--stop-on-divergence: every rank ends the run at the same step."""
+
+import math
+from pathlib import Path
+
+import torch
+
+from megasink.checkpoint.intact import iterations
+from megasink.errors import UserError
+from megasink.report.divergence import Divergence
+
+
+def stop_if_diverged(
+    divergence: Divergence, nats: float, iteration: int, folder: str | None
+) -> None:
+    """End the run on all ranks if the rank that knows the loss says so.
+
+    One all-reduce of four numbers; to be called on every rank.
+
+    Args:
+        divergence: on the rank that knows the loss what it followed, elsewhere without a loss.
+        nats: of --stop-on-divergence.
+        iteration: the step that has ended.
+        folder: of the checkpoints, None for none.
+
+    Raises:
+        UserError: the run has diverged. No checkpoint of this step is written.
+    """
+    found = [-math.inf] * 4
+    if divergence.exceeds(nats):
+        # A maximum over ranks need not keep a NaN.
+        smoothed = divergence.smoothed if math.isfinite(divergence.smoothed) else math.inf
+        found = [1.0, smoothed, divergence.lowest, float(divergence.lowest_step)]
+    numbers = torch.tensor(found, dtype=torch.float64, device="cuda")
+    torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX)
+    diverged, smoothed, lowest, lowest_step = numbers.tolist()
+    if diverged < 0:
+        return
+    above = smoothed - lowest
+    how = f"{smoothed:.3f} nats, {above:.3f} above" if math.isfinite(above) else "NaN or Inf, after"
+    raise UserError(
+        f"step {iteration}: the training loss diverges (--stop-on-divergence {nats:g}): smoothed "
+        f"over 50 steps it is {how} its lowest value {lowest:.3f} at step {lowest_step:.0f}. "
+        f"{_advice(folder, int(lowest_step))}"
+    )
+
+
+def _advice(folder: str | None, step: int) -> str:
+    before = [i for i in iterations(Path(folder)) if i <= step] if folder else []
+    if not before:
+        return "No checkpoint is as old as that: start again with a lower --lr"
+    # Megatron finds the optimizer's state by its learning rate: another one takes none over.
+    return (
+        f"The newest checkpoint from before is that of step {before[-1]}: start a new run from it "
+        f"with --load {folder} --ckpt-step {before[-1]}, and, for a lower --lr, "
+        "--no-load-optim --override-opt-param-scheduler"
+    )

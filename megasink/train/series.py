@@ -1,0 +1,135 @@
+"""What is written about a step: the record of metrics.jsonl, and the scalars made from it.
+
+Scalars are made from the record alone, so that TensorBoard and W&B show nothing that metrics.jsonl
+does not hold. docs/observing.md says what each means.
+
+Shapes: L layers, H query heads.
+"""
+
+import math
+from argparse import Namespace
+from typing import Any
+
+from torch import Tensor
+
+from megasink.balance.tracker import (
+    BALANCE_GRADIENT,
+    GATE,
+    OTHER_GRADIENT,
+    SINK,
+    HeadStatistics,
+)
+
+RATIO = "balance_gradient_ratio"
+
+
+def is_observed(args: Namespace, iteration: int) -> bool:
+    """Whether a step's details are gathered and written: each --log-interval-th and the last."""
+    return bool(iteration % args.log_interval == 0 or iteration == args.train_iters)
+
+
+def head_record(statistics: HeadStatistics, *, details: bool) -> dict[str, Any]:
+    """The part of a step's record that is about heads; `details` only on observed steps."""
+    record: dict[str, Any] = {
+        "balance_loss": number(statistics.balance_loss),
+        "imbalance": number(statistics.imbalance),
+        "imbalance_per_layer": rounded(statistics.imbalance_L),
+    }
+    if not details:
+        return record
+    record["importance"] = rounded(statistics.importance_LH)
+    series = {name: values for name, values in statistics.series.items() if _recorded(values)}
+    if SINK in series:
+        record["softmax_offset"] = rounded(series[SINK])
+    if GATE in series:
+        # As many heads as the gate has: the groups of a key or value gate, one for the output's.
+        record["explicit_gate"] = rounded(series[GATE][:, ~series[GATE].isnan().all(0)])
+    if BALANCE_GRADIENT in series:
+        balance_LH, other_LH = series[BALANCE_GRADIENT], series[OTHER_GRADIENT]
+        record[RATIO] = number(_ratio(balance_LH.flatten(), other_LH.flatten()))
+        record[f"{RATIO}_per_layer"] = rounded(_ratio(balance_LH, other_LH))
+    return record
+
+
+def sink_record(
+    prefix: str, first_key_LH: Tensor, slot_LH: Tensor
+) -> dict[str, float | list[Any] | None]:
+    """Sink^0.3 of an evaluation in percent: of all heads, and of those of each layer (P2.2).
+
+    Args:
+        prefix: of the keys, "valid" or "test".
+        first_key_LH, slot_LH: share of the sequences, NaN where nothing was recorded.
+    """
+    record: dict[str, float | list[Any] | None] = {}
+    for name, rate_LH in (("first_key", first_key_LH), ("slot", slot_LH)):
+        if _recorded(rate_LH):
+            record[f"{prefix}_sink_rate_{name}"] = number(100 * rate_LH.mean())
+            record[f"{prefix}_sink_rate_{name}_per_layer"] = rounded(100 * rate_LH.mean(1))
+    return record
+
+
+def head_scalars(record: dict[str, Any]) -> dict[str, float]:
+    """{name in TensorBoard and W&B: value} of a record with details.
+
+    Megatron itself writes the totals that are among its losses.
+    """
+    scalars = {}
+    for key, name in (("loss_spikes", "loss spikes"), (RATIO, "balance gradient ratio")):
+        if record.get(key) is not None:
+            scalars[name] = float(record[key])
+    for key, name in (
+        ("imbalance_per_layer", "head imbalance"),
+        (f"{RATIO}_per_layer", "balance gradient ratio"),
+    ):
+        for layer, value in enumerate(record.get(key, ())):
+            if value is not None:
+                scalars[f"{name} by layer/{layer}"] = value
+    for key, name in (
+        ("importance", "head importance"),
+        ("softmax_offset", "softmax offset"),
+        ("explicit_gate", "explicit gate"),
+    ):
+        for layer, row in enumerate(record.get(key, ())):
+            values = [value for value in row if value is not None]
+            if not values:
+                continue
+            scalars[f"{name} mean by layer/{layer}"] = sum(values) / len(values)
+            scalars[f"{name} min by layer/{layer}"] = min(values)
+            scalars[f"{name} max by layer/{layer}"] = max(values)
+    return scalars
+
+
+def sink_scalars(record: dict[str, Any], split: str) -> dict[str, float]:
+    """{name: value} of what :func:`sink_record` gave, in percent."""
+    prefix, word = f"{split}_sink_rate_", "validation" if split == "valid" else split
+    return {
+        f"sink rate {key.removeprefix(prefix).replace('_', ' ')} {word}": value
+        for key, value in record.items()
+        if key.startswith(prefix) and isinstance(value, float)
+    }
+
+
+def _ratio(balance: Tensor, other: Tensor) -> Tensor:
+    """Norm over norm, over the last dimension; NaN where the other gradient is 0."""
+    other_norm = other.double().norm(dim=-1)
+    return (balance.double().norm(dim=-1) / other_norm).where(other_norm > 0, math.nan)
+
+
+def _recorded(values: Tensor) -> bool:
+    return not bool(values.isnan().all())
+
+
+def number(value: Any) -> float | None:
+    """A float for JSON; None for what is none."""
+    if value is None:
+        return None
+    found = float(value)
+    return found if math.isfinite(found) else None
+
+
+def rounded(tensor: Tensor) -> list[Any]:
+    """Nested lists for JSON. Six digits: more than a gate's mean is known to, half the bytes."""
+    if tensor.dim() > 1:
+        return [rounded(row) for row in tensor.cpu()]
+    values = tensor.double().tolist()
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]

@@ -1,0 +1,95 @@
+"""Task for the workers: attention over a sequence that is divided over context-parallel ranks.
+
+Shapes: s tokens of this rank, B batch, N heads or groups, S sequence, D head dim.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from megasink.attention import attention
+from megasink.layers.context_parallel import (
+    attend_to_gathered_keys,
+    attend_with_scattered_heads,
+)
+from megasink.layers.core_attention import CoreAttention
+from tests.distributed import tiny_gpt
+from tests.layers.context_case import case_of
+
+WAYS = {"all_gather": attend_to_gathered_keys, "a2a": attend_with_scattered_heads}
+
+
+def own_tokens(x_BNSD: Tensor) -> Tensor:
+    """[s, B, N, D]: the chunks r and 2 cp - 1 - r of this rank."""
+    size = parallel_state.get_context_parallel_world_size()
+    rank = parallel_state.get_context_parallel_rank()
+    chunks = x_BNSD.chunk(2 * size, dim=2)
+    own = torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), dim=2)
+    return own.permute(2, 0, 1, 3).contiguous()
+
+
+def attend_over_ranks(cases: list[tuple[str, str, str, float, int | None]]) -> list[Any]:
+    """Outputs and gradients of this rank for each (kind, variant, dtype, sink, window)."""
+    group = parallel_state.get_context_parallel_group()
+    return [_attend(group, *case) for case in cases]
+
+
+def _attend(
+    group: Any, kind: str, variant: str, dtype_name: str, sink: float, window: int | None
+) -> dict[str, Tensor]:
+    dtype = getattr(torch, dtype_name)
+    case = case_of(dtype, sink)
+    leaves = [own_tokens(t).to(dtype).requires_grad_() for t in (case.query, case.key, case.value)]
+    named = dict(zip(("query", "key", "value"), leaves, strict=True))
+    sink_H = None
+    if variant == "sink":
+        named["sink"] = sink_H = case.sink.float().requires_grad_()
+        if kind == "a2a":
+            sink_H = sink_H.chunk(group.size())[group.rank()]
+
+    def attend(*tensors: Tensor) -> tuple[Tensor, Tensor | None]:
+        out, _, gate = attention(*tensors, variant=variant, sink_H=sink_H, window=window)
+        return out, gate
+
+    out_sBHD, gate_BHs = WAYS[kind](attend, *leaves, group)
+    assert case.grad_out is not None
+    assert case.grad_gate is not None
+    grad_gate_BHs = own_tokens(case.grad_gate[..., None])[..., 0].permute(1, 2, 0)
+    arriving = (own_tokens(case.grad_out).to(dtype), grad_gate_BHs.to(gate_BHs.dtype))
+    grads = torch.autograd.grad((out_sBHD, gate_BHs), list(named.values()), arriving)
+    found = {"out": out_sBHD.permute(1, 2, 0, 3), "gate": gate_BHs}
+    for name, grad in zip(named, grads, strict=True):
+        found[f"d {name}"] = grad if name == "sink" else grad.permute(1, 2, 0, 3)
+    return {name: tensor.detach().double() for name, tensor in found.items()}
+
+
+def refusals() -> dict[str, str]:
+    """{what is asked for: the message of the refusal, or "" where there is none}."""
+
+    def layer(kind: str | None, **options: Any) -> CoreAttention:
+        config = tiny_gpt.model_config(**options).transformer
+        return CoreAttention(config, 1, AttnMaskType.causal, "self", cp_comm_type=kind)
+
+    def packed() -> None:
+        bounds = torch.tensor([0, 8], dtype=torch.int32)
+        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+        query, key = torch.zeros(8, tiny_gpt.HEADS, 16), torch.zeros(8, 2, 16)
+        layer(None)(query, key, key, None, packed_seq_params=params)
+
+    calls = {
+        "p2p": lambda: layer("p2p"),
+        "prefix": lambda: layer("all_gather", prefix_lm_tokens=3),
+        "documents": packed,
+        "prefix with a2a": lambda: layer("a2a", prefix_lm_tokens=3),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except (ValueError, NotImplementedError) as error:
+            found[name] = str(error)
+    return found

@@ -1,0 +1,38 @@
+"""Tasks for the workers: the trainer with a stand-in for W&B, and one that diverges."""
+
+import sys
+from typing import Any
+from unittest import mock
+
+from tests.distributed import launch_task
+
+
+def train_with_wandb(flags: list[str], ranks: int, port: int) -> dict[str, Any]:
+    """Train; what Megatron and the observer gave to W&B on this rank.
+
+    The package is not installed: a stand-in that takes every call is in its place, and Megatron
+    sets it up as it does the real one.
+    """
+    wandb = mock.MagicMock()
+    wandb.Image.side_effect = lambda picture: ("picture", picture.shape, str(picture.dtype))
+    sys.modules["wandb"] = wandb  # not patch.dict, which forgets what is imported in between
+    try:
+        launch_task.train(flags, ranks, port)
+    finally:
+        del sys.modules["wandb"]
+    calls = [call.args for call in wandb.log.call_args_list]
+    logged: dict[str, list[tuple[int, Any]]] = {}
+    for values, step in calls:
+        for name, value in values.items():
+            kept = value if isinstance(value, tuple) else float(value)
+            logged.setdefault(name, []).append((step, kept))
+    return {"logged": logged, "started": wandb.init.call_count, "steps": [s for _, s in calls]}
+
+
+def stopped(flags: list[str], ranks: int, port: int) -> tuple[str, str]:
+    """Train until the run ends by itself: the kind of error and its text; empty for none."""
+    try:
+        launch_task.train(flags, ranks, port)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""

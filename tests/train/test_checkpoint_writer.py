@@ -1,0 +1,23 @@
+"""Parts of survival that need no run: copies of shared memory, a signal that one rank got."""
+
+import torch
+
+from megasink.train.checkpoint_writer import with_own_memory
+from tests.distributed.layout import Layout
+
+
+def test_the_writer_copies_what_training_goes_on_changing():
+    shared, own = torch.ones(3).share_memory_(), torch.ones(3)
+    bucket = ("file", "key", ([], [("a", shared), ("b", own)]))
+    ((_, _, (_, copies)),) = with_own_memory(lambda buckets: buckets)([bucket])
+    shared.zero_()
+    assert [(name, tensor.tolist()) for name, tensor in copies] == [
+        ("a", [1.0] * 3),
+        ("b", [1.0] * 3),
+    ]
+    assert copies[1][1] is own  # copied from a GPU already
+
+
+def test_every_rank_knows_when_one_was_told_to_end(pool):
+    found = pool.run("tests.train.signal_tasks:told_to_end", Layout(dp=2))
+    assert found == [[False, True]] * 2
