@@ -18,7 +18,7 @@ from torch import Tensor
 
 import megasink
 from megasink.checkpoint.intact import TRACKER, checkpoint_path
-from megasink.convert.architecture import Architecture
+from megasink.convert.architecture import Architecture, Attention
 from megasink.convert.flags import model_flags
 from megasink.convert.gating import SOFTMAX_OFFSET, Change, added, changed, gated_model
 from megasink.convert.hf_config import architecture_from, read_config
@@ -74,7 +74,7 @@ class HuggingFaceSource:
     tokenizer: bool
 
 
-def source_of(folder: Path, granularity: str | None = None) -> HuggingFaceSource:
+def source_of(folder: Path, granularity: Attention | None = None) -> HuggingFaceSource:
     """What is to be imported.
 
     Args:

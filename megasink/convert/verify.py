@@ -233,8 +233,9 @@ def _megatron(
 def _transformers(folder: Path, dtype: torch.dtype, tokens_BS: Tensor) -> tuple[Tensor, list[int]]:
     import transformers
 
+    loaded: Any
     try:
-        model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
             attn_implementation="eager",
@@ -247,6 +248,7 @@ def _transformers(folder: Path, dtype: torch.dtype, tokens_BS: Tensor) -> tuple[
         raise UserError(
             f"transformers {transformers.__version__} does not load it: {reason}"
         ) from error
+    model, loading = loaded
     wrong = [f"{kind}: {names}" for kind, names in loading.items() if names]
     if wrong:
         raise UserError(f"transformers loads it, but not all of it: {'; '.join(wrong)}")
@@ -262,6 +264,6 @@ def _transformers(folder: Path, dtype: torch.dtype, tokens_BS: Tensor) -> tuple[
         pad_token_id=0,
     )
     new = made[0, first.shape[1] :].tolist()
-    del model
+    del model, loaded
     gc.collect()
     return logits.float(), new

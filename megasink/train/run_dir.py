@@ -140,7 +140,7 @@ def _checkpoint_problems(args: Namespace, load: str | None) -> list[str]:
     config = Path(load).parent / "config.json"
     if not config.is_file():
         return []  # not from a run folder: Megatron compares the arguments that it saved
-    before, names = json.loads(config.read_text()), MODEL
+    before, names = json.loads(config.read_text()), tuple[str, ...](MODEL)
     if "converted_from" in before:
         if not args.finetune:
             return [
