@@ -4,7 +4,8 @@ One process, the model of benchmarks/step_time.py with sinks and the head-balanc
 steps take turns: without the observer; with it, between two log lines; on a log line (details,
 TensorBoard scalars); on a log line with the picture of head importance. A step's CPU time, of all
 threads, is compared with that of the step without the observer in the same turn, so that other
-work on the machine matters little.
+work on the machine matters little; what comes after the optimizer's step, the observer itself, is
+in a column of its own. One thread by default: threads that wait for others count as busy.
 
     python benchmarks/observe.py --turns 40
 """
@@ -67,8 +68,8 @@ class Trainer:
         self.observer = observer.Observer(folder / "metrics.jsonl")
         self.iteration = 0
 
-    def step(self, kind: str) -> float:
-        """Train one step and return its CPU seconds."""
+    def step(self, kind: str) -> tuple[float, float]:
+        """Train one step: its CPU seconds, and those of them that the observer took."""
         from megasink.balance.tracker import HeadTracker
 
         self.iteration += 1
@@ -84,6 +85,7 @@ class Trainer:
             step_time.SHAPE["num_layers"], step_time.SHAPE["num_attention_heads"], self.tp_group
         )
         self.optimizer.step()
+        middle = time.process_time()
         if kind == OFF:
             HeadTracker.finish_step(1e-4, "global")  # the loss itself needs it
         else:
@@ -95,7 +97,8 @@ class Trainer:
                 "skipped_iter": 0,
             }
             self.observer.step(call)
-        return time.process_time() - start
+        end = time.process_time()
+        return end - start, end - middle
 
 
 def main() -> None:
@@ -103,7 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--sequence", type=int, default=1024)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     platform.activate()
@@ -116,31 +119,36 @@ def main() -> None:
     model_parallel_cuda_manual_seed(1)
     kinds = [OFF, BETWEEN, LOGGED, PICTURE]
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    observer: dict[str, list[float]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(Path(folder), args.sequence)
         for turn in range(args.turns + 2):
             # Each kind comes at each place of a turn.
             for kind in kinds[turn % len(kinds) :] + kinds[: turn % len(kinds)]:
-                seconds = trainer.step(kind)
+                seconds, of_observer = trainer.step(kind)
                 if turn >= 2:  # the first turns warm up
                     times[kind].append(seconds)
+                    observer[kind].append(of_observer)
+        trainer.observer.close()
+        trainer.writer.close()
     print(f"S {args.sequence}, B {step_time.BATCH}, {step_time.SHAPE}, fp32, ", end="")
     print(f"{args.threads} threads, torch {torch.__version__}, {args.turns} turns, CPU time\n")
-    print("| step | CPU ms | more than without (median, quartiles) | ratio |")
-    print("|---|---|---|---|")
-    extra = {}
+    print("| step | CPU ms | more than without (median, quartiles) | ratio | observer alone |")
+    print("|---|---|---|---|---|")
+    alone = {}
     for kind, values in times.items():
         more = [1e3 * (v - o) for v, o in zip(values, times[OFF], strict=True)]
         ratio = statistics.median(v / o for v, o in zip(values, times[OFF], strict=True))
-        low, extra[kind], high = statistics.quantiles(more, n=4)
+        low, middle, high = statistics.quantiles(more, n=4)
         milliseconds = 1e3 * statistics.median(values)
-        text = f"{extra[kind]:.1f} ms ({low:.1f} to {high:.1f})"
-        print(f"| {kind} | {milliseconds:.0f} | {text} | {ratio:.4f} |")
-    picture = extra[PICTURE] - extra[LOGGED]
-    mean = 0.9 * extra[BETWEEN] + 0.1 * extra[LOGGED] + picture / 1000
+        text = f"{middle:.1f} ms ({low:.1f} to {high:.1f})"
+        alone[kind] = 1e3 * statistics.median(observer[kind])
+        print(f"| {kind} | {milliseconds:.0f} | {text} | {ratio:.4f} | {alone[kind]:.1f} ms |")
+    between, logged = alone[BETWEEN] - alone[OFF], alone[LOGGED] - alone[OFF]
+    mean = 0.9 * between + 0.1 * logged + (alone[PICTURE] - alone[LOGGED]) / 1000
     base = 1e3 * statistics.median(times[OFF])
-    print(f"\nmean over steps at --log-interval 10 and --head-heatmap-interval 1000: {mean:.2f} ms")
-    print(f"per step, ratio {1 + mean / base:.4f}")
+    print(f"\nthe observer alone, --log-interval 10, --head-heatmap-interval 1000: {mean:.2f} ms")
+    print(f"per step on average, ratio {1 + mean / base:.4f}")
     torch.distributed.destroy_process_group()
 
 

@@ -211,7 +211,7 @@ class ObservingOptions:
 
     head_heatmap_interval: int = 1000
     """Draw the [layer, head] head importance into TensorBoard and W&B every so many steps and after
-    the last one; 0: never. A picture takes the last rank about a tenth of a second."""
+    the last one; 0: never. A picture takes the last rank about 0.3 s."""
 
     log_sink_rate: bool = False
     """In every evaluation count attention sinks, Sink^0.3_1 (P2.2): the share of heads whose mean

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megasink.config import Scope
 
 _FP32, _FP64 = 4, 8
+_SERIES = 4  # further means per head on a step that is observed, each as a sum and its weight
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def balance_collectives(
     pipeline: int = 1,
     data: int = 1,
     context: int = 1,
+    observed: bool = False,
 ) -> list[AllReduces]:
     """The collectives of the loss and its statistics on a rank in one step.
 
@@ -78,6 +80,8 @@ def balance_collectives(
         heads: H, query heads of a layer.
         microbatches: of a replica in one step.
         tensor, pipeline, data, context: parallel sizes.
+        observed: a step whose gates and gradients are observed (docs/observing.md); the others of a
+            run send less.
 
     Raises:
         ValueError: an unknown scope, or layers that stages cannot share equally.
@@ -91,11 +95,12 @@ def balance_collectives(
     }
     if scope not in ranks:
         raise ValueError(f"scope {scope!r} is unknown: choose {', '.join(ranks)}")
+    columns = 2 * heads + 3 + (2 * heads * _SERIES if observed else 0)
     statistics = AllReduces(
-        "gates, tokens and loss of a step, [L, 2 H + 3] float64",
+        f"gates, tokens and loss of a step, [L, {columns}] float64",
         tensor * pipeline * data * context,
         1,
-        _FP64 * layers * (2 * heads + 3),
+        _FP64 * layers * columns,
         "next step",
     )
     by_microbatch = AllReduces(

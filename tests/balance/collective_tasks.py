@@ -12,22 +12,22 @@ from tests.balance.collectives import Collectives
 from tests.distributed import tiny_gpt
 
 
-def step_counts(scopes: list[str], **options: Any) -> dict[str, list[Any]]:
+def step_counts(scopes: list[str], observed: bool = False, **options: Any) -> dict[str, list[Any]]:
     """{scope: what a step with the balance loss sends beside what one without it does}.
 
     As (operation, bytes, ranks, count), ascending.
     """
     with _without_balance():
-        others = _counts(**options)
+        others = _counts(False, **options)
     found = {}
     for scope in scopes:
-        ours = _counts(head_balance_scope=scope, **options)
+        ours = _counts(observed, head_balance_scope=scope, **options)
         assert not others - ours, "all that a step without the loss sends is there"
         found[scope] = sorted((*what, count) for what, count in (ours - others).items())
     return found
 
 
-def _counts(**options: Any) -> Counter[tuple[str, int, int]]:
+def _counts(observed: bool, **options: Any) -> Counter[tuple[str, int, int]]:
     config = tiny_gpt.model_config(num_layers=LAYERS, **options)
     transformer = config.transformer
     models = tiny_gpt.build(config)
@@ -36,6 +36,7 @@ def _counts(**options: Any) -> Counter[tuple[str, int, int]]:
     with Collectives() as collectives:
         for step in range(2):
             collectives.found.clear()  # the second step counts: the first one sets things up
+            HeadTracker.observes = observed
             tiny_gpt.run_step(models, optimizer, step)
             optimizer.step()
             tiny_gpt.statistics(transformer)
