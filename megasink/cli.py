@@ -32,6 +32,18 @@ def _generate(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def _convert_to_hf(argv: Sequence[str]) -> int:
+    from megasink.convert.cli import to_hf_main
+
+    return to_hf_main(argv)
+
+
+def _convert_from_hf(argv: Sequence[str]) -> int:
+    from megasink.convert.cli import from_hf_main
+
+    return from_hf_main(argv)
+
+
 def _plot(argv: Sequence[str]) -> int:
     from megasink.report.curves import main
 
@@ -73,6 +85,8 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "data": (_data, "text -> tokenizer -> Megatron .bin/.idx"),
     "train": (_train, "start the ranks of one node and train; every Megatron flag passes through"),
     "generate": (_generate, "continue a prompt with a trained model"),
+    "convert-to-hf": (_convert_to_hf, "a checkpoint -> a Hugging Face folder, verified"),
+    "convert-from-hf": (_convert_from_hf, "a Hugging Face folder -> a run to train on from"),
     "plot": (_plot, "draw loss, imbalance and head importance of a run"),
     "compare": (_compare, "curves of several runs on one page, and a table of how they ended"),
     "analyze": (_analyze, "sinks, heads and hidden states of a model, as a report"),
@@ -85,7 +99,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; what the user can mend is one line on the error stream and exit code 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    lines = "\n".join(f"  {name:8} {text}" for name, (_, text) in COMMANDS.items())
+    lines = "\n".join(f"  {name:15} {text}" for name, (_, text) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="megasink",
         description="Sink and gated attention with head balancing, on Megatron-Core.",

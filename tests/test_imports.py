@@ -16,6 +16,8 @@ MEGATRON = (
     "megasink.layers",
     "megasink.inference",
     "megasink.specs",
+    "megasink.parser",
+    "megasink.checkpoint",
     "megasink.train",
     "megasink.data",
     "megasink.convert",

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 from megasink.platform.patching import replace
 
@@ -75,6 +76,9 @@ def _type_name(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def install() -> None:
     """Wrap the factories and the moves of torch."""
+    # ``with torch.device("meta")`` knows factories by identity and looks them up once: it must find
+    # the original ones, which the wrappers call. Else transformers leaves buffers uninitialised.
+    _device_constructors()
     everywhere = 'device="cuda" throughout, e.g. megatron/training/training.py:1137'
     for name in ("arange", "empty", "empty_like", "ones", "rand", "tensor", "zeros"):
         replace(

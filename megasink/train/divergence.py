@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
+from megasink.checkpoint.intact import iterations
 from megasink.errors import UserError
 from megasink.report.divergence import Divergence
-from megasink.train.intact import iterations
 
 
 def stop_if_diverged(

@@ -1,19 +1,28 @@
-"""Checkpoints that Megatron wrote without megasink: they hold no state of the head-balance loss.
+"""Checkpoints that no run of megasink wrote: Megatron's own, and those converted from elsewhere.
 
+Megatron's hold no state of the head-balance loss, converted ones none of TransformerEngine's FP8.
 Everything else in them has the name and layout that our model gives it (attention_output_gate and
 softmax_type=learnable included), so ``--load`` takes them unchanged and the state starts anew.
 """
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.dist_checkpointing.dict_utils import (
+    dict_list_map_inplace,
+    extract_matching_values,
+)
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+)
 
-from megasink.train.torch_metadata import read_metadata
+from megasink.checkpoint.torch_metadata import read_metadata
 
 _STATE = ".head_counter."
 
@@ -45,9 +54,18 @@ def _without_missing_state(
 
     ours, others = extract_matching_values(sharded_state_dict, is_ours)
     # A run of megasink has all of it; reading the index once more would cost every resume.
-    if not ours or (Path(checkpoint_dir).resolve().parent.parent / "config.json").is_file():
+    config = Path(checkpoint_dir).resolve().parent.parent / "config.json"
+    if not ours or (config.is_file() and "converted_from" not in json.loads(config.read_text())):
         return sharded_state_dict
     known = read_metadata(Path(checkpoint_dir)).state_dict_metadata
-    if any(_STATE in f".{key}" for key in known):
-        return sharded_state_dict
-    return dict(others)
+    if not any(_STATE in f".{key}" for key in known):
+        sharded_state_dict = dict(others)
+
+    def own_where_missing(value: Any) -> Any:
+        # What TransformerEngine needs for FP8, and nothing here: the model keeps its own.
+        if not (isinstance(value, ShardedObject) and value.key.endswith("_extra_state")):
+            return value
+        return value if value.unique_key in known else LocalNonpersistentObject(value.data)
+
+    dict_list_map_inplace(own_where_missing, sharded_state_dict)
+    return sharded_state_dict

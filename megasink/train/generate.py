@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megasink.checkpoint.find import find_checkpoint
 from megasink.errors import ConfigError, UserError
 from megasink.inference.sampling import Sampling
-from megasink.train.checkpoints import find_checkpoint
-from megasink.train.pretrain import prepare_process
+from megasink.process import prepare_process
 
 _NEW_TOKENS = 64
 
@@ -54,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     prepare_process(["--cpu"] if args.cpu else [])
+    from megasink.checkpoint.load import load_model, single_process
     from megasink.inference.decoding import generate
-    from megasink.train.load import load_model, single_process
 
     with single_process():
         model, tokenizer, trained, iteration = load_model(args.run, args.iteration, args.tokenizer)

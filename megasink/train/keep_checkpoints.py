@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megasink.train.intact import checkpoint_path, damage
+from megasink.checkpoint.intact import checkpoint_path, damage
 
 
 @contextmanager

@@ -12,24 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megasink import platform
-from megasink.compat import check_versions, mend_upstream
 from megasink.errors import UserError
-
-
-def prepare_process(argv: Sequence[str]) -> None:
-    """Choose the platform and make Megatron importable. The first thing a rank does.
-
-    Raises:
-        UserError: versions that do not fit.
-    """
-    if "--cpu" in argv:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    check_versions()
-    # A dozen modules of Megatron say so while they are imported.
-    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*not installed")
-    if not platform.cuda_present():
-        platform.activate()
-    mend_upstream()
+from megasink.process import prepare_process
 
 
 def pretrain(argv: Sequence[str]) -> None:
@@ -104,7 +88,7 @@ def _explained(stop: BaseException, args: Namespace) -> BaseException:
 
 def _not_saved(stop: BaseException, args: Namespace) -> UserError:
     """A checkpoint that could not be written: the disk is full, a quota is reached."""
-    from megasink.train.intact import newest_intact
+    from megasink.checkpoint.intact import newest_intact
 
     reason = [line for line in str(stop).splitlines() if line.strip()][-1]
     free = shutil.disk_usage(args.save).free / 1e9
@@ -124,6 +108,7 @@ def _run(args: Namespace) -> None:
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megasink.attention import choose_backend
+    from megasink.checkpoint.model import model_config
     from megasink.compat import mend_signal_handler
     from megasink.report.curves import draw_run
     from megasink.train.checkpoint_writer import checkpoint_helpers
@@ -132,7 +117,6 @@ def _run(args: Namespace) -> None:
     from megasink.train.foreign import accepting_megatrons_checkpoints
     from megasink.train.forward import forward_step
     from megasink.train.keep_checkpoints import keeping_whole_checkpoints
-    from megasink.train.model import model_config
     from megasink.train.observer import Observer, observing
     from megasink.train.optimizer import grouping_sink_parameters
 

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import megasink
+from megasink.checkpoint.find import newest_checkpoint
+from megasink.checkpoint.intact import go_back_to_intact, iterations, newest_intact
 from megasink.compat import versions
 from megasink.errors import UserError
-from megasink.train.intact import TRACKER, go_back_to_intact, iterations, newest_intact
 
 # A run is its model, its data and its loss; layout, length and learning rate may change on resume.
 MODEL = (
@@ -38,7 +39,7 @@ MODEL = (
     "rotary_base",
     "rotary_percent",
     "normalization",
-    "norm_epsilon",
+    "layernorm_epsilon",
     "swiglu",
     "squared_relu",
     "add_bias_linear",
@@ -139,7 +140,16 @@ def _checkpoint_problems(args: Namespace, load: str | None) -> list[str]:
     config = Path(load).parent / "config.json"
     if not config.is_file():
         return []  # not from a run folder: Megatron compares the arguments that it saved
-    differences = _differences(_identity_before(config), args, MODEL)
+    before, names = json.loads(config.read_text()), tuple[str, ...](MODEL)
+    if "converted_from" in before:
+        if not args.finetune:
+            return [
+                f"--load {load} was converted from Hugging Face and holds no state of an "
+                "optimizer: add --finetune"
+            ]
+        # Data, positions and tokenizer may be others than those of the folder it came from.
+        names = tuple(name for name in MODEL if name in before["identity"])
+    differences = _differences(_identity_before(config), args, names)
     if differences:
         return [f"--load {load} is a checkpoint of another model: {'; '.join(differences)}"]
     return []
@@ -157,15 +167,6 @@ def _differences(before: dict[str, Any], args: Namespace, names: Sequence[str]) 
         for name, value in now.items()
         if name in before and before[name] != value
     ]
-
-
-def newest_checkpoint(folder: Path) -> int | None:
-    """The iteration of the newest finished checkpoint in a checkpoint folder, or None."""
-    tracker = folder / TRACKER
-    if not tracker.is_file():
-        return None
-    text = tracker.read_text().strip()
-    return int(text) if text.isdigit() else None
 
 
 def set_paths(args: Namespace) -> None:

@@ -16,9 +16,9 @@ from megatron.training.datasets.data_samplers import build_pretraining_data_load
 from megatron.training.global_vars import set_global_variables
 
 from megasink.balance.tracker import HeadTracker
+from megasink.checkpoint.model import model_config
 from megasink.train import arguments, forward
 from megasink.train.dataset import datasets_provider, token_byte_table
-from megasink.train.model import model_config
 from tests.distributed import tiny_gpt
 
 

@@ -21,7 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megasink.train.pretrain import main, prepare_process
+from megasink.process import prepare_process
+from megasink.train.pretrain import main
 
 
 def at_call(number: int, act: Callable[[], None], function: Callable[..., Any]) -> Any:

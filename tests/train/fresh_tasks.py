@@ -3,13 +3,13 @@
 
 def loaded_without_a_process_group(run: str) -> tuple[int, bool, bool]:
     """The iteration, whether a process group was there meanwhile, and whether one is left."""
-    from megasink.train.pretrain import prepare_process
+    from megasink.process import prepare_process
 
     prepare_process([])
     import torch
     from megatron.core import parallel_state
 
-    from megasink.train.load import load_model, single_process
+    from megasink.checkpoint.load import load_model, single_process
 
     with single_process():
         iteration = load_model(run).iteration

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
 
+from megasink.checkpoint.load import load_model
 from megasink.cli import main
-from megasink.train.load import load_model
 
 
 def megasink(commands: list[list[str]]) -> list[tuple[int, str, str]]:

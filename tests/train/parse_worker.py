@@ -9,7 +9,7 @@ import json
 import sys
 
 from megasink.errors import ConfigError
-from megasink.train.pretrain import prepare_process
+from megasink.process import prepare_process
 
 KEEP = (
     "distributed_backend transformer_impl attention_dropout hidden_dropout "

@@ -8,7 +8,7 @@ from tests.distributed import launch_task
 
 def train_and_record(flags: list[str], ranks: int, port: int) -> dict[str, Any]:
     """Train; what the first microbatch of this rank was, and what became of the sink's row."""
-    from megasink.train.pretrain import prepare_process
+    from megasink.process import prepare_process
 
     prepare_process([])  # before the first import of megatron
     from megasink.train import forward

@@ -18,7 +18,7 @@ import time
 import psutil
 import pytest
 
-from megasink.train.intact import damage, iterations, newest_intact
+from megasink.checkpoint.intact import damage, iterations, newest_intact
 from tests.distributed.pool import ROOT
 from tests.distributed.test_resume import free_port
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megasink.errors import UserError
-from megasink.train import arguments
+from megasink.parser import CPU_DEFAULTS, defaults
 
 # The layout, and how to compute rather than what: the values of this process count. Whatever is
 # not named here is taken from the run, so that no option of a model can be forgotten.
@@ -38,7 +38,7 @@ _THIS_PROCESS = frozenset(
 )
 # A model trained with TransformerEngine's fused modules, or in fp8, runs on Megatron's own modules
 # and in its own dtype on any machine; a checkpoint is the same for both.
-_PLAIN_MODULES = {**arguments.CPU_DEFAULTS, "fp8": None, "fp4": None, "fp8_param_gather": False}
+_PLAIN_MODULES = {**CPU_DEFAULTS, "fp8": None, "fp4": None, "fp8_param_gather": False}
 
 
 def read_arguments(config: Path) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def single_process_arguments(saved: Mapping[str, Any]) -> Namespace:
     Args:
         saved: of :func:`read_arguments`, as a finished validation left them.
     """
-    args = arguments.defaults()
+    args = defaults()
     for name, value in saved.items():
         # Data types: that of the parameters follows below, the others are the optimizer's.
         if name not in _THIS_PROCESS and not str(value).startswith("torch."):

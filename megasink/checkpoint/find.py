@@ -4,10 +4,9 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from megasink.checkpoint.intact import TRACKER, checkpoint_path, damage, iterations
+from megasink.checkpoint.torch_metadata import read_metadata
 from megasink.errors import UserError
-from megasink.train.intact import TRACKER, checkpoint_path, damage, iterations
-from megasink.train.run_dir import newest_checkpoint
-from megasink.train.torch_metadata import read_metadata
 
 
 class Checkpoint(NamedTuple):
@@ -64,3 +63,12 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         raise UserError(f"{folder} is damaged: {problem}; name another one with --iteration")
     tensors = {key: tuple(entry.size) for key, entry in entries.items() if hasattr(entry, "size")}
     return {key: size for key, size in tensors.items() if not key.startswith("optimizer.")}
+
+
+def newest_checkpoint(folder: Path) -> int | None:
+    """The iteration of the newest finished checkpoint in a checkpoint folder, or None."""
+    tracker = folder / TRACKER
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text().strip()
+    return int(text) if text.isdigit() else None

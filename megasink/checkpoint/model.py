@@ -17,4 +17,6 @@ def model_config(args: Namespace) -> MegasinkGPTConfig:
     )
     config.transformer_layer_spec = block_spec
     config.init_seed = args.seed
+    # Upstream leaves it at 8 whatever --rope-scaling-factor says (argument_utils.py:464).
+    config.rope_scaling_factor = args.rope_scaling_factor
     return config

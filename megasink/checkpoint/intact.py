@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from megasink.checkpoint.torch_metadata import read_metadata
 from megasink.errors import UserError
-from megasink.train.torch_metadata import read_metadata
 
 _ITERATION = re.compile(r"iter_(\d+)")
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -20,11 +20,18 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megasink import platform
+from megasink.checkpoint.find import Checkpoint, find_checkpoint, stored_shapes
+from megasink.checkpoint.model import model_config
+from megasink.checkpoint.saved_arguments import read_arguments, single_process_arguments
 from megasink.errors import UserError
 from megasink.layers.builder import MegasinkGPTBuilder
-from megasink.train.checkpoints import find_checkpoint, stored_shapes
-from megasink.train.model import model_config
-from megasink.train.saved_arguments import read_arguments, single_process_arguments
+
+# An imported model with experts has the norm before them under the names of both layer specs.
+_NORMS = (
+    "decoder.layers.pre_mlp_layernorm.weight",
+    "decoder.layers.mlp.linear_fc1.layer_norm_weight",
+)
+_TWINS = dict([_NORMS, _NORMS[::-1]])
 
 
 class LoadedModel(NamedTuple):
@@ -60,8 +67,23 @@ def load_model(
         UserError: there is no such run, checkpoint or tokenizer, or they do not fit together.
     """
     found = find_checkpoint(Path(checkpoint_or_run), iteration)
+    loaded_tokenizer = _tokenizer(read_arguments(found.config), tokenizer, found.config)
+    model, args = load_without_tokenizer(found)
+    return LoadedModel(model, loaded_tokenizer, args, found.iteration)
+
+
+def load_without_tokenizer(
+    found: Checkpoint, dtype: torch.dtype | None = None
+) -> tuple[GPTModel, Namespace]:
+    """As :func:`load_model`, for those that have tokens already.
+
+    Args:
+        dtype: torch.float32 for a model that computes in it whatever it was trained in; None for
+            what it was trained in.
+    """
     saved = read_arguments(found.config)
-    loaded_tokenizer = _tokenizer(saved, tokenizer, found.config)
+    if dtype is torch.float32:
+        saved |= {"bf16": False, "fp16": False}
     args = single_process_arguments(saved)
     _make_parallel_state()
     config = model_config(args)
@@ -74,7 +96,7 @@ def load_model(
     load_weights(model, found.folder)
     if not platform.is_active():
         model.cuda()
-    return LoadedModel(model.eval(), loaded_tokenizer, args, found.iteration)
+    return model.eval(), args
 
 
 def load_weights(model: GPTModel, folder: Path) -> None:
@@ -114,7 +136,11 @@ def _compare(
         if key in stored and stored[key] != shape
     ]
     different += [f"{key} is missing" for key in wanted.keys() - stored.keys()]
-    different += [f"{key} is not of the model" for key in stored.keys() - wanted.keys()]
+    different += [
+        f"{key} is not of the model"
+        for key in stored.keys() - wanted.keys()
+        if _TWINS.get(key) not in wanted
+    ]
     if different:
         more = f" (and {len(different) - 3} more)" if len(different) > 3 else ""
         raise UserError(

@@ -1,0 +1,1 @@
+"""Megatron checkpoints <-> Hugging Face folders: one table of weights for both directions."""

@@ -1,0 +1,117 @@
+"""README.md of an exported model: how it was trained, and on what papers it rests."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import megasink
+from megasink.checkpoint.find import Checkpoint
+from megasink.convert.architecture import Architecture
+from megasink.convert.targets.base import Target
+
+_PAPERS = {
+    "sink": "Attention Sink Forges Native MoE in Attention Layers: Sink-Aware Training to Address "
+    "Head Collapse (Fu et al.)",
+    "gate": "Gated Attention for Large Language Models: Non-linearity, Sparsity, and "
+    "Attention-Sink-Free (Qiu et al.)",
+}
+
+# Of metrics.jsonl.
+_SHOWN = (
+    "lm_loss",
+    "validation_lm_loss",
+    "validation_bits_per_byte",
+    "test_lm_loss",
+    "test_bits_per_byte",
+    "imbalance",
+    "tokens",
+)
+
+
+def model_card(
+    model: Architecture, target: Target, saved: dict[str, Any], found: Checkpoint
+) -> str:
+    """Markdown with the front matter that the hub reads."""
+    gated = model.attention in ("headwise", "elementwise")
+    rows = [
+        ("attention", model.attention),
+        ("layers", model.layers),
+        ("hidden size", model.hidden),
+        ("query heads, key/value groups, head dim", _heads(model)),
+        ("FFN width", model.ffn),
+        ("experts, chosen", f"{model.experts}, {model.topk}" if model.experts else "none"),
+        ("tokens", model.vocabulary),
+        ("positions", model.positions),
+        ("data type", model.dtype),
+        ("steps", found.iteration),
+        ("global batch size, sequence length", _batch(saved)),
+        ("learning rate", saved.get("lr")),
+        ("head-balance coefficient, scope", _balance(saved)),
+        *_metrics(found),
+    ]
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows if value is not None)
+    papers = [_PAPERS["gate"]] if gated else []
+    if model.has_sink or saved.get("head_balance_coeff"):
+        papers.append(_PAPERS["sink"])
+    cited = "".join(f"- {paper}\n" for paper in papers)
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- megasink
+---
+
+# {target.architecture}
+
+Trained with Megatron-Core and megasink {megasink.__version__}, and converted from its checkpoint.
+Needs transformers {target.since} or later.
+
+| | |
+|---|---|
+{table}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+```
+
+## Citation
+
+{cited or "megasink (https://pypi.org/project/megasink)"}
+"""
+
+
+def _heads(model: Architecture) -> str:
+    return f"{model.heads}, {model.groups}, {model.head_dim}"
+
+
+def _batch(saved: dict[str, Any]) -> str | None:
+    if not saved.get("global_batch_size"):
+        return None
+    return f"{saved['global_batch_size']}, {saved.get('seq_length')}"
+
+
+def _balance(saved: dict[str, Any]) -> str | None:
+    if not saved.get("head_balance_coeff"):
+        return None
+    return f"{saved['head_balance_coeff']}, {saved.get('head_balance_scope')}"
+
+
+def _metrics(found: Checkpoint) -> list[tuple[str, Any]]:
+    """The last numbers of metrics.jsonl up to the exported step."""
+    path = Path(found.config).parent / "metrics.jsonl"
+    last: dict[str, Any] = {}
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue  # the line that a kill cut
+        if entry.get("iteration", 0) <= found.iteration:
+            last |= {k: v for k, v in entry.items() if k in _SHOWN and isinstance(v, int | float)}
+    return [(name.replace("_", " "), f"{value:,.6g}") for name, value in sorted(last.items())]

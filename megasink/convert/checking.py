@@ -1,0 +1,88 @@
+"""What is compared after a conversion, and with what: logits where memory allows, else tensors."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megasink.checkpoint.find import find_checkpoint
+from megasink.convert.from_hf import HuggingFaceSource
+from megasink.convert.gating import Change
+from megasink.convert.hf_config import transformers_has
+from megasink.convert.hf_reader import HuggingFaceWeights
+from megasink.convert.reader import MegatronCheckpoint
+from megasink.convert.sinks import set_sinks
+from megasink.convert.table import steps
+from megasink.convert.targets import choose
+from megasink.convert.to_hf import Source
+from megasink.convert.verify import (
+    fits_in_memory,
+    verify_logits,
+    verify_tensors,
+    verify_tokenizer,
+)
+
+Say = Callable[[str], None]
+
+
+def check_export(
+    source: Source, folder: Path, target_name: str | None = None, say: Say = print
+) -> None:
+    """Compare a written Hugging Face folder with the checkpoint that it was made from.
+
+    Raises:
+        UserError: they differ, or the installed transformers has not the architecture.
+    """
+    if source.tokenizer is not None:
+        verify_tokenizer(source.tokenizer, folder)
+    checkpoint = MegatronCheckpoint(source.found.folder)
+    target, _ = choose(source.model, target_name)
+    parameters = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
+    if fits_in_memory(parameters):
+        transformers_has(target)
+        verify_logits(source.found, folder, source.model, source.tokenizer, say)
+        return
+    model = source.model
+    todo = list(steps(target.table(model), model.layers, model.experts))
+    count = verify_tensors(checkpoint, folder, todo)
+    say(
+        f"verified: {count} tensors are those of the checkpoint, to the bit. Not verified: logits "
+        f"({parameters / 1e9:.1f}e9 parameters do not fit into memory twice)"
+    )
+
+
+def check_import(
+    source: HuggingFaceSource,
+    change: Change | None,
+    folder: Path,
+    *,
+    compare: bool = True,
+    say: Say = print,
+) -> None:
+    """Set the sinks of a changed model, and compare a written run with the folder it was made from.
+
+    Args:
+        compare: logits; else only sinks are set.
+
+    Raises:
+        UserError: they differ.
+    """
+    from megasink.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(source.folder) if source.tokenizer else None
+    if tokenizer is not None:
+        verify_tokenizer(tokenizer, folder / "tokenizer")
+    found = find_checkpoint(folder)
+    if change is not None and change.sink_weight is not None:
+        # The model still computes what it did: the sinks draw nothing yet.
+        if compare:
+            verify_logits(found, source.folder, source.model, tokenizer, say)
+        set_sinks(found, source.model, change.sink_weight, tokenizer, say)
+        return
+    weights = HuggingFaceWeights(source.folder)
+    parameters = sum(weights.meta(name).numel() for name in weights.names)
+    if not fits_in_memory(parameters):
+        say("not verified: logits, for which both models would have to fit into memory")
+        return
+    transformers_has(source.target)
+    verify_logits(found, source.folder, source.model, tokenizer, say)

@@ -1,0 +1,84 @@
+"""Architecture -> the flags with which ``megasink train`` builds that model."""
+
+from megasink.convert.architecture import GATES, Architecture
+from megasink.convert.targets.base import window_of
+
+_UNITS = {"silu": ["--swiglu"], "gelu": ["--ffn-activation", "geglu"]}
+_UNITS["relu"] = ["--ffn-activation", "reglu"]
+_UNITS["gpt-oss"] = [
+    *("--quick-geglu", "--glu-linear-offset", "1.0"),
+    *("--activation-func-clamp-value", "7.0"),
+]
+
+
+def model_flags(model: Architecture) -> list[str]:
+    """Megatron's and our flags of a model, without those of data, optimizer and layout."""
+    gated = model.attention in GATES
+    flags = [
+        *("--num-layers", model.layers),
+        *("--hidden-size", model.hidden),
+        *("--ffn-hidden-size", model.ffn),
+        *("--num-attention-heads", model.heads),
+        *("--kv-channels", model.head_dim),
+        *("--max-position-embeddings", model.positions),
+        *("--padded-vocab-size", model.padded),
+        *("--normalization", "RMSNorm"),
+        *("--norm-epsilon", model.norm_eps),
+        *("--position-embedding-type", "rope"),
+        *("--rotary-base", _number(model.rope_base)),
+        *("--init-method-std", model.init_std),
+        *_UNITS[model.activation],
+        *("--attention-variant", "gated" if gated else model.attention),
+    ]
+    if model.groups != model.heads:
+        flags += ["--group-query-attention", "--num-query-groups", model.groups]
+    if gated:
+        flags += ["--gate-granularity", model.attention]
+    if not model.bias:
+        flags.append("--disable-bias-linear")
+    if model.qkv_bias and not model.bias:
+        flags.append("--add-qkv-bias")
+    if model.qk_norm:
+        flags.append("--qk-layernorm")
+    if model.zero_centred:
+        flags.append("--apply-layernorm-1p")
+    if not model.tied:
+        flags.append("--untie-embeddings-and-output-weights")
+    if model.rope_factor is not None:
+        flags += ["--use-rope-scaling", "--rope-scaling-factor", _number(model.rope_factor)]
+    flags += [*_windows(model), *_experts(model)]
+    if model.dtype != "float32":
+        flags.append({"bfloat16": "--bf16", "float16": "--fp16"}[model.dtype])
+    return [str(flag) for flag in flags]
+
+
+def _number(value: float) -> str:
+    """Without a fraction of zeros: --rotary-base is an integer."""
+    return str(int(value)) if value == int(value) else str(value)
+
+
+def _windows(model: Architecture) -> list[str]:
+    window = window_of(model)
+    if window is None:
+        return []
+    flags = ["--window-size", f"({window - 1},0)"]
+    if None in model.windows:
+        pattern = ",".join("0" if w is None else "1" for w in model.windows)
+        flags += ["--window-attn-skip-freq", f"[{pattern}]"]
+    return flags
+
+
+def _experts(model: Architecture) -> list[str | int]:
+    if not model.experts:
+        return []
+    flags: list[str | int] = [
+        *("--num-experts", model.experts),
+        *("--moe-ffn-hidden-size", model.ffn),
+        *("--moe-router-topk", model.topk),
+        *("--moe-router-load-balancing-type", "aux_loss"),
+    ]
+    if not model.renormalize:
+        flags.append("--moe-router-pre-softmax")
+    if model.shared_ffn:
+        flags += ["--moe-shared-expert-intermediate-size", model.shared_ffn]
+    return flags

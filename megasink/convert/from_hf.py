@@ -1,0 +1,301 @@
+"""A Hugging Face folder -> a run folder whose checkpoint ``megasink train --load`` takes.
+
+OUT/config.json, OUT/checkpoints/iter_0000000, OUT/tokenizer, OUT/flags.txt
+"""
+
+import contextlib
+import dataclasses
+import io
+import shlex
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import megasink
+from megasink.checkpoint.intact import TRACKER, checkpoint_path
+from megasink.convert.architecture import Architecture, Attention
+from megasink.convert.flags import model_flags
+from megasink.convert.gating import SOFTMAX_OFFSET, Change, added, changed, gated_model
+from megasink.convert.hf_config import architecture_from, read_config
+from megasink.convert.hf_reader import HuggingFaceWeights
+from megasink.convert.megatron_weights import weight_shapes
+from megasink.convert.output import sync_folder, whole_folder
+from megasink.convert.safetensors_writer import write_json
+from megasink.convert.table import LAYERS, NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SPEC, Step, steps
+from megasink.convert.targets.base import Target
+from megasink.convert.to_hf import refuse_nan
+from megasink.convert.torch_dist_writer import TorchDistWriter
+from megasink.errors import UserError
+from megasink.parser import parse_apart
+
+_POSITIONS = "--max-position-embeddings"
+# Arguments by which `--load` knows another model: those that the flags of a model say.
+_COMPARED = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "group_query_attention",
+    "num_query_groups",
+    "position_embedding_type",
+    "rotary_base",
+    "normalization",
+    "layernorm_epsilon",
+    "add_bias_linear",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+    "attention_variant",
+    "gate_granularity",
+)
+Say = Callable[[str], None]
+Verify = Callable[[Path], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class HuggingFaceSource:
+    """A folder and what is in it.
+
+    Attributes:
+        folder: of the model.
+        model: its architecture.
+        target: the architecture of transformers.
+        tokenizer: it has one.
+    """
+
+    folder: Path
+    model: Architecture
+    target: Target
+    tokenizer: bool
+
+
+def source_of(folder: Path, granularity: Attention | None = None) -> HuggingFaceSource:
+    """What is to be imported.
+
+    Args:
+        granularity: of the gate: "headwise" where an architecture with elementwise gates has the
+            same gate for every element of a head.
+
+    Raises:
+        UserError: it cannot be imported, with everything that stands against it.
+    """
+    model, target = architecture_from(read_config(folder))
+    if granularity is not None:
+        if granularity not in target.attention:
+            raise UserError(f"--gate-granularity {granularity}: {target.name} has no such gate")
+        model = dataclasses.replace(model, attention=granularity)
+    tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+    if tokenizer:
+        from megasink.data.tokenizer import load_tokenizer
+
+        size = len(load_tokenizer(folder))
+        if size > model.vocabulary:
+            raise UserError(
+                f"the tokenizer in {folder} has {size} tokens but the model only "
+                f"{model.vocabulary}: it is not the model's"
+            )
+    return HuggingFaceSource(folder, model, target, tokenizer)
+
+
+def import_model(
+    source: HuggingFaceSource,
+    output: Path,
+    change: Change | None = None,
+    *,
+    say: Say = print,
+    verify: Verify | None = None,
+) -> Architecture:
+    """Write a run folder.
+
+    Args:
+        output: must not exist, or be empty. It appears when everything is written and verified.
+        change: into another attention; None for none.
+        say: takes a line for the user.
+        verify: is called with the written folder before it gets its name, and raises.
+
+    Returns:
+        what was written.
+
+    Raises:
+        UserError: anything that the user can mend; then there is no folder.
+    """
+    weights = HuggingFaceWeights(source.folder)
+    table = source.target.table(source.model)
+    todo = list(steps(table, source.model.layers, source.model.experts))
+    ignored = _account(weights, todo, source)
+    model = gated_model(source.model, change)
+    say(f"from {source.target.architecture}, {source.model.attention} attention")
+    if ignored:
+        say(f"not taken: {', '.join(ignored)}")
+    flags = model_flags(model)
+    args = arguments_of(flags)
+    with whole_folder(output) as folder:
+        checkpoint = checkpoint_path(folder / "checkpoints", 0)
+        checkpoint.mkdir(parents=True)
+        begin = time.perf_counter()
+        writer = TorchDistWriter(checkpoint)
+        for step in todo:
+            _write(writer, weights, step, source.model, change)
+        for key, index, sizes, tensor in _added(model, source.model, change):
+            writer.write(key, tensor, index, sizes)
+        writer.finish({"checkpoint_version": 3.0, "iteration": 0})
+        seconds = time.perf_counter() - begin
+        say(
+            f"weights: {writer.total_bytes / 1e6:,.1f} MB, "
+            f"{writer.total_bytes / 1e6 / seconds:,.0f} MB/s"
+        )
+        (folder / "checkpoints" / TRACKER).write_text("0")
+        _write_beside(source, model, flags, args, folder, output)
+        sync_folder(checkpoint)
+        if verify is not None:
+            verify(folder)
+    return model
+
+
+def _account(weights: HuggingFaceWeights, todo: list[Step], source: HuggingFaceSource) -> list[str]:
+    """Every tensor has a row and every row has its tensors, of the right shape.
+
+    Returns:
+        tensors that are there twice, or are not weights, and are not needed.
+    """
+    known = {name for step in todo for name in step.hf}
+    extra = sorted(weights.names - known)
+    ignored = [n for n in extra if n.endswith("rotary_emb.inv_freq")]
+    ignored += [n for n in extra if n == "lm_head.weight" and source.model.tied]
+    found = [f"{name} is missing" for name in sorted(known - weights.names)]
+    found += [f"{name} has no place in Megatron's model" for name in extra if name not in ignored]
+    if not found:
+        found = list(_misfits(weights, todo, weight_shapes(source.model)))
+    if found:
+        more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
+        raise UserError(
+            f"{source.folder} does not hold the weights that its config.json describes: "
+            f"{'; '.join(found[:3])}{more}"
+        )
+    return ignored
+
+
+def _misfits(
+    weights: HuggingFaceWeights, todo: list[Step], shapes: dict[str, tuple[int, ...]]
+) -> Iterator[str]:
+    for step in todo:
+        tensors = [weights.meta(name) for name in step.hf]
+        have = ", ".join(f"{n} {list(t.shape)}" for n, t in zip(step.hf, tensors, strict=True))
+        try:
+            made = step.row.transform.to_megatron(*tensors)
+        except RuntimeError:
+            yield f"{have}: the shape is not what config.json describes"
+            continue
+        for key, tensor in zip(step.row.megatron, made, strict=True):
+            wanted = shapes[key]
+            # Experts in one tensor have their axis in it.
+            if tuple(tensor.shape[tensor.dim() - len(wanted) :]) != wanted:
+                yield f"{have}: the shape is not what config.json describes"
+
+
+def _write(
+    writer: TorchDistWriter,
+    weights: HuggingFaceWeights,
+    step: Step,
+    source: Architecture,
+    change: Change | None,
+) -> None:
+    tensors = [weights.read(name) for name in step.hf]
+    for name, tensor in zip(step.hf, tensors, strict=True):
+        refuse_nan(name, tensor)
+    try:
+        made = step.row.transform.to_megatron(*tensors)
+    except UserError as error:
+        raise UserError(f"{step.hf[0]}: {error}") from error
+    sizes = (source.layers, source.experts)[: len(step.index)]
+    dtype = getattr(torch, source.dtype)
+    for key, tensor in zip(step.row.megatron, made, strict=True):
+        # Sinks are float32 in a model of any data type.
+        kept = torch.float32 if key.endswith(SOFTMAX_OFFSET) else dtype
+        tensor = changed(key, tensor, source, change).to(kept)
+        writer.write(key, tensor, step.index, sizes)
+        if key == NORM_BEFORE_EXPERTS:
+            writer.write(NORM_OF_LOCAL_SPEC, tensor, step.index, sizes)
+
+
+def _added(
+    model: Architecture, source: Architecture, change: Change | None
+) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
+    """What the table does not know: new gates and sinks, and the state of the balance loss."""
+    for layer in range(model.layers):
+        tensors = added(source, change) | {
+            f"self_attention.core_attention.head_counter.{name}": tensor
+            for name, tensor in _head_counter(model).items()
+        }
+        for key, tensor in tensors.items():
+            yield LAYERS + key, (layer,), (model.layers,), tensor
+
+
+def _head_counter(model: Architecture) -> dict[str, Tensor]:
+    """As megasink/layers/importance.py has it before the first step."""
+    return {
+        "coefficients": torch.zeros(model.heads),
+        "routed": torch.ones(model.heads, dtype=torch.bool),
+        "steps": torch.zeros(1, dtype=torch.int64),
+    }
+
+
+def arguments_of(flags: list[str]) -> tuple[Namespace, dict[str, Any]]:
+    """Megatron's arguments of a model, validated, and those that were given."""
+    from megatron.training import arguments
+
+    training = ["--micro-batch-size", "1", "--lr", "1e-4", "--train-iters", "1"]
+    args = parse_apart([*flags, *training, "--seq-length", flags[flags.index(_POSITIONS) + 1]])
+    if args.unknown_flags:
+        raise RuntimeError(f"flags that nothing knows: {args.unknown_flags}")
+    given = {name: plain(getattr(args, name)) for name in _COMPARED}
+    args.swiglu = args.swiglu or args.ffn_activation is not None
+    with contextlib.redirect_stdout(io.StringIO()):
+        arguments.validate_args(args)
+    return args, given
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON gives it back."""
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return getattr(value, "name", None) or str(value)
+
+
+def _write_beside(
+    source: HuggingFaceSource,
+    model: Architecture,
+    flags: list[str],
+    args: tuple[Namespace, dict[str, Any]],
+    folder: Path,
+    output: Path,
+) -> None:
+    """Tokenizer, flags.txt and, last, config.json."""
+    namespace, given = args
+    arguments = {name: plain(value) for name, value in sorted(vars(namespace).items())}
+    # NullTokenizer adds one.
+    arguments |= {"vocab_size": model.vocabulary - 1, "tokenizer_type": "NullTokenizer"}
+    if source.tokenizer:
+        from megasink.data.tokenizer import load_tokenizer
+
+        # As transformers loads it beside that config.json.
+        load_tokenizer(source.folder).save_pretrained(folder / "tokenizer")
+        tokenizer = str(output / "tokenizer")
+        arguments |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": tokenizer}
+        arguments["vocab_size"] = model.vocabulary
+        flags = [*flags, "--tokenizer-model", tokenizer]
+    (folder / "flags.txt").write_text(shlex.join(flags) + "\n")
+    config = {
+        "arguments": arguments,
+        "identity": given,
+        "converted_from": source.target.name,
+        "versions": {"megasink": megasink.__version__},
+    }
+    write_json(folder / "config.json", config)

@@ -1,0 +1,181 @@
+"""config.json <-> Architecture: the keys that the architectures of transformers share."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megasink.convert.architecture import Architecture
+from megasink.convert.targets import BY_NAME, TARGETS
+from megasink.convert.targets.base import Config, Target
+from megasink.errors import UserError
+
+# Llama 3's scaling as Megatron has it; only the factor is an option
+# (megatron/core/models/common/embeddings/rotary_pos_embedding.py:98).
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# What only megasink reads of a config.json: what the architecture cannot tell apart.
+OURS = "megasink"
+
+
+def config_of(model: Architecture, target: Target, special_tokens: Mapping[str, Any]) -> Config:
+    """config.json of an exported model.
+
+    Args:
+        special_tokens: bos_token_id, eos_token_id and pad_token_id; None for those it has not.
+    """
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_base}
+    if model.rope_factor is not None:
+        rope |= {**_LLAMA3, "factor": model.rope_factor}
+    return {
+        "architectures": [target.architecture],
+        "model_type": target.name,
+        "vocab_size": model.vocabulary,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.ffn,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.groups,
+        "head_dim": model.head_dim,
+        "hidden_act": model.activation,
+        "max_position_embeddings": model.positions,
+        "initializer_range": model.init_std,
+        "rms_norm_eps": model.norm_eps,
+        "rope_theta": model.rope_base,
+        "rope_parameters": rope,
+        "tie_word_embeddings": model.tied,
+        "attention_dropout": 0.0,
+        "use_cache": True,
+        "dtype": model.dtype,
+        **special_tokens,
+        **target.config(model),
+        OURS: {"attention": model.attention, "zero_centred": model.zero_centred},
+    }
+
+
+def architecture_from(config: Mapping[str, Any]) -> tuple[Architecture, Target]:
+    """What a config.json describes.
+
+    Raises:
+        UserError: an architecture that has no table here, or something in it that Megatron's model
+            here cannot express.
+    """
+    target = _target(config)
+    problems = [*target.refused(config), *_rope_problems(config, target)]
+    if problems:
+        raise UserError(
+            f"this {target.name} has what Megatron's model here has not: {'; '.join(problems)}"
+        )
+    try:
+        fields = _common(config) | target.read(config)
+    except KeyError as error:
+        raise UserError(f"config.json of a {target.name} without {error}") from error
+    ours = config.get(OURS) or {}
+    if "attention" in ours:
+        fields["attention"] = ours["attention"]
+    fields["zero_centred"] = bool(ours.get("zero_centred"))
+    model = Architecture(**fields)
+    if misfits := target.problems(model):
+        raise UserError(f"config.json is no {target.name} that is known here: {misfits[0]}")
+    return model, target
+
+
+def _target(config: Mapping[str, Any]) -> Target:
+    name = config.get("model_type", "")
+    if name in BY_NAME:
+        return BY_NAME[name]
+    reasons = {
+        "olmo2": "it norms the outputs of attention and FFN and not their inputs, and its qk-norm "
+        "spans all heads: Megatron's is of one head",
+        "llama4": "its layers without RoPE and its chunked attention have no counterpart",
+    }
+    why = f": {reasons[name]}" if name in reasons else ""
+    raise UserError(
+        f"model_type {name!r} cannot be imported{why}. Known: {', '.join(t.name for t in TARGETS)}"
+    )
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE's parameters, from the keys of transformers 5 or of those before it."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+    rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    return rope
+
+
+def _rope_problems(config: Mapping[str, Any], target: Target) -> list[str]:
+    if "full_attention" in (config.get("rope_parameters") or {}):
+        return []  # by kind of layer: the target's own business
+    rope = _rope(config)
+    kind = rope["rope_type"]
+    if kind == "default":
+        return []
+    if kind != "llama3" or not target.rope_scaling:
+        return [f"RoPE scaling {kind!r}"]
+    return [
+        f"RoPE scaling with {name} {rope.get(name)} (Megatron's is {value})"
+        for name, value in _LLAMA3.items()
+        if rope.get(name) != value
+    ]
+
+
+def _common(config: Mapping[str, Any]) -> dict[str, Any]:
+    heads, hidden, layers = (
+        config[name] for name in ("num_attention_heads", "hidden_size", "num_hidden_layers")
+    )
+    rope, vocabulary = _rope(config), config["vocab_size"]
+    activation = config.get("hidden_act", "silu")
+    return {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "groups": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or hidden // heads,
+        "ffn": config["intermediate_size"],
+        "vocabulary": vocabulary,
+        "padded": -(-vocabulary // 128) * 128,
+        "tied": bool(config.get("tie_word_embeddings", False)),
+        "positions": config["max_position_embeddings"],
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "rope_base": float(rope["rope_theta"]),
+        "rope_factor": rope["factor"] if rope["rope_type"] == "llama3" else None,
+        "activation": {"gelu": "gelu", "relu": "relu"}.get(activation, activation),
+        "windows": (None,) * layers,
+        "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        "init_std": config.get("initializer_range", 0.02),
+    }
+
+
+def transformers_has(target: Target) -> None:
+    """Whether the installed transformers knows an architecture.
+
+    Raises:
+        UserError: it does not.
+    """
+    import transformers
+
+    if not hasattr(transformers, target.architecture):
+        raise UserError(
+            f"transformers {transformers.__version__} has no {target.architecture}: install "
+            f"transformers>={target.since}, or use --no-verify"
+        )
+
+
+def read_config(folder: Path) -> Config:
+    """config.json of a Hugging Face folder.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; nothing is downloaded")
+    try:
+        config: Config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is no configuration of a model ({error})") from error
+    return config

@@ -1,0 +1,157 @@
+"""Safetensors files written tensor by tensor: nothing is held that is already on disk.
+
+The format (https://github.com/huggingface/safetensors): eight bytes with the length of a JSON
+header, the header with the dtype, shape and byte range of each tensor, then the bytes. All shapes
+are known before the first tensor is, so the headers are written first.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from megasink.convert.table import Entry
+from megasink.errors import UserError
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}
+
+
+class SafetensorsWriter:
+    """Writes planned tensors, in their order, into files of at most `shard_bytes`.
+
+    A tensor larger than that has a file of its own.
+
+    Args:
+        folder: exists.
+        entries: everything that will be written.
+        shard_bytes: of one file.
+    """
+
+    def __init__(self, folder: Path, entries: Sequence[Entry], shard_bytes: int):
+        self._folder = folder
+        self._shards = _cut(entries, shard_bytes)
+        self._file: BinaryIO | None = None
+        self._names = _file_names(len(self._shards))
+        self._position = (0, 0)  # shard, entry in it
+        self.total_bytes = sum(_bytes(entry) for entry in entries)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """The next tensor of the plan."""
+        shard, place = self._position
+        entry = self._shards[shard][place]
+        if (name, tensor.dtype, tuple(tensor.shape)) != (entry.name, entry.dtype, entry.shape):
+            raise ValueError(f"{name} {tensor.dtype} {list(tensor.shape)}: next is {entry}")
+        if self._file is None:
+            self._file = (self._folder / self._names[shard]).open("xb")
+            self._file.write(_header(self._shards[shard]))
+        if tensor.numel():
+            self._file.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+        if place + 1 < len(self._shards[shard]):
+            self._position = (shard, place + 1)
+            return
+        _sync(self._file)
+        self._file.close()
+        self._file = None
+        self._position = (shard + 1, 0)
+
+    def finish(self) -> list[str]:
+        """Write the index, where there is more than one file.
+
+        Returns:
+            the names of the files.
+        """
+        if self._position != (len(self._shards), 0):
+            raise ValueError("some planned tensors were not written")
+        if len(self._shards) > 1:
+            index = {
+                "metadata": {"total_size": self.total_bytes},
+                "weight_map": {
+                    entry.name: name
+                    for shard, name in zip(self._shards, self._names, strict=True)
+                    for entry in shard
+                },
+            }
+            write_json(self._folder / "model.safetensors.index.json", index)
+        return self._names
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write and sync a JSON file."""
+    with path.open("wb") as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
+        _sync(file)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "5GB", "500MB" or a plain number.
+
+    Raises:
+        UserError: it is none.
+    """
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+    number, unit = text, 1
+    for name, value in units.items():
+        if text.upper().endswith(name):
+            number, unit = text[: -len(name)], value
+    try:
+        size = int(float(number) * unit)
+    except ValueError:
+        size = 0
+    if size <= 0:
+        raise UserError(f"--shard-size {text}: give a size such as 5GB or 500MB")
+    return size
+
+
+def _cut(entries: Sequence[Entry], shard_bytes: int) -> list[list[Entry]]:
+    shards: list[list[Entry]] = [[]]
+    filled = 0
+    for entry in entries:
+        if shards[-1] and filled + _bytes(entry) > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(entry)
+        filled += _bytes(entry)
+    return shards
+
+
+def _bytes(entry: Entry) -> int:
+    count = entry.dtype.itemsize
+    for size in entry.shape:
+        count *= size
+    return count
+
+
+def _header(entries: Sequence[Entry]) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for entry in entries:
+        end = start + _bytes(entry)
+        header[entry.name] = {
+            "dtype": DTYPES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,126 @@
+"""Sink logits for a model that had none: each head's sink draws a chosen weight on average.
+
+A sink draws sigmoid(s_h - LSE) of a query's attention, so s_h is found from the log-sum-exp of the
+scores of real text. The model computes something else afterwards; by how much its loss grows is
+measured and said.
+
+Shapes: L layers, H heads, B texts, S tokens, V vocabulary.
+"""
+
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasink.attention import attention
+from megasink.checkpoint.find import Checkpoint
+from megasink.checkpoint.torch_metadata import read_metadata
+from megasink.convert.architecture import Architecture
+from megasink.convert.gating import SOFTMAX_OFFSET
+from megasink.convert.table import LAYERS
+from megasink.convert.verify import sample_tokens
+
+_BISECTIONS = 60
+
+
+def sink_logits(lse_HN: Tensor, weight: float) -> Tensor:
+    """s_h with mean over N of sigmoid(s_h - LSE) equal to a weight, by bisection.
+
+    Args:
+        lse_HN: log-sum-exp of the scores of each head, float32.
+        weight: between 0 and 1.
+
+    Returns:
+        [H], float32.
+    """
+    lse_HN = lse_HN.double()
+    logit = math.log(weight / (1 - weight))
+    low_H = lse_HN.amin(dim=1) + logit
+    high_H = lse_HN.amax(dim=1) + logit
+    for _ in range(_BISECTIONS):
+        middle_H = (low_H + high_H) / 2
+        more = torch.sigmoid(middle_H[:, None] - lse_HN).mean(dim=1) > weight
+        high_H, low_H = torch.where(more, middle_H, high_H), torch.where(more, low_H, middle_H)
+    return ((low_H + high_H) / 2).float()
+
+
+@torch.no_grad()
+def set_sinks(
+    found: Checkpoint,
+    model: Architecture,
+    weight: float,
+    tokenizer: Any,
+    say: Callable[[str], None] = print,
+) -> tuple[float, float]:
+    """Write the sink logits into a checkpoint whose sinks draw nothing, layer by layer.
+
+    A layer's scores depend on the sinks of the layers below it, so those are set first.
+
+    Returns:
+        the loss per token in nats before and after.
+
+    """
+    from megasink.checkpoint.load import load_without_tokenizer
+
+    loaded, _ = load_without_tokenizer(found, torch.float32)
+    tokens_BS = sample_tokens(model, tokenizer).to(next(loaded.parameters()).device)
+    before = _loss(loaded, tokens_BS, model.vocabulary)
+
+    def set_offset(core: Any, inputs: tuple[Tensor, ...]) -> None:
+        core.softmax_offset.copy_(sink_logits(_log_sum_exp(core, *inputs[:3]), weight))
+
+    cores = [layer.self_attention.core_attention for layer in loaded.decoder.layers]
+    handles = [core.register_forward_pre_hook(set_offset) for core in cores]
+    try:
+        after = _loss(loaded, tokens_BS, model.vocabulary)
+    finally:
+        for handle in handles:
+            handle.remove()
+    rows = [core.softmax_offset.cpu() for core in cores]
+    _rewrite(found, torch.stack(rows))
+    say(
+        f"sinks: each draws {weight:.3g} of its head's attention on average; loss "
+        f"{before:.4f} -> {after:.4f} nats per token ({after - before:+.4f}) on "
+        f"{tokens_BS.numel()} tokens"
+    )
+    return before, after
+
+
+def _loss(model: Any, tokens_BS: Tensor, vocabulary: int) -> float:
+    batch, length = tokens_BS.shape
+    positions = torch.arange(length, device=tokens_BS.device).expand(batch, -1)
+    logits_BSV = model(tokens_BS, positions, None, runtime_gather_output=True)[..., :vocabulary]
+    wanted = tokens_BS[:, 1:].flatten()
+    return float(
+        torch.nn.functional.cross_entropy(logits_BSV[:, :-1].flatten(0, 1).float(), wanted)
+    )
+
+
+def _log_sum_exp(core: Any, *tensors: Tensor) -> Tensor:
+    """[H, B * S] of one layer, without the sink, from its [S, B, heads, D] query, key and value."""
+    lse_BHS = attention(
+        *(x.permute(1, 2, 0, 3) for x in tensors),
+        window=core.window,
+        scale=core.softmax_scale,
+        with_gate=False,
+    ).lse_BHT
+    return lse_BHS.transpose(0, 1).flatten(1)
+
+
+def _rewrite(found: Checkpoint, offsets_LH: Tensor) -> None:
+    """In place: a tensor of the same shape has as many bytes."""
+    key = LAYERS + SOFTMAX_OFFSET
+    for index, where in read_metadata(found.folder).storage_data.items():
+        if index.fqn != key:
+            continue
+        content = io.BytesIO()
+        layer = index.offset[0]
+        torch.save(offsets_LH[layer : layer + 1].clone(), content)
+        if len(content.getvalue()) != where.length:
+            raise RuntimeError(f"{key} takes {where.length} bytes")
+        with (found.folder / where.relative_path).open("r+b") as file:
+            file.seek(where.offset)
+            file.write(content.getvalue())

@@ -1,0 +1,140 @@
+"""Rows that architectures share. Keys of Megatron are those of torch_dist checkpoints.
+
+Under TransformerEngine's spec and Megatron's own the keys are the same: the norms before attention
+and FFN have the names that they have where they are fused into the linear layers after them.
+"""
+
+import torch
+
+from megasink.convert.architecture import Architecture
+from megasink.convert.table import LAYERS, NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SPEC, Row, row
+from megasink.convert.transforms import (
+    Constant,
+    GatedGroupedQKV,
+    GateUp,
+    GroupedQKV,
+    PaddedRows,
+    RepeatedGateQKV,
+    Same,
+    Shifted,
+    Transform,
+)
+
+LAYER = "model.layers.{layer}."
+ATTENTION = f"{LAYERS}self_attention."
+QKV = f"{ATTENTION}linear_qkv."
+MLP = f"{LAYERS}mlp."
+EXPERTS = f"{MLP}experts.experts."
+
+
+def norm_weight(model: Architecture, zero_centred: bool) -> Transform:
+    """Between the norms of a model and of a target that stores them so."""
+    if model.zero_centred == zero_centred:
+        return Same()
+    return Shifted(1 if model.zero_centred else -1)
+
+
+def embedding(model: Architecture) -> tuple[Row, ...]:
+    """The tokens' embeddings."""
+    rows = PaddedRows(model.vocabulary, model.padded)
+    return (row("embedding.word_embeddings.weight", "model.embed_tokens.weight", transform=rows),)
+
+
+def head(
+    model: Architecture, zero_centred: bool = False, norm: str = "model.norm.weight"
+) -> tuple[Row, ...]:
+    """The last norm and the output layer."""
+    weight = norm_weight(model, zero_centred)
+    rows = [row("decoder.final_layernorm.weight", norm, transform=weight)]
+    if not model.tied:
+        kept = PaddedRows(model.vocabulary, model.padded)
+        rows.append(row("output_layer.weight", "lm_head.weight", transform=kept))
+    return tuple(rows)
+
+
+def norms(
+    model: Architecture,
+    zero_centred: bool = False,
+    names: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
+) -> tuple[Row, ...]:
+    """The norms before attention and before the FFN."""
+    weight = norm_weight(model, zero_centred)
+    before_ffn = NORM_BEFORE_EXPERTS if model.experts else NORM_OF_LOCAL_SPEC
+    return (
+        row(f"{QKV}layer_norm_weight", f"{LAYER}{names[0]}.weight", transform=weight),
+        row(before_ffn, f"{LAYER}{names[1]}.weight", transform=weight),
+    )
+
+
+def attention(
+    model: Architecture, zero_centred: bool = False, out: str = "o_proj"
+) -> tuple[Row, ...]:
+    """Projections, their biases, and qk-norm."""
+    at = f"{LAYER}self_attn."
+    sizes = (model.groups, model.queries, model.head_dim)
+    qkv = tuple(f"{at}{name}_proj" for name in "qkv")
+    weights = tuple(f"{name}.weight" for name in qkv)
+    mixed: Row
+    if model.attention == "elementwise":
+        mixed = row(f"{QKV}weight", *weights, transform=GatedGroupedQKV(*sizes))
+    else:
+        mixed = row(f"{QKV}weight", *weights, transform=GroupedQKV(*sizes))
+    rows = [mixed]
+    if model.qkv_bias:
+        biases = (f"{name}.bias" for name in qkv)
+        rows.append(row(f"{QKV}bias", *biases, transform=GroupedQKV(*sizes)))
+    rows.append(row(f"{ATTENTION}linear_proj.weight", f"{at}{out}.weight"))
+    if model.bias:
+        rows.append(row(f"{ATTENTION}linear_proj.bias", f"{at}{out}.bias"))
+    if model.qk_norm:
+        weight = norm_weight(model, zero_centred)
+        rows += [
+            row(f"{ATTENTION}{x}_layernorm.weight", f"{at}{x}_norm.weight", transform=weight)
+            for x in "qk"
+        ]
+    return tuple(rows)
+
+
+def with_repeated_gate(model: Architecture, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """`attention` for a headwise gate in an architecture whose gates are elementwise."""
+    sizes = (model.groups, model.queries, model.head_dim)
+    first = rows[0]
+    keys = (*first.megatron, f"{ATTENTION}linear_gate.weight")
+    return (Row(keys, first.hf, RepeatedGateQKV(*sizes)), *rows[1:])
+
+
+def sinks(model: Architecture) -> tuple[Row, ...]:
+    """One logit per head; off-by-one attention has zeros."""
+    name = f"{LAYER}self_attn.sinks"
+    if model.attention == "off-by-one":
+        return (Row((), (name,), Constant((model.heads,), torch.float32)),)
+    return (row(f"{ATTENTION}core_attention.softmax_offset", name),)
+
+
+def ffn(
+    model: Architecture,
+    at: str = "mlp.",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> tuple[Row, ...]:
+    """A gated unit."""
+    gate, up, down = (f"{LAYER}{at}{name}" for name in names)
+    rows = []
+    for kind in ("weight", "bias") if model.bias else ("weight",):
+        both = (f"{gate}.{kind}", f"{up}.{kind}")
+        rows.append(row(f"{MLP}linear_fc1.{kind}", *both, transform=GateUp()))
+        rows.append(row(f"{MLP}linear_fc2.{kind}", f"{down}.{kind}"))
+    return tuple(rows)
+
+
+def experts(
+    at: str = "mlp.",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    router: str = "gate",
+) -> tuple[Row, ...]:
+    """A router and experts with a tensor each."""
+    gate, up, down = (f"{LAYER}{at}experts.{{expert}}.{name}.weight" for name in names)
+    return (
+        row(f"{MLP}router.weight", f"{LAYER}{at}{router}.weight"),
+        row(f"{EXPERTS}linear_fc1.weight", gate, up, transform=GateUp()),
+        row(f"{EXPERTS}linear_fc2.weight", down),
+    )

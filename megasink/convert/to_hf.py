@@ -1,0 +1,194 @@
+"""A run's checkpoint -> a Hugging Face folder, tensor by tensor."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasink.checkpoint.find import Checkpoint, find_checkpoint
+from megasink.checkpoint.saved_arguments import read_arguments
+from megasink.convert.architecture import Architecture, architecture_of
+from megasink.convert.card import model_card
+from megasink.convert.hf_config import config_of
+from megasink.convert.output import whole_folder
+from megasink.convert.reader import MegatronCheckpoint
+from megasink.convert.safetensors_writer import SafetensorsWriter, write_json
+from megasink.convert.table import Entry, Row, Step, planned, steps
+from megasink.convert.targets import choose
+from megasink.convert.targets.base import Target
+from megasink.errors import UserError
+
+Say = Callable[[str], None]
+Verify = Callable[[Path], None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint and what it is.
+
+    Attributes:
+        found: where it is.
+        saved: the arguments of its run.
+        model: its architecture.
+        tokenizer: of transformers; None where the run has none.
+    """
+
+    found: Checkpoint
+    saved: dict[str, Any]
+    model: Architecture
+    tokenizer: Any
+
+
+def source_of(
+    run: Path, iteration: int | None = None, tokenizer: str | Path | None = None
+) -> Source:
+    """What is to be exported.
+
+    Raises:
+        UserError: no such checkpoint or tokenizer, or a model that no target has, with everything
+            that it does and none of them has.
+    """
+    found = find_checkpoint(run, iteration)
+    saved = read_arguments(found.config)
+    loaded = _tokenizer(saved, tokenizer)
+    model, problems = architecture_of(saved, None if loaded is None else len(loaded))
+    if problems:
+        raise UserError(f"{run} cannot be a model of transformers: {'; '.join(problems)}")
+    return Source(found, saved, model, loaded)
+
+
+def export(
+    source: Source,
+    output: Path,
+    target_name: str | None = None,
+    *,
+    shard_bytes: int = 5 * 10**9,
+    say: Say = print,
+    verify: Verify | None = None,
+) -> Target:
+    """Write a Hugging Face folder.
+
+    Args:
+        output: must not exist, or be empty. It appears when everything is written and verified.
+        target_name: of the target; None for the first that fits.
+        shard_bytes: of a safetensors file.
+        say: takes a line for the user.
+        verify: is called with the written folder before it gets its name, and raises.
+
+    Raises:
+        UserError: anything that the user can mend; then there is no folder.
+    """
+    target, why = choose(source.model, target_name)
+    say(f"target: {target.architecture} ({target.name}): {why}")
+    checkpoint = MegatronCheckpoint(source.found.folder)
+    table = target.table(source.model)
+    _account(checkpoint, table)
+    todo = list(steps(table, source.model.layers, source.model.experts))
+    entries = _plan(checkpoint, todo)
+    with whole_folder(output) as folder:
+        begin = time.perf_counter()
+        writer = SafetensorsWriter(folder, entries, shard_bytes)
+        for step in todo:
+            for name, tensor in zip(step.hf, _converted(checkpoint, step), strict=True):
+                writer.write(name, tensor)
+        files = writer.finish()
+        seconds = time.perf_counter() - begin
+        say(
+            f"weights: {len(entries)} tensors, {writer.total_bytes / 1e6:,.1f} MB in "
+            f"{len(files)} file{'s' * (len(files) > 1)}, "
+            f"{writer.total_bytes / 1e6 / seconds:,.0f} MB/s"
+        )
+        _write_beside(source, target, folder)
+        if verify is not None:
+            verify(folder)
+    return target
+
+
+def _tokenizer(saved: dict[str, Any], given: str | Path | None) -> Any:
+    from megasink.data.tokenizer import load_tokenizer
+
+    if given is None:
+        if saved.get("tokenizer_type") != "HuggingFaceTokenizer":
+            return None
+        given = Path(saved["tokenizer_model"])
+        if not given.is_dir():
+            raise UserError(
+                f"the run's tokenizer {given} is gone (a relative path counts from here): "
+                "say where it is with --tokenizer"
+            )
+    tokenizer = load_tokenizer(given)
+    rows = saved["padded_vocab_size"]
+    if len(tokenizer) > rows:
+        raise UserError(
+            f"the tokenizer {given} has {len(tokenizer)} tokens but the model only {rows} rows: "
+            "it is not the one that the run was trained with"
+        )
+    return tokenizer
+
+
+def _account(checkpoint: MegatronCheckpoint, table: tuple[Row, ...]) -> None:
+    """Every weight has a row and every row has its weights."""
+    known = {key for row in table for key in row.megatron}
+    missing = sorted(known - checkpoint.shapes.keys())
+    extra = sorted(checkpoint.shapes.keys() - known)
+    found = [f"{key} is missing" for key in missing]
+    found += [f"{key} has no place in the target" for key in extra]
+    if found:
+        more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
+        raise UserError(
+            f"{checkpoint.folder} is a checkpoint of another model than config.json describes: "
+            f"{'; '.join(found[:3])}{more}"
+        )
+
+
+def _plan(checkpoint: MegatronCheckpoint, todo: list[Step]) -> list[Entry]:
+    entries: list[Entry] = []
+    for step in todo:
+        tensors = [checkpoint.meta(key, step.index) for key in step.row.megatron]
+        entries += planned(step, tensors)
+    return entries
+
+
+def _converted(checkpoint: MegatronCheckpoint, step: Step) -> Iterator[Tensor]:
+    tensors = [checkpoint.read(key, step.index) for key in step.row.megatron]
+    for key, tensor in zip(step.row.megatron, tensors, strict=True):
+        refuse_nan(key, tensor)
+    yield from step.row.transform.to_hf(*tensors)
+
+
+def refuse_nan(name: str, tensor: Tensor) -> None:
+    """Refuse a weight with NaN or infinity in it.
+
+    Raises:
+        UserError: naming the first place.
+    """
+    # A sum is cheap and finite unless a value is not, or it overflows.
+    if torch.isfinite(tensor.sum(dtype=torch.float32)):
+        return
+    bad = (~torch.isfinite(tensor)).nonzero()
+    if len(bad):
+        raise UserError(
+            f"{name} holds NaN or infinity ({len(bad)} of {tensor.numel()} values, the first at "
+            f"{bad[0].tolist()}): export a checkpoint from before it diverged"
+        )
+
+
+def _write_beside(source: Source, target: Target, folder: Path) -> None:
+    """Tokenizer, model card, generation_config.json and, last, config.json."""
+    special = special_tokens(source.tokenizer)
+    if source.tokenizer is not None:
+        source.tokenizer.save_pretrained(folder)
+    card = model_card(source.model, target, source.saved, source.found)
+    (folder / "README.md").write_text(card)
+    write_json(folder / "generation_config.json", {"_from_model_config": True, **special})
+    write_json(folder / "config.json", config_of(source.model, target, special))
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int | None]:
+    """The ids that config.json names; transformers' own defaults belong to other tokenizers."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {name: getattr(tokenizer, name, None) for name in names}

@@ -1,0 +1,227 @@
+"""Tasks for the workers: runs of tiny models, and their conversion."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megasink.checkpoint.model import model_config
+from megasink.convert.flags import model_flags
+from megasink.convert.from_hf import arguments_of, plain
+from megasink.layers.builder import MegasinkGPTBuilder
+from megasink.layers.gate_projection import named_parts
+from megasink.train.foreign import accepting_megatrons_checkpoints
+from tests.convert.models import MODELS, OTHERS
+from tests.distributed.skewed_gates import skew_gates
+from tests.distributed.tiny_gpt import skew_sinks
+
+
+def save_run(folder: str, name: str, bf16: bool = False, tokenizer: str | None = None) -> None:
+    """A run folder with one checkpoint of a model with large, different weights everywhere.
+
+    Args:
+        name: of `MODELS` or `OTHERS`.
+        tokenizer: folder of one.
+    """
+    _, architecture = (MODELS | OTHERS)[name]
+    flags = [*model_flags(architecture), *(["--bf16"] if bf16 else [])]
+    args, _ = arguments_of(flags)
+    args.vocab_size = architecture.vocabulary - 1
+    args.tokenizer_type = "NullTokenizer"
+    if tokenizer is not None:
+        args.tokenizer_type, args.tokenizer_model = "HuggingFaceTokenizer", tokenizer
+    model = _model_of(args)
+    skew_sinks([model])
+    skew_gates([model])
+    _skew_norms(model)
+    model.to(args.params_dtype)
+    checkpoints = Path(folder) / "checkpoints"
+    checkpoint = checkpoints / "iter_0000003"
+    if torch.distributed.get_rank() == 0:
+        checkpoint.mkdir(parents=True)
+        saved = {key: plain(value) for key, value in vars(args).items()}
+        (Path(folder) / "config.json").write_text(json.dumps({"arguments": saved}))
+        (checkpoints / "latest_checkpointed_iteration.txt").write_text("3")
+    torch.distributed.barrier()
+    groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    state = {"model": model.sharded_state_dict(metadata=groups)}
+    dist_checkpointing.save(state, str(checkpoint), ("torch_dist", 1))
+
+
+def _model_of(args: Namespace) -> Any:
+    """This rank's stage, in the layout that parallel_state holds."""
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    args.tensor_model_parallel_size = args.expert_tensor_parallel_size = size
+    args.tensor_parallel_num_weight_shards = None
+    args.expert_tensor_parallel_num_weight_shards = None
+    args.pipeline_model_parallel_size = parallel_state.get_pipeline_model_parallel_world_size()
+    args.expert_model_parallel_size = parallel_state.get_expert_model_parallel_world_size()
+    args.sequence_parallel = bool(args.num_experts) and size > 1
+    config = model_config(args)
+    config.finalize()
+    return MegasinkGPTBuilder(config).build_model(
+        ProcessGroupCollection.use_mpu_process_groups(),
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+
+
+def _skew_norms(model: torch.nn.Module) -> None:
+    """Weights between 0.6 and 1.9, the same under every layout, in steps that bf16 has."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name and parameter.dim() == 1:
+            steps = torch.arange(parameter.numel()) % 9
+            parameter.data.copy_(0.625 + steps / 8)
+        if name.endswith("bias") and parameter.dim() == 1:
+            steps = torch.arange(parameter.numel()) % 5
+            parameter.data.copy_((steps - 2) / 8)
+
+
+def round_trip(folder: str, name: str) -> dict[str, Any]:
+    """Export, import, export again; compare logits on the way.
+
+    Returns:
+        "target"; "lines" for the user; "logits", "tolerance", "argmax", "generated" of the first
+        export against the run, and of the import against the first export; "equal": of the files
+        of both exports; "architecture": the imported one is the first.
+    """
+    import transformers
+
+    from megasink.checkpoint.find import find_checkpoint
+    from megasink.convert import from_hf, to_hf
+    from megasink.convert.verify import Difference, verify_logits
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    root, lines, found = Path(folder), [], []
+
+    def compare(run: Path, hf: Path) -> Difference:
+        architecture = MODELS[name][1]
+        return verify_logits(find_checkpoint(run), hf, architecture, None, lines.append)
+
+    source = to_hf.source_of(root / "run")
+    target = to_hf.export(
+        source,
+        root / "hf",
+        MODELS[name][0],
+        say=lines.append,
+        verify=lambda out: found.append(compare(root / "run", out)),
+    )
+    from_hf.import_model(
+        from_hf.source_of(root / "hf"),
+        root / "back",
+        say=lines.append,
+        verify=lambda out: found.append(compare(out, root / "hf")),
+    )
+    back = to_hf.source_of(root / "back")
+    to_hf.export(back, root / "again", MODELS[name][0], say=lines.append)
+    first, second = ((root / x / "model.safetensors").read_bytes() for x in ("hf", "again"))
+    return {
+        "target": target.name,
+        "lines": lines,
+        "differences": [vars(d) | {"tolerance": d.tolerance} for d in found],
+        "equal": first == second,
+        "architecture": back.model == source.model,
+    }
+
+
+def export_only(run: str, output: str, **options: Any) -> None:
+    """Write a Hugging Face folder and compare nothing."""
+    from megasink.convert.to_hf import export, source_of
+
+    export(source_of(Path(run)), Path(output), say=lambda line: None, **options)
+
+
+def import_only(hf: str, output: str) -> None:
+    """Write a run folder and compare nothing."""
+    from megasink.convert.from_hf import import_model, source_of
+
+    import_model(source_of(Path(hf)), Path(output), say=lambda line: None)
+
+
+def loaded_weights(checkpoint: str, name: str) -> list[str]:
+    """Load a checkpoint as Megatron does, into a model of this layout; what differs, by name."""
+    import numpy as np
+
+    from megasink.convert.reader import MegatronCheckpoint
+
+    args, _ = arguments_of(model_flags(MODELS[name][1]))
+    model = _model_of(args)
+    state = {"model": model.sharded_state_dict()}
+    with accepting_megatrons_checkpoints():
+        loaded = dist_checkpointing.load(state, checkpoint)
+    model.load_state_dict(loaded["model"])
+    stored = MegatronCheckpoint(Path(checkpoint))
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    different = []
+    for layer in model.decoder.layers:
+        attention = layer.self_attention
+        parts = [("self_attention.linear_proj.weight", 1, attention.linear_proj.weight)]
+        mixed = named_parts("self_attention.linear_qkv.weight", attention.linear_qkv.weight)
+        for key, axis, tensor in [*parts, *((key, 0, part) for key, part in mixed)]:
+            whole = stored.read(f"decoder.layers.{key}", (layer.layer_number - 1,))
+            if not np.array_equal(whole.chunk(tp, dim=axis)[rank], tensor.detach()):
+                different.append(f"{key} of layer {layer.layer_number}")
+    return different
+
+
+def export_with_a_mistake(run: str, output: str) -> str:
+    """Export with the halves of the FFN exchanged; what verification says."""
+    from unittest import mock
+
+    from megasink.convert import to_hf
+    from megasink.convert.checking import check_export
+    from megasink.convert.transforms import GateUp
+    from megasink.errors import UserError
+
+    source = to_hf.source_of(Path(run))
+    right = GateUp.to_hf
+
+    def wrong(self: GateUp, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return right(self, *tensors)[::-1]
+
+    def silent(line: str) -> None:
+        pass
+
+    with mock.patch.object(GateUp, "to_hf", wrong):
+        try:
+            to_hf.export(
+                source,
+                Path(output),
+                say=silent,
+                verify=lambda folder: check_export(source, folder, say=silent),
+            )
+        except UserError as error:
+            return str(error)
+    return "nothing"
+
+
+def mean_sink_weights(run: str) -> list[float]:
+    """The mean attention weight of the sink of every head, layer by layer, on verification's text,
+    by the plain definition of attention."""
+    from megasink.attention.reference import reference_attention
+    from megasink.checkpoint.find import find_checkpoint
+    from megasink.checkpoint.load import load_model, load_without_tokenizer
+    from megasink.convert.verify import sample_tokens
+    from tests.convert.models import OTHERS
+
+    tokenizer = load_model(run).tokenizer
+    model, _ = load_without_tokenizer(find_checkpoint(Path(run)), torch.float32)
+    found: list[float] = []
+
+    def measure(core: Any, inputs: tuple[Any, ...]) -> None:
+        tensors = (x.permute(1, 2, 0, 3) for x in inputs[:3])
+        gate = reference_attention(*tensors, variant="sink", sink_H=core.softmax_offset).gate_BHT
+        found.extend((1 - gate).mean(dim=(0, 2)).tolist())
+
+    for layer in model.decoder.layers:
+        layer.self_attention.core_attention.register_forward_pre_hook(measure)
+    tokens = sample_tokens(OTHERS["plain-text"][1], tokenizer)
+    with torch.no_grad():
+        model(tokens, torch.arange(tokens.shape[1]).expand(len(tokens), -1), None)
+    return found

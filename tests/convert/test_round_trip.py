@@ -1,0 +1,70 @@
+"""Every target: the logits of stock transformers, and the same bytes after a way back.
+
+Not covered: TransformerEngine's spec (its keys, by tests/convert/test_reader.py, are), CUDA.
+"""
+
+import json
+
+import pytest
+
+from tests.convert.models import MODELS
+from tests.distributed.layout import SINGLE, Layout
+from tests.distributed.pool import Pool
+
+TASKS = "tests.convert.tasks"
+TP, PP, TP_PP = Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2)
+EP, TP_SP = Layout(dp=2, ep=2), Layout(tp=2, sp=True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_target(pool, tmp_path, name):
+    pool.run(f"{TASKS}:save_run", SINGLE, folder=str(tmp_path / "run"), name=name)
+    (report,) = pool.run(f"{TASKS}:round_trip", SINGLE, folder=str(tmp_path), name=name)
+    assert report["target"] == MODELS[name][0]
+    exported, imported = report["differences"]
+    for difference in (exported, imported):
+        assert 0 < difference["logits"] <= difference["tolerance"]
+        assert difference["largest"] > 3  # small logits would hide a mistake
+        assert difference["argmax"] == difference["generated"] == 1
+    assert exported["logits"] == imported["logits"]  # the same weights, to the bit
+    assert report["equal"]
+    assert report["architecture"]
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["vocab_size"] == 101
+
+
+def exports(pool, folder, name, *layouts):
+    """The bytes of the export of a run under each layout."""
+    for layout in layouts:
+        run, hf = folder / f"run-{layout}", folder / f"hf-{layout}"
+        pool.run(f"{TASKS}:save_run", layout, folder=str(run), name=name)
+        pool.run(f"{TASKS}:export_only", SINGLE, run=str(run), output=str(hf))
+    return [(folder / f"hf-{layout}" / "model.safetensors").read_bytes() for layout in layouts]
+
+
+@pytest.mark.parametrize("name", ["granite_swa", "qwen3_5", "lfm3", "qwen3_next-headwise"])
+def test_the_layout_of_a_run_does_not_matter(pool, tmp_path, name):
+    layouts = (EP, TP_SP) if MODELS[name][1].experts else (TP, PP)
+    files = exports(pool, tmp_path, name, SINGLE, *layouts)
+    assert files[0] == files[1] == files[2]
+
+
+def test_tensor_and_pipeline_parallelism_at_once(tmp_path):
+    workers = Pool(4)
+    try:
+        files = exports(workers, tmp_path, "granite_swa-tied-windows", SINGLE, TP_PP)
+    finally:
+        workers.close()
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm3", "mixtral"])
+def test_an_import_loads_under_another_layout(pool, tmp_path, name):
+    pool.run(f"{TASKS}:save_run", SINGLE, folder=str(tmp_path / "run"), name=name)
+    pool.run(f"{TASKS}:export_only", SINGLE, run=str(tmp_path / "run"), output=str(tmp_path / "hf"))
+    folders = {"hf": str(tmp_path / "hf"), "output": str(tmp_path / "back")}
+    pool.run(f"{TASKS}:import_only", SINGLE, **folders)
+    checkpoint = str(tmp_path / "back" / "checkpoints" / "iter_0000000")
+    for layout in (TP_SP, EP) if MODELS[name][1].experts else (TP, PP):
+        reports = pool.run(f"{TASKS}:loaded_weights", layout, checkpoint=checkpoint, name=name)
+        assert reports == [[]] * 2

@@ -1,0 +1,220 @@
+"""Which target a model gets, what is refused, and that a config.json says the whole model."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from megasink.config import OPTIONS
+from megasink.convert.architecture import architecture_of
+from megasink.convert.hf_config import OURS, architecture_from, config_of
+from megasink.convert.megatron_weights import weight_shapes
+from megasink.convert.table import steps
+from megasink.convert.targets import BY_NAME, TARGETS, choose
+from megasink.errors import UserError
+from tests.convert.models import MODELS, MOE, model
+
+DEFAULTS = {
+    field.name: field.default for options in OPTIONS for field in dataclasses.fields(options)
+}
+# Arguments of a run of a small Llama, as config.json has them.
+SAVED = DEFAULTS | {
+    "attention_variant": "vanilla",
+    "num_layers": 4,
+    "hidden_size": 48,
+    "num_attention_heads": 4,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "kv_channels": 16,
+    "ffn_hidden_size": 40,
+    "padded_vocab_size": 128,
+    "untie_embeddings_and_output_weights": True,
+    "max_position_embeddings": 96,
+    "layernorm_epsilon": 1e-5,
+    "rotary_base": 10000,
+    "qk_layernorm": False,
+    "swiglu": True,
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_first_target_that_fits_is_taken(name):
+    target, architecture = MODELS[name]
+    found, why = choose(architecture)
+    assert found.name == target
+    assert architecture.attention in why
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_config_says_the_whole_model(name):
+    target, architecture = MODELS[name]
+    config = config_of(architecture, BY_NAME[target], {"eos_token_id": 1})
+    assert architecture_from(config) == (architecture, BY_NAME[target])
+    if architecture.attention in ("off-by-one", "headwise") and target != "lfm3":
+        # Not without what only we read: Qwen's gates are elementwise, Granite's sinks learned.
+        del config[OURS]
+        other, _ = architecture_from(config)
+        assert other.attention in ("sink", "elementwise")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_weight_has_one_row_and_every_name_one_weight(name):
+    target, architecture = MODELS[name]
+    table = BY_NAME[target].table(architecture)
+    keys = [key for row in table for key in row.megatron]
+    assert sorted(keys) == sorted(weight_shapes(architecture))
+    todo = steps(table, architecture.layers, architecture.experts)
+    names = list(itertools.chain.from_iterable(step.hf for step in todo))
+    assert len(names) == len(set(names))
+    assert not [n for n in names if "{" in n]
+
+
+@pytest.mark.parametrize(
+    ("change", "target", "reason"),
+    [
+        ({"attention": "sink"}, "llama", "it has vanilla attention, not sink"),
+        ({}, "qwen3", "it has qk-norm"),
+        ({"qk_norm": True}, "llama", "it has no qk-norm"),
+        ({**MOE}, "llama", "it has no experts"),
+        ({}, "mixtral", "it has experts"),
+        ({"bias": True, "qkv_bias": True}, "qwen2", "no biases"),
+        ({"qkv_bias": True}, "llama", "projections have no biases of their own"),
+        ({}, "qwen2", "projections have biases"),
+        ({"windows": (5, None)}, "llama", "no sliding window"),
+        ({**MOE, "windows": (5, None)}, "mixtral", "all have the same window"),
+        ({"attention": "sink", "windows": (5, 6)}, "granite_swa", "windows have one size"),
+        ({**MOE, "shared_ffn": 8}, "mixtral", "no shared expert"),
+        ({**MOE, "renormalize": False}, "mixtral", "add up to one"),
+        (
+            {"attention": "headwise", "qk_norm": True, "rope_factor": 8.0},
+            "lfm3",
+            "no RoPE scaling",
+        ),
+        ({"attention": "headwise", "qk_norm": True, "activation": "relu"}, "lfm3", "silu, not"),
+    ],
+)
+def test_what_does_not_fit_a_target_is_said(change, target, reason):
+    with pytest.raises(UserError, match=reason):
+        choose(model(**change), target)
+
+
+def test_a_model_that_no_target_is_names_the_nearest():
+    with pytest.raises(UserError, match="qwen3_5_text: it has qk-norm"):
+        choose(model(attention="elementwise"))
+    with pytest.raises(UserError, match="choose llama"):
+        choose(model(), "gpt2")
+
+
+def test_arguments_of_a_run_give_its_architecture():
+    found, problems = architecture_of(SAVED, 101)
+    assert problems == []
+    assert found == dataclasses.replace(model(), layers=4, windows=(None,) * 4, init_std=0.02)
+    windows = {"window_size": [4, 0], "window_attn_skip_freq": 2}
+    found, _ = architecture_of(SAVED | windows, None)
+    assert found.windows == (5, None, 5, None)
+    assert found.vocabulary == 128
+    found, _ = architecture_of(SAVED | windows | {"window_attn_skip_freq": [0, 1, 1, 0]}, None)
+    assert found.windows == (None, 5, 5, None)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("attention_variant", "kv-bias", "--attention-variant kv-bias"),
+        ("attention_similarity", "sigmoid", "--attention-similarity sigmoid"),
+        ("sink_token", True, "--sink-token True"),
+        ("sandwich_norm", True, "--sandwich-norm"),
+        ("sdpa_output_norm", "rmsnorm", "--sdpa-output-norm rmsnorm"),
+        ("prefix_lm_tokens", 8, "--prefix-lm-tokens 8"),
+        ("ffn_activation", "relu", "no gated unit"),
+        ("position_embedding_type", "learned_absolute", "targets have rope alone"),
+        ("normalization", "LayerNorm", "targets have RMSNorm alone"),
+        ("moe_router_score_function", "sigmoid", "targets have softmax alone"),
+        ("rotary_percent", 0.5, "--rotary-percent 0.5"),
+    ],
+)
+def test_what_transformers_has_not_is_refused_by_name(option, value, said):
+    _, problems = architecture_of(SAVED | {option: value}, 101)
+    (problem,) = problems
+    assert said in problem
+
+
+def test_every_option_of_a_gate_is_said_or_refused():
+    gated = SAVED | {"attention_variant": "gated", "gate_granularity": "elementwise"}
+    found, problems = architecture_of(gated, 101)
+    assert problems == []
+    assert found.attention == "elementwise"
+    for option, value in (
+        ("gate_position", "value"),
+        ("gate_shared_heads", True),
+        ("gate_operation", "add"),
+        ("gate_activation", "silu"),
+        ("gate_input", "none"),
+    ):
+        _, problems = architecture_of(gated | {option: value}, 101)
+        assert len(problems) == 1
+        assert option.replace("_", "-") in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("target", "change", "said"),
+    [
+        ("llama", {"model_type": "olmo2"}, "qk-norm spans all heads|spans all heads"),
+        ("llama", {"model_type": "mamba"}, "'mamba' cannot be imported"),
+        ("llama", {"attention_bias": True}, "attention_bias without mlp_bias"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling 'yarn'"),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "rope_theta": 1e4,
+                    "factor": 8.0,
+                    "low_freq_factor": 2.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                }
+            },
+            "low_freq_factor 2.0",
+        ),
+        ("granite_swa", {"attention_multiplier": 0.5}, "attention_multiplier 0.5"),
+        ("granite_swa", {"residual_multiplier": 0.22}, "residual_multiplier"),
+        ("granite_swa", {"layer_rope_theta": [1e4, 0]}, "layer_rope_theta"),
+        ("flint", {"layer_types": ["full_attention"] * 2}, "no RoPE"),
+        ("flint", {"mlp_only_layers": [0]}, "experts"),
+        ("gpt_oss", {"attention_bias": True}, "attention_bias"),
+        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 2}, "linear attention"),
+        ("qwen3_next", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "without experts"),
+        ("lfm3", {"layer_types": ["conv", "full_attention"]}, "convolutions"),
+        ("lfm3", {"use_sandwich_norm": True}, "use_sandwich_norm"),
+        ("llama", {"hidden_act": "quick_gelu"}, "quick_gelu"),
+    ],
+)
+def test_what_megatron_cannot_express_is_refused_by_name(target, change, said):
+    architecture = next(m for name, m in MODELS.values() if name == target)
+    config = config_of(architecture, BY_NAME[target], {}) | change
+    with pytest.raises(UserError, match=said):
+        architecture_from(config)
+
+
+def test_configs_of_before_transformers_5_are_read():
+    config = config_of(model(rope_base=500000.0, rope_factor=32.0), BY_NAME["llama"], {})
+    rope = config.pop("rope_parameters")
+    theta = rope.pop("rope_theta")
+    old = {"rope_theta": theta, "rope_scaling": rope, "torch_dtype": config.pop("dtype")}
+    found, _ = architecture_from({**config, **old})
+    assert (found.rope_base, found.rope_factor, found.dtype) == (500000.0, 32.0, "float32")
+
+
+def test_the_names_of_targets_are_those_of_transformers():
+    # Without importing models: the registry of configurations alone.
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    for target in TARGETS:
+        assert target.name in CONFIG_MAPPING_NAMES
+        assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[target.name] == target.architecture
