@@ -36,7 +36,7 @@ class MegatronProbe:
     """While this context is open, `forward` runs the model and hands statistics to an observer.
 
     Args:
-        model: in evaluation mode, all of it in this process (see `megasink.train.load`).
+        model: in evaluation mode, all of it in this process (see `megasink.checkpoint.load`).
         observer: receives each sequence's statistics.
         needs: which statistics (`megasink.diagnostics.STATISTICS`).
 

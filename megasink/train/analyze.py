@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from megasink.checkpoint.find import find_checkpoint
+from megasink.checkpoint.intact import iterations
 from megasink.errors import UserError
 from megasink.probe import cli
+from megasink.process import prepare_process
 from megasink.report.trace import ROWS, draw_trace
-from megasink.train.checkpoints import find_checkpoint
-from megasink.train.intact import iterations
-from megasink.train.pretrain import prepare_process
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cli.check(args, is_run=True)
     find_checkpoint(args.model)  # before the seconds that the imports take
     _prepare(args)
-    from megasink.train.load import single_process
+    from megasink.checkpoint.load import single_process
 
     with single_process():
         _analyze(args, None)
@@ -47,7 +47,7 @@ def trace_main(argv: Sequence[str] | None = None) -> int:
     newest = find_checkpoint(args.model)
     steps = sorted(iterations(newest.folder.parent))
     _prepare(args)
-    from megasink.train.load import single_process
+    from megasink.checkpoint.load import single_process
 
     root, rows = args.output, []
     with single_process():
@@ -91,8 +91,8 @@ def _prepare(args: argparse.Namespace) -> None:
 
 def _analyze(args: argparse.Namespace, iteration: int | None) -> tuple[dict[str, Any], int]:
     """Analyze one checkpoint: results.json, and the tokens that it was trained on."""
+    from megasink.checkpoint.load import load_model
     from megasink.probe.megatron_model import MegatronProbe
-    from megasink.train.load import load_model
 
     loaded = load_model(args.model, iteration, args.tokenizer)
     trained, config = loaded.args, loaded.model.config

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megasink.checkpoint.load import load_model
 from megasink.diagnostics import STATISTICS
 from megasink.errors import ConfigError
 from megasink.probe.inputs import text_samples
 from megasink.probe.megatron_model import MegatronProbe
-from megasink.train.load import load_model
 from tests.inference.tasks import model_of
 
 TOKENS = 11
