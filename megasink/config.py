@@ -196,6 +196,9 @@ class HeadBalanceOptions:
     head_balance_warmup_iters: int = 0
     """Steps over which the coefficient rises linearly to its value."""
 
+    head_balance_decay_iters: int = 0
+    """Steps at the end of the run over which the coefficient falls linearly."""
+
     head_balance_shared_heads: int = 0
     """For fine-tuning (Eq. 8): the m most important heads of each layer are shared and left alone,
     the loss evens out the others. 0: all heads count (Eq. 7)."""

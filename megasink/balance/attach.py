@@ -22,7 +22,7 @@ class HeadBalanceScale:
     """
 
     _scale: ClassVar[Tensor | None] = None
-    _warmup: ClassVar[float] = 1.0
+    _share: ClassVar[float] = 1.0
     _targets: ClassVar[Tensor | None] = None
 
     @classmethod
@@ -31,19 +31,26 @@ class HeadBalanceScale:
         cls._scale = scale
 
     @classmethod
-    def set_step(cls, step: int, warmup_steps: int) -> None:
-        """Let the coefficient rise linearly over the first steps.
+    def set_step(
+        cls, step: int, warmup_steps: int = 0, decay_steps: int = 0, total_steps: int = 0
+    ) -> None:
+        """Let the coefficient rise linearly over the first steps and fall over the last ones.
 
         Args:
             step: finished steps of the run.
             warmup_steps: the step from which on it is whole; 0 for the first.
+            decay_steps: over how many steps it falls, to 1 / decay_steps in the last one; 0 for
+                none.
+            total_steps: of the run, where it falls.
         """
-        cls._warmup = min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
+        rising = (step + 1) / warmup_steps if warmup_steps else 1.0
+        falling = (total_steps - step) / decay_steps if decay_steps else 1.0
+        cls._share = max(0.0, min(1.0, rising, falling))
 
     @classmethod
-    def warmup(cls) -> float:
+    def share(cls) -> float:
         """The share of the coefficient that the running step uses."""
-        return cls._warmup
+        return cls._share
 
     @classmethod
     def set_targets(cls, targets: Tensor) -> None:
@@ -85,8 +92,8 @@ class HeadBalanceScale:
     def get(cls, like: Tensor) -> Tensor:
         """The scale of the running microbatch on the device of ``like``; 1 before the first."""
         if cls._scale is None:
-            return torch.full((), cls._warmup, device=like.device)
-        return cls._scale.detach().reshape(()).to(like.device) * cls._warmup
+            return torch.full((), cls._share, device=like.device)
+        return cls._scale.detach().reshape(()).to(like.device) * cls._share
 
 
 class _AttachGradient(torch.autograd.Function):

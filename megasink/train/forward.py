@@ -33,7 +33,12 @@ def forward_step(
 ) -> tuple[Tensor, LossFunction]:
     """One microbatch through this pipeline stage, for Megatron's ``pretrain``."""
     timers, args = get_timers(), get_args()
-    HeadBalanceScale.set_step(args.curr_iteration, args.head_balance_warmup_iters)
+    HeadBalanceScale.set_step(
+        args.curr_iteration,
+        args.head_balance_warmup_iters,
+        args.head_balance_decay_iters,
+        args.train_iters,
+    )
     HeadTracker.observes = is_observed(args, args.curr_iteration + 1)
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))

@@ -67,7 +67,7 @@ class Observer:
             UserError: on every rank, where the run has diverged.
         """
         args = get_args()
-        coeff = args.head_balance_coeff * HeadBalanceScale.warmup()
+        coeff = args.head_balance_coeff * HeadBalanceScale.share()
         statistics = HeadTracker.finish_step(coeff, args.head_balance_scope)
         self._iteration = int(call["iteration"])
         logs = is_observed(args, self._iteration)

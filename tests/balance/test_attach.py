@@ -12,7 +12,7 @@ COEFFICIENTS_H = torch.tensor([0.5, -2.0, 1.0])
 def no_scale(monkeypatch):
     """A process in which Megatron has set no scale yet."""
     monkeypatch.setattr(HeadBalanceScale, "_scale", None)
-    monkeypatch.setattr(HeadBalanceScale, "_warmup", 1.0)
+    monkeypatch.setattr(HeadBalanceScale, "_share", 1.0)
     monkeypatch.setattr(HeadBalanceScale, "_targets", None)
 
 
@@ -70,7 +70,13 @@ def test_the_coefficient_warms_up(importance_H, step, share):
     attach_gradient(output, importance_H, lambda: COEFFICIENTS_H).sum().backward()
     assert torch.equal(importance_H.grad, share * COEFFICIENTS_H)
     HeadBalanceScale.set_step(step, warmup_steps=0)
-    assert HeadBalanceScale.warmup() == 1.0
+    assert HeadBalanceScale.share() == 1.0
+
+
+@pytest.mark.parametrize(("step", "share"), [(0, 0.5), (1, 1.0), (6, 1.0), (8, 0.5), (9, 0.25)])
+def test_the_coefficient_falls_at_the_end(step, share):
+    HeadBalanceScale.set_step(step, warmup_steps=2, decay_steps=4, total_steps=10)
+    assert HeadBalanceScale.share() == share
 
 
 def test_the_targets_are_those_of_the_microbatch_whose_backward_pass_runs():

@@ -133,7 +133,7 @@ def forget() -> None:
     get_moe_metrics_tracker().metrics.clear()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
     HeadBalanceScale._scale = HeadBalanceScale._targets = None
-    HeadBalanceScale.set_step(0, 0)
+    HeadBalanceScale.set_step(0)
     parallel_state.destroy_model_parallel()
 
 

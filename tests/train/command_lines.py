@@ -24,6 +24,10 @@ REFUSED = {
         [*MOCK, "--head-balance-coeff", "-0.5"],
         ["--head-balance-coeff -0.5 is negative"],
     ),
+    "negative-decay": (
+        [*MOCK, "--head-balance-decay-iters", "-1"],
+        ["--head-balance-decay-iters -1 is negative"],
+    ),
     "negative-warm-up": (
         [*MOCK, "--head-balance-warmup-iters", "-1"],
         ["--head-balance-warmup-iters -1 is negative"],

@@ -17,7 +17,7 @@ def problems(args: Namespace) -> list[str]:
             f"--head-balance-scope {args.head_balance_scope!r} is unknown: "
             f"choose {', '.join(get_args(Scope))}"
         )
-    for name in ("warmup_iters", "shared_heads", "shared_refresh"):
+    for name in ("warmup_iters", "decay_iters", "shared_heads", "shared_refresh"):
         value = getattr(args, f"head_balance_{name}")
         if value < 0:
             found.append(f"--head-balance-{name.replace('_', '-')} {value} is negative")
