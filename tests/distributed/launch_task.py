@@ -21,13 +21,4 @@ def train(flags: list[str], ranks: int, port: int) -> None:
         pretrain(flags)
     finally:
         forget()
-        # Set by a first start, it makes the next one in this process reduce once more (training.py:
-        # 1131): beside a rank that starts for the first time, it would wait for ever.
-        from megatron.training import training
-
-        training._STARTUP_TIMESTAMPS["program_start"] = None
-        # That of this run's tokenizer; the next run has another one.
-        from megasink.train import forward
-
-        forward._byte_table.cache_clear()
         torch.use_deterministic_algorithms(False)  # --deterministic-mode is for the process

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import faulthandler
+import functools
 import gc
 import importlib
 import os
@@ -70,8 +71,7 @@ def parallel_state(layout: Layout, rank: int, store: str) -> Iterator[None]:
     import torch
     from megatron.core import parallel_state, tensor_parallel
 
-    if not gc.get_freeze_count():
-        gc.freeze()  # modules: the collections after each task need not look at them
+    gc.freeze()  # modules, and what earlier tasks left: the end of this one need not look at them
     torch.distributed.init_process_group(
         "gloo",
         init_method=f"file://{store}",
@@ -107,9 +107,13 @@ def end_groups() -> None:
 
     kinds = (torch.nn.Module, torch.optim.Optimizer)
     rooms = ("megatron.core.optimizer", "megatron.core.distributed")
+
+    @functools.cache
+    def holds_groups(kind: type) -> bool:
+        return issubclass(kind, kinds) or str(kind.__module__).startswith(rooms)
+
     for found in gc.get_objects():
-        kind = type(found)
-        if issubclass(kind, kinds) or str(kind.__module__).startswith(rooms):
+        if holds_groups(type(found)):
             with contextlib.suppress(TypeError):  # no attributes of its own
                 vars(found).clear()
     torch.distributed.destroy_process_group()
@@ -135,6 +139,12 @@ def forget() -> None:
     HeadBalanceScale._scale = HeadBalanceScale._targets = None
     HeadBalanceScale.set_step(0)
     parallel_state.destroy_model_parallel()
+    if trainer := sys.modules.get("megatron.training.training"):
+        # Set by a first start, it makes the next one in this process reduce once more (training.py:
+        # 1131): beside a rank that starts for the first time, it would wait for ever.
+        trainer._STARTUP_TIMESTAMPS["program_start"] = None
+    if forward := sys.modules.get("megasink.train.forward"):
+        forward._byte_table.cache_clear()  # that of the run's tokenizer; the next has another one
 
 
 def layout_of_task() -> dict[str, Any]:

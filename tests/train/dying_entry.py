@@ -145,7 +145,8 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # Megatron prints while it is imported
     prepare_process([])
-    from megasink.train import arguments, forward, model, observer  # noqa: F401
+    from megasink.checkpoint import model  # noqa: F401
+    from megasink.train import arguments, forward, observer  # noqa: F401
 
     while line := sys.stdin.readline():
         child = os.fork()
