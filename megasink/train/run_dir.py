@@ -118,8 +118,8 @@ def folder_problem(folder: Path, *, resume: bool) -> str | None:
     if not (folder / "config.json").is_file():
         if resume:
             return f"--resume: {folder} holds no run; drop --resume to start one there"
-        # The last rank may have opened its TensorBoard file already.
-        if {p.name for p in folder.glob("*")} - {"logs", "tensorboard"}:
+        # The last rank may have opened its writers already.
+        if {p.name for p in folder.glob("*")} - {"logs", "tensorboard", "wandb"}:
             return f"--run-dir {folder} is not empty and holds no run: choose another folder"
         return None
     if not resume:
@@ -180,6 +180,8 @@ def set_paths(args: Namespace) -> None:
         # Without it Megatron starts anew, with a warning, where the checkpoint does not load.
         args.exit_on_missing_checkpoint = True
     args.tensorboard_dir = args.tensorboard_dir or str(folder / "tensorboard")
+    # Megatron's own place for it is inside --save.
+    args.wandb_save_dir = args.wandb_save_dir or str(folder / "wandb")
     args.data_cache_path = args.data_cache_path or str(folder / "data-cache")
     if args.save_interval is None:
         args.save_interval = args.train_iters

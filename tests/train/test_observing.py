@@ -7,6 +7,7 @@ import shlex
 
 import pytest
 
+from megasink.train.run_dir import folder_problem
 from tests.distributed.test_resume import free_port
 
 FLAGS = shlex.split("""
@@ -34,7 +35,17 @@ def watched(pool, tmp_path_factory):
     reports = pool.run(
         f"{TASKS}:train_with_wandb", timeout=200, flags=flags, ranks=2, port=free_port()
     )
+    assert (folder / "wandb").is_dir()
+    assert [path.name for path in (folder / "checkpoints").glob("wandb")] == []
     return reports, lines(folder)
+
+
+def test_writers_of_the_last_rank_may_be_first(tmp_path):
+    for name in ("tensorboard", "wandb"):
+        (tmp_path / name).mkdir()
+    assert folder_problem(tmp_path, resume=False) is None
+    (tmp_path / "checkpoints").mkdir()
+    assert "not empty and holds no run" in folder_problem(tmp_path, resume=False)
 
 
 def test_the_last_rank_alone_writes(watched):
