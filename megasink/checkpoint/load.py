@@ -23,6 +23,7 @@ from megasink import platform
 from megasink.checkpoint.find import Checkpoint, find_checkpoint, stored_shapes
 from megasink.checkpoint.model import model_config
 from megasink.checkpoint.saved_arguments import read_arguments, single_process_arguments
+from megasink.checkpoint.tokenizer import tokenizer_of
 from megasink.errors import UserError
 from megasink.layers.builder import MegasinkGPTBuilder
 
@@ -67,7 +68,13 @@ def load_model(
         UserError: there is no such run, checkpoint or tokenizer, or they do not fit together.
     """
     found = find_checkpoint(Path(checkpoint_or_run), iteration)
-    loaded_tokenizer = _tokenizer(read_arguments(found.config), tokenizer, found.config)
+    saved = read_arguments(found.config)
+    loaded_tokenizer = tokenizer_of(saved, tokenizer, found.config)
+    if loaded_tokenizer is None:
+        raise UserError(
+            f"the run was trained with {saved.get('tokenizer_type')}, which has no text: "
+            "name a Hugging Face folder with --tokenizer"
+        )
     model, args = load_without_tokenizer(found)
     return LoadedModel(model, loaded_tokenizer, args, found.iteration)
 
@@ -147,30 +154,6 @@ def _compare(
             f"{folder} is a checkpoint of another model than config.json describes: "
             f"{'; '.join(sorted(different)[:3])}{more}"
         )
-
-
-def _tokenizer(saved: dict[str, Any], given: str | Path | None, config: Path) -> Any:
-    from megasink.data.tokenizer import load_tokenizer
-
-    if given is None:
-        if saved.get("tokenizer_type") != "HuggingFaceTokenizer":
-            raise UserError(
-                f"the run was trained with {saved.get('tokenizer_type')}, which has no text: "
-                "name a Hugging Face folder with --tokenizer"
-            )
-        given = Path(saved["tokenizer_model"])
-        if not given.is_dir():
-            raise UserError(
-                f"{config}: its tokenizer {given} is gone (a relative path counts from here); "
-                "say where it is with --tokenizer"
-            )
-    tokenizer = load_tokenizer(given)
-    if len(tokenizer) > saved["padded_vocab_size"]:
-        raise UserError(
-            f"the tokenizer {given} has {len(tokenizer)} tokens but the model only "
-            f"{saved['padded_vocab_size']}: it is not the one that the run was trained with"
-        )
-    return tokenizer
 
 
 def _make_parallel_state() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megasink.checkpoint.find import Checkpoint, find_checkpoint
 from megasink.checkpoint.saved_arguments import read_arguments
+from megasink.checkpoint.tokenizer import tokenizer_of
 from megasink.convert.architecture import Architecture, architecture_of
 from megasink.convert.card import model_card
 from megasink.convert.hf_config import config_of
@@ -54,7 +55,7 @@ def source_of(
     """
     found = find_checkpoint(run, iteration)
     saved = read_arguments(found.config)
-    loaded = _tokenizer(saved, tokenizer)
+    loaded = tokenizer_of(saved, tokenizer, found.config)
     model, problems = architecture_of(saved, None if loaded is None else len(loaded))
     if problems:
         raise UserError(f"{run} cannot be a model of transformers: {'; '.join(problems)}")
@@ -106,28 +107,6 @@ def export(
         if verify is not None:
             verify(folder)
     return target
-
-
-def _tokenizer(saved: dict[str, Any], given: str | Path | None) -> Any:
-    from megasink.data.tokenizer import load_tokenizer
-
-    if given is None:
-        if saved.get("tokenizer_type") != "HuggingFaceTokenizer":
-            return None
-        given = Path(saved["tokenizer_model"])
-        if not given.is_dir():
-            raise UserError(
-                f"the run's tokenizer {given} is gone (a relative path counts from here): "
-                "say where it is with --tokenizer"
-            )
-    tokenizer = load_tokenizer(given)
-    rows = saved["padded_vocab_size"]
-    if len(tokenizer) > rows:
-        raise UserError(
-            f"the tokenizer {given} has {len(tokenizer)} tokens but the model only {rows} rows: "
-            "it is not the one that the run was trained with"
-        )
-    return tokenizer
 
 
 def _account(checkpoint: MegatronCheckpoint, table: tuple[Row, ...]) -> None:

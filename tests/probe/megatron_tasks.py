@@ -11,23 +11,9 @@ from megasink.errors import ConfigError
 from megasink.probe.inputs import text_samples
 from megasink.probe.megatron_model import MegatronProbe
 from tests.inference.tasks import model_of
+from tests.probe.kept import Kept
 
 TOKENS = 11
-
-
-class Kept:
-    """An observer that keeps everything."""
-
-    def __init__(self) -> None:
-        self.layers: dict[tuple[int, int], dict[str, Tensor]] = {}
-        self.states: dict[tuple[int, int], Tensor] = {}
-
-    def layer(self, sample: int, layer: int, statistics: dict[str, Tensor]) -> None:
-        copies = {name: value.clone() for name, value in statistics.items()}
-        self.layers.setdefault((sample, layer), {}).update(copies)
-
-    def state(self, sample: int, half: int, state_TE: Tensor) -> None:
-        self.states[sample, half] = state_TE.clone()
 
 
 @torch.no_grad()

@@ -12,24 +12,10 @@ from megasink.diagnostics import STATISTICS
 from megasink.errors import ConfigError, UserError
 from megasink.probe.segments import check_mask, segments_of
 from megasink.probe.transformers_model import NAME, TransformersProbe
+from tests.probe.kept import Kept
 from tests.probe.tiny_models import ARCHITECTURES, GATED, SINKS, VOCABULARY, tiny_model
 
 TOKENS = 13
-
-
-class Kept:
-    """An observer that keeps everything."""
-
-    def __init__(self) -> None:
-        self.layers: dict[tuple[int, int], dict[str, Tensor]] = {}
-        self.states: dict[tuple[int, int], Tensor] = {}
-
-    def layer(self, sample: int, layer: int, statistics: dict[str, Tensor]) -> None:
-        copies = {name: value.clone() for name, value in statistics.items()}
-        self.layers.setdefault((sample, layer), {}).update(copies)
-
-    def state(self, sample: int, half: int, state_TE: Tensor) -> None:
-        self.states[sample, half] = state_TE.clone()
 
 
 def tokens(rows: int, count: int, seed: int = 1) -> Tensor:

@@ -74,10 +74,6 @@ def _read_windowed(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"windows": tuple(config["sliding_window"] if n >= first else None for n in layers)}
 
 
-def _qwen2(model: Architecture) -> Config:
-    return _windowed(model)
-
-
 def _read_qwen2(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**_read_windowed(config), "qkv_bias": True}
 
@@ -168,7 +164,7 @@ TARGETS = (
         since="4.37",
         attention=("vanilla",),
         table=_dense,
-        config=_qwen2,
+        config=_windowed,
         read=_read_qwen2,
         qkv_bias=True,
         windows="mixed",

@@ -1,0 +1,18 @@
+"""What a probe reports, kept by tests."""
+
+from torch import Tensor
+
+
+class Kept:
+    """An observer that keeps everything."""
+
+    def __init__(self) -> None:
+        self.layers: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self.states: dict[tuple[int, int], Tensor] = {}
+
+    def layer(self, sample: int, layer: int, statistics: dict[str, Tensor]) -> None:
+        copies = {name: value.clone() for name, value in statistics.items()}
+        self.layers.setdefault((sample, layer), {}).update(copies)
+
+    def state(self, sample: int, half: int, state_TE: Tensor) -> None:
+        self.states[sample, half] = state_TE.clone()
