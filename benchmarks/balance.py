@@ -22,14 +22,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from bench_model import SHAPE, VOCABULARY, gpt_config
 
 from megasink import platform
 
 WITHOUT = "without"
 CONFIGURATIONS = (WITHOUT, "statistics alone", "global", "data-parallel", "microbatch")
-CPU = {"num_layers": 6, "hidden_size": 256, "num_attention_heads": 8}
 GPU = {"num_layers": 20, "hidden_size": 1280, "num_attention_heads": 10, "bf16": True}
-VOCABULARY = 4096
 Step = Callable[[], tuple[float, float]]
 
 
@@ -39,36 +38,18 @@ def build(name: str, shape: dict[str, Any], arguments: argparse.Namespace, cuda:
     from megatron.core.distributed import finalize_model_grads as upstream
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megasink.layers.builder import MegasinkGPTBuilder, MegasinkGPTConfig
+    from megasink.layers.builder import MegasinkGPTBuilder
     from megasink.layers.core_attention import CoreAttention
-    from megasink.layers.transformer_config import MegasinkTransformerConfig
-    from megasink.specs import block_spec
 
-    dtype = torch.bfloat16 if shape.get("bf16") else torch.float32
-    transformer = MegasinkTransformerConfig(
+    config = gpt_config(
+        arguments.sequence,
         **shape,
         attention_variant="sink",
         attention_kernel=arguments.attention_kernel,
         head_balance_coeff=0.0 if name in CONFIGURATIONS[:2] else 1e-4,
         head_balance_scope=name if name in CONFIGURATIONS[2:] else "global",
-        transformer_impl="local",
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        params_dtype=dtype,
+        params_dtype=torch.bfloat16 if shape.get("bf16") else torch.float32,
         use_cpu_initialization=not cuda,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
-    )
-    config = MegasinkGPTConfig(
-        transformer=transformer,
-        transformer_layer_spec=block_spec,
-        vocab_size=VOCABULARY,
-        seq_length=arguments.sequence,
-        position_embedding_type="rope",
     )
     config.finalize()
     models = MegasinkGPTBuilder(config).build_distributed_models(
@@ -76,7 +57,7 @@ def build(name: str, shape: dict[str, Any], arguments: argparse.Namespace, cuda:
         ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
     )
     if name == WITHOUT:
-        transformer.finalize_model_grads_func = upstream
+        config.transformer.finalize_model_grads_func = upstream
         for module in (m for model in models for m in model.modules()):
             if isinstance(module, CoreAttention):
                 module.counts_heads = False
@@ -163,7 +144,7 @@ def worker(rank: int, world: int, store: str, arguments: argparse.Namespace, cud
     model_parallel_cuda_manual_seed(1)
     batch = arguments.micro_batch * arguments.microbatches * world
     init_num_microbatches_calculator(rank, None, batch, arguments.micro_batch, world)
-    shape = GPU if cuda else CPU
+    shape = GPU if cuda else SHAPE
     steps = {name: stepper(name, shape, arguments, cuda) for name in CONFIGURATIONS}
     pairs = measure(steps, arguments.turns)
     if rank == 0:

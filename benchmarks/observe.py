@@ -20,8 +20,7 @@ from unittest import mock
 
 import step_time
 import torch
-
-from megasink import platform
+from bench_model import SHAPE, VOCABULARY, one_process
 
 OFF, BETWEEN, LOGGED, PICTURE = "without", "between log lines", "log line", "log line + picture"
 
@@ -39,7 +38,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(
-            step_time.VOCABULARY, (step_time.BATCH, sequence + 1), generator=generator
+            VOCABULARY, (step_time.BATCH, sequence + 1), generator=generator
         )
         self.positions = torch.arange(sequence)[None]
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
@@ -82,7 +81,7 @@ class Trainer:
         loss = self.model(inputs, self.positions, None, labels=labels).mean()
         loss.backward()
         HeadTracker.start_reduction(
-            step_time.SHAPE["num_layers"], step_time.SHAPE["num_attention_heads"], self.tp_group
+            SHAPE["num_layers"], SHAPE["num_attention_heads"], self.tp_group
         )
         self.optimizer.step()
         middle = time.process_time()
@@ -108,15 +107,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    platform.activate()
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1)
+    one_process(args.threads)
     kinds = [OFF, BETWEEN, LOGGED, PICTURE]
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     observer: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -131,7 +122,7 @@ def main() -> None:
                     observer[kind].append(of_observer)
         trainer.observer.close()
         trainer.writer.close()
-    print(f"S {args.sequence}, B {step_time.BATCH}, {step_time.SHAPE}, fp32, ", end="")
+    print(f"S {args.sequence}, B {step_time.BATCH}, {SHAPE}, fp32, ", end="")
     print(f"{args.threads} threads, torch {torch.__version__}, {args.turns} turns, CPU time\n")
     print("| step | CPU ms | more than without (median, quartiles) | ratio | observer alone |")
     print("|---|---|---|---|---|")

@@ -13,12 +13,11 @@ import time
 from collections.abc import Callable
 
 import torch
+from bench_model import SHAPE, VOCABULARY, gpt_config, one_process
 
-from megasink import platform
 from megasink.platform.patching import suspended
 
-SHAPE = {"num_layers": 6, "hidden_size": 256, "num_attention_heads": 8}
-VOCABULARY, BATCH = 4096, 1
+BATCH = 1
 # What is run, as options of the model; the first is the floor.
 CONFIGURATIONS: dict[str, dict[str, object]] = {
     "vanilla, no loss": {"attention_variant": "vanilla", "head_balance_coeff": 0.0},
@@ -33,31 +32,9 @@ def build(options: dict[str, object], sequence: int) -> torch.nn.Module:
     """A GPT of the shape above, on one process."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megasink.layers.builder import MegasinkGPTBuilder, MegasinkGPTConfig
-    from megasink.layers.transformer_config import MegasinkTransformerConfig
-    from megasink.specs import block_spec
+    from megasink.layers.builder import MegasinkGPTBuilder
 
-    transformer = MegasinkTransformerConfig(
-        **SHAPE,  # type: ignore[arg-type]
-        **options,  # type: ignore[arg-type]
-        transformer_impl="local",
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        use_cpu_initialization=True,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
-    )
-    config = MegasinkGPTConfig(
-        transformer=transformer,
-        transformer_layer_spec=block_spec,
-        vocab_size=VOCABULARY,
-        seq_length=sequence,
-        position_embedding_type="rope",
-    )
+    config = gpt_config(sequence, **SHAPE, **options, use_cpu_initialization=True)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     return MegasinkGPTBuilder(config).build_model(groups, pre_process=True, post_process=True)
 
@@ -86,15 +63,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    platform.activate()
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1)
+    one_process(args.threads)
     steps = {
         name: stepper(build(options, args.sequence), args.sequence)
         for name, options in CONFIGURATIONS.items()

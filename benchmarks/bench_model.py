@@ -1,0 +1,55 @@
+"""The model that the benchmarks of training steps take, and the start of a process for it."""
+
+from typing import Any
+
+import torch
+
+from megasink import platform
+
+SHAPE = {"num_layers": 6, "hidden_size": 256, "num_attention_heads": 8}
+VOCABULARY = 4096
+
+
+def gpt_config(sequence: int, **options: Any) -> Any:
+    """Configuration of a GPT.
+
+    Args:
+        sequence: length.
+        options: of MegasinkTransformerConfig, its shape among them.
+    """
+    from megasink.layers.builder import MegasinkGPTConfig
+    from megasink.layers.transformer_config import MegasinkTransformerConfig
+    from megasink.specs import block_spec
+
+    transformer = MegasinkTransformerConfig(
+        transformer_impl="local",
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        **options,
+    )
+    return MegasinkGPTConfig(
+        transformer=transformer,
+        transformer_layer_spec=block_spec,
+        vocab_size=VOCABULARY,
+        seq_length=sequence,
+        position_embedding_type="rope",
+    )
+
+
+def one_process(threads: int) -> None:
+    """Make this process the only rank, on the CPU platform."""
+    torch.set_num_threads(threads)
+    platform.activate()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
