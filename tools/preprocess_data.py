@@ -2,7 +2,7 @@
 
 import sys
 
-from megasink.data.cli import main
+from megasink.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["data", *sys.argv[1:]]))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import megasink
+from megasink.checkpoint.identity import SHAPE, plain
 from megasink.checkpoint.intact import TRACKER, checkpoint_path
 from megasink.convert.architecture import Architecture, Attention
 from megasink.convert.flags import model_flags
@@ -34,25 +35,6 @@ from megasink.errors import UserError
 from megasink.parser import parse_apart
 
 _POSITIONS = "--max-position-embeddings"
-# Arguments by which `--load` knows another model: those that the flags of a model say.
-_COMPARED = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "kv_channels",
-    "group_query_attention",
-    "num_query_groups",
-    "position_embedding_type",
-    "rotary_base",
-    "normalization",
-    "layernorm_epsilon",
-    "add_bias_linear",
-    "qk_layernorm",
-    "untie_embeddings_and_output_weights",
-    "attention_variant",
-    "gate_granularity",
-)
 Say = Callable[[str], None]
 Verify = Callable[[Path], None]
 
@@ -253,20 +235,11 @@ def arguments_of(flags: list[str]) -> tuple[Namespace, dict[str, Any]]:
     args = parse_apart([*flags, *training, "--seq-length", flags[flags.index(_POSITIONS) + 1]])
     if args.unknown_flags:
         raise RuntimeError(f"flags that nothing knows: {args.unknown_flags}")
-    given = {name: plain(getattr(args, name)) for name in _COMPARED}
+    given = {name: plain(getattr(args, name)) for name in SHAPE}
     args.swiglu = args.swiglu or args.ffn_activation is not None
     with contextlib.redirect_stdout(io.StringIO()):
         arguments.validate_args(args)
     return args, given
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON gives it back."""
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return getattr(value, "name", None) or str(value)
 
 
 def _write_beside(

@@ -1,7 +1,6 @@
 """`megasink data`: a corpus to tokenized files, with a given tokenizer or one trained on it."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from megasink.data.preprocess import (
 )
 from megasink.data.progress import tracked
 from megasink.data.tokenizer import MIN_VOCAB_SIZE, folder_problem, train_tokenizer
-from megasink.errors import ConfigError, UserError
+from megasink.errors import ConfigError
 
 DESCRIPTION = "Tokenize text into the .bin/.idx files that Megatron trains on."
 
@@ -90,18 +89,15 @@ def run(args: argparse.Namespace) -> PreprocessReport:
     return report
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line by itself: 0, or 2 after one message on stderr."""
+def main(argv: Sequence[str]) -> int:
+    """`megasink data`.
+
+    Raises:
+        UserError: as `run`.
+    """
     parser = argparse.ArgumentParser(prog="megasink data", description=DESCRIPTION)
     add_arguments(parser)
-    try:
-        run(parser.parse_args(argv))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    run(parser.parse_args(argv))
     return 0
 
 

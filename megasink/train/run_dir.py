@@ -20,55 +20,12 @@ from typing import Any
 
 import megasink
 from megasink.checkpoint.find import newest_checkpoint
+from megasink.checkpoint.identity import MODEL, plain, same
 from megasink.checkpoint.intact import go_back_to_intact, iterations, newest_intact
 from megasink.compat import versions
 from megasink.errors import UserError
 
 # A run is its model, its data and its loss; layout, length and learning rate may change on resume.
-MODEL = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "kv_channels",
-    "group_query_attention",
-    "num_query_groups",
-    "seq_length",
-    "max_position_embeddings",
-    "position_embedding_type",
-    "rotary_base",
-    "rotary_percent",
-    "normalization",
-    "layernorm_epsilon",
-    "swiglu",
-    "squared_relu",
-    "add_bias_linear",
-    "qk_layernorm",
-    "untie_embeddings_and_output_weights",
-    "window_size",
-    "window_attn_skip_freq",
-    "attention_variant",
-    "softmax_offset_init",
-    "bias_shared_heads",
-    "bias_fixed_value",
-    "bias_fixed_value_norm",
-    "sink_token",
-    "attention_similarity",
-    "attention_normalization",
-    "attention_scale_alpha",
-    "gate_position",
-    "gate_granularity",
-    "gate_shared_heads",
-    "gate_operation",
-    "gate_activation",
-    "gate_input",
-    "sdpa_output_norm",
-    "match_ffn_width",
-    "tokenizer_type",
-    "tokenizer_model",
-    "vocab_size",
-    "make_vocab_size_divisible_by",
-)
 IDENTITY = (
     *MODEL,
     "head_balance_coeff",
@@ -140,19 +97,23 @@ def _checkpoint_problems(args: Namespace, load: str | None) -> list[str]:
     config = Path(load).parent / "config.json"
     if not config.is_file():
         return []  # not from a run folder: Megatron compares the arguments that it saved
-    before, names = json.loads(config.read_text()), tuple[str, ...](MODEL)
+    before, names = json.loads(config.read_text()), MODEL
     if "converted_from" in before:
         if not args.finetune:
             return [
                 f"--load {load} was converted from Hugging Face and holds no state of an "
                 "optimizer: add --finetune"
             ]
-        # Data, positions and tokenizer may be others than those of the folder it came from.
+        # Data and tokenizer may be others than those of the folder it came from.
         names = tuple(name for name in MODEL if name in before["identity"])
-    differences = _differences(_identity_before(config), args, names)
-    if differences:
-        return [f"--load {load} is a checkpoint of another model: {'; '.join(differences)}"]
-    return []
+    saved = _identity_before(config)
+    differences = _differences(saved, args, names, finetune=args.finetune)
+    if not differences:
+        return []
+    hint = ""
+    if not _differences(saved, args, names, finetune=True):
+        hint = " (another context goes with --finetune)"
+    return [f"--load {load} is a checkpoint of another model: {'; '.join(differences)}{hint}"]
 
 
 def _identity_before(config: Path) -> dict[str, Any]:
@@ -160,12 +121,14 @@ def _identity_before(config: Path) -> dict[str, Any]:
     return {**saved["arguments"], **saved.get("identity", {})}
 
 
-def _differences(before: dict[str, Any], args: Namespace, names: Sequence[str]) -> list[str]:
-    now = {name: _plain(getattr(args, name)) for name in names if hasattr(args, name)}
+def _differences(
+    before: dict[str, Any], args: Namespace, names: Sequence[str], *, finetune: bool = False
+) -> list[str]:
+    now = {name: plain(getattr(args, name)) for name in names if hasattr(args, name)}
     return [
         f"{name} {before[name]!r} -> {value!r}"
         for name, value in now.items()
-        if name in before and before[name] != value
+        if name in before and not same(name, before[name], value, finetune=finetune)
     ]
 
 
@@ -201,7 +164,7 @@ def write_start(args: Namespace, identity: dict[str, Any]) -> None:
     resumed_from = None
     if args.resume:
         resumed_from = go_back_to_intact(folder / "checkpoints", checksums=args.verify_checkpoint)
-    resolved = {name: _plain(value) for name, value in sorted(vars(args).items())}
+    resolved = {name: plain(value) for name, value in sorted(vars(args).items())}
     config = {
         "arguments": resolved,
         "identity": identity,
@@ -224,7 +187,7 @@ def write_start(args: Namespace, identity: dict[str, Any]) -> None:
 
 def identity_of(args: Namespace) -> dict[str, Any]:
     """The arguments by which a run is known, as they were given."""
-    return {name: _plain(getattr(args, name)) for name in IDENTITY if hasattr(args, name)}
+    return {name: plain(getattr(args, name)) for name in IDENTITY if hasattr(args, name)}
 
 
 def git_hash() -> str | None:
@@ -240,15 +203,6 @@ def git_hash() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit + ("+dirty" if state else "")
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON gives it back."""
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return getattr(value, "name", None) or str(value)
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -9,9 +9,10 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megasink.checkpoint.identity import plain
 from megasink.checkpoint.model import model_config
 from megasink.convert.flags import model_flags
-from megasink.convert.from_hf import arguments_of, plain
+from megasink.convert.from_hf import arguments_of
 from megasink.layers.builder import MegasinkGPTBuilder
 from megasink.layers.gate_projection import named_parts
 from megasink.train.foreign import accepting_megatrons_checkpoints

@@ -10,8 +10,13 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megasink.data.cli import main
+from megasink import cli
 from megasink.data.tokenizer import load_tokenizer
+
+
+def main(argv: list[str]) -> int:
+    return cli.main(["data", *argv])
+
 
 TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
 
@@ -46,7 +51,7 @@ def test_all_problems_at_once(tmp_path, capsys):
     argv += ["--train-tokenizer", "5", "--tokenizer-output", str(tmp_path / "tokenizer")]
     assert main(argv) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: 6 problems")
+    assert error.startswith("megasink: error: 6 problems")
     for part in (
         "out.bin exist",
         "absent/1",
@@ -63,7 +68,10 @@ def test_one_line_for_one_problem(tmp_path, capsys, folder):
     argv = [str(tmp_path / "a.txt"), "--output", str(tmp_path / "out"), "--tokenizer", str(folder)]
     assert main([*argv, "--tokenizer-output", "x"]) == 2
     error = capsys.readouterr().err
-    assert error == "error: --tokenizer-output goes with --train-tokenizer, not --tokenizer\n"
+    assert (
+        error
+        == "megasink: error: --tokenizer-output goes with --train-tokenizer, not --tokenizer\n"
+    )
     argv[-1] = str(tmp_path / "gone")
     assert main(argv) == 2
     assert "gone is no folder: nothing is downloaded" in capsys.readouterr().err
@@ -71,8 +79,8 @@ def test_one_line_for_one_problem(tmp_path, capsys, folder):
 
 def test_help_does_not_import_what_takes_seconds():
     code = (
-        "import sys; from megasink.data.cli import main\n"
-        "try: main(['--help'])\n"
+        "import sys; from megasink.cli import main\n"
+        "try: main(['data', '--help'])\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'megatron', 'pyarrow', 'sentencepiece'}\n"
         "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"

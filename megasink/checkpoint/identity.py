@@ -1,0 +1,111 @@
+"""The arguments that say which model a run has: a checkpoint is loaded only where they agree."""
+
+import dataclasses
+from typing import Any
+
+from megasink.config import (
+    AttentionOptions,
+    BiasOptions,
+    BlockOptions,
+    GateOptions,
+    PositionOptions,
+    SimilarityOptions,
+)
+
+SHAPE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "group_query_attention",
+    "num_query_groups",
+    "position_embedding_type",
+    "rotary_base",
+    "normalization",
+    "layernorm_epsilon",
+    "add_bias_linear",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+    "attention_variant",
+    "gate_granularity",
+)
+"""Those that the flags of a converted model say; data and tokenizer are free there."""
+
+# How to compute and to train, not what the model is.
+_NOT_THE_MODEL = {"attention_kernel", "sink_lr_mult", "sink_weight_decay"}
+_OPTIONS = tuple(
+    entry.name
+    for options in (
+        AttentionOptions,
+        BiasOptions,
+        SimilarityOptions,
+        GateOptions,
+        PositionOptions,
+        BlockOptions,
+    )
+    for entry in dataclasses.fields(options)
+    if entry.name not in _NOT_THE_MODEL
+)
+
+CONTEXT = (
+    "seq_length",
+    "max_position_embeddings",
+    "rotary_base",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "window_size",
+    "window_attn_skip_freq",
+)
+"""Those that fine-tuning may change: the weights fit, and the model learns the rest (P1.37)."""
+
+MODEL = (
+    *SHAPE,
+    *(name for name in CONTEXT if name not in SHAPE),
+    *(name for name in _OPTIONS if name not in SHAPE),
+    "rotary_percent",
+    "rotary_interleaved",
+    "no_rope_freq",
+    "layernorm_zero_centered_gamma",
+    "add_qkv_bias",
+    "swiglu",
+    "squared_relu",
+    "openai_gelu",
+    "num_experts",
+    "moe_layer_freq",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "tokenizer_type",
+    "tokenizer_model",
+    "vocab_size",
+    "make_vocab_size_divisible_by",
+)
+"""All of them, whatever options are added."""
+
+
+def same(name: str, before: Any, now: Any, *, finetune: bool = False) -> bool:
+    """Whether an argument of `MODEL` lets weights of one run start another.
+
+    Args:
+        finetune: a longer context and another reading of the positions are allowed. RoPE and YaRN
+            have no weights, so that one may follow the other.
+    """
+    if before == now:
+        return True
+    if not finetune:
+        return False
+    return name in CONTEXT or (
+        name == "position_embedding_type" and {before, now} <= {"rope", "yarn"}
+    )
+
+
+def plain(value: Any) -> Any:
+    """A value of an argument as JSON gives it back."""
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return getattr(value, "name", None) or str(value)
