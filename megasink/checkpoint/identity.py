@@ -54,6 +54,12 @@ CONTEXT = (
     "rotary_base",
     "use_rope_scaling",
     "rope_scaling_factor",
+    "rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "mscale",
+    "mscale_all_dim",
     "window_size",
     "window_attn_skip_freq",
 )
