@@ -41,4 +41,4 @@ if ! { usable "$dir/bin/python" && "$dir/bin/python" -c 'import pip' 2>/dev/null
   "$python" -m venv "$dir"
 fi
 echo "Installing into $dir; the first time this takes some minutes (torch alone is 5 GB)."
-"$dir/bin/python" -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+"$dir/bin/python" -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
