@@ -69,31 +69,32 @@ class MeanCosine:
 
     Attributes:
         unit_sum_PE: float64 sums of unit vectors; None before the first sample.
-        first_sum_E: float64 sum of the states at position 0.
         count_P: samples that reached a position.
     """
 
     def __init__(self, positions: int):
         self.unit_sum_PE: Tensor | None = None
-        self.first_sum_E: Tensor | None = None
         self.count_P = torch.zeros(positions, dtype=torch.int64)
 
     def add(self, state_TE: Tensor) -> None:
         """Add one sample."""
         positions = len(self.count_P)
         state_PE = state_TE[:positions].to("cpu", torch.float64)
-        if self.unit_sum_PE is None or self.first_sum_E is None:
+        if self.unit_sum_PE is None:
             self.unit_sum_PE = torch.zeros(positions, state_PE.shape[1], dtype=torch.float64)
-            self.first_sum_E = torch.zeros(state_PE.shape[1], dtype=torch.float64)
         self.unit_sum_PE[: len(state_PE)] += torch.nn.functional.normalize(state_PE, dim=-1)
-        self.first_sum_E += state_PE[0]
         self.count_P[: len(state_PE)] += 1
 
     def result(self) -> Tensor:
         """[P]: the mean cosine; NaN where fewer than two samples reached the position."""
         if self.unit_sum_PE is None:
             return torch.full(self.count_P.shape, torch.nan, dtype=torch.float64)
-        count_P = self.count_P.to(torch.float64)
-        square_P = self.unit_sum_PE.square().sum(-1)
-        pairs_P = count_P * (count_P - 1)
-        return torch.where(count_P > 1, (square_P - count_P) / pairs_P, torch.nan)
+        return mean_cosine(self.unit_sum_PE, self.count_P)
+
+
+def mean_cosine(unit_sum_PE: Tensor, count_P: Tensor) -> Tensor:
+    """`MeanCosine`'s result out of its sums; any dimensions may stand before P."""
+    count_P = count_P.to(torch.float64)
+    square_P = unit_sum_PE.square().sum(-1)
+    pairs_P = count_P * (count_P - 1)
+    return torch.where(count_P > 1, (square_P - count_P) / pairs_P, torch.nan)

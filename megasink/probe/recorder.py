@@ -1,69 +1,29 @@
 """Applies the metrics to what a probe hands over, sample by sample, and keeps their values.
 
-Shapes: N samples, L layers, H heads (the most of any layer), K key positions, P token positions,
-T tokens, E hidden size.
+Shapes: L layers, H heads (the most of any layer), K key positions, P token positions, T tokens,
+E hidden size.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megasink.diagnostics import Metric, metrics
 from megasink.diagnostics.importance import BINS, gate_histogram
 from megasink.diagnostics.states import MeanCosine
-
-Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class NonFinite:
-    """A sample with values that are no numbers: it is in no average.
-
-    Attributes:
-        sample: its index; source: where it came from.
-        layers: the layers, or halves of the residual stream, concerned; heads: of the first one.
-    """
-
-    sample: int
-    source: str
-    layers: list[int]
-    heads: list[int]
-
-
-@dataclass
-class Captured:
-    """The metrics of some samples of one model.
-
-    Attributes:
-        values: metric -> float64, NaN where a layer, head or position does not exist:
-            "head" [N, L, H], "head column" [N, L, H, K], "layer" [N, L], "layer position"
-            [N, L, P], "state" [N, 2 L + 1], "state position" [N, 2 L + 1, P].
-        samples: one dictionary each: tokens, and what `Recorder.end` was given.
-        cosine_SP: mean cosine across inputs by state and position (P4.5).
-        gate_histogram_LB: counts of explicit gate scores in `BINS` bins over [0, 1].
-        heads: of each layer.
-        non_finite: samples that were left out.
-    """
-
-    values: dict[str, Floats]
-    samples: list[dict[str, Any]]
-    cosine_SP: Floats
-    gate_histogram_LB: NDArray[np.int64]
-    heads: list[int]
-    non_finite: list[NonFinite] = field(default_factory=list)
-
-    def of(self, name: str) -> Tensor:
-        """A metric as a tensor."""
-        return torch.from_numpy(self.values[name])
+from megasink.probe.parts import Floats, NonFinite, Part
 
 
 class Recorder:
     """The observer of a probe.
+
+    Keeps the values of the metrics, 8 bytes each, of every sample since the last `take`: with n_a
+    metrics on the axis a, a sample takes 8 (H L (n_head + K n_column) + L (n_layer + P n_layer_pos)
+    + (2 L + 1) (n_state + P n_state_pos)) bytes, whatever its length; and the sums of
+    `MeanCosine`, (2 L + 1) E `directions` numbers, however many samples there are.
 
     Args:
         heads: of each layer, 0 for one without attention.
@@ -97,14 +57,20 @@ class Recorder:
             "state": (2 * layers + 1,),
             "state position": (2 * layers + 1, positions),
         }
-        self._parts: dict[str, list[Floats]] = {name: [] for name in self.metrics}
+        self._directions = directions
         self._batch: dict[str, Floats] = {}
         self._bad: list[tuple[set[int], set[int]]] = []
+        self._states: list[dict[int, Tensor]] = []
+        self._gates: list[dict[int, Tensor]] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        layers = len(self.heads)
+        self._parts: dict[str, list[Floats]] = {name: [] for name in self.metrics}
         self._samples: list[dict[str, Any]] = []
         self._non_finite: list[NonFinite] = []
-        self._cosines = [MeanCosine(directions) for _ in range(2 * layers + 1)]
+        self._cosines = [MeanCosine(self._directions) for _ in range(2 * layers + 1)]
         self._histogram = np.zeros((layers, BINS), dtype=np.int64)
-        self._count = 0
 
     def begin(self, samples: int) -> None:
         """A batch of so many sequences follows."""
@@ -113,18 +79,20 @@ class Recorder:
             for name, entry in self.metrics.items()
         }
         self._bad = [(set(), set()) for _ in range(samples)]
+        self._states = [{} for _ in range(samples)]
+        self._gates = [{} for _ in range(samples)]
 
     def layer(self, sample: int, layer: int, statistics: dict[str, Tensor]) -> None:
         """See `Observer.layer`."""
         self._apply(sample, layer, statistics)
         if "explicit_gate_HTX" in statistics:
-            self._histogram[layer] += gate_histogram(statistics["explicit_gate_HTX"]).cpu().numpy()
+            self._gates[sample][layer] = gate_histogram(statistics["explicit_gate_HTX"]).cpu()
 
     def state(self, sample: int, half: int, state_TE: Tensor) -> None:
         """See `Observer.state`."""
         self._apply(sample, half, {"state_TE": state_TE})
-        if bool(state_TE.isfinite().all()):
-            self._cosines[half].add(state_TE)
+        # Kept until the sample is known to be finite in every layer.
+        self._states[sample][half] = state_TE[: self._directions].clone()
 
     def _apply(self, sample: int, index: int, statistics: dict[str, Tensor]) -> None:
         known = statistics.keys()
@@ -136,7 +104,8 @@ class Recorder:
             room = self._batch[name][sample, index]
             if entry.axis in ("head", "layer", "state") and not np.isfinite(array).all():
                 layers, heads = self._bad[sample]
-                layers.add(index)
+                # States 2 l + 1 and 2 l + 2 are made by block l, state 0 is what block 0 reads.
+                layers.add(max(index - 1, 0) // 2 if entry.axis == "state" else index)
                 if entry.axis == "head" and index == min(layers):
                     heads.update(np.flatnonzero(~np.isfinite(array)).tolist())
             if room.ndim == 0:
@@ -149,36 +118,41 @@ class Recorder:
         """The batch has run.
 
         Args:
-            samples: what to remember of each sequence, "source" among it.
+            samples: what to remember of each sequence: "index" and "source" among it.
         """
-        for index, (sample, (layers, heads)) in enumerate(zip(samples, self._bad, strict=True)):
+        for sample, (layers, heads) in zip(samples, self._bad, strict=True):
             if layers:
-                self._non_finite.append(
-                    NonFinite(
-                        sample.get("index", self._count + index),
-                        str(sample["source"]),
-                        sorted(layers),
-                        sorted(heads),
-                    )
+                entry = NonFinite(
+                    sample["index"], str(sample["source"]), sorted(layers), sorted(heads)
                 )
+                self._non_finite.append(entry)
         good = [i for i, (layers, _) in enumerate(self._bad) if not layers]
         for name, array in self._batch.items():
             self._parts[name].append(array[good])
+        for i in good:
+            for half, state_PE in self._states[i].items():
+                self._cosines[half].add(state_PE)
+            for layer, counts_B in self._gates[i].items():
+                self._histogram[layer] += counts_B.numpy()
         self._samples += [samples[i] for i in good]
-        self._count += len(samples)
-        self._batch = {}
+        self._batch, self._states, self._gates = {}, [], []
 
-    def result(self) -> Captured:
-        """Everything so far."""
+    def take(self) -> Part:
+        """Everything since the last time, which the recorder forgets."""
         values = {
             name: np.concatenate(parts) if parts else np.empty((0, *self._shapes[entry.axis]))
             for (name, entry), parts in zip(self.metrics.items(), self._parts.values(), strict=True)
         }
-        return Captured(
+        sums = [cosine.unit_sum_PE for cosine in self._cosines]
+        width = max((len(total[0]) for total in sums if total is not None), default=0)
+        blank = torch.zeros(self._directions, width, dtype=torch.float64)
+        part = Part(
             values,
-            list(self._samples),
-            np.stack([cosine.result().numpy() for cosine in self._cosines]),
-            self._histogram.copy(),
-            self.heads,
-            list(self._non_finite),
+            self._samples,
+            torch.stack([blank if total is None else total for total in sums]).numpy(),
+            torch.stack([cosine.count_P for cosine in self._cosines]).numpy(),
+            self._histogram,
+            self._non_finite,
         )
+        self._clear()
+        return part

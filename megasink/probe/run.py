@@ -1,24 +1,24 @@
-"""The loop of an analysis: batches of equal length through a probe, with loss and progress.
+"""The loop of an analysis: the batches of each shard through a probe, with loss and progress.
 
 Shapes: B rows, T tokens, V vocabulary.
 """
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from megasink.errors import UserError
 from megasink.probe.inputs import Sample
-from megasink.probe.recorder import Captured, Recorder
-
-_LOG_SECONDS = 30.0
+from megasink.probe.parts import Captured, Part, merge
+from megasink.probe.progress import progress
+from megasink.probe.ranks import Ranks
+from megasink.probe.recorder import Recorder
+from megasink.probe.shards import PartialFolder, Shard, plan
 
 
 class Probe(Protocol):
@@ -45,54 +45,90 @@ def run(
     loss: bool = True,
     token_bytes: NDArray[np.int32] | None = None,
     console: Console | None = None,
-) -> Captured:
+    partial: PartialFolder | None = None,
+    ranks: Ranks | None = None,
+) -> Captured | None:
     """Run every sample, and return what was measured.
 
     Only sequences of one length share a batch, so that nothing is padded.
 
     Args:
-        probe: open.
+        probe: open; recorder: its observer.
         loss: also the language-model loss; costs logits [B, T, V].
         token_bytes: bytes of each token, for bits per byte.
+        partial: where shards are kept that have run, and taken from; None keeps them in memory.
+        ranks: with whom the shards are shared; they need a folder.
+
+    Returns:
+        None on every process but the first.
 
     Raises:
         UserError: no sample has finite activations.
     """
-    order = sorted(range(len(samples)), key=lambda i: len(samples[i].tokens))
-    batches = list(_batches(order, samples, batch_size))
-    for batch in _tracked(batches, len(samples), console or Console(stderr=True)):
-        ids_BT = torch.tensor([samples[i].tokens for i in batch], device=device)
-        recorder.begin(len(batch))
-        output = probe.forward(ids_BT, logits=loss)
-        told = [
-            {"dataset": samples[i].dataset, "source": samples[i].source, "index": i} for i in batch
-        ]
-        for row, about in enumerate(told):
-            about["tokens"] = ids_BT.shape[1]
-            if loss:
-                about |= _loss(output.logits[row], ids_BT[row], token_bytes)
-        recorder.end(told)
-    captured = recorder.result()
+    ranks = ranks or Ranks()
+    console = console or Console(stderr=True, quiet=bool(ranks.rank))
+    shards = plan(samples, batch_size)
+    here: list[Part] = []
+    before = _open(partial, shards, ranks, console)
+    with progress(len(samples), before, console) as tell:
+        for number in ranks.claims(len(shards)):
+            if partial is not None and partial.has(number):
+                continue
+            for batch in shards[number]:
+                ids_BT = torch.tensor([samples[i].tokens for i in batch], device=device)
+                recorder.begin(len(batch))
+                output = probe.forward(ids_BT, logits=loss)
+                told = [_about(samples[i], i) for i in batch]
+                for row, about in enumerate(told):
+                    if loss:
+                        about |= _loss(output.logits[row], ids_BT[row], token_bytes)
+                recorder.end(told)
+                tell(before + ranks.advance(len(batch)))
+            if partial is None:
+                here.append(recorder.take())
+            else:
+                partial.write(number, recorder.take())
+        ranks.reach("measured")
+        if ranks.rank:
+            return None
+        ranks.await_all("measured", lambda done: tell(before + done))
+    parts: Iterable[Part] = here if partial is None else partial.parts(len(shards))
+    captured = merge(parts, recorder.heads)
     if not captured.samples:
         first = captured.non_finite[0]
         raise UserError(
             f"activations of every sample are infinite or NaN, first in layer {first.layers[0]}, "
             f"heads {first.heads}: run the model in a wider dtype (--dtype float32)"
         )
-    return _in_order(captured)
+    return captured
 
 
-def _batches(order: list[int], samples: Sequence[Sample], batch_size: int) -> Iterator[list[int]]:
-    batch: list[int] = []
-    for index in order:
-        if batch and (
-            len(batch) == batch_size or len(samples[batch[0]].tokens) != len(samples[index].tokens)
-        ):
-            yield batch
-            batch = []
-        batch.append(index)
-    if batch:
-        yield batch
+def _open(
+    partial: PartialFolder | None, shards: list[Shard], ranks: Ranks, console: Console
+) -> int:
+    """Samples of the shards that are there already."""
+    if partial is None:
+        return 0
+    if ranks.rank:
+        ranks.await_first("opened")
+        partial.check_shared()
+        return 0
+    there = partial.open(len(shards))
+    before = sum(len(batch) for n, shard in enumerate(shards) if partial.has(n) for batch in shard)
+    ranks.reach("opened")
+    if there:
+        console.print(f"goes on: {there} of {len(shards)} shards ({before} samples) are there")
+    return before
+
+
+def _about(sample: Sample, index: int) -> dict[str, Any]:
+    """What is remembered of a sample."""
+    return {
+        "dataset": sample.dataset,
+        "source": sample.source,
+        "index": index,
+        "tokens": len(sample.tokens),
+    }
 
 
 def _loss(
@@ -109,38 +145,3 @@ def _loss(
         found["bytes"] = int(bytes_T.sum())
         found["nats_of_bytes"] = float(nats_T[bytes_T > 0].sum())
     return found
-
-
-def _in_order(captured: Captured) -> Captured:
-    """Samples in the order of the inputs again."""
-    order = sorted(range(len(captured.samples)), key=lambda i: captured.samples[i]["index"])
-    captured.values = {name: array[order] for name, array in captured.values.items()}
-    captured.samples = [captured.samples[i] for i in order]
-    return captured
-
-
-def _tracked(batches: list[list[int]], total: int, console: Console) -> Iterator[list[int]]:
-    """The batches, with a bar and the time left on a terminal, and a line now and then else."""
-    if console.is_terminal:
-        columns = (
-            TextColumn("analyzing"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("", total=total)
-            for batch in batches:
-                yield batch
-                progress.advance(task, len(batch))
-        return
-    start = last = time.monotonic()
-    done = 0
-    for batch in batches:
-        yield batch
-        done += len(batch)
-        now = time.monotonic()
-        if now - last > _LOG_SECONDS and done < total:
-            last = now
-            left = (now - start) / done * (total - done)
-            console.print(f"analyzing: {done} of {total} samples, {left:.0f} s left")

@@ -31,7 +31,7 @@ from megasink.diagnostics.thresholds import (
     share_by_layer,
     threshold,
 )
-from megasink.probe.recorder import Captured
+from megasink.probe.parts import Captured
 
 FORMAT = 1
 """Raised when a key of results.json changes its meaning."""

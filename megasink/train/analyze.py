@@ -16,23 +16,36 @@ import torch
 from megasink.checkpoint.find import find_checkpoint
 from megasink.checkpoint.intact import iterations
 from megasink.errors import UserError
-from megasink.probe import cli
+from megasink.probe import options
+from megasink.probe.analysis import analyze
+from megasink.probe.cli import analyze_transformers
+from megasink.probe.ranks import Ranks, taking_part
 from megasink.process import prepare_process
 from megasink.report.trace import ROWS, draw_trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """As `megasink.probe.cli.main`, where MODEL may be a run too, trained under any layout."""
-    args = cli.parser().parse_args(argv)
-    if not is_run(args.model):
-        return cli.main(argv)
-    cli.check(args, is_run=True)
-    find_checkpoint(args.model)  # before the seconds that the imports take
-    _prepare(args)
-    from megasink.checkpoint.load import single_process
+    """Measure a model's attention sinks, heads and hidden states on texts, in one pass.
 
-    with single_process():
-        _analyze(args, None)
+    MODEL is a folder of transformers, or a run of megasink and its checkpoints, trained under any
+    layout; nothing is downloaded, and no code of the folder runs. Writes results.json, samples.npz,
+    tables/*.csv, figures/*.png and report.html into the output folder. A run that was killed goes
+    on where it stopped when the same command runs again, and torchrun shares the samples among the
+    processes that it starts.
+    """
+    with taking_part() as ranks:
+        args = options.parse(argv, options.parser(description=main.__doc__))
+        is_ours = is_run(args.model)
+        options.check(args, is_run=is_ours)
+        if not is_ours:
+            analyze_transformers(args, ranks)
+            return 0
+        find_checkpoint(args.model)  # before the seconds that the imports take
+        _prepare(args)
+        from megasink.checkpoint.load import single_process
+
+        with single_process():
+            _analyze(args, None, ranks)
     return 0
 
 
@@ -41,28 +54,35 @@ def trace_main(argv: Sequence[str] | None = None) -> int:
 
     Writes one analysis per checkpoint, and trace.csv and trace.png over all of them.
     """
-    parser = cli.parser("megasink trace", trace_main.__doc__)
-    args = parser.parse_args(argv)
-    cli.check(args, is_run=True)
-    newest = find_checkpoint(args.model)
-    steps = sorted(iterations(newest.folder.parent))
-    _prepare(args)
-    from megasink.checkpoint.load import single_process
+    with taking_part() as ranks:
+        args = options.parse(argv, options.parser("megasink trace", trace_main.__doc__))
+        options.check(args, is_run=True)
+        newest = find_checkpoint(args.model)
+        steps = sorted(iterations(newest.folder.parent))
+        _prepare(args)
+        from megasink.checkpoint.load import single_process
 
-    root, rows = args.output, []
-    with single_process():
-        for step in steps:
-            args.output = root / f"iter_{step:07d}"
-            args.name = f"step {step}"
-            rows.append(_row(step, *_analyze(args, step)))
-            gc.collect()
+        root, rows = args.output, []
+        with single_process():
+            for step in steps:
+                args.output = root / f"iter_{step:07d}"
+                args.name = f"step {step}"
+                found, tokens = _analyze(args, step, ranks)
+                if found is not None:
+                    rows.append(_row(step, found, tokens))
+                gc.collect()
+        if ranks.rank == 0:
+            _write_trace(root, rows)
+    return 0
+
+
+def _write_trace(root: Path, rows: list[dict[str, Any]]) -> None:
     with (root / "trace.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, ROWS)
         writer.writeheader()
         writer.writerows(rows)
     draw_trace(rows, root / "trace.png")
     print(f"wrote {root}/trace.csv, trace.png and {len(rows)} analyses")
-    return 0
 
 
 def is_run(path: Path) -> bool:
@@ -89,17 +109,22 @@ def _prepare(args: argparse.Namespace) -> None:
     prepare_process(["--cpu"] if args.device == "cpu" else [])
 
 
-def _analyze(args: argparse.Namespace, iteration: int | None) -> tuple[dict[str, Any], int]:
+def _analyze(
+    args: argparse.Namespace, iteration: int | None, ranks: Ranks
+) -> tuple[dict[str, Any] | None, int]:
     """Analyze one checkpoint: results.json, and the tokens that it was trained on."""
     from megasink.checkpoint.load import load_model
     from megasink.probe.megatron_model import MegatronProbe
 
+    ranks.device(args.device)
     loaded = load_model(args.model, iteration, args.tokenizer)
     trained, config = loaded.args, loaded.model.config
     heads = [config.num_attention_heads] * config.num_layers
-    found = cli.analyze(
+    found = analyze(
         args,
         lambda recorder: MegatronProbe(loaded.model, recorder, recorder.needs),
+        module=loaded.model,
+        ranks=ranks,
         heads=heads,
         tokenizer=loaded.tokenizer,
         vocabulary=len(loaded.tokenizer),

@@ -15,8 +15,8 @@ from megasink.data.corpus import Corpus
 from megasink.data.tokenizer import train_tokenizer
 from megasink.diagnostics.distances import wasserstein
 from megasink.errors import ConfigError, UserError
-from megasink.probe import cli, inputs
-from megasink.probe.cli import check, parser
+from megasink.probe import inputs, write
+from megasink.probe.options import check, parser
 from tests.probe.tiny_models import tiny_model
 
 
@@ -38,17 +38,17 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def analyzed(folder):
-    draw = cli.figures
+    draw = write.figures
     for name in ("llama", "gpt-oss"):
         if name == "gpt-oss":  # its figures are drawn on the common page
-            cli.figures = lambda analyses: {}
+            write.figures = lambda analyses: {}
         command = f"analyze {folder}/{name} --data {folder}/lines.jsonl {folder}/prose.txt"
         command += f" --output {folder}/out/{name} --seq-length 24 --max-samples 2 --batch-size 3"
         command += " --inputs natural repeated --device cpu"
         try:
             assert main(command.split()) == 0
         finally:
-            cli.figures = draw
+            write.figures = draw
     return folder / "out"
 
 

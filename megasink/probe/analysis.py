@@ -1,0 +1,101 @@
+"""From a model that is open for probing to a folder of results."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megasink.errors import UserError
+from megasink.probe.identity import identity
+from megasink.probe.options import samples_of
+from megasink.probe.ranks import Ranks
+from megasink.probe.recorder import Recorder
+from megasink.probe.run import Probe, run
+from megasink.probe.shards import PartialFolder
+from megasink.probe.write import write_analysis
+
+
+def analyze(
+    args: argparse.Namespace,
+    open_probe: Callable[[Recorder], AbstractContextManager[Probe]],
+    *,
+    module: torch.nn.Module,
+    ranks: Ranks,
+    heads: list[int],
+    tokenizer: Any,
+    vocabulary: int,
+    positions: int | None,
+    model: dict[str, Any],
+    first: tuple[int, ...] = (),
+) -> dict[str, Any] | None:
+    """Run the samples that the command line asks for, and write what was found.
+
+    What was measured lies in OUTPUT/partial until everything is written; where an analysis of the
+    same model, samples and options left it there, it is taken from there.
+
+    Args:
+        args: of `parser`.
+        open_probe: makes the probe that reports to a recorder.
+        module: the model, whose weights are part of the analysis's identity.
+        ranks: the processes that share the samples.
+        heads: of each layer.
+        vocabulary: ids that the model knows.
+        positions: that it was trained with; None for no limit.
+        model: what results.json says about it.
+        first: tokens before every sequence, such as a sink token (P2.23).
+
+    Returns:
+        results.json; None on every process but the first, which writes.
+
+    Raises:
+        UserError: sequences longer than the positions, tokens that the model does not know, no
+            text, or a folder that cannot be written or holds another unfinished analysis.
+    """
+    longest = args.seq_length + len(first)
+    if positions is not None and longest > positions:
+        raise UserError(
+            f"--seq-length {args.seq_length} is longer than the {positions - len(first)} positions "
+            f"of {args.model}: use at most {positions - len(first)}"
+        )
+    samples = [
+        replace(sample, tokens=(*first, *sample.tokens))
+        for sample in samples_of(args, tokenizer, vocabulary)
+    ]
+    recorder = Recorder(heads, positions=args.positions, columns=args.columns)
+    ranks.enter(str(args.output))
+    facts = identity(args, module, samples, model, recorder.metrics)
+    partial = PartialFolder(args.output / "partial", facts)
+    with open_probe(recorder) as probe:
+        captured = run(
+            probe,
+            recorder,
+            samples,
+            batch_size=args.batch_size,
+            device=next(module.parameters()).device,
+            loss=args.loss,
+            token_bytes=_token_bytes(tokenizer, ranks) if args.loss else None,
+            partial=partial,
+            ranks=ranks,
+        )
+    if captured is None:
+        return None
+    found = write_analysis(args.output, captured, samples, model, vars(args))
+    partial.remove()
+    return found
+
+
+def _token_bytes(tokenizer: Any, ranks: Ranks) -> np.ndarray[Any, np.dtype[np.int32]] | None:
+    """For bits per byte; None, with a line, where the tokens do not add up to bytes."""
+    from megasink.data.token_bytes import token_bytes
+
+    try:
+        return token_bytes(tokenizer)
+    except UserError as error:
+        if not ranks.rank:
+            print(f"megasink: {error}; perplexity only", file=sys.stderr)
+        return None

@@ -1,0 +1,160 @@
+"""The options of an analysis, what is wrong with them, and the samples that they ask for."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megasink.errors import ConfigError, UserError
+from megasink.probe.inputs import BOS, KINDS, Sample, text_samples, token_samples
+from megasink.probe.ranks import rank_zero_stderr
+
+DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
+SYNTHETIC = 100
+"""Sequences of random and of repeated tokens, as in P2."""
+
+
+def parser(
+    prog: str = "megasink analyze", description: str | None = None
+) -> argparse.ArgumentParser:
+    """The options of every analysis."""
+    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+    parser.add_argument(
+        "model", type=Path, metavar="MODEL", help="folder of transformers, or a run"
+    )
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="text, .jsonl(.gz, .zst) or .parquet files, or folders; each one is a dataset",
+    )
+    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    parser.add_argument("--name", help="of the model, in tables and figures; default: its folder's")
+    parser.add_argument("--tokenizer", type=Path, help="folder; default: MODEL")
+    parser.add_argument("--json-key", default="text", help="key of the text (default: text)")
+    parser.add_argument(
+        "--inputs",
+        nargs="+",
+        choices=KINDS,
+        default=["natural"],
+        help="beside the texts, random tokens or one repeated token (default: natural)",
+    )
+    parser.add_argument(
+        "--max-samples", type=int, default=100, help="sequences of each dataset (default: 100)"
+    )
+    parser.add_argument(
+        "--seq-length", type=int, default=512, help="tokens of a sequence at most (default: 512)"
+    )
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences at once (default: 8)")
+    parser.add_argument(
+        "--bos", choices=BOS, default="auto", help="auto leaves it to the tokenizer (default: auto)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: the model's")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--attn-implementation", choices=("sdpa", "eager"), help="default: the model's own"
+    )
+    parser.add_argument("--positions", type=int, default=64, help="of the curves (default: 64)")
+    parser.add_argument("--columns", type=int, default=8, help="keys with a sink rate (default: 8)")
+    parser.add_argument("--seed", type=int, default=1234, help="of random tokens and scores")
+    parser.add_argument(
+        "--no-loss", dest="loss", action="store_false", help="do not compute logits and loss"
+    )
+    return parser
+
+
+def parse(argv: Sequence[str] | None, parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line, where of several processes the first alone says what is wrong with it."""
+    with rank_zero_stderr():
+        return parser.parse_args(argv)
+
+
+def check(args: argparse.Namespace, *, is_run: bool = False) -> None:
+    """Everything that shows before a model is loaded, in one message.
+
+    Args:
+        is_run: MODEL is a run of megasink, which is known to be there.
+
+    Raises:
+        ConfigError: with all of it.
+    """
+    problems = []
+    if is_run and args.attn_implementation is not None:
+        problems.append("--attn-implementation is for transformers: a run has its own kernel")
+    if is_run and args.dtype != "auto":
+        problems.append("--dtype is for transformers: a run is read in the dtype of its training")
+    if not is_run and not (args.model / "config.json").is_file():
+        problems.append(
+            f"{args.model} is no folder of transformers (no config.json): nothing is downloaded"
+        )
+    if "natural" in args.inputs and not args.data:
+        problems.append("no --data: name text files or folders (or --inputs random repeated)")
+    if "natural" not in args.inputs and args.data:
+        problems.append("--data goes with --inputs natural: add it")
+    for flag, least in (
+        ("max_samples", 1),
+        ("seq_length", 2),
+        ("batch_size", 1),
+        ("positions", 1),
+        ("columns", 1),
+    ):
+        value = getattr(args, flag)
+        if value < least:
+            problems.append(f"--{flag.replace('_', '-')} {value}: at least {least}")
+    if args.tokenizer is not None and not args.tokenizer.is_dir():
+        problems.append(f"--tokenizer {args.tokenizer} is no folder: nothing is downloaded")
+    if problem := _folder_problem(args.output):
+        problems.append(f"--output {args.output} {problem}")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _folder_problem(folder: Path) -> str | None:
+    """Why nothing can be written into a folder that may not be there yet."""
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        return f"cannot be made: {there} is a file"
+    if not os.access(there, os.W_OK):
+        return f"cannot be written: no right to write to {there}"
+    return None
+
+
+def samples_of(args: argparse.Namespace, tokenizer: Any, vocabulary: int) -> list[Sample]:
+    """The sequences that a command line asks for.
+
+    Raises:
+        UserError: no text, or a tokenizer that does not fit.
+    """
+    samples: list[Sample] = []
+    if "natural" in args.inputs:
+        samples += text_samples(
+            tokenizer,
+            args.data,
+            seq_length=args.seq_length,
+            max_samples=args.max_samples,
+            bos=args.bos,
+            json_key=args.json_key,
+        )
+    for kind in ("random", "repeated"):
+        if kind in args.inputs:
+            samples += token_samples(
+                kind,
+                min(args.max_samples, SYNTHETIC),
+                args.seq_length,
+                min(vocabulary, len(tokenizer)),
+                args.seed,
+                tokenizer.all_special_ids,
+            )
+    highest = max(max(sample.tokens) for sample in samples)
+    if highest >= vocabulary:
+        raise UserError(
+            f"the tokenizer {tokenizer.name_or_path} gives the token {highest}, the model knows "
+            f"{vocabulary}: name the model's own tokenizer (--tokenizer)"
+        )
+    return samples

@@ -1,0 +1,101 @@
+"""Writes an analysis: numbers first, then tables, figures and the page."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megasink.errors import UserError
+from megasink.probe.inputs import Sample, data_hash
+from megasink.probe.parts import Captured
+from megasink.probe.summary import all_scores, summarise
+from megasink.report.analysis import read_analysis, write_tables
+from megasink.report.analysis_figures import figures
+from megasink.report.analysis_page import in_words, page
+
+
+def write_analysis(
+    output: Path,
+    captured: Captured,
+    samples: Sequence[Sample],
+    model: dict[str, Any],
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Write everything about one model into a folder, and print its summary.
+
+    Args:
+        options: of the command line; "seed" among them.
+
+    Returns:
+        results.json.
+
+    Raises:
+        UserError: the folder cannot be written, or the disk is full.
+    """
+    try:
+        return _write(output, captured, samples, model, options)
+    except OSError as error:
+        raise UserError(
+            f"the results cannot be written to {output} ({error.strerror or error}): make room, "
+            "and the same command writes them without measuring anything again"
+        ) from error
+
+
+def _write(
+    output: Path,
+    captured: Captured,
+    samples: Sequence[Sample],
+    model: dict[str, Any],
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    output.mkdir(parents=True, exist_ok=True)
+    kept = ("data", "inputs", "bos", "seq_length", "max_samples", "seed", "device")
+    facts = {key: options[key] for key in kept if key in options}
+    found = summarise(captured, model=model, run={**facts, "data_sha256": data_hash(samples)})
+    scores = all_scores(captured, int(options["seed"]))
+    arrays: dict[str, Any] = {f"score/{name}": values for name, values in scores.items()}
+    arrays |= {f"metric/{name}": values for name, values in captured.values.items()}
+    arrays["tokens"] = np.asarray([sample["tokens"] for sample in captured.samples])
+    arrays["source"] = np.asarray([str(sample["source"]) for sample in captured.samples])
+    with _whole(output / "samples.npz") as path, path.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)
+    with _whole(output / "results.json") as path:
+        path.write_text(json.dumps(found, indent=1))
+    write_report([output], output)
+    print(in_words(read_analysis(output)))
+    for entry in captured.non_finite:
+        print(
+            f"megasink: warning: {entry.source} has infinite or NaN values in layers "
+            f"{entry.layers}, heads {entry.heads}: left out of every average",
+            file=sys.stderr,
+        )
+    print(f"wrote {output}/report.html, results.json, samples.npz, tables/, figures/")
+    return found
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A path to write to, which takes the place of another when it is all there."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        yield partial
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    partial.replace(path)
+
+
+def write_report(folders: Sequence[Path], output: Path) -> None:
+    """The page and figures of one or several analyses; tables only where there is one."""
+    analyses = [read_analysis(folder) for folder in folders]
+    pictures = figures(analyses)
+    (output / "figures").mkdir(parents=True, exist_ok=True)
+    for name, png in pictures.items():
+        (output / "figures" / f"{name}.png").write_bytes(png)
+    (output / "report.html").write_text(page(analyses, pictures))
+    if len(analyses) == 1:
+        write_tables(analyses[0], output / "tables")
