@@ -2,7 +2,6 @@
 
 import argparse
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 
 from megasink.errors import ConfigError, UserError
 from megasink.probe.inputs import BOS, KINDS, Sample, text_samples, token_samples
-from megasink.probe.ranks import rank_zero_stderr
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
 SYNTHETIC = 100
@@ -65,12 +63,6 @@ def parser(
         "--no-loss", dest="loss", action="store_false", help="do not compute logits and loss"
     )
     return parser
-
-
-def parse(argv: Sequence[str] | None, parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The command line, where of several processes the first alone says what is wrong with it."""
-    with rank_zero_stderr():
-        return parser.parse_args(argv)
 
 
 def check(args: argparse.Namespace, *, is_run: bool = False) -> None:

@@ -5,20 +5,22 @@ they measure meets in files (shards.py), and all that they tell each other are c
 store is enough, on any device.
 """
 
+import argparse
 import contextlib
 import io
 import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 import torch
 from torch.distributed import HashStore, PrefixStore, Store
 
 from megasink.errors import UserError
 
-_POLL_SECONDS = 0.05
+_POLL_SECONDS, _GRACE_SECONDS = 0.05, 3.0
 
 
 class Ranks:
@@ -85,14 +87,17 @@ class Ranks:
     def _await(self, point: str, count: int, tell: Callable[[int], None] | None) -> None:
         while self._store.add(point, 0) < count:
             if self._root.add("failed", 0):
-                raise SystemExit(2)
+                _leave()
             if tell is not None:
                 tell(self.advance(0))
             time.sleep(_POLL_SECONDS)
 
     def is_first_to_fail(self) -> bool:
         """Note that this process fails; whether no other has before."""
-        return self._root.add("failed", 1) == 1
+        try:
+            return self._root.add("failed", 1) == 1
+        except torch.distributed.DistError:  # whoever kept the store has failed and gone
+            return False
 
     def device(self, asked: str) -> str:
         """The device of this process: with several, one CUDA device each.
@@ -128,24 +133,34 @@ def taking_part() -> Iterator[Ranks]:
         try:
             yield ranks
         except UserError:
-            with contextlib.suppress(torch.distributed.DistError):  # rank 0 may be gone with it
-                if ranks.is_first_to_fail():
-                    raise
-            raise SystemExit(2) from None
-        except BaseException:
-            with contextlib.suppress(torch.distributed.DistError):
-                ranks.is_first_to_fail()
+            if ranks.is_first_to_fail():
+                raise
+            _leave()
+        except Exception:
+            ranks.is_first_to_fail()
             raise
 
 
-def rank_zero_stderr() -> "contextlib.AbstractContextManager[object]":
-    """Silences the error stream of the other ranks, for what all of them would say."""
-    if int(os.environ.get("RANK", "0")) == 0:
-        return contextlib.nullcontext()
-    return contextlib.redirect_stderr(io.StringIO())
+def parse(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, ranks: Ranks
+) -> argparse.Namespace:
+    """A command line, of which one process says what argparse finds wrong with it."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return parser.parse_args(argv)
+    except SystemExit as stop:
+        if stop.code:
+            if not ranks.is_first_to_fail():
+                _leave()
+            print(said.getvalue(), end="", file=sys.stderr, flush=True)
+        raise
 
 
-def print_once(ranks: Ranks, text: str) -> None:
-    """A line on rank 0's error stream."""
-    if ranks.rank == 0:
-        print(f"megasink: {text}", file=sys.stderr, flush=True)
+def _leave() -> NoReturn:
+    """End without a word, but not before the process that failed first has had its say.
+
+    A launcher ends all processes as soon as one has ended.
+    """
+    time.sleep(_GRACE_SECONDS)
+    raise SystemExit(2)

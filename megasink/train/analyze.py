@@ -19,7 +19,7 @@ from megasink.errors import UserError
 from megasink.probe import options
 from megasink.probe.analysis import analyze
 from megasink.probe.cli import analyze_transformers
-from megasink.probe.ranks import Ranks, taking_part
+from megasink.probe.ranks import Ranks, parse, taking_part
 from megasink.process import prepare_process
 from megasink.report.trace import ROWS, draw_trace
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     processes that it starts.
     """
     with taking_part() as ranks:
-        args = options.parse(argv, options.parser(description=main.__doc__))
+        args = parse(options.parser(description=main.__doc__), argv, ranks)
         is_ours = is_run(args.model)
         options.check(args, is_run=is_ours)
         if not is_ours:
@@ -55,7 +55,7 @@ def trace_main(argv: Sequence[str] | None = None) -> int:
     Writes one analysis per checkpoint, and trace.csv and trace.png over all of them.
     """
     with taking_part() as ranks:
-        args = options.parse(argv, options.parser("megasink trace", trace_main.__doc__))
+        args = parse(options.parser("megasink trace", trace_main.__doc__), argv, ranks)
         options.check(args, is_run=True)
         newest = find_checkpoint(args.model)
         steps = sorted(iterations(newest.folder.parent))

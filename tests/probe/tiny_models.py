@@ -1,10 +1,16 @@
 """Tiny random models of the architectures that are probed, out of their configurations."""
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from megasink.data.corpus import Corpus
+from megasink.data.tokenizer import train_tokenizer
 
 VOCABULARY, WINDOW = 64, 5
 
@@ -74,3 +80,14 @@ def tiny_model(name: str, implementation: str | None = None, **options: Any) -> 
             elif parameter.dim() > 1:
                 parameter.normal_(0.0, 0.25)
     return model.eval()
+
+
+def save_with_tokenizer(root: Path, name: str, texts: Sequence[str], **options: Any) -> Path:
+    """A folder of transformers, root/name, with a tokenizer trained on the texts."""
+    source = root / "tokenizer-texts.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    train_tokenizer(list(Corpus([source])), 400, root / "tokenizer")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(root / "tokenizer")
+    tiny_model(name, vocab_size=len(tokenizer), **options).save_pretrained(root / name)
+    tokenizer.save_pretrained(root / name)
+    return root / name
