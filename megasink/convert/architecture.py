@@ -7,6 +7,7 @@ will be added later included.
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from megasink.config import (
@@ -18,8 +19,13 @@ from megasink.config import (
     SimilarityOptions,
     visible_tokens,
 )
+from megasink.convert.own import NAMES, OwnOptions, own_options, unknown_values
+from megasink.gate_options import is_megatrons_output_gate
 
-Attention = Literal["vanilla", "sink", "off-by-one", "headwise", "elementwise"]
+Attention = Literal[
+    "vanilla", "sink", "off-by-one", "headwise", "elementwise", "k-bias", "kv-bias", "v-bias"
+]
+BIASES = ("k-bias", "kv-bias", "v-bias")
 GATES = ("headwise", "elementwise")
 
 # Options of megasink that the fields below say, or that leave a trained model as it is.
@@ -35,12 +41,9 @@ _SAID = {
 }
 # Megatron's own options with the one value that every target has: what else they take is refused.
 _FIXED: dict[str, tuple[Any, ...]] = {
-    "position_embedding_type": ("rope",),
-    "rotary_percent": (1.0,),
     "rotary_interleaved": (False,),
     "rotary_seq_len_interpolation_factor": (None,),
     "no_rope_freq": (None,),
-    "normalization": ("RMSNorm",),
     "multi_latent_attention": (False,),
     "mtp_num_layers": (None, 0),
     "squared_relu": (False,),
@@ -65,11 +68,12 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "moe_apply_probs_on_input": (False,),
 }
 _ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
+_PLAIN_ACTIVATIONS = ("relu", "gelu", "silu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A decoder with RoPE, RMSNorm before attention and FFN, and gated FFN units.
+    """A decoder with RoPE, RMSNorm before attention and FFN, and gated FFN units, unless `own` says.
 
     Attributes:
         layers, hidden, heads, groups, head_dim, ffn: sizes; `ffn` is that of one expert, where
@@ -89,6 +93,7 @@ class Architecture:
         renormalize: the chosen experts' probabilities add up to one.
         dtype: of the weights, as torch names it.
         init_std: of the initial weights.
+        own: what only megasink's own modelling file has.
     """
 
     layers: int
@@ -117,6 +122,7 @@ class Architecture:
     renormalize: bool = True
     dtype: str = "float32"
     init_std: float = 0.02
+    own: OwnOptions = OwnOptions()
 
     @property
     def queries(self) -> int:
@@ -127,6 +133,24 @@ class Architecture:
     def has_sink(self) -> bool:
         """Whether the softmax has a sink in its denominator."""
         return self.attention in ("sink", "off-by-one")
+
+    @property
+    def megatrons_gate(self) -> bool:
+        """Whether the rows of the gate stand in linear_qkv, as those of Megatron's output gate."""
+        return self.attention in GATES and is_megatrons_output_gate(self.gate_options())
+
+    def gate_options(self) -> SimpleNamespace:
+        """What `megasink.gate_options` asks for."""
+        gated = self.attention in GATES
+        return SimpleNamespace(
+            **dataclasses.asdict(self.own),
+            attention_variant="gated" if gated else self.attention,
+            gate_granularity=self.attention,
+            hidden_size=self.hidden,
+            num_attention_heads=self.heads,
+            num_query_groups=self.groups,
+            kv_channels=self.head_dim,
+        )
 
 
 def architecture_of(
@@ -139,15 +163,17 @@ def architecture_of(
         vocabulary: tokens of its tokenizer; None where it has none: every row of the embedding.
     """
     problems = [*_unknown(saved), *_unfixed(saved)]
-    activation = _activation(saved)
+    activation, gated_unit = _activation(saved)
     if activation is None:
         problems.append(
-            "its FFN has no gated unit: targets have --swiglu or --ffn-activation "
-            f"{'|'.join(_ACTIVATIONS)}"
+            "its FFN has an activation of Megatron's own: targets have --swiglu or "
+            f"--ffn-activation {'|'.join([*_ACTIVATIONS, *_PLAIN_ACTIVATIONS])}"
         )
+    own = own_options(saved, gated_unit=gated_unit)
+    problems += [f"{option} has no counterpart in Hugging Face" for option in unknown_values(own)]
     variant = saved["attention_variant"]
     attention = saved["gate_granularity"] if variant == "gated" else variant
-    if variant not in ("vanilla", "sink", "off-by-one", "gated"):
+    if variant not in ("vanilla", "sink", "off-by-one", "gated", *BIASES):
         problems.append(f"--attention-variant {variant} has no counterpart in Hugging Face")
         attention = "vanilla"
     experts = saved.get("num_experts") or 0
@@ -182,6 +208,7 @@ def architecture_of(
         renormalize=not saved.get("moe_router_pre_softmax"),
         dtype="bfloat16" if saved.get("bf16") else "float16" if saved.get("fp16") else "float32",
         init_std=saved.get("init_method_std") or 0.02,
+        own=own,
     )
     return found, problems
 
@@ -210,10 +237,8 @@ def _unknown(saved: Mapping[str, Any]) -> list[str]:
             continue
         for field in dataclasses.fields(options):
             value = saved.get(field.name, field.default)
-            if field.name not in _SAID and value != field.default:
+            if field.name not in _SAID | NAMES and value != field.default:
                 found.append(f"--{field.name.replace('_', '-')} {value}")
-    if saved["attention_variant"] != "gated" and saved.get("sdpa_output_norm", "none") != "none":
-        found.append(f"--sdpa-output-norm {saved['sdpa_output_norm']}")
     return [f"{option} has no counterpart in Hugging Face" for option in found]
 
 
@@ -225,15 +250,18 @@ def _unfixed(saved: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _activation(saved: Mapping[str, Any]) -> str | None:
+def _activation(saved: Mapping[str, Any]) -> tuple[str | None, bool]:
+    """Activation of the FFN, and whether it has a gated unit."""
     name = saved.get("ffn_activation")
+    if name in _PLAIN_ACTIVATIONS:
+        return name, False
     if name is not None:
-        return _ACTIVATIONS.get(name)
+        return _ACTIVATIONS.get(name), True
     if saved.get("swiglu"):
-        return "silu"
+        return "silu", True
     if saved.get("quick_geglu") and saved.get("glu_linear_offset") == 1.0:
-        return "gpt-oss" if saved.get("activation_func_clamp_value") == 7.0 else None
-    return None
+        return ("gpt-oss" if saved.get("activation_func_clamp_value") == 7.0 else None), True
+    return None, True
 
 
 def _windows(saved: Mapping[str, Any]) -> tuple[int | None, ...]:

@@ -1,5 +1,7 @@
 """Architecture -> the flags with which ``megasink train`` builds that model."""
 
+import dataclasses
+
 from megasink.convert.architecture import GATES, Architecture
 from megasink.convert.targets.base import window_of
 
@@ -22,12 +24,12 @@ def model_flags(model: Architecture) -> list[str]:
         *("--kv-channels", model.head_dim),
         *("--max-position-embeddings", model.positions),
         *("--padded-vocab-size", model.padded),
-        *("--normalization", "RMSNorm"),
+        *("--normalization", model.own.normalization),
         *("--norm-epsilon", model.norm_eps),
-        *("--position-embedding-type", "rope"),
+        *("--position-embedding-type", model.own.position_embedding_type),
         *("--rotary-base", _number(model.rope_base)),
         *("--init-method-std", model.init_std),
-        *_UNITS[model.activation],
+        *(_UNITS[model.activation] if model.own.gated_unit else _plain_ffn(model)),
         *("--attention-variant", "gated" if gated else model.attention),
     ]
     if model.groups != model.heads:
@@ -47,9 +49,15 @@ def model_flags(model: Architecture) -> list[str]:
     if model.rope_factor is not None:
         flags += ["--use-rope-scaling", "--rope-scaling-factor", _number(model.rope_factor)]
     flags += [*_windows(model), *_experts(model)]
+    said = dataclasses.replace(model.own, normalization="RMSNorm", position_embedding_type="rope")
+    flags += [word for flag in said.flags() for word in flag.split()]
     if model.dtype != "float32":
         flags.append({"bfloat16": "--bf16", "float16": "--fp16"}[model.dtype])
     return [str(flag) for flag in flags]
+
+
+def _plain_ffn(model: Architecture) -> list[str]:
+    return ["--ffn-activation", model.activation]
 
 
 def _number(value: float) -> str:

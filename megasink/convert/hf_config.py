@@ -31,7 +31,7 @@ def config_of(model: Architecture, target: Target, special_tokens: Mapping[str, 
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_base}
     if model.rope_factor is not None:
         rope |= {**_LLAMA3, "factor": model.rope_factor}
-    return {
+    config = {
         "architectures": [target.architecture],
         "model_type": target.name,
         "vocab_size": model.vocabulary,
@@ -53,8 +53,10 @@ def config_of(model: Architecture, target: Target, special_tokens: Mapping[str, 
         "dtype": model.dtype,
         **special_tokens,
         **target.config(model),
-        OURS: {"attention": model.attention, "zero_centred": model.zero_centred},
     }
+    if not target.own:
+        config[OURS] = {"attention": model.attention, "zero_centred": model.zero_centred}
+    return config
 
 
 def architecture_from(config: Mapping[str, Any]) -> tuple[Architecture, Target]:
@@ -74,10 +76,8 @@ def architecture_from(config: Mapping[str, Any]) -> tuple[Architecture, Target]:
         fields = _common(config) | target.read(config)
     except KeyError as error:
         raise UserError(f"config.json of a {target.name} without {error}") from error
-    ours = config.get(OURS) or {}
-    if "attention" in ours:
-        fields["attention"] = ours["attention"]
-    fields["zero_centred"] = bool(ours.get("zero_centred"))
+    ours = {} if target.own else config.get(OURS) or {}
+    fields |= {name: ours[name] for name in ("attention", "zero_centred") if name in ours}
     model = Architecture(**fields)
     if misfits := target.problems(model):
         raise UserError(f"config.json is no {target.name} that is known here: {misfits[0]}")
@@ -158,6 +158,8 @@ def transformers_has(target: Target) -> None:
     """
     import transformers
 
+    if target.own:
+        return
     if not hasattr(transformers, target.architecture):
         raise UserError(
             f"transformers {transformers.__version__} has no {target.architecture}: install "

@@ -88,6 +88,28 @@ class GatedGroupedQKV:
 
 
 @dataclass(frozen=True)
+class QueryGateKeyValue:
+    """linear_qkv with Megatron's output gate -> query, gate [H * D, ...], key, value [G * D, ...].
+
+    As `GatedGroupedQKV`, for a target whose gate is a projection of its own.
+    """
+
+    groups: int
+    queries: int
+    head_dim: int
+
+    def to_hf(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        (mixed,) = tensors
+        by_group = mixed.reshape(self.groups, 2 * self.queries + 2, self.head_dim, *mixed.shape[1:])
+        parts = by_group.split([self.queries, self.queries, 1, 1], dim=1)
+        return tuple(part.flatten(0, 2) for part in parts)
+
+    def to_megatron(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        parts = [t.reshape(self.groups, -1, self.head_dim, *t.shape[1:]) for t in tensors]
+        return (torch.cat(parts, dim=1).flatten(0, 2),)
+
+
+@dataclass(frozen=True)
 class RepeatedGateQKV:
     """linear_qkv and linear_gate [H, ...] -> q_proj with each gate row D times, k_proj, v_proj.
 

@@ -1,12 +1,12 @@
-"""The architectures of transformers that a model can become, and which one it becomes."""
+"""The architectures that a model can become, transformers' and our own, and which it becomes."""
 
 from megasink.convert.architecture import Architecture
-from megasink.convert.targets import gates, plain, sinks
+from megasink.convert.targets import gates, own, plain, sinks
 from megasink.convert.targets.base import Target
 from megasink.errors import UserError
 
 # The order of preference: the first that fits is taken.
-TARGETS: tuple[Target, ...] = (*plain.TARGETS, *sinks.TARGETS, *gates.TARGETS)
+TARGETS: tuple[Target, ...] = (*plain.TARGETS, *sinks.TARGETS, *gates.TARGETS, *own.TARGETS)
 BY_NAME = {target.name: target for target in TARGETS}
 
 
@@ -29,21 +29,29 @@ def choose(model: Architecture, name: str | None = None) -> tuple[Target, str]:
     reasons = []
     for target in TARGETS:
         problems = target.problems(model)
-        if not problems:
+        if not problems and not target.own:
             return target, f"the first that has all of: {described(model)}"
+        if not problems:
+            nearest = f" ({' | '.join(reasons)})" if reasons else ""
+            return target, (
+                f"no architecture of transformers has all of: {described(model)}{nearest}; "
+                "own modelling file; loading needs trust_remote_code=True"
+            )
         if model.attention in target.attention and target.moe == bool(model.experts):
             reasons.append(f"{target.name}: {'; '.join(problems)}")
-    reasons = reasons or [f"none has {described(model)}"]
+        elif target.own:
+            reasons.append(f"{target.name}: {'; '.join(problems)}")
     raise UserError(f"no architecture of transformers is this model ({' | '.join(reasons)})")
 
 
 def described(model: Architecture) -> str:
     """What decides about the target, in a few words."""
-    words = [f"{model.attention} attention", f"{model.activation} units"]
+    units = "units" if model.own.gated_unit else "FFN without a gated unit"
+    words = [f"{model.attention} attention", f"{model.activation} {units}"]
     words.append("qk-norm" if model.qk_norm else "no qk-norm")
     words.append(f"{model.experts} experts" if model.experts else "no experts")
     if model.bias or model.qkv_bias:
         words.append("biases" if model.bias else "biases of q, k and v")
     if any(model.windows):
         words.append("sliding windows")
-    return ", ".join(words)
+    return ", ".join([*words, *model.own.flags()])

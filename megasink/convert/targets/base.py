@@ -30,6 +30,7 @@ class Target:
         rope_scaling: it can have that of Llama 3.
         shared_expert: it can have one, ungated.
         renormalizes: the probabilities of its chosen experts always add up to one.
+        own: it is megasink's own modelling file, which has the options of `OwnOptions`.
         refused: of a config.json, what Megatron's model here cannot express.
     """
 
@@ -49,11 +50,14 @@ class Target:
     rope_scaling: bool = True
     shared_expert: bool = False
     renormalizes: bool = True
+    own: bool = False
     refused: Callable[[Mapping[str, Any]], list[str]] = field(default=lambda config: [])
 
     def problems(self, model: Architecture) -> list[str]:
         """Why a model cannot be exported as this; nothing where it can."""
-        found = []
+        found = [] if self.own else [f"it has no {flag}" for flag in model.own.flags()]
+        if not self.own and not model.own.gated_unit:
+            found.append("its FFN has a gated unit")
         if model.attention not in self.attention:
             found.append(f"it has {' or '.join(self.attention)} attention, not {model.attention}")
         if self.moe != bool(model.experts):

@@ -45,11 +45,16 @@ def head(
 ) -> tuple[Row, ...]:
     """The last norm and the output layer."""
     weight = norm_weight(model, zero_centred)
-    rows = [row("decoder.final_layernorm.weight", norm, transform=weight)]
-    if not model.tied:
-        kept = PaddedRows(model.vocabulary, model.padded)
-        rows.append(row("output_layer.weight", "lm_head.weight", transform=kept))
-    return tuple(rows)
+    last = row("decoder.final_layernorm.weight", norm, transform=weight)
+    return (last, *output_layer(model))
+
+
+def output_layer(model: Architecture) -> tuple[Row, ...]:
+    """The output layer, where it is not the embedding."""
+    if model.tied:
+        return ()
+    kept = PaddedRows(model.vocabulary, model.padded)
+    return (row("output_layer.weight", "lm_head.weight", transform=kept),)
 
 
 def norms(

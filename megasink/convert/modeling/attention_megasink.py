@@ -1,0 +1,209 @@
+"""Attention of a decoder trained with megasink: sinks, biases and explicit gates.
+
+Shapes: B batch, T queries, S keys, H query heads, G key/value groups, N of either, D head dim,
+C gate scores of a head (1 or D), M hidden size.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+def eager_attention(
+    module, query, key, value, attention_mask, scaling, dropout=0.0, s_aux=None, **kwargs
+):
+    """Softmax attention in which a head may have one key more, of a given logit and value.
+
+    Its logit is the sink s_aux [H], with value zero, or scale * q . k* of a key bias.
+    Query [B, H, T, D], key and value [B, G, S, D] -> output [B, T, H, D], weights [B, H, T, S].
+    """
+    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
+    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
+    scores = torch.matmul(query, key.transpose(2, 3)).float() * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    slot = None if s_aux is None else s_aux.view(1, -1, 1, 1)
+    if module.key_bias is not None:
+        slot = (query * module.key_bias.to(query.dtype)[..., None, :]).float().sum(-1, keepdim=True)
+        slot = slot * scaling
+    if slot is None:
+        weights = scores.softmax(-1)
+    else:
+        slot = slot.float().expand(*scores.shape[:-1], 1)
+        weights, slot = torch.cat((scores, slot), -1).softmax(-1).split((scores.shape[-1], 1), -1)
+    weights = F.dropout(weights, dropout, module.training)
+    out = torch.matmul(weights.to(value.dtype), value)
+    if module.key_bias is not None and module.slot_value is not None:
+        out = out + (slot * module.slot_value[..., None, :]).to(out.dtype)
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def rotate(x, cos, sin):
+    """RoPE of the first channels of each head, as many as cos and sin have."""
+    turned, rest = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)
+    half = turned.shape[-1] // 2
+    other = torch.cat((-turned[..., half:], turned[..., :half]), dim=-1)
+    return torch.cat((turned * cos + other * sin, rest), dim=-1)
+
+
+class MegasinkRMSNorm(nn.Module):
+    def __init__(self, config, size):
+        super().__init__()
+        self.zero_centred = config.zero_centred_norms
+        self.weight = nn.Parameter(torch.full((size,), 0.0 if self.zero_centred else 1.0))
+        self.eps = config.rms_norm_eps
+
+    def forward(self, hidden_states):
+        wide = hidden_states.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        weight = 1.0 + self.weight.float() if self.zero_centred else self.weight.float()
+        return (weight * wide).to(hidden_states.dtype)
+
+
+class MegasinkLayerNorm(MegasinkRMSNorm):
+    def __init__(self, config, size):
+        super().__init__(config, size)
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, hidden_states):
+        weight = 1.0 + self.weight if self.zero_centred else self.weight
+        return F.layer_norm(hidden_states, weight.shape, weight, self.bias, self.eps)
+
+
+def norm(config, size):
+    kind = MegasinkLayerNorm if config.normalization == "LayerNorm" else MegasinkRMSNorm
+    return kind(config, size)
+
+
+class MegasinkGate(nn.Module):
+    """score = W x (or a parameter), gate = f(score), out = y * gate or y + gate."""
+
+    def __init__(self, config):
+        super().__init__()
+        heads, self.width = config.num_attention_heads, 1
+        if config.gate_position in ("key", "value"):
+            heads = config.num_key_value_heads
+        if config.gate_granularity == "elementwise":
+            self.width = config.head_dim
+        if config.gate_position == "output":
+            heads, self.width = 1, config.hidden_size
+        self.activation, self.operation = config.gate_activation, config.gate_operation
+        self.shared_heads = config.gate_shared_heads
+        self.proj = self.logit = None
+        if config.gate_input == "hidden":
+            bias = config.qkv_bias or config.linear_bias
+            self.proj = nn.Linear(config.hidden_size, heads * self.width, bias=bias)
+        else:
+            self.logit = nn.Parameter(torch.zeros(heads * self.width))
+
+    def forward(self, gated, hidden_states):
+        """gated [B, T, N, D], normed hidden states [B, T, M] -> as gated."""
+        score = self.proj(hidden_states) if self.logit is None else self.logit
+        score = score.view(*score.shape[:-1], -1, self.width).float()
+        gate = score if self.activation in ("identity", "silu") else score.sigmoid()
+        if self.activation == "silu":
+            gate = F.silu(score)
+        elif self.activation == "ns-sigmoid":
+            gate = 0.5 + 0.5 * gate
+        if self.shared_heads:
+            gate = gate.mean(-2, keepdim=True)
+        out = gated * gate if self.operation == "multiply" else gated + gate
+        return out.to(gated.dtype)
+
+
+class MegasinkAttention(nn.Module):
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self.head_dim, heads = config.head_dim, config.num_attention_heads
+        self.num_key_value_groups = heads // config.num_key_value_heads
+        self.scaling, self.is_causal = self.head_dim**-0.5, True
+        windowed = config.layer_types[layer_idx] == "sliding_attention"
+        self.sliding_window = config.sliding_window if windowed else None
+        hidden, groups = config.hidden_size, config.num_key_value_heads
+        bias = config.qkv_bias or config.linear_bias
+        self.q_proj = nn.Linear(hidden, heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, groups * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, groups * self.head_dim, bias=bias)
+        inputs = self.head_dim if config.multi_head_addition else heads * self.head_dim
+        self.o_proj = nn.Linear(inputs, hidden, bias=config.linear_bias)
+        self.q_norm = norm(config, self.head_dim) if config.qk_norm else None
+        self.k_norm = norm(config, self.head_dim) if config.qk_norm else None
+        variant = config.attention_variant
+        self.gate = MegasinkGate(config) if variant == "gated" else None
+        self.gate_position = config.gate_position if variant == "gated" else None
+        self.output_norm = None
+        if config.sdpa_output_norm == "rmsnorm":
+            self.output_norm = nn.Parameter(torch.ones(heads * self.head_dim))
+        if config.has_sink:  # no attribute without: transformers' paged attention asks for it
+            self.sinks = nn.Parameter(torch.zeros(heads), requires_grad=variant == "sink")
+        shape = (self.head_dim,) if config.bias_shared_heads else (heads, self.head_dim)
+        self.key_bias = nn.Parameter(torch.zeros(shape)) if variant[0] == "k" else None
+        self.value_bias = nn.Parameter(torch.zeros(shape)) if "v-bias" in variant else None
+
+    @property
+    def slot_value(self):
+        """Value of the key bias, [D] or [H, D]; None for zero."""
+        kind, size = self.config.bias_fixed_value, self.config.bias_fixed_value_norm
+        if self.value_bias is not None or kind == "none":
+            return self.value_bias
+        if kind == "uniform":
+            return torch.full_like(self.key_bias, size * self.head_dim**-0.5)
+        return size * F.one_hot(torch.zeros_like(self.key_bias[..., 0]).long(), self.head_dim)
+
+    def forward(
+        self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
+    ):
+        """Normed hidden states [B, T, M] -> [B, T, M], weights [B, H, T, S] or None."""
+        x, position = hidden_states, self.gate_position
+        shape = (*x.shape[:-1], -1, self.head_dim)
+        query = self.q_proj(x).view(shape)
+        key = self.k_proj(x).view(shape)
+        value = self.v_proj(x).view(shape)
+        if position == "query":
+            query = self.gate(query, x)
+        elif position == "key":
+            key = self.gate(key, x)
+        elif position == "value":
+            value = self.gate(value, x)
+        if self.q_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if position_embeddings is not None:
+            query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention
+        )
+        out, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            s_aux=self.sinks if self.config.has_sink else None,
+            **kwargs,
+        )
+        out = out.reshape(shape)
+        if self.config.attention_variant == "v-bias":
+            out = out + self.value_bias.to(out.dtype)
+        if self.config.attention_scale_alpha != 1.0:
+            out = out * self.config.attention_scale_alpha
+        if self.output_norm is not None:
+            wide = out.float()
+            wide = wide * (wide.pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps).rsqrt()
+            out = (wide * self.output_norm.view(-1, self.head_dim)).to(out.dtype)
+        elif self.config.sdpa_output_norm == "silu":
+            out = F.silu(out)
+        if position == "sdpa":
+            out = self.gate(out, x)
+        out = out.sum(-2) if self.config.multi_head_addition else out.flatten(-2)
+        out = self.o_proj(out)
+        if position == "output":
+            out = self.gate(out.unsqueeze(-2), x).squeeze(-2)
+        return out, weights

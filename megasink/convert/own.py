@@ -1,0 +1,109 @@
+"""What megasink's own modelling file has and no architecture of transformers does.
+
+The files beside the weights of such a model are megasink/convert/modeling/*_megasink.py.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from megasink.config import (
+    FixedValue,
+    GateActivation,
+    GateInput,
+    GateOperation,
+    GatePosition,
+    OutputNorm,
+)
+
+FILES = tuple(sorted((Path(__file__).parent / "modeling").glob("*_megasink.py")))
+AUTO_MAP = {
+    "AutoConfig": "configuration_megasink.MegasinkConfig",
+    "AutoModel": "modeling_megasink.MegasinkModel",
+    "AutoModelForCausalLM": "modeling_megasink.MegasinkForCausalLM",
+}
+# The values that the modelling file has, of options with more.
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "gate_position": get_args(GatePosition),
+    "gate_operation": get_args(GateOperation),
+    "gate_activation": get_args(GateActivation),
+    "gate_input": get_args(GateInput),
+    "sdpa_output_norm": get_args(OutputNorm),
+    "bias_fixed_value": get_args(FixedValue),
+    "normalization": ("RMSNorm", "LayerNorm"),
+    "position_embedding_type": ("rope", "learned_absolute", "none"),
+    "attention_bias_type": ("none", "alibi"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnOptions:
+    """Options of a run, by name; the defaults are what every architecture of transformers has.
+
+    `gated_unit` alone is no option: False where --ffn-activation is relu, gelu or silu.
+    """
+
+    gate_position: str = "sdpa"
+    gate_shared_heads: bool = False
+    gate_operation: str = "multiply"
+    gate_activation: str = "sigmoid"
+    gate_input: str = "hidden"
+    sdpa_output_norm: str = "none"
+    sandwich_norm: bool = False
+    post_norm: bool = False
+    residual_clip: float | None = None
+    multi_head_addition: bool = False
+    bias_shared_heads: bool = False
+    bias_fixed_value: str = "none"
+    bias_fixed_value_norm: float = 1.0
+    attention_scale_alpha: float = 1.0
+    normalization: str = "RMSNorm"
+    position_embedding_type: str = "rope"
+    sinusoidal_position_embedding: bool = False
+    rotary_percent: float = 1.0
+    attention_bias_type: str = "none"
+    gated_unit: bool = True
+
+    def said(self) -> dict[str, Any]:
+        """The options that are not at their defaults."""
+        fields = dataclasses.fields(self)
+        values = {field.name: getattr(self, field.name) for field in fields}
+        return {f.name: values[f.name] for f in fields if values[f.name] != f.default}
+
+    def flags(self) -> list[str]:
+        """Those options as megasink train takes them, without the FFN's."""
+        found = []
+        for name, value in self.said().items():
+            if name != "gated_unit":
+                flag = f"--{name.replace('_', '-')}"
+                found.append(flag if value is True else f"{flag} {value}")
+        return found
+
+
+NAMES = frozenset(field.name for field in dataclasses.fields(OwnOptions))
+
+
+def own_options(given: Mapping[str, Any], *, gated_unit: bool = True) -> OwnOptions:
+    """The options that a run's arguments, or a config.json, say.
+
+    Options of the gate and of the bias variants count for those variants alone.
+    """
+    variant = given.get("attention_variant", "vanilla")
+    values = {}
+    for field in dataclasses.fields(OwnOptions):
+        unused = field.name.startswith("gate_") and variant != "gated"
+        unused |= field.name.startswith("bias_") and not variant.endswith("-bias")
+        values[field.name] = field.default if unused else given.get(field.name, field.default)
+    return OwnOptions(**values | {"gated_unit": gated_unit})
+
+
+def unknown_values(options: OwnOptions) -> list[str]:
+    """Options with a value that the modelling file has not."""
+    said = options.said()
+    return [
+        f"--{name.replace('_', '-')} {said[name]}"
+        for name, known in CHOICES.items()
+        if name in said and said[name] not in known
+    ]
