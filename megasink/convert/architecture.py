@@ -73,7 +73,7 @@ _PLAIN_ACTIVATIONS = ("relu", "gelu", "silu")
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A decoder with RoPE, RMSNorm before attention and FFN, and gated FFN units, unless `own` says.
+    """A decoder; unless `own` says else, with RoPE, RMSNorm before its parts, gated FFN units.
 
     Attributes:
         layers, hidden, heads, groups, head_dim, ffn: sizes; `ffn` is that of one expert, where
@@ -122,7 +122,7 @@ class Architecture:
     renormalize: bool = True
     dtype: str = "float32"
     init_std: float = 0.02
-    own: OwnOptions = OwnOptions()
+    own: OwnOptions = dataclasses.field(default_factory=OwnOptions)
 
     @property
     def queries(self) -> int:

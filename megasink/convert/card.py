@@ -15,6 +15,11 @@ _PAPERS = {
     "gate": "Gated Attention for Large Language Models: Non-linearity, Sparsity, and "
     "Attention-Sink-Free (Qiu et al.)",
 }
+_OWN_CODE = """
+
+No architecture of transformers is this model: loading it needs `trust_remote_code=True`, which runs
+the three files `*_megasink.py` of this folder. They import torch and transformers alone, read no
+file and open no connection."""
 
 # Of metrics.jsonl.
 _SHOWN = (
@@ -54,6 +59,7 @@ def model_card(
     if model.has_sink or saved.get("head_balance_coeff"):
         papers.append(_PAPERS["sink"])
     cited = "".join(f"- {paper}\n" for paper in papers)
+    remote = ", trust_remote_code=True" if target.own else ""
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -64,7 +70,7 @@ tags:
 # {target.architecture}
 
 Trained with Megatron-Core and megasink {megasink.__version__}, and converted from its checkpoint.
-Needs transformers {target.since} or later.
+Needs transformers {target.since} or later.{_OWN_CODE if target.own else ""}
 
 | | |
 |---|---|
@@ -73,7 +79,7 @@ Needs transformers {target.since} or later.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("FOLDER")
+model = AutoModelForCausalLM.from_pretrained("FOLDER"{remote})
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 ```
 

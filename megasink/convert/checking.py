@@ -10,6 +10,7 @@ from megasink.convert.from_hf import HuggingFaceSource
 from megasink.convert.gating import Change
 from megasink.convert.hf_config import transformers_has
 from megasink.convert.hf_reader import HuggingFaceWeights
+from megasink.convert.own import changed_files
 from megasink.convert.reader import MegatronCheckpoint
 from megasink.convert.sinks import set_sinks
 from megasink.convert.table import steps
@@ -21,6 +22,7 @@ from megasink.convert.verify import (
     verify_tensors,
     verify_tokenizer,
 )
+from megasink.errors import UserError
 
 Say = Callable[[str], None]
 
@@ -37,6 +39,8 @@ def check_export(
         verify_tokenizer(source.tokenizer, folder)
     checkpoint = MegatronCheckpoint(source.found.folder)
     target, _ = choose(source.model, target_name)
+    if target.own and (names := changed_files(folder)):
+        raise UserError(f"{folder}: {', '.join(names)} is not what was written: a broken disk?")
     parameters = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
     if fits_in_memory(parameters):
         transformers_has(target)
@@ -69,6 +73,8 @@ def check_import(
     """
     from megasink.data.tokenizer import load_tokenizer
 
+    if source.target.own and (names := changed_files(source.folder)):
+        say(f"not run: {', '.join(names)} of {source.folder}, other than this megasink's own")
     tokenizer = load_tokenizer(source.folder) if source.tokenizer else None
     if tokenizer is not None:
         verify_tokenizer(tokenizer, folder / "tokenizer")

@@ -21,7 +21,7 @@ from megasink.checkpoint.identity import SHAPE, plain
 from megasink.checkpoint.intact import TRACKER, checkpoint_path
 from megasink.convert.architecture import Architecture, Attention
 from megasink.convert.flags import model_flags
-from megasink.convert.gating import SOFTMAX_OFFSET, Change, added, changed, gated_model
+from megasink.convert.gating import FLOAT32, Change, added, changed, gated_model
 from megasink.convert.hf_config import architecture_from, read_config
 from megasink.convert.hf_reader import HuggingFaceWeights
 from megasink.convert.megatron_weights import weight_shapes
@@ -197,8 +197,8 @@ def _write(
     sizes = (source.layers, source.experts)[: len(step.index)]
     dtype = getattr(torch, source.dtype)
     for key, tensor in zip(step.row.megatron, made, strict=True):
-        # Sinks are float32 in a model of any data type.
-        kept = torch.float32 if key.endswith(SOFTMAX_OFFSET) else dtype
+        # Sinks and their biases are float32 in a model of any data type.
+        kept = torch.float32 if key.endswith(FLOAT32) else dtype
         tensor = changed(key, tensor, source, change).to(kept)
         writer.write(key, tensor, step.index, sizes)
         if key == NORM_BEFORE_EXPERTS:

@@ -21,6 +21,7 @@ LINEAR_QKV = "self_attention.linear_qkv."
 LINEAR_PROJ = "self_attention.linear_proj.weight"
 LINEAR_GATE = "self_attention.linear_gate."
 SOFTMAX_OFFSET = "self_attention.core_attention.softmax_offset"
+FLOAT32 = (SOFTMAX_OFFSET, "core_attention.key_bias", "core_attention.value_bias")
 # The weight of a sink with this logit is below 1e-12 wherever scores are usual: as good as none.
 NO_SINK = -30.0
 
@@ -71,6 +72,8 @@ def gated_model(model: Architecture, change: Change | None) -> Architecture:
             f"--attention-variant: the model has {model.attention} attention already; only a "
             "vanilla one can be changed"
         )
+    if change.attention == "sink" and model.own.attention_bias_type != "none":
+        raise UserError("--attention-variant sink: not for a model with biases of positions")
     return dataclasses.replace(model, attention=change.attention)
 
 

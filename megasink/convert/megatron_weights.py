@@ -1,7 +1,8 @@
 """The weights of Megatron's model, by key of a torch_dist checkpoint, from its architecture."""
 
-from megasink.convert.architecture import Architecture
+from megasink.convert.architecture import GATES, Architecture
 from megasink.convert.table import LAYERS
+from megasink.gate_options import gate_shape
 
 Shape = tuple[int, ...]
 
@@ -12,48 +13,94 @@ def weight_shapes(model: Architecture) -> dict[str, Shape]:
     Shapes as in `megasink.convert.transforms`.
     """
     hidden, head_dim, heads = model.hidden, model.head_dim, model.heads
-    gates = heads if model.attention == "elementwise" else 0
+    gates = heads if model.megatrons_gate else 0
     mixed = (heads + gates + 2 * model.groups) * head_dim
+    inputs = head_dim if model.own.multi_head_addition else heads * head_dim
     attention: dict[str, Shape] = {
-        "linear_qkv.layer_norm_weight": (hidden,),
         "linear_qkv.weight": (mixed, hidden),
-        "linear_proj.weight": (hidden, heads * head_dim),
+        "linear_proj.weight": (hidden, inputs),
     }
-    if model.attention == "headwise":
-        attention["linear_gate.weight"] = (heads, hidden)
     if model.attention == "sink":
         attention["core_attention.softmax_offset"] = (heads,)
-    if model.qk_norm:
-        attention |= {f"{x}_layernorm.weight": (head_dim,) for x in "qk"}
     if model.qkv_bias:
         attention["linear_qkv.bias"] = (mixed,)
-        if model.attention == "headwise":
-            attention["linear_gate.bias"] = (heads,)
     if model.bias:
         attention["linear_proj.bias"] = (hidden,)
+    attention |= _gate(model) | _biases(model)
     layer = {f"self_attention.{key}": shape for key, shape in attention.items()}
-    layer |= _ffn(model)
+    layer |= _ffn(model) | _norms(model)
+    own, positions = model.own, (model.positions, hidden)
     shapes: dict[str, Shape] = {"embedding.word_embeddings.weight": (model.padded, hidden)}
+    if own.position_embedding_type == "learned_absolute" and not own.sinusoidal_position_embedding:
+        shapes["embedding.position_embeddings.weight"] = positions
     shapes |= {LAYERS + key: shape for key, shape in layer.items()}
-    shapes["decoder.final_layernorm.weight"] = (hidden,)
+    if not own.post_norm:
+        shapes |= _norm(model, "decoder.final_layernorm.", hidden)
     if not model.tied:
         shapes["output_layer.weight"] = (model.padded, hidden)
     return shapes
 
 
+def _norm(model: Architecture, prefix: str, size: int) -> dict[str, Shape]:
+    kinds = ("weight", "bias") if model.own.normalization == "LayerNorm" else ("weight",)
+    return {f"{prefix}{kind}": (size,) for kind in kinds}
+
+
+def _norms(model: Architecture) -> dict[str, Shape]:
+    """Of a layer."""
+    found: dict[str, Shape] = {}
+    if not model.own.post_norm:
+        before_ffn = "pre_mlp_layernorm." if model.experts else "mlp.linear_fc1.layer_norm_"
+        for prefix in ("self_attention.linear_qkv.layer_norm_", before_ffn):
+            found |= _norm(model, prefix, model.hidden)
+    if model.own.post_norm or model.own.sandwich_norm:
+        for prefix in ("post_self_attn_layernorm.", "post_mlp_layernorm."):
+            found |= _norm(model, prefix, model.hidden)
+    if model.qk_norm:
+        for x in "qk":
+            found |= _norm(model, f"self_attention.{x}_layernorm.", model.head_dim)
+    return found
+
+
+def _gate(model: Architecture) -> dict[str, Shape]:
+    """The explicit gate, where its rows are not in linear_qkv, and the norm of the SDPA output."""
+    found: dict[str, Shape] = {}
+    if model.own.sdpa_output_norm == "rmsnorm":
+        found["output_norm.weight"] = (model.heads * model.head_dim,)
+    if model.attention not in GATES or model.megatrons_gate:
+        return found
+    heads, width = gate_shape(model.gate_options())
+    if model.own.gate_input == "none":
+        return found | {"gate.logit": (heads * width,)}
+    found["linear_gate.weight"] = (heads * width, model.hidden)
+    if model.qkv_bias:
+        found["linear_gate.bias"] = (heads * width,)
+    return found
+
+
+def _biases(model: Architecture) -> dict[str, Shape]:
+    """Of the variants k-bias, kv-bias and v-bias."""
+    shape = (model.head_dim,) if model.own.bias_shared_heads else (model.heads, model.head_dim)
+    found: dict[str, Shape] = {}
+    if model.attention in ("k-bias", "kv-bias"):
+        found["core_attention.key_bias"] = shape
+    if model.attention in ("kv-bias", "v-bias"):
+        found["core_attention.value_bias"] = shape
+    return found
+
+
 def _ffn(model: Architecture) -> dict[str, Shape]:
     hidden, width = model.hidden, model.ffn
     if not model.experts:
+        rows = 2 * width if model.own.gated_unit else width
         found: dict[str, Shape] = {
-            "mlp.linear_fc1.layer_norm_weight": (hidden,),
-            "mlp.linear_fc1.weight": (2 * width, hidden),
+            "mlp.linear_fc1.weight": (rows, hidden),
             "mlp.linear_fc2.weight": (hidden, width),
         }
         if model.bias:
-            found |= {"mlp.linear_fc1.bias": (2 * width,), "mlp.linear_fc2.bias": (hidden,)}
+            found |= {"mlp.linear_fc1.bias": (rows,), "mlp.linear_fc2.bias": (hidden,)}
         return found
     found = {
-        "pre_mlp_layernorm.weight": (hidden,),
         "mlp.router.weight": (model.experts, hidden),
         "mlp.experts.experts.linear_fc1.weight": (2 * width, hidden),
         "mlp.experts.experts.linear_fc2.weight": (hidden, width),

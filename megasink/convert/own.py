@@ -4,6 +4,7 @@ The files beside the weights of such a model are megasink/convert/modeling/*_meg
 """
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,4 +107,29 @@ def unknown_values(options: OwnOptions) -> list[str]:
         f"--{name.replace('_', '-')} {said[name]}"
         for name, known in CHOICES.items()
         if name in said and said[name] not in known
+    ]
+
+
+def model_class(folder: Path) -> Any:
+    """The class of transformers that loads a Hugging Face folder without running code from it.
+
+    megasink's own is taken from the package, whatever file lies in the folder.
+    """
+    import transformers
+
+    config = json.loads((folder / "config.json").read_text())
+    if config.get("model_type") != "megasink":
+        return transformers.AutoModelForCausalLM
+    from megasink.convert.modeling.modeling_megasink import MegasinkForCausalLM
+
+    return MegasinkForCausalLM
+
+
+def changed_files(folder: Path) -> list[str]:
+    """The modelling files that are not in a folder to the byte as in the package."""
+    return [
+        path.name
+        for path in FILES
+        if not (folder / path.name).is_file()
+        or (folder / path.name).read_bytes() != path.read_bytes()
     ]

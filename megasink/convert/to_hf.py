@@ -1,5 +1,6 @@
 """A run's checkpoint -> a Hugging Face folder, tensor by tensor."""
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from megasink.convert.architecture import Architecture, architecture_of
 from megasink.convert.card import model_card
 from megasink.convert.hf_config import config_of
 from megasink.convert.output import whole_folder
+from megasink.convert.own import FILES
 from megasink.convert.reader import MegatronCheckpoint
 from megasink.convert.safetensors_writer import SafetensorsWriter, write_json
 from megasink.convert.table import Entry, Row, Step, planned, steps
@@ -157,12 +159,14 @@ def refuse_nan(name: str, tensor: Tensor) -> None:
 
 
 def _write_beside(source: Source, target: Target, folder: Path) -> None:
-    """Tokenizer, model card, generation_config.json and, last, config.json."""
+    """Tokenizer, model card, modelling files, generation_config.json and, last, config.json."""
     special = special_tokens(source.tokenizer)
     if source.tokenizer is not None:
         source.tokenizer.save_pretrained(folder)
     card = model_card(source.model, target, source.saved, source.found)
     (folder / "README.md").write_text(card)
+    for path in FILES if target.own else ():
+        shutil.copyfile(path, folder / path.name)
     write_json(folder / "generation_config.json", {"_from_model_config": True, **special})
     write_json(folder / "config.json", config_of(source.model, target, special))
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from megasink.checkpoint.find import Checkpoint
 from megasink.convert.architecture import Architecture
 from megasink.convert.hf_reader import HuggingFaceWeights
+from megasink.convert.own import model_class
 from megasink.convert.reader import MegatronCheckpoint
 from megasink.convert.table import Step
 from megasink.errors import UserError
@@ -235,7 +236,7 @@ def _transformers(folder: Path, dtype: torch.dtype, tokens_BS: Tensor) -> tuple[
 
     loaded: Any
     try:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded = model_class(folder).from_pretrained(
             folder,
             dtype=dtype,
             attn_implementation="eager",

@@ -1,6 +1,7 @@
 """Tiny models of every target, as Architecture: importable without megatron."""
 
 from megasink.convert.architecture import Architecture
+from megasink.convert.own import OwnOptions
 
 # head_dim is not hidden / heads; 101 tokens leave 27 padded rows.
 SMALL = {
@@ -70,6 +71,89 @@ MODELS = {
     "qwen3_next": ("qwen3_next", model(attention="elementwise", qk_norm=True, **MOE)),
     "qwen3_next-headwise": ("qwen3_next", model(attention="headwise", qk_norm=True, **MOE)),
 }
+
+
+def _own(own, **options):
+    return ("megasink", model(own=OwnOptions(**own), **options))
+
+
+# {name: (target, model)} of what no architecture of transformers is.
+OWN = {
+    "own-sink-moe-qk-norm": _own({}, attention="sink", qk_norm=True, **MOE),
+    "own-sink-windows-biases": _own(
+        {}, attention="sink", qk_norm=True, windows=(5, None), bias=True, qkv_bias=True
+    ),
+    "own-off-by-one-llama3": _own(
+        {}, attention="off-by-one", qkv_bias=True, rope_factor=32.0, positions=16384
+    ),
+    "own-headwise": _own({}, attention="headwise", windows=(None, 5)),
+    "own-headwise-tied-biases": _own({}, attention="headwise", qkv_bias=True, tied=True),
+    "own-headwise-moe": _own({}, attention="headwise", shared_ffn=24, **MOE),
+    "own-elementwise": _own({}, attention="elementwise", activation="gelu"),
+    "own-elementwise-biases": _own({}, attention="elementwise", bias=True, qkv_bias=True),
+    "own-elementwise-moe": _own({}, attention="elementwise", renormalize=False, **MOE),
+    "own-elementwise-moe-shared": _own(
+        {}, attention="elementwise", qk_norm=True, shared_ffn=24, **MOE
+    ),
+    "own-vanilla-moe-shared": _own({}, shared_ffn=24, activation="relu", **MOE),
+    "own-gpt-oss-dense": _own({}, attention="sink", activation="gpt-oss"),
+    "own-value-silu-add": _own(
+        {"gate_position": "value", "gate_operation": "add", "gate_activation": "silu"},
+        attention="elementwise",
+        qk_norm=True,
+    ),
+    "own-query-ns": _own(
+        {"gate_position": "query", "gate_activation": "ns-sigmoid"},
+        attention="headwise",
+        qkv_bias=True,
+    ),
+    "own-key-identity": _own(
+        {"gate_position": "key", "gate_activation": "identity"}, attention="elementwise"
+    ),
+    "own-output": _own(
+        {"gate_position": "output"}, attention="elementwise", bias=True, qkv_bias=True
+    ),
+    "own-shared-rmsnorm": _own(
+        {"gate_shared_heads": True, "sdpa_output_norm": "rmsnorm"}, attention="elementwise"
+    ),
+    "own-no-input": _own({"gate_input": "none"}, attention="headwise"),
+    "own-sandwich-silu": _own({"sandwich_norm": True, "sdpa_output_norm": "silu"}, **MOE),
+    "own-clip": _own({"residual_clip": 0.75}, attention="sink"),
+    "own-post-norm-head-sum": _own({"post_norm": True, "multi_head_addition": True}),
+    "own-k-bias": _own(
+        {"bias_fixed_value": "unit", "bias_fixed_value_norm": 5.0}, attention="k-bias"
+    ),
+    "own-kv-bias-alibi": _own(
+        {"position_embedding_type": "none", "attention_bias_type": "alibi"},
+        attention="kv-bias",
+        windows=(None, 5),
+    ),
+    "own-v-bias-shared": _own(
+        {"bias_shared_heads": True, "attention_scale_alpha": 0.5}, attention="v-bias"
+    ),
+    "own-gpt2": _own(
+        {
+            "normalization": "LayerNorm",
+            "position_embedding_type": "learned_absolute",
+            "gated_unit": False,
+        },
+        activation="gelu",
+        qk_norm=True,
+        bias=True,
+        qkv_bias=True,
+    ),
+    "own-sinusoids": _own(
+        {
+            "position_embedding_type": "learned_absolute",
+            "sinusoidal_position_embedding": True,
+            "gated_unit": False,
+        },
+        activation="relu",
+        attention="sink",
+    ),
+    "own-partial-rotary": _own({"rotary_percent": 0.5}, attention="off-by-one"),
+}
+MODELS |= OWN
 # With room for the tokens of a tokenizer of bytes.
 TEXT = {"vocabulary": 400, "padded": 512}
 OTHERS = {

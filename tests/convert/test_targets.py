@@ -53,7 +53,7 @@ def test_a_config_says_the_whole_model(name):
     target, architecture = MODELS[name]
     config = config_of(architecture, BY_NAME[target], {"eos_token_id": 1})
     assert architecture_from(config) == (architecture, BY_NAME[target])
-    if architecture.attention in ("off-by-one", "headwise") and target != "lfm3":
+    if architecture.attention in ("off-by-one", "headwise") and target not in ("lfm3", "megasink"):
         # Not without what only we read: Qwen's gates are elementwise, Granite's sinks learned.
         del config[OURS]
         other, _ = architecture_from(config)
@@ -102,8 +102,12 @@ def test_what_does_not_fit_a_target_is_said(change, target, reason):
 
 
 def test_a_model_that_no_target_is_names_the_nearest():
-    with pytest.raises(UserError, match="qwen3_5_text: it has qk-norm"):
-        choose(model(attention="elementwise"))
+    target, why = choose(model(attention="elementwise"))
+    assert target.name == "megasink"
+    for words in ("no architecture of transformers has", "qwen3_5_text: it has qk-norm", "trust_"):
+        assert words in why
+    with pytest.raises(UserError, match="megasink: its experts have no biases"):
+        choose(model(attention="sink", bias=True, qkv_bias=True, **MOE))
     with pytest.raises(UserError, match="choose llama"):
         choose(model(), "gpt2")
 
@@ -123,17 +127,14 @@ def test_arguments_of_a_run_give_its_architecture():
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [
-        ("attention_variant", "kv-bias", "--attention-variant kv-bias"),
         ("attention_similarity", "sigmoid", "--attention-similarity sigmoid"),
         ("sink_token", True, "--sink-token True"),
-        ("sandwich_norm", True, "--sandwich-norm"),
-        ("sdpa_output_norm", "rmsnorm", "--sdpa-output-norm rmsnorm"),
+        ("attention_bias_type", "t5", "--attention-bias-type t5"),
         ("prefix_lm_tokens", 8, "--prefix-lm-tokens 8"),
-        ("ffn_activation", "relu", "no gated unit"),
-        ("position_embedding_type", "learned_absolute", "targets have rope alone"),
-        ("normalization", "LayerNorm", "targets have RMSNorm alone"),
+        ("swiglu", False, "its FFN has an activation of Megatron's own"),
+        ("position_embedding_type", "mrope", "--position-embedding-type mrope"),
         ("moe_router_score_function", "sigmoid", "targets have softmax alone"),
-        ("rotary_percent", 0.5, "--rotary-percent 0.5"),
+        ("rotary_interleaved", True, "--rotary-interleaved True"),
     ],
 )
 def test_what_transformers_has_not_is_refused_by_name(option, value, said):

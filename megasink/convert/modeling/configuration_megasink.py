@@ -4,6 +4,8 @@ The three files *_megasink.py lie beside the weights of a model that no architec
 transformers is. They need torch and transformers alone.
 """
 
+from typing import ClassVar
+
 from transformers import PreTrainedConfig
 
 
@@ -36,8 +38,8 @@ class MegasinkConfig(PreTrainedConfig):
     """
 
     model_type = "megasink"
-    keys_to_ignore_at_inference = ["past_key_values"]
-    base_model_tp_plan = {
+    keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
+    base_model_tp_plan: ClassVar = {
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
         "layers.*.self_attn.v_proj": "colwise",
@@ -57,7 +59,7 @@ class MegasinkConfig(PreTrainedConfig):
         "layers.*.mlp.shared_expert.up_proj": "colwise",
         "layers.*.mlp.shared_expert.down_proj": "rowwise",
     }
-    base_model_pp_plan = {
+    base_model_pp_plan: ClassVar = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
         "norm": (["hidden_states"], ["hidden_states"]),

@@ -3,6 +3,8 @@
 Shapes: B batch, T queries, S keys, H query heads, D head dim, M hidden size.
 """
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -141,7 +143,7 @@ class MegasinkPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ("past_key_values",)
     _supports_attention_backend = True
     _keep_in_fp32_modules_strict = ("sinks", "key_bias", "value_bias")
-    _can_record_outputs = {  # noqa: RUF012
+    _can_record_outputs: ClassVar = {
         "hidden_states": MegasinkDecoderLayer,
         "attentions": MegasinkAttention,
     }
@@ -295,9 +297,9 @@ def alibi(heads, mask, past):
 
 
 class MegasinkForCausalLM(MegasinkPreTrainedModel, GenerationMixin):
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
-    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # noqa: RUF012
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan: ClassVar = {"lm_head": "colwise_gather_output"}
+    _pp_plan: ClassVar = {"lm_head": (["hidden_states"], ["logits"])}
 
     def __init__(self, config):
         super().__init__(config)

@@ -37,9 +37,8 @@ def choose(model: Architecture, name: str | None = None) -> tuple[Target, str]:
                 f"no architecture of transformers has all of: {described(model)}{nearest}; "
                 "own modelling file; loading needs trust_remote_code=True"
             )
-        if model.attention in target.attention and target.moe == bool(model.experts):
-            reasons.append(f"{target.name}: {'; '.join(problems)}")
-        elif target.own:
+        near = model.attention in target.attention and target.moe == bool(model.experts)
+        if near or target.own:
             reasons.append(f"{target.name}: {'; '.join(problems)}")
     raise UserError(f"no architecture of transformers is this model ({' | '.join(reasons)})")
 
