@@ -153,7 +153,6 @@ OWN = {
     ),
     "own-partial-rotary": _own({"rotary_percent": 0.5}, attention="off-by-one"),
 }
-MODELS |= OWN
 # With room for the tokens of a tokenizer of bytes.
 TEXT = {"vocabulary": 400, "padded": 512}
 OTHERS = {

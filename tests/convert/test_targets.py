@@ -9,10 +9,11 @@ from megasink.config import OPTIONS
 from megasink.convert.architecture import architecture_of
 from megasink.convert.hf_config import OURS, architecture_from, config_of
 from megasink.convert.megatron_weights import weight_shapes
+from megasink.convert.own import OwnOptions
 from megasink.convert.table import steps
 from megasink.convert.targets import BY_NAME, TARGETS, choose
 from megasink.errors import UserError
-from tests.convert.models import MODELS, MOE, model
+from tests.convert.models import MODELS, MOE, OWN, model
 
 DEFAULTS = {
     field.name: field.default for options in OPTIONS for field in dataclasses.fields(options)
@@ -40,17 +41,17 @@ SAVED = DEFAULTS | {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS | OWN)
 def test_the_first_target_that_fits_is_taken(name):
-    target, architecture = MODELS[name]
+    target, architecture = (MODELS | OWN)[name]
     found, why = choose(architecture)
     assert found.name == target
     assert architecture.attention in why
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS | OWN)
 def test_a_config_says_the_whole_model(name):
-    target, architecture = MODELS[name]
+    target, architecture = (MODELS | OWN)[name]
     config = config_of(architecture, BY_NAME[target], {"eos_token_id": 1})
     assert architecture_from(config) == (architecture, BY_NAME[target])
     if architecture.attention in ("off-by-one", "headwise") and target not in ("lfm3", "megasink"):
@@ -60,9 +61,9 @@ def test_a_config_says_the_whole_model(name):
         assert other.attention in ("sink", "elementwise")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS | OWN)
 def test_every_weight_has_one_row_and_every_name_one_weight(name):
-    target, architecture = MODELS[name]
+    target, architecture = (MODELS | OWN)[name]
     table = BY_NAME[target].table(architecture)
     keys = [key for row in table for key in row.megatron]
     assert sorted(keys) == sorted(weight_shapes(architecture))
@@ -94,6 +95,10 @@ def test_every_weight_has_one_row_and_every_name_one_weight(name):
             "no RoPE scaling",
         ),
         ({"attention": "headwise", "qk_norm": True, "activation": "relu"}, "lfm3", "silu, not"),
+        ({"own": OwnOptions(sandwich_norm=True)}, "llama", "it has no --sandwich-norm"),
+        ({"own": OwnOptions(gated_unit=False)}, "llama", "its FFN has a gated unit"),
+        ({**MOE, "own": OwnOptions(gated_unit=False)}, "megasink", "experts have gated units"),
+        ({"windows": (5, 6)}, "megasink", "windows have one size"),
     ],
 )
 def test_what_does_not_fit_a_target_is_said(change, target, reason):
@@ -108,6 +113,8 @@ def test_a_model_that_no_target_is_names_the_nearest():
         assert words in why
     with pytest.raises(UserError, match="megasink: its experts have no biases"):
         choose(model(attention="sink", bias=True, qkv_bias=True, **MOE))
+    target, why = choose(model(), "megasink")
+    assert (target.name, why) == ("megasink", "asked for")
     with pytest.raises(UserError, match="choose llama"):
         choose(model(), "gpt2")
 
@@ -155,9 +162,13 @@ def test_every_option_of_a_gate_is_said_or_refused():
         ("gate_activation", "silu"),
         ("gate_input", "none"),
     ):
-        _, problems = architecture_of(gated | {option: value}, 101)
-        assert len(problems) == 1
-        assert option.replace("_", "-") in problems[0]
+        found, problems = architecture_of(gated | {option: value}, 101)
+        assert problems == []
+        assert found.own.said() == {option: value}
+        _, why = choose(found)
+        assert f"--{option.replace('_', '-')}" in why
+    found, problems = architecture_of(gated | {"gate_activation": "tanh"}, 101)
+    assert problems == ["--gate-activation tanh has no counterpart in Hugging Face"]
 
 
 @pytest.mark.parametrize(
@@ -193,10 +204,13 @@ def test_every_option_of_a_gate_is_said_or_refused():
         ("lfm3", {"layer_types": ["conv", "full_attention"]}, "convolutions"),
         ("lfm3", {"use_sandwich_norm": True}, "use_sandwich_norm"),
         ("llama", {"hidden_act": "quick_gelu"}, "quick_gelu"),
+        ("megasink", {"attention_variant": "tanh"}, "attention_variant 'tanh'"),
+        ("megasink", {"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu'"),
+        ("megasink", {"attention_bias_type": "t5"}, "--attention-bias-type t5"),
     ],
 )
 def test_what_megatron_cannot_express_is_refused_by_name(target, change, said):
-    architecture = next(m for name, m in MODELS.values() if name == target)
+    architecture = next(m for name, m in (MODELS | OWN).values() if name == target)
     config = config_of(architecture, BY_NAME[target], {}) | change
     with pytest.raises(UserError, match=said):
         architecture_from(config)
@@ -216,6 +230,6 @@ def test_the_names_of_targets_are_those_of_transformers():
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    for target in TARGETS:
+    for target in (t for t in TARGETS if not t.own):
         assert target.name in CONFIG_MAPPING_NAMES
         assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[target.name] == target.architecture

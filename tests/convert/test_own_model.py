@@ -1,0 +1,330 @@
+"""megasink's own modelling file against Megatron, against itself under every kernel, and alone.
+
+Not covered: CUDA (tests/gpu has flex_attention with sinks there), vLLM.
+"""
+
+import contextlib
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations import flex_attention
+from transformers.masking_utils import eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from megasink.attention.reference import (
+    reference_attention,
+    reference_biased_attention,
+    reference_gate,
+    reference_head_norm,
+)
+from megasink.convert.hf_config import config_of
+from megasink.convert.modeling import attention_megasink
+from megasink.convert.modeling.configuration_megasink import MegasinkConfig
+from megasink.convert.modeling.modeling_megasink import MegasinkForCausalLM
+from megasink.convert.own import FILES, changed_files
+from megasink.convert.targets import BY_NAME
+from tests.convert.models import OWN
+from tests.distributed.layout import SINGLE
+
+TOKENS = torch.randint(101, (2, 21), generator=torch.Generator().manual_seed(5))
+SINKS = [name for name, (_, m) in OWN.items() if m.has_sink]
+BIASED = ["own-k-bias", "own-kv-bias-alibi"]
+ANY_KERNEL = [name for name in OWN if name not in (*SINKS, *BIASED)]
+
+
+def tiny(name):
+    """The model of `OWN` with random weights, and sinks, gates and norms that differ by head."""
+    torch.manual_seed(3)
+    architecture = OWN[name][1]
+    config = MegasinkConfig(**config_of(architecture, BY_NAME["megasink"], {}))
+    model = MegasinkForCausalLM(config).eval()
+    for key, parameter in model.named_parameters():
+        if key.endswith(("sinks", "logit")) and parameter.requires_grad:
+            parameter.data = torch.tensor([3.0, -2.0, 1.0, -4.0])
+        elif "norm" in key or key.endswith("bias"):
+            parameter.data += torch.randn_like(parameter) / 2
+    return model
+
+
+@contextlib.contextmanager
+def kernel(model, name):
+    """A model under a kernel; flex_attention as Python, because its compilation takes a minute."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        yield model
+    model.set_attn_implementation(before)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_every_option_there_and_back(pool, tmp_path, name):
+    bf16 = name in ("own-headwise", "own-sink-moe-qk-norm")
+    (report,) = pool.run(
+        "tests.convert.tasks:own_round_trip", SINGLE, folder=str(tmp_path), name=name, bf16=bf16
+    )
+    assert 0 < report["logits"] <= report["tolerance"]
+    assert report["largest"] > 3
+    assert report["argmax"] == report["generated"] == 1
+    assert report["equal"]
+    assert report["architecture"]
+    assert not report["ran"]
+    said = "\n".join(report["lines"])
+    assert "target: MegasinkForCausalLM (megasink): no architecture of transformers has" in said
+    if bf16:
+        assert "verified in bfloat16" in said
+        assert "not run: attention_megasink.py, configuration_megasink.py" in said
+        assert "modeling_megasink.py is not what was written" in said
+
+
+@pytest.mark.parametrize("name", ANY_KERNEL)
+def test_every_kernel_gives_the_same(name):
+    model = tiny(name)
+    logits = {}
+    for kind in ("eager", "sdpa", "flex_attention"):
+        with kernel(model, kind):
+            logits[kind] = model(TOKENS).logits
+            padding = torch.ones_like(TOKENS)
+            padding[0, :4] = 0
+            logits[f"{kind}, padded"] = model(TOKENS, attention_mask=padding).logits[:, 4:]
+    for one, other in itertools.pairwise(("eager", "sdpa", "flex_attention")):
+        assert torch.allclose(logits[one], logits[other], atol=2e-5)
+        both = logits[f"{one}, padded"], logits[f"{other}, padded"]
+        assert torch.allclose(*both, atol=2e-5)
+    assert not torch.allclose(logits["eager"][:, 4:], logits["eager, padded"], atol=1e-2)
+
+
+class _OnDevice(torch.Tensor):
+    """A tensor that says that it is not on the CPU, where transformers has no flex with sinks."""
+
+    device = torch.device("cuda")
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_flex_attention_has_the_sinks(name):
+    model = tiny(name)
+    with kernel(model, "eager"):
+        eager = model(TOKENS).logits
+    with kernel(model, "flex_attention"):
+        with pytest.raises(ValueError, match="sinks cannot be run on CPU"):
+            model(TOKENS)
+        forward, compiled = (
+            flex_attention.flex_attention_forward,
+            flex_attention.compile_friendly_flex_attention,
+        )
+
+        def elsewhere(module, query, *args, **kwargs):
+            return forward(module, query.as_subclass(_OnDevice), *args, **kwargs)
+
+        def here(query, *args, **kwargs):
+            return compiled(query.as_subclass(torch.Tensor), *args, **kwargs)
+
+        with (
+            mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, flex_attention=elsewhere),
+            mock.patch.object(flex_attention, "compile_friendly_flex_attention", here),
+        ):
+            flex = model(TOKENS).logits
+    assert torch.allclose(eager, flex, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["own-sink-moe-qk-norm", "own-k-bias", "own-kv-bias-alibi"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("sdpa", "flash_attention_2", "flash_attention_3", "kernels-community/flash-attn"),
+        *("paged|sdpa", "flex_attention", "paged|eager", "flash_attention_4"),
+    ],
+)
+def test_a_kernel_that_would_drop_something_is_refused(name, kind):
+    model = tiny(name)
+    if name in SINKS and kind in ("flex_attention", "paged|eager", "flash_attention_4"):
+        return  # these have sinks
+    what = "sinks" if name in SINKS else "a bias of keys or positions"
+    with pytest.raises(ValueError, match=f"would leave out .*{what}: use"):
+        model.set_attn_implementation(kind)
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_cached_decoding_and_padding_change_nothing(name):
+    model = tiny(name)
+    greedy = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        plain = model.generate(TOKENS, use_cache=False, **greedy)
+        assert torch.equal(model.generate(TOKENS, **greedy), plain)
+        static = {"cache_implementation": "static", "disable_compile": True}
+        assert torch.equal(model.generate(TOKENS, **greedy, **static), plain)
+        short = TOKENS[:1, 5:]
+        padded = torch.cat([torch.full((1, 5), 7), short], dim=1)
+        both = torch.cat([padded, TOKENS[1:]])
+        mask = torch.ones_like(both)
+        mask[0, :5] = 0
+        logits = model(both, attention_mask=mask).logits
+        assert torch.allclose(logits[:1, 5:], model(short).logits, atol=2e-5)
+        assert torch.allclose(logits[1:], model(TOKENS[1:]).logits, atol=2e-5)
+        made = model.generate(both, attention_mask=mask, **greedy)
+        assert torch.equal(made[0, both.shape[1] :], model.generate(short, **greedy)[0, 16:])
+        assert torch.equal(made[1], plain[1])
+
+
+def _reference(module, query, key, value, attention_mask, scaling, s_aux=None, **kwargs):
+    """The definition in place of `eager_attention`; it makes its own mask."""
+    options = {"scale": scaling, "window": module.sliding_window}
+    if module.key_bias is not None:
+        shape, bias = (query.shape[1], query.shape[3]), module.slot_value
+        out = reference_biased_attention(
+            query,
+            key,
+            value,
+            key_bias_HD=module.key_bias.expand(shape),
+            value_bias_HD=None if bias is None else bias.expand(shape),
+            **options,
+        )
+    else:
+        sink = {} if s_aux is None else {"variant": "sink", "sink_H": s_aux}
+        out = reference_attention(query, key, value, **sink, **options)
+    return out.out_BHTD.transpose(1, 2), None
+
+
+def _reference_gate(self, gated, hidden_states):
+    score = self.logit if self.proj is None else self.proj(hidden_states)
+    out, _ = reference_gate(
+        gated,
+        score.unflatten(-1, (-1, self.width)),
+        activation=self.activation,
+        operation=self.operation,
+        shared_heads=self.shared_heads,
+    )
+    return out
+
+
+@pytest.mark.parametrize("name", [n for n in OWN if n != "own-kv-bias-alibi"])
+def test_every_gradient_is_that_of_the_definition(name):
+    AttentionInterface.register("reference", _reference)
+    AttentionMaskInterface.register("reference", eager_mask)
+    model = tiny(name).train()
+    gradients = []
+    for definition in (False, True):
+        model.zero_grad()
+        patch = contextlib.nullcontext()
+        if definition:
+            model.config._attn_implementation_internal = "reference"
+            patch = mock.patch.object(attention_megasink.MegasinkGate, "forward", _reference_gate)
+        else:
+            model.set_attn_implementation("eager")
+        with patch:
+            model(TOKENS, labels=TOKENS).loss.backward()
+        gradients.append({key: p.grad for key, p in model.named_parameters() if p.requires_grad})
+    plain, definition = gradients
+    assert all(g is not None for g in plain.values())
+    for key in plain:
+        size = definition[key].abs().max()
+        if not key.endswith("k_proj.bias"):  # a bias of all keys changes no weight: zero but noise
+            assert size > 1e-6, key
+        assert (plain[key] - definition[key]).abs().max() <= 1e-4 * size + 1e-7, key
+    for part in ("sinks", "gate.proj.weight", "gate.logit", "key_bias", "value_bias"):
+        trained = [k for k in plain if k.endswith(part)]
+        assert len(trained) in (0, 2), trained
+
+
+def test_the_norm_of_heads_is_its_definition():
+    model = tiny("own-shared-rmsnorm")
+    attention = model.model.layers[0].self_attn
+    head = torch.randn(2, 3, 4, 16)
+
+    def given(*args, **kwargs):
+        return head, None
+
+    model.config._attn_implementation_internal = "given"
+    model.config.attention_variant = "vanilla"
+    attention.gate_position = None
+    with (
+        mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, given=given),
+        torch.no_grad(),
+    ):
+        out, _ = attention(torch.randn(2, 3, 48), None, None)
+        wanted = reference_head_norm(head, attention.output_norm.view(4, 16))
+        assert torch.allclose(out, attention.o_proj(wanted.flatten(-2)), atol=1e-5)
+
+
+def test_the_plan_of_tensor_parallelism_is_for_models_that_it_divides():
+    with_plan = {name for name in OWN if tiny(name).config.base_model_tp_plan}
+    without = {n for n in OWN if "shared-rmsnorm" in n or n in ("own-output", "own-no-input")}
+    without |= {*BIASED, "own-v-bias-shared", "own-post-norm-head-sum"}
+    assert with_plan == set(OWN) - without
+
+
+ALONE = """
+import json, sys
+sys.path[:0] = json.loads(sys.argv[1])
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("megasink", "megatron"):
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocker())
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+folder, again, tokens = sys.argv[2], sys.argv[3], torch.tensor(json.loads(sys.argv[4]))
+try:
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+except ValueError as error:
+    print("refused" if "trust_remote_code" in str(error) else error, file=sys.stderr)
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+logits = model(tokens).logits
+model.save_pretrained(again)
+other = AutoModelForCausalLM.from_pretrained(again, trust_remote_code=True, dtype=torch.bfloat16)
+base = AutoModel.from_pretrained(again, trust_remote_code=True)
+assert torch.equal(base(tokens).last_hidden_state, model.model(tokens).last_hidden_state)
+layer = other.model.layers[0].self_attn
+made = other.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0)
+print(json.dumps({
+    "logits": logits.tolist(),
+    "dtypes": [str(layer.sinks.dtype), str(layer.q_proj.weight.dtype)],
+    "bf16": float((other(tokens).logits.float() - logits).abs().max()),
+    "made": list(made.shape),
+    "loaded": sorted(m for m in sys.modules if m.split(".")[0] in ("megasink", "megatron")),
+}))
+"""
+
+
+def test_a_folder_loads_without_megasink(tmp_path):
+    model = tiny("own-sink-moe-qk-norm")
+    model.save_pretrained(tmp_path / "hf")
+    assert changed_files(tmp_path / "hf") == []
+    (site,) = {str(Path(torch.__file__).parents[1])}
+    arguments = [json.dumps([site]), tmp_path / "hf", tmp_path / "again"]
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", ALONE, *map(str, arguments), json.dumps(TOKENS.tolist())],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "refused" in done.stderr
+    report = json.loads(done.stdout)
+    with torch.no_grad():
+        logits = model(TOKENS).logits
+    assert torch.allclose(torch.tensor(report["logits"]), logits, atol=1e-6)
+    assert report["dtypes"] == ["torch.float32", "torch.bfloat16"]
+    assert 0 < report["bf16"] < 0.25
+    assert report["made"] == [2, 25]
+    assert report["loaded"] == []
+    for folder in ("hf", "again"):
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_megasink.MegasinkForCausalLM"
+        assert config["auto_map"]["AutoConfig"] == "configuration_megasink.MegasinkConfig"
+        assert {path.name for path in FILES} <= {p.name for p in (tmp_path / folder).iterdir()}
+    assert changed_files(tmp_path / "again") == []
+    (tmp_path / "again" / FILES[0].name).write_text("pass\n")
+    (tmp_path / "again" / FILES[1].name).unlink()
+    assert changed_files(tmp_path / "again") == [FILES[0].name, FILES[1].name]
