@@ -86,8 +86,7 @@ OWN = {
     "own-off-by-one-llama3": _own(
         {}, attention="off-by-one", qkv_bias=True, rope_factor=32.0, positions=16384
     ),
-    "own-headwise": _own({}, attention="headwise", windows=(None, 5)),
-    "own-headwise-tied-biases": _own({}, attention="headwise", qkv_bias=True, tied=True),
+    "own-headwise": _own({}, attention="headwise", windows=(None, 5), tied=True),
     "own-headwise-moe": _own({}, attention="headwise", shared_ffn=24, **MOE),
     "own-elementwise": _own({}, attention="elementwise", activation="gelu"),
     "own-elementwise-biases": _own({}, attention="elementwise", bias=True, qkv_bias=True),
@@ -116,9 +115,11 @@ OWN = {
     "own-shared-rmsnorm": _own(
         {"gate_shared_heads": True, "sdpa_output_norm": "rmsnorm"}, attention="elementwise"
     ),
-    "own-no-input": _own({"gate_input": "none"}, attention="headwise"),
-    "own-sandwich-silu": _own({"sandwich_norm": True, "sdpa_output_norm": "silu"}, **MOE),
-    "own-clip": _own({"residual_clip": 0.75}, attention="sink"),
+    "own-no-input-sandwich-silu": _own(
+        {"gate_input": "none", "sandwich_norm": True, "sdpa_output_norm": "silu"},
+        attention="headwise",
+        **MOE,
+    ),
     "own-post-norm-head-sum": _own({"post_norm": True, "multi_head_addition": True}),
     "own-k-bias": _own(
         {"bias_fixed_value": "unit", "bias_fixed_value_norm": 5.0}, attention="k-bias"
@@ -151,7 +152,9 @@ OWN = {
         activation="relu",
         attention="sink",
     ),
-    "own-partial-rotary": _own({"rotary_percent": 0.5}, attention="off-by-one"),
+    "own-partial-rotary-clip": _own(
+        {"rotary_percent": 0.5, "residual_clip": 0.75}, attention="off-by-one"
+    ),
 }
 # With room for the tokens of a tokenizer of bytes.
 TEXT = {"vocabulary": 400, "padded": 512}
