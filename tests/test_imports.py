@@ -30,6 +30,7 @@ TRAIN = ("megasink.train", "megasink.cli", "megasink.demo")
 ALLOWED = {
     "megasink.attention": {"torch", "megasink.errors"},
     "megasink.diagnostics": {"torch", "numpy", "scipy", "sklearn"},
+    "megasink.convert.modeling": {"torch", "transformers"},  # copied beside the weights
 }
 
 

@@ -92,7 +92,7 @@ def own_options(given: Mapping[str, Any], *, gated_unit: bool = True) -> OwnOpti
     Options of the gate and of the bias variants count for those variants alone.
     """
     variant = given.get("attention_variant", "vanilla")
-    values = {}
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(OwnOptions):
         unused = field.name.startswith("gate_") and variant != "gated"
         unused |= field.name.startswith("bias_") and not variant.endswith("-bias")

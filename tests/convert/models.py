@@ -161,6 +161,7 @@ TEXT = {"vocabulary": 400, "padded": 512}
 OTHERS = {
     "sink-text": ("granite_swa", model(attention="sink", **TEXT)),
     "plain-text": ("llama", model(**TEXT)),
+    "gated-text": ("megasink", model(attention="headwise", **TEXT)),
     "biased-text": ("qwen2", model(qkv_bias=True, **TEXT)),
     # 24 layers of 12 MB.
     "large": (

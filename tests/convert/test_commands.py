@@ -47,6 +47,7 @@ def runs(pool, tokenizer, tmp_path_factory):
         ("sink", "sink-text", True),
         ("plain", "plain-text", False),
         ("biased", "biased-text", False),
+        ("gated", "gated-text", True),
     ):
         where = {"folder": str(folder / name), "name": model}
         pool.run(f"{TASKS}:save_run", SINGLE, **where, bf16=bf16, **options)
@@ -93,6 +94,24 @@ def test_an_export_verifies_itself_and_takes_everything_along(pool, runs, tmp_pa
     assert config["dtype"] == "bfloat16"
     assert json.loads((output / "generation_config.json").read_text())["eos_token_id"] == 1
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_model_of_no_architecture_brings_its_own_code(pool, runs, tmp_path):
+    hf, back = tmp_path / "hf", tmp_path / "back"
+    exported, imported = megasink(
+        pool, ["convert-to-hf", runs / "gated", hf], ["convert-from-hf", hf, back]
+    )
+    for code, said, errors in (exported, imported):
+        assert (code, errors) == (0, "")
+        assert re.search(r"verified on \d+ tokens of text, float32: logits differ by", said)
+        assert "verified in bfloat16" in said
+    assert "target: MegasinkForCausalLM (megasink): no architecture of transformers" in exported[1]
+    assert "loading needs trust_remote_code=True" in exported[1]
+    card = (hf / "README.md").read_text()
+    assert 'from_pretrained("FOLDER", trust_remote_code=True)' in card
+    assert "import torch and transformers alone" in card
+    assert (hf / "modeling_megasink.py").is_file()
+    assert "--attention-variant gated" in (back / "flags.txt").read_text()
 
 
 @pytest.mark.parametrize("granularity", ["headwise", "elementwise"])

@@ -1,0 +1,1 @@
+"""The modelling files for transformers that are copied beside the weights."""

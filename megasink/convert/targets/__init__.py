@@ -26,7 +26,7 @@ def choose(model: Architecture, name: str | None = None) -> tuple[Target, str]:
         if problems:
             raise UserError(f"--target {name} does not fit this model: {'; '.join(problems)}")
         return BY_NAME[name], "asked for"
-    reasons = []
+    reasons: list[str] = []
     for target in TARGETS:
         problems = target.problems(model)
         if not problems and not target.own:
