@@ -4,6 +4,7 @@ Not covered: CUDA (tests/gpu has flex_attention with sinks there), vLLM.
 """
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import subprocess
@@ -24,7 +25,7 @@ from megasink.attention.reference import (
     reference_gate,
     reference_head_norm,
 )
-from megasink.convert.hf_config import config_of
+from megasink.convert.hf_config import architecture_from, config_of
 from megasink.convert.modeling import attention_megasink
 from megasink.convert.modeling.configuration_megasink import MegasinkConfig
 from megasink.convert.modeling.modeling_megasink import MegasinkForCausalLM
@@ -273,6 +274,24 @@ def test_the_norm_of_heads_is_its_definition():
         out, _ = attention(torch.randn(2, 3, 48), None, None)
         wanted = reference_head_norm(head, attention.output_norm.view(4, 16))
         assert torch.allclose(out, attention.o_proj(wanted.flatten(-2)), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["own-sink-moe-qk-norm", "own-gpt2"])
+def test_zero_centred_norms_store_the_weight_minus_one(name):
+    model = tiny(name)
+    centred = MegasinkForCausalLM(
+        MegasinkConfig(**model.config.to_dict() | {"zero_centred_norms": True})
+    )
+    weights = model.state_dict()
+    norms = {k for k in weights if "norm" in k and k.endswith("weight")}
+    centred.load_state_dict({k: w - 1 if k in norms else w for k, w in weights.items()})
+    with torch.no_grad():
+        assert torch.allclose(centred(TOKENS).logits, model(TOKENS).logits, atol=2e-5)
+    config = config_of(
+        dataclasses.replace(OWN[name][1], zero_centred=True), BY_NAME["megasink"], {}
+    )
+    assert config["zero_centred_norms"]
+    assert architecture_from(config)[0].zero_centred
 
 
 def test_the_plan_of_tensor_parallelism_is_for_models_that_it_divides():
