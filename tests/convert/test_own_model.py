@@ -1,6 +1,6 @@
 """megasink's own modelling file against Megatron, against itself under every kernel, and alone.
 
-Not covered: CUDA (tests/gpu has flex_attention with sinks there), vLLM.
+Not covered: CUDA and so the kernels of GPUs, vLLM.
 """
 
 import contextlib
@@ -301,6 +301,50 @@ def test_the_plan_of_tensor_parallelism_is_for_models_that_it_divides():
     }
     without |= {*BIASED, "own-v-bias-shared", "own-post-norm-head-sum"}
     assert with_plan == set(OWN) - without
+
+
+class _Tracer(torch.fx.Tracer):
+    """As vLLM's transformers backend traces a layer: every submodule and the kernel are leaves."""
+
+    def is_leaf_module(self, module, name):
+        return True
+
+    def iter(self, obj):
+        of_kwargs = obj.node.op == "call_method" and obj.node.target == "keys"
+        return iter(()) if of_kwargs else super().iter(obj)
+
+
+def traced(module):
+    """The graph of a module's forward, with one node "kernel" for the attention kernel."""
+
+    def kernel(*args, **kwargs):
+        tensors = [a for a in args if isinstance(a, torch.fx.Proxy)]
+        tracer = tensors[0].tracer
+        given = {k: v for k, v in kwargs.items() if isinstance(v, torch.fx.Proxy)}
+        return tracer.create_proxy("call_function", kernel, tuple(tensors), given)
+
+    cache = {"past_key_values": None} if "Attention" in type(module).__name__ else None
+    with mock.patch.object(AttentionInterface, "get_interface", return_value=kernel):
+        graph = _Tracer().trace(module, concrete_args=cache)
+    return {node.name: node for node in graph.nodes}
+
+
+@pytest.mark.parametrize("name", ["own-sink-moe-qk-norm", "own-headwise-moe", "own-query-ns"])
+def test_an_inference_engine_can_trace_the_layers(name):
+    layer = tiny(name).model.layers[0]
+    nodes = traced(layer.self_attn)
+    sink = nodes["kernel"].kwargs.get("s_aux")
+    assert (sink is None) == (name not in SINKS)
+    if sink is not None:
+        assert (sink.op, sink.target) == ("get_attr", "sinks")
+    called = {node.target for node in nodes.values() if node.op == "call_module"}
+    assert {"q_proj", "k_proj", "v_proj", "o_proj"} <= called
+    norm = traced(layer.input_layernorm)
+    assert {"pow_1", "mean", "rsqrt"} <= set(norm)
+    if "moe" in name:
+        assert {"softmax", "topk"} <= set(traced(layer.mlp.gate))
+        block = {n.target for n in traced(layer.mlp).values() if n.op == "call_module"}
+        assert {"gate", "experts"} <= block
 
 
 ALONE = """

@@ -157,10 +157,10 @@ class MegasinkAttention(nn.Module):
     ):
         """Normed hidden states [B, T, M] -> [B, T, M], weights [B, H, T, S] or None."""
         x, position = hidden_states, self.gate_position
-        shape = (*x.shape[:-1], -1, self.head_dim)
-        query = self.q_proj(x).view(shape)
-        key = self.k_proj(x).view(shape)
-        value = self.v_proj(x).view(shape)
+        query = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        key = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        shape = query.shape
         if position == "query":
             query = self.gate(query, x)
         elif position == "key":
@@ -171,7 +171,8 @@ class MegasinkAttention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if position_embeddings is not None:
-            query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
+            cos, sin = position_embeddings
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(

@@ -28,18 +28,23 @@ from .configuration_megasink import MegasinkConfig
 FLASH_WITH_SINKS = ("flash_attention_4", "kernels-community/vllm-flash-attn3")
 
 
-def gated_unit(activation, gate, up):
-    """act(gate) * up; for "gpt-oss" its clamped unit."""
-    if activation == "gpt-oss":
-        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-        return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
-    return ACT2FN[activation](gate) * up
+def activation(config):
+    """None for "gpt-oss", whose unit is not a product with an activation."""
+    return None if config.hidden_act == "gpt-oss" else ACT2FN[config.hidden_act]
+
+
+def gated_unit(act_fn, gate, up):
+    """act(gate) * up; without act GPT-OSS's clamped unit."""
+    if act_fn is not None:
+        return act_fn(gate) * up
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
 
 
 class MegasinkMLP(nn.Module):
     def __init__(self, config, width):
         super().__init__()
-        self.activation, bias = config.hidden_act, config.linear_bias
+        self.act_fn, bias = activation(config), config.linear_bias
         self.gate_proj = None
         if config.gated_unit:
             self.gate_proj = nn.Linear(config.hidden_size, width, bias=bias)
@@ -48,21 +53,21 @@ class MegasinkMLP(nn.Module):
 
     def forward(self, x):
         if self.gate_proj is None:
-            return self.down_proj(ACT2FN[self.activation](self.up_proj(x)))
-        return self.down_proj(gated_unit(self.activation, self.gate_proj(x), self.up_proj(x)))
+            return self.down_proj(self.act_fn(self.up_proj(x)))
+        return self.down_proj(gated_unit(self.act_fn, self.gate_proj(x), self.up_proj(x)))
 
 
 @use_experts_implementation
 class MegasinkExperts(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.num_experts, self.activation = config.num_experts, config.hidden_act
+        self.num_experts, self.act_fn = config.num_experts, activation(config)
         experts, hidden, width = config.num_experts, config.hidden_size, config.intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * width, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
 
     def _apply_gate(self, gate_up):
-        return gated_unit(self.activation, *gate_up.chunk(2, dim=-1))
+        return gated_unit(self.act_fn, *gate_up.chunk(2, dim=-1))
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         """Tokens [B * T, M], experts of each and their weights -> [B * T, M]."""
@@ -101,7 +106,8 @@ class MegasinkMoE(nn.Module):
 
     def forward(self, hidden_states):
         x = hidden_states.view(-1, hidden_states.shape[-1])
-        out = self.experts(x, *self.gate(x))
+        experts, weights = self.gate(x)
+        out = self.experts(x, experts, weights)
         if self.shared_expert is not None:
             out = out + self.shared_expert(x)
         return out.view(hidden_states.shape)
