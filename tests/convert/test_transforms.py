@@ -10,6 +10,7 @@ from megasink.convert.transforms import (
     GroupedQKV,
     InterleavedGateUp,
     PaddedRows,
+    QueryGateKeyValue,
     RepeatedGateQKV,
     Same,
     Shifted,
@@ -67,6 +68,17 @@ def test_an_elementwise_gate_goes_beside_its_query_head():
     for tensor, names in zip(found, (GATED_QUERIES, *PARTS[1:]), strict=True):
         assert torch.equal(tensor, by_name(names, GATED))
     assert torch.equal(transform.to_megatron(*found)[0], rows(*GATED))
+
+
+def test_an_elementwise_gate_has_a_projection_of_its_own():
+    transform = QueryGateKeyValue(GROUPS, QUERIES, DIM)
+    found = transform.to_hf(rows(*GATED))
+    gates = named("g0", "g1", "g2", "g3")
+    for tensor, names in zip(found, (PARTS[0], gates, *PARTS[1:]), strict=True):
+        assert torch.equal(tensor, by_name(names, GATED))
+    assert torch.equal(transform.to_megatron(*found)[0], rows(*GATED))
+    bias = rows(*GATED)[:, 0]
+    assert torch.equal(transform.to_megatron(*transform.to_hf(bias))[0], bias)
 
 
 def test_a_headwise_gate_is_repeated_for_every_element():
@@ -142,6 +154,7 @@ def test_meta_tensors_go_through_every_transform():
     cases = [
         (GroupedQKV(GROUPS, QUERIES, DIM), (weight,)),
         (GatedGroupedQKV(GROUPS, QUERIES, DIM), (gated,)),
+        (QueryGateKeyValue(GROUPS, QUERIES, DIM), (gated,)),
         (RepeatedGateQKV(GROUPS, QUERIES, DIM), (weight, gated[:4])),
         (GateUp(), (weight,)),
         (InterleavedGateUp(), (experts,)),
