@@ -44,8 +44,8 @@ class MegatronProbe:
         heads: H of each layer.
 
     Raises:
-        ConfigError: a model that is not whole, or whose attention is not softmax attention of
-            megasink's; every reason in one message.
+        ConfigError: a model that is not whole, or whose attention is not megasink's; every reason
+            in one message.
     """
 
     def __init__(self, model: GPTModel, observer: Observer, needs: set[str]):
@@ -138,6 +138,7 @@ class MegatronProbe:
         if core.relative_bias is not None:
             bias = core.relative_bias(key.shape[2], query.device)
         scale = query.shape[-1] ** -0.5 if core.softmax_scale is None else core.softmax_scale
+        mlp = core.similarity_mlp
         self._calls[index] = AttentionCall(
             query,
             key,
@@ -148,6 +149,8 @@ class MegatronProbe:
             prefix=core.config.prefix_lm_tokens,
             slot_logit_BHT=slot_logit(core, query, scale),
             distance_bias_HT=bias,
+            similarity=core.config.attention_similarity,
+            mlp=None if mlp is None else (mlp.fc1.weight.detach(), mlp.fc2.weight.detach()),
         )
 
     def _gated(self, index: int, attention: Any, gated_SBX: Tensor) -> None:
@@ -215,12 +218,6 @@ def model_problems(model: GPTModel) -> list[str]:
                 "reads its own core attention (megasink.specs)"
             )
             break
-    similarity = getattr(config, "attention_similarity", "softmax")
-    if similarity != "softmax":
-        problems.append(
-            f"--attention-similarity {similarity}: its weights are no softmax, and their proxy "
-            "scores are not streamed yet; its importance is in the run's metrics.jsonl"
-        )
     return problems
 
 

@@ -13,7 +13,10 @@ from torch import Tensor
 
 @dataclass
 class Layer:
-    """One sequence in one layer, float64; `weights_HTS` are those of the real keys."""
+    """One sequence in one layer, float64; `weights_HTS` are those of the real keys.
+
+    `is_proxy`: they are no softmax, and do not quite sum to 1 (P2.37).
+    """
 
     query_HTD: Tensor
     key_HTD: Tensor
@@ -24,6 +27,7 @@ class Layer:
     gate_HTX: Tensor | None
     output_weight_HDE: Tensor
     groups: int
+    is_proxy: bool = False
 
     @property
     def gated_HTD(self) -> Tensor:
@@ -71,6 +75,55 @@ def layer_of(
     return Layer(query, key, value, real, slot, out, gate, output_weight_HDE.double(), groups)
 
 
+def similarity_layer_of(
+    query_HTD: Tensor,
+    key_GTD: Tensor,
+    value_GTD: Tensor,
+    output_weight_HDE: Tensor,
+    *,
+    similarity: str,
+    normalization: str = "row-sum",
+    scale: float,
+    window: int | None = None,
+    mlp: tuple[Tensor, Tensor] | None = None,
+) -> Layer:
+    """Attention with a similarity (P2.30), in float64; its weights are the proxies of P2.37."""
+    heads, tokens = query_HTD.shape[:2]
+    groups = key_GTD.shape[0]
+    query, key, value = (x.double() for x in (query_HTD, key_GTD, value_GTD))
+    key, value = (x.repeat_interleave(heads // groups, 0) for x in (key, value))
+
+    def phi(x: Tensor) -> Tensor:
+        if similarity == "elu-kernel":
+            return torch.where(x > 0, x + 1, x.exp())
+        if mlp is not None:
+            first, second = (weight.double() for weight in mlp)
+            return (x @ first.T).clamp(min=0) @ second.T
+        return x
+
+    z = scale * phi(query) @ phi(key).transpose(-1, -2)
+    w = {"sigmoid": lambda: 1 / (1 + (-z).exp()), "elu-plus-one": lambda: _elu_plus_one(z)}
+    weights = w.get(similarity, lambda: z)()
+    distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    hidden = distance < 0
+    if window is not None:
+        hidden |= distance >= window
+    weights = weights.masked_fill(hidden, 0.0)
+    out = weights @ value
+    if normalization == "row-sum":
+        signed = similarity in ("identity", "mlp")
+        total = weights.sum(-1, keepdim=True)
+        out = out / (total.abs().clamp(min=1) if signed else total + 1e-8)
+    proxy = weights.abs() / (weights.abs().sum(-1, keepdim=True) + 1e-8)
+    slot = torch.zeros(heads, tokens, dtype=torch.float64)
+    weight = output_weight_HDE.double()
+    return Layer(query, key, value, proxy, slot, out, None, weight, groups, is_proxy=True)
+
+
+def _elu_plus_one(z: Tensor) -> Tensor:
+    return torch.where(z > 0, z + 1, z.exp())
+
+
 def _entropy(layer: Layer) -> Tensor:
     outcomes = torch.cat([layer.weights_HTS, layer.slot_HT[..., None]], -1)
     return -torch.special.xlogy(outcomes, outcomes).sum(-1)
@@ -81,6 +134,8 @@ def _gate(layer: Layer) -> Tensor:
         return layer.gate_HTX.mean(-1)
     if layer.slot_HT.any():
         return layer.weights_HTS.sum(-1)
+    if layer.is_proxy:
+        return 1 - layer.weights_HTS[..., 0]
     return layer.weights_HTS[..., 1:].sum(-1)
 
 
