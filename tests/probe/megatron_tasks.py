@@ -28,6 +28,7 @@ def probed(**options: Any) -> dict[str, Any]:
         output = probe.forward(ids)
     after = model(ids, positions, None)
     core = model.decoder.layers[1].self_attention.core_attention
+    mlp = core.similarity_mlp
     return {
         "equal": torch.equal(plain, output.logits) and torch.equal(plain, after),
         "layers": {key: dict(value) for key, value in kept.layers.items()},
@@ -35,6 +36,7 @@ def probed(**options: Any) -> dict[str, Any]:
         "sink": None if core.softmax_offset is None else core.softmax_offset.detach(),
         "key_bias": None if core.key_bias is None else core.key_bias.detach(),
         "value_bias": None if core.value_bias is None else core.value_bias.detach(),
+        "mlp": None if mlp is None else [mlp.fc1.weight.detach(), mlp.fc2.weight.detach()],
         "bias": None if core.relative_bias is None else core.relative_bias(TOKENS, ids.device),
     }
 
