@@ -153,10 +153,15 @@ def _cosines(layer: Layer) -> Tensor:
     )
 
 
-def _other_cosine(layer: Layer) -> Tensor:
-    cosines = _cosines(layer)
-    tokens = cosines.shape[1]
-    rows = [cosines[:, t, 1 : t + 1].mean() if t else torch.tensor(math.nan) for t in range(tokens)]
+def _products(layer: Layer) -> Tensor:
+    return layer.query_HTD.norm(dim=-1)[:, :, None] * layer.key_HTD.norm(dim=-1)[:, None]
+
+
+def _mean_over_others(pairs_HTS: Tensor) -> Tensor:
+    tokens = pairs_HTS.shape[1]
+    rows = [
+        pairs_HTS[:, t, 1 : t + 1].mean() if t else torch.tensor(math.nan) for t in range(tokens)
+    ]
     return torch.stack([row.double() for row in rows])
 
 
@@ -164,8 +169,8 @@ def _circuit(layer: Layer) -> Tensor:
     return (layer.gated_HTD @ layer.output_weight_HDE).norm(dim=-1).mean(-1)
 
 
-def _share_below(values: Tensor) -> Tensor:
-    return torch.tensor(sum(abs(v) < 1e-2 for v in values.flatten().tolist()) / values.numel())
+def _share_below(values: Tensor, limit: float) -> Tensor:
+    return torch.tensor(sum(abs(v) < limit for v in values.flatten().tolist()) / values.numel())
 
 
 ATTENTION: dict[str, Callable[[Layer], Tensor]] = {
@@ -183,11 +188,15 @@ ATTENTION: dict[str, Callable[[Layer], Tensor]] = {
     "gate_max": lambda x: x.gate_HTX.max(),
     "abs_mean_before_gate": lambda x: x.out_HTD.abs().mean(),
     "abs_mean_after_gate": lambda x: x.gated_HTD.abs().mean(),
-    "sparsity_before_gate": lambda x: _share_below(x.out_HTD),
-    "sparsity_after_gate": lambda x: _share_below(x.gated_HTD),
-    "sparsity_of_mean_gate": lambda x: _share_below(x.out_HTD * x.gate_HTX.mean()),
+    "sparsity_before_gate": lambda x: _share_below(x.out_HTD, 1e-2),
+    "sparsity_after_gate": lambda x: _share_below(x.gated_HTD, 1e-2),
+    "sparsity_of_mean_gate": lambda x: _share_below(x.out_HTD * x.gate_HTX.mean(), 1e-2),
+    "sparsity_before_gate_1e-3": lambda x: _share_below(x.out_HTD, 1e-3),
+    "sparsity_after_gate_1e-3": lambda x: _share_below(x.gated_HTD, 1e-3),
+    "sparsity_of_mean_gate_1e-3": lambda x: _share_below(x.out_HTD * x.gate_HTX.mean(), 1e-3),
     "alpha": _alpha,
     "sink_position": lambda x: _alpha(x)[:, : x.query_HTD.shape[1] // 2].argmax(-1),
+    "sink_alpha": lambda x: _alpha(x)[:, : x.query_HTD.shape[1] // 2].amax(-1),
     "slot_alpha": lambda x: x.slot_HT.mean(-1),
     "square_sum": lambda x: (x.weights_HTS**2).sum(-1).mean(0),
     "first_weight": lambda x: x.weights_HTS[..., 0].mean(0),
@@ -196,7 +205,9 @@ ATTENTION: dict[str, Callable[[Layer], Tensor]] = {
     "query_norm": lambda x: x.query_HTD.norm(dim=-1).mean(0),
     "output_norm": lambda x: x.gated_HTD.norm(dim=-1).mean(0),
     "first_key_cosine": lambda x: _cosines(x)[..., 0].mean(0),
-    "other_key_cosine": _other_cosine,
+    "other_key_cosine": lambda x: _mean_over_others(_cosines(x)),
+    "first_key_product": lambda x: _products(x)[..., 0].mean(0),
+    "other_key_product": lambda x: _mean_over_others(_products(x)),
 }
 """Of the metrics that take attention's statistics."""
 

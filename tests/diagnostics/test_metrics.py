@@ -122,6 +122,22 @@ def test_metrics_of_attention(kind, tile, monkeypatch):
     assert tested >= 23
 
 
+def test_shares_below_two_limits():
+    """Most values lie around the limits, none so near one that rounding moves it across."""
+    size = torch.logspace(-5, 0, 1001, dtype=torch.float64) * 1.0003
+    out = (size * torch.tensor([1.0, -1.0]).repeat(501)[:1001]).view(1, 1001, 1)
+    for suffix, limit in (("", 1e-2), ("_1e-3", 1e-3)):
+        for name, factor in (("before_gate", 1.0), ("after_gate", 1.0), ("of_mean_gate", 0.25)):
+            entry = metrics()[f"sparsity_{name}{suffix}"]
+            gate = torch.tensor([0.2, 0.3]).view(1, 2, 1)
+            given = dict.fromkeys(("out_HTD", "gated_out_HTD"), out.float())
+            given["explicit_gate_HTX"] = gate
+            found = entry.compute(**{need: given[need] for need in entry.needs})
+            expected = float((size * factor < limit).double().mean())
+            assert 0.1 < expected < 0.9
+            assert float(found) == pytest.approx(expected, rel=1e-6), entry.name
+
+
 def test_a_row_of_zeros_attends_to_nothing():
     query = torch.tensor([1.0, 0.0, 2.0]).view(1, 1, 3, 1)
     key = torch.tensor([-3.0, 1.0, 1.0]).view(1, 1, 3, 1)

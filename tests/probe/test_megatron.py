@@ -48,7 +48,6 @@ def test_what_a_gpt_does_is_what_is_read(pool, kind):
     exact = {"atol": 2e-5, "rtol": 2e-5} if kind != "bf16" else {"atol": 2e-2, "rtol": 2e-2}
     for sample in range(2):
         found = report["layers"][sample, 1]
-        query, key, value = (found[n] for n in ("query_HTD", "key_GTD", "value_GTD"))
         layer = _by_definition(kind, found, report)
         out = layer.out_HTD
         if report["value_bias"] is not None:
@@ -74,10 +73,13 @@ def test_what_a_gpt_does_is_what_is_read(pool, kind):
             0
         )
         torch.testing.assert_close(found["attention_branch_TE"], written[:, 0], **exact)
-        if kind != "post-norm":
-            before, middle, after = (report["states"][sample, half] for half in (2, 3, 4))
-            torch.testing.assert_close(before + found["attention_branch_TE"], middle, **exact)
-            torch.testing.assert_close(middle + found["mlp_branch_TE"], after, **exact)
+        before, middle, after = (report["states"][sample, half] for half in (2, 3, 4))
+        residuals = [before, middle]
+        if kind == "post-norm":  # the states are those before the norm of the sum
+            norms = zip(residuals, report["post_norms"], strict=True)
+            residuals = [torch.nn.functional.rms_norm(x, w.shape, w, 1e-5) for x, w in norms]
+        torch.testing.assert_close(residuals[0] + found["attention_branch_TE"], middle, **exact)
+        torch.testing.assert_close(residuals[1] + found["mlp_branch_TE"], after, **exact)
 
 
 def _by_definition(kind, found, report):
