@@ -217,7 +217,7 @@ def project(rows: Rows, *, seed: int) -> Geometry:
         if name not in rows.by_site:
             continue
         try:
-            embedded = neighbour_embedding(rows.by_site[name], seed)
+            embedded = neighbour_embedding(rows.by_site[name].astype(np.float64), seed)
         except ValueError as error:
             found["missing"][name] = str(error)
             continue

@@ -87,7 +87,7 @@ def summarise(
         "non_finite": [asdict(entry) for entry in captured.non_finite],
         **_of_samples(captured, everything),
         "curves": _curves(captured),
-        "circuit": _circuit(captured),
+        "circuit": circuit_of(captured),
         "inactive_heads": _inactive(captured, int(run["seed"])),
         "datasets": {},
         "geometry": geometry or {},
@@ -103,7 +103,7 @@ def summarise(
     found |= _average_perplexity(found["datasets"])
     if captured.gate_histogram_LB.any():
         found["gate_histogram"] = captured.gate_histogram_LB.tolist()
-    cleaned: dict[str, Any] = _clean(found)
+    cleaned: dict[str, Any] = clean(found)
     return cleaned
 
 
@@ -141,7 +141,7 @@ def _of_samples(captured: Captured, chosen: NDArray[np.bool_]) -> dict[str, Any]
         "mean_score": {
             name: captured.of(name)[torch.from_numpy(chosen)].nanmean(0) for name in SCORES
         },
-        **_loss(samples),
+        **loss_of(samples),
     }
     if captured.gate_histogram_LB.any():
         names = [n for n, m in metrics().items() if m.axis == "layer" and "gate" in n]
@@ -168,7 +168,7 @@ def _sinks_anywhere(position_NLH: torch.Tensor, alpha_NLH: torch.Tensor) -> dict
     }
 
 
-def _loss(samples: list[dict[str, Any]]) -> dict[str, Any]:
+def loss_of(samples: list[dict[str, Any]]) -> dict[str, Any]:
     """Sums over sums: nats per token, perplexity, bits per byte (P0.18)."""
     if not samples or "nats" not in samples[0]:
         return {}
@@ -219,7 +219,7 @@ def _curves(captured: Captured) -> dict[str, Any]:
     return curves
 
 
-def _circuit(captured: Captured) -> dict[str, Any]:
+def circuit_of(captured: Captured) -> dict[str, Any]:
     """Where the sink becomes prominent, where its centre is, and the stage (P4.15 to P4.24)."""
     ratio_L = captured.of("massive_ratio").nanmean(0)[2::2].numpy()
     attention_L = first_token_attention(captured.of("awft")).numpy()
@@ -250,14 +250,14 @@ def _inactive(captured: Captured, seed: int) -> dict[str, Any]:
     return found
 
 
-def _clean(value: Any) -> Any:
+def clean(value: Any) -> Any:
     """Plain lists and numbers; NaN, which JSON does not have, as null."""
     if isinstance(value, dict):
-        return {key: _clean(entry) for key, entry in value.items()}
+        return {key: clean(entry) for key, entry in value.items()}
     if isinstance(value, torch.Tensor | np.ndarray):
-        return _clean(value.tolist())
+        return clean(value.tolist())
     if isinstance(value, list | tuple):
-        return [_clean(entry) for entry in value]
+        return [clean(entry) for entry in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
