@@ -114,7 +114,7 @@ def draw_sweep(found: dict[str, Any], output: Path) -> None:
     )
     for axis, (title, label) in zip(axes, titles, strict=True):
         style_axis(axis, title, label, _AXES[over])
-        values = [row[over] for row in rows]
+        values = sorted({row[over] for row in rows})
         if over != "bos":
             if over == "length" and max(values) > 4 * min(values):
                 axis.set_xscale("log", base=2)
@@ -124,7 +124,9 @@ def draw_sweep(found: dict[str, Any], output: Path) -> None:
             axis.margins(x=0.3)
     for axis in axes[:2]:
         axis.set_ylim(-3, 103)
-    axes[2].set_yscale("log")
+    ratios = [row["largest_massive_ratio"] for row in rows]
+    if max(ratios) > 10 * min(ratios):
+        axes[2].set_yscale("log")
     for axis in (axes[0], axes[1]):
         if axis.get_legend_handles_labels()[1] not in ([], [""]):
             axis.legend(frameon=False, fontsize=8)
@@ -135,4 +137,6 @@ def draw_sweep(found: dict[str, Any], output: Path) -> None:
 def _name(key: str, value: Any) -> str:
     if key == "bos":
         return "with BOS" if value == "add" else "without BOS"
-    return f"{value} tokens" if key == "length" else f"{value} copies"
+    if key == "length":
+        return f"{value} tokens"
+    return "1 copy" if value == 1 else f"{value} copies"
