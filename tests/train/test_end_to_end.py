@@ -255,7 +255,14 @@ def test_analyze_and_trace_a_run(pipeline_run, pool, tmp_path):
     shutil.copytree(pipeline_run, run)
     folder = run / "checkpoints"
     shutil.copytree(folder / "iter_0000012", folder / "iter_0000006")
-    data = ["--data", str(ROOT / "megasink"), "--seq-length", "64", "--max-samples", "8"]
+    data = [
+        "--data",
+        str(ROOT / "megasink" / "diagnostics"),
+        "--seq-length",
+        "64",
+        "--max-samples",
+        "8",
+    ]
     lengths = ["--lengths", "32", "64", "--max-samples", "8", "--device", "cpu"]
     commands = [
         ["trace", str(run), *data, "--output", str(tmp_path / "trace"), "--device", "cpu"],
