@@ -36,7 +36,7 @@ from torch import Tensor
 from megasink.diagnostics.geometry import neighbour_embedding, principal_components
 from megasink.probe.inputs import Sample
 
-SAMPLES, POSITIONS = 32, 8
+SAMPLES, POSITIONS = 16, 8
 BLOCKS = 2
 """The blocks whose normed states are kept: the circuit takes two."""
 

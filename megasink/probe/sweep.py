@@ -291,6 +291,7 @@ def _row(setting: Setting, captured: Captured, thresholds: dict[str, float]) -> 
         "imbalance": head_imbalance(head_importance(captured.of("importance"), tokens_N)),
         "inactive": {name: np.nanmean(share) for name, share in by_layer.items()},
         "inactive_by_layer": by_layer,
+        "inactive_by_head": {name: mask.mean(0) for name, mask in masks.items()},
         "largest_massive_ratio": np.nanmax(ratio_S[2::2].numpy()),
         "massive_ratio": ratio_S,
         **circuit_of(captured),

@@ -35,6 +35,7 @@ def write_sweep(found: dict[str, Any], arrays: dict[str, Any], output: Path) -> 
             writer.writeheader()
             writer.writerows(table)
         draw_sweep(found, output / "sweep.png")
+        draw_masks(found, output / "sweep_masks.png")
         (output / "sweep.json").write_text(json.dumps(found, indent=1))
     except OSError as error:
         raise UserError(
@@ -49,7 +50,7 @@ def write_sweep(found: dict[str, Any], arrays: dict[str, Any], output: Path) -> 
     for line in table:
         cells = [_short(line[name]) for name in shown]
         print("  ".join(f"{c:>{max(7, len(n))}}" for n, c in zip(shown, cells, strict=True)))
-    print(f"wrote {output}/sweep.csv, sweep.json, sweep.npz, sweep.png")
+    print(f"wrote {output}/sweep.csv, sweep.json, sweep.npz, sweep.png, sweep_masks.png")
 
 
 def table_row(row: dict[str, Any]) -> dict[str, Any]:
@@ -130,6 +131,37 @@ def draw_sweep(found: dict[str, Any], output: Path) -> None:
     for axis in (axes[0], axes[1]):
         if axis.get_legend_handles_labels()[1] not in ([], [""]):
             axis.legend(frameon=False, fontsize=8)
+    figure.savefig(output, dpi=130)
+    plt.close(figure)
+
+
+def draw_masks(found: dict[str, Any], output: Path) -> None:
+    """How often each head is inactive, [layer, head], setting by setting (P3.24)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows, scores = found["rows"], list(found["rows"][0]["inactive_by_head"])
+    figure, axes = plt.subplots(
+        len(scores),
+        len(rows),
+        figsize=(1.2 + 1.9 * len(rows), 2.2 * len(scores) + 0.6),
+        layout="constrained",
+        squeeze=False,
+    )
+    for across, score in zip(axes, scores, strict=True):
+        across[0].set_ylabel(f"{score}\nlayer")
+        for axis, row in zip(across, rows, strict=True):
+            share = np.asarray(row["inactive_by_head"][score], dtype=float)
+            image = axis.imshow(share, vmin=0, vmax=1, cmap="magma", aspect="auto")
+            axis.tick_params(labelsize=7)
+            if axis.get_subplotspec().is_first_row():
+                names = (_name(key, row[key]) for key in _AXES)
+                axis.set_title("\n".join(names), fontsize=8, loc="left")
+            else:
+                axis.set_xlabel("head", fontsize=8)
+    figure.colorbar(image, ax=axes[:, -1], label="share of samples that call the head inactive")
     figure.savefig(output, dpi=130)
     plt.close(figure)
 

@@ -1,16 +1,20 @@
 """Tasks for the workers: a tiny GPT with and without a probe on it."""
 
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.distributed import FileStore, get_rank
 
 from megasink.checkpoint.load import load_model
+from megasink.cli import main
 from megasink.diagnostics import STATISTICS
 from megasink.errors import ConfigError
 from megasink.probe.geometry import POSITIONS, read_rows
 from megasink.probe.inputs import Sample, text_samples
 from megasink.probe.megatron_model import MegatronProbe
+from megasink.probe.ranks import Ranks
 from tests.inference.tasks import model_of
 from tests.probe.kept import Kept
 
@@ -84,6 +88,13 @@ def refused(training: bool = False, **options: Any) -> list[str]:
     except ConfigError as error:
         return error.problems
     return []
+
+
+def swept(command: str, store: str) -> int:
+    """The command, by processes that share the samples."""
+    ranks = Ranks(FileStore(store, 2), get_rank(), 2)
+    with mock.patch.object(Ranks, "from_environment", return_value=ranks):
+        return main(command.split())
 
 
 @torch.no_grad()

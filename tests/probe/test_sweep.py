@@ -15,6 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from megasink.cli import main
 from megasink.data.corpus import Corpus
 from megasink.data.tokenizer import train_tokenizer
+from megasink.errors import UserError
+from megasink.probe.transformers_model import TransformersProbe
+from tests.distributed.layout import Layout
 from tests.probe.tiny_models import tiny_model
 
 LENGTHS, COPIES = (8, 14), (1, 3)
@@ -38,11 +41,14 @@ def folder(tmp_path_factory):
     return root
 
 
+def command(folder, output):
+    flags = f"sweep {folder}/model --data {folder}/texts.jsonl --output {output} --device cpu"
+    return f"{flags} --lengths 8 14 --bos add none --first-token-copies 1 3 --batch-size 1"
+
+
 @pytest.fixture(scope="module")
 def swept(folder):
-    command = f"sweep {folder}/model --data {folder}/texts.jsonl --output {folder}/out"
-    command += " --lengths 8 14 --bos add none --first-token-copies 1 3 --device cpu"
-    assert main(command.split()) == 0
+    assert main(command(folder, folder / "out").split()) == 0
     return folder / "out"
 
 
@@ -133,6 +139,8 @@ def test_inactive_heads_by_thresholds_that_stay(swept, by_hand):
             share = np.mean(values > tau if name == "awft" else values < tau)
             assert rows[setting]["inactive"][name] == pytest.approx(share, abs=1.1 / values.size)
             shares.add(rows[setting]["inactive"][name])
+            by_head = np.mean(rows[setting]["inactive_by_head"][name])
+            assert by_head == pytest.approx(rows[setting]["inactive"][name])
         if setting == (14, "add", 1):  # 15 % of the heads, as near as 16 scores come
             assert rows[setting]["inactive"]["awft"] == pytest.approx(0.15, abs=1 / 16)
     assert len(shares) > 3
@@ -146,8 +154,44 @@ def test_the_files(swept):
     for line, row in zip(lines, found["rows"], strict=True):
         assert float(line["sink_rate_0.3"]) == row["sink_rate"]["0.3"][0]
         assert line["bos"] == row["bos"]
-    assert (swept / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("sweep.png", "sweep_masks.png"):
+        assert (swept / name).read_bytes().startswith(b"\x89PNG")
     assert not (swept / "partial").exists()
+
+
+def test_a_sweep_that_stopped_goes_on(swept, folder, tmp_path, monkeypatch):
+    """The fourth row fails; of the first three nothing runs again."""
+    forward, calls = TransformersProbe.forward, []
+
+    def failing(probe, *args, **kwargs):
+        if len(calls) == 3 * 2:
+            raise UserError("the machine is gone")
+        calls.append(args)
+        return forward(probe, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TransformersProbe, "forward", failing)
+        assert main(command(folder, tmp_path).split()) == 2
+    assert not (tmp_path / "sweep.json").exists()
+
+    def counted(probe, *args, **kwargs):
+        calls.append(args)
+        return forward(probe, *args, **kwargs)
+
+    monkeypatch.setattr(TransformersProbe, "forward", counted)
+    assert main(command(folder, tmp_path).split()) == 0
+    assert len(calls) == 8 * 2
+    assert (tmp_path / "sweep.csv").read_text() == (swept / "sweep.csv").read_text()
+
+
+def test_two_processes_share_a_sweep(swept, folder, pool, tmp_path):
+    task = "tests.probe.megatron_tasks:swept"
+    arguments = {"command": command(folder, tmp_path / "out"), "store": str(tmp_path / "store")}
+    assert pool.run(task, Layout(dp=2), **arguments) == [0, 0]
+    for name in ("sweep.csv", "sweep.json"):
+        ours, theirs = ((path / name).read_text() for path in (tmp_path / "out", swept))
+        assert ours == theirs
+    assert not (tmp_path / "out" / "partial").exists()
 
 
 @pytest.mark.parametrize(
