@@ -62,6 +62,12 @@ def _analyze(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def _sweep(argv: Sequence[str]) -> int:
+    from megasink.train.analyze import sweep_main
+
+    return sweep_main(argv)
+
+
 def _trace(argv: Sequence[str]) -> int:
     from megasink.train.analyze import trace_main
 
@@ -90,6 +96,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "plot": (_plot, "draw loss, imbalance and head importance of a run"),
     "compare": (_compare, "curves of several runs on one page, and a table of how they ended"),
     "analyze": (_analyze, "sinks, heads and hidden states of a model, as a report"),
+    "sweep": (_sweep, "sinks, inactive heads and loss by length, BOS and repeated first tokens"),
     "trace": (_trace, "the same over the checkpoints of a run, against tokens"),
     "report": (_report, "one page about several analyses"),
     "info": (_info, "versions, platform, and which attention kernel runs here and why"),

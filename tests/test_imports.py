@@ -29,7 +29,7 @@ TRAIN = ("megasink.train", "megasink.cli", "megasink.demo")
 # What a room may import beside the standard library and itself.
 ALLOWED = {
     "megasink.attention": {"torch", "megasink.errors"},
-    "megasink.diagnostics": {"torch", "numpy", "scipy", "sklearn"},
+    "megasink.diagnostics": {"torch", "numpy", "scipy", "sklearn", "threadpoolctl"},
     "megasink.convert.modeling": {"torch", "transformers"},  # copied beside the weights
 }
 

@@ -29,7 +29,12 @@ from megasink.attention.reference import (
     reference_similarity_attention,
     reference_slot_attention,
 )
-from megasink.attention.similarity import SimilarityOutput, first_key_weight, similarity_attention
+from megasink.attention.similarity import (
+    SimilarityOutput,
+    feature_map,
+    first_key_weight,
+    similarity_attention,
+)
 from megasink.attention.sink_rate import first_key_share
 
 __all__ = [
@@ -45,6 +50,7 @@ __all__ = [
     "backend_names",
     "biased_attention",
     "choose_backend",
+    "feature_map",
     "first_key_gate",
     "first_key_share",
     "first_key_weight",

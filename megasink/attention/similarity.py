@@ -77,7 +77,7 @@ def similarity_attention(
         raise ValueError("a window needs the causal mask")
     signed = similarity in SIGNED_SIMILARITIES
     mapped_query_BHTD, mapped_key_BGSD = (
-        _feature_map(x, similarity, mlp) for x in (query_BHTD, key_BGSD)
+        feature_map(x, similarity, mlp) for x in (query_BHTD, key_BGSD)
     )
     options = _Options(
         similarity,
@@ -115,7 +115,7 @@ def first_key_weight(
     """
     scale = query_BHTD.shape[-1] ** -0.5 if scale is None else scale
     query_BGRTD, key_BG1SD = _grouped(
-        _feature_map(query_BHTD, similarity, mlp), _feature_map(key_BGSD, similarity, mlp)
+        feature_map(query_BHTD, similarity, mlp), feature_map(key_BGSD, similarity, mlp)
     )
     options = _Options(similarity, "none", scale, True, window)
     first_BGRT = query_BGRTD.new_empty(query_BGRTD.shape[:-1])
@@ -213,8 +213,12 @@ class _Similarity(torch.autograd.Function):
         )
 
 
-def _feature_map(x: Tensor, similarity: str, mlp: tuple[Tensor, Tensor] | None) -> Tensor:
-    """phi of P2.30, on queries or keys [..., D]; the identity for most similarities."""
+def feature_map(x: Tensor, similarity: str, mlp: tuple[Tensor, Tensor] | None) -> Tensor:
+    """phi of P2.30, on queries or keys [..., D]; the identity for most similarities.
+
+    Args:
+        mlp: the two [D, D] weights, for "mlp".
+    """
     if similarity not in ("elu-kernel", "mlp"):
         return x
     x = x.to(statistics_dtype(x.dtype))

@@ -1,4 +1,4 @@
-"""Principal components: of the queries and keys of a head, and of attention maps.
+"""Points in a plane: principal components of queries, keys, maps and states, and t-SNE.
 
 Shapes: T tokens, D head dim, M matrices.
 """
@@ -68,3 +68,48 @@ def attention_map_components(maps_MTT: Floats) -> Components:
             f"attention maps of {maps_MTT.shape[-1]} tokens: at most {MAP_TOKENS}, they are S x S"
         )
     return principal_components(maps_MTT.reshape(len(maps_MTT), -1))
+
+
+PERPLEXITY = 30.0
+"""Of t-SNE where there are rows enough; scikit-learn's default, the paper gives none."""
+
+FEWEST = 8
+"""Rows that t-SNE needs here: with fewer there is no neighbourhood to keep."""
+
+
+class Embedding(NamedTuple):
+    """What t-SNE made of some rows.
+
+    Attributes:
+        points: [rows, 2]; distances within a cluster mean something, axes and signs nothing.
+        perplexity: that was used.
+        divergence: Kullback-Leibler divergence that is left; nats.
+    """
+
+    points: Floats
+    perplexity: float
+    divergence: float
+
+
+def neighbour_embedding(rows: Floats, seed: int) -> Embedding:
+    """t-SNE of some rows by scikit-learn (P4.6), from their principal components.
+
+    Args:
+        rows: [rows, features].
+        seed: of scikit-learn; the same rows and seed give the same points on one machine.
+
+    Raises:
+        ValueError: fewer than `FEWEST` rows, or rows that are all equal.
+    """
+    from sklearn.manifold import TSNE
+    from threadpoolctl import threadpool_limits
+
+    if len(rows) < FEWEST:
+        raise ValueError(f"t-SNE of {len(rows)} rows: {FEWEST} or more are needed")
+    if not np.ptp(rows, axis=0).any():
+        raise ValueError("t-SNE of rows that are all equal")
+    perplexity = min(PERPLEXITY, (len(rows) - 1) / 3)
+    with threadpool_limits(1):  # its threads spin: with fewer idle cores it takes many times longer
+        fitted = TSNE(2, perplexity=perplexity, random_state=seed, init="pca", n_jobs=1).fit(rows)
+    points = fitted.embedding_.astype(np.float64)
+    return Embedding(points, perplexity, float(fitted.kl_divergence_))

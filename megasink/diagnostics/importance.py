@@ -3,6 +3,8 @@
 Shapes: N samples, L layers, H heads, T tokens, X 1 or the head dim.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -96,9 +98,50 @@ def sparsity_of_mean_gate(out_HTD: Tensor, explicit_gate_HTX: Tensor) -> Tensor:
     return below(out_HTD * explicit_gate_HTX.mean(), 1e-2)
 
 
+@metric("sparsity_before_gate_1e-3", paper="P1.36", unit="share", axis="layer")
+def fine_sparsity_before_gate(out_HTD: Tensor) -> Tensor:
+    """Share of |values| of the SDPA output below 1e-3, before a gate; strictly below."""
+    return below(out_HTD, 1e-3)
+
+
+@metric("sparsity_after_gate_1e-3", paper="P1.36", unit="share", axis="layer")
+def fine_sparsity_after_gate(gated_out_HTD: Tensor) -> Tensor:
+    """Share of |values| that enter the output projection below 1e-3; strictly below."""
+    return below(gated_out_HTD, 1e-3)
+
+
+@metric("sparsity_of_mean_gate_1e-3", paper="P1.36", unit="share", axis="layer")
+def fine_sparsity_of_mean_gate(out_HTD: Tensor, explicit_gate_HTX: Tensor) -> Tensor:
+    """The control: share below 1e-3 of the output times its layer's mean gate score."""
+    return below(out_HTD * explicit_gate_HTX.mean(), 1e-3)
+
+
 def below(values: Tensor, limit: float) -> Tensor:
     """Share of |values| strictly below a limit."""
     return (values.abs() < limit).to(torch.float32).mean()
+
+
+class PooledGate(NamedTuple):
+    """Gate scores of each layer over all tokens of all samples (P1.30), [L] each."""
+
+    gate_score: Tensor
+    gate_std: Tensor
+    gate_min: Tensor
+    gate_max: Tensor
+
+
+def pooled_gate(
+    score_NLH: Tensor, std_NL: Tensor, min_NL: Tensor, max_NL: Tensor, tokens_N: Tensor
+) -> PooledGate:
+    """From the samples' statistics to those of all tokens; NaN for layers without a gate.
+
+    Not the means of the samples' deviations and extremes: how samples differ counts too.
+    """
+    weight_N1 = (tokens_N.to(torch.float64) / tokens_N.sum())[:, None]
+    mean_NL = score_NLH.nanmean(-1)
+    mean_L = (weight_N1 * mean_NL).sum(0)
+    square_L = (weight_N1 * (std_NL.square() + (mean_NL - mean_L).square())).sum(0)
+    return PooledGate(mean_L, square_L.sqrt(), min_NL.amin(0), max_NL.amax(0))
 
 
 def gate_histogram(explicit_gate_HTX: Tensor) -> Tensor:

@@ -46,6 +46,23 @@ def other_key_cosine(query_HTD: Tensor, key_GTD: Tensor) -> Tensor:
     return (query_GRTD * mean_G1TD).sum(-1).mean((0, 1))
 
 
+@metric("first_key_product", paper="P2.9", unit="L2 norm ** 2", axis="layer position")
+def first_key_product(query_HTD: Tensor, key_GTD: Tensor) -> Tensor:
+    """norm(q_t) norm(k_0) of each token, mean over heads."""
+    norm_GRT = query_HTD.norm(dim=-1).unflatten(0, (key_GTD.shape[0], -1))
+    return (norm_GRT * key_GTD[:, :1].norm(dim=-1).unsqueeze(1)).mean((0, 1))
+
+
+@metric("other_key_product", paper="P2.9", unit="L2 norm ** 2", axis="layer position")
+def other_key_product(query_HTD: Tensor, key_GTD: Tensor) -> Tensor:
+    """Mean over keys 1 <= j <= t of norm(q_t) norm(k_j), mean over heads; NaN for t = 0."""
+    norm_GT = key_GTD.norm(dim=-1)
+    count_T = torch.arange(norm_GT.shape[1], device=norm_GT.device)
+    mean_G1T = ((norm_GT.cumsum(1) - norm_GT[:, :1]) / count_T).unsqueeze(1)
+    norm_GRT = query_HTD.norm(dim=-1).unflatten(0, (key_GTD.shape[0], -1))
+    return (norm_GRT * mean_G1T).mean((0, 1))
+
+
 @metric("output_norm", paper="P3.25", unit="L2 norm", axis="layer position")
 def output_norm(gated_out_HTD: Tensor) -> Tensor:
     """Norm of a head's output at each token, after a gate, before W_O; mean over heads."""

@@ -28,7 +28,10 @@ ATTENTION: dict[str, str] = {
     "square_HT": "sum over keys of A_ij ** 2",
     "column_sum_HT": "for each key j the sum over the queries i >= j of A_ij",
 }
-"""Of one sequence in one attention layer; padding is cut off before anything is computed."""
+"""Of one sequence in one attention layer; padding is cut off before anything is computed.
+
+Where the weights are no softmax, those of the statistics are the proxies of P2.37.
+"""
 
 STATE = {"state_TE": "x_0 the embedding, x_(l + 1/2) after attention, x_(l + 1) block l's output"}
 """Of one sequence in one state of the residual stream."""

@@ -28,6 +28,12 @@ def sink_position(column_sum_HT: Tensor) -> Tensor:
     return alpha(column_sum_HT)[:, : max(1, column_sum_HT.shape[-1] // 2)].argmax(-1)
 
 
+@metric("sink_alpha", paper="P3.31", unit="1", axis="head")
+def sink_alpha(column_sum_HT: Tensor) -> Tensor:
+    """The highest alpha_k in the first half of the sequence, wherever it is."""
+    return alpha(column_sum_HT)[:, : max(1, column_sum_HT.shape[-1] // 2)].amax(-1)
+
+
 @metric("slot_alpha", paper="P2.27", unit="1", axis="head")
 def slot_alpha(slot_weight_HT: Tensor) -> Tensor:
     """alpha_*: mean weight on the sink or key bias over the T queries; 0 where there is none."""

@@ -16,17 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-TILE = 2**20
-"""Elements of one buffer of a tile; there are two, in float32 4 MiB each."""
-
-_HIDDEN = -1e30  # finite: 0 * (z - max) must be 0, and exp of it is
+from megasink.diagnostics.tiles import tiles
 
 
 class WeightStatistics(NamedTuple):
     """What :func:`weight_statistics` returns; all in the statistics dtype but the column sums.
 
     Attributes:
-        lse_BHT: log of the sum of exp over the visible keys, without the slot; nats.
         first_weight_BHT: A_i0, 0 where a window hides key 0.
         slot_weight_BHT: the weight of the slot, 0 without one.
         gate_BHT: 1 - slot weight, or without a slot 1 - A_i0; by sums, not by subtraction, so that
@@ -36,13 +32,25 @@ class WeightStatistics(NamedTuple):
         column_sum_BHT: float64: for key j the sum over the queries i >= j of A_ij.
     """
 
-    lse_BHT: Tensor
     first_weight_BHT: Tensor
     slot_weight_BHT: Tensor
     gate_BHT: Tensor
     entropy_BHT: Tensor
     square_BHT: Tensor
     column_sum_BHT: Tensor
+
+    @classmethod
+    def room_for(cls, query_BHTD: Tensor, key_BGTD: Tensor) -> "WeightStatistics":
+        """Zeros, [N, R, T] each."""
+        (batch, heads, tokens, _), groups = query_BHTD.shape, key_BGTD.shape[1]
+        shape = (batch * groups, heads // groups, tokens)
+        dtype = torch.promote_types(query_BHTD.dtype, torch.float32)
+        dtypes = [*[dtype] * 5, torch.float64]
+        return cls(*(torch.zeros(shape, dtype=d, device=query_BHTD.device) for d in dtypes))
+
+    def by_head(self, batch: int) -> "WeightStatistics":
+        """[B, H, T] of [N, R, T]."""
+        return type(self)(*(x.reshape(batch, -1, x.shape[-1]) for x in self))
 
 
 @torch.no_grad()
@@ -74,125 +82,60 @@ def weight_statistics(
     Raises:
         ValueError: shapes that do not fit together, or a prefix with a window.
     """
-    batch, heads, tokens, head_dim = query_BHTD.shape
-    groups = key_BGTD.shape[1]
-    if key_BGTD.shape != (batch, groups, tokens, head_dim) or heads % groups:
-        raise ValueError(
-            f"queries {list(query_BHTD.shape)} and keys {list(key_BGTD.shape)}: batch, tokens and "
-            "head dim must agree, and heads be a multiple of groups"
-        )
-    if prefix > 1 and window is not None:
-        raise ValueError(f"a prefix of {prefix} does not go with a window of {window}")
-    dtype = torch.promote_types(query_BHTD.dtype, torch.float32)
-    repeats, device = heads // groups, query_BHTD.device
-    query_NRTD = query_BHTD.reshape(batch * groups, repeats, tokens, head_dim)
-    key_NTD = key_BGTD.reshape(batch * groups, tokens, head_dim)
+    batch, heads, tokens, _ = query_BHTD.shape
+    found = WeightStatistics.room_for(query_BHTD, key_BGTD)
+    first, slot, gate, entropy, square, column_sum = found
     slot_NRT = None
     if slot_logit_BHT is not None:
-        slot_BHT = slot_logit_BHT.to(dtype).expand(batch, heads, tokens)
-        slot_NRT = slot_BHT.reshape(batch * groups, repeats, tokens)
-
-    shape = (batch * groups, repeats, tokens)
-    lse, first, slot, gate, entropy, square = (
-        torch.zeros(shape, dtype=dtype, device=device) for _ in range(6)
-    )
-    column_sum = torch.zeros(shape, dtype=torch.float64, device=device)
-    rows = max(1, min(tokens, 128, TILE // (repeats * tokens)))
-    together = max(1, TILE // (repeats * rows * tokens))
-    for start in range(0, batch * groups, together):
-        n = slice(start, min(start + together, batch * groups))
-        keys = key_NTD[n].to(dtype)
-        for top in range(0, tokens, rows):
-            stop = min(top + rows, tokens)
-            left = 0 if window is None else max(0, top - window + 1)
-            right = max(stop, min(prefix, tokens))
-            r = slice(top, stop)
-            score_NRCK = _scores(query_NRTD[n, :, r], keys[:, left:right], scale, softcap)
-            if distance_bias_HT is not None:
-                score_NRCK += _bias_of_tile(
-                    distance_bias_HT, groups, n, top, stop, left, right, dtype
-                )
-            _hide(score_NRCK, top, stop, left, right, window, prefix)
-            # Softmax by hand: every statistic is a reduction of these two buffers.
-            highest_NRC = score_NRCK.amax(-1)
-            logit_NRC = None
-            if slot_NRT is not None:
-                logit_NRC = slot_NRT[n, :, r]
-                highest_NRC = torch.maximum(highest_NRC, logit_NRC)
-            score_NRCK -= highest_NRC[..., None]
-            weight_NRCK = score_NRCK.exp()
-            first_NRC = weight_NRCK[..., 0].clone() if left == 0 else torch.zeros_like(highest_NRC)
-            others_NRC = weight_NRCK[..., 1:].sum(-1) if left == 0 else weight_NRCK.sum(-1)
-            real_NRC = first_NRC + others_NRC
-            total_NRC, open_NRC = real_NRC, others_NRC
-            if logit_NRC is not None:
-                slot_NRC = (logit_NRC - highest_NRC).exp()
-                total_NRC, open_NRC = real_NRC + slot_NRC, real_NRC
-                slot[n, :, r] = slot_NRC / total_NRC
-            lse[n, :, r] = real_NRC.log() + highest_NRC
-            first[n, :, r] = first_NRC / total_NRC
-            gate[n, :, r] = open_NRC / total_NRC
-            past_NRCK = weight_NRCK
-            if prefix > top:
-                future_CK = torch.ones(stop - top, right - left, dtype=torch.bool, device=device)
-                past_NRCK = weight_NRCK.masked_fill(future_CK.triu(top - left + 1), 0.0)
-            of_rows_NR1C = (1.0 / total_NRC)[..., None, :]
-            column_sum[n, :, left:right] += (of_rows_NR1C @ past_NRCK).squeeze(-2)
-            mean_score_NRC = score_NRCK.mul_(weight_NRCK).sum(-1)
-            if logit_NRC is not None:
-                mean_score_NRC += slot_NRC * (logit_NRC - highest_NRC)
-            entropy[n, :, r] = total_NRC.log() - mean_score_NRC / total_NRC
-            square[n, :, r] = weight_NRCK.square_().sum(-1) / total_NRC.square()
-    return WeightStatistics(
-        *(
-            x.reshape(batch, heads, tokens)
-            for x in (lse, first, slot, gate, entropy.clamp_(min=0.0), square, column_sum)
-        )
-    )
+        slot_BHT = slot_logit_BHT.to(first.dtype).expand(batch, heads, tokens)
+        slot_NRT = slot_BHT.reshape(first.shape)
+    for n, rows, columns, score_NRCK in tiles(
+        query_BHTD,
+        key_BGTD,
+        scale=scale,
+        window=window,
+        prefix=prefix,
+        distance_bias_HT=distance_bias_HT,
+        softcap=softcap,
+    ):
+        # Softmax by hand: every statistic is a reduction of these two buffers.
+        highest_NRC = score_NRCK.amax(-1)
+        logit_NRC = None
+        if slot_NRT is not None:
+            logit_NRC = slot_NRT[n, :, rows]
+            highest_NRC = torch.maximum(highest_NRC, logit_NRC)
+        score_NRCK -= highest_NRC[..., None]
+        weight_NRCK = score_NRCK.exp()
+        first_NRC, others_NRC = first_and_others(weight_NRCK, columns)
+        real_NRC = first_NRC + others_NRC
+        total_NRC, open_NRC = real_NRC, others_NRC
+        if logit_NRC is not None:
+            slot_NRC = (logit_NRC - highest_NRC).exp()
+            total_NRC, open_NRC = real_NRC + slot_NRC, real_NRC
+            slot[n, :, rows] = slot_NRC / total_NRC
+        first[n, :, rows] = first_NRC / total_NRC
+        gate[n, :, rows] = open_NRC / total_NRC
+        past_NRCK = weight_NRCK
+        if prefix > rows.start:
+            future_CK = torch.ones(weight_NRCK.shape[2:], dtype=torch.bool, device=first.device)
+            future_CK = future_CK.triu(rows.start - columns.start + 1)
+            past_NRCK = weight_NRCK.masked_fill(future_CK, 0.0)
+        column_sum[n, :, columns] += column_sums(past_NRCK, total_NRC)
+        mean_score_NRC = score_NRCK.mul_(weight_NRCK).sum(-1)
+        if logit_NRC is not None:
+            mean_score_NRC += slot_NRC * (logit_NRC - highest_NRC)
+        entropy[n, :, rows] = (total_NRC.log() - mean_score_NRC / total_NRC).clamp_(min=0.0)
+        square[n, :, rows] = weight_NRCK.square_().sum(-1) / total_NRC.square()
+    return found.by_head(batch)
 
 
-def _scores(query_NRCD: Tensor, key_NKD: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """z of one tile."""
-    count, repeats, rows, head_dim = query_NRCD.shape
-    query = (query_NRCD.to(key_NKD.dtype) * scale).reshape(count, repeats * rows, head_dim)
-    score = torch.bmm(query, key_NKD.transpose(1, 2)).view(count, repeats, rows, -1)
-    return score if softcap is None else score.div_(softcap).tanh_().mul_(softcap)
+def first_and_others(weight_NRCK: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """[N, R, C] twice: the weight of key 0, and the sum over the others that the tile sees."""
+    if columns.start > 0:
+        return torch.zeros_like(weight_NRCK[..., 0]), weight_NRCK.sum(-1)
+    return weight_NRCK[..., 0].clone(), weight_NRCK[..., 1:].sum(-1)
 
 
-def _hide(
-    score_NRCK: Tensor,
-    top: int,
-    stop: int,
-    left: int,
-    right: int,
-    window: int | None,
-    prefix: int,
-) -> None:
-    """Write what a row does not see. Only the columns from `top` on can lie in its future."""
-    device = score_NRCK.device
-    row_C1 = torch.arange(top, stop, device=device)[:, None]
-    future_K = torch.arange(max(top, left), right, device=device)
-    hidden_CK = (future_K > row_C1) & (future_K >= prefix)
-    score_NRCK[..., max(top, left) - left :].masked_fill_(hidden_CK, _HIDDEN)
-    if window is not None and left <= stop - 1 - window:
-        past_K = torch.arange(left, min(stop - window, right), device=device)
-        score_NRCK[..., : len(past_K)].masked_fill_(past_K <= row_C1 - window, _HIDDEN)
-
-
-def _bias_of_tile(
-    distance_bias_HT: Tensor,
-    groups: int,
-    n: slice,
-    top: int,
-    stop: int,
-    left: int,
-    right: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """[N, R, C, K]: the bias of each distance; future keys, hidden later, get that of 0."""
-    device = distance_bias_HT.device
-    row_C1 = torch.arange(top, stop, device=device)[:, None]
-    distance_CK = (row_C1 - torch.arange(left, right, device=device)).clamp_(min=0)
-    bias_GRT = distance_bias_HT.unflatten(0, (groups, -1)).to(dtype)
-    group_N = torch.arange(n.start, n.stop, device=device) % groups
-    return bias_GRT[:, :, distance_CK][group_N]
+def column_sums(weight_NRCK: Tensor, total_NRC: Tensor) -> Tensor:
+    """[N, R, K]: the sum over a tile's rows of weight / total."""
+    return ((1.0 / total_NRC)[..., None, :] @ weight_NRCK).squeeze(-2)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from megasink.errors import UserError
+from megasink.probe.geometry import project, read_rows
 from megasink.probe.identity import identity
 from megasink.probe.options import samples_of
 from megasink.probe.ranks import Ranks
@@ -84,7 +85,9 @@ def analyze(
         )
     if captured is None:
         return None
-    found = write_analysis(args.output, captured, samples, model, vars(args))
+    rows = read_rows(open_probe, samples, device=next(module.parameters()).device)
+    geometry = project(rows, seed=args.seed)
+    found = write_analysis(args.output, captured, samples, model, vars(args), geometry)
     partial.remove()
     return found
 

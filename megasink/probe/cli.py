@@ -1,7 +1,7 @@
 """`megasink analyze` of a folder of transformers, and `megasink report`."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megasink.errors import ConfigError, UserError
@@ -11,8 +11,15 @@ from megasink.probe.ranks import Ranks
 from megasink.probe.write import write_report
 
 
-def analyze_transformers(args: argparse.Namespace, ranks: Ranks) -> None:
-    """Analyze a folder of transformers, with the options of a checked command line."""
+def open_transformers(
+    args: argparse.Namespace, ranks: Ranks, measure: Callable[..., object] = analyze
+) -> None:
+    """Load a folder of transformers, and measure it.
+
+    Args:
+        args: of a checked command line.
+        measure: `analyze`, or another that takes what it takes.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -38,7 +45,7 @@ def analyze_transformers(args: argparse.Namespace, ranks: Ranks) -> None:
     if problems:
         raise ConfigError(problems)
     config = model.config.get_text_config()
-    analyze(
+    measure(
         args,
         lambda recorder: TransformersProbe(model, recorder, recorder.needs),
         module=model,

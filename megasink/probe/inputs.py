@@ -23,11 +23,13 @@ class Sample:
         tokens: ids, BOS included.
         dataset: which of the inputs it belongs to.
         source: of the text.
+        scored: of the targets, how many count for the loss, from the end; None for all.
     """
 
     tokens: tuple[int, ...]
     dataset: str
     source: str
+    scored: int | None = None
 
 
 def text_samples(

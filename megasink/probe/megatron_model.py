@@ -17,6 +17,8 @@ from megasink.attention.layout import row_dot, statistics_dtype
 from megasink.diagnostics.registry import ATTENTION
 from megasink.errors import ConfigError
 from megasink.layers.core_attention import CoreAttention
+from megasink.probe.geometry import Sites
+from megasink.probe.megatron_sites import megatron_sites
 from megasink.probe.segments import Segment
 from megasink.probe.statistics import (
     AttentionCall,
@@ -44,8 +46,8 @@ class MegatronProbe:
         heads: H of each layer.
 
     Raises:
-        ConfigError: a model that is not whole, or whose attention is not softmax attention of
-            megasink's; every reason in one message.
+        ConfigError: a model that is not whole, or whose attention is not megasink's; every reason
+            in one message.
     """
 
     def __init__(self, model: GPTModel, observer: Observer, needs: set[str]):
@@ -99,6 +101,10 @@ class MegatronProbe:
             position_ids_BT = torch.arange(tokens, device=input_ids_BT.device).expand(rows, tokens)
         return Logits(self.model(input_ids_BT, position_ids_BT, None))
 
+    def sites(self) -> Sites:
+        """See `megasink.probe.geometry`."""
+        return megatron_sites(self.model)
+
     def _attach(self, index: int, layer: Any) -> None:
         """Hooks on one layer; they read and change nothing."""
         attention, core = layer.self_attention, layer.self_attention.core_attention
@@ -115,8 +121,13 @@ class MegatronProbe:
         if "state_TE" in self.needs:
             if index == 0:
                 before(layer, lambda state: self._state(0, state))
-            before(layer.pre_mlp_layernorm, lambda state: self._state(2 * index + 1, state))
-            after(layer, lambda out: self._state(2 * index + 2, _first(out)))
+            if self.model.config.post_norm:
+                # Massive activations show before the norm of the sum only (P2.10, P2.42).
+                before(layer.self_attn_bda.layernorm, lambda s: self._state(2 * index + 1, s))
+                before(layer.mlp_bda.layernorm, lambda s: self._state(2 * index + 2, s))
+            else:
+                before(layer.pre_mlp_layernorm, lambda s: self._state(2 * index + 1, s))
+                after(layer, lambda out: self._state(2 * index + 2, _first(out)))
         after(layer.mlp, lambda out: self._branch("mlp_branch_TE", index, _with_bias(out)))
         self._hooks.append(
             core.register_forward_hook(
@@ -138,6 +149,7 @@ class MegatronProbe:
         if core.relative_bias is not None:
             bias = core.relative_bias(key.shape[2], query.device)
         scale = query.shape[-1] ** -0.5 if core.softmax_scale is None else core.softmax_scale
+        mlp = core.similarity_mlp
         self._calls[index] = AttentionCall(
             query,
             key,
@@ -148,6 +160,8 @@ class MegatronProbe:
             prefix=core.config.prefix_lm_tokens,
             slot_logit_BHT=slot_logit(core, query, scale),
             distance_bias_HT=bias,
+            similarity=core.config.attention_similarity,
+            mlp=None if mlp is None else (mlp.fc1.weight.detach(), mlp.fc2.weight.detach()),
         )
 
     def _gated(self, index: int, attention: Any, gated_SBX: Tensor) -> None:
@@ -215,12 +229,6 @@ def model_problems(model: GPTModel) -> list[str]:
                 "reads its own core attention (megasink.specs)"
             )
             break
-    similarity = getattr(config, "attention_similarity", "softmax")
-    if similarity != "softmax":
-        problems.append(
-            f"--attention-similarity {similarity}: its weights are no softmax, and their proxy "
-            "scores are not streamed yet; its importance is in the run's metrics.jsonl"
-        )
     return problems
 
 

@@ -19,6 +19,30 @@ def parser(
     prog: str = "megasink analyze", description: str | None = None
 ) -> argparse.ArgumentParser:
     """The options of every analysis."""
+    parser = model_parser(prog, description)
+    parser.add_argument(
+        "--inputs",
+        nargs="+",
+        choices=KINDS,
+        default=["natural"],
+        help="beside the texts, random tokens or one repeated token (default: natural)",
+    )
+    parser.add_argument(
+        "--seq-length", type=int, default=512, help="tokens of a sequence at most (default: 512)"
+    )
+    parser.add_argument(
+        "--bos", choices=BOS, default="auto", help="auto leaves it to the tokenizer (default: auto)"
+    )
+    parser.add_argument("--positions", type=int, default=64, help="of the curves (default: 64)")
+    parser.add_argument("--columns", type=int, default=8, help="keys with a sink rate (default: 8)")
+    parser.add_argument(
+        "--no-loss", dest="loss", action="store_false", help="do not compute logits and loss"
+    )
+    return parser
+
+
+def model_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
+    """The options that say which model runs on which texts, and where."""
     parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     parser.add_argument(
         "model", type=Path, metavar="MODEL", help="folder of transformers, or a run"
@@ -35,33 +59,15 @@ def parser(
     parser.add_argument("--tokenizer", type=Path, help="folder; default: MODEL")
     parser.add_argument("--json-key", default="text", help="key of the text (default: text)")
     parser.add_argument(
-        "--inputs",
-        nargs="+",
-        choices=KINDS,
-        default=["natural"],
-        help="beside the texts, random tokens or one repeated token (default: natural)",
-    )
-    parser.add_argument(
         "--max-samples", type=int, default=100, help="sequences of each dataset (default: 100)"
     )
-    parser.add_argument(
-        "--seq-length", type=int, default=512, help="tokens of a sequence at most (default: 512)"
-    )
     parser.add_argument("--batch-size", type=int, default=8, help="sequences at once (default: 8)")
-    parser.add_argument(
-        "--bos", choices=BOS, default="auto", help="auto leaves it to the tokenizer (default: auto)"
-    )
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: the model's")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--attn-implementation", choices=("sdpa", "eager"), help="default: the model's own"
     )
-    parser.add_argument("--positions", type=int, default=64, help="of the curves (default: 64)")
-    parser.add_argument("--columns", type=int, default=8, help="keys with a sink rate (default: 8)")
     parser.add_argument("--seed", type=int, default=1234, help="of random tokens and scores")
-    parser.add_argument(
-        "--no-loss", dest="loss", action="store_false", help="do not compute logits and loss"
-    )
     return parser
 
 

@@ -81,7 +81,9 @@ def run(
                 told = [_about(samples[i], i) for i in batch]
                 for row, about in enumerate(told):
                     if loss:
-                        about |= _loss(output.logits[row], ids_BT[row], token_bytes)
+                        about |= _loss(
+                            output.logits[row], ids_BT[row], token_bytes, samples[batch[row]].scored
+                        )
                 recorder.end(told)
                 tell(before + ranks.advance(len(batch)))
             if partial is None:
@@ -132,12 +134,13 @@ def _about(sample: Sample, index: int) -> dict[str, Any]:
 
 
 def _loss(
-    logits_TV: Tensor, ids_T: Tensor, token_bytes: NDArray[np.int32] | None
+    logits_TV: Tensor, ids_T: Tensor, token_bytes: NDArray[np.int32] | None, scored: int | None
 ) -> dict[str, float | int]:
     """Nats, targets and bytes of one sequence; for bits per byte, targets of 0 bytes left out."""
-    target_T = ids_T[1:]
+    start = 1 if scored is None else len(ids_T) - scored
+    target_T = ids_T[start:]
     nats_T = torch.nn.functional.cross_entropy(
-        logits_TV[:-1].float(), target_T, reduction="none"
+        logits_TV[start - 1 : -1].float(), target_T, reduction="none"
     ).to("cpu", torch.float64)
     found: dict[str, float | int] = {"nats": float(nats_T.sum()), "targets": len(target_T)}
     if token_bytes is not None:

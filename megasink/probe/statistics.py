@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megasink.attention import feature_map
+from megasink.diagnostics.proxy import proxy_statistics
 from megasink.diagnostics.weights import WeightStatistics, weight_statistics
 from megasink.probe.segments import Segment, whole_rows
 
@@ -48,6 +50,9 @@ class AttentionCall:
         explicit_gate_BHTX: scores of an explicit gate.
         gate_is_importance: whether its mean is the head's importance; else the softmax's is.
         output_weight_HDE: the output projection by query head.
+        similarity: "softmax", or one of P2.30 to P2.36, whose weights are proxies (P2.37) and have
+            no prefix, slot, bias or soft cap.
+        mlp: the two [D, D] weights of the similarity "mlp".
     """
 
     query_BHTD: Tensor
@@ -64,6 +69,8 @@ class AttentionCall:
     explicit_gate_BHTX: Tensor | None = None
     gate_is_importance: bool = True
     output_weight_HDE: Tensor | None = None
+    similarity: str = "softmax"
+    mlp: tuple[Tensor, Tensor] | None = None
 
 
 @torch.no_grad()
@@ -113,12 +120,18 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 
 def _weights(call: AttentionCall, rows: slice, cut: slice) -> WeightStatistics:
+    query, key = call.query_BHTD[rows, :, cut], call.key_BGTD[rows, :, cut]
+    if call.similarity != "softmax":
+        query, key = (feature_map(x, call.similarity, call.mlp) for x in (query, key))
+        return proxy_statistics(
+            query, key, similarity=call.similarity, scale=call.scale, window=call.window
+        )
     slot = call.slot_logit_BHT
     if slot is not None:
         slot = slot.expand(call.query_BHTD.shape[:3])[rows, :, cut]
     return weight_statistics(
-        call.query_BHTD[rows, :, cut],
-        call.key_BGTD[rows, :, cut],
+        query,
+        key,
         scale=call.scale,
         window=call.window,
         prefix=call.prefix,

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from megasink.diagnostics.registry import ATTENTION
 from megasink.errors import ConfigError, UserError
 from megasink.probe.blocks import Block, find_blocks, gate_reader, output_weight
+from megasink.probe.geometry import Sites
 from megasink.probe.segments import Segment, check_mask, segments_of, whole_rows
 from megasink.probe.statistics import (
     AttentionCall,
@@ -26,6 +27,7 @@ from megasink.probe.statistics import (
     at_least_float32,
     attention_statistics,
 )
+from megasink.probe.transformers_sites import transformers_sites
 
 NAME = "megasink_probe"
 _BASES = ("sdpa", "eager")
@@ -135,6 +137,10 @@ class TransformersProbe:
                 "transformers' attention interface: megasink cannot read it"
             )
         return output
+
+    def sites(self) -> Sites:
+        """See `megasink.probe.geometry`."""
+        return transformers_sites(self.blocks)
 
     def _attend(
         self,

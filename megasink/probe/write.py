@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megasink.errors import UserError
+from megasink.probe.geometry import Geometry
 from megasink.probe.inputs import Sample, data_hash
 from megasink.probe.parts import Captured
 from megasink.probe.summary import all_scores, summarise
@@ -24,11 +25,13 @@ def write_analysis(
     samples: Sequence[Sample],
     model: dict[str, Any],
     options: dict[str, Any],
+    geometry: Geometry,
 ) -> dict[str, Any]:
     """Write everything about one model into a folder, and print its summary.
 
     Args:
         options: of the command line; "seed" among them.
+        geometry: what there is of it.
 
     Returns:
         results.json.
@@ -37,7 +40,7 @@ def write_analysis(
         UserError: the folder cannot be written, or the disk is full.
     """
     try:
-        return _write(output, captured, samples, model, options)
+        return _write(output, captured, samples, model, options, geometry)
     except OSError as error:
         raise UserError(
             f"the results cannot be written to {output} ({error.strerror or error}): make room, "
@@ -51,18 +54,26 @@ def _write(
     samples: Sequence[Sample],
     model: dict[str, Any],
     options: dict[str, Any],
+    geometry: Geometry,
 ) -> dict[str, Any]:
     output.mkdir(parents=True, exist_ok=True)
     kept = ("data", "inputs", "bos", "seq_length", "max_samples", "seed", "device")
     facts = {key: options[key] for key in kept if key in options}
-    found = summarise(captured, model=model, run={**facts, "data_sha256": data_hash(samples)})
+    found = summarise(
+        captured,
+        model=model,
+        run={**facts, "data_sha256": data_hash(samples)},
+        inputs=samples,
+        geometry=geometry.found,
+    )
     scores = all_scores(captured, int(options["seed"]))
     arrays: dict[str, Any] = {f"score/{name}": values for name, values in scores.items()}
     arrays |= {f"metric/{name}": values for name, values in captured.values.items()}
     arrays["tokens"] = np.asarray([sample["tokens"] for sample in captured.samples])
     arrays["source"] = np.asarray([str(sample["source"]) for sample in captured.samples])
-    with _whole(output / "samples.npz") as path, path.open("wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **arrays)
+    for name, named in (("samples", arrays), ("geometry", geometry.arrays)):
+        with _whole(output / f"{name}.npz") as path, path.open("wb") as file:
+            np.savez_compressed(file, allow_pickle=False, **named)
     with _whole(output / "results.json") as path:
         path.write_text(json.dumps(found, indent=1))
     write_report([output], output)
@@ -73,7 +84,7 @@ def _write(
             f"{entry.layers}, heads {entry.heads}: left out of every average",
             file=sys.stderr,
         )
-    print(f"wrote {output}/report.html, results.json, samples.npz, tables/, figures/")
+    print(f"wrote {output}/report.html, results.json, *.npz, tables/, figures/")
     return found
 
 

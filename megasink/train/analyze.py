@@ -1,4 +1,4 @@
-"""`megasink analyze` of a run or one of its checkpoints, and `megasink trace` over all of them."""
+"""`megasink analyze` and `megasink sweep` of any model, and `megasink trace` over checkpoints."""
 
 import argparse
 import contextlib
@@ -7,7 +7,7 @@ import gc
 import json
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from megasink.checkpoint.intact import iterations
 from megasink.errors import UserError
 from megasink.probe import options
 from megasink.probe.analysis import analyze
-from megasink.probe.cli import analyze_transformers
+from megasink.probe.cli import open_transformers
 from megasink.probe.ranks import Ranks, parse, taking_part
+from megasink.probe.sweep import check_sweep, sweep, sweep_parser
 from megasink.process import prepare_process
 from megasink.report.trace import ROWS, draw_trace
 
@@ -37,16 +38,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse(options.parser(description=main.__doc__), argv, ranks)
         is_ours = is_run(args.model)
         options.check(args, is_run=is_ours)
-        if not is_ours:
-            analyze_transformers(args, ranks)
-            return 0
-        find_checkpoint(args.model)  # before the seconds that the imports take
-        _prepare(args)
-        from megasink.checkpoint.load import single_process
-
-        with single_process():
-            _analyze(args, None, ranks)
+        _measure(args, is_ours, ranks, analyze)
     return 0
+
+
+def sweep_main(argv: Sequence[str] | None = None) -> int:
+    """Measure a model on the same texts at several lengths, with BOS, without, and repeated.
+
+    Every combination of --lengths, --bos and --first-token-copies is one row of sweep.csv: sink
+    rates, inactive heads by thresholds that stay the same, massive activations, and the loss on the
+    same tokens. Beside it sweep.json, sweep.npz and sweep.png; a sweep that was killed goes on.
+    """
+    with taking_part() as ranks:
+        args = parse(sweep_parser(sweep_main.__doc__), argv, ranks)
+        is_ours = is_run(args.model)
+        check_sweep(args, is_run=is_ours)
+        _measure(args, is_ours, ranks, sweep)
+    return 0
+
+
+def _measure(
+    args: argparse.Namespace, is_ours: bool, ranks: Ranks, measure: Callable[..., Any]
+) -> None:
+    """Load what the command line names, of either kind, and measure it."""
+    if not is_ours:
+        open_transformers(args, ranks, measure)
+        return
+    find_checkpoint(args.model)  # before the seconds that the imports take
+    _prepare(args)
+    from megasink.checkpoint.load import single_process
+
+    with single_process():
+        _open(args, None, ranks, measure)
 
 
 def trace_main(argv: Sequence[str] | None = None) -> int:
@@ -67,7 +90,7 @@ def trace_main(argv: Sequence[str] | None = None) -> int:
             for step in steps:
                 args.output = root / f"iter_{step:07d}"
                 args.name = f"step {step}"
-                found, tokens = _analyze(args, step, ranks)
+                found, tokens = _open(args, step, ranks, analyze)
                 if found is not None:
                     rows.append(_row(step, found, tokens))
                 gc.collect()
@@ -109,10 +132,13 @@ def _prepare(args: argparse.Namespace) -> None:
     prepare_process(["--cpu"] if args.device == "cpu" else [])
 
 
-def _analyze(
-    args: argparse.Namespace, iteration: int | None, ranks: Ranks
+def _open(
+    args: argparse.Namespace,
+    iteration: int | None,
+    ranks: Ranks,
+    measure: Callable[..., dict[str, Any] | None],
 ) -> tuple[dict[str, Any] | None, int]:
-    """Analyze one checkpoint: results.json, and the tokens that it was trained on."""
+    """Measure one checkpoint: what was found, and the tokens that it was trained on."""
     from megasink.checkpoint.load import load_model
     from megasink.probe.megatron_model import MegatronProbe
 
@@ -120,7 +146,7 @@ def _analyze(
     loaded = load_model(args.model, iteration, args.tokenizer)
     trained, config = loaded.args, loaded.model.config
     heads = [config.num_attention_heads] * config.num_layers
-    found = analyze(
+    found = measure(
         args,
         lambda recorder: MegatronProbe(loaded.model, recorder, recorder.needs),
         module=loaded.model,
@@ -132,13 +158,20 @@ def _analyze(
         first=(trained.sink_token_id,) if trained.sink_token else (),
         model={
             "name": args.name or args.model.resolve().name,
-            "kind": f"{trained.attention_variant} attention, step {loaded.iteration}",
+            "kind": f"{_attention_name(trained)} attention, step {loaded.iteration}",
             "attention": config.attention_kernel,
             "dtype": str(trained.params_dtype).removeprefix("torch."),
             "parameters": sum(p.numel() for p in loaded.model.parameters()),
         },
     )
     return found, loaded.iteration * trained.global_batch_size * trained.seq_length
+
+
+def _attention_name(trained: argparse.Namespace) -> str:
+    """Whose weights are no softmax is said: their scores are proxies (P2.37)."""
+    similarity = getattr(trained, "attention_similarity", "softmax")
+    variant: str = trained.attention_variant
+    return variant if similarity == "softmax" else f"{similarity} (proxy weights)"
 
 
 def _row(step: int, found: dict[str, Any], tokens: int) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megasink.diagnostics import metric, metrics, weights
+from megasink.diagnostics import metric, metrics, tiles
+from megasink.diagnostics.proxy import SIMILARITIES, proxy_statistics
 from megasink.diagnostics.registry import ATTENTION as ATTENTION_STATISTICS
 from megasink.probe.segments import Segment
 from megasink.probe.statistics import AttentionCall, attention_statistics
@@ -27,6 +28,9 @@ KINDS = (
     "prefix",
     "headwise",
     "elementwise",
+    *SIMILARITIES,
+    "sigmoid-window",
+    "identity-window",
 )
 
 
@@ -53,9 +57,16 @@ def case(kind: str, dtype: torch.dtype = torch.float32) -> tuple[AttentionCall, 
     if kind.endswith("wise"):
         width = 1 if kind == "headwise" else DIM
         gate = torch.sigmoid(4.0 * torch.randn(HEADS, TOKENS, width) - 2.0).to(dtype)
-    layer = definitions.layer_of(
-        query, key, value, weight, **options, sink_H=sink, bias_HT=bias, gate_HTX=gate
-    )
+    similarity = kind.removesuffix("-window")
+    if similarity in SIMILARITIES:
+        options["similarity"] = similarity
+        if similarity == "mlp":  # of which some rows are dead
+            options["mlp"] = tuple(torch.randn(2, DIM, DIM) - 0.3)
+        layer = definitions.similarity_layer_of(query, key, value, weight, **options)
+    else:
+        layer = definitions.layer_of(
+            query, key, value, weight, **options, sink_H=sink, bias_HT=bias, gate_HTX=gate
+        )
     call = AttentionCall(
         query[None],
         key[None],
@@ -86,10 +97,10 @@ def test_every_metric_has_a_definition():
         assert re.search(row, page), entry
 
 
-@pytest.mark.parametrize("tile", [weights.TILE, 500])  # one tile, and one of four rows each
+@pytest.mark.parametrize("tile", [tiles.SIZE, 500])  # one tile, and one of four rows each
 @pytest.mark.parametrize("kind", KINDS)
 def test_metrics_of_attention(kind, tile, monkeypatch):
-    monkeypatch.setattr(weights, "TILE", tile)
+    monkeypatch.setattr(tiles, "SIZE", tile)
     call, layer = case(kind)
     found = statistics_of(call)
     tested = 0
@@ -109,6 +120,34 @@ def test_metrics_of_attention(kind, tile, monkeypatch):
         )
         tested += 1
     assert tested >= 23
+
+
+def test_shares_below_two_limits():
+    """Most values lie around the limits, none so near one that rounding moves it across."""
+    size = torch.logspace(-5, 0, 1001, dtype=torch.float64) * 1.0003
+    out = (size * torch.tensor([1.0, -1.0]).repeat(501)[:1001]).view(1, 1001, 1)
+    for suffix, limit in (("", 1e-2), ("_1e-3", 1e-3)):
+        for name, factor in (("before_gate", 1.0), ("after_gate", 1.0), ("of_mean_gate", 0.25)):
+            entry = metrics()[f"sparsity_{name}{suffix}"]
+            gate = torch.tensor([0.2, 0.3]).view(1, 2, 1)
+            given = dict.fromkeys(("out_HTD", "gated_out_HTD"), out.float())
+            given["explicit_gate_HTX"] = gate
+            found = entry.compute(**{need: given[need] for need in entry.needs})
+            expected = float((size * factor < limit).double().mean())
+            assert 0.1 < expected < 0.9
+            assert float(found) == pytest.approx(expected, rel=1e-6), entry.name
+
+
+def test_a_row_of_zeros_attends_to_nothing():
+    query = torch.tensor([1.0, 0.0, 2.0]).view(1, 1, 3, 1)
+    key = torch.tensor([-3.0, 1.0, 1.0]).view(1, 1, 3, 1)
+    found = proxy_statistics(query, key, similarity="identity", scale=1.0)
+    torch.testing.assert_close(found.first_weight_BHT, torch.tensor([[[1.0, 0.0, 0.6]]]))
+    assert found.gate_BHT[0, 0, 1] == 1.0
+    assert found.gate_BHT[0, 0, 0] == pytest.approx(1e-8 / 3, rel=1e-5)  # not 1 - 0.99999999
+    assert found.entropy_BHT[0, 0, 1] == found.square_BHT[0, 0, 1] == 0.0
+    with pytest.raises(ValueError, match="unknown similarity 'cosine': one of sigmoid, elu-plus"):
+        proxy_statistics(query, key, similarity="cosine", scale=1.0)
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "sink-window"])

@@ -16,7 +16,12 @@ from megasink.diagnostics.geometry import (
     query_key_components,
 )
 from megasink.diagnostics.head_scores import layer_normalised, random_scores
-from megasink.diagnostics.importance import head_imbalance, head_importance, layer_imbalance
+from megasink.diagnostics.importance import (
+    head_imbalance,
+    head_importance,
+    layer_imbalance,
+    pooled_gate,
+)
 from megasink.diagnostics.sinks import sink_rate
 from megasink.diagnostics.states import MeanCosine, mean_max_activation
 from megasink.diagnostics.thresholds import (
@@ -98,6 +103,23 @@ def test_importance_imbalance_and_sink_rate():
     alpha = torch.tensor([[[0.31, 0.3]], [[0.9, NAN]]])
     assert float(sink_rate(alpha)) == pytest.approx(2 / 3)  # strictly above, blanks left out
     assert float(mean_max_activation(torch.tensor([[1.0, 3.0], [5.0, 7.0]]))) == 4.0
+
+
+def test_gate_scores_over_all_tokens():
+    torch.manual_seed(0)
+    gates = [torch.rand(2, 3, tokens, 4).double() ** (i + 1) for i, tokens in enumerate((5, 9, 2))]
+    found = pooled_gate(
+        torch.stack([g.mean((2, 3)) for g in gates]),
+        torch.stack([g.flatten(1).std(-1, correction=0) for g in gates]),
+        torch.stack([g.flatten(1).amin(-1) for g in gates]),
+        torch.stack([g.flatten(1).amax(-1) for g in gates]),
+        torch.tensor([5, 9, 2]),
+    )
+    together = torch.cat(gates, 2).flatten(1)
+    torch.testing.assert_close(found.gate_score, together.mean(-1))
+    torch.testing.assert_close(found.gate_std, together.std(-1, correction=0))
+    assert torch.equal(found.gate_min, together.amin(-1))
+    assert torch.equal(found.gate_max, together.amax(-1))
 
 
 def test_cosine_across_inputs():

@@ -1,15 +1,20 @@
 """Tasks for the workers: a tiny GPT with and without a probe on it."""
 
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.distributed import FileStore, get_rank
 
 from megasink.checkpoint.load import load_model
+from megasink.cli import main
 from megasink.diagnostics import STATISTICS
 from megasink.errors import ConfigError
-from megasink.probe.inputs import text_samples
+from megasink.probe.geometry import POSITIONS, read_rows
+from megasink.probe.inputs import Sample, text_samples
 from megasink.probe.megatron_model import MegatronProbe
+from megasink.probe.ranks import Ranks
 from tests.inference.tasks import model_of
 from tests.probe.kept import Kept
 
@@ -28,15 +33,51 @@ def probed(**options: Any) -> dict[str, Any]:
         output = probe.forward(ids)
     after = model(ids, positions, None)
     core = model.decoder.layers[1].self_attention.core_attention
+    mlp = core.similarity_mlp
+    first, second = model.decoder.layers
+    added = (first.mlp_bda, second.self_attn_bda) if model.config.post_norm else ()
     return {
+        "post_norms": [add.layernorm.weight for add in added],
         "equal": torch.equal(plain, output.logits) and torch.equal(plain, after),
         "layers": {key: dict(value) for key, value in kept.layers.items()},
         "states": kept.states,
         "sink": None if core.softmax_offset is None else core.softmax_offset.detach(),
         "key_bias": None if core.key_bias is None else core.key_bias.detach(),
         "value_bias": None if core.value_bias is None else core.value_bias.detach(),
+        "mlp": None if mlp is None else [mlp.fc1.weight.detach(), mlp.fc2.weight.detach()],
         "bias": None if core.relative_bias is None else core.relative_bias(TOKENS, ids.device),
     }
+
+
+@torch.no_grad()
+def rows(**options: Any) -> dict[str, Any]:
+    """The rows of one sequence, and what they are computed from, of the whole sequence."""
+    model = model_of(**options)
+    ids = torch.randint(0, 128, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    sample = Sample(tuple(ids[0].tolist()), "d", "s")
+    found = read_rows(lambda kept: MegatronProbe(model, kept, kept.needs), [sample])
+    layers, kept = model.decoder.layers, Kept()
+    given: list[Tensor] = []
+    hook = layers[0].mlp.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+    with MegatronProbe(model, kept, set(STATISTICS)) as probe:
+        probe.forward(ids)
+    hook.remove()
+    report = {
+        "rows": found.by_site,
+        "missing": found.missing,
+        "states": [kept.states[0, half] for half in range(4)],
+        "weights": [
+            getattr(norm, "weight", None)
+            for layer in layers
+            for norm in (layer.input_layernorm, layer.pre_mlp_layernorm)
+        ],
+        "eps": model.config.layernorm_epsilon,
+    }
+    if hasattr(layers[0].mlp, "linear_fc1"):
+        linear = given[0][:POSITIONS, 0].double() @ layers[0].mlp.linear_fc1.weight.double().T
+        gate, up = linear.chunk(2, -1)
+        report |= {"up": up, "product": gate * torch.sigmoid(gate) * up}
+    return report
 
 
 def refused(training: bool = False, **options: Any) -> list[str]:
@@ -47,6 +88,13 @@ def refused(training: bool = False, **options: Any) -> list[str]:
     except ConfigError as error:
         return error.problems
     return []
+
+
+def swept(command: str, store: str) -> int:
+    """The command, by processes that share the samples."""
+    ranks = Ranks(FileStore(store, 2), get_rank(), 2)
+    with mock.patch.object(Ranks, "from_environment", return_value=ranks):
+        return main(command.split())
 
 
 @torch.no_grad()

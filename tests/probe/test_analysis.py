@@ -1,6 +1,7 @@
 """From samples to results.json: numbers against calculations over the samples by themselves."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ def model():
 @pytest.fixture(scope="module")
 def samples():
     rows = [tokens(1, n, seed=n + i)[0].tolist() for i, n in enumerate(LENGTHS)]
+    rows[1][6] = rows[1][5]  # one bigram of equal tokens
     return [Sample(tuple(row), "odd" if i % 2 else "even", f"s{i}") for i, row in enumerate(rows)]
 
 
@@ -45,8 +47,8 @@ def captured(model, samples):
 
 
 @pytest.fixture(scope="module")
-def found(captured):
-    return summarise(captured, model={"name": "tiny"}, run={"seed": 3})
+def found(captured, samples):
+    return summarise(captured, model={"name": "tiny"}, run={"seed": 3}, inputs=samples)
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +107,36 @@ def test_loss_perplexity_and_bits_per_byte(found, samples, alone):
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
 
 
+def test_texts_count_once_in_the_average_perplexity(found):
+    nats = [found["datasets"][name]["nats_per_token"] for name in ("even", "odd")]
+    assert nats[0] != pytest.approx(nats[1], rel=1e-3)
+    mean = (math.exp(nats[0]) + math.exp(nats[1])) / 2
+    assert found["average_perplexity"] == pytest.approx(mean)
+    assert found["perplexity_of_average_nats"] == pytest.approx(math.exp(sum(nats) / 2))
+
+
+def test_sinks_on_any_token(found, alone):
+    counts = {}
+    for weights, _, _ in alone:
+        tokens = weights.shape[-1]
+        for head in weights.flatten(0, 1):
+            alpha = [float(head[k:, k].mean()) for k in range(tokens // 2)]
+            if max(alpha) > 0.3:
+                where = str(int(np.argmax(alpha)))
+                counts[where] = counts.get(where, 0) + 1
+    assert set(counts) > {"0"}
+    assert found["sink_positions"] == pytest.approx({k: n / 40 for k, n in counts.items()})
+    assert found["sink_rate_anywhere"] == pytest.approx(sum(counts.values()) / 40)
+
+
+def test_what_is_told_by_dataset(captured, found, samples):
+    odd = found["datasets"]["odd"]
+    awft = captured.values["awft"][[1, 3]]
+    assert odd["score_quantiles"]["awft"][50] == pytest.approx(np.median(awft))
+    grams = [pair for i in (1, 3) for pair in pairwise(samples[i].tokens)]
+    assert odd["repeat_rate"]["2"] == sum(a == b for a, b in grams) / len(grams)
+
+
 def test_states_by_position(found, captured, alone):
     norms = np.full((len(LENGTHS), 10), np.nan)
     ratios = []
@@ -152,6 +184,9 @@ def test_hybrid_layers_stay_blank():
     gates = [probed(model, torch.tensor([s.tokens]))[0].layers[0, 3] for s in samples]
     gates = torch.cat([g["explicit_gate_HTX"].flatten() for g in gates])
     assert found["gate"]["gate_score"][3] == pytest.approx(float(gates.mean()), rel=1e-5)
+    assert found["mean_gate_score"] == found["gate"]["gate_score"][3]
+    assert found["gate"]["gate_std"][3] == pytest.approx(float(gates.std(correction=0)), rel=1e-4)
+    assert found["gate"]["gate_max"][3] == float(gates.max())
     assert sum(found["gate_histogram"][3]) == len(gates)
     assert found["gate_histogram"][3][99] == int((gates >= 0.99).sum())
 

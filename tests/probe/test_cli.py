@@ -75,6 +75,10 @@ def test_an_analysis_is_whole(analyzed, folder):
         assert len(lines) == 1 + {"layers": 2, "states": 5, "scores": 16, "datasets": 3}[table]
     arrays = np.load(analyzed / "llama" / "samples.npz")
     assert arrays["score/ahon_ln"].shape == (5, 2, 4)
+    geometry = np.load(analyzed / "llama" / "geometry.npz")
+    assert geometry["mlp0_tsne_N2"].shape == geometry["normed_pca_N2"].shape == (5 * 8, 2)
+    assert geometry["normed_state_S"].tolist() == found["geometry"]["normed"]["states"]
+    assert found["geometry"]["mlp0"]["perplexity"] == 13.0
     assert arrays["source"][0] == f"{folder}/lines.jsonl:1"
 
 

@@ -22,6 +22,20 @@ KINDS = {
     "multi-head-addition": {"multi_head_addition": True},
     "post-norm": {"post_norm": True},
     "bf16": {"bf16": True},
+} | {
+    name: {
+        "attention_variant": "vanilla",
+        "head_balance_coeff": 0.0,
+        "attention_similarity": name,
+        "attention_normalization": normalization,
+    }
+    for name, normalization in (
+        ("sigmoid", "none"),
+        ("elu-plus-one", "none"),
+        ("elu-kernel", "row-sum"),
+        ("identity", "row-sum"),
+        ("mlp", "row-sum"),
+    )
 }
 
 
@@ -34,21 +48,7 @@ def test_what_a_gpt_does_is_what_is_read(pool, kind):
     exact = {"atol": 2e-5, "rtol": 2e-5} if kind != "bf16" else {"atol": 2e-2, "rtol": 2e-2}
     for sample in range(2):
         found = report["layers"][sample, 1]
-        query, key, value = (found[n] for n in ("query_HTD", "key_GTD", "value_GTD"))
-        scale, sink = query.shape[-1] ** -0.5, report["sink"]
-        if kind == "off-by-one":
-            sink = torch.zeros(4)
-        layer = definitions.layer_of(
-            query,
-            key,
-            value,
-            found["output_weight_HDE"],
-            scale=scale,
-            window=4 if kind == "sink-window" else None,
-            sink_H=sink if report["key_bias"] is None else _slot_of(query, report, scale),
-            bias_HT=report["bias"],
-            gate_HTX=found.get("explicit_gate_HTX"),
-        )
+        layer = _by_definition(kind, found, report)
         out = layer.out_HTD
         if report["value_bias"] is not None:
             out = out + layer.slot_HT[..., None] * report["value_bias"].double()[:, None]
@@ -73,16 +73,45 @@ def test_what_a_gpt_does_is_what_is_read(pool, kind):
             0
         )
         torch.testing.assert_close(found["attention_branch_TE"], written[:, 0], **exact)
-        if kind != "post-norm":
-            before, middle, after = (report["states"][sample, half] for half in (2, 3, 4))
-            torch.testing.assert_close(before + found["attention_branch_TE"], middle, **exact)
-            torch.testing.assert_close(middle + found["mlp_branch_TE"], after, **exact)
+        before, middle, after = (report["states"][sample, half] for half in (2, 3, 4))
+        residuals = [before, middle]
+        if kind == "post-norm":  # the states are those before the norm of the sum
+            norms = zip(residuals, report["post_norms"], strict=True)
+            residuals = [torch.nn.functional.rms_norm(x, w.shape, w, 1e-5) for x, w in norms]
+        torch.testing.assert_close(residuals[0] + found["attention_branch_TE"], middle, **exact)
+        torch.testing.assert_close(residuals[1] + found["mlp_branch_TE"], after, **exact)
+
+
+def _by_definition(kind, found, report):
+    inputs = [found[n] for n in ("query_HTD", "key_GTD", "value_GTD", "output_weight_HDE")]
+    query = inputs[0]
+    scale, sink = query.shape[-1] ** -0.5, report["sink"]
+    if "attention_similarity" in KINDS[kind]:
+        return definitions.similarity_layer_of(
+            *inputs,
+            similarity=kind,
+            normalization=KINDS[kind]["attention_normalization"],
+            scale=scale,
+            mlp=report["mlp"],
+        )
+    if kind == "off-by-one":
+        sink = torch.zeros(4)
+    return definitions.layer_of(
+        *inputs,
+        scale=scale,
+        window=4 if kind == "sink-window" else None,
+        sink_H=sink if report["key_bias"] is None else _slot_of(query, report, scale),
+        bias_HT=report["bias"],
+        gate_HTX=found.get("explicit_gate_HTX"),
+    )
 
 
 def _tensors(value):
     """Workers answer in numpy."""
     if isinstance(value, dict):
         return {key: _tensors(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_tensors(entry) for entry in value]
     return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
@@ -92,11 +121,7 @@ def _slot_of(query_HTD, report, scale):
 
 
 def test_models_that_cannot_be_read_are_refused(pool):
-    other = {"attention_variant": "vanilla", "head_balance_coeff": 0.0}
-    other["attention_similarity"] = "sigmoid"
-    (problems,) = pool.run(f"{TASKS}:refused", SINGLE, training=True, **other)
-    assert len(problems) == 2
-    assert "call model.eval()" in problems[0]
-    assert "--attention-similarity sigmoid: its weights are no softmax" in problems[1]
+    (problems,) = pool.run(f"{TASKS}:refused", SINGLE, training=True)
+    assert problems == ["the model is in training mode: call model.eval()"]
     for problems in pool.run(f"{TASKS}:refused", Layout(tp=2)):
         assert problems == ["the model is cut by TP 2: load it whole into one process"]

@@ -255,14 +255,23 @@ def test_analyze_and_trace_a_run(pipeline_run, pool, tmp_path):
     shutil.copytree(pipeline_run, run)
     folder = run / "checkpoints"
     shutil.copytree(folder / "iter_0000012", folder / "iter_0000006")
-    data = ["--data", str(ROOT / "megasink"), "--seq-length", "64", "--max-samples", "8"]
+    data = [
+        "--data",
+        str(ROOT / "megasink" / "diagnostics"),
+        "--seq-length",
+        "64",
+        "--max-samples",
+        "8",
+    ]
+    lengths = ["--lengths", "32", "64", "--max-samples", "8", "--device", "cpu"]
     commands = [
         ["trace", str(run), *data, "--output", str(tmp_path / "trace"), "--device", "cpu"],
         ["analyze", str(run), *data, "--output", str(tmp_path / "out"), "--dtype", "float32"],
         ["analyze", str(tmp_path), *data, "--output", str(tmp_path / "out")],
+        ["sweep", str(run), *data[:2], *lengths, "--output", str(tmp_path / "sweep")],
     ]
     (answers,) = pool.run(f"{GENERATE}:megasink", SINGLE, commands=commands)
-    assert [code for code, _, _ in answers] == [0, 2, 2], answers
+    assert [code for code, _, _ in answers] == [0, 2, 2, 0], answers
     assert "--dtype is for transformers" in answers[1][2]
     assert "no folder of transformers" in answers[2][2]
     header, *rows = (tmp_path / "trace" / "trace.csv").read_text().splitlines()
@@ -273,6 +282,12 @@ def test_analyze_and_trace_a_run(pipeline_run, pool, tmp_path):
     assert (tmp_path / "trace" / "trace.png").is_file()
     found = json.loads((tmp_path / "trace" / "iter_0000012" / "results.json").read_text())
     assert found["model"]["kind"] == "sink attention, step 12"
+    # The texts begin alike in both, and are all long enough.
+    swept = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["rows"]
+    assert [row["tokens"] for row in swept] == [32, 64]
+    for key in ("nats_per_token", "first_token_attention", "imbalance"):
+        assert swept[1][key] == pytest.approx(found[key], rel=1e-5)
+        assert swept[0][key] != pytest.approx(found[key], rel=1e-4)
     (hand,) = pool.run(
         "tests.probe.megatron_tasks:by_hand", SINGLE, run=str(run), data=data[1], length=64, count=8
     )

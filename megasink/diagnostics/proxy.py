@@ -1,0 +1,76 @@
+"""Statistics of attention whose weights are no softmax, by proxy weights (P2.37), streamed.
+
+A_ij = |w_ij| / (sum_j |w_ij| + 1e-8), whatever the output of the layer is divided by: the sink
+metrics of P2 for the similarities of P2.30 to P2.36. A row whose weights are all 0 (a ReLU that is
+dead) attends to nothing.
+
+Shapes: B batch, H query heads, G key/value groups, T tokens, D head dim; tiles as in `tiles`.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megasink.diagnostics.tiles import HIDDEN, tiles
+from megasink.diagnostics.weights import WeightStatistics, column_sums, first_and_others
+
+EPSILON = 1e-8
+"""Which the code of P2 adds to a sum that may be 0."""
+
+# |w| in place of z, and the score of a hidden key, for which it is 0.
+_WEIGHTS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
+    "sigmoid": (torch.sigmoid_, HIDDEN),
+    "elu-plus-one": (lambda z: z.clamp(max=0.0).exp_().add_(z.relu_()), HIDDEN),
+    "elu-kernel": (torch.abs_, 0.0),
+    "identity": (torch.abs_, 0.0),
+    "mlp": (torch.abs_, 0.0),
+}
+SIMILARITIES = tuple(_WEIGHTS)
+
+
+@torch.no_grad()
+def proxy_statistics(
+    query_BHTD: Tensor,
+    key_BGTD: Tensor,
+    *,
+    similarity: str,
+    scale: float,
+    window: int | None = None,
+) -> WeightStatistics:
+    """Statistics of the proxy weights of causal attention, without an S x S matrix.
+
+    Args:
+        query_BHTD, key_BGTD: any float dtype; computed in float32, or float64 for float64. Where
+            the similarity has a feature map ("elu-kernel", "mlp"), phi(q) and phi(k).
+        similarity: a name of `SIMILARITIES`.
+        scale: factor of the scores.
+        window: tokens visible to a token, itself included; None for all.
+
+    Returns:
+        see `WeightStatistics`: no slot; the gate is 1 - A_i0, by sums; a row's entropy is
+        -sum_j A_ij ln A_ij. Work O(T^2 D), memory O(T) and two tiles.
+
+    Raises:
+        ValueError: an unknown similarity, or shapes that do not fit together.
+    """
+    if similarity not in _WEIGHTS:
+        raise ValueError(f"unknown similarity {similarity!r}: one of {', '.join(SIMILARITIES)}")
+    weights_of, hidden = _WEIGHTS[similarity]
+    found = WeightStatistics.room_for(query_BHTD, key_BGTD)
+    first, _, gate, entropy, square, column_sum = found
+    for n, rows, columns, score_NRCK in tiles(
+        query_BHTD, key_BGTD, scale=scale, window=window, hidden=hidden
+    ):
+        weight_NRCK = weights_of(score_NRCK)
+        first_NRC, others_NRC = first_and_others(weight_NRCK, columns)
+        real_NRC = first_NRC + others_NRC
+        total_NRC = real_NRC + EPSILON
+        first[n, :, rows] = first_NRC / total_NRC
+        gate[n, :, rows] = (others_NRC + EPSILON) / total_NRC
+        column_sum[n, :, columns] += column_sums(weight_NRCK, total_NRC)
+        logs_NRC = torch.special.xlogy(weight_NRCK, weight_NRCK).sum(-1)
+        entropy[n, :, rows] = (total_NRC.log() * real_NRC - logs_NRC) / total_NRC
+        square[n, :, rows] = weight_NRCK.square_().sum(-1) / total_NRC.square()
+    entropy.clamp_(min=0.0)
+    return found.by_head(query_BHTD.shape[0])

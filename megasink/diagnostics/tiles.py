@@ -1,0 +1,122 @@
+"""The scores of causal attention in tiles of rows: what statistics are read off, nothing S x S.
+
+Shapes: B batch, H query heads, G key/value groups, R heads per group, N = B * G, T tokens, C rows
+of a tile, K columns of a tile, D head dim.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+SIZE = 2**20
+"""Elements of one buffer of a tile; in float32 4 MiB."""
+
+HIDDEN = -1e30  # finite: 0 * (z - max) must be 0, and exp of it is
+
+
+class Tile(NamedTuple):
+    """Scores of some rows.
+
+    Attributes:
+        n: which of the N; rows, columns: of the T x T scores.
+        score_NRCK: in the statistics dtype; free to be written over.
+    """
+
+    n: slice
+    rows: slice
+    columns: slice
+    score_NRCK: Tensor
+
+
+def tiles(
+    query_BHTD: Tensor,
+    key_BGTD: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    prefix: int = 0,
+    distance_bias_HT: Tensor | None = None,
+    softcap: float | None = None,
+    hidden: float = HIDDEN,
+) -> Iterator[Tile]:
+    """The scores that each row sees, tile by tile.
+
+    Args:
+        query_BHTD, key_BGTD: any float dtype; computed in float32, or float64 for float64.
+        scale, window, prefix, distance_bias_HT, softcap: as `weights.weight_statistics`.
+        hidden: stands for the scores that a row does not see.
+
+    Raises:
+        ValueError: shapes that do not fit together, or a prefix with a window.
+    """
+    batch, heads, tokens, head_dim = query_BHTD.shape
+    groups = key_BGTD.shape[1]
+    if key_BGTD.shape != (batch, groups, tokens, head_dim) or heads % groups:
+        raise ValueError(
+            f"queries {list(query_BHTD.shape)} and keys {list(key_BGTD.shape)}: batch, tokens and "
+            "head dim must agree, and heads be a multiple of groups"
+        )
+    if prefix > 1 and window is not None:
+        raise ValueError(f"a prefix of {prefix} does not go with a window of {window}")
+    dtype = torch.promote_types(query_BHTD.dtype, torch.float32)
+    repeats = heads // groups
+    query_NRTD = query_BHTD.reshape(batch * groups, repeats, tokens, head_dim)
+    key_NTD = key_BGTD.reshape(batch * groups, tokens, head_dim)
+    count = max(1, min(tokens, 128, SIZE // (repeats * tokens)))
+    together = max(1, SIZE // (repeats * count * tokens))
+    for start in range(0, batch * groups, together):
+        n = slice(start, min(start + together, batch * groups))
+        keys = key_NTD[n].to(dtype)
+        for top in range(0, tokens, count):
+            rows = slice(top, min(top + count, tokens))
+            left = 0 if window is None else max(0, top - window + 1)
+            columns = slice(left, max(rows.stop, min(prefix, tokens)))
+            score_NRCK = _scores(query_NRTD[n, :, rows], keys[:, columns], scale, softcap)
+            if distance_bias_HT is not None:
+                score_NRCK += _bias(distance_bias_HT, groups, n, rows, columns, dtype)
+            _hide(score_NRCK, rows, columns, window, prefix, hidden)
+            yield Tile(n, rows, columns, score_NRCK)
+
+
+def _scores(query_NRCD: Tensor, key_NKD: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """z of one tile."""
+    count, repeats, rows, head_dim = query_NRCD.shape
+    query = (query_NRCD.to(key_NKD.dtype) * scale).reshape(count, repeats * rows, head_dim)
+    score = torch.bmm(query, key_NKD.transpose(1, 2)).view(count, repeats, rows, -1)
+    return score if softcap is None else score.div_(softcap).tanh_().mul_(softcap)
+
+
+def _hide(
+    score_NRCK: Tensor, rows: slice, columns: slice, window: int | None, prefix: int, hidden: float
+) -> None:
+    """Write what a row does not see. Only the columns from its tile's first row on can lie in its
+    future."""
+    device, left = score_NRCK.device, columns.start
+    row_C1 = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    first = max(rows.start, left)
+    future_K = torch.arange(first, columns.stop, device=device)
+    hidden_CK = (future_K > row_C1) & (future_K >= prefix)
+    score_NRCK[..., first - left :].masked_fill_(hidden_CK, hidden)
+    if window is not None and left <= rows.stop - 1 - window:
+        past_K = torch.arange(left, min(rows.stop - window, columns.stop), device=device)
+        score_NRCK[..., : len(past_K)].masked_fill_(past_K <= row_C1 - window, hidden)
+
+
+def _bias(
+    distance_bias_HT: Tensor,
+    groups: int,
+    n: slice,
+    rows: slice,
+    columns: slice,
+    dtype: torch.dtype,
+) -> Tensor:
+    """[N, R, C, K]: the bias of each distance; future keys, hidden later, get that of 0."""
+    device = distance_bias_HT.device
+    row_C1 = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    column_K = torch.arange(columns.start, columns.stop, device=device)
+    distance_CK = (row_C1 - column_K).clamp_(min=0)
+    bias_GRT = distance_bias_HT.unflatten(0, (groups, -1)).to(dtype)
+    group_N = torch.arange(n.start, n.stop, device=device) % groups
+    return bias_GRT[:, :, distance_CK][group_N]

@@ -1,0 +1,246 @@
+"""Where the first token stands apart: MLP activations of block 0 and normed states (P4.6, P4.9).
+
+A pass of its own over the first tokens of a few samples: attention is causal, so that what stands
+at these positions is what the whole sequence has there. At most `SAMPLES` * `POSITIONS` rows are
+kept, whatever the data.
+
+What `project` returns is written as geometry.npz, for figures to read; N points, the same in every
+array, S states:
+
+    mlp0_tsne_N2        t-SNE of act(gate) * up of block 0, what its down projection reads
+    mlp0_up_tsne_N2     t-SNE of its up projection alone, before any activation or gate
+    normed_pca_SN2      principal components of the states after the norm that a half block reads
+                        them through, its gain included, by state
+    normed_state_S      the states of normed_pca_SN2: 0 the embedding, 0.5 after attention, ...
+    normed_pca_N2       that of the last of them: before the MLP of block 1, where there is one
+    position_N          token position of each point
+    sample_N            index of its sample
+    first_state_SE      mean state of the first token over these samples (P4.5), of the states
+    first_state_S       as normed_state_S counts them
+
+An array is absent where the model has no such tensor; "geometry" in results.json says why.
+
+Shapes: B rows, T tokens, F intermediate size of the MLP, E hidden size, X one of the two.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megasink.diagnostics.geometry import neighbour_embedding, principal_components
+from megasink.probe.inputs import Sample
+
+SAMPLES, POSITIONS = 16, 8
+BLOCKS = 2
+"""The blocks whose normed states are kept: the circuit takes two."""
+
+PRODUCT, UP = "mlp0", "mlp0_up"
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A tensor of the forward pass.
+
+    Attributes:
+        name: `PRODUCT`, `UP`, or the half of the state whose norm it is, such as "3".
+        module: whose call makes it or takes it.
+        read: of the module's first input and its output, as [B, T, X].
+    """
+
+    name: str
+    module: torch.nn.Module
+    read: Callable[[Tensor, Any], Tensor]
+
+
+@dataclass
+class Sites:
+    """Where a model has the tensors.
+
+    Attributes:
+        found: what there is.
+        missing: name -> why there is none.
+        context: tokens that the first positions may depend on, such as a prefix that is seen both
+            ways; 0 where attention is causal throughout.
+    """
+
+    found: list[Site] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    context: int = 0
+
+
+class Subject(Protocol):
+    """A probe that knows its model's sites."""
+
+    def sites(self) -> Sites:
+        """Where they are."""
+
+    def forward(self, input_ids_BT: Tensor, *, logits: bool = True) -> Any:
+        """Run the model."""
+
+
+class _FirstStates:
+    """An observer that asks for the states alone, and sums those of the first token."""
+
+    def __init__(self) -> None:
+        self.needs = {"state_TE"}
+        self.sums: dict[int, Tensor] = {}
+
+    def layer(self, sample: int, layer: int, statistics: dict[str, Tensor]) -> None: ...
+
+    def state(self, sample: int, half: int, state_TE: Tensor) -> None:
+        first_E = state_TE[0].to("cpu", torch.float64)
+        self.sums[half] = self.sums[half] + first_E if half in self.sums else first_E
+
+
+@dataclass
+class Rows:
+    """What was read.
+
+    Attributes:
+        by_site: name -> float32 [N, X].
+        position_N, sample_N: of each row.
+        missing: name -> why there is none.
+        first_state_SE, first_state_S: see above.
+    """
+
+    by_site: dict[str, NDArray[np.float32]]
+    position_N: NDArray[np.int64]
+    sample_N: NDArray[np.int64]
+    missing: dict[str, str]
+    first_state_SE: Floats | None = None
+    first_state_S: Floats | None = None
+
+
+@torch.no_grad()
+def read_rows(
+    open_probe: Callable[[Any], AbstractContextManager[Any]],
+    samples: Sequence[Sample],
+    *,
+    device: torch.device | str = "cpu",
+) -> Rows:
+    """Run the first tokens of some of the samples, spread evenly over all, one by one.
+
+    Args:
+        open_probe: makes the probe that reports to an observer.
+    """
+    kept: dict[str, list[Tensor]] = {}
+    states = _FirstStates()
+    with open_probe(states) as probe:
+        sites: Sites = probe.sites()
+        length = max(POSITIONS, sites.context)
+        positions = min(POSITIONS, max(len(sample.tokens) for sample in samples))
+        long = [i for i, sample in enumerate(samples) if len(sample.tokens) >= positions]
+        chosen = [long[i * len(long) // SAMPLES] for i in range(SAMPLES)]
+        chosen = list(dict.fromkeys(chosen))
+        hooks = [_hook(site, kept) for site in sites.found]
+        try:
+            for index in chosen:
+                ids_BT = torch.tensor([samples[index].tokens[:length]], device=device)
+                probe.forward(ids_BT, logits=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    return Rows(
+        {
+            name: torch.cat([t[0, :positions] for t in tensors]).numpy()
+            for name, tensors in kept.items()
+        },
+        np.tile(np.arange(positions), len(chosen)),
+        np.repeat(np.asarray(chosen), positions),
+        sites.missing,
+        np.stack([states.sums[half].numpy() / len(chosen) for half in sorted(states.sums)]),
+        np.asarray(sorted(states.sums)) / 2,
+    )
+
+
+def _hook(site: Site, kept: dict[str, list[Tensor]]) -> Any:
+    def hook(_: Any, args: Any, kwargs: Any, output: Any) -> None:
+        first = args[0] if args else kwargs["hidden_states"]
+        kept.setdefault(site.name, []).append(site.read(first, output).float().cpu())
+
+    return site.module.register_forward_hook(hook, with_kwargs=True)
+
+
+def fused_norm(linear: Any, state: Tensor) -> Tensor:
+    """The norm inside a LayerNormLinear, in float32.
+
+    Args:
+        linear: with `layer_norm_weight`, `layer_norm_bias` or None, `eps`, `normalization`
+            ("RMSNorm" or "LayerNorm") and `zero_centered_gamma`.
+        state: [..., E].
+    """
+    state, weight = state.float(), linear.layer_norm_weight.float()
+    if linear.zero_centered_gamma:
+        weight = 1 + weight
+    if linear.normalization == "RMSNorm":
+        return torch.nn.functional.rms_norm(state, weight.shape, weight, linear.eps)
+    bias = None if linear.layer_norm_bias is None else linear.layer_norm_bias.float()
+    return torch.nn.functional.layer_norm(state, weight.shape, weight, bias, linear.eps)
+
+
+class Geometry(NamedTuple):
+    """What `project` returns.
+
+    Attributes:
+        arrays: of geometry.npz.
+        found: what results.json says about them.
+    """
+
+    arrays: dict[str, NDArray[Any]]
+    found: dict[str, Any]
+
+
+def project(rows: Rows, *, seed: int) -> Geometry:
+    """Put the rows into a plane.
+
+    Args:
+        seed: of t-SNE.
+    """
+    arrays: dict[str, NDArray[Any]] = {"position_N": rows.position_N, "sample_N": rows.sample_N}
+    if rows.first_state_SE is not None and rows.first_state_S is not None:
+        arrays["first_state_SE"] = rows.first_state_SE
+        arrays["first_state_S"] = rows.first_state_S
+    found: dict[str, Any] = {
+        "samples": len(np.unique(rows.sample_N)),
+        "positions": int(rows.position_N.max()) + 1,
+        "missing": dict(rows.missing),
+    }
+    for name in (PRODUCT, UP):
+        if name not in rows.by_site:
+            continue
+        try:
+            embedded = neighbour_embedding(rows.by_site[name].astype(np.float64), seed)
+        except ValueError as error:
+            found["missing"][name] = str(error)
+            continue
+        arrays[f"{name}_tsne_N2"] = embedded.points
+        found[name] = {
+            "width": rows.by_site[name].shape[1],
+            "perplexity": embedded.perplexity,
+            "seed": seed,
+            "kl_divergence": embedded.divergence,
+        }
+    halves, points, explained = [], [], []
+    for half in sorted(int(name) for name in rows.by_site if name.isdigit()):
+        try:
+            made = principal_components(rows.by_site[str(half)].astype(np.float64))
+        except ValueError as error:
+            found["missing"][f"normed state {half / 2:g}"] = str(error)
+            continue
+        halves.append(half / 2)
+        points.append(made.points)
+        explained.append(made.explained)
+    if halves:
+        arrays["normed_pca_SN2"] = np.stack(points)
+        arrays["normed_pca_N2"] = points[-1]
+        arrays["normed_state_S"] = np.asarray(halves)
+        found["normed"] = {"states": halves, "explained": np.stack(explained)}
+    return Geometry(arrays, found)

@@ -1,0 +1,299 @@
+"""`megasink sweep`: one model on the same texts at several lengths, with and without BOS, and with
+its first token repeated (P2.3, P3.24, P4.3, P4.4).
+
+Shapes: R rows of the sweep, N samples, L layers, H heads.
+"""
+
+import argparse
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+import megasink
+from megasink.data.corpus import Corpus
+from megasink.diagnostics.head_scores import layer_normalised
+from megasink.diagnostics.importance import head_imbalance, head_importance
+from megasink.diagnostics.sinks import first_token_attention, sink_rate
+from megasink.diagnostics.thresholds import inactive, share_by_layer, threshold
+from megasink.diagnostics.tokens import repeated_first_token
+from megasink.errors import ConfigError, UserError
+from megasink.probe.identity import identity
+from megasink.probe.inputs import BOS, Sample, data_hash, dataset_names, encode
+from megasink.probe.options import check, model_parser
+from megasink.probe.parts import Captured
+from megasink.probe.ranks import Ranks
+from megasink.probe.recorder import Recorder
+from megasink.probe.run import Probe, run
+from megasink.probe.shards import PartialFolder
+from megasink.probe.summary import EPSILONS, LAYER_SHARE, circuit_of, clean, loss_of
+from megasink.report.sweep import write_sweep
+
+COLUMNS = 8
+METRICS = ("alpha", "awft", "ahon", "importance", "massive_ratio")
+SCORES = ("awft", "ahon_ln")
+"""Whose inactive heads are counted: those of P3.24."""
+
+
+class Setting(NamedTuple):
+    """One row of a sweep.
+
+    Attributes:
+        length: tokens of the text; BOS and copies come on top.
+        bos: "add" or "none".
+        copies: how often BOS stands there, or without BOS the first token of the text.
+    """
+
+    length: int
+    bos: str
+    copies: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.length}-{self.bos}-x{self.copies}"
+
+
+def sweep_parser(description: str | None) -> argparse.ArgumentParser:
+    """The options of `megasink sweep`."""
+    parser = model_parser("megasink sweep", description)
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[64],
+        metavar="T",
+        help="tokens of the texts; shorter texts are left out at every length (default: 64)",
+    )
+    parser.add_argument(
+        "--bos",
+        choices=BOS,
+        nargs="+",
+        default=["auto"],
+        help="auto does as the tokenizer does (default: auto)",
+    )
+    parser.add_argument(
+        "--first-token-copies",
+        type=int,
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="of BOS, or without BOS of the first token of the text (default: 1)",
+    )
+    # What an analysis has options for, and a sweep sets itself.
+    parser.set_defaults(inputs=["natural"], seq_length=2, positions=1, columns=COLUMNS, loss=True)
+    return parser
+
+
+def check_sweep(args: argparse.Namespace, *, is_run: bool) -> None:
+    """Everything that shows before a model is loaded, in one message.
+
+    Raises:
+        ConfigError: with all of it.
+    """
+    problems = []
+    try:
+        check(args, is_run=is_run)
+    except ConfigError as error:
+        problems += [p for p in error.problems if not p.startswith("no --data")]
+    if not args.data:
+        problems.append("no --data: name text files or folders")
+    for flag, values, least in (
+        ("--lengths", args.lengths, 2),
+        ("--first-token-copies", args.first_token_copies, 1),
+    ):
+        problems += [f"{flag} {value}: at least {least}" for value in values if value < least]
+        if len(set(values)) < len(values):
+            problems.append(f"{flag} {' '.join(map(str, values))}: a value stands there twice")
+    if problems:
+        raise ConfigError(problems)
+
+
+def sweep(
+    args: argparse.Namespace,
+    open_probe: Callable[[Recorder], AbstractContextManager[Probe]],
+    *,
+    module: torch.nn.Module,
+    ranks: Ranks,
+    heads: list[int],
+    tokenizer: Any,
+    vocabulary: int,
+    positions: int | None,
+    model: dict[str, Any],
+    first: tuple[int, ...] = (),
+) -> dict[str, Any] | None:
+    """Run every combination, and write what was found. Arguments are those of `analyze`.
+
+    The loss is on the same tokens whatever stands before them: all of the text but its first.
+
+    Returns:
+        sweep.json; None on every process but the first, which writes.
+
+    Raises:
+        UserError: texts that are too short, sequences longer than the positions, or no BOS.
+    """
+    settings = settings_of(args, tokenizer)
+    longest = max(s.length + s.copies - (s.bos == "none") for s in settings) + len(first)
+    if positions is not None and longest > positions:
+        raise UserError(
+            f"--lengths {max(args.lengths)} makes sequences of {longest} tokens with what stands "
+            f"before the text, and {args.model} has {positions} positions: use less"
+        )
+    contents = contents_of(args, tokenizer)
+    found: list[tuple[Setting, Captured]] = []
+    partials = []
+    device = next(module.parameters()).device
+    for setting in settings:
+        samples = samples_of(setting, contents, first, tokenizer.bos_token_id)
+        recorder = Recorder(heads, METRICS, positions=1, columns=COLUMNS)
+        ranks.enter(f"{args.output}/{setting.label}")
+        facts = identity(args, module, samples, model, recorder.metrics)
+        partial = PartialFolder(args.output / "partial" / setting.label, facts)
+        with open_probe(recorder) as probe:
+            captured = run(
+                probe,
+                recorder,
+                samples,
+                batch_size=args.batch_size,
+                device=device,
+                partial=partial,
+                ranks=ranks,
+            )
+        partials.append(partial)
+        if captured is not None:
+            found.append((setting, captured))
+    if ranks.rank:
+        return None
+    about = {
+        "format": 1,
+        "megasink": megasink.__version__,
+        "model": {**model, "layers": len(heads), "heads": heads},
+        "run": {
+            "data": [str(source) for source in args.data],
+            "max_samples": args.max_samples,
+            "data_sha256": data_hash(contents),
+        },
+        **summarise_sweep(found),
+    }
+    told: dict[str, Any] = clean(about)
+    arrays = {
+        f"{name}/{setting.label}": scores
+        for setting, captured in found
+        for name, scores in scores_of(captured).items()
+    }
+    write_sweep(told, arrays, args.output)
+    for partial in partials:
+        partial.remove()
+    (args.output / "partial").rmdir()
+    return told
+
+
+def settings_of(args: argparse.Namespace, tokenizer: Any) -> list[Setting]:
+    """Every combination once, "auto" as what the tokenizer does.
+
+    Raises:
+        UserError: BOS asked for, of a tokenizer that has none.
+    """
+    special = tokenizer.bos_token_id
+    kinds = []
+    for bos in args.bos:
+        if bos == "add" and special is None:
+            raise UserError(
+                f"--bos add: the tokenizer {tokenizer.name_or_path} has no BOS token; use auto"
+            )
+        if bos == "auto":
+            begins = special is not None and encode(tokenizer, "a", "auto")[:1] == [special]
+            bos = "add" if begins else "none"
+        kinds.append(bos)
+    combinations = itertools.product(args.lengths, dict.fromkeys(kinds), args.first_token_copies)
+    return [Setting(*combination) for combination in combinations]
+
+
+def contents_of(args: argparse.Namespace, tokenizer: Any) -> list[Sample]:
+    """The tokens of texts that are long enough for every length, cut to the longest, without BOS.
+
+    Raises:
+        UserError: an input without one.
+    """
+    longest = max(args.lengths)
+    found = []
+    for name, source in zip(dataset_names(args.data), args.data, strict=True):
+        count = most = 0
+        for document in Corpus([source], json_key=args.json_key):
+            tokens = encode(tokenizer, document.text, "none")
+            most = max(most, len(tokens))
+            if len(tokens) < longest:
+                continue
+            found.append(Sample(tuple(tokens[:longest]), name, document.source))
+            count += 1
+            if count == args.max_samples:
+                break
+        if not count:
+            raise UserError(
+                f"{source} has no text of {longest} tokens, the longest has {most}: use "
+                f"--lengths of at most {most}, or longer texts"
+            )
+    return found
+
+
+def samples_of(
+    setting: Setting, contents: Sequence[Sample], first: tuple[int, ...], bos: int
+) -> list[Sample]:
+    """What one row of the sweep runs."""
+    made = []
+    for sample in contents:
+        text = sample.tokens[: setting.length]
+        begin = bos if setting.bos == "add" else None
+        tokens = (*first, *repeated_first_token(text, setting.copies, begin))
+        made.append(replace(sample, tokens=tokens, scored=setting.length - 1))
+    return made
+
+
+def scores_of(captured: Captured) -> dict[str, Any]:
+    """P3.24's scores, [N, L, H] each."""
+    ahon = captured.of("ahon")
+    return {"awft": captured.values["awft"], "ahon_ln": layer_normalised(ahon).numpy()}
+
+
+def summarise_sweep(found: Sequence[tuple[Setting, Captured]]) -> dict[str, Any]:
+    """The rows, and the thresholds that all of them share: those of 15 % at the longest texts.
+
+    They are set by the first row among the longest.
+    """
+    reference = max(found, key=lambda entry: entry[0].length)
+    thresholds = {
+        name: threshold(name, scores, LAYER_SHARE)
+        for name, scores in scores_of(reference[1]).items()
+    }
+    rows = [_row(setting, captured, thresholds) for setting, captured in found]
+    return {"thresholds": {"set_by": reference[0].label, **thresholds}, "rows": rows}
+
+
+def _row(setting: Setting, captured: Captured, thresholds: dict[str, float]) -> dict[str, Any]:
+    alpha_NLHK, awft_NLH = captured.of("alpha"), captured.of("awft")
+    tokens_N = torch.tensor([sample["tokens"] for sample in captured.samples])
+    scores = scores_of(captured)
+    masks = {name: inactive(name, scores[name], tau) for name, tau in thresholds.items()}
+    by_layer = {name: share_by_layer(mask, scores[name]) for name, mask in masks.items()}
+    ratio_S = captured.of("massive_ratio").nanmean(0)
+    return {
+        **setting._asdict(),
+        "samples": len(captured.samples),
+        "tokens": int(tokens_N[0]),
+        "sink_rate": {
+            f"{e:g}": [sink_rate(alpha_NLHK[..., k], e) for k in range(COLUMNS)] for e in EPSILONS
+        },
+        "first_token_attention": first_token_attention(awft_NLH).nanmean(),
+        "first_token_attention_by_layer": first_token_attention(awft_NLH),
+        "imbalance": head_imbalance(head_importance(captured.of("importance"), tokens_N)),
+        "inactive": {name: np.nanmean(share) for name, share in by_layer.items()},
+        "inactive_by_layer": by_layer,
+        "inactive_by_head": {name: mask.mean(0) for name, mask in masks.items()},
+        "largest_massive_ratio": np.nanmax(ratio_S[2::2].numpy()),
+        "massive_ratio": ratio_S,
+        **circuit_of(captured),
+        **loss_of(captured.samples),
+    }
