@@ -120,12 +120,12 @@ def import_model(
         checkpoint = checkpoint_path(folder / "checkpoints", 0)
         checkpoint.mkdir(parents=True)
         begin = time.perf_counter()
-        writer = TorchDistWriter(checkpoint)
-        for step in todo:
-            _write(writer, weights, step, source.model, change)
-        for key, index, sizes, tensor in _added(model, source.model, change):
-            writer.write(key, tensor, index, sizes)
-        writer.finish({"checkpoint_version": 3.0, "iteration": 0})
+        with TorchDistWriter(checkpoint) as writer:
+            for step in todo:
+                _write(writer, weights, step, source.model, change)
+            for key, index, sizes, tensor in _added(model, source.model, change):
+                writer.write(key, tensor, index, sizes)
+            writer.finish({"checkpoint_version": 3.0, "iteration": 0})
         seconds = time.perf_counter() - begin
         say(
             f"weights: {writer.total_bytes / 1e6:,.1f} MB, "

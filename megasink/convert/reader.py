@@ -4,17 +4,16 @@ Nothing of the model is built and no process group is needed: the index of the c
 bytes of which file hold which part of a tensor.
 """
 
-import itertools
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from megasink.checkpoint.intact import damage
 from megasink.checkpoint.torch_metadata import read_metadata
+from megasink.convert.stored_tensor import find_tensor
 from megasink.convert.table import LAYERS, NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SPEC
 from megasink.errors import UserError
 
@@ -117,44 +116,41 @@ class MegatronCheckpoint:
         wanted = self.meta(key, index)
         skipped = len(index)
         needed = [part for part in self._parts[key] if _holds(part, index)]
-        whole = None
+        whole = torch.empty(wanted.shape, dtype=wanted.dtype)
+        covered = 0
         for offsets, sizes, where in needed:
-            tensor = self._load(where, key).reshape(sizes)
-            for axis, at in enumerate(index):
-                tensor = tensor.narrow(axis, at - offsets[axis], 1)
-            tensor = tensor.reshape(sizes[skipped:])
-            if tuple(tensor.shape) == tuple(wanted.shape):
-                return tensor
-            if whole is None:
-                whole = torch.empty(wanted.shape, dtype=wanted.dtype)
             target = whole
             for axis, (offset, size) in enumerate(
                 zip(offsets[skipped:], sizes[skipped:], strict=True)
             ):
                 target = target.narrow(axis, offset, size)
-            target.copy_(tensor)
-        covered = sum(_volume(sizes[skipped:]) for _, sizes, _ in needed)
-        if whole is None or covered != whole.numel():
-            raise UserError(f"{self.folder}: {key} is not whole: {covered} of {wanted.numel()}")
+            at = tuple(i - offset for i, offset in zip(index, offsets, strict=False))
+            self._read_part(where, key, sizes, at, target)
+            covered += target.numel()
+        if covered != whole.numel():
+            raise UserError(f"{self.folder}: {key} is not whole: {covered} of {whole.numel()}")
         return whole
 
-    def _load(self, where: Any, key: str) -> Tensor:
+    def _read_part(
+        self, where: Any, key: str, sizes: tuple[int, ...], at: tuple[int, ...], target: Tensor
+    ) -> None:
+        """Fill `target` with a stored part of `sizes`, or with what is `at` leading indices of it.
+
+        Raises:
+            UserError: the bytes are not there or broken.
+        """
         path = self.folder / where.relative_path
         try:
-            with path.open("rb") as file:
-                view: Any = _create_file_view(file, where.offset, where.length)
-                tensor = torch.load(view, map_location="cpu", weights_only=True)
+            with path.open("rb", buffering=0) as file:
+                stored = find_tensor(file, where.offset, where.length)
+                if tuple(stored.shape) != sizes or stored.dtype != target.dtype:
+                    raise ValueError(f"it is {stored.dtype} {list(stored.shape)}")
+                stored.read_into(file, at, target)
         except Exception as error:  # broken bytes raise anything
             raise UserError(f"{path} cannot be read ({key}): {error}") from error
-        if not isinstance(tensor, Tensor):
-            raise UserError(f"{path}: {key} is no tensor but {type(tensor).__name__}")
-        return tensor.detach()
 
 
 def _holds(part: tuple[tuple[int, ...], tuple[int, ...], Any], index: tuple[int, ...]) -> bool:
     offsets, sizes, _ = part
     return all(o <= at < o + s for at, o, s in zip(index, offsets, sizes, strict=False))
 
-
-def _volume(sizes: tuple[int, ...]) -> int:
-    return next(reversed(list(itertools.accumulate(sizes, lambda a, b: a * b, initial=1))))

@@ -94,11 +94,11 @@ def export(
     entries = _plan(checkpoint, todo)
     with whole_folder(output) as folder:
         begin = time.perf_counter()
-        writer = SafetensorsWriter(folder, entries, shard_bytes)
-        for step in todo:
-            for name, tensor in zip(step.hf, _converted(checkpoint, step), strict=True):
-                writer.write(name, tensor)
-        files = writer.finish()
+        with SafetensorsWriter(folder, entries, shard_bytes) as writer:
+            for step in todo:
+                for name, tensor in zip(step.hf, _converted(checkpoint, step), strict=True):
+                    writer.write(name, tensor)
+            files = writer.finish()
         seconds = time.perf_counter() - begin
         say(
             f"weights: {len(entries)} tensors, {writer.total_bytes / 1e6:,.1f} MB in "
@@ -147,15 +147,14 @@ def refuse_nan(name: str, tensor: Tensor) -> None:
     Raises:
         UserError: naming the first place.
     """
-    # A sum is cheap and finite unless a value is not, or it overflows.
-    if torch.isfinite(tensor.sum(dtype=torch.float32)):
+    # One quick pass: a NaN makes both NaN, an infinity is one of them.
+    if not tensor.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
         return
     bad = (~torch.isfinite(tensor)).nonzero()
-    if len(bad):
-        raise UserError(
-            f"{name} holds NaN or infinity ({len(bad)} of {tensor.numel()} values, the first at "
-            f"{bad[0].tolist()}): export a checkpoint from before it diverged"
-        )
+    raise UserError(
+        f"{name} holds NaN or infinity ({len(bad)} of {tensor.numel()} values, the first at "
+        f"{bad[0].tolist()}): export a checkpoint from before it diverged"
+    )
 
 
 def _write_beside(source: Source, target: Target, folder: Path) -> None:
