@@ -3,11 +3,14 @@
 What waits to be written is bounded, so that memory stays that of the largest tensors.
 """
 
+import contextlib
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import BinaryIO
+
+import torch
 
 # What may wait to be written, and after how much the disk is made to begin.
 _WAITING_BYTES = 128 * 2**20
@@ -75,3 +78,14 @@ def sync(file: BinaryIO) -> None:
     """Let the bytes of a file reach the disk."""
     file.flush()
     os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute in the calling thread alone: others would spin where the writer runs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -20,6 +20,7 @@ import megasink
 from megasink.checkpoint.identity import SHAPE, plain
 from megasink.checkpoint.intact import TRACKER, checkpoint_path
 from megasink.convert.architecture import Architecture, Attention
+from megasink.convert.background import one_thread
 from megasink.convert.flags import model_flags
 from megasink.convert.gating import FLOAT32, Change, added, changed, gated_model
 from megasink.convert.hf_config import architecture_from, read_config
@@ -120,7 +121,7 @@ def import_model(
         checkpoint = checkpoint_path(folder / "checkpoints", 0)
         checkpoint.mkdir(parents=True)
         begin = time.perf_counter()
-        with TorchDistWriter(checkpoint) as writer:
+        with one_thread(), TorchDistWriter(checkpoint) as writer:
             for step in todo:
                 _write(writer, weights, step, source.model, change)
             for key, index, sizes, tensor in _added(model, source.model, change):

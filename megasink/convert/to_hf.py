@@ -14,6 +14,7 @@ from megasink.checkpoint.find import Checkpoint, find_checkpoint
 from megasink.checkpoint.saved_arguments import read_arguments
 from megasink.checkpoint.tokenizer import tokenizer_of
 from megasink.convert.architecture import Architecture, architecture_of
+from megasink.convert.background import one_thread
 from megasink.convert.card import model_card
 from megasink.convert.hf_config import config_of
 from megasink.convert.output import whole_folder
@@ -94,7 +95,7 @@ def export(
     entries = _plan(checkpoint, todo)
     with whole_folder(output) as folder:
         begin = time.perf_counter()
-        with SafetensorsWriter(folder, entries, shard_bytes) as writer:
+        with one_thread(), SafetensorsWriter(folder, entries, shard_bytes) as writer:
             for step in todo:
                 for name, tensor in zip(step.hf, _converted(checkpoint, step), strict=True):
                     writer.write(name, tensor)
