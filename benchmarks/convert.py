@@ -154,7 +154,9 @@ class Memory:
         """In bytes."""
         lines = Path("/proc/self/status").read_text().splitlines()
         pairs = (line.split(":", 1) for line in lines)
-        return {k: int(v.split()[0]) * 1024 for k, v in pairs if k.startswith(("VmHWM", "VmRSS", "Rss"))}
+        return {
+            k: int(v.split()[0]) * 1024 for k, v in pairs if k.startswith(("VmHWM", "VmRSS", "Rss"))
+        }
 
 
 def child(what: str, source: Path, output: Path) -> None:

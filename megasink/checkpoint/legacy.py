@@ -166,7 +166,7 @@ class _Unpickler(pickle.Unpickler):
         if module in ("torch._utils", "torch._tensor") and name in _REBUILDING:
             return self._tensor if name == "_rebuild_tensor_v2" else _REBUILDING[name]
         top = module.partition(".")[0]
-        if top == "builtins":
+        if top in ("builtins", "__builtin__"):  # the latter in the pickles of torch.save
             allowed = name in _KNOWN_BUILTINS
         else:
             allowed = top in _KNOWN or top not in sys.stdlib_module_names

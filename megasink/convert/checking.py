@@ -12,6 +12,7 @@ from megasink.convert.hf_config import transformers_has
 from megasink.convert.hf_reader import HuggingFaceWeights
 from megasink.convert.own import changed_files
 from megasink.convert.reader import MegatronCheckpoint
+from megasink.convert.rewritten import loadable
 from megasink.convert.sinks import set_sinks
 from megasink.convert.table import steps
 from megasink.convert.targets import choose
@@ -44,7 +45,8 @@ def check_export(
     parameters = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
     if fits_in_memory(parameters):
         transformers_has(target)
-        verify_logits(source.found, folder, source.model, source.tokenizer, say)
+        with loadable(source.found, source.model, folder) as found:
+            verify_logits(found, folder, source.model, source.tokenizer, say)
         return
     model = source.model
     todo = list(steps(target.table(model), model.layers, model.experts))

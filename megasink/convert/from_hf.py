@@ -211,21 +211,20 @@ def _added(
 ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
     """What the table does not know: new gates and sinks, and the state of the balance loss."""
     for layer in range(model.layers):
-        tensors = added(source, change) | {
-            f"self_attention.core_attention.head_counter.{name}": tensor
-            for name, tensor in _head_counter(model).items()
-        }
+        tensors = added(source, change) | head_counter(model)
         for key, tensor in tensors.items():
             yield LAYERS + key, (layer,), (model.layers,), tensor
 
 
-def _head_counter(model: Architecture) -> dict[str, Tensor]:
-    """As megasink/layers/importance.py has it before the first step."""
-    return {
+def head_counter(model: Architecture) -> dict[str, Tensor]:
+    """Of a layer, as megasink/layers/importance.py has it before the first step."""
+    counter = {
         "coefficients": torch.zeros(model.heads),
         "routed": torch.ones(model.heads, dtype=torch.bool),
         "steps": torch.zeros(1, dtype=torch.int64),
     }
+    at = "self_attention.core_attention.head_counter."
+    return {at + name: tensor for name, tensor in counter.items()}
 
 
 def arguments_of(flags: list[str]) -> tuple[Namespace, dict[str, Any]]:

@@ -24,12 +24,19 @@ from tests.distributed.skewed_gates import skew_gates
 from tests.distributed.tiny_gpt import skew_sinks
 
 
-def save_run(folder: str, name: str, bf16: bool = False, tokenizer: str | None = None) -> None:
+def save_run(
+    folder: str,
+    name: str,
+    bf16: bool = False,
+    tokenizer: str | None = None,
+    legacy: str | None = None,
+) -> None:
     """A run folder with one checkpoint of a model with large, different weights everywhere.
 
     Args:
         name: of `MODELS` or `OTHERS`.
         tokenizer: folder of one.
+        legacy: another run folder, for the same in Megatron's old format.
     """
     _, architecture = (MODELS | OTHERS | OWN)[name]
     flags = [*model_flags(architecture), *(["--bf16"] if bf16 else [])]
@@ -54,6 +61,24 @@ def save_run(folder: str, name: str, bf16: bool = False, tokenizer: str | None =
     groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     state = {"model": model.sharded_state_dict(metadata=groups)}
     dist_checkpointing.save(state, str(checkpoint), ("torch_dist", 1))
+    if legacy is not None:
+        _save_legacy(Path(legacy), Path(folder), args, model)
+
+
+def _save_legacy(folder: Path, other: Path, args: Namespace, model: Any) -> None:
+    """What Megatron's save_checkpoint writes of a model with --ckpt-format torch."""
+    from megatron.training.checkpointing import generate_state_dict, get_checkpoint_name
+
+    if torch.distributed.get_rank() == 0:
+        (folder / "checkpoints").mkdir(parents=True)
+        for name in ("config.json", "checkpoints/latest_checkpointed_iteration.txt"):
+            (folder / name).write_text((other / name).read_text())
+    torch.distributed.barrier()
+    args.ckpt_format, args.no_save_optim = "torch", True
+    state = generate_state_dict(args, [model], None, None, None, iteration=3)
+    path = Path(get_checkpoint_name(str(folder / "checkpoints"), 3))
+    path.parent.mkdir(parents=True)
+    torch.save(state, path)
 
 
 _docstrings: dict[type, dict[str, str]] = {}
@@ -294,3 +319,31 @@ def mean_sink_weights(run: str) -> list[float]:
     with torch.no_grad():
         model(tokens, torch.arange(tokens.shape[1]).expand(len(tokens), -1), None)
     return found
+
+
+def import_released(folder: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Import a random model that transformers made and saved from a config.json; the difference."""
+    import transformers
+
+    from megasink.checkpoint.find import find_checkpoint
+    from megasink.convert import from_hf
+    from megasink.convert.verify import verify_logits
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(5)
+    hf, run = Path(folder) / "hf", Path(folder) / "run"
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**config), dtype=torch.float32
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Biases and norms are zeros and ones.
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(hf)
+    (hf / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
+    source = from_hf.source_of(hf)
+    from_hf.import_model(source, run, say=lambda line: None)
+    found = find_checkpoint(run)
+    difference = verify_logits(found, hf, source.model, None, lambda line: None)
+    return vars(difference) | {"tolerance": difference.tolerance}
