@@ -91,7 +91,7 @@ def _target(config: Mapping[str, Any]) -> Target:
     reasons = {
         "olmo2": "it norms the outputs of attention and FFN and not their inputs, and its qk-norm "
         "spans all heads: Megatron's is of one head",
-        "granite": "its multipliers of embedding, attention, residual and logits have no counterpart",
+        "granite": "its multipliers (embedding, attention, residual, logits) have no counterpart",
         "llama4": "its layers without RoPE and its chunked attention have no counterpart",
     }
     why = f": {reasons[name]}" if name in reasons else ""

@@ -11,6 +11,7 @@ from megasink.checkpoint.find import Checkpoint
 from megasink.checkpoint.legacy import is_legacy
 from megasink.convert.architecture import Architecture
 from megasink.convert.from_hf import head_counter
+from megasink.convert.megatron_weights import leading_axes
 from megasink.convert.reader import MegatronCheckpoint
 from megasink.convert.table import LAYERS, NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SPEC
 from megasink.convert.torch_dist_writer import TorchDistWriter
@@ -37,7 +38,7 @@ def loadable(found: Checkpoint, model: Architecture, beside: Path) -> Iterator[C
 def _rewrite(checkpoint: MegatronCheckpoint, model: Architecture, folder: Path) -> None:
     with TorchDistWriter(folder) as writer:
         for key, shape in checkpoint.shapes.items():
-            leading = key.startswith(LAYERS) + (".experts.experts." in key)
+            leading = leading_axes(key)
             for index in itertools.product(*map(range, shape[:leading])):
                 tensor = checkpoint.read(key, index)
                 names = (key, NORM_OF_LOCAL_SPEC) if key == NORM_BEFORE_EXPERTS else (key,)

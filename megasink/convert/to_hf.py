@@ -17,6 +17,7 @@ from megasink.convert.architecture import Architecture, architecture_of
 from megasink.convert.background import one_thread
 from megasink.convert.card import model_card
 from megasink.convert.hf_config import config_of
+from megasink.convert.megatron_weights import leading_axes, weight_shapes
 from megasink.convert.output import whole_folder
 from megasink.convert.own import FILES
 from megasink.convert.reader import MegatronCheckpoint
@@ -90,7 +91,7 @@ def export(
     say(f"target: {target.architecture} ({target.name}): {why}")
     checkpoint = MegatronCheckpoint(source.found.folder)
     table = target.table(source.model)
-    _account(checkpoint, table)
+    _account(checkpoint, table, source.model)
     todo = list(steps(table, source.model.layers, source.model.experts))
     entries = _plan(checkpoint, todo)
     with whole_folder(output) as folder:
@@ -112,13 +113,18 @@ def export(
     return target
 
 
-def _account(checkpoint: MegatronCheckpoint, table: tuple[Row, ...]) -> None:
-    """Every weight has a row and every row has its weights."""
+def _account(checkpoint: MegatronCheckpoint, table: tuple[Row, ...], model: Architecture) -> None:
+    """Every weight has a row and every row has its weights, of the model's shapes."""
     known = {key for row in table for key in row.megatron}
     missing = sorted(known - checkpoint.shapes.keys())
     extra = sorted(checkpoint.shapes.keys() - known)
     found = [f"{key} is missing" for key in missing]
     found += [f"{key} has no place in the target" for key in extra]
+    for key, shape in weight_shapes(model).items():
+        axes = (model.layers, model.experts)[: leading_axes(key)]
+        stored = checkpoint.shapes.get(key, (*axes, *shape))
+        if stored != (*axes, *shape):
+            found.append(f"{key} is {list(stored)}, not {[*axes, *shape]}")
     if found:
         more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
         raise UserError(
