@@ -16,6 +16,11 @@ TP, PP, TP_PP = Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2)
 EP, TP_SP = Layout(dp=2, ep=2), Layout(tp=2, sp=True)
 
 
+# One model of each target, and others with windows, are also run as they are served.
+SERVED = {target for target, _ in MODELS.values()} | {"qwen3_5", "qwen3-windows", "lfm3-tied-window"}
+SINKS = ("granite_swa", "flint", "granitemoe_swa", "gpt_oss")
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_target(pool, tmp_path, name):
     pool.run(f"{TASKS}:save_run", SINGLE, folder=str(tmp_path / "run"), name=name)
@@ -31,6 +36,18 @@ def test_every_target(pool, tmp_path, name):
     assert report["architecture"]
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["vocab_size"] == 101
+    if name in SERVED:
+        (served,) = pool.run(
+            "tests.convert.serving_tasks:served",
+            SINGLE,
+            folder=str(tmp_path / "hf"),
+            implementations=["eager", "sdpa"],
+        )
+        if report["target"] in SINKS:  # it would drop them
+            assert "does not support" in served.pop("sdpa")
+        for found in served.values():
+            assert found["logits"] <= 1e-4
+            assert found["generated"]
 
 
 @pytest.fixture(scope="module")
