@@ -115,6 +115,11 @@ def import_model(
     say(f"from {source.target.architecture}, {source.model.attention} attention")
     if ignored:
         say(f"not taken: {', '.join(ignored)}")
+    if rounded := _rounded(weights, todo, source.model.dtype):
+        say(
+            f"rounded to {source.model.dtype}, which config.json names: {len(rounded)} tensors, "
+            f"the first {rounded[0]} ({weights.meta(rounded[0]).dtype})"
+        )
     flags = model_flags(model)
     args = arguments_of(flags)
     with whole_folder(output) as folder:
@@ -181,6 +186,28 @@ def _misfits(
                 yield f"{have}: the shape is not what config.json describes"
 
 
+def made(
+    step: Step, weights: HuggingFaceWeights, source: Architecture, change: Change | None
+) -> Iterator[tuple[str, Tensor]]:
+    """(key, tensor) of what a step writes.
+
+    Raises:
+        UserError: it holds NaN, or something that Megatron's model has no place for.
+    """
+    tensors = [weights.read(name) for name in step.hf]
+    for name, tensor in zip(step.hf, tensors, strict=True):
+        refuse_nan(name, tensor)
+    try:
+        converted = step.row.transform.to_megatron(*tensors)
+    except UserError as error:
+        raise UserError(f"{step.hf[0]}: {error}") from error
+    dtype = getattr(torch, source.dtype)
+    for key, tensor in zip(step.row.megatron, converted, strict=True):
+        # Sinks and their biases are float32 in a model of any data type.
+        kept = torch.float32 if key.endswith(FLOAT32) else dtype
+        yield key, changed(key, tensor, source, change).to(kept)
+
+
 def _write(
     writer: TorchDistWriter,
     weights: HuggingFaceWeights,
@@ -188,22 +215,23 @@ def _write(
     source: Architecture,
     change: Change | None,
 ) -> None:
-    tensors = [weights.read(name) for name in step.hf]
-    for name, tensor in zip(step.hf, tensors, strict=True):
-        refuse_nan(name, tensor)
-    try:
-        made = step.row.transform.to_megatron(*tensors)
-    except UserError as error:
-        raise UserError(f"{step.hf[0]}: {error}") from error
     sizes = (source.layers, source.experts)[: len(step.index)]
-    dtype = getattr(torch, source.dtype)
-    for key, tensor in zip(step.row.megatron, made, strict=True):
-        # Sinks and their biases are float32 in a model of any data type.
-        kept = torch.float32 if key.endswith(FLOAT32) else dtype
-        tensor = changed(key, tensor, source, change).to(kept)
+    for key, tensor in made(step, weights, source, change):
         writer.write(key, tensor, step.index, sizes)
         if key == NORM_BEFORE_EXPERTS:
             writer.write(NORM_OF_LOCAL_SPEC, tensor, step.index, sizes)
+
+
+def _rounded(weights: HuggingFaceWeights, todo: list[Step], dtype: str) -> list[str]:
+    """Names of tensors that have more digits than the model's data type."""
+    size = getattr(torch, dtype).itemsize
+    return [
+        name
+        for step in todo
+        for name in step.hf
+        if weights.meta(name).dtype.itemsize > size
+        and not any(key.endswith(FLOAT32) for key in step.row.megatron)
+    ]
 
 
 def _added(

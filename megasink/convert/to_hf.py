@@ -98,7 +98,7 @@ def export(
         begin = time.perf_counter()
         with one_thread(), SafetensorsWriter(folder, entries, shard_bytes) as writer:
             for step in todo:
-                for name, tensor in zip(step.hf, _converted(checkpoint, step), strict=True):
+                for name, tensor in zip(step.hf, converted(checkpoint, step), strict=True):
                     writer.write(name, tensor)
             files = writer.finish()
         seconds = time.perf_counter() - begin
@@ -141,7 +141,12 @@ def _plan(checkpoint: MegatronCheckpoint, todo: list[Step]) -> list[Entry]:
     return entries
 
 
-def _converted(checkpoint: MegatronCheckpoint, step: Step) -> Iterator[Tensor]:
+def converted(checkpoint: MegatronCheckpoint, step: Step) -> Iterator[Tensor]:
+    """What a step writes.
+
+    Raises:
+        UserError: it holds NaN, or cannot be read.
+    """
     tensors = [checkpoint.read(key, step.index) for key in step.row.megatron]
     for key, tensor in zip(step.row.megatron, tensors, strict=True):
         refuse_nan(key, tensor)

@@ -347,3 +347,82 @@ def import_released(folder: str, config: dict[str, Any]) -> dict[str, Any]:
     found = find_checkpoint(run)
     difference = verify_logits(found, hf, source.model, None, lambda line: None)
     return vars(difference) | {"tolerance": difference.tolerance}
+
+
+def accuracy(folder: str) -> dict[str, str]:
+    """Export folder/run; a row of benchmarks/convert_accuracy.py."""
+    from megasink.convert import to_hf, verify
+
+    source = to_hf.source_of(Path(folder) / "run")
+    hf = Path(folder) / "hf"
+    target = to_hf.export(source, hf, say=lambda line: None)
+    tokens = verify.sample_tokens(source.model, None)
+    vocabulary = source.model.vocabulary
+    logits: dict[tuple[str, torch.dtype], tuple[torch.Tensor, list[int]]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        logits["megatron", dtype] = verify._megatron(source.found, dtype, tokens, vocabulary)
+        logits["hf", dtype] = verify._transformers(hf, dtype, tokens)
+    full, half = (
+        verify.difference(
+            logits["megatron", dtype][0],
+            logits["hf", dtype][0],
+            logits["megatron", dtype][1],
+            logits["hf", dtype][1],
+        )
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    exact = logits["megatron", torch.float32][0]
+    errors = [
+        float((logits[side, torch.bfloat16][0] - exact).abs().mean()) for side in ("megatron", "hf")
+    ]
+    return {
+        "target": target.name,
+        "float32": f"{full.logits:.1e} of {full.largest:.1f}",
+        "bfloat16": f"{half.logits:.2f}",
+        "errors": ", ".join(f"{error:.4f}" for error in errors),
+        "same": f"{full.argmax:.1%}, {half.argmax:.1%}",
+    }
+
+
+def convert_in_little_memory(source: str, output: str, damaged: bool) -> dict[str, Any]:
+    """Convert with 100 kB of free memory; flip a bit before verification if asked to.
+
+    Args:
+        source: a run, for an export, or a Hugging Face folder, for an import.
+
+    Returns:
+        "lines" for the user and "message" of the error.
+    """
+    from unittest import mock
+
+    from megasink.convert import from_hf, to_hf, verify
+    from megasink.convert.checking import check_export, check_import
+    from megasink.errors import UserError
+
+    lines: list[str] = []
+    exports = (Path(source) / "checkpoints").is_dir()
+    pattern = "*.safetensors" if exports else "checkpoints/*/*.distcp"
+
+    def check(folder: Path) -> None:
+        if damaged:
+            (path,) = folder.glob(pattern)
+            content = bytearray(path.read_bytes())
+            content[-100 if exports else 5000] ^= 1  # of the last weight, or the first
+            path.write_bytes(content)
+        if exports:
+            check_export(run, folder, say=lines.append)
+        else:
+            check_import(hf, None, folder, say=lines.append)
+
+    message = None
+    with mock.patch.object(verify, "_free_bytes", return_value=100_000):
+        try:
+            if exports:
+                run = to_hf.source_of(Path(source))
+                to_hf.export(run, Path(output), say=lines.append, verify=check)
+            else:
+                hf = from_hf.source_of(Path(source))
+                from_hf.import_model(hf, Path(output), say=lines.append, verify=check)
+        except UserError as error:
+            message = str(error)
+    return {"lines": lines, "message": message}

@@ -17,7 +17,11 @@ EP, TP_SP = Layout(dp=2, ep=2), Layout(tp=2, sp=True)
 
 
 # One model of each target, and others with windows, are also run as they are served.
-SERVED = {target for target, _ in MODELS.values()} | {"qwen3_5", "qwen3-windows", "lfm3-tied-window"}
+SERVED = {target for target, _ in MODELS.values()} | {
+    "qwen3_5",
+    "qwen3-windows",
+    "lfm3-tied-window",
+}
 SINKS = ("granite_swa", "flint", "granitemoe_swa", "gpt_oss")
 
 
