@@ -6,9 +6,10 @@ tensor-parallel layers hold a share of the rows or columns.
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megasink.checkpoint.legacy import RankFile, read_ranks
 from megasink.checkpoint.stored_tensor import StoredTensor
@@ -27,7 +28,8 @@ _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d
 _BALANCE_STATE = ".head_counter."
 
 
-class _Piece(NamedTuple):
+@dataclass(frozen=True)
+class _Piece:
     """A tensor of a rank, and where it goes: `index` by layer and expert, `rank` of `ranks`."""
 
     key: str
