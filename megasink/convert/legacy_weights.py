@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from megasink.checkpoint.legacy import RankFile, read_ranks
@@ -16,6 +17,7 @@ from megasink.checkpoint.stored_tensor import StoredTensor
 from megasink.convert.parts import Part, Weight
 from megasink.convert.table import LAYERS
 from megasink.errors import UserError
+from megasink.gate_options import is_megatrons_output_gate
 
 Ranks = dict[tuple[int, int, int], RankFile]
 
@@ -134,8 +136,7 @@ def _split_gate(
         yield key, tensor
         return
     heads, groups = int(arguments["num_attention_heads"]), _groups(arguments)
-    gated = arguments.get("attention_variant") == "gated"
-    grouped_gate = heads if gated and arguments["gate_granularity"] == "elementwise" else 0
+    grouped_gate = heads if is_megatrons_output_gate(SimpleNamespace(**arguments)) else 0
     mixed = (heads + grouped_gate + 2 * groups) * int(arguments["kv_channels"]) // tp
     if tensor.shape[0] == mixed:
         yield key, tensor
