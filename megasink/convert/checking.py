@@ -1,21 +1,23 @@
 """What is compared after a conversion, and with what: logits where memory allows, else tensors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megasink.checkpoint.find import find_checkpoint
-from megasink.convert.from_hf import HuggingFaceSource
+from megasink.convert.from_hf import HuggingFaceSource, made
 from megasink.convert.gating import Change
 from megasink.convert.hf_config import transformers_has
 from megasink.convert.hf_reader import HuggingFaceWeights
 from megasink.convert.own import changed_files
 from megasink.convert.reader import MegatronCheckpoint
+from megasink.convert.rewritten import loadable
 from megasink.convert.sinks import set_sinks
 from megasink.convert.table import steps
 from megasink.convert.targets import choose
-from megasink.convert.to_hf import Source
+from megasink.convert.to_hf import Source, converted
 from megasink.convert.verify import (
     fits_in_memory,
     verify_logits,
@@ -44,14 +46,24 @@ def check_export(
     parameters = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
     if fits_in_memory(parameters):
         transformers_has(target)
-        verify_logits(source.found, folder, source.model, source.tokenizer, say)
+        with loadable(source.found, source.model, folder) as found:
+            verify_logits(found, folder, source.model, source.tokenizer, say)
         return
     model = source.model
-    todo = list(steps(target.table(model), model.layers, model.experts))
-    count = verify_tensors(checkpoint, folder, todo)
+    weights = HuggingFaceWeights(folder)
+
+    def written() -> Iterator[tuple[str, Tensor, Tensor]]:
+        for step in steps(target.table(model), model.layers, model.experts):
+            for name, tensor in zip(step.hf, converted(checkpoint, step), strict=True):
+                yield name, weights.read(name), tensor
+
+    _say_tensors(verify_tensors(written(), folder), parameters, say)
+
+
+def _say_tensors(count: int, parameters: int, say: Say) -> None:
     say(
-        f"verified: {count} tensors are those of the checkpoint, to the bit. Not verified: logits "
-        f"({parameters / 1e9:.1f}e9 parameters do not fit into memory twice)"
+        f"verified: {count} tensors are those of the other side, to the bit. Not verified: logits "
+        f"({parameters / 1e9:.1f}e9 parameters do not fit into memory twice in float32)"
     )
 
 
@@ -88,7 +100,19 @@ def check_import(
     weights = HuggingFaceWeights(source.folder)
     parameters = sum(weights.meta(name).numel() for name in weights.names)
     if not fits_in_memory(parameters):
-        say("not verified: logits, for which both models would have to fit into memory")
+        _say_tensors(
+            verify_tensors(_imported(source, change, found.folder), folder), parameters, say
+        )
         return
     transformers_has(source.target)
     verify_logits(found, source.folder, source.model, tokenizer, say)
+
+
+def _imported(
+    source: HuggingFaceSource, change: Change | None, folder: Path
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    weights, checkpoint = HuggingFaceWeights(source.folder), MegatronCheckpoint(folder)
+    model = source.model
+    for step in steps(source.target.table(model), model.layers, model.experts):
+        for key, tensor in made(step, weights, model, change):
+            yield key, checkpoint.read(key, step.index), tensor

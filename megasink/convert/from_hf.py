@@ -20,6 +20,7 @@ import megasink
 from megasink.checkpoint.identity import SHAPE, plain
 from megasink.checkpoint.intact import TRACKER, checkpoint_path
 from megasink.convert.architecture import Architecture, Attention
+from megasink.convert.background import one_thread
 from megasink.convert.flags import model_flags
 from megasink.convert.gating import FLOAT32, Change, added, changed, gated_model
 from megasink.convert.hf_config import architecture_from, read_config
@@ -114,18 +115,23 @@ def import_model(
     say(f"from {source.target.architecture}, {source.model.attention} attention")
     if ignored:
         say(f"not taken: {', '.join(ignored)}")
+    if rounded := _rounded(weights, todo, source.model.dtype):
+        say(
+            f"rounded to {source.model.dtype}, which config.json names: {len(rounded)} tensors, "
+            f"the first {rounded[0]} ({weights.meta(rounded[0]).dtype})"
+        )
     flags = model_flags(model)
     args = arguments_of(flags)
     with whole_folder(output) as folder:
         checkpoint = checkpoint_path(folder / "checkpoints", 0)
         checkpoint.mkdir(parents=True)
         begin = time.perf_counter()
-        writer = TorchDistWriter(checkpoint)
-        for step in todo:
-            _write(writer, weights, step, source.model, change)
-        for key, index, sizes, tensor in _added(model, source.model, change):
-            writer.write(key, tensor, index, sizes)
-        writer.finish({"checkpoint_version": 3.0, "iteration": 0})
+        with one_thread(), TorchDistWriter(checkpoint) as writer:
+            for step in todo:
+                _write(writer, weights, step, source.model, change)
+            for key, index, sizes, tensor in _added(model, source.model, change):
+                writer.write(key, tensor, index, sizes)
+            writer.finish({"checkpoint_version": 3.0, "iteration": 0})
         seconds = time.perf_counter() - begin
         say(
             f"weights: {writer.total_bytes / 1e6:,.1f} MB, "
@@ -180,6 +186,28 @@ def _misfits(
                 yield f"{have}: the shape is not what config.json describes"
 
 
+def made(
+    step: Step, weights: HuggingFaceWeights, source: Architecture, change: Change | None
+) -> Iterator[tuple[str, Tensor]]:
+    """(key, tensor) of what a step writes.
+
+    Raises:
+        UserError: it holds NaN, or something that Megatron's model has no place for.
+    """
+    tensors = [weights.read(name) for name in step.hf]
+    for name, tensor in zip(step.hf, tensors, strict=True):
+        refuse_nan(name, tensor)
+    try:
+        converted = step.row.transform.to_megatron(*tensors)
+    except UserError as error:
+        raise UserError(f"{step.hf[0]}: {error}") from error
+    dtype = getattr(torch, source.dtype)
+    for key, tensor in zip(step.row.megatron, converted, strict=True):
+        # Sinks and their biases are float32 in a model of any data type.
+        kept = torch.float32 if key.endswith(FLOAT32) else dtype
+        yield key, changed(key, tensor, source, change).to(kept)
+
+
 def _write(
     writer: TorchDistWriter,
     weights: HuggingFaceWeights,
@@ -187,22 +215,23 @@ def _write(
     source: Architecture,
     change: Change | None,
 ) -> None:
-    tensors = [weights.read(name) for name in step.hf]
-    for name, tensor in zip(step.hf, tensors, strict=True):
-        refuse_nan(name, tensor)
-    try:
-        made = step.row.transform.to_megatron(*tensors)
-    except UserError as error:
-        raise UserError(f"{step.hf[0]}: {error}") from error
     sizes = (source.layers, source.experts)[: len(step.index)]
-    dtype = getattr(torch, source.dtype)
-    for key, tensor in zip(step.row.megatron, made, strict=True):
-        # Sinks and their biases are float32 in a model of any data type.
-        kept = torch.float32 if key.endswith(FLOAT32) else dtype
-        tensor = changed(key, tensor, source, change).to(kept)
+    for key, tensor in made(step, weights, source, change):
         writer.write(key, tensor, step.index, sizes)
         if key == NORM_BEFORE_EXPERTS:
             writer.write(NORM_OF_LOCAL_SPEC, tensor, step.index, sizes)
+
+
+def _rounded(weights: HuggingFaceWeights, todo: list[Step], dtype: str) -> list[str]:
+    """Names of tensors that have more digits than the model's data type."""
+    size = getattr(torch, dtype).itemsize
+    return [
+        name
+        for step in todo
+        for name in step.hf
+        if weights.meta(name).dtype.itemsize > size
+        and not any(key.endswith(FLOAT32) for key in step.row.megatron)
+    ]
 
 
 def _added(
@@ -210,21 +239,20 @@ def _added(
 ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
     """What the table does not know: new gates and sinks, and the state of the balance loss."""
     for layer in range(model.layers):
-        tensors = added(source, change) | {
-            f"self_attention.core_attention.head_counter.{name}": tensor
-            for name, tensor in _head_counter(model).items()
-        }
+        tensors = added(source, change) | head_counter(model)
         for key, tensor in tensors.items():
             yield LAYERS + key, (layer,), (model.layers,), tensor
 
 
-def _head_counter(model: Architecture) -> dict[str, Tensor]:
-    """As megasink/layers/importance.py has it before the first step."""
-    return {
+def head_counter(model: Architecture) -> dict[str, Tensor]:
+    """Of a layer, as megasink/layers/importance.py has it before the first step."""
+    counter = {
         "coefficients": torch.zeros(model.heads),
         "routed": torch.ones(model.heads, dtype=torch.bool),
         "steps": torch.zeros(1, dtype=torch.int64),
     }
+    at = "self_attention.core_attention.head_counter."
+    return {at + name: tensor for name, tensor in counter.items()}
 
 
 def arguments_of(flags: list[str]) -> tuple[Namespace, dict[str, Any]]:

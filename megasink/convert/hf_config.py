@@ -67,7 +67,7 @@ def architecture_from(config: Mapping[str, Any]) -> tuple[Architecture, Target]:
             here cannot express.
     """
     target = _target(config)
-    problems = [*target.refused(config), *_rope_problems(config, target)]
+    problems = [*target.refused(config), *_rope_problems(config, target), *_quantized(config)]
     if problems:
         raise UserError(
             f"this {target.name} has what Megatron's model here has not: {'; '.join(problems)}"
@@ -91,6 +91,7 @@ def _target(config: Mapping[str, Any]) -> Target:
     reasons = {
         "olmo2": "it norms the outputs of attention and FFN and not their inputs, and its qk-norm "
         "spans all heads: Megatron's is of one head",
+        "granite": "its multipliers (embedding, attention, residual, logits) have no counterpart",
         "llama4": "its layers without RoPE and its chunked attention have no counterpart",
     }
     why = f": {reasons[name]}" if name in reasons else ""
@@ -121,6 +122,13 @@ def _rope_problems(config: Mapping[str, Any], target: Target) -> list[str]:
         for name, value in _LLAMA3.items()
         if rope.get(name) != value
     ]
+
+
+def _quantized(config: Mapping[str, Any]) -> list[str]:
+    found = config.get("quantization_config")
+    if not found:
+        return []
+    return [f"weights quantized by {found.get('quant_method')}: save it in bfloat16 first"]
 
 
 def _common(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,9 +41,19 @@ class HuggingFaceWeights:
         self.names = frozenset(where)
 
     def meta(self, name: str) -> Tensor:
-        """An empty tensor of the shape and dtype of `read`."""
+        """An empty tensor of the shape and dtype of `read`.
+
+        Raises:
+            UserError: its numbers are of another kind than weights have here.
+        """
         part = self._files[self._where[name]].get_slice(name)
-        return torch.empty(part.get_shape(), dtype=_DTYPES[part.get_dtype()], device="meta")
+        dtype = _DTYPES.get(part.get_dtype())
+        if dtype is None:
+            raise UserError(
+                f"{self.folder}: {name} is {part.get_dtype()}, which no weight is here: save it "
+                f"as one of {', '.join(_DTYPES)} first"
+            )
+        return torch.empty(part.get_shape(), dtype=dtype, device="meta")
 
     def read(self, name: str) -> Tensor:
         """One tensor."""

@@ -110,3 +110,8 @@ def _ffn(model: Architecture) -> dict[str, Shape]:
         found["mlp.shared_experts.linear_fc1.weight"] = (2 * shared, hidden)
         found["mlp.shared_experts.linear_fc2.weight"] = (hidden, shared)
     return found
+
+
+def leading_axes(key: str) -> int:
+    """How many axes a checkpoint has before those of `weight_shapes`: of layers, of experts."""
+    return key.startswith(LAYERS) + (".experts.experts." in key)

@@ -1,35 +1,25 @@
-"""Tensors of a torch_dist checkpoint, a layer and an expert at a time, whatever its layout was.
+"""Tensors of a checkpoint, a layer and an expert at a time, whatever its layout was."""
 
-Nothing of the model is built and no process group is needed: the index of the checkpoint says which
-bytes of which file hold which part of a tensor.
-"""
-
-import itertools
-from collections import defaultdict
+import math
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.utils import _create_file_view
 
-from megasink.checkpoint.intact import damage
-from megasink.checkpoint.torch_metadata import read_metadata
+from megasink.checkpoint.legacy import is_legacy
+from megasink.convert.legacy_weights import legacy_weights
+from megasink.convert.parts import Part
 from megasink.convert.table import LAYERS, NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SPEC
+from megasink.convert.torch_dist_weights import torch_dist_weights
 from megasink.errors import UserError
-
-# What is not the model's: states of optimizers, of the balance loss, of random numbers.
-_STATES = ("optimizer.", "chained_", "rng_state", "rerun_state", "common_state", "opt_param_sched")
-_HEAD_STATE = ".head_counter."
 
 
 class MegatronCheckpoint:
-    """The weights in a folder iter_NNNNNNN.
+    """The weights in a folder iter_NNNNNNN, of the torch_dist format or the old one.
 
     Attributes:
         folder: of the checkpoint.
         shapes: {key: shape} of every weight, the axes of layers and experts included.
-        dtypes: {key: dtype}.
 
     Raises:
         UserError: it is of another format, damaged, or not to be trusted.
@@ -37,65 +27,17 @@ class MegatronCheckpoint:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        legacy = sorted(folder.glob("mp_rank_*"))
-        if legacy and not (folder / ".metadata").is_file():
-            raise UserError(
-                f"{folder} is in Megatron's old format (--ckpt-format torch), whose files are "
-                "pickles of one layout: load it with Megatron and save it once with "
-                "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
-            )
-        if problem := damage(folder):
-            raise UserError(f"{folder} is damaged: {problem}")
-        metadata = read_metadata(folder)
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
-        self._parts: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], Any]]] = {}
-        stored: dict[str, dict[tuple[int, ...], Any]] = defaultdict(dict)
-        for index, where in metadata.storage_data.items():
-            stored[index.fqn][tuple(index.offset or ())] = where
-        for key, entry in metadata.state_dict_metadata.items():
-            if not hasattr(entry, "size") or key.startswith(_STATES) or _HEAD_STATE in key:
-                continue
-            self.shapes[key] = tuple(entry.size)
-            self.dtypes[key] = entry.properties.dtype
-            self._parts[key] = [
-                (tuple(c.offsets), tuple(c.sizes), stored[key][tuple(c.offsets)])
-                for c in entry.chunks
-            ]
-        self._stack_layers()
+        self._weights = legacy_weights(folder) if is_legacy(folder) else torch_dist_weights(folder)
         self._name_norm_before_experts()
-
-    def _stack_layers(self) -> None:
-        """Keys with a number for each layer (layers that differ) as one key with a leading axis."""
-        numbered: dict[str, dict[int, str]] = defaultdict(dict)
-        for key in list(self.shapes):
-            number, _, rest = key.removeprefix(LAYERS).partition(".")
-            if key.startswith(LAYERS) and number.isdigit():
-                numbered[LAYERS + rest][int(number)] = key
-        for key, of_layer in numbered.items():
-            shapes = {self.shapes[k] for k in of_layer.values()}
-            if len(shapes) > 1 or sorted(of_layer) != list(range(len(of_layer))):
-                continue  # layers that are not alike stay as they are, and no row knows them
-            first = of_layer[0]
-            self.shapes[key] = (len(of_layer), *self.shapes[first])
-            self.dtypes[key] = self.dtypes[first]
-            self._parts[key] = [
-                ((layer, *offsets), (1, *sizes), where)
-                for layer, name in of_layer.items()
-                for offsets, sizes, where in self._parts[name]
-            ]
-            for name in of_layer.values():
-                del self.shapes[name], self.dtypes[name], self._parts[name]
+        self.shapes = {key: weight.shape for key, weight in self._weights.items()}
 
     def _name_norm_before_experts(self) -> None:
         """One name for it, whatever the spec of the run was; an imported run has it under both."""
-        local = NORM_OF_LOCAL_SPEC in self.shapes
-        if not local or f"{LAYERS}mlp.linear_fc1.weight" in self.shapes:
+        if f"{LAYERS}mlp.linear_fc1.weight" in self._weights:
             return
-        tables: tuple[dict[str, Any], ...] = (self.shapes, self.dtypes, self._parts)
-        for table in tables:
-            norm = table.pop(NORM_OF_LOCAL_SPEC)
-            table.setdefault(NORM_BEFORE_EXPERTS, norm)
+        norm = self._weights.pop(NORM_OF_LOCAL_SPEC, None)
+        if norm is not None:
+            self._weights.setdefault(NORM_BEFORE_EXPERTS, norm)
 
     def meta(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
         """An empty tensor of the shape and dtype of `read`.
@@ -103,10 +45,10 @@ class MegatronCheckpoint:
         Raises:
             UserError: there is no such weight.
         """
-        if key not in self.shapes:
+        if key not in self._weights:
             raise UserError(f"{self.folder} has no {key}")
-        shape = self.shapes[key][len(index) :]
-        return torch.empty(shape, dtype=self.dtypes[key], device="meta")
+        weight = self._weights[key]
+        return torch.empty(weight.shape[len(index) :], dtype=weight.dtype, device="meta")
 
     def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
         """One weight, or a part of it by leading indices (layer, or layer and expert).
@@ -114,47 +56,34 @@ class MegatronCheckpoint:
         Raises:
             UserError: the bytes are not there or broken.
         """
-        wanted = self.meta(key, index)
-        skipped = len(index)
-        needed = [part for part in self._parts[key] if _holds(part, index)]
-        whole = None
-        for offsets, sizes, where in needed:
-            tensor = self._load(where, key).reshape(sizes)
-            for axis, at in enumerate(index):
-                tensor = tensor.narrow(axis, at - offsets[axis], 1)
-            tensor = tensor.reshape(sizes[skipped:])
-            if tuple(tensor.shape) == tuple(wanted.shape):
-                return tensor
-            if whole is None:
-                whole = torch.empty(wanted.shape, dtype=wanted.dtype)
+        whole = torch.empty_like(self.meta(key, index), device="cpu")
+        skipped, covered = len(index), 0
+        for part in self._weights[key].parts:
+            if not _holds(part, index):
+                continue
             target = whole
             for axis, (offset, size) in enumerate(
-                zip(offsets[skipped:], sizes[skipped:], strict=True)
+                zip(part.offsets[skipped:], part.sizes[skipped:], strict=True)
             ):
                 target = target.narrow(axis, offset, size)
-            target.copy_(tensor)
-        covered = sum(_volume(sizes[skipped:]) for _, sizes, _ in needed)
-        if whole is None or covered != whole.numel():
-            raise UserError(f"{self.folder}: {key} is not whole: {covered} of {wanted.numel()}")
+            at = tuple(i - offset for i, offset in zip(index, part.offsets, strict=False))
+            self._read_part(key, part, at, target)
+            covered += target.numel()
+        if covered != whole.numel():
+            raise UserError(f"{self.folder}: {key} is not whole: {covered} of {whole.numel()}")
         return whole
 
-    def _load(self, where: Any, key: str) -> Tensor:
-        path = self.folder / where.relative_path
+    def _read_part(self, key: str, part: Part, at: tuple[int, ...], target: Tensor) -> None:
         try:
-            with path.open("rb") as file:
-                view: Any = _create_file_view(file, where.offset, where.length)
-                tensor = torch.load(view, map_location="cpu", weights_only=True)
+            stored = part.find()
+            if torch.Size(stored.shape).numel() != math.prod(part.sizes):
+                raise ValueError(f"it is {list(stored.shape)}, not {list(part.sizes)}")
+            # A tensor of one layer may be stored without an axis of layers.
+            stored.read_into(at[len(part.sizes) - len(stored.shape) :], target)
         except Exception as error:  # broken bytes raise anything
-            raise UserError(f"{path} cannot be read ({key}): {error}") from error
-        if not isinstance(tensor, Tensor):
-            raise UserError(f"{path}: {key} is no tensor but {type(tensor).__name__}")
-        return tensor.detach()
+            raise UserError(f"{self.folder} cannot be read ({key}): {error}") from error
 
 
-def _holds(part: tuple[tuple[int, ...], tuple[int, ...], Any], index: tuple[int, ...]) -> bool:
-    offsets, sizes, _ = part
-    return all(o <= at < o + s for at, o, s in zip(index, offsets, sizes, strict=False))
-
-
-def _volume(sizes: tuple[int, ...]) -> int:
-    return next(reversed(list(itertools.accumulate(sizes, lambda a, b: a * b, initial=1))))
+def _holds(part: Part, index: tuple[int, ...]) -> bool:
+    boxes = zip(index, part.offsets, part.sizes, strict=False)
+    return all(offset <= at < offset + size for at, offset, size in boxes)

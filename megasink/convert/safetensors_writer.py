@@ -6,14 +6,16 @@ are known before the first tensor is, so the headers are written first.
 """
 
 import json
-import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
+from megasink.convert.background import Background, sync
 from megasink.convert.table import Entry
 from megasink.errors import UserError
 
@@ -23,12 +25,15 @@ DTYPES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
 }
+# Written at once: a large tensor is freed piece by piece.
+_PIECE_BYTES = 16 * 2**20
 
 
 class SafetensorsWriter:
     """Writes planned tensors, in their order, into files of at most `shard_bytes`.
 
-    A tensor larger than that has a file of its own.
+    A tensor larger than that has a file of its own. As a context: the end of the body ends the
+    thread that writes.
 
     Args:
         folder: exists.
@@ -42,6 +47,7 @@ class SafetensorsWriter:
         self._file: BinaryIO | None = None
         self._names = _file_names(len(self._shards))
         self._position = (0, 0)  # shard, entry in it
+        self._background = Background()
         self.total_bytes = sum(_bytes(entry) for entry in entries)
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -50,18 +56,46 @@ class SafetensorsWriter:
         entry = self._shards[shard][place]
         if (name, tensor.dtype, tuple(tensor.shape)) != (entry.name, entry.dtype, entry.shape):
             raise ValueError(f"{name} {tensor.dtype} {list(tensor.shape)}: next is {entry}")
-        if self._file is None:
-            self._file = (self._folder / self._names[shard]).open("xb")
-            self._file.write(_header(self._shards[shard]))
         if tensor.numel():
-            self._file.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+            content = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        else:
+            content = memoryview(b"")
+        for start in range(0, max(1, len(content)), _PIECE_BYTES):
+            piece = content[start : start + _PIECE_BYTES]
+            first = start == 0 and place == 0
+            self._background.run(len(piece), partial(self._append, shard, piece, first))
         if place + 1 < len(self._shards[shard]):
             self._position = (shard, place + 1)
             return
-        _sync(self._file)
+        self._background.run(0, self._end_file)
+        self._position = (shard + 1, 0)
+
+    def _append(self, shard: int, content: memoryview, first: bool) -> None:
+        if first:
+            self._file = (self._folder / self._names[shard]).open("xb")
+            self._file.write(_header(self._shards[shard]))
+        assert self._file is not None
+        self._file.write(content)
+        self._background.wrote(self._file, len(content))
+
+    def _end_file(self) -> None:
+        assert self._file is not None
+        sync(self._file)
         self._file.close()
         self._file = None
-        self._position = (shard + 1, 0)
+
+    def __enter__(self) -> "SafetensorsWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._background.close()
+        if self._file is not None:
+            self._file.close()
 
     def finish(self) -> list[str]:
         """Write the index, where there is more than one file.
@@ -71,6 +105,7 @@ class SafetensorsWriter:
         """
         if self._position != (len(self._shards), 0):
             raise ValueError("some planned tensors were not written")
+        self._background.wait()
         if len(self._shards) > 1:
             index = {
                 "metadata": {"total_size": self.total_bytes},
@@ -88,7 +123,7 @@ def write_json(path: Path, content: object) -> None:
     """Write and sync a JSON file."""
     with path.open("wb") as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
-        _sync(file)
+        sync(file)
 
 
 def parse_size(text: str) -> int:
@@ -150,8 +185,3 @@ def _file_names(count: int) -> list[str]:
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

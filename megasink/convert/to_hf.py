@@ -14,8 +14,10 @@ from megasink.checkpoint.find import Checkpoint, find_checkpoint
 from megasink.checkpoint.saved_arguments import read_arguments
 from megasink.checkpoint.tokenizer import tokenizer_of
 from megasink.convert.architecture import Architecture, architecture_of
+from megasink.convert.background import one_thread
 from megasink.convert.card import model_card
 from megasink.convert.hf_config import config_of
+from megasink.convert.megatron_weights import leading_axes, weight_shapes
 from megasink.convert.output import whole_folder
 from megasink.convert.own import FILES
 from megasink.convert.reader import MegatronCheckpoint
@@ -89,16 +91,16 @@ def export(
     say(f"target: {target.architecture} ({target.name}): {why}")
     checkpoint = MegatronCheckpoint(source.found.folder)
     table = target.table(source.model)
-    _account(checkpoint, table)
+    _account(checkpoint, table, source.model)
     todo = list(steps(table, source.model.layers, source.model.experts))
     entries = _plan(checkpoint, todo)
     with whole_folder(output) as folder:
         begin = time.perf_counter()
-        writer = SafetensorsWriter(folder, entries, shard_bytes)
-        for step in todo:
-            for name, tensor in zip(step.hf, _converted(checkpoint, step), strict=True):
-                writer.write(name, tensor)
-        files = writer.finish()
+        with one_thread(), SafetensorsWriter(folder, entries, shard_bytes) as writer:
+            for step in todo:
+                for name, tensor in zip(step.hf, converted(checkpoint, step), strict=True):
+                    writer.write(name, tensor)
+            files = writer.finish()
         seconds = time.perf_counter() - begin
         say(
             f"weights: {len(entries)} tensors, {writer.total_bytes / 1e6:,.1f} MB in "
@@ -111,13 +113,18 @@ def export(
     return target
 
 
-def _account(checkpoint: MegatronCheckpoint, table: tuple[Row, ...]) -> None:
-    """Every weight has a row and every row has its weights."""
+def _account(checkpoint: MegatronCheckpoint, table: tuple[Row, ...], model: Architecture) -> None:
+    """Every weight has a row and every row has its weights, of the model's shapes."""
     known = {key for row in table for key in row.megatron}
     missing = sorted(known - checkpoint.shapes.keys())
     extra = sorted(checkpoint.shapes.keys() - known)
     found = [f"{key} is missing" for key in missing]
     found += [f"{key} has no place in the target" for key in extra]
+    for key, shape in weight_shapes(model).items():
+        axes = (model.layers, model.experts)[: leading_axes(key)]
+        stored = checkpoint.shapes.get(key, (*axes, *shape))
+        if stored != (*axes, *shape):
+            found.append(f"{key} is {list(stored)}, not {[*axes, *shape]}")
     if found:
         more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
         raise UserError(
@@ -134,7 +141,12 @@ def _plan(checkpoint: MegatronCheckpoint, todo: list[Step]) -> list[Entry]:
     return entries
 
 
-def _converted(checkpoint: MegatronCheckpoint, step: Step) -> Iterator[Tensor]:
+def converted(checkpoint: MegatronCheckpoint, step: Step) -> Iterator[Tensor]:
+    """What a step writes.
+
+    Raises:
+        UserError: it holds NaN, or cannot be read.
+    """
     tensors = [checkpoint.read(key, step.index) for key in step.row.megatron]
     for key, tensor in zip(step.row.megatron, tensors, strict=True):
         refuse_nan(key, tensor)
@@ -147,15 +159,14 @@ def refuse_nan(name: str, tensor: Tensor) -> None:
     Raises:
         UserError: naming the first place.
     """
-    # A sum is cheap and finite unless a value is not, or it overflows.
-    if torch.isfinite(tensor.sum(dtype=torch.float32)):
+    # One quick pass: a NaN makes both NaN, an infinity is one of them.
+    if not tensor.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
         return
     bad = (~torch.isfinite(tensor)).nonzero()
-    if len(bad):
-        raise UserError(
-            f"{name} holds NaN or infinity ({len(bad)} of {tensor.numel()} values, the first at "
-            f"{bad[0].tolist()}): export a checkpoint from before it diverged"
-        )
+    raise UserError(
+        f"{name} holds NaN or infinity ({len(bad)} of {tensor.numel()} values, the first at "
+        f"{bad[0].tolist()}): export a checkpoint from before it diverged"
+    )
 
 
 def _write_beside(source: Source, target: Target, folder: Path) -> None:

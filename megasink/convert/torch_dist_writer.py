@@ -6,9 +6,10 @@ tensor it is. Any layout loads it.
 """
 
 import json
-import os
 import pickle
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, BinaryIO
 
 import torch
@@ -24,11 +25,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megasink.convert.background import Background, sync
+
 _FILE_BYTES = 5 * 10**9
 
 
 class TorchDistWriter:
-    """Writes one checkpoint folder.
+    """Writes one checkpoint folder; as a context: the end of the body ends the thread that writes.
 
     Args:
         folder: exists, and is empty.
@@ -40,6 +43,7 @@ class TorchDistWriter:
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
         self._file: BinaryIO | None = None
         self._count = 0
+        self._background = Background()
         self.total_bytes = 0
 
     def write(
@@ -64,8 +68,8 @@ class TorchDistWriter:
                 [],
             )
         self._tensors[key].chunks.append(ChunkStorageMetadata(offset, part.shape))
-        self._store(MetadataIndex(key, offset), part)
-        self.total_bytes += part.numel() * part.element_size()
+        self._background.run(part.nbytes, partial(self._store, MetadataIndex(key, offset), part))
+        self.total_bytes += part.nbytes
 
     def finish(self, common: dict[str, Any]) -> None:
         """Write what is not a tensor, and the index.
@@ -74,35 +78,46 @@ class TorchDistWriter:
             common: Megatron's state outside of the model: plain values.
         """
         key = ShardedObject("common_state", None, (1,), (0,)).unique_key
+        self._background.wait()
         self._store(MetadataIndex(key), [common])
-        self._close()
+        self._end_file()
         metadata = Metadata({**self._tensors, key: BytesStorageMetadata()}, None, self._storage)
         with (self._folder / ".metadata").open("wb") as file:
             pickle.dump(metadata, file)
-            _sync(file)
+            sync(file)
         with (self._folder / "metadata.json").open("wb") as file:
             content = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
             file.write(json.dumps(content).encode())
-            _sync(file)
+            sync(file)
 
     def _store(self, index: MetadataIndex, content: Any) -> None:
         if self._file is not None and self._file.tell() > _FILE_BYTES:
-            self._close()
+            self._end_file()
         name = f"__0_{self._count}.distcp"
         if self._file is None:
             self._file = (self._folder / name).open("xb")
         start = self._file.tell()
         torch.save(content, self._file)
-        self._storage[index] = _StorageInfo(name, start, self._file.tell() - start)
+        length = self._file.tell() - start
+        self._storage[index] = _StorageInfo(name, start, length)
+        self._background.wrote(self._file, length)
 
-    def _close(self) -> None:
+    def _end_file(self) -> None:
         if self._file is not None:
-            _sync(self._file)
+            sync(self._file)
             self._file.close()
             self._file = None
             self._count += 1
 
+    def __enter__(self) -> "TorchDistWriter":
+        return self
 
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._background.close()
+        if self._file is not None:
+            self._file.close()

@@ -16,6 +16,15 @@ TP, PP, TP_PP = Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2)
 EP, TP_SP = Layout(dp=2, ep=2), Layout(tp=2, sp=True)
 
 
+# One model of each target, and others with windows, are also run as they are served.
+SERVED = {target for target, _ in MODELS.values()} | {
+    "qwen3_5",
+    "qwen3-windows",
+    "lfm3-tied-window",
+}
+SINKS = ("granite_swa", "flint", "granitemoe_swa", "gpt_oss")
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_target(pool, tmp_path, name):
     pool.run(f"{TASKS}:save_run", SINGLE, folder=str(tmp_path / "run"), name=name)
@@ -31,6 +40,26 @@ def test_every_target(pool, tmp_path, name):
     assert report["architecture"]
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["vocab_size"] == 101
+    if name in SERVED:
+        (served,) = pool.run(
+            "tests.convert.serving_tasks:served",
+            SINGLE,
+            folder=str(tmp_path / "hf"),
+            implementations=["eager", "sdpa"],
+        )
+        if report["target"] in SINKS:  # it would drop them
+            assert "does not support" in served.pop("sdpa")
+        for found in served.values():
+            assert found["logits"] <= 1e-4
+            assert found["generated"]
+
+
+@pytest.fixture(scope="module")
+def four():
+    """Workers for both parallelisms."""
+    workers = Pool(4)
+    yield workers
+    workers.close()
 
 
 def exports(pool, folder, name, *layouts):
@@ -49,13 +78,20 @@ def test_the_layout_of_a_run_does_not_matter(pool, tmp_path, name):
     assert files[0] == files[1] == files[2]
 
 
-def test_tensor_and_pipeline_parallelism_at_once(tmp_path):
-    workers = Pool(4)
-    try:
-        files = exports(workers, tmp_path, "granite_swa-tied-windows", SINGLE, TP_PP)
-    finally:
-        workers.close()
-    assert files[0] == files[1]
+@pytest.mark.parametrize("name", ["granite_swa-tied-windows", "qwen3_5-headwise-relu"])
+def test_tensor_and_pipeline_parallelism_at_once(four, tmp_path, name):
+    """And the same in Megatron's old format, which has a file for each rank."""
+    old = tmp_path / "old"
+    four.run(f"{TASKS}:save_run", TP_PP, folder=str(tmp_path / "run"), name=name, legacy=str(old))
+    assert len(list(old.glob("checkpoints/iter_0000003/mp_rank_*"))) == 4
+    single = {"folder": str(tmp_path / "single"), "name": name}
+    four.run(f"{TASKS}:save_run", SINGLE, **single)
+    contents = set()
+    for run in ("single", "run", "old"):
+        output = tmp_path / f"hf-{run}"
+        four.run(f"{TASKS}:export_only", SINGLE, run=str(tmp_path / run), output=str(output))
+        contents.add((output / "model.safetensors").read_bytes())
+    assert len(contents) == 1
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm3", "mixtral"])

@@ -108,9 +108,9 @@ def with_repeated_gate(model: Architecture, rows: tuple[Row, ...]) -> tuple[Row,
     return (Row(keys, first.hf, RepeatedGateQKV(*sizes)), *rows[1:])
 
 
-def sinks(model: Architecture) -> tuple[Row, ...]:
+def sinks(model: Architecture, name: str = "sinks") -> tuple[Row, ...]:
     """One logit per head; off-by-one attention has zeros."""
-    name = f"{LAYER}self_attn.sinks"
+    name = f"{LAYER}self_attn.{name}"
     if model.attention == "off-by-one":
         return (Row((), (name,), Constant((model.heads,), torch.float32)),)
     return (row(f"{ATTENTION}core_attention.softmax_offset", name),)

@@ -1,6 +1,7 @@
 """Architectures whose softmax has a learned logit per head: Granite, Flint, GPT-OSS."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,12 @@ SINKS = ("sink", "off-by-one")
 _STACKED = f"{rows.LAYER}block_sparse_moe.experts."
 
 
-def _dense(model: Architecture) -> tuple[Row, ...]:
+def _dense(model: Architecture, sinks: str = "sinks") -> tuple[Row, ...]:
     return (
         *rows.embedding(model),
         *rows.norms(model),
         *rows.attention(model),
-        *rows.sinks(model),
+        *rows.sinks(model, sinks),
         *rows.ffn(model),
         *rows.head(model),
     )
@@ -213,7 +214,8 @@ TARGETS = (
         architecture="FlintForCausalLM",
         since="5.21",
         attention=SINKS,
-        table=_dense,
+        # The name in released files, which transformers renames and vLLM does not.
+        table=partial(_dense, sinks="softmax_offset"),
         config=_flint,
         read=_read_flint,
         refused=_flint_refused,

@@ -1,0 +1,203 @@
+"""Megatron's old checkpoints (``--ckpt-format torch``): a pickle of every rank, read without code.
+
+iter_NNNNNNN/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt holds, beside the weights, arguments, random
+states and optimizers as objects of many classes. None of them is made: each class or function that
+a pickle names is taken for an empty stand-in, but for those that describe tensors. What no such
+checkpoint names (os.system, eval, ...) is refused.
+"""
+
+import pickle
+import re
+import sys
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megasink.checkpoint.stored_tensor import StoredTensor, content_start
+from megasink.errors import UserError
+
+FILE = "model_optim_rng.pt"
+_KINDS = ("tensor", "pipeline", "expert")
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "BoolStorage": torch.bool,
+}
+# Modules of Python that arguments, random states and enumerations come from; others are refused.
+_KNOWN = {"argparse", "collections", "types", "enum", "signal", "pathlib", "io", "_codecs"}
+_KNOWN_BUILTINS = {"set", "frozenset", "bytearray", "complex", "slice", "range", "getattr"}
+
+
+class RankFile(NamedTuple):
+    """What one rank saved.
+
+    Attributes:
+        arguments: of the run.
+        chunks: {name in the module: tensor} of each of its virtual pipeline stages.
+    """
+
+    arguments: dict[str, Any]
+    chunks: list[dict[str, StoredTensor]]
+
+
+def is_legacy(folder: Path) -> bool:
+    """Whether a folder iter_NNNNNNN is of the old format."""
+    return not (folder / ".metadata").is_file() and any(folder.glob("mp_rank_*"))
+
+
+def read_ranks(folder: Path) -> dict[tuple[int, int, int], RankFile]:
+    """{(tensor rank, pipeline rank, expert rank): what it saved}, without the bytes of tensors.
+
+    Raises:
+        UserError: a file is missing, broken or not to be trusted.
+    """
+    files = {path.name: path / FILE for path in sorted(folder.glob("mp_rank_*"))}
+    first = _read(next(iter(files.values())))
+    sizes = [int(first.arguments.get(f"{kind}_model_parallel_size") or 1) for kind in _KINDS]
+    tp, pp, ep = sizes
+    layout = f"TP={tp} x PP={pp} x EP={ep}"
+    ranks: dict[tuple[int, int, int], RankFile] = {}
+    for name, path in files.items():
+        numbers = [int(n) for n in name.removeprefix("mp_rank_").split("_") if n.isdigit()]
+        if len(numbers) != 1 + (pp > 1) + (ep > 1):
+            raise UserError(f"{folder}: {name} is no folder of {layout}, which its arguments name")
+        pipeline = numbers[1] if pp > 1 else 0
+        ranks[numbers[0], pipeline, numbers[-1] if ep > 1 else 0] = _read(path)
+    for stage in range(pp):
+        here = [(t, e) for t, p, e in ranks if p == stage]
+        if {t for t, _ in here} != set(range(tp)) or {e for _, e in here} != set(range(ep)):
+            found = ", ".join(files)
+            raise UserError(f"{folder} is not whole: a checkpoint of {layout} with only {found}")
+    return ranks
+
+
+def _read(path: Path) -> RankFile:
+    """The description of one file.
+
+    Raises:
+        UserError: it is missing, broken or not to be trusted.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+            entries = {e.filename.partition("/")[2]: e for e in archive.infolist()}
+            with archive.open(entries["data.pkl"]) as pickled:
+                state = _Unpickler(pickled, path, entries, file).load()
+        arguments = vars(state["args"])
+        names = sorted((k for k in state if re.fullmatch(r"model\d*", k)), key=_number)
+        chunks = [_tensors(state[name]) for name in names]
+    except Exception as error:  # unpickling random bytes raises anything
+        why = str(error) or type(error).__name__
+        raise UserError(f"{path} is broken or not to be trusted: {why}") from error
+    return RankFile(arguments, chunks)
+
+
+def _number(name: str) -> int:
+    return int(name.removeprefix("model") or 0)
+
+
+def _tensors(state: dict[str, Any]) -> dict[str, StoredTensor]:
+    """Without TransformerEngine's states of fp8."""
+    found = {}
+    for name, value in state.items():
+        if isinstance(value, StoredTensor):
+            found[name] = value
+        elif not name.endswith("_extra_state"):
+            raise ValueError(f"{name} is no plain tensor")
+    return found
+
+
+class _StandIn:
+    """Instead of an object of any class: remembers its fields, and does nothing."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "_StandIn":
+        return object.__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            vars(self).update(state)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def append(self, value: Any) -> None:
+        """Of a list."""
+
+    def extend(self, values: Any) -> None:
+        """Of a list."""
+
+    def add(self, value: Any) -> None:
+        """Of a set."""
+
+
+class _Storage(NamedTuple):
+    """Bytes that tensors may share: their dtype, place and CRC-32."""
+
+    dtype: torch.dtype | None
+    start: int
+    size: int
+    crc: int
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, pickled: Any, path: Path, entries: dict[str, zipfile.ZipInfo], file: Any):
+        super().__init__(pickled)
+        self._path, self._entries, self._file = path, entries, file
+
+    def persistent_load(self, saved_id: Any) -> _Storage:
+        _, kind, key, _, _ = saved_id
+        entry = self._entries[f"data/{key}"]
+        start = content_start(self._file, entry)
+        return _Storage(kind, start, entry.file_size, entry.CRC)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name.endswith("Storage"):
+            return _STORAGES.get(name)
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if module in ("torch._utils", "torch._tensor") and name in _REBUILDING:
+            return self._tensor if name == "_rebuild_tensor_v2" else _REBUILDING[name]
+        top = module.partition(".")[0]
+        if top in ("builtins", "__builtin__"):  # the latter in the pickles of torch.save
+            allowed = name in _KNOWN_BUILTINS
+        else:
+            allowed = top in _KNOWN or top not in sys.stdlib_module_names
+        if not allowed:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return type(name, (_StandIn,), {})
+
+    def _tensor(
+        self, storage: _Storage, offset: int, size: Any, stride: Any, *_: Any
+    ) -> StoredTensor | _StandIn:
+        shape = tuple(size)
+        if storage.dtype is None or stride != torch.empty(shape, device="meta").stride():
+            return _StandIn()  # of optimizers and random states, or in another order
+        start = storage.start + offset * storage.dtype.itemsize
+        whole = torch.Size(shape).numel() * storage.dtype.itemsize == storage.size
+        crc = storage.crc if whole else None
+        return StoredTensor(self._path, shape, storage.dtype, start, crc)
+
+
+def _same_data(data: Any, *_: Any) -> Any:
+    return data
+
+
+def _rebuilt(function: Any, _: Any, arguments: Any, *__: Any) -> Any:
+    return function(*arguments)
+
+
+# What torch.save names for tensors, parameters, and tensors with attributes.
+_REBUILDING = {
+    "_rebuild_tensor_v2": None,
+    "_rebuild_parameter": _same_data,
+    "_rebuild_parameter_with_state": _same_data,
+    "_rebuild_from_type_v2": _rebuilt,
+}

@@ -1,0 +1,148 @@
+"""Tensors in files that ``torch.save`` wrote, read to where they are needed.
+
+``torch.load`` would read one into memory of its own, from which it would be copied. The format is a
+zip without compression: data.pkl says shape and strides, data/0, data/1, ... hold the bytes, and
+the index of the zip their CRC-32.
+"""
+
+import struct
+import zipfile
+import zlib
+from dataclasses import dataclass, replace
+from io import SEEK_CUR, SEEK_END, SEEK_SET, BufferedReader, RawIOBase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Of a zip's local header: where the lengths of name and extra field stand, and its own length.
+_LENGTHS, _HEADER_BYTES = 26, 30
+# CRC-32 of a piece while it is still in the processor's cache.
+_PIECE_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where the bytes of a tensor are, in the order of its shape.
+
+    Attributes:
+        path: of the file.
+        shape, dtype: of the tensor.
+        start: of its bytes in the file.
+        crc: CRC-32 of them; None where it is not known.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    crc: int | None = None
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def rows(self, begin: int, count: int) -> "StoredTensor":
+        """Some of its rows, which have no checksum of their own."""
+        start = self.start + begin * (self.size // self.shape[0])
+        return replace(self, shape=(count, *self.shape[1:]), start=start, crc=None)
+
+    def read_into(self, at: tuple[int, ...], target: Tensor) -> None:
+        """Fill a tensor with this one, or with what is at some leading indices of it.
+
+        Read whole, its bytes are compared with their CRC-32.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: the checksum differs, or there are fewer bytes than there should be.
+        """
+        start, step = 0, self.size
+        for index, size in zip(at, self.shape, strict=False):
+            step //= size
+            start += index * step
+        direct = target if target.is_contiguous() else torch.empty(target.shape, dtype=self.dtype)
+        if direct.nbytes != step or direct.dtype != self.dtype:
+            raise ValueError(f"it is {self.dtype} {list(self.shape)}")
+        if step:
+            crc = _read(self.path, self.start + start, direct)
+            if step == self.size and self.crc not in (None, crc):
+                raise ValueError("its bytes do not have their checksum: a broken disk or copy")
+        if direct is not target:
+            target.copy_(direct)
+
+
+def find_tensor(path: Path, offset: int, length: int) -> StoredTensor:
+    """The tensor in `length` bytes at an offset of a file.
+
+    Raises:
+        Exception: of many kinds, where it is no tensor or its description is broken.
+    """
+    with path.open("rb", buffering=0) as file:
+        view = BufferedReader(_Window(file, offset, length))
+        # Its bytes are not read; what is no plain tensor is refused.
+        meta = torch.load(view, map_location="meta", weights_only=True)
+        if not isinstance(meta, Tensor):
+            raise ValueError(f"it is no tensor but {type(meta).__name__}")
+        with zipfile.ZipFile(view) as archive:
+            (entry,) = (e for e in archive.infolist() if e.filename.endswith("/data/0"))
+        if not meta.is_contiguous() or meta.storage_offset() or entry.file_size != meta.nbytes:
+            raise ValueError("its bytes are not in the order of its shape")
+        start = offset + content_start(view, entry)
+    return StoredTensor(path, tuple(meta.shape), meta.dtype, start, entry.CRC)
+
+
+def content_start(file: Any, entry: zipfile.ZipInfo) -> int:
+    """Where the bytes of a zip's entry begin in its file.
+
+    Raises:
+        ValueError: they are compressed.
+    """
+    if entry.compress_type != zipfile.ZIP_STORED:
+        raise ValueError("its bytes are compressed")
+    file.seek(entry.header_offset + _LENGTHS)
+    return int(entry.header_offset + _HEADER_BYTES + sum(struct.unpack("<HH", file.read(4))))
+
+
+def _read(path: Path, start: int, target: Tensor) -> int:
+    """Fill a contiguous tensor from a position on; the CRC-32 of the bytes."""
+    content = memoryview(target.view(-1).view(torch.uint8).numpy())
+    done, crc = 0, 0
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while done < len(content):
+            piece = content[done : done + _PIECE_BYTES]
+            count = file.readinto(piece)
+            if not count:
+                raise ValueError(f"it ends after {done} of {len(content)} bytes")
+            crc = zlib.crc32(piece[:count], crc)
+            done += count
+    return crc
+
+
+class _Window(RawIOBase):
+    """Some bytes of a file as a file."""
+
+    def __init__(self, file: RawIOBase, offset: int, length: int):
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = memoryview(buffer)[: max(0, self._length - self._at)]
+        self._file.seek(self._offset + self._at)
+        count = self._file.readinto(wanted) or 0
+        self._at += count
+        return count
+
+    def seek(self, offset: int, whence: int = SEEK_SET) -> int:
+        self._at = offset + {SEEK_SET: 0, SEEK_CUR: self._at, SEEK_END: self._length}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True

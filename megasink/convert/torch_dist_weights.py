@@ -1,0 +1,68 @@
+"""Weights of a torch_dist checkpoint, by its index: which bytes of which file hold which part.
+
+Nothing of the model is built and no process group is needed.
+"""
+
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megasink.checkpoint.intact import damage
+from megasink.checkpoint.stored_tensor import find_tensor
+from megasink.checkpoint.torch_metadata import read_metadata
+from megasink.convert.parts import Part, Weight
+from megasink.convert.table import LAYERS
+from megasink.errors import UserError
+
+# What is not the model's: states of optimizers, of the balance loss, of random numbers.
+_STATES = ("optimizer.", "chained_", "rng_state", "rerun_state", "common_state", "opt_param_sched")
+_HEAD_STATE = ".head_counter."
+
+
+def torch_dist_weights(folder: Path) -> dict[str, Weight]:
+    """{key: weight} of every weight in a folder iter_NNNNNNN.
+
+    Raises:
+        UserError: it is of another format, damaged, or not to be trusted.
+    """
+    if problem := damage(folder):
+        raise UserError(f"{folder} is damaged: {problem}")
+    metadata = read_metadata(folder)
+    stored: dict[str, dict[tuple[int, ...], Any]] = defaultdict(dict)
+    for index, where in metadata.storage_data.items():
+        stored[index.fqn][tuple(index.offset or ())] = where
+    found = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if not hasattr(entry, "size") or key.startswith(_STATES) or _HEAD_STATE in key:
+            continue
+        parts = []
+        for chunk in entry.chunks:
+            where = stored[key][tuple(chunk.offsets)]
+            find = partial(find_tensor, folder / where.relative_path, where.offset, where.length)
+            parts.append(Part(tuple(chunk.offsets), tuple(chunk.sizes), find))
+        found[key] = Weight(tuple(entry.size), entry.properties.dtype, parts)
+    _stack_layers(found)
+    return found
+
+
+def _stack_layers(weights: dict[str, Weight]) -> None:
+    """Keys with a number for each layer (layers that differ) as one key with a leading axis."""
+    numbered: dict[str, dict[int, str]] = defaultdict(dict)
+    for key in weights:
+        number, _, rest = key.removeprefix(LAYERS).partition(".")
+        if key.startswith(LAYERS) and number.isdigit():
+            numbered[LAYERS + rest][int(number)] = key
+    for key, of_layer in numbered.items():
+        shapes = {weights[name].shape for name in of_layer.values()}
+        if len(shapes) > 1 or sorted(of_layer) != list(range(len(of_layer))):
+            continue  # layers that are not alike stay as they are, and no row knows them
+        first = weights[of_layer[0]]
+        parts = [
+            Part((layer, *part.offsets), (1, *part.sizes), part.find)
+            for layer, name in of_layer.items()
+            for part in weights[name].parts
+        ]
+        weights[key] = Weight((len(of_layer), *first.shape), first.dtype, parts)
+        for name in of_layer.values():
+            del weights[name]
