@@ -21,7 +21,12 @@ LINEAR_QKV = "self_attention.linear_qkv."
 LINEAR_PROJ = "self_attention.linear_proj.weight"
 LINEAR_GATE = "self_attention.linear_gate."
 SOFTMAX_OFFSET = "self_attention.core_attention.softmax_offset"
-FLOAT32 = (SOFTMAX_OFFSET, "core_attention.key_bias", "core_attention.value_bias")
+FLOAT32 = (
+    SOFTMAX_OFFSET,
+    "core_attention.key_bias",
+    "core_attention.value_bias",
+    "relative_bias.weight",
+)
 # The weight of a sink with this logit is below 1e-12 wherever scores are usual: as good as none.
 NO_SINK = -30.0
 

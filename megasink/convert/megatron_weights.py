@@ -79,9 +79,12 @@ def _gate(model: Architecture) -> dict[str, Shape]:
 
 
 def _biases(model: Architecture) -> dict[str, Shape]:
-    """Of the variants k-bias, kv-bias and v-bias."""
+    """Of the variants k-bias, kv-bias and v-bias, and T5's of positions."""
     shape = (model.head_dim,) if model.own.bias_shared_heads else (model.heads, model.head_dim)
     found: dict[str, Shape] = {}
+    if model.own.attention_bias_type == "t5":
+        buckets = model.own.relative_attention_num_buckets
+        found["core_attention.relative_bias.weight"] = (buckets, model.heads)
     if model.attention in ("k-bias", "kv-bias"):
         found["core_attention.key_bias"] = shape
     if model.attention in ("kv-bias", "v-bias"):

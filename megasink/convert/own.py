@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megasink.config import (
+    AttentionBias,
     FixedValue,
     GateActivation,
     GateInput,
@@ -35,7 +36,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "bias_fixed_value": get_args(FixedValue),
     "normalization": ("RMSNorm", "LayerNorm"),
     "position_embedding_type": ("rope", "learned_absolute", "none"),
-    "attention_bias_type": ("none", "alibi"),
+    "attention_bias_type": get_args(AttentionBias),
 }
 
 
@@ -65,6 +66,8 @@ class OwnOptions:
     sinusoidal_position_embedding: bool = False
     rotary_percent: float = 1.0
     attention_bias_type: str = "none"
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
     gated_unit: bool = True
 
     def said(self) -> dict[str, Any]:
@@ -89,13 +92,15 @@ NAMES = frozenset(field.name for field in dataclasses.fields(OwnOptions))
 def own_options(given: Mapping[str, Any], *, gated_unit: bool = True) -> OwnOptions:
     """The options that a run's arguments, or a config.json, say.
 
-    Options of the gate and of the bias variants count for those variants alone.
+    Options of the gate, of the bias variants and of buckets count where there are those alone.
     """
     variant = given.get("attention_variant", "vanilla")
+    has_buckets = given.get("attention_bias_type", "none") in ("t5", "bucket")
     values: dict[str, Any] = {}
     for field in dataclasses.fields(OwnOptions):
         unused = field.name.startswith("gate_") and variant != "gated"
         unused |= field.name.startswith("bias_") and not variant.endswith("-bias")
+        unused |= field.name.startswith("relative_") and not has_buckets
         values[field.name] = field.default if unused else given.get(field.name, field.default)
     return OwnOptions(**values | {"gated_unit": gated_unit})
 

@@ -129,6 +129,18 @@ OWN = {
         attention="kv-bias",
         windows=(None, 5),
     ),
+    "own-t5": _own(
+        {
+            "position_embedding_type": "none",
+            "attention_bias_type": "t5",
+            "relative_attention_num_buckets": 8,
+            "relative_attention_max_distance": 20,
+        },
+        attention="sink",
+    ),
+    "own-bucket": _own(
+        {"position_embedding_type": "none", "attention_bias_type": "bucket"}, windows=(5, None)
+    ),
     "own-v-bias-shared": _own(
         {"bias_shared_heads": True, "attention_scale_alpha": 0.5}, attention="v-bias"
     ),

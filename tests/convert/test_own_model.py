@@ -5,7 +5,6 @@ Not covered: CUDA and so the kernels of GPUs, vLLM.
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from unittest import mock
 import pytest
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations import flex_attention
 from transformers.masking_utils import eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -32,48 +30,13 @@ from megasink.convert.modeling.modeling_megasink import MegasinkForCausalLM
 from megasink.convert.own import FILES, changed_files
 from megasink.convert.targets import BY_NAME
 from tests.convert.models import OWN
+from tests.convert.own_models import BIASED, POSITIONED, SINKS, TOKENS, tiny
 from tests.distributed.layout import SINGLE
-
-TOKENS = torch.randint(101, (2, 21), generator=torch.Generator().manual_seed(5))
-SINKS = [name for name, (_, m) in OWN.items() if m.has_sink]
-BIASED = ["own-k-bias", "own-kv-bias-alibi"]
-# What reaches a kernel is the same for the others.
-ANY_KERNEL = [
-    "own-headwise",
-    "own-elementwise-moe",
-    "own-query-ns",
-    "own-v-bias-shared",
-    "own-gpt2",
-]
-
-
-def tiny(name):
-    """The model of `OWN` with random weights, and sinks, gates and norms that differ by head."""
-    torch.manual_seed(3)
-    architecture = OWN[name][1]
-    config = MegasinkConfig(**config_of(architecture, BY_NAME["megasink"], {}))
-    model = MegasinkForCausalLM(config).eval()
-    for key, parameter in model.named_parameters():
-        if key.endswith(("sinks", "logit")) and parameter.requires_grad:
-            parameter.data = torch.tensor([3.0, -2.0, 1.0, -4.0])
-        elif "norm" in key or key.endswith("bias"):
-            parameter.data += torch.randn_like(parameter) / 2
-    return model
-
-
-@contextlib.contextmanager
-def kernel(model, name):
-    """A model under a kernel; flex_attention as Python, because its compilation takes a minute."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation(name)
-    with torch.compiler.set_stance("force_eager"), torch.no_grad():
-        yield model
-    model.set_attn_implementation(before)
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_every_option_there_and_back(pool, tmp_path, name):
-    bf16 = name in ("own-headwise", "own-sink-moe-qk-norm")
+    bf16 = name in ("own-headwise", "own-sink-moe-qk-norm", "own-kv-bias-alibi", "own-t5")
     (report,) = pool.run(
         "tests.convert.tasks:own_round_trip", SINGLE, folder=str(tmp_path), name=name, bf16=bf16
     )
@@ -89,110 +52,6 @@ def test_every_option_there_and_back(pool, tmp_path, name):
         assert "verified in bfloat16" in said
         assert "not run: attention_megasink.py, configuration_megasink.py" in said
         assert "modeling_megasink.py is not what was written" in said
-
-
-@pytest.mark.parametrize("name", ANY_KERNEL)
-def test_every_kernel_gives_the_same(name):
-    model = tiny(name)
-    logits = {}
-    for kind in ("eager", "sdpa", "flex_attention"):
-        with kernel(model, kind):
-            logits[kind] = model(TOKENS).logits
-            padding = torch.ones_like(TOKENS)
-            padding[0, :4] = 0
-            logits[f"{kind}, padded"] = model(TOKENS, attention_mask=padding).logits[:, 4:]
-    for one, other in itertools.pairwise(("eager", "sdpa", "flex_attention")):
-        assert torch.allclose(logits[one], logits[other], atol=2e-5)
-        both = logits[f"{one}, padded"], logits[f"{other}, padded"]
-        assert torch.allclose(*both, atol=2e-5)
-    assert not torch.allclose(logits["eager"][:, 4:], logits["eager, padded"], atol=1e-2)
-
-
-class _OnDevice(torch.Tensor):
-    """A tensor that says that it is not on the CPU, where transformers has no flex with sinks."""
-
-    device = torch.device("cuda")
-
-
-@pytest.mark.parametrize("name", SINKS)
-def test_flex_attention_has_the_sinks(name):
-    model = tiny(name)
-    with kernel(model, "eager"):
-        eager = model(TOKENS).logits
-    with kernel(model, "flex_attention"):
-        with pytest.raises(ValueError, match="sinks cannot be run on CPU"):
-            model(TOKENS)
-        forward, compiled = (
-            flex_attention.flex_attention_forward,
-            flex_attention.compile_friendly_flex_attention,
-        )
-
-        def elsewhere(module, query, *args, **kwargs):
-            return forward(module, query.as_subclass(_OnDevice), *args, **kwargs)
-
-        def here(query, *args, **kwargs):
-            return compiled(query.as_subclass(torch.Tensor), *args, **kwargs)
-
-        with (
-            mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, flex_attention=elsewhere),
-            mock.patch.object(flex_attention, "compile_friendly_flex_attention", here),
-        ):
-            flex = model(TOKENS).logits
-    assert torch.allclose(eager, flex, atol=2e-5)
-
-
-@pytest.mark.parametrize("name", ["own-sink-moe-qk-norm", "own-k-bias", "own-kv-bias-alibi"])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("sdpa", "flash_attention_2", "flash_attention_3", "kernels-community/flash-attn"),
-        *("paged|sdpa", "flex_attention", "paged|eager", "flash_attention_4"),
-    ],
-)
-def test_a_kernel_that_would_drop_something_is_refused(name, kind):
-    model = tiny(name)
-    if name in SINKS and kind in ("flex_attention", "paged|eager", "flash_attention_4"):
-        return  # these have sinks
-    what = "sinks" if name in SINKS else "a bias of keys or positions"
-    with pytest.raises(ValueError, match=f"would leave out .*{what}: use"):
-        model.set_attn_implementation(kind)
-    assert model.config._attn_implementation == "eager"
-
-
-# Whatever has positions, a window, or more keys than tokens.
-CACHED = [
-    *(
-        "own-sink-moe-qk-norm",
-        "own-sink-windows-biases",
-        "own-key-identity",
-        "own-partial-rotary-clip",
-    ),
-    *("own-off-by-one-llama3", "own-headwise", "own-kv-bias-alibi", "own-gpt2", "own-sinusoids"),
-]
-
-
-@pytest.mark.parametrize("name", CACHED)
-def test_cached_decoding_and_padding_change_nothing(name):
-    model = tiny(name)
-    greedy = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    with torch.no_grad():
-        whole = {"attention_mask": torch.ones_like(TOKENS)}
-        plain = model.generate(TOKENS, use_cache=False, **whole, **greedy)
-        assert torch.equal(model.generate(TOKENS, **whole, **greedy), plain)
-        static = {"cache_implementation": "static", "disable_compile": True}
-        assert torch.equal(model.generate(TOKENS, **whole, **greedy, **static), plain)
-        short = TOKENS[:1, 5:]
-        padded = torch.cat([torch.full((1, 5), 7), short], dim=1)
-        both = torch.cat([padded, TOKENS[1:]])
-        mask = torch.ones_like(both)
-        mask[0, :5] = 0
-        logits = model(both, attention_mask=mask).logits
-        assert torch.allclose(logits[:1, 5:], model(short).logits, atol=2e-5)
-        assert torch.allclose(logits[1:], model(TOKENS[1:]).logits, atol=2e-5)
-        made = model.generate(both, attention_mask=mask, **greedy)
-        alone = model.generate(short, attention_mask=torch.ones_like(short), **greedy)
-        assert torch.equal(made[0, both.shape[1] :], alone[0, short.shape[1] :])
-        assert torch.equal(made[1], plain[1])
 
 
 def _reference(module, query, key, value, attention_mask, scaling, s_aux=None, **kwargs):
@@ -226,7 +85,7 @@ def _reference_gate(self, gated, hidden_states):
     return out
 
 
-@pytest.mark.parametrize("name", [n for n in OWN if n != "own-kv-bias-alibi"])
+@pytest.mark.parametrize("name", [n for n in OWN if n not in POSITIONED])
 def test_every_gradient_is_that_of_the_definition(name):
     AttentionInterface.register("reference", _reference)
     AttentionMaskInterface.register("reference", eager_mask)
@@ -254,6 +113,12 @@ def test_every_gradient_is_that_of_the_definition(name):
     for part in ("sinks", "gate.proj.weight", "gate.logit", "key_bias", "value_bias"):
         trained = [k for k in plain if k.endswith(part)]
         assert len(trained) in (0, 2), trained
+
+
+def test_alibi_of_heads_that_are_no_power_of_two():
+    slopes = attention_megasink.alibi_slopes(6)
+    assert slopes == [1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8]
+    assert attention_megasink.alibi_slopes(12)[8:] == [2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5]
 
 
 def test_the_norm_of_heads_is_its_definition():

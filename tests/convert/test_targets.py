@@ -99,6 +99,7 @@ def test_every_weight_has_one_row_and_every_name_one_weight(name):
         ({"own": OwnOptions(gated_unit=False)}, "llama", "its FFN has a gated unit"),
         ({**MOE, "own": OwnOptions(gated_unit=False)}, "megasink", "experts have gated units"),
         ({"windows": (5, 6)}, "megasink", "windows have one size"),
+        ({"rope_factor": 8.0, "own": OwnOptions(rotary_percent=0.5)}, "megasink", "whole heads"),
     ],
 )
 def test_what_does_not_fit_a_target_is_said(change, target, reason):
@@ -136,7 +137,7 @@ def test_arguments_of_a_run_give_its_architecture():
     [
         ("attention_similarity", "sigmoid", "--attention-similarity sigmoid"),
         ("sink_token", True, "--sink-token True"),
-        ("attention_bias_type", "t5", "--attention-bias-type t5"),
+        ("attention_bias_type", "rope", "--attention-bias-type rope"),
         ("prefix_lm_tokens", 8, "--prefix-lm-tokens 8"),
         ("swiglu", False, "its FFN has an activation of Megatron's own"),
         ("position_embedding_type", "mrope", "--position-embedding-type mrope"),
@@ -206,7 +207,7 @@ def test_every_option_of_a_gate_is_said_or_refused():
         ("llama", {"hidden_act": "quick_gelu"}, "quick_gelu"),
         ("megasink", {"attention_variant": "tanh"}, "attention_variant 'tanh'"),
         ("megasink", {"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu'"),
-        ("megasink", {"attention_bias_type": "t5"}, "--attention-bias-type t5"),
+        ("megasink", {"attention_bias_type": "rope"}, "--attention-bias-type rope"),
     ],
 )
 def test_what_megatron_cannot_express_is_refused_by_name(target, change, said):

@@ -4,6 +4,8 @@ Shapes: B batch, T queries, S keys, H query heads, G key/value groups, N of eith
 C gate scores of a head (1 or D), M hidden size.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -25,8 +27,7 @@ def eager_attention(
         scores = scores + attention_mask
     slot = None if s_aux is None else s_aux.view(1, -1, 1, 1)
     if module.key_bias is not None:
-        slot = (query * module.key_bias.to(query.dtype)[..., None, :]).float().sum(-1, keepdim=True)
-        slot = slot * scaling
+        slot = (query * module.key_bias[..., None, :]).sum(-1, keepdim=True) * scaling
     if slot is None:
         weights = scores.softmax(-1)
     else:
@@ -112,6 +113,45 @@ class MegasinkGate(nn.Module):
         return out.to(gated.dtype)
 
 
+class MegasinkPositionBias(nn.Module):
+    """Biases on the scores by head and distance, in float32: ALiBi, T5's, T5's bucket itself."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.kind, self.heads = config.attention_bias_type, config.num_attention_heads
+        self.buckets = config.relative_attention_num_buckets
+        self.max_distance = config.relative_attention_max_distance
+        self.weight = None
+        if self.kind == "t5":
+            self.weight = nn.Parameter(torch.zeros(self.buckets, self.heads))
+
+    def forward(self, mask, past):
+        """Mask [B, 1, T, S], tokens before the first query -> mask with biases [B, H, T, S]."""
+        queries, keys = (torch.arange(size, device=mask.device) for size in mask.shape[-2:])
+        first_key = max(past + len(queries) - len(keys), 0)  # a cache of a window drops the others
+        distance = (past + queries[:, None] - keys - first_key).clamp(min=0)
+        if self.kind == "alibi":
+            slopes = torch.tensor(alibi_slopes(self.heads), device=mask.device)
+            return mask - slopes[:, None, None] * distance
+        half = self.buckets // 2
+        ratio = torch.log(distance.double().clamp(min=half) / half)
+        ratio = ratio / math.log(self.max_distance / half)
+        # A distance that is exactly at a boundary must not fall below it by a rounding of log.
+        far = (half + (ratio * (self.buckets - half) + 1e-9).floor()).clamp(max=self.buckets - 1)
+        bucket = torch.where(distance < half, distance, far.long())
+        bias = (
+            bucket[..., None].float() if self.weight is None else F.embedding(bucket, self.weight)
+        )
+        return mask + bias.permute(2, 0, 1)
+
+
+def alibi_slopes(heads):
+    """2 ** (-8 h / heads) for a power of two; then every second one of twice the power below."""
+    power = 1 << (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * h / power) for h in range(1, power + 1)]
+    return slopes + [2.0 ** (-4.0 * h / power) for h in range(1, 2 * power, 2)][: heads - power]
+
+
 class MegasinkAttention(nn.Module):
     def __init__(self, config, layer_idx):
         super().__init__()
@@ -133,6 +173,9 @@ class MegasinkAttention(nn.Module):
         variant = config.attention_variant
         self.gate = MegasinkGate(config) if variant == "gated" else None
         self.gate_position = config.gate_position if variant == "gated" else None
+        self.position_bias = None
+        if config.attention_bias_type != "none":
+            self.position_bias = MegasinkPositionBias(config)
         self.output_norm = None
         if config.sdpa_output_norm == "rmsnorm":
             self.output_norm = nn.Parameter(torch.ones(heads * self.head_dim))

@@ -34,7 +34,8 @@ class MegasinkConfig(PreTrainedConfig):
         position_embedding_type: "rope", "learned_absolute" or "none".
         sinusoidal_position_embedding: a fixed table in place of the learned one.
         rotary_percent: share of a head that RoPE turns.
-        attention_bias_type: "none" or "alibi".
+        attention_bias_type: "none", "alibi", "t5" or "bucket"; with relative_attention_num_buckets
+            and relative_attention_max_distance for the last two.
     """
 
     model_type = "megasink"
@@ -114,6 +115,8 @@ class MegasinkConfig(PreTrainedConfig):
     sinusoidal_position_embedding: bool = False
     rotary_percent: float = 1.0
     attention_bias_type: str = "none"
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
 
     def __post_init__(self, **kwargs):
         if self.layer_types is None:

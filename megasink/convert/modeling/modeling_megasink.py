@@ -21,7 +21,13 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_megasink import MegasinkAttention, MegasinkGate, MegasinkRMSNorm, norm
+from .attention_megasink import (
+    MegasinkAttention,
+    MegasinkGate,
+    MegasinkPositionBias,
+    MegasinkRMSNorm,
+    norm,
+)
 from .configuration_megasink import MegasinkConfig
 
 # Kernels that transformers hands the sinks to, beside "eager" and "flex_attention".
@@ -148,7 +154,7 @@ class MegasinkPreTrainedModel(PreTrainedModel):
     _no_split_modules = ("MegasinkDecoderLayer",)
     _skip_keys_device_placement = ("past_key_values",)
     _supports_attention_backend = True
-    _keep_in_fp32_modules_strict = ("sinks", "key_bias", "value_bias")
+    _keep_in_fp32_modules_strict = ("sinks", "key_bias", "value_bias", "position_bias")
     _can_record_outputs: ClassVar = {
         "hidden_states": MegasinkDecoderLayer,
         "attentions": MegasinkAttention,
@@ -177,8 +183,9 @@ class MegasinkPreTrainedModel(PreTrainedModel):
         if isinstance(module, MegasinkExperts):
             init.normal_(module.gate_up_proj, mean=0.0, std=std)
             init.normal_(module.down_proj, mean=0.0, std=std)
-        elif isinstance(module, MegasinkRouter):
-            init.normal_(module.weight, mean=0.0, std=std)
+        elif isinstance(module, MegasinkRouter | MegasinkPositionBias):
+            if module.weight is not None:
+                init.normal_(module.weight, mean=0.0, std=std)
         elif isinstance(module, MegasinkGate) and module.logit is not None:
             init.zeros_(module.logit)
         elif isinstance(module, MegasinkRMSNorm):
@@ -225,17 +232,19 @@ class MegasinkModel(MegasinkPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         tokens = inputs_embeds.shape[1]
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        # Some caches count in place while the layers run.
+        past = 0 if past_key_values is None else past_key_values.get_seq_length() + 0
         if position_ids is None and torch.is_tensor(attention_mask) and attention_mask.dim() == 2:
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens:]
         elif position_ids is None:
             position_ids = past + torch.arange(tokens, device=inputs_embeds.device)[None]
-        masks = self.masks(inputs_embeds, attention_mask, past_key_values, position_ids, past)
+        masks = self.masks(inputs_embeds, attention_mask, past_key_values, position_ids)
         hidden_states, rotations = self.positions(inputs_embeds, position_ids)
         for kind, layer in zip(self.config.layer_types, self.layers, strict=True):
+            mask, bias = masks[kind], layer.self_attn.position_bias
             hidden_states = layer(
                 hidden_states,
-                attention_mask=masks[kind],
+                attention_mask=mask if bias is None else bias(mask, past),
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 position_embeddings=rotations,
@@ -259,8 +268,8 @@ class MegasinkModel(MegasinkPreTrainedModel):
             embeds = embeds + sinusoids(position_ids, config.hidden_size).to(embeds.dtype)
         return embeds, None
 
-    def masks(self, embeds, attention_mask, past_key_values, position_ids, past):
-        """{kind of layer: mask}, with ALiBi's biases where the model has them."""
+    def masks(self, embeds, attention_mask, past_key_values, position_ids):
+        """{kind of layer: mask}."""
         makers = {
             "full_attention": create_causal_mask,
             "sliding_attention": create_sliding_window_causal_mask,
@@ -269,9 +278,6 @@ class MegasinkModel(MegasinkPreTrainedModel):
         if not isinstance(masks, dict):
             given = (self.config, embeds, attention_mask, past_key_values, position_ids)
             masks = {kind: makers[kind](*given) for kind in set(self.config.layer_types)}
-        if self.config.attention_bias_type == "alibi":
-            heads = self.config.num_attention_heads
-            masks = {kind: mask + alibi(heads, mask, past) for kind, mask in masks.items()}
         return masks
 
 
@@ -290,16 +296,6 @@ def sinusoids(position_ids, size):
     exponent = torch.arange(0, size, 2, device=position_ids.device).double() / size
     angle = position_ids[..., None].double() * 10000.0**-exponent
     return torch.stack((angle.sin(), angle.cos()), -1).flatten(-2).float()
-
-
-def alibi(heads, mask, past):
-    """-slope * distance [H, T, S]; slopes 2 ** (-8 h / H), for other than powers of two ALiBi's."""
-    power = 1 << (heads.bit_length() - 1)
-    slopes = [2.0 ** (-8.0 * h / power) for h in range(1, power + 1)]
-    slopes += [2.0 ** (-4.0 * h / power) for h in range(1, 2 * power + 1)][::2][: heads - power]
-    queries, keys = (torch.arange(size, device=mask.device) for size in mask.shape[-2:])
-    distance = past + queries[:, None] - keys - max(past + len(queries) - len(keys), 0)
-    return -torch.tensor(slopes, device=mask.device)[:, None, None] * distance
 
 
 class MegasinkForCausalLM(MegasinkPreTrainedModel, GenerationMixin):

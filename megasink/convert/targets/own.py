@@ -23,6 +23,8 @@ class OwnTarget(Target):
         found = [f"it has no {option}" for option in unknown_values(model.own)]
         if len(set(model.windows) - {None}) > 1:
             found.append("its sliding windows have one size")
+        if model.rope_factor is not None and model.own.rotary_percent != 1.0:
+            found.append("its RoPE scaling is of whole heads")
         if model.experts and model.bias:
             found.append("its experts have no biases")
         if model.experts and not model.own.gated_unit:
@@ -98,6 +100,8 @@ def _attention(model: Architecture) -> tuple[Row, ...]:
         found.append(row(f"{rows.ATTENTION}linear_proj.{kind}", f"{_AT}o_proj.{kind}"))
     if model.has_sink:
         found += rows.sinks(model)
+    if model.own.attention_bias_type == "t5":
+        found.append(row(f"{_CORE}relative_bias.weight", f"{_AT}position_bias.weight"))
     if model.attention in ("k-bias", "kv-bias"):
         found.append(row(f"{_CORE}key_bias", f"{_AT}key_bias"))
     if model.attention in ("kv-bias", "v-bias"):

@@ -1,0 +1,139 @@
+"""megasink's own modelling file under every kernel, with caches and with padding.
+
+Not covered: CUDA, and so the kernels of GPUs.
+"""
+
+import contextlib
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+from transformers.integrations import flex_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tests.convert.models import OWN
+from tests.convert.own_models import BIASED, POSITIONED, SINKS, TOKENS, tiny
+
+# What reaches a kernel is the same for the others.
+ANY_KERNEL = [
+    "own-headwise",
+    "own-elementwise-moe",
+    "own-query-ns",
+    "own-v-bias-shared",
+    "own-gpt2",
+]
+
+
+@contextlib.contextmanager
+def kernel(model, name):
+    """A model under a kernel; flex_attention as Python, because its compilation takes a minute."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        yield model
+    model.set_attn_implementation(before)
+
+
+@pytest.mark.parametrize("name", ANY_KERNEL)
+def test_every_kernel_gives_the_same(name):
+    model = tiny(name)
+    logits = {}
+    for kind in ("eager", "sdpa", "flex_attention"):
+        with kernel(model, kind):
+            logits[kind] = model(TOKENS).logits
+            padding = torch.ones_like(TOKENS)
+            padding[0, :4] = 0
+            logits[f"{kind}, padded"] = model(TOKENS, attention_mask=padding).logits[:, 4:]
+    for one, other in itertools.pairwise(("eager", "sdpa", "flex_attention")):
+        assert torch.allclose(logits[one], logits[other], atol=2e-5)
+        both = logits[f"{one}, padded"], logits[f"{other}, padded"]
+        assert torch.allclose(*both, atol=2e-5)
+    assert not torch.allclose(logits["eager"][:, 4:], logits["eager, padded"], atol=1e-2)
+
+
+class _OnDevice(torch.Tensor):
+    """A tensor that says that it is not on the CPU, where transformers has no flex with sinks."""
+
+    device = torch.device("cuda")
+
+
+@pytest.mark.parametrize("name", SINKS)
+def test_flex_attention_has_the_sinks(name):
+    model = tiny(name)
+    with kernel(model, "eager"):
+        eager = model(TOKENS).logits
+    with kernel(model, "flex_attention"):
+        with pytest.raises(ValueError, match="sinks cannot be run on CPU"):
+            model(TOKENS)
+        forward, compiled = (
+            flex_attention.flex_attention_forward,
+            flex_attention.compile_friendly_flex_attention,
+        )
+
+        def elsewhere(module, query, *args, **kwargs):
+            return forward(module, query.as_subclass(_OnDevice), *args, **kwargs)
+
+        def here(query, *args, **kwargs):
+            return compiled(query.as_subclass(torch.Tensor), *args, **kwargs)
+
+        with (
+            mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, flex_attention=elsewhere),
+            mock.patch.object(flex_attention, "compile_friendly_flex_attention", here),
+        ):
+            flex = model(TOKENS).logits
+    assert torch.allclose(eager, flex, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["own-sink-moe-qk-norm", *BIASED])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("sdpa", "flash_attention_2", "flash_attention_3", "kernels-community/flash-attn"),
+        *("paged|sdpa", "flex_attention", "paged|eager", "flash_attention_4"),
+    ],
+)
+def test_a_kernel_that_would_drop_something_is_refused(name, kind):
+    model = tiny(name)
+    if name in SINKS and kind in ("flex_attention", "paged|eager", "flash_attention_4"):
+        return  # these have sinks
+    what = "attention sinks" if OWN[name][1].has_sink else "a bias of keys or positions"
+    with pytest.raises(ValueError, match=f"would leave out ({what}|a bias .*): use"):
+        model.set_attn_implementation(kind)
+    assert model.config._attn_implementation == "eager"
+
+
+# Whatever has positions, a window, or more keys than tokens.
+CACHED = [
+    *(
+        "own-sink-moe-qk-norm",
+        "own-sink-windows-biases",
+        "own-key-identity",
+        "own-partial-rotary-clip",
+    ),
+    *("own-off-by-one-llama3", "own-headwise", "own-gpt2", "own-sinusoids", *POSITIONED),
+]
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_cached_decoding_and_padding_change_nothing(name):
+    model = tiny(name)
+    greedy = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        whole = {"attention_mask": torch.ones_like(TOKENS)}
+        plain = model.generate(TOKENS, use_cache=False, **whole, **greedy)
+        assert torch.equal(model.generate(TOKENS, **whole, **greedy), plain)
+        static = {"cache_implementation": "static", "disable_compile": True}
+        assert torch.equal(model.generate(TOKENS, **whole, **greedy, **static), plain)
+        short = TOKENS[:1, 5:]
+        padded = torch.cat([torch.full((1, 5), 7), short], dim=1)
+        both = torch.cat([padded, TOKENS[1:]])
+        mask = torch.ones_like(both)
+        mask[0, :5] = 0
+        logits = model(both, attention_mask=mask).logits
+        assert torch.allclose(logits[:1, 5:], model(short).logits, atol=2e-5)
+        assert torch.allclose(logits[1:], model(TOKENS[1:]).logits, atol=2e-5)
+        made = model.generate(both, attention_mask=mask, **greedy)
+        alone = model.generate(short, attention_mask=torch.ones_like(short), **greedy)
+        assert torch.equal(made[0, both.shape[1] :], alone[0, short.shape[1] :])
+        assert torch.equal(made[1], plain[1])
