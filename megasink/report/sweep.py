@@ -156,6 +156,8 @@ def draw_masks(found: dict[str, Any], output: Path) -> None:
             share = np.asarray(row["inactive_by_head"][score], dtype=float)
             image = axis.imshow(share, vmin=0, vmax=1, cmap="magma", aspect="auto")
             axis.tick_params(labelsize=7)
+            for ticks in (axis.xaxis, axis.yaxis):
+                ticks.get_major_locator().set_params(integer=True)
             if axis.get_subplotspec().is_first_row():
                 names = (_name(key, row[key]) for key in _AXES)
                 axis.set_title("\n".join(names), fontsize=8, loc="left")
