@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megasink.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
 
 Floats = NDArray[np.float64]
 

@@ -54,7 +54,7 @@ def analyzed(folder):
 
 def test_an_analysis_is_whole(analyzed, folder):
     found = json.loads((analyzed / "llama" / "results.json").read_text())
-    assert found["format"] == 1
+    assert found["format"] == 2
     assert list(found["datasets"]) == ["lines", "prose", "repeated"]
     assert [d["samples"] for d in found["datasets"].values()] == [2, 1, 2]
     assert found["samples"] == 5
