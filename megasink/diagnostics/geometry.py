@@ -92,10 +92,10 @@ class Embedding(NamedTuple):
 
 
 def neighbour_embedding(rows: Floats, seed: int) -> Embedding:
-    """t-SNE of some rows by scikit-learn (P4.6), from their principal components.
+    """t-SNE of some rows by scikit-learn (P4.6), exact, from their principal components.
 
     Args:
-        rows: [rows, features].
+        rows: [rows, features]; time grows with the square of their number.
         seed: of scikit-learn; the same rows and seed give the same points on one machine.
 
     Raises:
@@ -109,7 +109,9 @@ def neighbour_embedding(rows: Floats, seed: int) -> Embedding:
     if not np.ptp(rows, axis=0).any():
         raise ValueError("t-SNE of rows that are all equal")
     perplexity = min(PERPLEXITY, (len(rows) - 1) / 3)
+    # Exact: the tree of the approximation goes wrong where rows are equal, as first tokens may be.
+    options = {"perplexity": perplexity, "random_state": seed, "init": "pca", "method": "exact"}
     with threadpool_limits(1):  # its threads spin: with fewer idle cores it takes many times longer
-        fitted = TSNE(2, perplexity=perplexity, random_state=seed, init="pca", n_jobs=1).fit(rows)
+        fitted = TSNE(2, **options, n_jobs=1).fit(rows)
     points = fitted.embedding_.astype(np.float64)
     return Embedding(points, perplexity, float(fitted.kl_divergence_))

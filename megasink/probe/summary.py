@@ -36,7 +36,7 @@ from megasink.diagnostics.tokens import repeat_rate
 from megasink.probe.inputs import Sample
 from megasink.probe.parts import Captured
 
-FORMAT = 1
+FORMAT = 2
 """Raised when a key of results.json changes its meaning."""
 
 EPSILONS = (0.2, 0.3, 0.4, 0.5)

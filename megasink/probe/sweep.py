@@ -282,6 +282,7 @@ def _row(setting: Setting, captured: Captured, thresholds: dict[str, float]) -> 
     return {
         **setting._asdict(),
         "samples": len(captured.samples),
+        "non_finite": [entry.source for entry in captured.non_finite],
         "tokens": int(tokens_N[0]),
         "sink_rate": {
             f"{e:g}": [sink_rate(alpha_NLHK[..., k], e) for k in range(COLUMNS)] for e in EPSILONS

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megasink.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
 
 Floats = NDArray[np.float64]
 
@@ -92,8 +92,12 @@ def write_tables(analysis: Analysis, folder: Path) -> list[Path]:
 
 
 def _heads(analysis: Analysis) -> Iterator[dict[str, Any]]:
-    """One row per layer and head."""
+    """One row per layer and head; with several datasets the importance on each (P0.22)."""
     importance = analysis.array("importance")
+    datasets = analysis.found["datasets"]
+    by_dataset = {name: analysis.array("datasets", name, "importance") for name in datasets}
+    if len(datasets) == 1:
+        by_dataset.clear()
     scores = {k: analysis.array("mean_score", k) for k in analysis.found["mean_score"]}
     for layer, heads in enumerate(analysis.found["model"]["heads"]):
         for head in range(heads):
@@ -101,6 +105,7 @@ def _heads(analysis: Analysis) -> Iterator[dict[str, Any]]:
                 "layer": layer,
                 "head": head,
                 "importance": importance[layer, head],
+                **{f"importance_on_{n}": table[layer, head] for n, table in by_dataset.items()},
                 **{name: table[layer, head] for name, table in scores.items()},
             }
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,14 @@ def write_sweep(found: dict[str, Any], arrays: dict[str, Any], output: Path) -> 
     for line in table:
         cells = [_short(line[name]) for name in shown]
         print("  ".join(f"{c:>{max(7, len(n))}}" for n, c in zip(shown, cells, strict=True)))
+    for row in found["rows"]:
+        if row["non_finite"]:
+            setting = ", ".join(_name(key, row[key]) for key in _AXES)
+            print(
+                f"megasink: warning: {len(row['non_finite'])} samples of {setting} have infinite "
+                f"or NaN values, {row['non_finite'][0]} first: left out of every average",
+                file=sys.stderr,
+            )
     print(f"wrote {output}/sweep.csv, sweep.json, sweep.npz, sweep.png, sweep_masks.png")
 
 
@@ -156,6 +165,8 @@ def draw_masks(found: dict[str, Any], output: Path) -> None:
             share = np.asarray(row["inactive_by_head"][score], dtype=float)
             image = axis.imshow(share, vmin=0, vmax=1, cmap="magma", aspect="auto")
             axis.tick_params(labelsize=7)
+            for ticks in (axis.xaxis, axis.yaxis):
+                ticks.get_major_locator().set_params(integer=True)
             if axis.get_subplotspec().is_first_row():
                 names = (_name(key, row[key]) for key in _AXES)
                 axis.set_title("\n".join(names), fontsize=8, loc="left")

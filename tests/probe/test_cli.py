@@ -54,7 +54,7 @@ def analyzed(folder):
 
 def test_an_analysis_is_whole(analyzed, folder):
     found = json.loads((analyzed / "llama" / "results.json").read_text())
-    assert found["format"] == 1
+    assert found["format"] == 2
     assert list(found["datasets"]) == ["lines", "prose", "repeated"]
     assert [d["samples"] for d in found["datasets"].values()] == [2, 1, 2]
     assert found["samples"] == 5
@@ -70,6 +70,8 @@ def test_an_analysis_is_whole(analyzed, folder):
     for row in rows:
         expected = found["importance"][int(row["layer"])][int(row["head"])]
         assert float(row["importance"]) == expected
+        expected = found["datasets"]["prose"]["importance"][int(row["layer"])][int(row["head"])]
+        assert float(row["importance_on_prose"]) == expected
     for table in ("layers", "states", "scores", "datasets"):
         lines = (analyzed / "llama" / "tables" / f"{table}.csv").read_text().splitlines()
         assert len(lines) == 1 + {"layers": 2, "states": 5, "scores": 16, "datasets": 3}[table]

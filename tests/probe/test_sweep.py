@@ -184,6 +184,27 @@ def test_a_sweep_that_stopped_goes_on(swept, folder, tmp_path, monkeypatch):
     assert (tmp_path / "sweep.csv").read_text() == (swept / "sweep.csv").read_text()
 
 
+def test_a_sample_with_nan_is_named(folder, tmp_path, monkeypatch, capsys):
+    """In the second row alone, whose sequences are the longer ones."""
+    attended = TransformersProbe._gated
+
+    def broken(probe, index, gated_BTX):
+        if gated_BTX.shape[1] == 10 and not broken.done:
+            broken.done = True
+            probe._calls[index].out_BHTD.fill_(torch.nan)
+        attended(probe, index, gated_BTX)
+
+    broken.done = False
+    monkeypatch.setattr(TransformersProbe, "_gated", broken)
+    flags = f"sweep {folder}/model --data {folder}/texts.jsonl --output {tmp_path} --device cpu"
+    assert main(f"{flags} --lengths 8 10 --bos none --batch-size 1".split()) == 0
+    error = capsys.readouterr().err
+    assert "warning: 1 samples of 10 tokens, 1 copy, without BOS have infinite or NaN" in error
+    rows = json.loads((tmp_path / "sweep.json").read_text())["rows"]
+    assert [row["samples"] for row in rows] == [2, 1]
+    assert rows[1]["non_finite"] == [f"{folder}/texts.jsonl:1"]
+
+
 def test_two_processes_share_a_sweep(swept, folder, pool, tmp_path):
     task = "tests.probe.megatron_tasks:swept"
     arguments = {"command": command(folder, tmp_path / "out"), "store": str(tmp_path / "store")}
