@@ -262,7 +262,10 @@ def test_make_env_finds_python(tmp_path: Path, place: str):
     # A pyenv shim of a version that is not selected is on PATH, and fails.
     done = make_env(tmp_path, {"bin/python3.12": UNFIT} | {place: FITTING})
     assert done.returncode == 0, done.stderr
-    assert "pip install --quiet --no-compile --constraint constraints.txt --editable .[dev]" in done.stdout
+    assert (
+        "pip install --quiet --no-compile --constraint constraints.txt --editable .[dev]"
+        in done.stdout
+    )
 
 
 def test_question_to_python_is_answered_by_this_one():

@@ -1,4 +1,4 @@
-"""Models of our own modelling file with random weights: without megatron and without a checkpoint."""
+"""Models of our own modelling file with random weights, without megatron or a checkpoint."""
 
 import torch
 
