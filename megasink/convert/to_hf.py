@@ -120,7 +120,7 @@ def _account(checkpoint: MegatronCheckpoint, table: tuple[Row, ...], model: Arch
     extra = sorted(checkpoint.shapes.keys() - known)
     found = [f"{key} is missing" for key in missing]
     found += [f"{key} has no place in the target" for key in extra]
-    for key, shape in weight_shapes(model).items():
+    for key, shape in sorted(weight_shapes(model).items()):
         axes = (model.layers, model.experts)[: leading_axes(key)]
         stored = checkpoint.shapes.get(key, (*axes, *shape))
         if stored != (*axes, *shape):
