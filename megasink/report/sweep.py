@@ -154,25 +154,27 @@ def draw_masks(found: dict[str, Any], output: Path) -> None:
     rows, scores = found["rows"], list(found["rows"][0]["inactive_by_head"])
     figure, axes = plt.subplots(
         len(scores),
-        len(rows),
-        figsize=(1.2 + 1.9 * len(rows), 2.2 * len(scores) + 0.6),
+        1,
+        figsize=(2.0 + 1.3 * len(rows), 2.4 * len(scores) + 0.6),
         layout="constrained",
         squeeze=False,
+        sharex=True,
     )
-    for across, score in zip(axes, scores, strict=True):
-        across[0].set_ylabel(f"{score}\nlayer")
-        for axis, row in zip(across, rows, strict=True):
-            share = np.asarray(row["inactive_by_head"][score], dtype=float)
-            image = axis.imshow(share, vmin=0, vmax=1, cmap="magma", aspect="auto")
-            axis.tick_params(labelsize=7)
-            for ticks in (axis.xaxis, axis.yaxis):
-                ticks.get_major_locator().set_params(integer=True)
-            if axis.get_subplotspec().is_first_row():
-                names = (_name(key, row[key]) for key in _AXES)
-                axis.set_title("\n".join(names), fontsize=8, loc="left")
-            else:
-                axis.set_xlabel("head", fontsize=8)
-    figure.colorbar(image, ax=axes[:, -1], label="share of samples that call the head inactive")
+    for axis, score in zip(axes[:, 0], scores, strict=True):
+        tables = [np.asarray(row["inactive_by_head"][score], dtype=float) for row in rows]
+        layers, heads = tables[0].shape
+        # Side by side in one picture, a blank column between two settings.
+        gap = np.full((layers, 1), np.nan)
+        together = np.concatenate([part for table in tables for part in (table, gap)][:-1], 1)
+        image = axis.imshow(together, vmin=0, vmax=1, cmap="magma", aspect="auto")
+        axis.set_title(score, fontsize=10, loc="left")
+        axis.set_ylabel("layer")
+        axis.yaxis.get_major_locator().set_params(integer=True)
+        names = ["\n".join(_name(key, row[key]) for key in _AXES) for row in rows]
+        axis.set_xticks(np.arange(len(rows)) * (heads + 1) + (heads - 1) / 2, names, fontsize=8)
+        axis.tick_params(axis="x", length=0)
+    figure.supxlabel("heads, setting by setting", fontsize=10)
+    figure.colorbar(image, ax=axes[:, 0], label="share of samples")
     figure.savefig(output, dpi=130)
     plt.close(figure)
 

@@ -15,6 +15,7 @@ from megasink.probe.geometry import POSITIONS, read_rows
 from megasink.probe.inputs import Sample, text_samples
 from megasink.probe.megatron_model import MegatronProbe
 from megasink.probe.ranks import Ranks
+from megasink.report import sweep
 from tests.inference.tasks import model_of
 from tests.probe.kept import Kept
 
@@ -93,7 +94,10 @@ def refused(training: bool = False, **options: Any) -> list[str]:
 def swept(command: str, store: str) -> int:
     """The command, by processes that share the samples."""
     ranks = Ranks(FileStore(store, 2), get_rank(), 2)
-    with mock.patch.object(Ranks, "from_environment", return_value=ranks):
+    with (
+        mock.patch.object(Ranks, "from_environment", return_value=ranks),
+        mock.patch.multiple(sweep, draw_sweep=mock.DEFAULT, draw_masks=mock.DEFAULT),
+    ):
         return main(command.split())
 
 

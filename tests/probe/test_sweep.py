@@ -17,6 +17,7 @@ from megasink.data.corpus import Corpus
 from megasink.data.tokenizer import train_tokenizer
 from megasink.errors import UserError
 from megasink.probe.transformers_model import TransformersProbe
+from megasink.report import sweep
 from tests.distributed.layout import Layout
 from tests.probe.tiny_models import tiny_model
 
@@ -50,6 +51,13 @@ def command(folder, output):
 def swept(folder):
     assert main(command(folder, folder / "out").split()) == 0
     return folder / "out"
+
+
+@pytest.fixture
+def undrawn(swept, monkeypatch):
+    """The figures are drawn once, by `swept`."""
+    for name in ("draw_sweep", "draw_masks"):
+        monkeypatch.setattr(sweep, name, lambda found, output: None)
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +167,7 @@ def test_the_files(swept):
     assert not (swept / "partial").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_sweep_that_stopped_goes_on(swept, folder, tmp_path, monkeypatch):
     """The fourth row fails; of the first three nothing runs again."""
     forward, calls = TransformersProbe.forward, []
@@ -184,6 +193,7 @@ def test_a_sweep_that_stopped_goes_on(swept, folder, tmp_path, monkeypatch):
     assert (tmp_path / "sweep.csv").read_text() == (swept / "sweep.csv").read_text()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_sample_with_nan_is_named(folder, tmp_path, monkeypatch, capsys):
     """In the second row alone, whose sequences are the longer ones."""
     attended = TransformersProbe._gated
@@ -237,6 +247,7 @@ def test_bad_input_is_named(folder, tmp_path, capsys, flags, problems):
     assert "no --data: name text files or folders" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_tokenizer_without_bos(folder, tmp_path, capsys):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
     tokenizer.bos_token = None
