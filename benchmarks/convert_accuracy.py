@@ -31,7 +31,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 where = {"folder": f"{folder}/run", "name": name}
                 workers.run("tests.convert.tasks:save_run", SINGLE, **where, bf16=True)
-                (row,) = workers.run("tests.convert.tasks:accuracy", SINGLE, folder=folder)
+                (row,) = workers.run("tests.convert.accuracy_tasks:accuracy", SINGLE, folder=folder)
             print(f"{row.pop('target')} | {' | '.join(row.values())}", flush=True)
     finally:
         workers.close()

@@ -176,7 +176,7 @@ def test_without_memory_for_two_models_every_tensor_is_compared(
     pool, run, hf, tmp_path, way, damaged
 ):
     (report,) = pool.run(
-        f"{TASKS}:convert_in_little_memory",
+        "tests.convert.accuracy_tasks:convert_in_little_memory",
         SINGLE,
         source=str(run if way == "out" else hf),
         output=str(tmp_path / "to"),

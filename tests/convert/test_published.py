@@ -31,7 +31,7 @@ def test_what_cannot_come_in_is_refused_by_name(name, spelled):
 def test_a_model_that_transformers_saved_comes_in(pool, tmp_path, name):
     """With the keys of config.json as released; the logits are those of stock transformers."""
     (report,) = pool.run(
-        "tests.convert.tasks:import_released",
+        "tests.convert.accuracy_tasks:import_released",
         SINGLE,
         folder=str(tmp_path),
         config=RELEASED[name][0],

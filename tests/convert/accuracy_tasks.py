@@ -1,0 +1,114 @@
+"""Tasks for the workers: released configurations, little memory, how far two sides are apart."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def import_released(folder: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Import a random model that transformers made and saved from a config.json; the difference."""
+    import transformers
+
+    from megasink.checkpoint.find import find_checkpoint
+    from megasink.convert import from_hf
+    from megasink.convert.verify import verify_logits
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(5)
+    hf, run = Path(folder) / "hf", Path(folder) / "run"
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**config), dtype=torch.float32
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Biases and norms are zeros and ones.
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(hf)
+    (hf / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
+    source = from_hf.source_of(hf)
+    from_hf.import_model(source, run, say=lambda line: None)
+    found = find_checkpoint(run)
+    difference = verify_logits(found, hf, source.model, None, lambda line: None)
+    return vars(difference) | {"tolerance": difference.tolerance}
+
+
+def accuracy(folder: str) -> dict[str, str]:
+    """Export folder/run; a row of benchmarks/convert_accuracy.py."""
+    from megasink.convert import to_hf, verify
+
+    source = to_hf.source_of(Path(folder) / "run")
+    hf = Path(folder) / "hf"
+    target = to_hf.export(source, hf, say=lambda line: None)
+    tokens = verify.sample_tokens(source.model, None)
+    vocabulary = source.model.vocabulary
+    logits: dict[tuple[str, torch.dtype], tuple[torch.Tensor, list[int]]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        logits["megatron", dtype] = verify._megatron(source.found, dtype, tokens, vocabulary)
+        logits["hf", dtype] = verify._transformers(hf, dtype, tokens)
+    full, half = (
+        verify.difference(
+            logits["megatron", dtype][0],
+            logits["hf", dtype][0],
+            logits["megatron", dtype][1],
+            logits["hf", dtype][1],
+        )
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    exact = logits["megatron", torch.float32][0]
+    errors = [
+        float((logits[side, torch.bfloat16][0] - exact).abs().mean()) for side in ("megatron", "hf")
+    ]
+    return {
+        "target": target.name,
+        "float32": f"{full.logits:.1e} of {full.largest:.1f}",
+        "bfloat16": f"{half.logits:.2f}",
+        "errors": ", ".join(f"{error:.4f}" for error in errors),
+        "same": f"{full.argmax:.1%}, {half.argmax:.1%}",
+    }
+
+
+def convert_in_little_memory(source: str, output: str, damaged: bool) -> dict[str, Any]:
+    """Convert with 100 kB of free memory; flip a bit before verification if asked to.
+
+    Args:
+        source: a run, for an export, or a Hugging Face folder, for an import.
+
+    Returns:
+        "lines" for the user and "message" of the error.
+    """
+    from unittest import mock
+
+    from megasink.convert import from_hf, to_hf, verify
+    from megasink.convert.checking import check_export, check_import
+    from megasink.errors import UserError
+
+    lines: list[str] = []
+    exports = (Path(source) / "checkpoints").is_dir()
+    pattern = "*.safetensors" if exports else "checkpoints/*/*.distcp"
+
+    def check(folder: Path) -> None:
+        if damaged:
+            (path,) = folder.glob(pattern)
+            content = bytearray(path.read_bytes())
+            content[-100 if exports else 5000] ^= 1  # of the last weight, or the first
+            path.write_bytes(content)
+        if exports:
+            check_export(run, folder, say=lines.append)
+        else:
+            check_import(hf, None, folder, say=lines.append)
+
+    message = None
+    with mock.patch.object(verify, "_free_bytes", return_value=100_000):
+        try:
+            if exports:
+                run = to_hf.source_of(Path(source))
+                to_hf.export(run, Path(output), say=lines.append, verify=check)
+            else:
+                hf = from_hf.source_of(Path(source))
+                from_hf.import_model(hf, Path(output), say=lines.append, verify=check)
+        except UserError as error:
+            message = str(error)
+    return {"lines": lines, "message": message}
