@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from megasink.probe.geometry import Geometry
 from megasink.probe.inputs import Sample
 from megasink.probe.maps import Head, geometry
 from megasink.probe.recorder import Recorder
@@ -78,7 +79,8 @@ def _analyzed(folder: Path, model, name, samples):
             device="cpu",
             text_of=lambda token: ("<b>", "$x_{", "\n", "日本")[token % 4],
         )
-    write_analysis(folder, captured, samples, {"name": name}, {"seed": 1}, maps)
+    points = Geometry({}, {})
+    write_analysis(folder, captured, samples, {"name": name}, {"seed": 1}, points, maps)
 
 
 def test_the_report_is_whole(report, tmp_path):
