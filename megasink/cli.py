@@ -75,9 +75,9 @@ def _trace(argv: Sequence[str]) -> int:
 
 
 def _report(argv: Sequence[str]) -> int:
-    from megasink.probe.cli import report_main
+    from megasink.report.pages import main
 
-    return report_main(argv)
+    return main(argv)
 
 
 def _info(argv: Sequence[str]) -> int:

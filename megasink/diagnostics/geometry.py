@@ -1,17 +1,17 @@
 """Points in a plane: principal components of queries, keys, maps and states, and t-SNE.
 
-Shapes: T tokens, D head dim, M matrices.
+Shapes: T tokens, D head dim, M matrices, C components.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.linalg import eigh
+
+from megasink.diagnostics.maps import MAP_TOKENS
 
 Floats = NDArray[np.float64]
-
-MAP_TOKENS = 512
-"""The longest sequence whose attention maps are made: they are S x S."""
 
 
 class Components(NamedTuple):
@@ -57,17 +57,55 @@ def query_key_components(query_TD: Floats, key_TD: Floats) -> tuple[Floats, Floa
     return points[: len(query_TD)], points[len(query_TD) :], explained
 
 
-def attention_map_components(maps_MTT: Floats) -> Components:
-    """PCA over attention matrices, each one flattened, of one input (P3.27).
+class MapComponents(NamedTuple):
+    """The first principal components of the attention matrices of one input.
+
+    Attributes:
+        points_MC: coordinates of each matrix.
+        explained_C: shares of the variance.
+        images_CTT: the directions, each of norm 1, as matrices. The sign is set so that the entry
+            of largest magnitude is positive.
+    """
+
+    points_MC: Floats
+    explained_C: Floats
+    images_CTT: Floats
+
+
+def attention_map_components(maps_MTT: NDArray[Any], count: int = 2) -> MapComponents:
+    """PCA over attention matrices, each one flattened and the mean matrix taken off (P3.27).
+
+    By the eigenvectors of the [M, M] matrix of inner products: of L x H matrices only a few have
+    to be known, and the matrices, which may be large, are not copied.
 
     Raises:
-        ValueError: matrices of more than `MAP_TOKENS` tokens.
+        ValueError: matrices of more than `MAP_TOKENS` tokens, fewer than two, or all equal.
     """
     if maps_MTT.shape[-1] > MAP_TOKENS:
         raise ValueError(
             f"attention maps of {maps_MTT.shape[-1]} tokens: at most {MAP_TOKENS}, they are S x S"
         )
-    return principal_components(maps_MTT.reshape(len(maps_MTT), -1))
+    matrices = len(maps_MTT)
+    if matrices < 2:
+        raise ValueError(f"principal components of {matrices} matrix: two or more are needed")
+    rows = maps_MTT.reshape(matrices, -1)
+    inner_MM = (rows @ rows.T).astype(np.float64)
+    mean_M = inner_MM.mean(0)
+    inner_MM += mean_M.mean() - mean_M[:, None] - mean_M
+    total, count = float(np.trace(inner_MM)), min(count, matrices - 1)
+    # Centred products are differences: what is left of equal matrices is rounding.
+    if not total > 1e-6 * float(np.square(rows, dtype=np.float64).sum()):
+        raise ValueError("principal components of matrices that are all equal")
+    values, vectors = eigh(inner_MM, subset_by_index=[matrices - count, matrices - 1])
+    scale = np.sqrt(np.maximum(values[::-1], 0.0))
+    vectors_MC = vectors[:, ::-1]
+    images = (vectors_MC - vectors_MC.mean(0)).T @ rows / np.maximum(scale, 1e-30)[:, None]
+    sign = np.sign(images[np.arange(count), np.abs(images).argmax(1)])
+    return MapComponents(
+        vectors_MC * scale * sign,
+        scale**2 / total,
+        (images * sign[:, None]).reshape(count, *maps_MTT.shape[1:]),
+    )
 
 
 PERPLEXITY = 30.0

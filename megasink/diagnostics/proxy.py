@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megasink.diagnostics.maps import MAP_TOKENS
 from megasink.diagnostics.tiles import HIDDEN, tiles
 from megasink.diagnostics.weights import WeightStatistics, column_sums, first_and_others
 
@@ -74,3 +75,39 @@ def proxy_statistics(
         square[n, :, rows] = weight_NRCK.square_().sum(-1) / total_NRC.square()
     entropy.clamp_(min=0.0)
     return found.by_head(query_BHTD.shape[0])
+
+
+@torch.no_grad()
+def proxy_maps(
+    query_HTD: Tensor,
+    key_GTD: Tensor,
+    *,
+    similarity: str,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """The proxy weights themselves, as `megasink.diagnostics.maps.attention_maps` (P2.37).
+
+    Args:
+        query_HTD, key_GTD, similarity, scale, window: as `proxy_statistics`, of one sequence.
+
+    Returns:
+        weights [H, T, S]; 0 for keys that a row does not see.
+
+    Raises:
+        ValueError: more than `MAP_TOKENS` tokens.
+    """
+    heads, tokens = query_HTD.shape[:2]
+    if tokens > MAP_TOKENS:
+        raise ValueError(f"maps of {tokens} tokens: at most {MAP_TOKENS}, they are S x S")
+    weights_of, hidden = _WEIGHTS[similarity]
+    dtype = torch.promote_types(query_HTD.dtype, torch.float32)
+    key_HSD = key_GTD.to(dtype).repeat_interleave(heads // len(key_GTD), 0)
+    score_HTS = (query_HTD.to(dtype) * scale) @ key_HSD.transpose(-1, -2)
+    position_T = torch.arange(tokens, device=score_HTS.device)
+    distance_TS = position_T[:, None] - position_T
+    hidden_TS = distance_TS < 0
+    if window is not None:
+        hidden_TS |= distance_TS >= window
+    weight_HTS = weights_of(score_HTS.masked_fill(hidden_TS, hidden))
+    return weight_HTS / (weight_HTS.sum(-1, keepdim=True) + EPSILON)

@@ -2,28 +2,28 @@
 
 import argparse
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from megasink.diagnostics.importance import head_importance
 from megasink.errors import UserError
 from megasink.probe.geometry import project, read_rows
 from megasink.probe.identity import identity
+from megasink.probe.maps import OpenProbe, asked_heads, geometry, telling_heads
 from megasink.probe.options import samples_of
 from megasink.probe.ranks import Ranks
 from megasink.probe.recorder import Recorder
-from megasink.probe.run import Probe, run
+from megasink.probe.run import run
 from megasink.probe.shards import PartialFolder
 from megasink.probe.write import write_analysis
 
 
 def analyze(
     args: argparse.Namespace,
-    open_probe: Callable[[Recorder], AbstractContextManager[Probe]],
+    open_probe: OpenProbe,
     *,
     module: torch.nn.Module,
     ranks: Ranks,
@@ -41,7 +41,7 @@ def analyze(
 
     Args:
         args: of `parser`.
-        open_probe: makes the probe that reports to a recorder.
+        open_probe: makes the probe that reports to an observer.
         module: the model, whose weights are part of the analysis's identity.
         ranks: the processes that share the samples.
         heads: of each layer.
@@ -55,8 +55,10 @@ def analyze(
 
     Raises:
         UserError: sequences longer than the positions, tokens that the model does not know, no
-            text, or a folder that cannot be written or holds another unfinished analysis.
+            text, `--maps` of a head that is not, or a folder that cannot be written or holds
+            another unfinished analysis.
     """
+    asked = asked_heads(args.maps or [], heads)
     longest = args.seq_length + len(first)
     if positions is not None and longest > positions:
         raise UserError(
@@ -86,8 +88,24 @@ def analyze(
     if captured is None:
         return None
     rows = read_rows(open_probe, samples, device=next(module.parameters()).device)
-    geometry = project(rows, seed=args.seed)
-    found = write_analysis(args.output, captured, samples, model, vars(args), geometry)
+    points = project(rows, seed=args.seed)
+    maps = None
+    if args.maps is not None:
+        importance_LH = head_importance(
+            captured.of("importance"), torch.tensor([s["tokens"] for s in captured.samples])
+        )
+        awft_LH = captured.of("awft").nanmean(0)
+        maps = geometry(
+            open_probe,
+            [samples[sample["index"]] for sample in captured.samples],
+            heads,
+            asked or telling_heads(awft_LH.numpy(), importance_LH.numpy()),
+            length=args.map_length + len(first),
+            batch_size=args.batch_size,
+            device=next(module.parameters()).device,
+            text_of=lambda token: tokenizer.decode([token]),
+        )
+    found = write_analysis(args.output, captured, samples, model, vars(args), points, maps)
     partial.remove()
     return found
 

@@ -1,14 +1,12 @@
-"""`megasink analyze` of a folder of transformers, and `megasink report`."""
+"""`megasink analyze` of a folder of transformers."""
 
 import argparse
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 from megasink.errors import ConfigError, UserError
 from megasink.probe.analysis import analyze
 from megasink.probe.options import DTYPES
 from megasink.probe.ranks import Ranks
-from megasink.probe.write import write_report
 
 
 def open_transformers(
@@ -62,14 +60,3 @@ def open_transformers(
             "parameters": model.num_parameters(),
         },
     )
-
-
-def report_main(argv: Sequence[str] | None = None) -> int:
-    """Draw one page about several analyses: figures over each other, distances between models."""
-    parser = argparse.ArgumentParser(prog="megasink report", description=report_main.__doc__)
-    parser.add_argument("analyses", type=Path, nargs="+", help="output folders of megasink analyze")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    args = parser.parse_args(argv)
-    write_report(args.analyses, args.output)
-    print(f"wrote {args.output}/report.html")
-    return 0

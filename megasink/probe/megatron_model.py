@@ -21,6 +21,7 @@ from megasink.probe.geometry import Sites
 from megasink.probe.megatron_sites import megatron_sites
 from megasink.probe.segments import Segment
 from megasink.probe.statistics import (
+    MAP,
     AttentionCall,
     Observer,
     at_least_float32,
@@ -180,7 +181,7 @@ class MegatronProbe:
             # With multi-head addition (P2.44) all heads share one [D, E].
             call.output_weight_HDE = weight_XE.reshape(-1, head_dim, weight_XE.shape[1])
             call.output_weight_HDE = call.output_weight_HDE.expand(heads, -1, -1)
-        wanted = self.needs & ATTENTION.keys()
+        wanted = self.needs & {*ATTENTION, MAP}
         for sample, found in enumerate(attention_statistics(call, self._segments, wanted)):
             self.observer.layer(sample, index, found)
         self._branch("attention_branch_TE", index, branch_SBE)

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from megasink.diagnostics.maps import MAP_TOKENS
 from megasink.errors import ConfigError, UserError
 from megasink.probe.inputs import BOS, KINDS, Sample, text_samples, token_samples
+from megasink.probe.maps import map_problems
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
 SYNTHETIC = 100
@@ -35,6 +37,19 @@ def parser(
     )
     parser.add_argument("--positions", type=int, default=64, help="of the curves (default: 64)")
     parser.add_argument("--columns", type=int, default=8, help="keys with a sink rate (default: 8)")
+    parser.add_argument(
+        "--maps",
+        nargs="*",
+        metavar="LAYER.HEAD",
+        help="also draw attention maps and query-key geometry: of these heads, such as 3.5 7.2, or "
+        "of the extremes of AWFT and importance where none is named",
+    )
+    parser.add_argument(
+        "--map-length",
+        type=int,
+        default=48,
+        help=f"tokens of a map, 2 to {MAP_TOKENS - 1} (default: 48)",
+    )
     parser.add_argument(
         "--no-loss", dest="loss", action="store_false", help="do not compute logits and loss"
     )
@@ -103,6 +118,7 @@ def check(args: argparse.Namespace, *, is_run: bool = False) -> None:
         value = getattr(args, flag)
         if value < least:
             problems.append(f"--{flag.replace('_', '-')} {value}: at least {least}")
+    problems += map_problems(args.maps or [], args.map_length)
     if args.tokenizer is not None and not args.tokenizer.is_dir():
         problems.append(f"--tokenizer {args.tokenizer} is no folder: nothing is downloaded")
     if problem := _folder_problem(args.output):

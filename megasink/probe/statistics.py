@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megasink.attention import feature_map
-from megasink.diagnostics.proxy import proxy_statistics
+from megasink.diagnostics.maps import attention_maps
+from megasink.diagnostics.proxy import proxy_maps, proxy_statistics
 from megasink.diagnostics.weights import WeightStatistics, weight_statistics
 from megasink.probe.segments import Segment, whole_rows
 
@@ -23,6 +24,9 @@ _OF_WEIGHTS = {
     "square_HT": "square_BHT",
     "column_sum_HT": "column_sum_BHT",
 }
+
+MAP = "map_HTS"
+"""Attention weights of a sequence of `MAP_TOKENS` at most: an observer's alone, no metric's."""
 
 
 class Observer(Protocol):
@@ -83,7 +87,8 @@ def attention_statistics(
     documents of a pack, cannot enter.
 
     Args:
-        needs: names; those that do not apply, such as a gate's without a gate, are left out.
+        needs: names, `MAP` among them or not; those that do not apply, such as a gate's without a
+            gate, are left out.
     """
     shape = (call.query_BHTD.shape[0], call.query_BHTD.shape[2])
     of_weights = needs & _OF_WEIGHTS.keys()
@@ -109,6 +114,8 @@ def attention_statistics(
             if weights is None:
                 weights, index = _weights(call, slice(row, row + 1), cut), 0
             found |= {ours: getattr(weights, name)[index] for ours, name in _OF_WEIGHTS.items()}
+        if MAP in needs:
+            found[MAP] = _map(call, row, cut)
         if call.explicit_gate_BHTX is not None and call.gate_is_importance:
             found["gate_HT"] = call.explicit_gate_BHTX[row, :, cut].float().mean(-1)
         yield {name: at_least_float32(value) for name, value in found.items() if name in needs}
@@ -136,6 +143,28 @@ def _weights(call: AttentionCall, rows: slice, cut: slice) -> WeightStatistics:
         window=call.window,
         prefix=call.prefix,
         slot_logit_BHT=slot,
+        distance_bias_HT=call.distance_bias_HT,
+        softcap=call.softcap,
+    )
+
+
+def _map(call: AttentionCall, row: int, cut: slice) -> Tensor:
+    query, key = call.query_BHTD[row, :, cut], call.key_BGTD[row, :, cut]
+    if call.similarity != "softmax":
+        query, key = (feature_map(x, call.similarity, call.mlp) for x in (query, key))
+        return proxy_maps(
+            query, key, similarity=call.similarity, scale=call.scale, window=call.window
+        )
+    slot = call.slot_logit_BHT
+    if slot is not None:
+        slot = slot.expand(call.query_BHTD.shape[:3])[row, :, cut]
+    return attention_maps(
+        query,
+        key,
+        scale=call.scale,
+        window=call.window,
+        prefix=call.prefix,
+        slot_logit_HT=slot,
         distance_bias_HT=call.distance_bias_HT,
         softcap=call.softcap,
     )

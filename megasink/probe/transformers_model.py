@@ -22,6 +22,7 @@ from megasink.probe.blocks import Block, find_blocks, gate_reader, output_weight
 from megasink.probe.geometry import Sites
 from megasink.probe.segments import Segment, check_mask, segments_of, whole_rows
 from megasink.probe.statistics import (
+    MAP,
     AttentionCall,
     Observer,
     at_least_float32,
@@ -284,7 +285,7 @@ class TransformersProbe:
         self._seen.add(index)
         if output is not None and "output_weight_HDE" in self.needs:
             call.output_weight_HDE = output_weight(output, self.heads[index])
-        wanted = self.needs & ATTENTION.keys()
+        wanted = self.needs & {*ATTENTION, MAP}
         for sample, found in enumerate(attention_statistics(call, self.segments, wanted)):
             self.observer.layer(sample, index, found)
         self._branch("attention_branch_TE", index, branch_BTE)

@@ -12,11 +12,12 @@ import numpy as np
 from megasink.errors import UserError
 from megasink.probe.geometry import Geometry
 from megasink.probe.inputs import Sample, data_hash
+from megasink.probe.maps import Arrays
 from megasink.probe.parts import Captured
 from megasink.probe.summary import all_scores, summarise
-from megasink.report.analysis import read_analysis, write_tables
-from megasink.report.analysis_figures import figures
-from megasink.report.analysis_page import in_words, page
+from megasink.report.analysis import read_analysis
+from megasink.report.analysis_page import in_words
+from megasink.report.pages import write_report
 
 
 def write_analysis(
@@ -26,12 +27,14 @@ def write_analysis(
     model: dict[str, Any],
     options: dict[str, Any],
     geometry: Geometry,
+    maps: Arrays | None = None,
 ) -> dict[str, Any]:
     """Write everything about one model into a folder, and print its summary.
 
     Args:
         options: of the command line; "seed" among them.
         geometry: what there is of it.
+        maps: of `geometry`.
 
     Returns:
         results.json.
@@ -40,7 +43,7 @@ def write_analysis(
         UserError: the folder cannot be written, or the disk is full.
     """
     try:
-        return _write(output, captured, samples, model, options, geometry)
+        return _write(output, captured, samples, model, options, geometry, maps)
     except OSError as error:
         raise UserError(
             f"the results cannot be written to {output} ({error.strerror or error}): make room, "
@@ -55,6 +58,7 @@ def _write(
     model: dict[str, Any],
     options: dict[str, Any],
     geometry: Geometry,
+    maps: Arrays | None,
 ) -> dict[str, Any]:
     output.mkdir(parents=True, exist_ok=True)
     kept = ("data", "inputs", "bos", "seq_length", "max_samples", "seed", "device")
@@ -76,6 +80,11 @@ def _write(
             np.savez_compressed(file, allow_pickle=False, **named)
     with _whole(output / "results.json") as path:
         path.write_text(json.dumps(found, indent=1))
+    if maps is None:
+        (output / "maps.npz").unlink(missing_ok=True)  # of an earlier analysis
+    else:
+        with _whole(output / "maps.npz") as path, path.open("wb") as file:
+            np.savez_compressed(file, allow_pickle=False, **maps)
     write_report([output], output)
     print(in_words(read_analysis(output)))
     for entry in captured.non_finite:
@@ -98,15 +107,3 @@ def _whole(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
         raise
     partial.replace(path)
-
-
-def write_report(folders: Sequence[Path], output: Path) -> None:
-    """The page and figures of one or several analyses; tables only where there is one."""
-    analyses = [read_analysis(folder) for folder in folders]
-    pictures = figures(analyses)
-    (output / "figures").mkdir(parents=True, exist_ok=True)
-    for name, png in pictures.items():
-        (output / "figures" / f"{name}.png").write_bytes(png)
-    (output / "report.html").write_text(page(analyses, pictures))
-    if len(analyses) == 1:
-        write_tables(analyses[0], output / "tables")

@@ -3,7 +3,7 @@
 import csv
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,15 @@ class Analysis:
         name: of the model.
         found: results.json; docs/instruments.md describes every key.
         scores: P3's scores [samples, layers, heads] of every sample.
+        maps: of `megasink.probe.maps.geometry`; empty where `--maps` was not asked for.
+        points: geometry.npz, points of tokens by PCA and t-SNE; empty where there is none.
     """
 
     name: str
     found: dict[str, Any]
     scores: dict[str, Floats]
+    maps: dict[str, NDArray[Any]] = field(default_factory=dict)
+    points: dict[str, NDArray[Any]] = field(default_factory=dict)
 
     def array(self, *keys: str) -> Floats:
         """A table of results.json, null as NaN."""
@@ -62,7 +66,16 @@ def read_analysis(folder: Path) -> Analysis:
         for key in arrays.files:
             if key.startswith("score/"):
                 scores[key.removeprefix("score/")] = arrays[key]
-    return Analysis(found["model"]["name"], found, scores)
+    maps, points = _arrays(folder / "maps.npz"), _arrays(folder / "geometry.npz")
+    return Analysis(found["model"]["name"], found, scores, maps, points)
+
+
+def _arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of a file that need not be there."""
+    if not path.is_file():
+        return {}
+    with np.load(path, allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in arrays.files}
 
 
 def write_tables(analysis: Analysis, folder: Path) -> list[Path]:

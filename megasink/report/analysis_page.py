@@ -1,42 +1,15 @@
-"""One self-contained HTML page: what was found in words, numbers and figures."""
+"""One self-contained HTML page about analyses: what was found in words, numbers and figures."""
 
-import base64
-import html
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, groupby
 from typing import Any
 
 import numpy as np
 
 from megasink.diagnostics.distances import spearman, top_agreement, wasserstein
+from megasink.report import html
 from megasink.report.analysis import Analysis
-
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 74rem; margin: 2rem auto; padding: 0 1.5rem;
-       color: #1c2430; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .8rem; border-bottom: 1px solid #d8dde5; text-align: right; }
-th:first-child, td:first-child { text-align: left; }
-img { max-width: 100%; } .note { color: #5a6472; font-size: .9rem; }
-.warning { background: #fff3d6; padding: .6rem 1rem; border-left: 4px solid #d9a30d; }
-"""
-
-CAPTIONS = {
-    "importance": "Head importance: mean gate of each head over all tokens (P0.12). White: no "
-    "softmax attention.",
-    "sinks": "Weight on the first token by layer, and share of heads whose mean weight on a key "
-    "exceeds 0.3 (P1.31, P2.2).",
-    "norms": "Norm of the hidden state by token position, and of the first token against the "
-    "others (P4.1, P2.10).",
-    "values": "Norms of values and keys by token, and cosine of queries with the first key against "
-    "the mean over the other keys, dashed (P0.5, P2.8, P2.9).",
-    "scores": "Distribution of the six scores of inactive heads over samples, layers and heads "
-    "(P3.22).",
-    "inactive_by_layer": "Where the inactive heads are (P3.20).",
-    "agreement": "How much the scores agree on which heads are inactive (P3.18).",
-    "gates": "Scores of the explicit gates (P1.29, P1.30).",
-}
+from megasink.report.drawing import Picture
 
 _NUMBERS = (
     ("head imbalance (P0.13)", "imbalance", "{:.3f}"),
@@ -50,32 +23,65 @@ _NUMBERS = (
 )
 
 
-def page(analyses: Sequence[Analysis], pictures: dict[str, bytes]) -> str:
+SUMMARY, DATASETS, DISTANCES, PROVENANCE = (
+    "Summary",
+    "By data set",
+    "Between every two models",
+    "How it was measured",
+)
+
+
+def page(analyses: Sequence[Analysis], pictures: Sequence[Picture]) -> str:
     """The page; figures are embedded, nothing is loaded from elsewhere.
 
     Args:
         pictures: of `figures`.
     """
     names = ", ".join(analysis.name for analysis in analyses)
+    by_section = {
+        section: list(group) for section, group in groupby(pictures, lambda p: p.drawing.section)
+    }
+    sections = {SUMMARY: [], **{s: [p.drawing.title for p in g] for s, g in by_section.items()}}
+    sections[DATASETS] = []
+    if len(analyses) > 1:
+        sections[DISTANCES] = []
+    sections[PROVENANCE] = []
     parts = [
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
-        f"<title>megasink analyze: {html.escape(names)}</title><style>{STYLE}</style></head><body>",
+        "<header>",
         f"<h1>{html.escape(names)}</h1>",
-        *(f"<p>{html.escape(in_words(analysis))}</p>" for analysis in analyses),
+        html.contents(sections),
+        "</header><main>",
+        html.heading(2, SUMMARY),
+        *(html.paragraph(in_words(analysis)) for analysis in analyses),
         *(_warning(analysis) for analysis in analyses if analysis.found["non_finite"]),
         _table(analyses),
     ]
+    for section, members in by_section.items():
+        parts.append(html.heading(2, section))
+        for title, group in groupby(members, lambda picture: picture.drawing.title):
+            parts.append(html.heading(3, title))
+            parts += _figures(list(group), names)
+    parts += [html.heading(2, DATASETS), _datasets(analyses)]
     if len(analyses) > 1:
-        parts.append(_distances(analyses))
-    for name, png in pictures.items():
-        data = base64.b64encode(png).decode()
-        parts.append(
-            f"<h2>{html.escape(name.replace('_', ' ').capitalize())}</h2>"
-            f"<p class='note'>{html.escape(CAPTIONS[name])}</p>"
-            f"<img alt='{html.escape(name)}' src='data:image/png;base64,{data}'>"
-        )
-    parts += [_datasets(analyses), *(_provenance(analysis) for analysis in analyses)]
-    return "\n".join([*parts, "</body></html>"])
+        parts += [html.heading(2, DISTANCES), _distances(analyses)]
+    parts += [
+        html.heading(2, PROVENANCE),
+        *(_provenance(analysis) for analysis in analyses),
+        "</main>",
+    ]
+    return html.document(f"megasink: {names}", parts)
+
+
+def _figures(pictures: Sequence[Picture], names: str) -> list[str]:
+    """Those of one heading: what several have in common is said once, before them."""
+    drawing = pictures[0].drawing
+    if len(pictures) == 1 and not pictures[0].model:
+        alt = f"{drawing.title}: {names}"
+        return [html.figure(pictures[0].files["png"], alt, drawing.caption)]
+    return [
+        html.paragraph(drawing.caption, "note"),
+        *(html.figure(p.files["png"], f"{drawing.title}: {p.model}", p.model) for p in pictures),
+    ]
 
 
 def in_words(analysis: Analysis) -> str:
@@ -105,28 +111,24 @@ def in_words(analysis: Analysis) -> str:
 def _warning(analysis: Analysis) -> str:
     bad = analysis.found["non_finite"]
     first = bad[0]
-    text = (
+    return html.paragraph(
         f"{analysis.name}: {len(bad)} samples had infinite or NaN values and are in no average; "
-        f"first {first['source']}, layers {first['layers']}, heads {first['heads']}."
+        f"first {first['source']}, layers {first['layers']}, heads {first['heads']}.",
+        "warning",
     )
-    return f"<p class='warning'>{html.escape(text)}</p>"
 
 
 def _table(analyses: Sequence[Analysis]) -> str:
-    head = "".join(f"<th>{html.escape(analysis.name)}</th>" for analysis in analyses)
     rows = []
     for label, key, form in _NUMBERS:
         values = [analysis.found.get(key) for analysis in analyses]
         if any(value is not None for value in values):
-            rows.append(_row(label, [_shown(value, form) for value in values]))
+            rows.append([label, *(_shown(value, form) for value in values)])
     for epsilon in analyses[0].found["sink_rate"]:
-        rates = [100 * a.found["sink_rate"][epsilon][0] for a in analyses]
-        rows.append(_row(f"sink rate, eps {epsilon} (P2.2)", [f"{r:.1f} %" for r in rates]))
-    return f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table>"
-
-
-def _row(label: str, cells: list[str]) -> str:
-    return f"<tr><td>{html.escape(label)}</td>{''.join(f'<td>{c}</td>' for c in cells)}</tr>"
+        rates = [analysis.found["sink_rate"][epsilon][0] for analysis in analyses]
+        cells = [_shown(None if r is None else 100 * r, "{:.1f} %") for r in rates]
+        rows.append([f"sink rate, eps {epsilon} (P2.2)", *cells])
+    return html.table(["", *(analysis.name for analysis in analyses)], rows)
 
 
 def _shown(value: Any, form: str) -> str:
@@ -143,26 +145,32 @@ def _distances(analyses: Sequence[Analysis]) -> str:
             cells += [f"{spearman(mine, theirs):.3f}", f"{top_agreement(mine, theirs):.2f}"]
         else:
             cells += ["other shape", ""]
-        rows.append(_row(f"{a.name} and {b.name}", cells))
-    return (
-        "<h2>Distances</h2><p class='note'>Wasserstein distance of the scores (P3.21); rank "
-        "correlation and overlap of the five most important heads (P3.30).</p>"
-        "<table><tr><th></th><th>W1 of AWFT</th><th>W1 of AHON (LN)</th><th>Spearman of importance"
-        f"</th><th>IoU of top 5</th></tr>{''.join(rows)}</table>"
+        rows.append([f"{a.name} and {b.name}", *cells])
+    head = ["", "W1 of AWFT", "W1 of AHON (LN)", "Spearman of importance", "IoU of top 5"]
+    note = (
+        "Wasserstein distance of the scores (P3.21); rank correlation of head importance, and "
+        "overlap of the five most important heads (P3.30)."
     )
+    return html.paragraph(note, "note") + html.table(head, rows)
 
 
 def _datasets(analyses: Sequence[Analysis]) -> str:
     rows = []
     for analysis in analyses:
         for name, found in analysis.found["datasets"].items():
-            numbers = [found["imbalance"], found["sink_rate"]["0.3"][0], found.get("perplexity")]
-            cells = [f"{found['samples']:,}", *(_shown(n, "{:.3f}") for n in numbers)]
-            rows.append(_row(f"{analysis.name}: {name}", cells))
-    return (
-        "<h2>By dataset</h2><table><tr><th></th><th>samples</th><th>head imbalance</th>"
-        f"<th>sink rate</th><th>perplexity</th></tr>{''.join(rows)}</table>"
-    )
+            rate = found["sink_rate"]["0.3"][0]
+            rows.append(
+                [
+                    f"{analysis.name}: {name}" if len(analyses) > 1 else name,
+                    f"{found['samples']:,}",
+                    _shown(found["imbalance"], "{:.3f}"),
+                    _shown(None if rate is None else 100 * rate, "{:.1f} %"),
+                    _shown(found["first_token_attention"], "{:.3f}"),
+                    _shown(found.get("perplexity"), "{:.2f}"),
+                ]
+            )
+    head = ["", "samples", "head imbalance", "sink rate, eps 0.3", "weight on token 0"]
+    return html.table([*head, "perplexity"], rows)
 
 
 def _provenance(analysis: Analysis) -> str:
@@ -173,5 +181,11 @@ def _provenance(analysis: Analysis) -> str:
         **{key: value for key, value in found["model"].items() if key != "heads"},
         **found["run"],
     }
-    text = ", ".join(f"{key} {value}" for key, value in facts.items())
-    return f"<p class='note'>{html.escape(text)}</p>"
+    if analysis.maps:
+        facts["maps"] = f"{analysis.maps['samples']} texts; shown: {analysis.maps['source']}"
+    rows = [[key.replace("_", " "), _fact(value)] for key, value in facts.items()]
+    return html.table(["", analysis.name], rows, kind="facts")
+
+
+def _fact(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -13,6 +13,7 @@ from rich.table import Table
 from megasink.errors import UserError
 from megasink.report.curves import mark_spikes, read_metrics, series, smoothed, style_axis
 from megasink.report.spikes import loss_spikes
+from megasink.report.style import DPI, model_colours
 
 _AXES = ("step", "tokens")
 
@@ -33,10 +34,16 @@ def draw_comparison(
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    # Names of runs are drawn as they are, dollar signs included.
+    with matplotlib.rc_context({"text.parse_math": False}):
+        _draw(plt, runs, output, x, factor)
+
+
+def _draw(
+    plt: Any, runs: dict[str, list[dict[str, Any]]], output: Path, x: str, factor: float
+) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
-    colours = plt.get_cmap("tab10")
-    for index, (name, lines) in enumerate(runs.items()):
-        colour = colours(index % 10)
+    for colour, (name, lines) in zip(model_colours(len(runs)), runs.items(), strict=True):
         for axis, key in ((axes[0], "lm_loss"), (axes[2], "imbalance")):
             where, values = _series(lines, key, x)
             if not len(values):
@@ -63,7 +70,7 @@ def draw_comparison(
     # Below the marks of the spikes.
     axes[0].legend(frameon=False, fontsize=9, loc="upper right", bbox_to_anchor=(1, 0.96))
     output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=130)
+    figure.savefig(output, dpi=DPI)
     plt.close(figure)
 
 

@@ -22,7 +22,7 @@ from megasink.probe.cli import open_transformers
 from megasink.probe.ranks import Ranks, parse, taking_part
 from megasink.probe.sweep import check_sweep, sweep, sweep_parser
 from megasink.process import prepare_process
-from megasink.report.trace import ROWS, draw_trace
+from megasink.report.trace import ROWS, write_trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,7 +75,7 @@ def _measure(
 def trace_main(argv: Sequence[str] | None = None) -> int:
     """Follow sinks, head imbalance, norms and the circuit's stage over the checkpoints of a run.
 
-    Writes one analysis per checkpoint, and trace.csv and trace.png over all of them.
+    Writes one analysis per checkpoint, and report.html, trace.csv and trace.png over all of them.
     """
     with taking_part() as ranks:
         args = parse(options.parser("megasink trace", trace_main.__doc__), argv, ranks)
@@ -85,7 +85,7 @@ def trace_main(argv: Sequence[str] | None = None) -> int:
         _prepare(args)
         from megasink.checkpoint.load import single_process
 
-        root, rows = args.output, []
+        root, rows, name = args.output, [], args.name or args.model.resolve().name
         with single_process():
             for step in steps:
                 args.output = root / f"iter_{step:07d}"
@@ -95,17 +95,17 @@ def trace_main(argv: Sequence[str] | None = None) -> int:
                     rows.append(_row(step, found, tokens))
                 gc.collect()
         if ranks.rank == 0:
-            _write_trace(root, rows)
+            _write_trace(root, rows, name)
     return 0
 
 
-def _write_trace(root: Path, rows: list[dict[str, Any]]) -> None:
+def _write_trace(root: Path, rows: list[dict[str, Any]], name: str) -> None:
     with (root / "trace.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, ROWS)
         writer.writeheader()
         writer.writerows(rows)
-    draw_trace(rows, root / "trace.png")
-    print(f"wrote {root}/trace.csv, trace.png and {len(rows)} analyses")
+    write_trace(rows, root, name)
+    print(f"wrote {root}/report.html, trace.csv, trace.png and {len(rows)} analyses")
 
 
 def is_run(path: Path) -> bool:

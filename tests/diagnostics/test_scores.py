@@ -10,7 +10,6 @@ import torch
 from megasink.diagnostics.circuit import STAGES, circuit_stage, prominent_layer, sink_centre
 from megasink.diagnostics.distances import spearman, top_agreement, wasserstein
 from megasink.diagnostics.geometry import (
-    MAP_TOKENS,
     attention_map_components,
     principal_components,
     query_key_components,
@@ -22,6 +21,7 @@ from megasink.diagnostics.importance import (
     layer_imbalance,
     pooled_gate,
 )
+from megasink.diagnostics.maps import MAP_TOKENS
 from megasink.diagnostics.sinks import sink_rate
 from megasink.diagnostics.states import MeanCosine, mean_max_activation
 from megasink.diagnostics.thresholds import (
@@ -216,11 +216,26 @@ def test_principal_components():
     assert k.shape == (20, 2)
     np.testing.assert_allclose(np.concatenate([q, k]).mean(0), 0.0, atol=1e-12)
     assert 0 < shares[1] <= shares[0] < 1
-    maps = generator.random((6, 4, 4))
-    np.testing.assert_allclose(
-        attention_map_components(maps).points, principal_components(maps.reshape(6, 16)).points
-    )
-    with pytest.raises(ValueError, match=f"at most {MAP_TOKENS}"):
-        attention_map_components(np.zeros((1, MAP_TOKENS + 1, MAP_TOKENS + 1)))
     with pytest.raises(ValueError, match="all equal"):
         principal_components(np.ones((3, 2)))
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_principal_components_of_attention_maps(dtype):
+    generator = np.random.default_rng(0)
+    maps = generator.random((9, 4, 4)).astype(dtype) * np.linspace(0.2, 3, 16).reshape(4, 4)
+    maps = maps.astype(dtype)
+    found = attention_map_components(maps)
+    points, explained = principal_components(maps.reshape(9, 16).astype(np.float64))
+    close = {"rtol": 1e-9, "atol": 1e-9} if dtype is np.float64 else {"rtol": 1e-4, "atol": 1e-4}
+    np.testing.assert_allclose(found.points_MC, points, **close)
+    np.testing.assert_allclose(found.explained_C, explained, **close)
+    np.testing.assert_allclose(np.square(found.images_CTT).sum((1, 2)), 1.0, **close)
+    centred = (maps - maps.mean(0)).reshape(9, 16)
+    np.testing.assert_allclose(centred @ found.images_CTT.reshape(2, 16).T, points, **close)
+    with pytest.raises(ValueError, match=f"at most {MAP_TOKENS}"):
+        attention_map_components(np.zeros((1, MAP_TOKENS + 1, MAP_TOKENS + 1)))
+    with pytest.raises(ValueError, match="of 1 matrix"):
+        attention_map_components(maps[:1])
+    with pytest.raises(ValueError, match="all equal"):
+        attention_map_components(np.repeat(maps[:1], 5, 0))

@@ -15,6 +15,7 @@ from megasink.probe.geometry import POSITIONS, read_rows
 from megasink.probe.inputs import Sample, text_samples
 from megasink.probe.megatron_model import MegatronProbe
 from megasink.probe.ranks import Ranks
+from megasink.probe.statistics import MAP
 from megasink.report import sweep
 from tests.inference.tasks import model_of
 from tests.probe.kept import Kept
@@ -30,7 +31,7 @@ def probed(**options: Any) -> dict[str, Any]:
     positions = torch.arange(TOKENS).expand(2, TOKENS)
     plain = model(ids, positions, None)
     kept = Kept()
-    with MegatronProbe(model, kept, set(STATISTICS)) as probe:
+    with MegatronProbe(model, kept, {*STATISTICS, MAP}) as probe:
         output = probe.forward(ids)
     after = model(ids, positions, None)
     core = model.decoder.layers[1].self_attention.core_attention

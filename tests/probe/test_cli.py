@@ -15,9 +15,12 @@ from megasink.data.corpus import Corpus
 from megasink.data.tokenizer import train_tokenizer
 from megasink.diagnostics.distances import wasserstein
 from megasink.errors import ConfigError, UserError
-from megasink.probe import inputs, write
+from megasink.probe import inputs
 from megasink.probe.options import check, parser
+from megasink.report import analysis_figures, pages
 from tests.probe.tiny_models import tiny_model
+
+NAMES = {"llama": "llama", "gpt-oss": "<script>alert(1)</script> & $x_{"}
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +41,18 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def analyzed(folder):
-    draw = write.figures
+    draw = pages.figures
     for name in ("llama", "gpt-oss"):
         if name == "gpt-oss":  # its figures are drawn on the common page
-            write.figures = lambda analyses: {}
+            pages.figures = lambda analyses, kinds: []
         command = f"analyze {folder}/{name} --data {folder}/lines.jsonl {folder}/prose.txt"
         command += f" --output {folder}/out/{name} --seq-length 24 --max-samples 2 --batch-size 3"
         command += " --inputs natural repeated --device cpu"
+        command += " --map-length 16 --maps" + (" 1.3" if name == "gpt-oss" else "")
         try:
-            assert main(command.split()) == 0
+            assert main([*command.split(), "--name", NAMES[name]]) == 0
         finally:
-            write.figures = draw
+            pages.figures = draw
     return folder / "out"
 
 
@@ -86,27 +90,53 @@ def test_an_analysis_is_whole(analyzed, folder):
 
 def test_the_page_holds_everything_itself(analyzed):
     page = (analyzed / "llama" / "report.html").read_text()
-    pictures = re.findall(r"src='data:image/png;base64,([^']+)'", page)
-    files = {p.read_bytes() for p in (analyzed / "llama" / "figures").glob("*.png")}
-    assert {base64.b64decode(p) for p in pictures} == files
-    assert len(files) == 7
-    assert "http" not in re.sub(r"base64,[^']+", "", page)
+    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
+    files = {p.name: p.read_bytes() for p in (analyzed / "llama" / "figures").iterdir()}
+    assert {base64.b64decode(p) for p in pictures} == set(files.values())
+    assert {"importance.png", "norms.png", "scores.png", "layer_maps.png"} <= set(files)
+    arrays = np.load(analyzed / "llama" / "maps.npz")
+    assert {f"head_{layer}.{head}.png" for layer, head in arrays["head_C2"]} <= set(files)
+    assert all("highest" in why or "lowest" in why for why in arrays["why_C"])
+    assert arrays["map_CTS"].shape[1:] == (16, 17)
+    assert "http" not in re.sub(r"base64,[^\"]+", "", page).replace("http-equiv", "")
     found = json.loads((analyzed / "llama" / "results.json").read_text())
     assert f"<td>{found['imbalance']:.3f}</td>" in page
     assert f"{100 * found['sink_rate']['0.3'][0]:.1f} % of the heads" in page
+    anchors = set(re.findall(r'href="#([^"]+)"', page))
+    assert anchors == set(re.findall(r'<h[23] id="([^"]+)"', page))
+    assert len(re.findall('<img alt="[^"]+:', page)) == len(pictures)
 
 
-def test_two_models_on_one_page(analyzed, tmp_path, capsys):
+def test_two_models_on_one_page(analyzed, tmp_path, capsys, monkeypatch):
+    some = [d for d in analysis_figures.DRAWINGS if d.name in ("importance", "layer_maps")]
+    monkeypatch.setattr(analysis_figures, "DRAWINGS", some)
     folders = f"{analyzed}/llama {analyzed}/gpt-oss"
-    assert main(f"report {folders} --output {tmp_path}".split()) == 0
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "head_9.9.png").write_bytes(b"of an earlier report")
+    assert main(f"report {folders} --output {tmp_path} --pdf".split()) == 0
+    names = {path.stem for path in (tmp_path / "figures").glob("*.png")}
+    assert "head_9.9" not in names
+    assert names == {path.stem for path in (tmp_path / "figures").glob("*.pdf")}
     page = (tmp_path / "report.html").read_text()
     arrays = [
         np.load(analyzed / name / "samples.npz")["score/awft"] for name in ("llama", "gpt-oss")
     ]
     assert f"<td>{wasserstein(*arrays):.4f}</td>" in page
     assert not (tmp_path / "tables").exists()
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; $x_{" in page
+    assert (tmp_path / "figures" / "layer_maps_2.png").is_file()
+    assert (tmp_path / "figures" / "head_1.3_2.png").is_file()
     assert main(f"report {tmp_path} --output {tmp_path}".split()) == 2
     assert "holds no analysis" in capsys.readouterr().err
+
+
+def test_maps_of_an_earlier_analysis_do_not_stay(analyzed, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "figures", lambda analyses, kinds: [])
+    (tmp_path / "maps.npz").write_bytes(b"old")
+    command = f"analyze {folder}/llama --data {folder}/prose.txt --output {tmp_path} --no-loss"
+    assert main([*command.split(), "--seq-length", "24", "--device", "cpu"]) == 0
+    assert not (tmp_path / "maps.npz").exists()
 
 
 @pytest.mark.parametrize(
@@ -115,6 +145,7 @@ def test_two_models_on_one_page(analyzed, tmp_path, capsys):
         ("--seq-length 65", "--seq-length 65 is longer than the 64 positions"),
         ("--data {0}/nothing", "nothing"),
         ("--data {0}/empty.txt", "no document"),
+        ("--maps 0.4", "--maps 0.4: the heads of layer 0 are 0 to 3"),
         ("--bos add", "has no BOS token; use auto"),
         ("--attn-implementation sdpa", "scaled_dot_product_attention"),
     ],
@@ -130,11 +161,13 @@ def test_bad_input_is_named(folder, tmp_path, capsys, flags, problem):
 
 def test_problems_of_the_command_line_come_together(tmp_path):
     args = parser().parse_args(
-        f"{tmp_path} --output {tmp_path} --seq-length 1 --batch-size 0 --tokenizer none".split()
+        f"{tmp_path} --output {tmp_path} --seq-length 1 --batch-size 0 --tokenizer none "
+        "--maps 3 1.2 --map-length 999".split()
     )
     with pytest.raises(ConfigError) as error:
         check(args)
-    for part in ("no config.json", "no --data", "--seq-length 1", "--batch-size 0", "--tokenizer"):
+    parts = ("no config.json", "no --data", "--seq-length 1", "--batch-size 0", "--tokenizer")
+    for part in (*parts, "--maps 3: a head is LAYER.HEAD", "--map-length 999"):
         assert sum(part in problem for problem in error.value.problems) == 1
 
 

@@ -49,6 +49,9 @@ def test_what_a_gpt_does_is_what_is_read(pool, kind):
     for sample in range(2):
         found = report["layers"][sample, 1]
         layer = _by_definition(kind, found, report)
+        torch.testing.assert_close(
+            found["map_HTS"].double(), layer.weights_HTS, atol=1e-5, rtol=1e-5
+        )
         out = layer.out_HTD
         if report["value_bias"] is not None:
             out = out + layer.slot_HT[..., None] * report["value_bias"].double()[:, None]

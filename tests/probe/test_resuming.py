@@ -17,11 +17,12 @@ from torch.distributed import HashStore
 
 from megasink.cli import main
 from megasink.errors import UserError
-from megasink.probe import parts, ranks, write
+from megasink.probe import parts, ranks
 from megasink.probe.identity import weights_hash
 from megasink.probe.inputs import Sample
 from megasink.probe.ranks import Ranks, taking_part
 from megasink.probe.shards import MOST, PartialFolder, plan
+from megasink.report import pages
 from tests.probe.tiny_models import save_with_tokenizer, tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -55,11 +56,11 @@ def command(folder, output):
 
 def analyze(folder, output, *flags):
     """In this process, without drawing."""
-    draw, write.figures = write.figures, lambda analyses: {}
+    draw, pages.figures = pages.figures, lambda analyses, kinds: []
     try:
         return main([*command(folder, output).split(), *flags])
     finally:
-        write.figures = draw
+        pages.figures = draw
 
 
 def results(output):

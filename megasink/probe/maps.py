@@ -1,0 +1,281 @@
+"""Geometry on request: attention maps, panels of chosen heads, and principal components.
+
+Two short passes after the measurement, through the same probes: all maps of sequences cut to a few
+tokens, and the queries and keys of the chosen heads of one whole sequence.
+
+Shapes: L layers, H heads, C chosen heads, T tokens (at most the map's length), S = T keys,
+Q queries and keys of the whole sequence, D head dim, M = L * H matrices.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from itertools import batched, groupby
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from torch import Tensor
+
+from megasink.diagnostics.geometry import attention_map_components, query_key_components
+from megasink.diagnostics.maps import MAP_TOKENS
+from megasink.errors import UserError
+from megasink.probe.inputs import Sample
+from megasink.probe.progress import progress
+from megasink.probe.run import Probe
+from megasink.probe.statistics import MAP, Observer
+
+Floats = NDArray[np.float64]
+Arrays = dict[str, NDArray[Any]]
+
+
+class NeedyObserver(Observer, Protocol):
+    """An observer that says which statistics it wants."""
+
+    needs: set[str]
+
+
+OpenProbe = Callable[[NeedyObserver], AbstractContextManager[Probe]]
+
+
+class Head(NamedTuple):
+    """A head that is shown, and why it is."""
+
+    layer: int
+    head: int
+    why: str
+
+
+def parse_head(text: str) -> tuple[int, int]:
+    """(layer, head) of "LAYER.HEAD", both from 0.
+
+    Raises:
+        ValueError: it is written otherwise.
+    """
+    layer, point, head = text.partition(".")
+    if not (point and layer.isdecimal() and head.isdecimal()):
+        raise ValueError(f"--maps {text}: a head is LAYER.HEAD, both from 0, such as 3.5")
+    return int(layer), int(head)
+
+
+def map_problems(heads: Sequence[str], length: int) -> list[str]:
+    """What is wrong with `--maps` and `--map-length`, before the model is known."""
+    problems = []
+    if not 2 <= length < MAP_TOKENS:
+        problems.append(f"--map-length {length}: 2 to {MAP_TOKENS - 1}, maps are S x S")
+    for text in heads:
+        try:
+            parse_head(text)
+        except ValueError as error:
+            problems.append(str(error))
+    return problems
+
+
+def asked_heads(texts: Sequence[str], heads: Sequence[int]) -> list[Head]:
+    """The heads that the command line names.
+
+    Args:
+        heads: of each layer.
+
+    Raises:
+        UserError: the model has no such head.
+    """
+    chosen = []
+    for layer, head in dict.fromkeys(parse_head(text) for text in texts):
+        if layer >= len(heads):
+            raise UserError(f"--maps {layer}.{head}: the layers are 0 to {len(heads) - 1}")
+        if not heads[layer]:
+            raise UserError(f"--maps {layer}.{head}: layer {layer} has no softmax attention")
+        if head >= heads[layer]:
+            raise UserError(
+                f"--maps {layer}.{head}: the heads of layer {layer} are 0 to {heads[layer] - 1}"
+            )
+        chosen.append(Head(layer, head, "asked for"))
+    return chosen
+
+
+def telling_heads(awft_LH: Floats, importance_LH: Floats) -> list[Head]:
+    """The extremes of attention to the first token and of importance; NaN for missing heads."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for name, table, arg in (
+        ("highest AWFT", awft_LH, np.nanargmax),
+        ("lowest AWFT", awft_LH, np.nanargmin),
+        ("lowest importance", importance_LH, np.nanargmin),
+        ("highest importance", importance_LH, np.nanargmax),
+    ):
+        layer, head = (int(i) for i in np.unravel_index(arg(table), table.shape))
+        found.setdefault((layer, head), []).append(f"{name} {table[layer, head]:.3g}")
+    return [Head(layer, head, ", ".join(why)) for (layer, head), why in found.items()]
+
+
+class _Points:
+    """Keeps queries and keys of the chosen heads of one sequence."""
+
+    def __init__(self, heads: Sequence[Head]):
+        self.needs = {"query_HTD", "key_GTD"}
+        self._heads = heads
+        self._kept: dict[int, tuple[Floats, Floats]] = {}
+
+    def layer(self, sample: int, layer: int, statistics: dict[str, Tensor]) -> None:
+        query_HTD, key_GTD = (statistics.get(n) for n in ("query_HTD", "key_GTD"))
+        if query_HTD is None or key_GTD is None:
+            return
+        for index, chosen in enumerate(self._heads):
+            if chosen.layer == layer:
+                group = chosen.head // (len(query_HTD) // len(key_GTD))
+                self._kept[index] = (
+                    query_HTD[chosen.head].cpu().double().numpy(),
+                    key_GTD[group].cpu().double().numpy(),
+                )
+
+    def state(self, sample: int, half: int, state_TE: Tensor) -> None:
+        """No state is asked for."""
+
+    def arrays(self) -> Arrays:
+        """Joint PCA by head; NaN where all queries and keys are equal."""
+        parts = []
+        for index in range(len(self._heads)):
+            query_QD, key_QD = self._kept[index]
+            try:
+                parts.append(query_key_components(query_QD, key_QD))
+            except ValueError:
+                blank = np.full((len(query_QD), 2), np.nan)
+                parts.append((blank, blank, np.full(2, np.nan)))
+        query, key, share = (np.stack(part) for part in zip(*parts, strict=True))
+        return {"query_CQ2": query, "key_CQ2": key, "share_C2": share}
+
+
+class _Maps:
+    """Adds up maps over samples, and keeps those of the one that is shown."""
+
+    def __init__(self, heads_of: Sequence[int], heads: Sequence[Head], length: int):
+        self.needs = {MAP, "slot_weight_HT", "value_GTD", "gated_out_HTD", "gate_HT"}
+        layers, self._heads, self.length = len(heads_of), heads, length
+        self.first = next(i for i, count in enumerate(heads_of) if count)
+        # The sink's column comes first, as it does in the pictures.
+        self._mean_LTS = np.zeros((layers, length, length + 1))
+        self._first_HTS = np.zeros((heads_of[self.first], length, length + 1))
+        self._count_T = np.zeros(length)
+        self.is_shown = True  # the first sequence is
+        self._panels: dict[int, dict[str, NDArray[np.float32]]] = {}
+        self._all: list[NDArray[np.float32]] = []
+        self._of: list[tuple[int, int]] = []
+
+    def layer(self, sample: int, layer: int, statistics: dict[str, Tensor]) -> None:
+        if MAP not in statistics:
+            return
+        map_HTS = statistics[MAP].float().cpu().numpy()
+        heads, tokens = map_HTS.shape[:2]
+        slot_HT = statistics["slot_weight_HT"].float().cpu().numpy()
+        whole_HTS = np.concatenate([slot_HT[..., None], map_HTS], -1)
+        self._mean_LTS[layer, :tokens, : tokens + 1] += whole_HTS.mean(0)
+        if layer == self.first:
+            self._first_HTS[:, :tokens, : tokens + 1] += whole_HTS
+            self._count_T[:tokens] += 1
+        if not self.is_shown:
+            return
+        self._all.append(map_HTS)
+        self._of += [(layer, head) for head in range(heads)]
+        norms_GT = statistics["value_GTD"].norm(dim=-1).cpu().numpy()
+        for index, chosen in enumerate(self._heads):
+            if chosen.layer == layer:
+                head = chosen.head
+                self._panels[index] = {
+                    "map": whole_HTS[head],
+                    "value_norm": norms_GT[head // (heads // len(norms_GT))],
+                    "output_norm": statistics["gated_out_HTD"][head].norm(dim=-1).cpu().numpy(),
+                    "gate": statistics["gate_HT"][head].cpu().numpy(),
+                }
+
+    def state(self, sample: int, half: int, state_TE: Tensor) -> None:
+        """No state is asked for."""
+
+    def arrays(self) -> Arrays:
+        """As `geometry` describes them."""
+        count_T1 = np.maximum(self._count_T, 1)[:, None]
+        reached = int((self._count_T > 0).sum())
+        cut = (slice(None), slice(reached), slice(reached + 1))
+        panels = [self._panels[i] for i in range(len(self._heads))]
+        found = {
+            "layer_map_LTS": (self._mean_LTS / count_T1)[cut],
+            "first_layer": np.asarray(self.first),
+            "first_layer_map_HTS": (self._first_HTS / count_T1)[cut],
+            "map_CTS": np.stack([p["map"] for p in panels]),
+            "value_norm_CT": np.stack([p["value_norm"] for p in panels]),
+            "output_norm_CT": np.stack([p["output_norm"] for p in panels]),
+            "gate_CT": np.stack([p["gate"] for p in panels]),
+        }
+        maps_MTS = np.concatenate(self._all)
+        try:
+            components = attention_map_components(maps_MTS)
+        except ValueError:  # a model of one head, or whose heads all do the same
+            return found
+        return found | {
+            "component_KTS": components.images_CTT,
+            "component_share_K": components.explained_C,
+            "component_point_MK": components.points_MC,
+            "component_head_M2": np.asarray(self._of),
+        }
+
+
+def geometry(
+    open_probe: OpenProbe,
+    samples: Sequence[Sample],
+    heads_of: Sequence[int],
+    heads: Sequence[Head],
+    *,
+    length: int,
+    batch_size: int,
+    device: torch.device | str,
+    text_of: Callable[[int], str],
+) -> Arrays:
+    """Run the passes, and return what the figures need: the content of maps.npz.
+
+    Args:
+        samples: finite ones; maps are averaged over those of texts, or over all where none is.
+        heads_of: of each layer.
+        heads: the chosen ones.
+        length: tokens of a map at most.
+        text_of: a token's text.
+
+    Returns:
+        of the first of the longest texts, cut to T tokens: `map_CTS` (weight of the sink or bias,
+        then of each key), `value_norm_CT`, `output_norm_CT`, `gate_CT`, `token_T`; `component_KTS`
+        with its share of the variance and the points of all maps; of it uncut `query_CQ2`,
+        `key_CQ2` and `share_C2`. Of all texts, cut: `layer_map_LTS` (over heads and samples; 0
+        without attention) and `first_layer_map_HTS`. `head_C2`, `why_C`, `source` and `samples`.
+    """
+    texts = [s for s in samples if s.dataset not in ("random", "repeated")] or list(samples)
+    shown = max(texts, key=lambda sample: len(sample.tokens))  # the first of them
+    points = _Points(heads)
+    with open_probe(points) as probe:
+        probe.forward(torch.tensor([shown.tokens], device=device), logits=False)
+    maps = _Maps(heads_of, heads, min(length, MAP_TOKENS))
+    others = [sample for sample in texts if sample is not shown]
+    batches = [[shown.tokens[:length]], *_batches(others, length, batch_size)]
+    count = sum(len(batch) for batch in batches)
+    with open_probe(maps) as probe, progress(count, 0, Console(stderr=True), "maps") as tell:
+        done = 0
+        for batch in batches:
+            probe.forward(torch.tensor(batch, device=device), logits=False)
+            maps.is_shown = False
+            done += len(batch)
+            tell(done)
+    return maps.arrays() | {
+        **points.arrays(),
+        "head_C2": np.asarray([(head.layer, head.head) for head in heads]),
+        "why_C": np.asarray([head.why for head in heads]),
+        "token_T": np.asarray([text_of(token) for token in shown.tokens[:length]]),
+        "source": np.asarray(shown.source),
+        "samples": np.asarray(len(texts)),
+    }
+
+
+def _batches(
+    samples: Sequence[Sample], length: int, batch_size: int
+) -> Iterator[list[tuple[int, ...]]]:
+    """Cut sequences, of one length in each batch."""
+    cut = sorted((sample.tokens[:length] for sample in samples), key=len)
+    for _, equal in groupby(cut, key=len):
+        yield from (list(batch) for batch in batched(equal, batch_size))

@@ -1,0 +1,43 @@
+"""Figures of how far models are apart."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megasink.diagnostics.distances import wasserstein
+from megasink.report.analysis import Analysis
+from megasink.report.drawing import Drawing
+from megasink.report.figures_heads import pretty
+from megasink.report.style import MAP, heatmap, panels, short, write_cells
+
+
+def _distances(analyses: Sequence[Analysis]) -> Any:
+    if len(analyses) < 3:
+        return None  # the table says it
+    figure, axes = panels(1, 2, min(9.0, 2.6 + 0.28 * len(analyses)))
+    names = [short(analysis.name, 24) for analysis in analyses]
+    for axis, score in zip(axes[0], ("awft", "ahon_ln"), strict=True):
+        table = np.asarray(
+            [[wasserstein(a.scores[score], b.scores[score]) for b in analyses] for a in analyses]
+        )
+        image = heatmap(axis, table, vmin=0, cmap=MAP)
+        if len(names) <= 8:
+            write_cells(axis, image, table, 7)
+        axis.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
+        axis.set_yticks(range(len(names)), names)
+        axis.set_title(pretty(score))
+        figure.colorbar(image, ax=axis, label="Wasserstein distance")
+    return figure
+
+
+DRAWINGS = (
+    Drawing(
+        "distances",
+        "Between models",
+        "Distances between score distributions",
+        "Wasserstein distance between the scores of every two models, samples, layers and heads "
+        "pooled (P3.21).",
+        _distances,
+    ),
+)

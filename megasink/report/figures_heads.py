@@ -1,0 +1,250 @@
+"""Figures of heads: importance, scores of inactive heads, explicit gates."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megasink.report.analysis import Analysis, Floats
+from megasink.report.drawing import Drawing
+from megasink.report.style import (
+    MAP,
+    grid,
+    heatmap,
+    label,
+    line,
+    model_legend,
+    named,
+    panels,
+    whole_numbers,
+    wrapped,
+    write_cells,
+)
+
+SIX = ("awft", "aeqd", "ftvvn", "avvn", "lthon", "ahon")
+INACTIVE_SHARE = "0.15"
+_READABLE = 160  # cells whose numbers can still be read
+_BINS = 50
+
+
+def _importance(analyses: Sequence[Analysis]) -> Any:
+    tables = [analysis.array("importance") for analysis in analyses]
+    rows, columns = grid(len(analyses), 3)
+    layers = max(len(table) for table in tables)
+    figure, axes = panels(rows, columns, rows * float(np.clip(0.24 * layers + 1.3, 2.8, 8.0)))
+    # One scale for all of them, down to a round number: gates of a balanced model differ little.
+    lowest = min(0.9, np.floor(10 * min(np.nanmin(table) for table in tables)) / 10)
+    for axis, analysis, table in zip(axes.flat, analyses, tables, strict=False):
+        image = heatmap(axis, table, vmin=lowest, vmax=1, cmap=MAP)
+        imbalance = analysis.found["imbalance"]
+        label(axis, f"{wrapped(analysis.name)}\nhead imbalance {imbalance:.3f}", "layer", "head")
+        if table.size <= _READABLE and len(analyses) <= 3:
+            write_cells(axis, image, table, 6.5 if columns < 3 else 5.5)
+    for axis in axes.flat[len(analyses) :]:
+        axis.set_axis_off()
+    figure.colorbar(image, ax=axes.ravel().tolist(), label="head importance, mean gate")
+    return figure
+
+
+def _scores(analyses: Sequence[Analysis]) -> Any:
+    """Per score a density and a CDF; the score at the left, its (LN) form at the right."""
+    margins = {"left": 0.05, "right": 0.99, "top": 0.955, "bottom": 0.02}
+    spaces = {"wspace": 0.28, "hspace": 0.55}
+    figure, axes = panels(7, 4, 13.5, layout=None, gridspec_kw=margins | spaces)
+    pairs = [(name, f"{name}_ln") for name in SIX] + [("lthon_hn", "")]
+    for row, pair in zip(axes, pairs, strict=True):
+        for (density, cumulative), name in zip((row[:2], row[2:]), pair, strict=True):
+            if not name:
+                density.set_axis_off()
+                cumulative.set_axis_off()
+                continue
+            _distribution(density, cumulative, name, analyses)
+    model_legend(figure, axes[0, 0], analyses)
+    return figure
+
+
+def _distribution(density: Any, cumulative: Any, name: str, analyses: Sequence[Analysis]) -> None:
+    pools = [analysis.scores[name] for analysis in analyses]
+    pools = [pool[np.isfinite(pool)] for pool in pools]
+    low = min(float(np.quantile(pool, 0.001)) for pool in pools)
+    high = max(float(np.quantile(pool, 0.995)) for pool in pools)
+    edges = np.linspace(low, high if high > low else low + 1, _BINS + 1)
+    for (analysis, colour, model), pool in zip(named(analyses), pools, strict=True):
+        counts, _ = np.histogram(pool, edges)
+        density.stairs(counts / len(pool) / np.diff(edges), edges, color=colour, label=model)
+        density.stairs(
+            counts / len(pool) / np.diff(edges), edges, fill=True, color=colour, alpha=0.15
+        )
+        ordered = np.sort(pool)
+        share = np.arange(1, len(ordered) + 1) / len(ordered)
+        cumulative.plot(ordered, share, color=colour)
+        threshold = analysis.found["inactive_heads"]["thresholds"][name][INACTIVE_SHARE]
+        cumulative.axvline(threshold, color=colour, linestyle=":", linewidth=1.1)
+    for axis in (density, cumulative):
+        axis.set_xlim(edges[0], edges[-1])
+    label(density, pretty(name), "density")
+    label(cumulative, f"{pretty(name)}, CDF", "share of heads")
+    density.set_ylim(bottom=0)
+    cumulative.set_ylim(0, 1)
+
+
+def pretty(name: str) -> str:
+    """A score as the paper writes it: awft_ln is AWFT (LN)."""
+    kind = {"ln": " (LN)", "hn": " (HN)"}
+    stem, _, last = name.rpartition("_")
+    text = stem if last in kind else name
+    text = text.replace("circuit_ahon", "circuit AHON").replace("random", "random score")
+    words = [
+        word if word in ("circuit", "random", "score") else word.upper() for word in text.split()
+    ]
+    return " ".join(words) + kind.get(last if stem else "", "")
+
+
+def _inactive_by_layer(analyses: Sequence[Analysis]) -> Any:
+    figure, axes = panels(1, 2, 3.2, sharey=True)
+    for axis, score in zip(axes[0], ("awft", "ahon_ln"), strict=True):
+        for analysis, colour, name in named(analyses):
+            share = 100 * analysis.array("inactive_heads", "share_by_layer", score)
+            line(axis, np.arange(len(share)), share, color=colour, label=name)
+        label(axis, f"inactive by {pretty(score)}", "% of the layer's heads", "layer")
+        axis.set_ylim(-2, 102)
+        axis.axhline(15, color="0.4", linewidth=0.8, linestyle=":")
+        whole_numbers(axis.xaxis)
+    model_legend(figure, axes[0, 0], analyses)
+    return figure
+
+
+def _agreement(analyses: Sequence[Analysis]) -> Any:
+    (analysis,) = analyses
+    found = analysis.found["inactive_heads"]["agreement"]
+    names = [pretty(name) for name in found["scores"]]
+    margins = {"left": 0.11, "right": 0.935, "top": 0.95, "bottom": 0.22, "wspace": 0.36}
+    figure, axes = panels(1, 2, 5.9, layout=None, gridspec_kw=margins)
+    for axis, key in zip(axes[0], ("iou", "precision"), strict=True):
+        table = analysis.array("inactive_heads", "agreement", key)
+        image = heatmap(axis, table, vmin=0, vmax=1, cmap=MAP)
+        write_cells(axis, image, table, 5.2)
+        axis.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
+        axis.set_yticks(range(len(names)), names, fontsize=7)
+    label(axes[0, 0], "IoU", "score", "score")
+    label(axes[0, 1], "precision", "score that predicts", "score taken as the truth")
+    bar = figure.add_axes((0.952, 0.3, 0.012, 0.57))
+    figure.colorbar(image, cax=bar)
+    return figure
+
+
+def _gates(analyses: Sequence[Analysis]) -> Any:
+    gated = [entry for entry in named(analyses) if "gate_histogram" in entry[0].found]
+    if not gated:
+        return None
+    figure, axes = panels(1, 2, 3.4)
+    for analysis, colour, name in gated:
+        counts = np.nansum(analysis.array("gate_histogram"), axis=0)
+        edges = np.linspace(0, 1, len(counts) + 1)
+        density = counts / counts.sum() * len(counts)
+        axes[0, 0].stairs(density, edges, color=colour, linewidth=1.4, label=name)
+        axes[0, 0].stairs(density, edges, color=colour, fill=True, alpha=0.15)
+        mean, std, low, high = (
+            analysis.array("gate", f"gate_{key}") for key in ("score", "std", "min", "max")
+        )
+        there = np.isfinite(mean)
+        layers = np.arange(len(mean))
+        line(axes[0, 1], layers, mean, color=colour)
+        band = [np.clip(mean + sign * std, 0, 1)[there] for sign in (-1, 1)]
+        axes[0, 1].fill_between(layers[there], *band, color=colour, alpha=0.18, linewidth=0)
+        for edge in (low, high):
+            axes[0, 1].plot(layers[there], edge[there], color=colour, linestyle=":", linewidth=1)
+    label(axes[0, 0], "scores of all gates", "density", "gate score")
+    label(axes[0, 1], "by layer", "gate score", "layer")
+    axes[0, 0].set_xlim(0, 1)
+    axes[0, 0].set_ylim(bottom=0)
+    axes[0, 1].set_ylim(-0.03, 1.03)
+    whole_numbers(axes[0, 1].xaxis)
+    model_legend(figure, axes[0, 0], analyses)
+    return figure
+
+
+def _datasets(analyses: Sequence[Analysis]) -> Any:
+    """The most imbalanced layer of each model, head by head; and AWFT over heads."""
+    from matplotlib import colormaps
+
+    analyses = [analysis for analysis in analyses if len(analysis.found["datasets"]) > 1]
+    if not analyses:
+        return None
+    figure, axes = panels(len(analyses), 2, 2.9 * len(analyses))
+    names = list(dict.fromkeys(n for a in analyses for n in a.found["datasets"]))
+    colours = dict(zip(names, colormaps["viridis"](np.linspace(0, 0.85, len(names))), strict=True))
+    marks = dict(zip(names, "osD^vP*XdhH<>" * len(names), strict=False))
+    for (left, right), analysis in zip(axes, analyses, strict=True):
+        layer = int(np.nanargmax(analysis.array("imbalance_by_layer")))
+        for name in analysis.found["datasets"]:
+            importance = analysis.array("datasets", name, "importance")[layer]
+            style = {"color": colours[name], "marker": marks[name], "ms": 4}
+            left.plot(importance, linewidth=0.9, label=name, **style)
+            awft: Floats = np.sort(analysis.array("datasets", name, "mean_score", "awft"), None)
+            awft = awft[np.isfinite(awft)]
+            right.plot(awft, np.arange(1, len(awft) + 1) / len(awft), color=colours[name])
+        label(left, f"{wrapped(analysis.name)}: layer {layer}", "head importance", "head")
+        label(right, "AWFT of all heads, CDF", "share of heads", "AWFT, mean over samples")
+        left.set_ylim(top=1.02)
+        right.set_ylim(0, 1.02)
+        whole_numbers(left.xaxis)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=min(5, len(labels)))
+    return figure
+
+
+DRAWINGS = (
+    Drawing(
+        "importance",
+        "Heads",
+        "Head importance",
+        "Imp = 1/T sum_i G_i by layer and head, over all tokens of all samples (P0.12). G is the "
+        "explicit gate, sigmoid(LSE - s) under a sink s, else 1 - A_i0. Head imbalance is the mean "
+        "over layers of std / mean (P0.13). One colour scale for all models; layers without "
+        "softmax attention are blank.",
+        _importance,
+    ),
+    Drawing(
+        "datasets",
+        "Heads",
+        "Load of heads by data set",
+        "Head importance of the layer with the highest imbalance, by data set (P0.22), and the "
+        "distribution of AWFT over all heads, each head's mean over the samples (P3.23).",
+        _datasets,
+    ),
+    Drawing(
+        "scores",
+        "Heads",
+        "Scores of inactive heads",
+        "Density and CDF of the 13 scores over samples, layers and heads (P3.1 to P3.8, P3.22); "
+        "the highest 0.5 % are cut off. Dotted: the threshold that calls 15 % of the heads "
+        "inactive, those above it for AWFT and below it for the others (P3.11).",
+        _scores,
+    ),
+    Drawing(
+        "inactive_by_layer",
+        "Heads",
+        "Where the inactive heads are",
+        "Share of the layer's heads that AWFT and AHON (LN) call inactive, at thresholds that call "
+        "15 % of all heads so (dotted; P3.20).",
+        _inactive_by_layer,
+    ),
+    Drawing(
+        "agreement",
+        "Heads",
+        "Agreement of the scores",
+        "Of the 10 % most inactive heads by each score: |a and b| / |a or b| (P3.18), and "
+        "precision |row and column| / |row| with the column as the truth (P3.19).",
+        _agreement,
+        by_model=True,
+    ),
+    Drawing(
+        "gates",
+        "Heads",
+        "Scores of explicit gates",
+        "Density over [0, 1] of the gate scores of all heads and tokens, 100 bins (P1.29); by "
+        "layer their mean, one standard deviation (band), and minimum and maximum (dotted; P1.30).",
+        _gates,
+    ),
+)

@@ -1,0 +1,117 @@
+"""Pieces of the self-contained pages: style, tables, figures. Every text is escaped here."""
+
+import base64
+import re
+from collections.abc import Sequence
+from html import escape
+
+STYLE = """
+:root { color-scheme: light; }
+* { box-sizing: border-box; }
+body { font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; color: #1c2430;
+       background: #fff; max-width: 76rem; margin: 0 auto; padding: 1.5rem 1.25rem 4rem;
+       overflow-wrap: anywhere; }
+h1 { font-size: 1.65rem; line-height: 1.25; margin: .5rem 0 1rem; }
+h2 { font-size: 1.3rem; margin: 3rem 0 .75rem; padding-top: .75rem; border-top: 1px solid #d8dde5; }
+h3 { font-size: 1.02rem; margin: 2rem 0 .5rem; }
+p, li { max-width: 56rem; }
+nav ul { columns: 18rem; padding-left: 1.2rem; margin: .5rem 0; }
+nav > ul > li { break-inside: avoid; }
+nav ul ul { columns: auto; }
+a { color: #0b5cad; }
+.facts td { text-align: left; }
+.scroll { overflow-x: auto; margin: .75rem 0; }
+table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .28rem .8rem; border-bottom: 1px solid #d8dde5; text-align: right;
+         overflow-wrap: normal; vertical-align: top; }
+thead th { border-bottom: 2px solid #8a93a1; max-width: 16rem; overflow-wrap: break-word; }
+tbody th, th:first-child { text-align: left; font-weight: normal; }
+figure { margin: 1rem 0 2rem; }
+img { max-width: 100%; height: auto; display: block; }
+@media (max-width: 48rem) { .scroll img { max-width: 55rem; } }
+figcaption, .note { color: #48515e; font-size: .9rem; max-width: 62rem; margin-top: .4rem; }
+.warning { background: #fff3d6; padding: .6rem 1rem; border-left: 4px solid #b8860b; }
+"""
+
+
+def document(title: str, body: Sequence[str]) -> str:
+    """A whole page; nothing in it is loaded from elsewhere, and nothing runs."""
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<link rel="icon" href="data:,">',
+            f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
+            *body,
+            "</body></html>\n",
+        ]
+    )
+
+
+def anchor(title: str) -> str:
+    """The id of a heading."""
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+
+
+def heading(level: int, title: str) -> str:
+    """A heading that the table of contents can point to."""
+    return f'<h{level} id="{anchor(title)}">{escape(title)}</h{level}>'
+
+
+def contents(sections: dict[str, list[str]]) -> str:
+    """The table of contents: headings and those below them."""
+    items = []
+    for section, titles in sections.items():
+        below = "".join(f"<li>{_link(title)}</li>" for title in dict.fromkeys(titles))
+        items.append(f"<li>{_link(section)}{f'<ul>{below}</ul>' if below else ''}</li>")
+    return f'<nav aria-label="Contents"><ul>{"".join(items)}</ul></nav>'
+
+
+def _link(title: str) -> str:
+    return f'<a href="#{anchor(title)}">{escape(title)}</a>'
+
+
+def paragraph(text: str, kind: str = "") -> str:
+    """A paragraph; kind is "note" or "warning"."""
+    return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
+
+
+def table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    kind: str = "numbers",
+    links: Sequence[str] = (),
+) -> str:
+    """A table with a header row and a header column, that scrolls by itself where it is wide.
+
+    Args:
+        kind: "numbers" or "facts".
+        links: a relative address for the first cell of each row.
+    """
+    top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
+    body = []
+    for index, (first, *rest) in enumerate(rows):
+        text = escape(first)
+        if links:
+            text = f'<a href="{escape(links[index])}">{text}</a>'
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in rest)
+        body.append(f'<tr><th scope="row">{text}</th>{cells}</tr>')
+    return (
+        f'<div class="scroll {kind}" tabindex="0"><table><thead><tr>{top}</tr></thead>'
+        f"<tbody>{''.join(body)}</tbody></table></div>"
+    )
+
+
+def figure(png: bytes, alt: str, caption: str) -> str:
+    """A picture with its caption; on a narrow screen it scrolls by itself and can be read."""
+    data = base64.b64encode(png).decode()
+    width, height = (int.from_bytes(png[i : i + 4], "big") for i in (16, 20))
+    return (
+        f'<figure><div class="scroll" tabindex="0"><img alt="{escape(alt)}" width="{width}" '
+        f'height="{height}" src="data:image/png;base64,{data}"></div>'
+        f"<figcaption>{escape(caption)}</figcaption></figure>"
+    )

@@ -1,0 +1,41 @@
+"""`megasink report`: the page, figures and tables of analyses on disk."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megasink.report.analysis import read_analysis, write_tables
+from megasink.report.analysis_figures import figures
+from megasink.report.analysis_page import page
+
+
+def write_report(folders: Sequence[Path], output: Path, *, kinds: Sequence[str] = ("png",)) -> None:
+    """The page and figures of one or several analyses; tables only where there is one.
+
+    Args:
+        kinds: of figure files beside the page: "png", "pdf".
+    """
+    analyses = [read_analysis(folder) for folder in folders]
+    pictures = figures(analyses, kinds)
+    (output / "figures").mkdir(parents=True, exist_ok=True)
+    for old in (*output.glob("figures/*.png"), *output.glob("figures/*.pdf")):
+        old.unlink()  # of heads and models that are not on this page
+    for picture in pictures:
+        for kind, content in picture.files.items():
+            (output / "figures" / f"{picture.name}.{kind}").write_bytes(content)
+    (output / "report.html").write_text(page(analyses, pictures))
+    if len(analyses) == 1:
+        write_tables(analyses[0], output / "tables")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw one page about several analyses: figures over each other, distances between models."""
+    parser = argparse.ArgumentParser(prog="megasink report", description=main.__doc__)
+    parser.add_argument("analyses", type=Path, nargs="+", help="output folders of megasink analyze")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    parser.add_argument("--pdf", action="store_true", help="the figures as PDF too, for papers")
+    args = parser.parse_args(argv)
+    kinds = ("png", "pdf") if args.pdf else ("png",)
+    write_report(args.analyses, args.output, kinds=kinds)
+    print(f"wrote {args.output}/report.html")
+    return 0

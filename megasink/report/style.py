@@ -1,0 +1,224 @@
+"""The look of every figure: sizes for a page, colours that colour-blind readers tell apart.
+
+Figures are made without pyplot, so that nothing global of matplotlib is touched, and under `STYLE`:
+names of models, data sets and tokens are drawn as they are, dollar signs included.
+"""
+
+import math
+import textwrap
+from collections.abc import Sequence
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+
+from megasink.report.analysis import Analysis
+
+WIDTH = 11.0
+"""Inches of a figure; the page shows it about 1150 pixels wide."""
+DPI = 160
+
+# Okabe and Ito (2008), in an order in which neighbours differ in lightness too.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+BLUE, VERMILION, GREEN = PALETTE[:3]
+GREY = "#6b7280"
+MAP = "viridis"
+DIVERGING = "PuOr_r"
+
+STYLE: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.3,
+    "grid.linewidth": 0.6,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "lines.linewidth": 1.5,
+    "lines.markersize": 3.5,
+    "figure.facecolor": "white",
+    "text.parse_math": False,
+    "pdf.fonttype": 42,
+}
+
+
+def panels(
+    rows: int,
+    columns: int,
+    height: float,
+    *,
+    width: float = WIDTH,
+    layout: Any = "constrained",
+    **options: Any,
+) -> tuple[Any, Any]:
+    """A figure and its axes [rows, columns].
+
+    Args:
+        width, height: inches in all.
+        layout: matplotlib's; None for a figure of many panels, where it takes seconds.
+        options: of `Figure.subplots`.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout=layout)
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def grid(count: int, most: int) -> tuple[int, int]:
+    """(rows, columns) for so many panels, evenly, with at most so many in a row."""
+    rows = math.ceil(count / most)
+    return rows, math.ceil(count / rows)
+
+
+def rendered(figure: Any, kind: str = "png") -> bytes:
+    """The figure as a file: "png" or "pdf", without a date in it."""
+    stream = BytesIO()
+    metadata = {"Software": None} if kind == "png" else {"CreationDate": None}
+    figure.savefig(stream, dpi=DPI, format=kind, metadata=metadata)
+    return stream.getvalue()
+
+
+def model_colours(count: int) -> list[Any]:
+    """One colour for each model: the palette, or a scale for a row of checkpoints."""
+    import matplotlib
+
+    if count <= len(PALETTE):
+        return list(PALETTE[:count])
+    return list(matplotlib.colormaps["viridis"](np.linspace(0.0, 0.9, count)))
+
+
+def position_colours(count: int) -> list[Any]:
+    """Position 0 stands out; the others by a scale."""
+    import matplotlib
+
+    scale = matplotlib.colormaps["viridis"](np.linspace(0.05, 0.85, max(1, count - 1)))
+    return [VERMILION, *scale][:count]
+
+
+def named(analyses: Sequence[Analysis]) -> list[tuple[Analysis, Any, str]]:
+    """Each analysis with its colour and its name for a legend."""
+    colours = model_colours(len(analyses))
+    return [
+        (analysis, colour, short(analysis.name, 40))
+        for analysis, colour in zip(analyses, colours, strict=True)
+    ]
+
+
+def model_legend(figure: Any, axis: Any, analyses: Sequence[Analysis]) -> None:
+    """Above all panels, where there are models to tell apart."""
+    handles, labels = axis.get_legend_handles_labels()
+    if len(analyses) > 1 and handles:
+        place = "outside upper left" if figure.get_layout_engine() else "upper left"
+        figure.legend(handles, labels, loc=place, ncols=min(len(handles), 5))
+
+
+def short(name: str, width: int) -> str:
+    """A name on one line, its middle left out where it is long."""
+    name = " ".join(name.split()) or "unnamed"
+    if len(name) <= width:
+        return name
+    return f"{name[: width // 2 - 1]}…{name[-(width // 2) :]}"
+
+
+def wrapped(name: str, width: int = 34) -> str:
+    """A name over two lines at most."""
+    return "\n".join(textwrap.wrap(short(name, 2 * width - 2), width)[:2])
+
+
+def label(axis: Any, title: str, ylabel: str = "", xlabel: str = "") -> None:
+    """Title and axes."""
+    axis.set_title(title)
+    axis.set_xlabel(xlabel)
+    axis.set_ylabel(ylabel)
+
+
+def log_scale(*axes: Any) -> None:
+    """Logarithmic y axes with plain numbers, all with the same limits."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    lines = [curve.get_ydata() for axis in axes for curve in axis.lines]
+    values = np.concatenate([np.asarray(curve, dtype=float) for curve in lines] or [np.ones(1)])
+    values = values[np.isfinite(values) & (values > 0)]
+    low, high = (values.min() / 1.25, values.max() * 1.25) if len(values) else (0.1, 10.0)
+    for axis in axes:
+        axis.set_yscale("log")
+        axis.set_ylim(low, high)
+        if high / low < 8:
+            axis.yaxis.set_major_locator(MaxNLocator(5))
+        else:
+            steps = (1.0, 2.0, 5.0) if high / low < 200 else (1.0,)
+            axis.yaxis.set_major_locator(LogLocator(subs=steps))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def share_limit(*axes: Any, whole: float = 1.0) -> None:
+    """y from 0 to the next of 10, 25, 50 and 100 % above the curves, the same for all axes."""
+    highest = max((np.nanmax(curve.get_ydata()) for a in axes for curve in a.lines), default=0.0)
+    top = next((x for x in (0.1, 0.25, 0.5) if highest <= x * whole), 1.0) * whole
+    for axis in axes:
+        axis.set_ylim(-0.03 * top, 1.04 * top)
+
+
+def whole_numbers(*axes: Any) -> None:
+    """Ticks at whole numbers alone: layers, heads, positions."""
+    from matplotlib.ticker import MaxNLocator
+
+    for axis in axes:
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def heatmap(axis: Any, table: Any, **options: Any) -> Any:
+    """An image whose missing cells stay blank, its axes in whole numbers."""
+    axis.grid(False)
+    image = axis.imshow(
+        np.ma.masked_invalid(table), aspect="auto", interpolation="nearest", **options
+    )
+    whole_numbers(axis.xaxis, axis.yaxis)
+    return image
+
+
+def write_cells(axis: Any, image: Any, table: Any, size: float) -> None:
+    """The numbers of a table in its cells, light on dark; small ones without the leading 0."""
+    for (row, column), value in np.ndenumerate(table):
+        if np.isfinite(value):
+            red, green, blue, _ = image.cmap(image.norm(value))
+            dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
+            text = f"{value:.2f}" if value < 100 else f"{value:.0f}"
+            if size < 6:
+                text = "1" if text == "1.00" else text.removeprefix("0")
+            axis.text(
+                column,
+                row,
+                text,
+                ha="center",
+                va="center",
+                fontsize=size,
+                color="white" if dark else "black",
+            )
+
+
+def line(axis: Any, x: Any, y: Any, **style: Any) -> None:
+    """A curve through the points that are finite, marked where they are few."""
+    x, y = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+    there = np.isfinite(y)
+    few = "o" if there.sum() <= 40 else ""
+    axis.plot(x[there], y[there], marker=few, **style)
+
+
+def printable(text: str) -> str:
+    """A token as a label: spaces and ends of lines visible, what the font lacks as a box."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    for character, shown in (("\n", "↵"), ("\t", "→"), ("\r", "↵"), (" ", "␣")):
+        text = text.replace(character, shown)
+    known = get_font(findfont(FontProperties(family="DejaVu Sans"))).get_charmap()
+    text = "".join(c if ord(c) in known else "▯" for c in text)
+    return text if len(text) <= 14 else f"{text[:12]}…"
