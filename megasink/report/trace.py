@@ -23,6 +23,24 @@ ROWS = (
 """The columns of trace.csv, one row per checkpoint."""
 
 
+def trace_row(found: dict[str, Any]) -> dict[str, Any]:
+    """One line of trace.csv, out of the results.json of a run's model."""
+    ratios = [ratio for ratio in found["massive_ratio"][2::2] if ratio is not None]
+    return {
+        "step": found["model"]["step"],
+        "tokens": found["model"]["trained_tokens"],
+        "sink_rate": found["sink_rate"]["0.3"][0],
+        "first_token_attention": found["first_token_attention"],
+        "imbalance": found["imbalance"],
+        "bits_per_byte": found.get("bits_per_byte"),
+        "nats_per_token": found.get("nats_per_token"),
+        "massive_ratio": max(ratios, default=None),
+        "mean_max_activation": found["mean_max_activation"],
+        "stage": found["circuit"]["stage"],
+        "sink_centre": found["circuit"]["sink_centre_by_attention"],
+    }
+
+
 def draw_trace(rows: Sequence[dict[str, Any]], output: Path) -> None:
     """Draw sink rate, imbalance, loss, norms and stage against tokens (P2.11, P4.23).
 
