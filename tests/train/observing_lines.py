@@ -5,9 +5,6 @@ from tests.train.command_lines import MOCK
 ANALYZED = ["--analyze-interval", "4", "--eval-interval", "2", "--run-dir", "nothing-here/run"]
 
 PACKED = ["--reset-position-ids", "--dataloader-inter-document-masking"]
-SIGMOID = (
-    "--attention-similarity sigmoid --attention-variant vanilla --head-balance-coeff 0".split()
-)
 
 REFUSED = {
     "negative-heatmap-interval": (
