@@ -1,11 +1,13 @@
 """What probing costs: against a plain forward with the same kernel, and against S x S weights.
 
-    python benchmarks/probe.py            # time and memory at S = 2048, a 60M-parameter Llama shape
-    python benchmarks/probe.py --long     # memory of one layer's heads at S = 32768
+    python benchmarks/probe.py            # S = 2048, a 60M-parameter Llama shape, and one layer at
+                                          # S = 32768
+    python benchmarks/probe.py --no-long  # without the latter, which takes minutes
 
 The eager route computes P3's scores, head importance and sink rates from the weights that
 transformers returns with output_attentions=True. Each measurement runs in a process of its own, so
-that its peak of resident memory is its own; times are the least of several.
+that its peak of resident memory is its own; times are the least of several, CPU seconds of one
+thread (--threads), so that what else the machine does counts little.
 """
 
 import argparse
@@ -15,8 +17,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 
 TOKENS, LONG = 2048, 32768
 # The shape of P2: 10 layers, 8 heads of 96, SwiGLU of 1536.
@@ -29,11 +33,18 @@ SHAPE = {
     "num_key_value_heads": 8,
     "max_position_embeddings": TOKENS,
 }
+ROUTES = {
+    "plain": "plain forward",
+    "scores": "scores, importance, sinks",
+    "everything": "every metric",
+    "eager": "the same from S x S weights",
+    "long": f"one layer's heads, S = {LONG}",
+}
 # P3's scores, P0's importance, P2's sinks; the rest are norms, angles and activations.
 NAMES = ("awft", "aeqd", "ftvvn", "avvn", "lthon", "ahon", "circuit_ahon", "importance", "alpha")
 
 
-def model(implementation: str) -> torch.nn.Module:
+def model(implementation: str) -> Any:
     """A random Llama of the shape."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -43,13 +54,50 @@ def model(implementation: str) -> torch.nn.Module:
 
 
 def least(run: Callable[[], object], repeats: int) -> float:
-    """Seconds of the fastest of some runs after one to warm up."""
+    """CPU seconds of the fastest of some runs after one to warm up."""
     times = []
     for _ in range(repeats + 1):
-        start = time.perf_counter()
+        start = time.process_time()
         run()
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     return min(times[1:])
+
+
+def eager_scores(eager: Any, ids: Tensor) -> list[dict[str, Tensor]]:
+    """The metrics of `NAMES` by layer, [heads] each, from whole matrices of weights."""
+    values: list[Tensor] = []
+    layers: Any = eager.model.layers
+    hooks = [
+        layer.self_attn.v_proj.register_forward_hook(lambda _, args, out: values.append(out))
+        for layer in layers
+    ]
+    weights_of_layers = eager(ids, use_cache=False, output_attentions=True).attentions
+    for hook in hooks:
+        hook.remove()
+    found = []
+    for layer, value, weights_BHTT in zip(layers, values, weights_of_layers, strict=True):
+        weights_HTT = weights_BHTT[0]
+        heads, tokens = weights_HTT.shape[:2]
+        value_HTD = value[0].unflatten(-1, (heads, -1)).transpose(0, 1)
+        out_HTD = weights_HTT @ value_HTD
+        output_HDE = layer.self_attn.o_proj.weight.t().unflatten(0, (heads, -1))
+        gram_HDD = output_HDE @ output_HDE.mT
+        norm_HT = out_HTD.norm(dim=-1)
+        rows_T = torch.arange(tokens, 0, -1)
+        found.append(
+            {
+                "awft": weights_HTT[..., 0].mean(-1),
+                "aeqd": torch.special.entr(weights_HTT).sum(-1).mean(-1),
+                "ftvvn": value_HTD[:, 0].norm(dim=-1),
+                "avvn": value_HTD.norm(dim=-1).mean(-1),
+                "lthon": norm_HT[:, -1],
+                "ahon": norm_HT.mean(-1),
+                "circuit_ahon": ((out_HTD @ gram_HDD) * out_HTD).sum(-1).sqrt().mean(-1),
+                "importance": weights_HTT[..., 1:].sum(-1).mean(-1),
+                "alpha": (weights_HTT.sum(-2) / rows_T)[:, :8],
+            }
+        )
+    return found
 
 
 @torch.no_grad()
@@ -64,15 +112,7 @@ def measure(what: str, repeats: int) -> float:
         return least(lambda: plain(ids, use_cache=False), repeats)
     if what == "eager":
         eager = model("eager")
-
-        def from_weights() -> None:
-            for weights in eager(ids, use_cache=False, output_attentions=True).attentions:
-                weights[..., 0].mean(-1)
-                torch.special.entr(weights).sum(-1).mean(-1)
-                weights[..., 1:].sum(-1).mean(-1)
-                weights.sum(-2)
-
-        return least(from_weights, repeats)
+        return least(lambda: eager_scores(eager, ids), repeats)
     probed = model("sdpa")
     recorder = Recorder([8] * 10, NAMES if what == "scores" else None)
     with TransformersProbe(probed, recorder, recorder.needs) as probe:
@@ -80,47 +120,75 @@ def measure(what: str, repeats: int) -> float:
         def run() -> None:
             recorder.begin(1)
             probe.forward(ids)
-            recorder.end([{"source": "", "tokens": TOKENS}])
+            recorder.end([{"index": 0, "source": ""}])
+            recorder.take()
 
         return least(run, repeats)
 
 
 def long_layer() -> float:
-    """Seconds for the statistics of one layer's eight heads at S = 32768."""
+    """CPU seconds for the statistics of one layer's eight heads at S = 32768."""
     from megasink.diagnostics.weights import weight_statistics
 
     query = torch.randn(1, 8, LONG, 96)
     key = torch.randn(1, 8, LONG, 96)
-    start = time.perf_counter()
+    start = time.process_time()
     weight_statistics(query, key, scale=96**-0.5)
-    return time.perf_counter() - start
+    return time.process_time() - start
+
+
+def agree() -> None:
+    """Refuse to compare two routes that do not give the same numbers."""
+    from megasink.probe.recorder import Recorder
+    from megasink.probe.transformers_model import TransformersProbe
+
+    eager = model("eager")
+    ids = torch.randint(SHAPE["vocab_size"], (1, 256))
+    recorder = Recorder([8] * 10, NAMES)
+    with torch.no_grad(), TransformersProbe(eager, recorder, recorder.needs) as probe:
+        recorder.begin(1)
+        probe.forward(ids)
+    recorder.end([{"index": 0, "source": ""}])
+    values = recorder.take().values
+    with torch.no_grad():
+        for layer, found in enumerate(eager_scores(eager, ids)):
+            for name, expected in found.items():
+                actual = torch.from_numpy(values[name][0, layer])
+                torch.testing.assert_close(
+                    actual, expected.double(), rtol=1e-4, atol=1e-6, msg=name
+                )
 
 
 def main() -> None:
     """Measure in processes of their own, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--long", action="store_true")
+    parser.add_argument("--no-long", dest="long", action="store_false")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     if args.child:
-        start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         seconds = long_layer() if args.child == "long" else measure(args.child, args.repeats)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        print(json.dumps({"seconds": seconds, "peak": peak / 2**20, "before": start / 2**20}))
+        print(json.dumps({"seconds": seconds, "peak": peak / 2**20}))
         return
-    routes = ["long"] if args.long else ["plain", "scores", "everything", "eager"]
+    agree()
+    print(f"{'':30} {'CPU s':>8} {'x plain':>8} {'peak GiB':>9} {'x plain':>8}")
     base = None
-    for route in routes:
-        command = [sys.executable, __file__, "--child", route, "--repeats", str(args.repeats)]
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for route, text in ROUTES.items():
+        if route == "long" and not args.long:
+            continue
+        command = [sys.executable, __file__, "--child", route]
+        command += ["--repeats", str(args.repeats), "--threads", str(args.threads)]
+        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
         found = json.loads(output.splitlines()[-1])
-        base = base or found["seconds"]
-        print(
-            f"{route:10} {found['seconds']:8.2f} s  {found['seconds'] / base:5.2f} x  "
-            f"peak {found['peak']:.2f} GiB",
-            flush=True,
-        )
+        base = base or found
+        line = f"{text:30} {found['seconds']:8.2f} "
+        times, memory = (f"{found[key] / base[key]:8.2f}" for key in ("seconds", "peak"))
+        if route == "long":
+            times = memory = ""
+        print(f"{line}{times:>8} {found['peak']:9.2f} {memory:>8}".rstrip(), flush=True)
 
 
 if __name__ == "__main__":

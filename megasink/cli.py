@@ -69,9 +69,9 @@ def _sweep(argv: Sequence[str]) -> int:
 
 
 def _trace(argv: Sequence[str]) -> int:
-    from megasink.train.analyze import trace_main
+    from megasink.train.trace import main
 
-    return trace_main(argv)
+    return main(argv)
 
 
 def _report(argv: Sequence[str]) -> int:

@@ -221,6 +221,16 @@ class ObservingOptions:
     attention to the first token, over the first 64, exceeds 0.3; and the same for the sink beside
     the keys, where there is one."""
 
+    analyze_interval: int = 0
+    """Analyze the model as it is, by `megasink analyze`'s metrics, at the evaluations of every so
+    many steps and the last one; 0: never. Writes RUN/analysis/iter_..., which `megasink trace RUN`
+    and `megasink report` read. A multiple of --eval-interval; models cut by tensor, pipeline,
+    context or expert parallelism are analyzed from their checkpoints instead."""
+
+    analyze_samples: int = 32
+    """How many samples of the validation set --analyze-interval takes: its first ones, always the
+    same. The data-parallel ranks share them."""
+
     stop_on_divergence: float | None = None
     """End the run, with exit code 2 and without another checkpoint, when the training loss (its
     exponential moving average of factor 0.98) is this many nats above its lowest value; looked at

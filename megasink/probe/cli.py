@@ -3,9 +3,8 @@
 import argparse
 from collections.abc import Callable
 
-from megasink.errors import ConfigError, UserError
+from megasink.errors import ConfigError
 from megasink.probe.analysis import analyze
-from megasink.probe.options import DTYPES
 from megasink.probe.ranks import Ranks
 
 
@@ -18,27 +17,11 @@ def open_transformers(
         args: of a checked command line.
         measure: `analyze`, or another that takes what it takes.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
     from megasink.probe.blocks import find_blocks
+    from megasink.probe.load import load
     from megasink.probe.transformers_model import TransformersProbe, model_problems
 
-    if ranks.rank:
-        logging.disable_progress_bar()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            args.tokenizer or args.model, local_files_only=True
-        )
-        model = AutoModelForCausalLM.from_pretrained(
-            args.model,
-            dtype=DTYPES[args.dtype],
-            attn_implementation=args.attn_implementation,
-            local_files_only=True,
-        )
-    except (OSError, ValueError) as error:
-        raise UserError(f"transformers cannot load {args.model}: {error}") from error
-    model = model.eval().to(ranks.device(args.device))
+    model, tokenizer = load(args, ranks.device(args.device), quiet=bool(ranks.rank))
     problems = model_problems(model)
     if problems:
         raise ConfigError(problems)

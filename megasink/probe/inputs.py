@@ -58,7 +58,7 @@ def text_samples(
     for name, source in zip(dataset_names(inputs), inputs, strict=True):
         count = 0
         for document in Corpus([source], json_key=json_key):
-            tokens = encode(tokenizer, document.text, bos)[:seq_length]
+            tokens = encode(tokenizer, document.text, bos, document.source)[:seq_length]
             if len(tokens) < SHORTEST:
                 continue
             samples.append(Sample(tuple(tokens), name, document.source))
@@ -70,8 +70,11 @@ def text_samples(
     return samples
 
 
-def encode(tokenizer: Any, text: str, bos: str) -> list[int]:
+def encode(tokenizer: Any, text: str, bos: str, source: str = "a text") -> list[int]:
     """The tokens of a text, with or without BOS.
+
+    Args:
+        source: of the text, for errors.
 
     Raises:
         UserError: no BOS to add, or two of them.
@@ -82,9 +85,15 @@ def encode(tokenizer: Any, text: str, bos: str) -> list[int]:
         return tokens
     tokens = tokenizer.encode(text)
     if special is not None and len(tokens) > 1 and tokens[0] == tokens[1] == special:
+        name = tokenizer.name_or_path
+        if tokenizer.encode(text, add_special_tokens=False)[:1] == [special]:
+            raise UserError(
+                f"{source} begins with the BOS token {special} itself, and the tokenizer {name} "
+                "puts another one before it: take it out of the texts, or analyze with --bos none"
+            )
         raise UserError(
-            f"the tokenizer {tokenizer.name_or_path} puts its BOS token {special} before a text "
-            "twice: mend its post-processor, or analyze with --bos none"
+            f"the tokenizer {name} puts its BOS token {special} before a text twice: mend its "
+            "post-processor, or analyze with --bos none"
         )
     if bos == "add":
         if special is None:

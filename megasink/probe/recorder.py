@@ -45,7 +45,7 @@ class Recorder:
         columns: int = 8,
         directions: int = 16,
     ):
-        self.heads = heads
+        self.heads, self.positions, self.columns = heads, positions, columns
         self.metrics: dict[str, Metric] = metrics(names)
         self.needs = {need for entry in self.metrics.values() for need in entry.needs}
         layers, most = len(heads), max(heads, default=0)

@@ -19,6 +19,9 @@ from megasink.report.analysis import read_analysis
 from megasink.report.analysis_page import in_words
 from megasink.report.pages import write_report
 
+KEPT = ("data", "inputs", "bos", "seq_length", "max_samples", "seed", "device", "identity")
+"""Options that results.json repeats under "run"."""
+
 
 def write_analysis(
     output: Path,
@@ -32,60 +35,17 @@ def write_analysis(
     """Write everything about one model into a folder, and print its summary.
 
     Args:
-        options: of the command line; "seed" among them.
-        geometry: what there is of it.
-        maps: of `geometry`.
+        options, geometry, maps: as `write_numbers`.
 
     Returns:
         results.json.
 
     Raises:
-        UserError: the folder cannot be written, or the disk is full.
+        UserError: as `write_numbers`.
     """
-    try:
-        return _write(output, captured, samples, model, options, geometry, maps)
-    except OSError as error:
-        raise UserError(
-            f"the results cannot be written to {output} ({error.strerror or error}): make room, "
-            "and the same command writes them without measuring anything again"
-        ) from error
-
-
-def _write(
-    output: Path,
-    captured: Captured,
-    samples: Sequence[Sample],
-    model: dict[str, Any],
-    options: dict[str, Any],
-    geometry: Geometry,
-    maps: Arrays | None,
-) -> dict[str, Any]:
-    output.mkdir(parents=True, exist_ok=True)
-    kept = ("data", "inputs", "bos", "seq_length", "max_samples", "seed", "device")
-    facts = {key: options[key] for key in kept if key in options}
-    found = summarise(
-        captured,
-        model=model,
-        run={**facts, "data_sha256": data_hash(samples)},
-        inputs=samples,
-        geometry=geometry.found,
-    )
-    scores = all_scores(captured, int(options["seed"]))
-    arrays: dict[str, Any] = {f"score/{name}": values for name, values in scores.items()}
-    arrays |= {f"metric/{name}": values for name, values in captured.values.items()}
-    arrays["tokens"] = np.asarray([sample["tokens"] for sample in captured.samples])
-    arrays["source"] = np.asarray([str(sample["source"]) for sample in captured.samples])
-    for name, named in (("samples", arrays), ("geometry", geometry.arrays)):
-        with _whole(output / f"{name}.npz") as path, path.open("wb") as file:
-            np.savez_compressed(file, allow_pickle=False, **named)
-    with _whole(output / "results.json") as path:
-        path.write_text(json.dumps(found, indent=1))
-    if maps is None:
-        (output / "maps.npz").unlink(missing_ok=True)  # of an earlier analysis
-    else:
-        with _whole(output / "maps.npz") as path, path.open("wb") as file:
-            np.savez_compressed(file, allow_pickle=False, **maps)
-    write_report([output], output)
+    found = write_numbers(output, captured, samples, model, options, geometry, maps)
+    with _named(output):
+        write_report([output], output)
     print(in_words(read_analysis(output)))
     for entry in captured.non_finite:
         print(
@@ -95,6 +55,67 @@ def _write(
         )
     print(f"wrote {output}/report.html, results.json, *.npz, tables/, figures/")
     return found
+
+
+def write_numbers(
+    output: Path,
+    captured: Captured,
+    samples: Sequence[Sample],
+    model: dict[str, Any],
+    options: dict[str, Any],
+    geometry: Geometry | None = None,
+    maps: Arrays | None = None,
+) -> dict[str, Any]:
+    """Write results.json and the arrays; `megasink report` makes the rest out of them.
+
+    Args:
+        options: of the command line, "seed" among them.
+        geometry: what there is of it; None where it was not looked for.
+        maps: of `megasink.probe.maps.geometry`; None where they were not asked for.
+
+    Returns:
+        results.json.
+
+    Raises:
+        UserError: the folder cannot be written, or the disk is full.
+    """
+    facts = {key: options[key] for key in KEPT if key in options}
+    found = summarise(
+        captured,
+        model=model,
+        run={**facts, "data_sha256": data_hash(samples)},
+        inputs=samples,
+        geometry=None if geometry is None else geometry.found,
+    )
+    scores = all_scores(captured, int(options["seed"]))
+    arrays: dict[str, Any] = {f"score/{name}": values for name, values in scores.items()}
+    arrays |= {f"metric/{name}": values for name, values in captured.values.items()}
+    arrays["tokens"] = np.asarray([sample["tokens"] for sample in captured.samples])
+    arrays["source"] = np.asarray([str(sample["source"]) for sample in captured.samples])
+    points = None if geometry is None else geometry.arrays
+    with _named(output):
+        output.mkdir(parents=True, exist_ok=True)
+        for name, named in (("samples", arrays), ("geometry", points), ("maps", maps)):
+            if named is None:
+                (output / f"{name}.npz").unlink(missing_ok=True)  # of an earlier analysis
+                continue
+            with _whole(output / f"{name}.npz") as path, path.open("wb") as file:
+                np.savez_compressed(file, allow_pickle=False, **named)
+        with _whole(output / "results.json") as path:
+            path.write_text(json.dumps(found, indent=1))
+    return found
+
+
+@contextmanager
+def _named(output: Path) -> Iterator[None]:
+    """What the system says while something is written, with what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"the results cannot be written to {output} ({error.strerror or error}): make room, "
+            "and the same command writes them without measuring anything again"
+        ) from error
 
 
 @contextmanager

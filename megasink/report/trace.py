@@ -47,12 +47,33 @@ CAPTION = (
 _SCALES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
-def write_trace(rows: Sequence[dict[str, Any]], folder: Path, name: str) -> None:
-    """Write trace.png and report.html.
+def trace_row(found: dict[str, Any]) -> dict[str, Any]:
+    """One line of trace.csv, out of the results.json of a run's model."""
+    ratios = [ratio for ratio in found["massive_ratio"][2::2] if ratio is not None]
+    return {
+        "step": found["model"]["step"],
+        "tokens": found["model"]["trained_tokens"],
+        "sink_rate": found["sink_rate"]["0.3"][0],
+        "first_token_attention": found["first_token_attention"],
+        "imbalance": found["imbalance"],
+        "bits_per_byte": found.get("bits_per_byte"),
+        "nats_per_token": found.get("nats_per_token"),
+        "massive_ratio": max(ratios, default=None),
+        "mean_max_activation": found["mean_max_activation"],
+        "stage": found["circuit"]["stage"],
+        "sink_centre": found["circuit"]["sink_centre_by_attention"],
+    }
+
+
+def write_trace(
+    rows: Sequence[dict[str, Any]], folder: Path, name: str, links: Sequence[str] = ()
+) -> None:
+    """Write trace.png and report.html: sink rate, imbalance, loss, norms, stage (P2.11, P4.23).
 
     Args:
-        rows: with the keys of `ROWS`, one analysis each in `folder`/iter_STEP.
+        rows: with the keys of `ROWS`.
         name: of the run.
+        links: addresses of the rows' own reports, relative to `folder`; none where there are none.
     """
     import matplotlib
 
@@ -60,7 +81,7 @@ def write_trace(rows: Sequence[dict[str, Any]], folder: Path, name: str) -> None
     with matplotlib.rc_context(STYLE):
         png = rendered(_draw(rows))
     (folder / "trace.png").write_bytes(png)
-    (folder / "report.html").write_text(_page(rows, png, name))
+    (folder / "report.html").write_text(_page(rows, png, name, links))
 
 
 def _draw(rows: Sequence[dict[str, Any]]) -> Any:
@@ -118,7 +139,7 @@ def _unit(highest: float) -> tuple[float, str]:
     return 1.0, ""
 
 
-def _page(rows: Sequence[dict[str, Any]], png: bytes, name: str) -> str:
+def _page(rows: Sequence[dict[str, Any]], png: bytes, name: str, links: Sequence[str]) -> str:
     first, last = rows[0], rows[-1]
     summary = (
         f"{name}: {len(rows)} checkpoints, from step {first['step']:,} to {last['step']:,} "
@@ -129,13 +150,12 @@ def _page(rows: Sequence[dict[str, Any]], png: bytes, name: str) -> str:
     )
     head = [key.replace("_", " ") for key in ROWS]
     cells = [[_cell(row[key]) for key in ROWS] for row in rows]
-    links = [f"iter_{row['step']:07d}/report.html" for row in rows]
     parts = [
         f"<main><h1>{html.escape(name)}: training trace</h1>",
         html.paragraph(summary),
         html.figure(png, f"Training trace of {name}", CAPTION),
         html.heading(2, "Checkpoints"),
-        html.paragraph("Each step links to its own report.", "note"),
+        *([html.paragraph("Each step links to its own report.", "note")] if links else []),
         html.table(head, cells, links=links),
         "</main>",
     ]

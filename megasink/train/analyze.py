@@ -1,9 +1,7 @@
-"""`megasink analyze` and `megasink sweep` of any model, and `megasink trace` over checkpoints."""
+"""`megasink analyze` and `megasink sweep`, where MODEL may be a run of megasink too."""
 
 import argparse
 import contextlib
-import csv
-import gc
 import json
 import logging
 import warnings
@@ -11,10 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megasink.checkpoint.find import find_checkpoint
-from megasink.checkpoint.intact import iterations
 from megasink.errors import UserError
 from megasink.probe import options
 from megasink.probe.analysis import analyze
@@ -22,7 +17,6 @@ from megasink.probe.cli import open_transformers
 from megasink.probe.ranks import Ranks, parse, taking_part
 from megasink.probe.sweep import check_sweep, sweep, sweep_parser
 from megasink.process import prepare_process
-from megasink.report.trace import ROWS, write_trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,47 +59,11 @@ def _measure(
         open_transformers(args, ranks, measure)
         return
     find_checkpoint(args.model)  # before the seconds that the imports take
-    _prepare(args)
+    prepare(args)
     from megasink.checkpoint.load import single_process
 
     with single_process():
-        _open(args, None, ranks, measure)
-
-
-def trace_main(argv: Sequence[str] | None = None) -> int:
-    """Follow sinks, head imbalance, norms and the circuit's stage over the checkpoints of a run.
-
-    Writes one analysis per checkpoint, and report.html, trace.csv and trace.png over all of them.
-    """
-    with taking_part() as ranks:
-        args = parse(options.parser("megasink trace", trace_main.__doc__), argv, ranks)
-        options.check(args, is_run=True)
-        newest = find_checkpoint(args.model)
-        steps = sorted(iterations(newest.folder.parent))
-        _prepare(args)
-        from megasink.checkpoint.load import single_process
-
-        root, rows, name = args.output, [], args.name or args.model.resolve().name
-        with single_process():
-            for step in steps:
-                args.output = root / f"iter_{step:07d}"
-                args.name = f"step {step}"
-                found, tokens = _open(args, step, ranks, analyze)
-                if found is not None:
-                    rows.append(_row(step, found, tokens))
-                gc.collect()
-        if ranks.rank == 0:
-            _write_trace(root, rows, name)
-    return 0
-
-
-def _write_trace(root: Path, rows: list[dict[str, Any]], name: str) -> None:
-    with (root / "trace.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, ROWS)
-        writer.writeheader()
-        writer.writerows(rows)
-    write_trace(rows, root, name)
-    print(f"wrote {root}/report.html, trace.csv, trace.png and {len(rows)} analyses")
+        open_checkpoint(args, None, ranks, measure)
 
 
 def is_run(path: Path) -> bool:
@@ -126,67 +84,42 @@ def is_run(path: Path) -> bool:
     return False
 
 
-def _prepare(args: argparse.Namespace) -> None:
+def prepare(args: argparse.Namespace) -> None:
+    """Choose the platform, before anything imports Megatron."""
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     prepare_process(["--cpu"] if args.device == "cpu" else [])
 
 
-def _open(
+def open_checkpoint(
     args: argparse.Namespace,
     iteration: int | None,
     ranks: Ranks,
     measure: Callable[..., dict[str, Any] | None],
-) -> tuple[dict[str, Any] | None, int]:
-    """Measure one checkpoint: what was found, and the tokens that it was trained on."""
+) -> dict[str, Any] | None:
+    """Load one checkpoint of a run, None for the newest, and measure it.
+
+    Returns:
+        what was found; None on every process but the first.
+    """
     from megasink.checkpoint.load import load_model
     from megasink.probe.megatron_model import MegatronProbe
+    from megasink.train.model_facts import model_facts
 
     ranks.device(args.device)
     loaded = load_model(args.model, iteration, args.tokenizer)
     trained, config = loaded.args, loaded.model.config
-    heads = [config.num_attention_heads] * config.num_layers
-    found = measure(
+    return measure(
         args,
         lambda recorder: MegatronProbe(loaded.model, recorder, recorder.needs),
         module=loaded.model,
         ranks=ranks,
-        heads=heads,
+        heads=[config.num_attention_heads] * config.num_layers,
         tokenizer=loaded.tokenizer,
         vocabulary=len(loaded.tokenizer),
         positions=trained.max_position_embeddings,
         first=(trained.sink_token_id,) if trained.sink_token else (),
-        model={
-            "name": args.name or args.model.resolve().name,
-            "kind": f"{_attention_name(trained)} attention, step {loaded.iteration}",
-            "attention": config.attention_kernel,
-            "dtype": str(trained.params_dtype).removeprefix("torch."),
-            "parameters": sum(p.numel() for p in loaded.model.parameters()),
-        },
+        model=model_facts(
+            trained, loaded.model, loaded.iteration, args.name or args.model.resolve().name
+        ),
     )
-    return found, loaded.iteration * trained.global_batch_size * trained.seq_length
-
-
-def _attention_name(trained: argparse.Namespace) -> str:
-    """Whose weights are no softmax is said: their scores are proxies (P2.37)."""
-    similarity = getattr(trained, "attention_similarity", "softmax")
-    variant: str = trained.attention_variant
-    return variant if similarity == "softmax" else f"{similarity} (proxy weights)"
-
-
-def _row(step: int, found: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """One line of trace.csv."""
-    ratio = torch.tensor([r for r in found["massive_ratio"][2::2] if r is not None])
-    return {
-        "step": step,
-        "tokens": tokens,
-        "sink_rate": found["sink_rate"]["0.3"][0],
-        "first_token_attention": found["first_token_attention"],
-        "imbalance": found["imbalance"],
-        "bits_per_byte": found.get("bits_per_byte"),
-        "nats_per_token": found.get("nats_per_token"),
-        "massive_ratio": float(ratio.max()),
-        "mean_max_activation": found["mean_max_activation"],
-        "stage": found["circuit"]["stage"],
-        "sink_centre": found["circuit"]["sink_centre_by_attention"],
-    }

@@ -24,10 +24,14 @@ from megasink.report.heatmap import importance_picture
 from megasink.report.spikes import SpikeCounter
 from megasink.train.divergence import stop_if_diverged
 from megasink.train.forward import BITS_PER_BYTE, LM_LOSS
+from megasink.train.live_analysis import LiveAnalysis
 from megasink.train.metrics_file import MetricsFile
 from megasink.train.series import (
+    analysis_record,
+    analysis_scalars,
     head_record,
     head_scalars,
+    in_one_line,
     is_observed,
     number,
     sink_record,
@@ -45,12 +49,14 @@ class Observer:
     Args:
         metrics: path of metrics.jsonl; None to write none. On resume, lines of steps that are run
             again are dropped from it.
+        live: the analyses of --analyze-interval; None for none.
     """
 
-    def __init__(self, metrics: Path | None):
+    def __init__(self, metrics: Path | None, live: LiveAnalysis | None = None):
         args = get_args()
         self._owner = args.rank == args.world_size - 1
         self._file = MetricsFile(metrics if self._owner else None)
+        self._live = live
         self._opened = False
         self._spikes, self._divergence = SpikeCounter(), Divergence()
         self._clock = time.perf_counter()
@@ -113,6 +119,16 @@ class Observer:
             self._write_scalars(scalars)
             text = " | ".join(f"{name} {value:.2f}%" for name, value in scalars.items())
             print(f"megasink: {text}", flush=True)
+
+    def analyze(self, model: Any, iteration: int) -> None:
+        """After an evaluation: analyze the model, where that is asked for."""
+        if self._live is None or (found := self._live(model, iteration)) is None:
+            return
+        record = analysis_record(found)
+        self._open()
+        self._file.write({"iteration": iteration} | record)
+        self._write_scalars(analysis_scalars(record))
+        print(f"megasink: analysis of step {iteration}: {in_one_line(record)}", flush=True)
 
     def close(self) -> None:
         """Close metrics.jsonl, and let TensorBoard write what it holds back."""
@@ -205,6 +221,7 @@ def observing(observer: Observer) -> Iterator[None]:
         for name in ("training_log", "evaluate", "evaluate_and_print_results")
     }
     signature = inspect.signature(originals["training_log"])
+    evaluations = inspect.signature(originals["evaluate_and_print_results"])
     split = "valid"
 
     def training_log(*args: Any, **kwargs: Any) -> Any:
@@ -220,7 +237,11 @@ def observing(observer: Observer) -> Iterator[None]:
     def evaluate_and_print_results(prefix: str, *args: Any, **kwargs: Any) -> Any:
         nonlocal split
         split = "test" if prefix.endswith("on test set") else "valid"
-        return originals["evaluate_and_print_results"](prefix, *args, **kwargs)
+        result = originals["evaluate_and_print_results"](prefix, *args, **kwargs)
+        if split == "valid":
+            call = evaluations.bind(prefix, *args, **kwargs).arguments
+            observer.analyze(call["model"], int(call["iteration"]))
+        return result
 
     training.training_log = training_log
     training.evaluate = evaluate

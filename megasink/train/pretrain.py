@@ -117,6 +117,7 @@ def _run(args: Namespace) -> None:
     from megasink.train.foreign import accepting_megatrons_checkpoints
     from megasink.train.forward import forward_step
     from megasink.train.keep_checkpoints import keeping_whole_checkpoints
+    from megasink.train.live_analysis import LiveAnalysis
     from megasink.train.observer import Observer, observing
     from megasink.train.optimizer import grouping_sink_parameters
 
@@ -129,8 +130,10 @@ def _run(args: Namespace) -> None:
     mend_signal_handler()
     container = pretrain_cfg_container_from_args(args, model_config(args))
     metrics = Path(args.run_dir, "metrics.jsonl") if args.run_dir else None
+    live = LiveAnalysis(args) if args.analyze_interval else None
+    provider = datasets_provider if live is None else live.listening(datasets_provider)
     seams = (
-        observing(Observer(metrics)),
+        observing(Observer(metrics, live)),
         grouping_sink_parameters(),
         accepting_megatrons_checkpoints(),
         checkpoint_helpers(args),
@@ -139,7 +142,7 @@ def _run(args: Namespace) -> None:
     with contextlib.ExitStack() as stack:
         for seam in seams:
             stack.enter_context(seam)
-        megatron_pretrain(container, datasets_provider, ModelType.encoder_or_decoder, forward_step)
+        megatron_pretrain(container, provider, ModelType.encoder_or_decoder, forward_step)
     # The rank that wrote the metrics has all of them.
     if args.run_dir and args.rank == args.world_size - 1:
         print(f"picture: {draw_run(Path(args.run_dir))}", flush=True)

@@ -6,6 +6,7 @@ RUN/metrics.jsonl     one line per step, one per evaluation
 RUN/checkpoints/      torch_dist checkpoints
 RUN/tensorboard/
 RUN/logs/             output of every rank, when started by ``megasink train``
+RUN/analysis/         analyses of the model while it trained (--analyze-interval)
 RUN/curves.png        loss, imbalance and head importance
 """
 

@@ -19,6 +19,7 @@ from megasink.balance.tracker import (
     SINK,
     HeadStatistics,
 )
+from megasink.diagnostics.circuit import STAGES
 
 RATIO = "balance_gradient_ratio"
 
@@ -107,6 +108,39 @@ def sink_scalars(record: dict[str, Any], split: str) -> dict[str, float]:
         for key, value in record.items()
         if key.startswith(prefix) and isinstance(value, float)
     }
+
+
+def analysis_record(found: dict[str, Any]) -> dict[str, Any]:
+    """What is written of an analysis of the model that trains: out of its results.json."""
+    return {
+        "analysis_sink_rate": found["sink_rate"]["0.3"][0],
+        "analysis_first_token_attention": found["first_token_attention"],
+        "analysis_imbalance": found["imbalance"],
+        "analysis_nats_per_token": found.get("nats_per_token"),
+        "analysis_bits_per_byte": found.get("bits_per_byte"),
+        "analysis_circuit_stage": found["circuit"]["stage"],
+    }
+
+
+def analysis_scalars(record: dict[str, Any]) -> dict[str, float]:
+    """{name: value} of what :func:`analysis_record` gave; the stage by its place in `STAGES`."""
+    scalars = {}
+    for key, value in record.items():
+        if isinstance(value, str):
+            value = STAGES.index(value)
+        if value is not None:
+            scalars["analysis/" + key.removeprefix("analysis_").replace("_", " ")] = float(value)
+    return scalars
+
+
+def in_one_line(record: dict[str, Any]) -> str:
+    """The values of a record that are there, by their names."""
+    parts = []
+    for key, value in record.items():
+        name = key.removeprefix("analysis_").replace("_", " ")
+        if value is not None:
+            parts.append(f"{name} {value}" if isinstance(value, str) else f"{name} {value:.4f}")
+    return " | ".join(parts)
 
 
 def _ratio(balance: Tensor, other: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("resuming")
     texts = [text[: 40 + 7 * i] for i, text in enumerate(_paragraphs()[:24])]
     (root / "texts.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    save_with_tokenizer(root, "qwen3.5", texts)
+    save_with_tokenizer(root, "lfm3", texts)
     analyze(root, root / "whole")
     return root
 
@@ -50,17 +50,15 @@ def _paragraphs():
 
 
 def command(folder, output):
-    flags = f"analyze {folder}/qwen3.5 --data {folder}/texts.jsonl --output {output} --device cpu"
+    flags = f"analyze {folder}/lfm3 --data {folder}/texts.jsonl --output {output} --device cpu"
     return f"{flags} --seq-length 24 --max-samples 24 --batch-size 2 --inputs natural random"
 
 
 def analyze(folder, output, *flags):
     """In this process, without drawing."""
-    draw, pages.figures = pages.figures, lambda analyses, kinds: []
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pages, "figures", lambda analyses, kinds: [])
         return main([*command(folder, output).split(), *flags])
-    finally:
-        pages.figures = draw
 
 
 def results(output):
@@ -115,15 +113,9 @@ def test_a_killed_analysis_goes_on_where_it_stopped(folder, killed, tmp_path, ca
 def test_two_ranks_of_torchrun_find_the_same(folder, killed):
     """They share what the killed process has not done."""
     launcher = "torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2"
+    line = f"-m {launcher} -m tests.probe.without_figures {command(folder, killed)}"
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            *launcher.split(),
-            "-m",
-            "megasink",
-            *command(folder, killed).split(),
-        ],
+        [sys.executable, *line.split()],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,

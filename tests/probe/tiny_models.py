@@ -82,12 +82,16 @@ def tiny_model(name: str, implementation: str | None = None, **options: Any) -> 
     return model.eval()
 
 
-def save_with_tokenizer(root: Path, name: str, texts: Sequence[str], **options: Any) -> Path:
-    """A folder of transformers, root/name, with a tokenizer trained on the texts."""
+def save_with_tokenizer(
+    root: Path, name: str, texts: Sequence[str], tokens: int = 400, **options: Any
+) -> Path:
+    """A folder of transformers, root/name, with a tokenizer of so many tokens of the texts."""
+    root.mkdir(exist_ok=True)
     source = root / "tokenizer-texts.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    train_tokenizer(list(Corpus([source])), 400, root / "tokenizer")
+    train_tokenizer(list(Corpus([source])), tokens, root / "tokenizer")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(root / "tokenizer")
-    tiny_model(name, vocab_size=len(tokenizer), **options).save_pretrained(root / name)
+    options = {"vocab_size": len(tokenizer)} | options
+    tiny_model(name, **options).save_pretrained(root / name)
     tokenizer.save_pretrained(root / name)
     return root / name

@@ -2,6 +2,10 @@
 
 from tests.train.command_lines import MOCK
 
+ANALYZED = ["--analyze-interval", "4", "--eval-interval", "2", "--run-dir", "nothing-here/run"]
+
+PACKED = ["--reset-position-ids", "--dataloader-inter-document-masking"]
+
 REFUSED = {
     "negative-heatmap-interval": (
         [*MOCK, "--head-heatmap-interval", "-5"],
@@ -27,8 +31,36 @@ REFUSED = {
         [*MOCK, "--log-sink-rate", "--dataloader-inter-document-masking"],
         ["--log-sink-rate with --dataloader-inter-document-masking: documents have other lengths"],
     ),
+    "analysis-of-nothing": (
+        [*MOCK, "--analyze-interval", "3", "--eval-interval", "2", "--analyze-samples", "0"],
+        [
+            "--analyze-interval without --run-dir: name the folder",
+            "--analyze-interval 3 and --eval-interval 2: use a multiple of it",
+            "--analyze-interval and --analyze-samples 0: use at least 1",
+        ],
+    ),
+    "analysis-before-the-first-step": (
+        [*MOCK, "--analyze-interval", "-1"],
+        ["--analyze-interval -1 is negative: use 0 for never"],
+    ),
+    "analysis-of-a-part": (
+        [*MOCK, *ANALYZED, *PACKED, "--tensor-model-parallel-size", "2", "--eval-iters", "0"],
+        [
+            "--analyze-interval without evaluations: use --eval-iters 1 or more",
+            "--analyze-interval and --reset-position-ids: drop one of the two",
+            "--analyze-interval with --tensor-model-parallel-size 2: no rank has the whole model",
+        ],
+    ),
+    "analysis-of-a-stage": (
+        [*MOCK, *ANALYZED, "--pipeline-model-parallel-size", "2", "--context-parallel-size", "2"],
+        [
+            "--analyze-interval with --pipeline-model-parallel-size 2: no rank has the whole",
+            "--analyze-interval with --context-parallel-size 2: no rank has the whole model",
+        ],
+    ),
 }
 ACCEPTED = {
+    "analysis": [*MOCK, *ANALYZED],
     "observing": [*MOCK, "--log-sink-rate", "--stop-on-divergence", "1"],
     "no-heatmap": [*MOCK, "--head-heatmap-interval", "0"],
 }

@@ -270,8 +270,13 @@ def test_analyze_and_trace_a_run(pipeline_run, pool, tmp_path):
         ["analyze", str(tmp_path), *data, "--output", str(tmp_path / "out")],
         ["sweep", str(run), *data[:2], *lengths, "--output", str(tmp_path / "sweep")],
     ]
+    commands.append(commands[0])
     (answers,) = pool.run(f"{GENERATE}:megasink", SINGLE, commands=commands)
-    assert [code for code, _, _ in answers] == [0, 2, 2, 0], answers
+    assert [code for code, _, _ in answers] == [0, 2, 2, 0, 0], answers
+    assert answers[0][1].count("/report.html, ") == 2
+    assert "step 12: checkpoint 2 of 2, " in answers[0][2]
+    assert "/report.html, " not in answers[4][1]  # both analyses are there
+    assert answers[4][1].endswith("trace.csv and trace.png over 2 analyses\n")
     assert "--dtype is for transformers" in answers[1][2]
     assert "no folder of transformers" in answers[2][2]
     header, *rows = (tmp_path / "trace" / "trace.csv").read_text().splitlines()

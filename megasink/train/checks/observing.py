@@ -16,7 +16,35 @@ def problems(args: Namespace) -> list[str]:
     nats = args.stop_on_divergence
     if nats is not None and not nats > 0:
         found.append(f"--stop-on-divergence {nats:g}: use a rise above 0, such as 1 nat")
-    return found + (_sink_rate(args) if args.log_sink_rate else [])
+    if args.log_sink_rate:
+        found += _sink_rate(args)
+    return found + (_analysis(args) if args.analyze_interval else [])
+
+
+def _analysis(args: Namespace) -> list[str]:
+    """What an analysis of the model that trains cannot do."""
+    interval, evaluations = args.analyze_interval, args.eval_interval
+    if interval < 0:
+        return [f"--analyze-interval {interval} is negative: use 0 for never"]
+    wrong = {
+        "without --run-dir: name the folder that the analyses go to": args.run_dir is None,
+        "without evaluations: use --eval-iters 1 or more": not args.eval_iters,
+        f"{interval} and --eval-interval {evaluations}: use a multiple of it": (
+            not evaluations or interval % evaluations != 0
+        ),
+        f"and --analyze-samples {args.analyze_samples}: use at least 1": args.analyze_samples < 1,
+        "and --multiple-validation-sets: drop one of the two": args.multiple_validation_sets,
+        "and --reset-position-ids: drop one of the two": args.reset_position_ids,
+    }
+    found = [f"--analyze-interval {what}" for what, is_so in wrong.items() if is_so]
+    for kind in ("tensor-model", "pipeline-model", "context", "expert-model"):
+        size = getattr(args, f"{kind.replace('-', '_')}_parallel_size")
+        if size > 1:
+            found.append(
+                f"--analyze-interval with --{kind}-parallel-size {size}: no rank has the whole "
+                "model; analyze its checkpoints with megasink trace, which reads any layout"
+            )
+    return found
 
 
 def _sink_rate(args: Namespace) -> list[str]:

@@ -1,0 +1,87 @@
+"""A model and its tokenizer out of a folder of transformers; no code in the folder runs."""
+
+import contextlib
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+from megasink.errors import UserError
+from megasink.probe.options import DTYPES
+
+# What transformers and safetensors raise at files that are missing, broken or of another model,
+# and at kernels that are not installed.
+_ERRORS = (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, SafetensorError)
+_LOCAL = {"local_files_only": True, "trust_remote_code": False}
+_READ = ("sdpa", "eager")
+
+
+def load(args: Namespace, device: str, *, quiet: bool = False) -> tuple[PreTrainedModel, Any]:
+    """The model, on a device and in evaluation mode, and the tokenizer.
+
+    Args:
+        args: of `megasink.probe.options.parser`.
+        quiet: no progress bar.
+
+    Raises:
+        UserError: files that are missing or broken, weights that are not those of config.json, or
+            an attention implementation that does not show what it computes.
+    """
+    with _quiet(bars=quiet), _named(args):
+        config = AutoConfig.from_pretrained(args.model, **_LOCAL)
+        asked = args.attn_implementation or config._attn_implementation
+        if asked not in (None, *_READ):
+            raise UserError(
+                f"{args.model} is configured for {asked}, which shows neither weights nor masks: "
+                "add --attn-implementation sdpa or eager"
+            )
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model, **_LOCAL)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            args.model,
+            dtype=DTYPES[args.dtype],
+            attn_implementation=args.attn_implementation,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # said below, with what does not match
+            **_LOCAL,
+        )
+    model, told = loaded
+    wrong = [f"{name} is missing" for name in sorted(told["missing_keys"])]
+    wrong += [
+        f"{name} is {list(there)}, not {list(wanted)}"
+        for name, there, wanted in sorted(told["mismatched_keys"])
+    ]
+    if wrong:
+        more = f" (and {len(wrong) - 2} more)" if len(wrong) > 2 else ""
+        raise UserError(
+            f"the weights in {args.model} are not those of its config.json, and random ones would "
+            f"take their place: {'; '.join(wrong[:2])}{more}"
+        )
+    return model.eval().to(device), tokenizer
+
+
+@contextlib.contextmanager
+def _named(args: Namespace) -> Iterator[None]:
+    try:
+        yield
+    except _ERRORS as error:
+        text = " ".join(str(error).split())
+        if "trust_remote_code" in text:
+            text = "it needs code of its own, and code in a folder is not run"
+        where = f"{args.model}" + (f" with {args.tokenizer}" if args.tokenizer else "")
+        raise UserError(f"transformers cannot load {where}: {text}") from error
+
+
+@contextlib.contextmanager
+def _quiet(*, bars: bool) -> Iterator[None]:
+    """transformers tells in tables of weights what one line says here."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    if bars:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

@@ -1,0 +1,195 @@
+"""`megasink analyze` of the model that trains, at its evaluations (--analyze-interval).
+
+Nothing of the run is touched: samples are read beside the data iterators, the forward pass is in
+evaluation mode and draws no random number, and no gradient, weight or buffer changes.
+"""
+
+import contextlib
+import shutil
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.utils import unwrap_model
+from rich.console import Console
+
+from megasink.data.token_bytes import token_bytes
+from megasink.data.tokenizer import load_tokenizer
+from megasink.errors import UserError
+from megasink.probe.identity import identity
+from megasink.probe.inputs import SHORTEST, Sample
+from megasink.probe.megatron_model import MegatronProbe
+from megasink.probe.ranks import Ranks
+from megasink.probe.recorder import Recorder
+from megasink.probe.run import run
+from megasink.probe.shards import PartialFolder
+from megasink.probe.write import write_numbers
+from megasink.train.model_facts import model_facts
+from megasink.train.trace import LIVE
+
+Provider = Callable[..., Any]
+
+
+class LiveAnalysis:
+    """Analyzes the model at the steps that are asked for.
+
+    Args:
+        args: of the run.
+    """
+
+    def __init__(self, args: Namespace):
+        self._args = args
+        self._folder = Path(args.run_dir, LIVE)
+        self._validation: Any = None
+        self._samples: list[Sample] | None = None
+        self._latest = 0
+
+    def listening(self, provider: Provider) -> Provider:
+        """A data sets provider whose validation set is analyzed, too."""
+
+        def listen(*args: Any, **kwargs: Any) -> Any:
+            sets = provider(*args, **kwargs)
+            self._validation = sets[1]
+            return sets
+
+        listen.is_distributed = True  # type: ignore[attr-defined]  # as provider is
+        return listen
+
+    def __call__(self, model: list[torch.nn.Module], iteration: int) -> dict[str, Any] | None:
+        """Analyze, where this step is one of those; called on every rank.
+
+        Returns:
+            results.json, on the last rank, which writes it.
+        """
+        args = self._args
+        due = iteration % args.analyze_interval == 0 or iteration == args.train_iters
+        if not due or iteration == self._latest:
+            return None
+        self._latest = iteration
+        if self._samples is None:
+            self._samples = validation_samples(self._validation, args)
+        ranks = _ReplicaRanks()
+        output = self._folder / f"iter_{iteration:07d}"
+        if ranks.rank == 0:
+            shutil.rmtree(output, ignore_errors=True)  # of a step that is run again
+        gpt: Any = unwrap_model(model)[0]
+        with _evaluating(gpt):
+            return self._analyze(gpt, iteration, output, ranks)
+
+    def _analyze(
+        self, gpt: Any, iteration: int, output: Path, ranks: "_ReplicaRanks"
+    ) -> dict[str, Any] | None:
+        args, samples = self._args, self._samples
+        assert samples is not None
+        recorder = Recorder([args.num_attention_heads] * args.num_layers)
+        options = Namespace(
+            data=["validation"],
+            inputs=["natural"],
+            seq_length=args.seq_length,
+            max_samples=args.analyze_samples,
+            batch_size=args.micro_batch_size,
+            positions=recorder.positions,
+            columns=recorder.columns,
+            loss=True,
+            seed=args.seed,
+            device="cpu" if args.cpu else "cuda",
+        )
+        model = model_facts(args, gpt, iteration, f"step {iteration}")
+        facts = identity(options, gpt, samples, model, recorder.metrics)
+        partial = PartialFolder(output / "partial", facts)
+        try:
+            with MegatronProbe(gpt, recorder, recorder.needs) as probe:
+                captured = run(
+                    probe,
+                    recorder,
+                    samples,
+                    batch_size=options.batch_size,
+                    device=next(gpt.parameters()).device,
+                    token_bytes=_token_bytes(args),
+                    console=Console(quiet=True),
+                    partial=partial,
+                    ranks=ranks,
+                )
+            if captured is None:
+                return None
+            found = write_numbers(output, captured, samples, model, vars(options))
+            partial.remove()
+        except UserError as error:
+            if not ranks.are_done:
+                raise
+            # Every rank goes on training, and it is the run that matters.
+            print(f"megasink: warning: no analysis of step {iteration}: {error}", file=sys.stderr)
+            return None
+        return found
+
+
+class _ReplicaRanks(Ranks):
+    """Data-parallel ranks, in step already: each takes its turn, and barriers are those of the run.
+
+    The last one is the first here: it owns the writers of the run.
+    """
+
+    def __init__(self) -> None:
+        size = torch.distributed.get_world_size()
+        super().__init__(rank=size - 1 - torch.distributed.get_rank(), size=size)
+        self.are_done = False
+
+    def claims(self, count: int) -> Iterator[int]:
+        return iter(range(self.rank, count, self.size))
+
+    def reach(self, point: str) -> None:
+        torch.distributed.barrier()
+
+    def await_first(self, point: str) -> None:
+        torch.distributed.barrier()
+
+    def await_all(self, point: str, tell: Callable[[int], None] | None = None) -> None:
+        """They are there: `reach` is a barrier."""
+        self.are_done = True
+
+
+def validation_samples(validation: Any, args: Namespace) -> list[Sample]:
+    """The first samples of the validation set, each document for itself where they are packed.
+
+    Raises:
+        UserError: there is no validation set.
+    """
+    if validation is None or not len(validation):
+        raise UserError("--analyze-interval: the validation set is empty (--split)")
+    samples: list[Sample] = []
+    for index in range(len(validation)):
+        item = validation[index]
+        tokens = [int(token) for token in item["tokens"]]
+        bounds = [0, len(tokens)]
+        if args.dataloader_inter_document_masking:
+            bounds = sorted({0, *(int(end) for end in item["cu_seqlens"] if end > 0)})
+        if args.sink_token:
+            tokens = [args.sink_token_id, *tokens[:-1]]
+        for start, stop in pairwise(bounds):
+            if stop - start >= SHORTEST and len(samples) < args.analyze_samples:
+                source = f"validation:{index}" + (f":{start}" if len(bounds) > 2 else "")
+                samples.append(Sample(tuple(tokens[start:stop]), "validation", source))
+        if len(samples) == args.analyze_samples:
+            break
+    return samples
+
+
+@contextlib.contextmanager
+def _evaluating(module: torch.nn.Module) -> Iterator[None]:
+    was = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(was)
+
+
+def _token_bytes(args: Namespace) -> Any:
+    """For bits per byte; None for a tokenizer without text."""
+    if args.tokenizer_type != "HuggingFaceTokenizer":
+        return None
+    return token_bytes(load_tokenizer(args.tokenizer_model))

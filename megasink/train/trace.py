@@ -1,0 +1,102 @@
+"""`megasink trace`: the analyses of a run's checkpoints, or those made while it trained."""
+
+import argparse
+import csv
+import gc
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megasink.checkpoint.find import find_checkpoint
+from megasink.checkpoint.intact import checkpoint_path, iterations
+from megasink.errors import UserError
+from megasink.probe import options
+from megasink.probe.analysis import analyze
+from megasink.probe.ranks import Ranks, parse, taking_part
+from megasink.report.analysis import read_analysis
+from megasink.report.trace import ROWS, trace_row, write_trace
+from megasink.train.analyze import open_checkpoint, prepare
+
+LIVE = "analysis"
+"""The folder in a run of the analyses of --analyze-interval."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Follow sinks, head imbalance, norms and the circuit's stage over a run.
+
+    With --data every checkpoint is analyzed, unless OUTPUT holds its analysis already; without, the
+    analyses that the run made while it trained (--analyze-interval) are taken. Writes report.html,
+    trace.csv and trace.png over all of them.
+    """
+    with taking_part() as ranks:
+        args = parse(options.parser("megasink trace", main.__doc__), argv, ranks)
+        made = _made_in_training(args.model)
+        name = args.name or args.model.resolve().name
+        if made and not args.data and args.inputs == ["natural"]:
+            if ranks.rank == 0:
+                _write(args.output, [read_analysis(folder).found for folder in made], name)
+            return 0
+        options.check(args, is_run=True)
+        newest = find_checkpoint(args.model)
+        steps = sorted(iterations(newest.folder.parent))
+        prepare(args)
+        from megasink.checkpoint.load import single_process
+
+        with single_process():
+            found = _analyze_all(args, steps, ranks)
+        if ranks.rank == 0:
+            links = [f"{checkpoint_path(Path(), step)}/report.html" for step in steps]
+            _write(args.output, found, name, links)
+    return 0
+
+
+def _made_in_training(run: Path) -> list[Path]:
+    """The finished analyses that a run made of itself, by step."""
+    folder = run / LIVE
+    made = [checkpoint_path(folder, step) for step in iterations(folder)]
+    return [path for path in made if (path / "results.json").is_file()]
+
+
+def _analyze_all(args: argparse.Namespace, steps: list[int], ranks: Ranks) -> list[dict[str, Any]]:
+    root, start, found = args.output, time.monotonic(), []
+    for count, step in enumerate(steps):
+        args.output, args.name = checkpoint_path(root, step), f"step {step}"
+        if count and ranks.rank == 0:
+            left = (time.monotonic() - start) / count * (len(steps) - count)
+            print(
+                f"step {step}: checkpoint {count + 1} of {len(steps)}, {left:.0f} s left",
+                file=sys.stderr,
+            )
+        result = open_checkpoint(args, step, ranks, partial(analyze, again=False))
+        if result is not None:
+            found.append(result)
+        gc.collect()
+    args.output = root
+    return found
+
+
+def _write(
+    root: Path, found: Sequence[dict[str, Any]], name: str, links: Sequence[str] = ()
+) -> None:
+    """trace.csv, trace.png and report.html."""
+    rows = [trace_row(results) for results in found]
+    different = {results["run"]["data_sha256"] for results in found}
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with (root / "trace.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, ROWS)
+            writer.writeheader()
+            writer.writerows(rows)
+        write_trace(rows, root, name, links)
+    except OSError as error:
+        raise UserError(f"--output {root} cannot be written: {error.strerror or error}") from error
+    if len(different) > 1:
+        print(
+            f"megasink: warning: the analyses are of {len(different)} different sets of samples "
+            "(run.data_sha256): steps can only be compared within one",
+            file=sys.stderr,
+        )
+    print(f"wrote {root}/report.html, trace.csv and trace.png over {len(rows)} analyses")

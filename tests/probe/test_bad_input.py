@@ -1,0 +1,192 @@
+"""`megasink analyze` of models, tokenizers and data with something wrong: one line, exit code 2."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
+from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
+
+from megasink.cli import main
+from megasink.probe import write
+from tests.probe.tiny_models import save_with_tokenizer
+
+TEXTS = [f"Text {i}: nothing in it stands twice, {'again ' * i}and it ends." for i in range(5)]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A sound model with a tokenizer, and texts."""
+    root = tmp_path_factory.mktemp("bad")
+    save_with_tokenizer(root, "llama", TEXTS, 330)
+    (root / "texts.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    (root / "empty.txt").write_text("")
+    (root / "other-key.jsonl").write_text('{"body": "a text"}\n')
+    return root
+
+
+def analyze(root, output, model="llama", flags="", data="texts.jsonl"):
+    command = f"analyze {root / model} --data {root / data} --output {output} --device cpu"
+    return main([*command.split(), "--seq-length", "24", *flags.split()])
+
+
+def line(capsys):
+    """What was said; one line."""
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    said = [t for t in captured.err.splitlines() if t and "Loading weights" not in t]
+    assert len(said) == 1, said
+    assert said[0].startswith("megasink: error: ")
+    return said[0]
+
+
+def copy(root, name, **config):
+    folder = root / name
+    shutil.copytree(root / "llama", folder)
+    changed = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps(changed))
+    return folder
+
+
+def truncated(root, name):
+    path = copy(root, name) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+def without_weights(root, name):
+    (copy(root, name) / "model.safetensors").unlink()
+
+
+def bypassing(root, name):
+    folder = copy(root, name)
+    tiny = {"hidden_size": 32, "n_layer": 2, "n_head": 4}
+    BloomForCausalLM(BloomConfig(vocab_size=330, **tiny)).save_pretrained(folder)
+
+
+def nan_weights(root, name):
+    path = copy(root, name) / "model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.1.self_attn.v_proj.weight"][8:] = torch.nan  # the second group
+    save_file(weights, path, {"format": "pt"})
+
+
+def bos_twice(root, name):
+    folder = copy(root, name)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    special = tokenizer.eos_token
+    tokenizer.bos_token = special
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{special} {special} $A", special_tokens=[(special, tokenizer.eos_token_id)]
+    )
+    tokenizer.save_pretrained(folder)
+
+
+MODELS = {
+    "flash": (
+        lambda root, name: copy(root, name, _attn_implementation="flash_attention_2"),
+        "is configured for flash_attention_2, which shows neither weights nor masks: add",
+    ),
+    "bypassing": (bypassing, "BloomForCausalLM: its attention bypasses transformers' attention"),
+    "truncated": (truncated, "transformers cannot load {}: Error while deserializing header"),
+    "without-weights": (without_weights, "transformers cannot load {}: Error no file named"),
+    "more-layers": (
+        lambda root, name: copy(root, name, num_hidden_layers=3),
+        "are not those of its config.json, and random ones would take their place: "
+        "model.layers.2.input_layernorm.weight is missing",
+    ),
+    "wider": (
+        lambda root, name: copy(root, name, hidden_size=64),
+        "lm_head.weight is [330, 32], not [330, 64]",
+    ),
+    "own-code": (
+        lambda root, name: copy(
+            root, name, model_type="mine", auto_map={"AutoConfig": "x.Y", "AutoModel": "x.Z"}
+        ),
+        "cannot load {}: it needs code of its own, and code in a folder is not run",
+    ),
+    "nan-weights": (
+        nan_weights,
+        "activations of every sample are infinite or NaN, first in layer 1, heads [2, 3]",
+    ),
+    "bos-twice": (bos_twice, "puts its BOS token 1 before a text twice: mend its post-processor"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_cannot_be_read(root, tmp_path, capsys, name):
+    make, problem = MODELS[name]
+    make(root, name)
+    capsys.readouterr()
+    assert analyze(root, tmp_path / "out", model=name) == 2
+    assert problem.format(root / name) in line(capsys)
+    assert not (tmp_path / "out" / "results.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "data", "problem"),
+    [
+        ("--seq-length 65", "texts.jsonl", "--seq-length 65 is longer than the 64 positions of"),
+        ("--max-samples 0", "texts.jsonl", "--max-samples 0: at least 1"),
+        ("", "empty.txt", "no document in"),
+        ("", "other-key.jsonl", "other-key.jsonl:1 has no key 'text': pass --json-key, one of"),
+        ("--output {0}/texts.jsonl/x", "texts.jsonl", "cannot be made: {0}/texts.jsonl is a file"),
+        ("--output /proc/none/x", "texts.jsonl", "/proc/none/x/partial cannot be written (No such"),
+    ],
+)
+def test_options_and_data(root, tmp_path, capsys, flags, data, problem):
+    assert analyze(root, tmp_path, flags=flags.format(root), data=data) == 2
+    assert problem.format(root) in line(capsys)
+
+
+def test_a_folder_without_the_right_to_write(root, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    assert analyze(root, tmp_path / "deeper" / "out") == 2
+    assert f"cannot be written: no right to write to {tmp_path}" in line(capsys)
+
+
+def test_a_tokenizer_of_another_vocabulary(root, tmp_path, capsys):
+    small = tmp_path / "small"
+    save_with_tokenizer(small, "llama", TEXTS, 330, vocab_size=280)
+    capsys.readouterr()
+    assert analyze(root, tmp_path / "out", small / "llama", f"--tokenizer {root}/llama") == 2
+    assert "the model knows 280: name the model's own tokenizer" in line(capsys)
+
+
+def test_texts_that_begin_with_bos(root, tmp_path, capsys):
+    folder = copy(root, "adds-bos")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    special = tokenizer.eos_token
+    tokenizer.bos_token = special
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{special} $A", special_tokens=[(special, tokenizer.eos_token_id)]
+    )
+    tokenizer.save_pretrained(folder)
+    (root / "bos.jsonl").write_text(json.dumps({"text": special + TEXTS[0]}) + "\n")
+    capsys.readouterr()
+    assert analyze(root, tmp_path / "out", "adds-bos", data="bos.jsonl") == 2
+    said = line(capsys)
+    assert f"{root}/bos.jsonl:1 begins with the BOS token 1 itself, and the tokenizer" in said
+    assert "--bos none" in said
+
+
+def test_one_sample_with_nan_is_named_and_left_out(root, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(write, "figures", lambda analyses: {})
+    folder = copy(root, "one-token")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    token = next(t for t in tokenizer.encode(TEXTS[3]) if t not in tokenizer.encode(TEXTS[0]))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][token] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert analyze(root, tmp_path, "one-token") == 0
+    bad = [i for i, text in enumerate(TEXTS) if token in tokenizer.encode(text)[:24]]
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert [entry["sample"] for entry in found["non_finite"]] == bad
+    assert found["non_finite"][0]["layers"] == [0, 1]
+    assert found["non_finite"][0]["heads"] == [0, 1, 2, 3]
+    assert found["samples"] == len(TEXTS) - len(bad) > 0
+    assert None not in found["importance"][0]
+    said = capsys.readouterr().err
+    for i in bad:
+        assert f"texts.jsonl:{i + 1} has infinite or NaN values in layers [0, 1], heads" in said
