@@ -24,7 +24,7 @@ a { color: #0b5cad; }
 table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .28rem .8rem; border-bottom: 1px solid #d8dde5; text-align: right;
          overflow-wrap: normal; vertical-align: top; }
-thead th { border-bottom: 2px solid #8a93a1; max-width: 16rem; overflow-wrap: break-word; }
+thead th { border-bottom: 2px solid #8a93a1; max-width: 16rem; overflow-wrap: normal; }
 tbody th, th:first-child { text-align: left; font-weight: normal; }
 figure { margin: 1rem 0 2rem; }
 img { max-width: 100%; height: auto; display: block; }
