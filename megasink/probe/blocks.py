@@ -110,6 +110,9 @@ def gate_reader(attention: torch.nn.Module) -> tuple[torch.nn.Module, Reader] | 
     projection = getattr(attention, "g_proj", None)
     if isinstance(projection, torch.nn.Module):
         return projection, _headwise
+    if getattr(attention, "gate_position", None) == "sdpa" and attention.gate is not None:
+        scores: Any = attention.gate.act
+        return scores, _scores
     if type(attention).__name__ in _GATED_QUERY:
         query: Any = attention.q_proj
         return query, _second_half
@@ -119,6 +122,11 @@ def gate_reader(attention: torch.nn.Module) -> tuple[torch.nn.Module, Reader] | 
 def _headwise(logits_BTX: Tensor, heads: int) -> Tensor:
     """LFM3: one logit per head."""
     return logits_BTX.sigmoid().unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _scores(gate_BTHX: Tensor, heads: int) -> Tensor:
+    """megasink's own modelling file: the scores themselves; shared heads have one."""
+    return gate_BTHX.expand(-1, -1, heads, -1).transpose(1, 2)
 
 
 def _second_half(logits_BTX: Tensor, heads: int) -> Tensor:

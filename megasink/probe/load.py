@@ -31,6 +31,7 @@ def load(args: Namespace, device: str, *, quiet: bool = False) -> tuple[PreTrain
             an attention implementation that does not show what it computes.
     """
     with _quiet(bars=quiet), _named(args):
+        _know_our_own()
         config = AutoConfig.from_pretrained(args.model, **_LOCAL)
         asked = args.attn_implementation or config._attn_implementation
         if asked not in (None, *_READ):
@@ -60,6 +61,15 @@ def load(args: Namespace, device: str, *, quiet: bool = False) -> tuple[PreTrain
             f"take their place: {'; '.join(wrong[:2])}{more}"
         )
     return model.eval().to(device), tokenizer
+
+
+def _know_our_own() -> None:
+    """Read folders of megasink's own modelling file with the package's copy of it."""
+    from megasink.convert.modeling.configuration_megasink import MegasinkConfig
+    from megasink.convert.modeling.modeling_megasink import MegasinkForCausalLM
+
+    AutoConfig.register("megasink", MegasinkConfig, exist_ok=True)
+    AutoModelForCausalLM.register(MegasinkConfig, MegasinkForCausalLM, exist_ok=True)
 
 
 @contextlib.contextmanager

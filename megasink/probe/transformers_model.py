@@ -30,6 +30,8 @@ from megasink.probe.statistics import (
 )
 from megasink.probe.transformers_sites import transformers_sites
 
+# What a model of megasink's own modelling file may do and the capture reads in runs alone.
+_OF_OUR_OWN = ("needs_scores", "multi_head_addition", "post_norm")
 NAME = "megasink_probe"
 _BASES = ("sdpa", "eager")
 _KINDS = {"full_attention", "sliding_attention", "linear_attention", "conv"}
@@ -309,6 +311,9 @@ def model_problems(model: PreTrainedModel) -> list[str]:
         problems.append(f"{name} is in training mode: call model.eval()")
     if getattr(config, "is_encoder_decoder", False):
         problems.append(f"{name} is an encoder-decoder: megasink reads decoders")
+    own = [option for option in _OF_OUR_OWN if getattr(config, option, False)]
+    if own:
+        problems.append(f"{name} has {', '.join(own)}: analyze the run that it was exported from")
     kinds = set(getattr(config, "layer_types", None) or ()) - _KINDS
     if kinds:
         problems.append(f"{name} has layers of kind {', '.join(sorted(kinds))}: not supported")

@@ -55,7 +55,7 @@ def test_every_option_there_and_back(pool, tmp_path, name):
 
 
 def _reference(module, query, key, value, attention_mask, scaling, s_aux=None, **kwargs):
-    """The definition in place of `eager_attention`; it makes its own mask."""
+    """The definition in place of `eager_attention_forward`; it makes its own mask."""
     options = {"scale": scaling, "window": module.sliding_window}
     if module.key_bias is not None:
         shape, bias = (query.shape[1], query.shape[3]), module.slot_value

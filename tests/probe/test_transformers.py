@@ -95,9 +95,8 @@ def test_weights_and_states_are_those_that_transformers_reports(name):
         for layer in range(layers):
             close(kept.states[sample, 2 * layer], told.hidden_states[layer][sample])
             module = _layer(model, layer)
-            norms = (
-                getattr(module, f"post_{n}", None) for n in ("feedforward_layernorm", "ffn_norm")
-            )
+            names = ("post_feedforward_layernorm", "post_ffn_norm", "mlp_output_norm")
+            norms = (getattr(module, name, None) for name in names)
             norm = next((n for n in norms if n is not None), torch.nn.Identity())
             added = norm(kept.layers[sample, layer]["mlp_branch_TE"])
             after = kept.states[sample, 2 * layer + 1] + added

@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from megasink.convert.modeling import configuration_megasink, modeling_megasink
 from megasink.data.corpus import Corpus
 from megasink.data.tokenizer import train_tokenizer
 
@@ -57,9 +58,30 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt-neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {}),
     "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": WINDOW}),
     "lfm3": ("Lfm3Config", "Lfm3ForCausalLM", {"layer_types": ["full_attention"] * 2}),
+    "own-sink": (
+        "MegasinkConfig",
+        "MegasinkForCausalLM",
+        {"attention_variant": "sink", "num_experts": 4, "num_experts_per_tok": 2, **_SLIDING},
+    ),
+    "own-gated": (
+        "MegasinkConfig",
+        "MegasinkForCausalLM",
+        {"attention_variant": "gated", "sandwich_norm": True},
+    ),
 }
-GATED = {"qwen3.5": "elementwise", "qwen3-next": "elementwise", "lfm3": "headwise"}
-SINKS = {"gpt-oss", "granite-swa"}
+GATED = {
+    "qwen3.5": "elementwise",
+    "qwen3-next": "elementwise",
+    "lfm3": "headwise",
+    "own-gated": "headwise",
+}
+SINKS = {"gpt-oss", "granite-swa", "own-sink"}
+
+
+def _class(name: str) -> Any:
+    """Of transformers, or of our own modelling file."""
+    own = configuration_megasink if name.endswith("Config") else modeling_megasink
+    return getattr(own if name.startswith("Megasink") else transformers, name)
 
 
 def tiny_model(name: str, implementation: str | None = None, **options: Any) -> PreTrainedModel:
@@ -69,10 +91,10 @@ def tiny_model(name: str, implementation: str | None = None, **options: Any) -> 
         implementation: of its attention; None for the model's default.
     """
     config_class, model_class, own = ARCHITECTURES[name]
-    config = getattr(transformers, config_class)(**{**_COMMON, **own, **options})
+    config = _class(config_class)(**{**_COMMON, **own, **options})
     torch.manual_seed(0)
     arguments = {} if implementation is None else {"attn_implementation": implementation}
-    model = getattr(transformers, model_class)._from_config(config, **arguments)
+    model = _class(model_class)._from_config(config, **arguments)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("sinks"):

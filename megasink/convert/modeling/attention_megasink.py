@@ -12,7 +12,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
-def eager_attention(
+def eager_attention_forward(
     module, query, key, value, attention_mask, scaling, dropout=0.0, s_aux=None, **kwargs
 ):
     """Softmax attention in which a head may have one key more, of a given logit and value.
@@ -77,6 +77,23 @@ def norm(config, size):
     return kind(config, size)
 
 
+class MegasinkGateScore(nn.Module):
+    """gate = f(score), for shared heads the mean over them; a module, so that hooks can read it."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.activation, self.shared_heads = config.gate_activation, config.gate_shared_heads
+
+    def forward(self, score):
+        """score [B, T, N, C], float32 -> as score, N is 1 for shared heads."""
+        gate = score if self.activation in ("identity", "silu") else score.sigmoid()
+        if self.activation == "silu":
+            gate = F.silu(score)
+        elif self.activation == "ns-sigmoid":
+            gate = 0.5 + 0.5 * gate
+        return gate.mean(-2, keepdim=True) if self.shared_heads else gate
+
+
 class MegasinkGate(nn.Module):
     """score = W x (or a parameter), gate = f(score), out = y * gate or y + gate."""
 
@@ -89,8 +106,7 @@ class MegasinkGate(nn.Module):
             self.width = config.head_dim
         if config.gate_position == "output":
             heads, self.width = 1, config.hidden_size
-        self.activation, self.operation = config.gate_activation, config.gate_operation
-        self.shared_heads = config.gate_shared_heads
+        self.operation, self.act = config.gate_operation, MegasinkGateScore(config)
         self.proj = self.logit = None
         if config.gate_input == "hidden":
             bias = config.qkv_bias or config.linear_bias
@@ -100,15 +116,11 @@ class MegasinkGate(nn.Module):
 
     def forward(self, gated, hidden_states):
         """gated [B, T, N, D], normed hidden states [B, T, M] -> as gated."""
-        score = self.proj(hidden_states) if self.logit is None else self.logit
-        score = score.view(*score.shape[:-1], -1, self.width).float()
-        gate = score if self.activation in ("identity", "silu") else score.sigmoid()
-        if self.activation == "silu":
-            gate = F.silu(score)
-        elif self.activation == "ns-sigmoid":
-            gate = 0.5 + 0.5 * gate
-        if self.shared_heads:
-            gate = gate.mean(-2, keepdim=True)
+        if self.logit is None:
+            score = self.proj(hidden_states)
+        else:
+            score = self.logit.expand(*hidden_states.shape[:-1], -1)
+        gate = self.act(score.unflatten(-1, (-1, self.width)).float())
         out = gated * gate if self.operation == "multiply" else gated + gate
         return out.to(gated.dtype)
 
@@ -219,7 +231,7 @@ class MegasinkAttention(nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention
+            self.config._attn_implementation, eager_attention_forward
         )
         out, weights = attend(
             self,

@@ -132,7 +132,7 @@ class MegasinkConfig(PreTrainedConfig):
 
     @property
     def needs_scores(self) -> bool:
-        """Whether attention needs what only `eager_attention` computes."""
+        """Whether attention needs what only `eager_attention_forward` computes."""
         return self.attention_variant in ("k-bias", "kv-bias") or self.attention_bias_type != "none"
 
     @property
