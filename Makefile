@@ -12,7 +12,8 @@ demo: $(READY)
 
 # A file's tests share a worker, and with it the pool of gloo ranks that the worker starts.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile \
+	  --no-loadscope-reorder
 
 lint: $(READY)
 	$(BIN)/ruff check .

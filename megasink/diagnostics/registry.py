@@ -119,19 +119,24 @@ def metric(
 
 
 def metrics(names: Iterable[str] | None = None) -> dict[str, Metric]:
-    """The registered metrics, or those of `names`, by name.
+    """The registered metrics, or those of `names`, by name, in the order of files and lines.
 
     Raises:
         ValueError: a name that no metric has.
     """
     _discover()
     if names is None:
-        return dict(_REGISTRY)
+        # Not in that of imports, which depends on what else a process does.
+        return dict(sorted(_REGISTRY.items(), key=lambda entry: _place(entry[1].compute)))
     names = list(names)
     unknown = [name for name in names if name not in _REGISTRY]
     if unknown:
         raise ValueError(f"no metric {', '.join(unknown)}: there are {', '.join(_REGISTRY)}")
     return {name: _REGISTRY[name] for name in names}
+
+
+def _place(function: Callable[..., torch.Tensor]) -> tuple[str, int]:
+    return function.__module__, inspect.unwrap(function).__code__.co_firstlineno
 
 
 def _discover() -> None:

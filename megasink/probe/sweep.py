@@ -85,6 +85,7 @@ def sweep_parser(description: str | None) -> argparse.ArgumentParser:
     )
     # What an analysis has options for, and a sweep sets itself.
     parser.set_defaults(inputs=["natural"], seq_length=2, positions=1, columns=COLUMNS, loss=True)
+    parser.set_defaults(maps=None, map_length=2)
     return parser
 
 

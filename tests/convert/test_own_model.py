@@ -78,9 +78,9 @@ def _reference_gate(self, gated, hidden_states):
     out, _ = reference_gate(
         gated,
         score.unflatten(-1, (-1, self.width)),
-        activation=self.activation,
+        activation=self.act.activation,
         operation=self.operation,
-        shared_heads=self.shared_heads,
+        shared_heads=self.act.shared_heads,
     )
     return out
 

@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
 
 from megasink.cli import main
-from megasink.probe import write
+from megasink.report import pages
 from tests.probe.tiny_models import save_with_tokenizer
 
 TEXTS = [f"Text {i}: nothing in it stands twice, {'again ' * i}and it ends." for i in range(5)]
@@ -172,7 +172,7 @@ def test_texts_that_begin_with_bos(root, tmp_path, capsys):
 
 
 def test_one_sample_with_nan_is_named_and_left_out(root, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(write, "figures", lambda analyses: {})
+    monkeypatch.setattr(pages, "figures", lambda analyses, kinds: [])
     folder = copy(root, "one-token")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     token = next(t for t in tokenizer.encode(TEXTS[3]) if t not in tokenizer.encode(TEXTS[0]))

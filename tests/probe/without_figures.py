@@ -3,9 +3,9 @@
 import sys
 
 from megasink.cli import main
-from megasink.probe import write
+from megasink.report import pages
 
-write.figures = lambda analyses: {}
+pages.figures = lambda analyses, kinds: []
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megasink.cli import main
-from megasink.probe import write
+from megasink.report import pages
 from tests.distributed.test_resume import free_port
 
 FLAGS = shlex.split("""
@@ -89,7 +89,7 @@ def test_one_process_finds_the_same(runs):
 
 
 def test_trace_and_report_read_them(runs, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(write, "figures", lambda analyses: {})
+    monkeypatch.setattr(pages, "figures", lambda analyses, kinds: [])
     assert main(["trace", str(runs / "live"), "--output", str(tmp_path / "trace")]) == 0
     with (tmp_path / "trace" / "trace.csv").open() as file:
         rows = list(csv.DictReader(file))
