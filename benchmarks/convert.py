@@ -10,6 +10,7 @@ Each conversion runs in a process of its own; time and memory count from after i
 """
 
 import argparse
+import importlib
 import json
 import os
 import shutil
@@ -170,6 +171,8 @@ def child(what: str, source: Path, output: Path) -> None:
         pass
 
     if what == "export":
+        importlib.import_module("torch.distributed.checkpoint")  # which the export does late
+
         from megasink.convert import to_hf
 
         found = to_hf.source_of(source)

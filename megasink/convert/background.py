@@ -1,4 +1,4 @@
-"""Writing beside reading: a thread that writes while the next tensor is read and converted.
+"""Reading, converting and writing at once: two threads read ahead, another one writes.
 
 What waits to be written is bounded, so that memory stays that of the largest tensors.
 """
@@ -6,7 +6,7 @@ What waits to be written is bounded, so that memory stays that of the largest te
 import contextlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import BinaryIO
 
@@ -15,6 +15,8 @@ import torch
 # What may wait to be written, and after how much the disk is made to begin.
 _WAITING_BYTES = 128 * 2**20
 _SYNC_BYTES = 128 * 2**20
+# Steps that are read before their turn, each in a thread: checksums take longer than writing.
+_AHEAD = 2
 
 
 class Background:
@@ -65,6 +67,35 @@ class Background:
         """End the threads; what was not begun is dropped."""
         self._writing.shutdown(cancel_futures=True)
         self._syncing.shutdown()
+
+
+def ahead[S, R](steps: Iterable[S], read: Callable[[S], R]) -> Iterator[tuple[S, R]]:
+    """Each step with what `read` returns for it; the next two are read meanwhile.
+
+    Raises:
+        Exception: what `read` raises, at its step.
+    """
+    with ThreadPoolExecutor(_AHEAD) as reading:
+        waiting: deque[tuple[S, Future[R]]] = deque()
+        for step in steps:
+            waiting.append((step, reading.submit(read, step)))
+            if len(waiting) > _AHEAD:
+                yield _first(waiting)
+        while waiting:
+            yield _first(waiting)
+
+
+def _first[S, R](waiting: deque[tuple[S, Future[R]]]) -> tuple[S, R]:
+    step, future = waiting.popleft()
+    return step, future.result()
+
+
+def use_large_pages() -> None:
+    """Let torch ask for them: new memory, which every tensor here is, costs half the time then.
+
+    Before torch's first large tensor, which is when torch looks.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def _sync_and_close(descriptor: int) -> None:

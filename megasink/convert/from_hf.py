@@ -20,7 +20,7 @@ import megasink
 from megasink.checkpoint.identity import SHAPE, plain
 from megasink.checkpoint.intact import TRACKER, checkpoint_path
 from megasink.convert.architecture import Architecture, Attention
-from megasink.convert.background import one_thread
+from megasink.convert.background import one_thread, use_large_pages
 from megasink.convert.flags import model_flags
 from megasink.convert.gating import FLOAT32, Change, added, changed, gated_model
 from megasink.convert.hf_config import architecture_from, read_config
@@ -122,6 +122,7 @@ def import_model(
         )
     flags = model_flags(model)
     args = arguments_of(flags)
+    use_large_pages()
     with whole_folder(output) as folder:
         checkpoint = checkpoint_path(folder / "checkpoints", 0)
         checkpoint.mkdir(parents=True)

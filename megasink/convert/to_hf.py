@@ -14,7 +14,7 @@ from megasink.checkpoint.find import Checkpoint, find_checkpoint
 from megasink.checkpoint.saved_arguments import read_arguments
 from megasink.checkpoint.tokenizer import tokenizer_of
 from megasink.convert.architecture import Architecture, architecture_of
-from megasink.convert.background import one_thread
+from megasink.convert.background import ahead, one_thread, use_large_pages
 from megasink.convert.card import model_card
 from megasink.convert.hf_config import config_of
 from megasink.convert.megatron_weights import leading_axes, weight_shapes
@@ -87,6 +87,7 @@ def export(
     Raises:
         UserError: anything that the user can mend; then there is no folder.
     """
+    use_large_pages()
     target, why = choose(source.model, target_name)
     say(f"target: {target.architecture} ({target.name}): {why}")
     checkpoint = MegatronCheckpoint(source.found.folder)
@@ -97,8 +98,8 @@ def export(
     with whole_folder(output) as folder:
         begin = time.perf_counter()
         with one_thread(), SafetensorsWriter(folder, entries, shard_bytes) as writer:
-            for step in todo:
-                for name, tensor in zip(step.hf, converted(checkpoint, step), strict=True):
+            for step, tensors in ahead(todo, lambda step: _read(checkpoint, step)):
+                for name, tensor in zip(step.hf, step.row.transform.to_hf(*tensors), strict=True):
                     writer.write(name, tensor)
             files = writer.finish()
         seconds = time.perf_counter() - begin
@@ -147,10 +148,14 @@ def converted(checkpoint: MegatronCheckpoint, step: Step) -> Iterator[Tensor]:
     Raises:
         UserError: it holds NaN, or cannot be read.
     """
+    yield from step.row.transform.to_hf(*_read(checkpoint, step))
+
+
+def _read(checkpoint: MegatronCheckpoint, step: Step) -> list[Tensor]:
     tensors = [checkpoint.read(key, step.index) for key in step.row.megatron]
     for key, tensor in zip(step.row.megatron, tensors, strict=True):
         refuse_nan(key, tensor)
-    yield from step.row.transform.to_hf(*tensors)
+    return tensors
 
 
 def refuse_nan(name: str, tensor: Tensor) -> None:

@@ -315,4 +315,5 @@ def test_memory_is_that_of_the_largest_tensor_not_of_the_model(pool, tmp_path):
     assert done.returncode == 0, done.stderr
     written = (tmp_path / "hf" / "model.safetensors").stat().st_size
     assert written > 3e8
-    assert int(done.stdout) < 1e8  # twice linear_fc1 is 13 MB; torch's first copies take some
+    # Steps that are read ahead, and up to 128 MiB that wait to be written.
+    assert int(done.stdout) < 1.8e8
