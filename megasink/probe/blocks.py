@@ -110,9 +110,9 @@ def gate_reader(attention: torch.nn.Module) -> tuple[torch.nn.Module, Reader] | 
     projection = getattr(attention, "g_proj", None)
     if isinstance(projection, torch.nn.Module):
         return projection, _headwise
-    if getattr(attention, "gate_position", None) == "sdpa" and attention.gate is not None:
-        scores: Any = attention.gate.act
-        return scores, _scores
+    gate: Any = getattr(attention, "gate", None)
+    if getattr(attention, "gate_position", None) == "sdpa" and gate is not None:
+        return gate.act, _scores
     if type(attention).__name__ in _GATED_QUERY:
         query: Any = attention.q_proj
         return query, _second_half
