@@ -24,6 +24,7 @@ from megasink.checkpoint.find import Checkpoint, find_checkpoint, stored_shapes
 from megasink.checkpoint.model import model_config
 from megasink.checkpoint.saved_arguments import read_arguments, single_process_arguments
 from megasink.checkpoint.tokenizer import tokenizer_of
+from megasink.checkpoint.vocabulary import with_tokens
 from megasink.errors import UserError
 from megasink.layers.builder import MegasinkGPTBuilder
 
@@ -75,20 +76,21 @@ def load_model(
             f"the run was trained with {saved.get('tokenizer_type')}, which has no text: "
             "name a Hugging Face folder with --tokenizer"
         )
-    model, args = load_without_tokenizer(found)
+    model, args = load_without_tokenizer(found, tokens=len(loaded_tokenizer))
     return LoadedModel(model, loaded_tokenizer, args, found.iteration)
 
 
 def load_without_tokenizer(
-    found: Checkpoint, dtype: torch.dtype | None = None
+    found: Checkpoint, dtype: torch.dtype | None = None, tokens: int | None = None
 ) -> tuple[GPTModel, Namespace]:
     """As :func:`load_model`, for those that have tokens already.
 
     Args:
         dtype: torch.float32 for a model that computes in it whatever it was trained in; None for
             what it was trained in.
+        tokens: of its tokenizer: its config.json may not say how many there are.
     """
-    saved = read_arguments(found.config)
+    saved = with_tokens(read_arguments(found.config), tokens)
     if dtype is torch.float32:
         saved |= {"bf16": False, "fp16": False}
     args = single_process_arguments(saved)

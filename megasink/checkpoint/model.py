@@ -4,6 +4,7 @@ from argparse import Namespace
 
 from megatron.training.argument_utils import core_transformer_config_from_args, gpt_config_from_args
 
+from megasink.checkpoint.vocabulary import counted_rows
 from megasink.layers.builder import MegasinkGPTConfig
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 from megasink.specs import block_spec
@@ -17,6 +18,7 @@ def model_config(args: Namespace) -> MegasinkGPTConfig:
     )
     config.transformer_layer_spec = block_spec
     config.init_seed = args.seed
+    config.tokens = counted_rows(vars(args))
     # Upstream leaves it at 8 whatever --rope-scaling-factor says (argument_utils.py:464).
     config.rope_scaling_factor = args.rope_scaling_factor
     return config

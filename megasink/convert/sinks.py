@@ -65,7 +65,7 @@ def set_sinks(
     """
     from megasink.checkpoint.load import load_without_tokenizer
 
-    loaded, _ = load_without_tokenizer(found, torch.float32)
+    loaded, _ = load_without_tokenizer(found, torch.float32, model.vocabulary)
     tokens_BS = sample_tokens(model, tokenizer).to(next(loaded.parameters()).device)
     before = _loss(loaded, tokens_BS, model.vocabulary)
 

@@ -209,7 +209,7 @@ def _megatron(
     from megasink.inference.decoding import generate
     from megasink.inference.sampling import Sampling
 
-    model, _ = load_without_tokenizer(found, dtype)
+    model, _ = load_without_tokenizer(found, dtype, vocabulary)
     device = next(model.parameters()).device
     tokens = tokens_BS.to(device)
     positions = torch.arange(tokens.shape[1], device=device).expand(len(tokens), -1)

@@ -9,6 +9,7 @@ from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
 from megasink.layers.inference_guard import refuse_what_bypasses_core_attention
 from megasink.layers.init import initialize_weights
+from megasink.layers.padding_rows import mask_padding_rows
 from megasink.layers.sinusoid import SinusoidalPositions
 
 
@@ -18,10 +19,12 @@ class MegasinkGPTConfig(GPTModelConfig):
 
     Attributes:
         init_seed: seed of the initial weights.
+        tokens: rows of the vocabulary that take part in a softmax; None for all, padding included.
     """
 
     builder: ClassVar[str] = "megasink.layers.builder.MegasinkGPTBuilder"
     init_seed: int = 1234
+    tokens: int | None = None
 
 
 class MegasinkGPTBuilder(GPTModelBuilder):
@@ -52,5 +55,6 @@ class MegasinkGPTBuilder(GPTModelBuilder):
             )
         if config.transformer.perform_initialization:  # else they come from a checkpoint
             initialize_weights(model, config.init_seed)
+        mask_padding_rows(model, config.tokens)
         model.register_forward_pre_hook(refuse_what_bypasses_core_attention, with_kwargs=True)
         return model

@@ -6,6 +6,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from megasink.checkpoint.saved_arguments import read_arguments
+from megasink.checkpoint.vocabulary import named_tokens
 from megasink.errors import ConfigError, UserError
 
 _DEFAULT_SPLIT = "969,30,1"  # Megatron's (arguments.py:651), set after these checks
@@ -113,7 +115,7 @@ def _is_weight(text: str) -> bool:
 
 
 def pin_vocabulary(args: Namespace) -> None:
-    """Set the rows of the embedding, and the id of the sink token, from the tokenizer alone.
+    """Set the rows of the embedding, those that count, and the sink token from the tokenizer alone.
 
     Megatron pads to a multiple of 128 * TP, so that a checkpoint trained under one layout has
     another softmax under the next (core/tokenizers/utils/build_tokenizer.py:124).
@@ -124,6 +126,8 @@ def pin_vocabulary(args: Namespace) -> None:
     size = args.vocab_size
     if args.tokenizer_type == "HuggingFaceTokenizer":
         size = len(_tokenizer(args.tokenizer_model))
+        # More than the tokenizer's where a model of transformers has more: they all count.
+        args.vocab_size = max(size, args.vocab_size or 0, _tokens_of_checkpoint(args))
     elif size is not None and args.tokenizer_type == "NullTokenizer":
         size += 1  # its end-of-document token
     if size is None and (args.padded_vocab_size is None or args.sink_token):
@@ -132,7 +136,8 @@ def pin_vocabulary(args: Namespace) -> None:
     args.sink_token_id = size if args.sink_token else None
     if args.padded_vocab_size is None:
         multiple = args.make_vocab_size_divisible_by
-        args.padded_vocab_size = -(-(size + int(args.sink_token)) // multiple) * multiple
+        rows = max(size + int(args.sink_token), args.vocab_size or 0)
+        args.padded_vocab_size = -(-rows // multiple) * multiple
     elif args.sink_token and args.padded_vocab_size <= size:
         raise ConfigError(
             [
@@ -148,3 +153,11 @@ def pin_vocabulary(args: Namespace) -> None:
                 "--make-vocab-size-divisible-by to a multiple of it"
             ]
         )
+
+
+def _tokens_of_checkpoint(args: Namespace) -> int:
+    """Those of the model that training starts from; 0 where they are not known."""
+    config = Path(args.load).parent / "config.json" if args.load else None
+    if config is None or not config.is_file():
+        return 0
+    return named_tokens(read_arguments(config)) or 0
