@@ -5,6 +5,10 @@ from typing import Any
 
 from megatron.core.models.gpt import GPTModel
 
+from megasink.checkpoint.vocabulary import counted_rows
+
+_PADDED = ("word_embeddings.weight", "output_layer.weight")
+
 
 def model_facts(args: Namespace, model: GPTModel, iteration: int, name: str) -> dict[str, Any]:
     """The key "model" of results.json.
@@ -18,10 +22,18 @@ def model_facts(args: Namespace, model: GPTModel, iteration: int, name: str) -> 
         "kind": f"{_attention_name(args)} attention, step {iteration}",
         "attention": model.config.attention_kernel,
         "dtype": str(args.params_dtype).removeprefix("torch."),
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": _parameters(args, model),
         "step": iteration,
         "trained_tokens": iteration * args.global_batch_size * args.seq_length,
     }
+
+
+def _parameters(args: Namespace, model: GPTModel) -> int:
+    """As a model of transformers counts them: rows that pad the vocabulary are none."""
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    padding = args.padded_vocab_size - counted_rows(vars(args))
+    padded = sum(name.endswith(_PADDED) for name in sizes)
+    return sum(sizes.values()) - padded * padding * args.hidden_size
 
 
 def _attention_name(args: Namespace) -> str:

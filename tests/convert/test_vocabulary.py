@@ -1,0 +1,106 @@
+"""A model whose vocabulary is no multiple of 128 has the loss of transformers everywhere.
+
+433 rows, of which the tokenizer names 400: transformers counts them all, and none of the 79 that
+pad them here.
+"""
+
+import json
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.distributed.layout import SINGLE
+from tests.distributed.test_resume import free_port
+from tests.probe.tiny_models import save_with_tokenizer
+
+TASKS = "tests.convert.vocabulary_tasks"
+ROWS, TOKENS = 433, 400
+STDLIB = Path(os.__file__).parent
+TRAINING = shlex.split("""
+    --finetune --seq-length 32 --micro-batch-size 2 --global-batch-size 4 --train-iters 2
+    --lr 1e-2 --eval-interval 1 --eval-iters 1 --split 60,20,20 --head-balance-coeff 0
+    --no-save-optim --log-interval 1
+""")
+
+
+def megasink(pool, *commands):
+    """Run command lines in a worker; all of them succeed."""
+    argvs = [[str(word) for word in command] for command in commands]
+    (answers,) = pool.run(f"{TASKS}:without_figures", SINGLE, timeout=200, commands=argvs)
+    assert [(code, errors) for code, _, errors in answers if code] == []
+
+
+@pytest.fixture(scope="module")
+def folder(pool, tmp_path_factory):
+    """llama: of transformers; run: the same imported; text: data of its tokenizer."""
+    root = tmp_path_factory.mktemp("vocabulary")
+    text = (STDLIB / "argparse.py").read_text()
+    parts = [text[at : at + 1000] for at in range(0, 40_000, 1000)]
+    hf = save_with_tokenizer(root, "llama", parts, TOKENS, vocab_size=ROWS)
+    texts = root / "tokenizer-texts.jsonl"
+    megasink(
+        pool,
+        ["data", texts, "--output", root / "text", "--tokenizer", hf],
+        ["convert-from-hf", hf, root / "run"],
+    )
+    return root
+
+
+@pytest.fixture(scope="module")
+def seen(pool, folder):
+    """By rank, every microbatch of two steps and of the evaluations."""
+    flags = shlex.split((folder / "run" / "flags.txt").read_text())
+    flags += [*TRAINING, "--data-path", str(folder / "text"), "--run-dir", str(folder / "tuned")]
+    flags += ["--load", str(folder / "run" / "checkpoints")]
+    return pool.run(f"{TASKS}:train_and_show", timeout=200, flags=flags, port=free_port())
+
+
+def nats(model, batch):
+    """[B, S] by transformers."""
+    tokens, labels = (torch.from_numpy(batch[key]) for key in ("tokens", "labels"))
+    with torch.no_grad():
+        logits = model(tokens).logits
+    return torch.nn.functional.cross_entropy(logits.mT, labels, reduction="none")
+
+
+def test_training_starts_from_the_loss_of_transformers(seen, folder):
+    model = AutoModelForCausalLM.from_pretrained(folder / "llama")
+    assert len(model.lm_head.weight) == ROWS
+    first = [next(batch for batch in rank if batch["training"]) for rank in seen]
+    for batch in first:
+        torch.testing.assert_close(
+            torch.from_numpy(batch["nats"]), nats(model, batch), atol=1e-5, rtol=1e-5
+        )
+    lines = (folder / "tuned" / "metrics.jsonl").read_text().splitlines()
+    mean = torch.stack([nats(model, batch) for batch in first]).mean()
+    assert json.loads(lines[0])["lm_loss"] == pytest.approx(float(mean), rel=1e-5)
+
+
+def test_evaluation_and_export_have_it_too(pool, seen, folder):
+    megasink(pool, ["convert-to-hf", folder / "tuned", folder / "back"])
+    model = AutoModelForCausalLM.from_pretrained(folder / "back")
+    assert len(model.lm_head.weight) == ROWS
+    for rank in seen:
+        last = [batch for batch in rank if not batch["training"]][-1]
+        torch.testing.assert_close(
+            torch.from_numpy(last["nats"]), nats(model, last), atol=1e-5, rtol=1e-5
+        )
+
+
+def test_analyze_has_it_of_runs_and_of_folders(pool, seen, folder, tmp_path):
+    found = {}
+    options = ["--data", folder / "tokenizer-texts.jsonl", "--seq-length", "32"]
+    options += ["--max-samples", "8"]
+    for name in ("run", "llama", "tuned", "back"):
+        command = ["analyze", folder / name, *options, "--output", tmp_path / name]
+        megasink(pool, command)
+        found[name] = json.loads((tmp_path / name / "results.json").read_text())
+    for ours, theirs in (("run", "llama"), ("tuned", "back")):
+        for key in ("nats_per_token", "bits_per_byte", "perplexity"):
+            assert found[ours][key] == pytest.approx(found[theirs][key], rel=1e-5), (ours, key)
+        assert found[ours]["model"]["parameters"] == found[theirs]["model"]["parameters"]
+    assert found["run"]["nats_per_token"] != pytest.approx(found["tuned"]["nats_per_token"])

@@ -1,0 +1,47 @@
+"""Tasks for the workers: command lines, and training that shows what losses are computed from."""
+
+import os
+from typing import Any
+from unittest import mock
+
+from tests.distributed import launch_task
+
+
+def without_figures(commands: list[list[str]]) -> list[tuple[int, str, str]]:
+    """(exit code, output, error stream) of each command line, none of which draws."""
+    from megasink.report import pages
+    from tests.train.generate_tasks import megasink
+
+    with mock.patch.object(pages, "figures", return_value=[]), mock.patch.dict(os.environ):
+        for name in ("RANK", "WORLD_SIZE"):  # of training before: nobody shares the samples
+            os.environ.pop(name, None)
+        return megasink(commands)
+
+
+def train_and_show(flags: list[str], port: int) -> list[dict[str, Any]]:
+    """Train on two replicas; tokens, targets and nats [B, S] of the microbatches of this one."""
+    from megasink.process import prepare_process
+
+    prepare_process([])  # before the first import of megatron
+    from megasink.train import forward
+
+    found: list[dict[str, Any]] = []
+    get_batch, loss_func = forward.get_batch, forward.loss_func
+
+    def showing_batch(*args: Any) -> dict[str, Any]:
+        batch = get_batch(*args)
+        found.append({key: batch[key].clone() for key in ("tokens", "labels")})
+        return batch
+
+    def showing_loss(*args: Any) -> Any:
+        *_, training, token_losses = args
+        found[-1] |= {"training": training, "nats": token_losses.detach().clone()}
+        return loss_func(*args)
+
+    forward.get_batch, forward.loss_func = showing_batch, showing_loss
+    try:
+        launch_task.train(flags, 2, port)
+    finally:
+        forward.get_batch, forward.loss_func = get_batch, loss_func
+        forward._byte_table.cache_clear()  # of this tokenizer
+    return found
