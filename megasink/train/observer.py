@@ -6,6 +6,7 @@ on every rank after every step and ``evaluate`` for every evaluation
 """
 
 import contextlib
+import functools
 import inspect
 import time
 from collections.abc import Iterator
@@ -62,6 +63,7 @@ class Observer:
         self._clock = time.perf_counter()
         self._mean_seconds: float | None = None
         self._iteration = 0
+        self._known: list[dict[str, Any]] = []
 
     def step(self, call: dict[str, Any]) -> None:
         """Before Megatron logs a step: reduce the statistics and add them to its losses.
@@ -95,8 +97,9 @@ class Observer:
         if logs and args.stop_on_divergence is not None:
             stop_if_diverged(self._divergence, args.stop_on_divergence, self._iteration, args.save)
 
-    def start_evaluation(self) -> None:
-        """Before an evaluation."""
+    def start_evaluation(self, iteration: int) -> None:
+        """Before an evaluation after a step, which may have run before this start."""
+        self._iteration = iteration
         SinkRate.collects = get_args().log_sink_rate
 
     def evaluation(self, split: str, losses: dict[str, Any] | None) -> None:
@@ -113,7 +116,9 @@ class Observer:
         if BITS_PER_BYTE in losses:
             record[f"{split}_bits_per_byte"] = number(losses[BITS_PER_BYTE])
         self._open()
-        self._file.write(record | sinks)
+        record |= sinks
+        if record not in self._known:  # a run that had ended already is evaluated again
+            self._file.write(record)
         if sinks:
             scalars = sink_scalars(sinks, split)
             self._write_scalars(scalars)
@@ -162,6 +167,8 @@ class Observer:
         for before in self._file.open(get_args().iteration):
             if before.get("lm_loss") is not None and not before.get("skipped"):
                 self._follow(before["iteration"], before["lm_loss"])
+            elif before["iteration"] == self._iteration:
+                self._known.append(before)
 
     def _follow(self, iteration: int, lm_loss: float) -> None:
         self._spikes(lm_loss)
@@ -222,25 +229,27 @@ def observing(observer: Observer) -> Iterator[None]:
     }
     signature = inspect.signature(originals["training_log"])
     evaluations = inspect.signature(originals["evaluate_and_print_results"])
-    split = "valid"
+    split, iteration = "valid", 0
 
     def training_log(*args: Any, **kwargs: Any) -> Any:
         observer.step(signature.bind(*args, **kwargs).arguments)
         return originals["training_log"](*args, **kwargs)
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
-        observer.start_evaluation()
+        observer.start_evaluation(iteration)
         result = originals["evaluate"](*args, **kwargs)
         observer.evaluation(split, result[0])
         return result
 
+    @functools.wraps(originals["evaluate_and_print_results"])
     def evaluate_and_print_results(prefix: str, *args: Any, **kwargs: Any) -> Any:
-        nonlocal split
+        nonlocal split, iteration
+        call = evaluations.bind(prefix, *args, **kwargs).arguments
         split = "test" if prefix.endswith("on test set") else "valid"
+        iteration = int(call["iteration"])
         result = originals["evaluate_and_print_results"](prefix, *args, **kwargs)
         if split == "valid":
-            call = evaluations.bind(prefix, *args, **kwargs).arguments
-            observer.analyze(call["model"], int(call["iteration"]))
+            observer.analyze(call["model"], iteration)
         return result
 
     training.training_log = training_log

@@ -114,6 +114,7 @@ def _run(args: Namespace) -> None:
     from megasink.train.checkpoint_writer import checkpoint_helpers
     from megasink.train.checks.attention import attention_request
     from megasink.train.dataset import datasets_provider
+    from megasink.train.evaluation import comparable_evaluations
     from megasink.train.foreign import accepting_megatrons_checkpoints
     from megasink.train.forward import forward_step
     from megasink.train.keep_checkpoints import keeping_whole_checkpoints
@@ -134,6 +135,7 @@ def _run(args: Namespace) -> None:
     provider = datasets_provider if live is None else live.listening(datasets_provider)
     seams = (
         observing(Observer(metrics, live)),
+        comparable_evaluations(),
         grouping_sink_parameters(),
         accepting_megatrons_checkpoints(),
         checkpoint_helpers(args),

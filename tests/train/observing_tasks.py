@@ -36,3 +36,17 @@ def stopped(flags: list[str], ranks: int, port: int) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+def write_tokens(prefix: str, documents: int, length: int, tokens: int) -> None:
+    """A data set of random documents."""
+    import numpy as np
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
+    for seed in range(documents):
+        generator = torch.Generator().manual_seed(seed)
+        document = torch.randint(tokens, (length,), generator=generator, dtype=torch.int32)
+        builder.add_document(document, [length])
+    builder.finalize(f"{prefix}.idx")

@@ -1,0 +1,120 @@
+"""Evaluations that can be compared: always on the same samples, and of each step once.
+
+Megatron reads on through the validation set from one evaluation to the next, in an order that
+depends on --train-iters (megatron/training/training.py:4481,4579), and evaluates the last step a
+second time after training (training.py:1480). Here every evaluation takes the first --eval-iters
+global batches, whatever came before it, the layout, or the length of the run.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.datasets.utils import Split
+from megatron.training import get_args, training
+
+
+class FixedBatches:
+    """An iterator over the batches of a data loader that can begin again.
+
+    Args:
+        loader: its order is fixed.
+    """
+
+    def __init__(self, loader: Any):
+        self._loader = loader
+        self._batches: Iterator[Any] = iter(())
+        self._begun = True
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> "FixedBatches":
+        self.restart()
+        return self
+
+    def __next__(self) -> Any:
+        self._begun = True
+        return next(self._batches)
+
+    def restart(self) -> None:
+        """The next batch is the first one."""
+        if self._begun:  # else workers would read it twice
+            self._batches, self._begun = iter(self._loader), False
+
+
+@contextlib.contextmanager
+def comparable_evaluations() -> Iterator[None]:
+    """Within it, Megatron's training loop evaluates so."""
+    names = (
+        "get_train_valid_test_num_samples",
+        "build_pretraining_data_loader",
+        "evaluate",
+        "evaluate_and_print_results",
+    )
+    original = {name: getattr(training, name) for name in names}
+    evaluations = inspect.signature(original["evaluate_and_print_results"])
+    fixed: list[FixedBatches] = []
+    evaluated: int | None = None
+
+    def get_train_valid_test_num_samples() -> tuple[int, int | None, int]:
+        train, valid, test = original["get_train_valid_test_num_samples"]()
+        # The number for the test set is that of one evaluation.
+        return train, None if valid is None else test, test
+
+    def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
+        args, build = get_args(), original["build_pretraining_data_loader"]
+        order = args.dataloader_type
+        if dataset is None or order == "external":
+            return build(dataset, consumed_samples)
+        evaluates = _split(dataset) in (Split.valid, Split.test)
+        if evaluates:
+            args.dataloader_type, consumed_samples = "single", 0  # not shuffled
+        try:
+            loader = build(dataset, consumed_samples)
+        finally:
+            args.dataloader_type = order
+        # It draws a seed for its workers whenever it begins. On a CPU that would be from the
+        # generator of dropout, whose state a resumed run has to find as it was.
+        loader.generator = torch.Generator()
+        if not evaluates:
+            return loader
+        fixed.append(FixedBatches(loader))
+        return fixed[-1]
+
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        for batches in fixed:
+            batches.restart()
+        return original["evaluate"](*args, **kwargs)
+
+    @functools.wraps(original["evaluate_and_print_results"])
+    def evaluate_and_print_results(prefix: str, *args: Any, **kwargs: Any) -> Any:
+        nonlocal evaluated
+        if not prefix.endswith("on test set"):
+            iteration = evaluations.bind(prefix, *args, **kwargs).arguments["iteration"]
+            if iteration == evaluated:
+                return None
+            evaluated = iteration
+        return original["evaluate_and_print_results"](prefix, *args, **kwargs)
+
+    replacements = (
+        get_train_valid_test_num_samples,
+        build_pretraining_data_loader,
+        evaluate,
+        evaluate_and_print_results,
+    )
+    for function in replacements:
+        setattr(training, function.__name__, function)
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(training, name, original[name])
+
+
+def _split(dataset: Any) -> Any:
+    """Which part of the data it is: a blend and a single data set name it differently."""
+    return getattr(dataset, "split", None) or getattr(dataset, "index_split", None)
