@@ -2,6 +2,7 @@
 
 import contextlib
 from collections import defaultdict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,8 +57,33 @@ def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
     torch.default_generator.set_state(new_state)
 
 
+def _get_rng_state_all() -> list[torch.Tensor]:
+    return [_get_rng_state()]
+
+
 def _manual_seed(seed: int) -> None:
     torch.default_generator.manual_seed(int(seed))
+
+
+def _seed() -> None:
+    torch.default_generator.seed()
+
+
+def _initial_seed() -> int:
+    return torch.default_generator.initial_seed()
+
+
+RANDOM: dict[str, Callable[..., Any]] = {
+    "get_rng_state": _get_rng_state,
+    "get_rng_state_all": _get_rng_state_all,
+    "set_rng_state": _set_rng_state,
+    "manual_seed": _manual_seed,
+    "manual_seed_all": _manual_seed,
+    "seed": _seed,
+    "seed_all": _seed,
+    "initial_seed": _initial_seed,
+}
+"""What torch.cuda.random does, by the generator of the CPU."""
 
 
 def install() -> None:
@@ -93,14 +119,11 @@ def install() -> None:
         replace(torch.cuda, name, answer, upstream=streams, reason="the CPU has one order of work")
 
     rng = "megatron/core/tensor_parallel/random.py:303,305; megatron/training/checkpointing.py:417"
-    for name, answer in {
-        "get_rng_state": _get_rng_state,
-        "set_rng_state": _set_rng_state,
-        "manual_seed": _manual_seed,
-    }.items():
-        replace(
-            torch.cuda, name, answer, upstream=rng, reason="dropout draws from the CPU generator"
-        )
+    for name, answer in RANDOM.items():
+        for owner in (torch.cuda, torch.cuda.random):
+            replace(
+                owner, name, answer, upstream=rng, reason="dropout draws from the CPU generator"
+            )
 
     # Where torch is built for CUDA it says yes by the build, not by the machine.
     replace(

@@ -10,11 +10,19 @@ from megasink.platform.adam import GroupStepAdam
 from megasink.platform.patching import replace, undo_by
 
 
-def _get_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+def _get_state(
+    device: Any = "cuda", clone: bool = False, graph_safe: bool = False
+) -> torch.Tensor | torch.Generator:
+    if graph_safe:  # upstream's is a generator that shares the state; whoever forks puts it back
+        return torch.default_generator.clone_state()
     return torch.default_generator.get_state()
 
 
-def _set_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+def _set_state(
+    new_state: torch.Tensor | torch.Generator, device: Any = -1, graph_safe: bool = False
+) -> None:
+    if isinstance(new_state, torch.Generator):
+        new_state = new_state.get_state()
     torch.default_generator.set_state(new_state)
 
 

@@ -13,12 +13,15 @@ from typing import Any
 SECONDS = 60
 
 
-def registered() -> list[str]:
-    """The targets of all replacements."""
+def registered() -> tuple[set[str], set[str]]:
+    """The targets of all replacements; and those of them that factories.py calls."""
     _prepare()
     from megasink import platform
+    from tests.platform import factories
 
-    return [patch.target for patch in platform.patches()]
+    patches = platform.patches()
+    called = {p.target for p in patches if factories.call_of(p) is not None}
+    return {patch.target for patch in patches}, called
 
 
 def probe(jobs: list[tuple[str | None, str]]) -> dict[tuple[str | None, str], tuple[bool, Any]]:

@@ -210,3 +210,15 @@ def expert_exchange() -> Any:
     received = all_to_all(torch.distributed.group.WORLD, torch.ones(4, 2), splits, splits)
     torch.distributed.destroy_process_group()
     return tuple(received.shape), str(received.device)
+
+
+def sampling_generator() -> Any:
+    """Where dynamic inference draws its tokens (text_generation_controller.py:251)."""
+    generator = torch.Generator(device=torch.cuda.current_device()).manual_seed(3)
+    return torch.rand(2, generator=generator, device=torch.cuda.current_device()).tolist()
+
+
+def default_device() -> Any:
+    """A module that is built on the device of the process."""
+    with torch.device(torch.cuda.current_device()):
+        return str(torch.nn.Linear(2, 2).weight.device)

@@ -136,3 +136,62 @@ def fork_warnings() -> tuple[int, int]:
         logger.setLevel(level)
         logger.removeHandler(handler)
     return counts[0], counts[1]
+
+
+def generators() -> dict[str, Any]:
+    """Generators asked for on CUDA, and what is made where CUDA is the default device."""
+    import copy
+    import pickle
+
+    import torch
+
+    from megasink import platform
+
+    platform.activate()
+    first, second = torch.Generator(device="cuda"), torch.Generator("cuda:0")
+    made = [first, second]
+    with torch.device("cuda"):
+        made.append(torch.randn(2))
+    torch.set_default_device("cuda")
+    try:
+        made.append(torch.ones(2))
+    finally:
+        torch.set_default_device(None)
+    draws = [torch.randn(3, generator=g.manual_seed(3), device="cuda") for g in (first, second)]
+    others = [torch.default_generator, copy.copy(first), pickle.loads(pickle.dumps(first))]
+    return {
+        "devices": [thing.device.type for thing in made],
+        "kept": all(isinstance(g, torch.Generator) for g in (first, second, *others)),
+        "drawn": [draw.tolist() for draw in draws],
+    }
+
+
+def tracked_draws() -> list[list[float]]:
+    """What Megatron's tracker draws, without and with states that CUDA graphs may hold."""
+    import torch
+    from megatron.core.tensor_parallel import random
+
+    found = []
+    for graph_safe in (False, True):
+        tracker = random.CudaRNGStatesTracker(use_cudagraphable_rng=graph_safe)
+        torch.cuda.manual_seed(1)
+        tracker.add("a", 5)
+        tracker.add("b", 6)
+        drawn = [torch.rand(1)]
+        with tracker.fork("a"):
+            drawn.append(torch.rand(1, device="cuda"))
+            with tracker.fork("b"):
+                drawn.append(torch.rand(1))
+            drawn.append(torch.rand(1))
+        drawn.append(torch.rand(1))
+        with tracker.fork("a"):
+            drawn.append(torch.rand(1))
+        # As a checkpoint keeps them, and back.
+        kept = {n: random.convert_cuda_rng_state(s) for n, s in tracker.get_states().items()}
+        assert all(isinstance(state, torch.Tensor) for state in kept.values())
+        states = {n: random.convert_cuda_rng_state(s, graph_safe) for n, s in kept.items()}
+        tracker.set_states(states)
+        with tracker.fork("b"):
+            drawn.append(torch.rand(1))
+        found.append([float(value) for value in drawn])
+    return found

@@ -26,6 +26,8 @@ NEEDED_BY = {
     "torch.cuda.manual_seed": "train",
     "torch.accelerator.is_available": "torch_adamw",
     "torch.utils.data.DataLoader": "data_loader",
+    "torch.Generator": "sampling_generator",
+    "DeviceContext.__init__": "default_device",
     "torch.arange": "rotary_embedding",
     "torch.empty": "global_buffer",
     "torch.empty_like": "exchanged_tensor",
@@ -65,7 +67,10 @@ def answers():
 
 
 def test_every_replacement_is_in_the_table(pool):
-    assert sorted(pool.run(f"{TASKS}:registered")[0]) == sorted(NEEDED_BY)
+    """Or is a function of torch that takes a device, or a generator's: test_platform.py."""
+    registered, by_themselves = pool.run(f"{TASKS}:registered")[0]
+    assert registered >= set(NEEDED_BY)
+    assert registered - set(NEEDED_BY) <= by_themselves
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

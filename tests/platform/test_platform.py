@@ -60,3 +60,31 @@ def test_no_warning_for_every_forked_generator(pool):
     """Megatron warns when the CPU generator moves in fork(), which here it does by design."""
     with_filter, without = pool.run(f"{TASKS}:fork_warnings", Layout(tp=2, sp=True))[0]
     assert with_filter == 0 < without
+
+
+# A mechanism of its own each, or none that makes a tensor; see devices.py.
+OTHERWISE = {"torch.Generator", "Tensor.to", "Tensor.is_pinned", "Tensor.pin_memory"}
+
+
+def test_whatever_takes_a_device_is_redirected(fresh):
+    (found,) = fresh.run("tests.platform.factories:with_and_without")
+    (every,) = fresh.run("tests.platform.factories:takes_a_device")
+    assert set(every) - set(found) == OTHERWISE
+    assert len(found) > 60
+    answers = {"cpu", "read: True", "seeded: True"}
+    for target, (there, without) in found.items():
+        assert there in answers, f"{target}: {there}"
+        assert without not in answers, f"{target} is not needed"
+
+
+def test_generators_and_contexts_of_cuda(pool):
+    found = pool.run(f"{TASKS}:generators")[0]
+    assert found["devices"] == ["cpu"] * 4
+    assert found["kept"]
+    assert found["drawn"][0] == found["drawn"][1]
+
+
+def test_graph_safe_states_draw_what_the_others_draw(pool):
+    plain, graph_safe = pool.run(f"{TASKS}:tracked_draws")[0]
+    assert plain == graph_safe
+    assert len(set(plain)) == len(plain)
