@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megasink.checkpoint.vocabulary import counted_rows, with_tokens
 from tests.distributed.layout import SINGLE
 from tests.distributed.test_resume import free_port
 from tests.probe.tiny_models import save_with_tokenizer
@@ -104,3 +105,21 @@ def test_analyze_has_it_of_runs_and_of_folders(pool, seen, folder, tmp_path):
             assert found[ours][key] == pytest.approx(found[theirs][key], rel=1e-5), (ours, key)
         assert found[ours]["model"]["parameters"] == found[theirs]["model"]["parameters"]
     assert found["run"]["nats_per_token"] != pytest.approx(found["tuned"]["nats_per_token"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "counted"),
+    [
+        ({"vocab_size": 400}, 400),
+        ({"vocab_size": 400, "sink_token_id": 400}, 401),
+        ({"vocab_size": 433, "sink_token_id": 400}, 433),  # imported, with rows to spare
+        ({"vocab_size": 400, "tokenizer_type": "NullTokenizer"}, 401),
+        ({"vocab_size": 400, "tokenizer_type": "TikTokenizer"}, 512),
+        ({"vocab_size": None}, 512),  # of a run that is older: its tokenizer says it
+        (with_tokens({"vocab_size": None, "tokenizer_type": "HuggingFaceTokenizer"}, 400), 400),
+        ({"vocab_size": 600}, 512),
+    ],
+)
+def test_rows_that_count(arguments, counted):
+    run = {"padded_vocab_size": 512, "tokenizer_type": "HuggingFaceTokenizer"}
+    assert counted_rows(run | arguments) == counted

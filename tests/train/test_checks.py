@@ -139,6 +139,7 @@ UNSUPPORTED = """
 --overlap-moe-expert-parallel-comm --moe-use-upcycling --moe-latent-size=8
 --moe-single-grouped-weight --moe-single-grouped-bias --logits-save-dir=x --logits-load-dir=x
 --perform-rl-step --freeze-all-layers --multi-latent-attention --mtp-num-layers=1
+--full-validation --multiple-validation-sets
 --hybrid-layer-pattern=M --experimental-attention-variant=dsa --qk-clip
 --apply-query-key-layer-scaling --log-max-attention-logit
 """.split()

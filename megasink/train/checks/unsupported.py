@@ -72,6 +72,19 @@ _UNSUPPORTED: tuple[tuple[str, Any, str, str], ...] = (
     ("moe_single_grouped_bias", False, "--moe-single-grouped-bias", _GROUPED),
     ("logits_save_dir", None, "--logits-save-dir", "the forward step of megasink has no logits"),
     ("logits_load_dir", None, "--logits-load-dir", "the forward step does not distil"),
+    # megatron/training/training.py:4365,4382: the test part, or a single validation part, ends it.
+    (
+        "full_validation",
+        False,
+        "--full-validation",
+        "Megatron's ends in an error; use --eval-iters",
+    ),
+    (
+        "multiple_validation_sets",
+        False,
+        "--multiple-validation-sets",
+        "Megatron has it with --full-validation alone",
+    ),
     ("perform_rl_step", False, "--perform-rl-step", "pre-training only"),
     ("freeze_all_layers", False, "--freeze-all-layers", "not supported"),
     ("init_model_with_meta_device", False, "--init-model-with-meta-device", "not supported"),
