@@ -212,6 +212,16 @@ def expert_exchange() -> Any:
     return tuple(received.shape), str(received.device)
 
 
+def graph_safe_states() -> Any:
+    """A tracker whose states CUDA graphs may hold (random.py:297)."""
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    tracker = CudaRNGStatesTracker(use_cudagraphable_rng=True)
+    tracker.add("states", 5)
+    with tracker.fork("states"):
+        return torch.rand(2).tolist()
+
+
 def sampling_generator() -> Any:
     """Where dynamic inference draws its tokens (text_generation_controller.py:251)."""
     generator = torch.Generator(device=torch.cuda.current_device()).manual_seed(3)

@@ -39,7 +39,7 @@ NEEDED_BY = {
     "Tensor.cuda": "checkpoint",
     "Tensor.new_empty": "expert_exchange",
     "Tensor.type": "train_bf16_distributed",
-    "megatron.core.tensor_parallel.random._get_cuda_rng_state": "train_recompute",
+    "megatron.core.tensor_parallel.random._get_cuda_rng_state": "graph_safe_states",
     "megatron.core.tensor_parallel.random._set_cuda_rng_state": "train_recompute",
     "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": "expert_exchange",
     "megatron.core.optimizer.Adam": "train_adam",
