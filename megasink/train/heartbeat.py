@@ -174,8 +174,9 @@ def farewell() -> None:
 
 def first_to_speak() -> bool:
     """Whether this rank is the one to say why the run ends: what others meet follows from it."""
-    if _heart is None:
-        return True
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    if _heart is None:  # nothing has begun: all ranks meet the same
+        return alone or os.environ["RANK"] == "0"
     try:
         return _heart.first("said")
     except RuntimeError:

@@ -147,11 +147,14 @@ def _failure(running: Ranks, logs: Path, run_dir: Path, code: int) -> UserError:
         return UserError(f"torchrun was killed by {name_of(-code)}; {left(run_dir)}")
     if killed := _killed(logs):
         return UserError(f"{killed}; {left(run_dir)}")
+    if failed := _error_of_a_rank(logs):
+        # What torchrun told the others then is no reason.
+        return UserError(failed)
     for log in sorted(logs.rglob("stderr.log")):
         for number in SIGNALS:
             if f"megasink: stopped by {name_of(number)}" in log.read_text(errors="replace"):
                 return Stopped(number, f" (told to a rank); {left(run_dir)}")
-    return UserError(_what_failed(logs, code, run_dir))
+    return UserError(_what_failed(logs, code))
 
 
 def _killed(logs: Path) -> str | None:
@@ -238,7 +241,7 @@ def _said(logs: Path) -> str | None:
     return None
 
 
-def _what_failed(logs: Path, code: int, run_dir: Path | None = None) -> str:
+def _error_of_a_rank(logs: Path) -> str | None:
     """The rank's own message, or the last line of its traceback."""
     if said := _said(logs):
         return said
@@ -250,7 +253,14 @@ def _what_failed(logs: Path, code: int, run_dir: Path | None = None) -> str:
         )
         if found:
             return f"rank {path.parent.name} failed: {found[-1]} (log: {path})"
-    if run_dir is not None and shutil.disk_usage(logs).free < _SMALL:
+    return None
+
+
+def _what_failed(logs: Path, code: int) -> str:
+    """As far as the logs tell."""
+    if failed := _error_of_a_rank(logs):
+        return failed
+    if shutil.disk_usage(logs).free < _SMALL:
         # The ranks had no room for their last words either.
-        return f"the disk under {logs} is full; {left(run_dir)}"
+        return f"the disk under {logs} is full: make room and use --resume"
     return f"the ranks ended with exit code {code}; logs in {logs}"

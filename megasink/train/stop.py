@@ -81,7 +81,7 @@ def training_begins(exit_signal: int) -> None:
 
 def training_ended() -> None:
     """From here on everything is saved."""
-    Told.saves = False
+    Told.saves, Told.phase = False, "ending"
     if Told.signal:
         leave(Told.signal)
 

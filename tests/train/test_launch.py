@@ -161,5 +161,13 @@ def test_why_ranks_ended_is_one_line(told, stderr, code, expected, exit_code, tm
     assert getattr(failure, "exit_code", None) == exit_code
 
 
+def test_an_error_counts_more_than_what_torchrun_told_the_others_then(tmp_path):
+    (tmp_path / "torchrun.log").write_text("")
+    log(tmp_path, 0, "megasink: stopped by SIGTERM while building the data sets\n")
+    log(tmp_path, 1, "Traceback\nValueError: 3 is odd\n")
+    failure = launch._failure(Ended(), tmp_path, tmp_path, 1)
+    assert str(failure).startswith("rank 1 failed: ValueError: 3 is odd")
+
+
 def test_else_where_the_logs_are(tmp_path):
     assert str(tmp_path) in launch._what_failed(tmp_path, -9)
