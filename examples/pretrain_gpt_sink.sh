@@ -36,7 +36,7 @@ if [[ $nnodes -gt 1 ]]; then
 else
   launch+=(--rdzv-backend c10d --rdzv-endpoint localhost:0 --local-addr 127.0.0.1)
 fi
-# After SIGTERM a checkpoint is written; torchrun kills what is still there 30 s later otherwise.
+# After SIGTERM or Ctrl-C a checkpoint is written; torchrun kills what is still there 30 s later otherwise.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 exec "${launch[@]}" "$0" "$@"
 : <<'"the end of the Python part"'

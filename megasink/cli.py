@@ -1,11 +1,12 @@
 """``megasink``: one entry for everything that is done from a shell."""
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 
 import megasink
-from megasink.errors import UserError
+from megasink.errors import Stopped, UserError
 
 
 def _data(argv: Sequence[str]) -> int:
@@ -15,9 +16,12 @@ def _data(argv: Sequence[str]) -> int:
 
 
 def _train(argv: Sequence[str]) -> int:
-    from megasink.train.launch import main
+    from megasink.train.stop import ending_at_once
 
-    return main(argv)
+    with ending_at_once("starting"):
+        from megasink.train.launch import main
+
+        return main(argv)
 
 
 def _demo(argv: Sequence[str]) -> int:
@@ -119,6 +123,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return COMMANDS[args.command][0](args.arguments)
+    except Stopped as stop:
+        with contextlib.suppress(OSError):  # the terminal was closed
+            print(f"megasink: {stop}", file=sys.stderr, flush=True)
+        return stop.exit_code
     except UserError as error:
         print(f"megasink: error: {error}", file=sys.stderr)
         return 2

@@ -123,22 +123,29 @@ def _check_dataset_helpers() -> None:
         ) from error
 
 
-def mend_signal_handler() -> None:
-    """Ask all ranks at once whether one of them was told to end. Imports megatron.training.
+def mend_signal_handler(told: Callable[[], int], tell: Callable[[int], None]) -> None:
+    """Ask all ranks at once which signal told one of them to end. Imports megatron.training.
 
     megatron/training/dist_signal_handler.py:24 gathers a tensor from each rank after every step
     and reads them one by one, waiting for the device each time: with thousands of ranks that takes
-    longer than the statistics of the heads. One all-reduce of one number says the same.
+    longer than the statistics of the heads. One all-reduce of one number says the same, and which
+    signal it was: upstream's handler knows one signal, that of --exit-signal.
+
+    Args:
+        told: the signal that this rank got; 0: none.
+        tell: called with the signal that any rank got.
     """
     import torch
     from megatron.training.dist_signal_handler import DistributedSignalHandler
 
     def signals_received(self: Any) -> list[int]:
-        told = torch.tensor(
-            [int(self._signal_received)], dtype=torch.int32, device=torch.cuda.current_device()
-        )
-        torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX)
-        return [int(told.item())]
+        own = max(told(), int(self.sig) if self._signal_received else 0)
+        found = torch.tensor([own], dtype=torch.int32, device=torch.cuda.current_device())
+        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
+        number = int(found.item())
+        if number:
+            tell(number)
+        return [number]
 
     DistributedSignalHandler.signals_received = signals_received
 

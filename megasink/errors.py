@@ -1,5 +1,6 @@
 """The errors a user can cause. The command line prints them as one line and exits with 2."""
 
+import signal
 from collections.abc import Iterable
 
 
@@ -23,3 +24,21 @@ class ConfigError(UserError):
             lines = "\n".join(f"  {i}. {p}" for i, p in enumerate(self.problems, 1))
             text = f"{count} problems in the configuration:\n{lines}"
         super().__init__(text)
+
+
+class Stopped(UserError):
+    """A signal ended the work; the message says what is left of it.
+
+    Args:
+        number: of the signal.
+        text: what follows "stopped by SIGTERM", with its own separator.
+    """
+
+    def __init__(self, number: int, text: str):
+        super().__init__(f"stopped by {signal.Signals(number).name}{text}")
+        self.exit_code = self.code_of(number)
+
+    @staticmethod
+    def code_of(number: int) -> int:
+        """The exit code of what a signal ended, as shells count: 130 after Ctrl-C."""
+        return 128 + number

@@ -13,9 +13,7 @@ import multiprocessing.connection
 import os
 import queue
 import signal
-import sys
 import threading
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +21,8 @@ from multiprocessing.managers import SyncManager
 from typing import Any
 
 from megasink import platform
+from megasink.train.guard import end, guard
+from megasink.train.stop import SIGNALS
 
 _SECONDS = 1.0  # how often a rank looks for its writer
 
@@ -35,8 +35,9 @@ def live_with_rank() -> None:
     """
     rank = multiprocessing.parent_process()
     assert rank is not None
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def wait() -> None:
         rank.join()
@@ -91,7 +92,7 @@ def checkpoint_helpers(args: Namespace) -> Iterator[None]:
         finally:
             filesystem_async._results_queue = None
         return
-    with _started_manager() as manager, _started_writer(args):
+    with _started_manager(args) as manager, _started_writer(args):
         filesystem_async._results_queue = manager.Queue()
         try:
             yield
@@ -100,61 +101,101 @@ def checkpoint_helpers(args: Namespace) -> Iterator[None]:
 
 
 @contextmanager
-def _started_manager() -> Iterator[SyncManager]:
+def _without_signals() -> Iterator[None]:
+    """A process that is started now hears of no signal before `live_with_rank` ignores them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _started_manager(args: Namespace) -> Iterator[SyncManager]:
     # Forked, as upstream's: it needs nothing but what is there.
     manager = SyncManager(ctx=multiprocessing.get_context("fork"))
-    manager.start(live_with_rank)
+    with _without_signals():
+        manager.start(live_with_rank)
+    process = manager._process  # type: ignore[attr-defined]
     try:
-        yield manager
+        with _watched(lambda: process, f"the helper of rank {args.rank}'s checkpoint writer", args):
+            yield manager
     finally:
         manager.shutdown()
 
 
 @contextmanager
 def _started_writer(args: Namespace) -> Iterator[None]:
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    upstream = PersistentAsyncCaller.async_loop, PersistentAsyncCaller.schedule_async_call
+
+    def schedule(self: Any, *call: Any) -> None:
+        # The rank waits until the writer has copied its tensors. A writer that has ended after
+        # the last step is started once more for the checkpoint after it.
+        with guard.bounded("handing a checkpoint to its writer"), _without_signals():
+            upstream[1](self, *call)
+
+    PersistentAsyncCaller.async_loop = staticmethod(write)
+    PersistentAsyncCaller.schedule_async_call = schedule
+    try:
+        # initialize.py:74 finds it and starts none: a server that forks writers on demand
+        # (upstream's "forkserver") would die of a SIGTERM, and the writer's exit code with it.
+        with _without_signals():
+            PersistentAsyncCaller._get_process(
+                args.rank, "spawn", args.async_ckpt_cpu_priority, args.async_ckpt_io_priority
+            )
+        name = f"the checkpoint writer of rank {args.rank}"
+        with _watched(lambda: PersistentAsyncCaller._persistent_process, name, args):
+            yield
+    finally:
+        PersistentAsyncCaller.async_loop, PersistentAsyncCaller.schedule_async_call = upstream
+        if writer := PersistentAsyncCaller._persistent_process:  # training ended in an error
+            _abort(writer)
+
+
+def _abort(writer: Any) -> None:
     from megatron.core.dist_checkpointing.strategies.async_utils import (
         AsyncCallsQueue,
         PersistentAsyncCaller,
     )
 
-    loop = PersistentAsyncCaller.async_loop
-    PersistentAsyncCaller.async_loop = staticmethod(write)
-    try:
-        # initialize.py:74 finds it and starts none: a server that forks writers on demand
-        # (upstream's "forkserver") would die of a SIGTERM, and the writer's exit code with it.
-        writer = PersistentAsyncCaller._get_process(
-            args.rank, "spawn", args.async_ckpt_cpu_priority, args.async_ckpt_io_priority
-        )
-    finally:
-        PersistentAsyncCaller.async_loop = loop
+    caller = AsyncCallsQueue._persistent_caller or PersistentAsyncCaller()
+    queues = (caller._persistent_queue, caller._persistent_preload_q)
+    caller.process = writer
+    caller.close(abort=True)
+    AsyncCallsQueue._persistent_caller = None
+    for queue_to_writer in queues:
+        # Python would wait at its end until somebody has read what is in the queue.
+        queue_to_writer.cancel_join_thread()
+
+
+@contextmanager
+def _watched(helper: Callable[[], Any], name: str, args: Namespace) -> Iterator[None]:
+    """End this rank when its helper has died or is stopped: upstream would wait for ever.
+
+    Args:
+        helper: the process that is there now, or None once it was asked to end.
+    """
     ended = threading.Event()
-    threading.Thread(target=_end_with, args=(writer, ended, args), daemon=True).start()
-    try:
-        yield
-    finally:
-        ended.set()
-        if PersistentAsyncCaller._persistent_process is writer:  # training ended in an error
-            caller = AsyncCallsQueue._persistent_caller or PersistentAsyncCaller()
-            caller.process = writer
-            caller.close(abort=True)
-            AsyncCallsQueue._persistent_caller = None
 
+    def watch() -> None:
+        while not ended.is_set():
+            process = helper()
+            if process is None:
+                ended.wait(_SECONDS)
+            elif multiprocessing.connection.wait([process.sentinel], _SECONDS):
+                ended.wait(_SECONDS)  # one that was asked to end is forgotten at once
+                if helper() is process and not ended.is_set():
+                    end(
+                        f"{name} (process {process.pid}) ended, and with it the checkpoint that "
+                        "it was writing: was it killed for lack of memory? Those before it in "
+                        f"{args.save} are whole"
+                    )
 
-def _end_with(writer: Any, ended: threading.Event, args: Namespace) -> None:
-    """End this rank when its writer has died: upstream would wait for it for ever."""
-    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
-
-    while not ended.is_set():
-        if not multiprocessing.connection.wait([writer.sentinel], _SECONDS):
-            continue
-        time.sleep(_SECONDS)  # a writer that was asked to end is forgotten at once
-        if ended.is_set() or PersistentAsyncCaller._persistent_process is not writer:
-            return
-        print(
-            f"megasink: error: the checkpoint writer of rank {args.rank} (process {writer.pid}) "
-            "ended, and with it the checkpoint that it was writing: was it killed for lack of "
-            f"memory? Those before it in {args.save} are whole: use --resume",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(2)
+    with guard.helping(lambda: getattr(helper(), "pid", None), name):
+        threading.Thread(target=watch, daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()

@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -11,21 +10,21 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from megasink.errors import UserError
-from megasink.train.run_dir import folder_problem, newest_checkpoint
+from megasink.errors import Stopped, UserError
+from megasink.train.ranks import Ranks
+from megasink.train.run_dir import folder_problem
+from megasink.train.stop import SIGNALS, left, name_of
 from megasink.train.tail import NewLines
 
 _ERROR = "megasink: error: "
-# What ranks that are told to end have for the step that they are in and a checkpoint.
-_SAVE_SECONDS = "600"
+_SMALL = 1 << 16  # bytes: a disk with no more is full
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,41 +74,31 @@ def launch(flags: Sequence[str], run_dir: Path, ranks: int) -> int:
         0.
 
     Raises:
+        Stopped: a signal ended it.
         UserError: a rank failed; the message is the rank's own, and where its log is.
     """
     logs = run_dir / "logs" / time.strftime("%Y%m%d-%H%M%S")
     console = Console()
     console.print(f"run {run_dir}: {ranks} ranks, logs in {logs}", highlight=False, soft_wrap=True)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr=127.0.0.1",
-    ]
-    command += [f"--nproc-per-node={ranks}", f"--log-dir={logs}", "--redirects=3"]
-    command += ["-m", "megasink.train", "--run-dir", str(run_dir), *flags]
+    arguments = ["--standalone", "--local-addr=127.0.0.1"]
+    arguments += [f"--nproc-per-node={ranks}", f"--log-dir={logs}", "--redirects=3"]
+    arguments += ["-m", "megasink.train", "--run-dir", str(run_dir), *flags]
     new_lines = NewLines(run_dir / "metrics.jsonl")
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--run-dir {run_dir} cannot be written: {error.strerror}") from error
-    with (logs / "torchrun.log").open("w") as own:
-        environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _SAVE_SECONDS} | os.environ
-        starting = subprocess.Popen(command, stdout=own, stderr=own, env=environment)
-        with _terminated_with_us(starting, run_dir) as process:
-            _follow(process, new_lines, _train_iters(flags), console)
-    if process.returncode:
-        message = _what_failed(logs, process.returncode)
-        if killed := _killed(logs):
-            message = f"{killed}; {_left(run_dir)}"
+    with Ranks(arguments, logs, console) as running:
+        code = _follow(running, new_lines, _train_iters(flags), console)
+    if code:
+        failure = _failure(running, logs, run_dir, code)
         if not (run_dir / "config.json").is_file():
             # Refused before it began: the folder is as it was.
             shutil.rmtree(logs)
             for folder in (logs.parent, run_dir):
                 if folder.is_dir() and not any(folder.iterdir()):
                     folder.rmdir()
-        raise UserError(message)
+        raise failure
     return 0
 
 
@@ -147,38 +136,25 @@ def _train_iters(flags: Sequence[str]) -> int | None:
     return _value(flags, "--train-iters", 0) or None
 
 
-@contextmanager
-def _terminated_with_us(process: "subprocess.Popen[bytes]", run_dir: Path) -> Iterator[Any]:
-    """torchrun ends its ranks when it is told to: hand on what ends us, and say what is left."""
-    told = []
-
-    def hand_on(number: int, frame: Any) -> None:
-        told.append(number)
-        process.send_signal(signal.SIGTERM)
-
-    before = signal.signal(signal.SIGTERM, hand_on)
-    try:
-        yield process
-    except KeyboardInterrupt:
-        told.append(signal.SIGINT)
-        process.terminate()
-        process.wait()
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    if told and process.returncode:
-        raise UserError(f"stopped by {signal.Signals(told[0]).name}; {_left(run_dir)}")
-
-
-def _left(run_dir: Path) -> str:
-    """What of a run is left, and how to go on."""
-    newest = newest_checkpoint(run_dir / "checkpoints")
-    if newest is None:
-        return "no checkpoint was saved yet (--save-interval)"
-    return f"go on from step {newest} with: megasink train --run-dir {run_dir} --resume"
+def _failure(running: Ranks, logs: Path, run_dir: Path, code: int) -> UserError:
+    """What ended the ranks: what we were told, a signal to one of them, or their own error."""
+    if running.told:
+        # What a rank said of it counts: it may have failed to save.
+        told, said = running.told[0], _said(logs)
+        twice = " twice" if running.pressed_again else ""
+        return Stopped(told, f"{twice}; {said or left(run_dir)}")
+    if code < 0:
+        return UserError(f"torchrun was killed by {name_of(-code)}; {left(run_dir)}")
+    if killed := _killed(logs):
+        return UserError(f"{killed}; {left(run_dir)}")
+    if failed := _error_of_a_rank(logs):
+        # What torchrun told the others then is no reason.
+        return UserError(failed)
+    for log in sorted(logs.rglob("stderr.log")):
+        for number in SIGNALS:
+            if f"megasink: stopped by {name_of(number)}" in log.read_text(errors="replace"):
+                return Stopped(number, f" (told to a rank); {left(run_dir)}")
+    return UserError(_what_failed(logs, code))
 
 
 def _killed(logs: Path) -> str | None:
@@ -195,13 +171,8 @@ def _killed(logs: Path) -> str | None:
     return None
 
 
-def _follow(
-    process: "subprocess.Popen[bytes]",
-    new_lines: NewLines,
-    total: int | None,
-    console: Console,
-) -> None:
-    """Show new lines of metrics.jsonl until the process ends."""
+def _follow(running: Ranks, new_lines: NewLines, total: int | None, console: Console) -> int:
+    """Show new lines of metrics.jsonl until the ranks have ended: torchrun's exit code."""
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -214,28 +185,32 @@ def _follow(
         disable=not console.is_terminal,
     ) as progress:
         task = progress.add_task("starting", total=total, state="")
-        last_line, left = time.monotonic(), ""
+        last_line, time_left = time.monotonic(), ""
         recent: deque[float] = deque(maxlen=10)  # seconds of a step
         while True:
-            ended = process.poll() is not None
+            code = running.poll()
             for line in new_lines():
                 state = _state(line)
                 if "seconds" in line and total:
                     recent.append(line["seconds"])
-                    left = _time_left(recent, total - line["iteration"])
+                    time_left = _time_left(recent, total - line["iteration"])
                 progress.update(
                     task, description="training", completed=line["iteration"], state=state
                 )
                 # Without a terminal: a line every ten seconds, and every evaluation.
                 due = time.monotonic() - last_line > 10 or "valid_lm_loss" in line
                 if due or line["iteration"] == total:
-                    if not console.is_terminal:
-                        print(f"step {line['iteration']}/{total or '?'}  {state}{left}", flush=True)
-                    elif "valid_lm_loss" in line:
-                        progress.console.print(f"step {line['iteration']}  {state}")
+                    try:
+                        if not console.is_terminal:
+                            text = f"step {line['iteration']}/{total or '?'}  {state}{time_left}"
+                            print(text, flush=True)
+                        elif "valid_lm_loss" in line:
+                            progress.console.print(f"step {line['iteration']}  {state}")
+                    except OSError:
+                        running.closed_terminal()
                     last_line = time.monotonic()
-            if ended:
-                return
+            if code is not None:
+                return code
             time.sleep(0.2)
 
 
@@ -257,17 +232,35 @@ def _state(line: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def _what_failed(logs: Path, code: int) -> str:
-    """The rank's own message, or the last line of its traceback."""
-    errors = sorted(logs.rglob("stderr.log"))
-    texts = {path: path.read_text(errors="replace") for path in errors}
-    for text in texts.values():
+def _said(logs: Path) -> str | None:
+    """The error that a rank met, in its own words."""
+    for path in sorted(logs.rglob("stderr.log")):
+        text = path.read_text(errors="replace")
         if _ERROR in text:
             return text.rpartition(_ERROR)[2].strip()
-    for path, text in texts.items():
+    return None
+
+
+def _error_of_a_rank(logs: Path) -> str | None:
+    """The rank's own message, or the last line of its traceback."""
+    if said := _said(logs):
+        return said
+    for path in sorted(logs.rglob("stderr.log")):
         found = re.findall(
-            r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception|Interrupt)\b.*)$", text, re.M
+            r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception|Interrupt)\b.*)$",
+            path.read_text(errors="replace"),
+            re.M,
         )
         if found:
             return f"rank {path.parent.name} failed: {found[-1]} (log: {path})"
+    return None
+
+
+def _what_failed(logs: Path, code: int) -> str:
+    """As far as the logs tell."""
+    if failed := _error_of_a_rank(logs):
+        return failed
+    if shutil.disk_usage(logs).free < _SMALL:
+        # The ranks had no room for their last words either.
+        return f"the disk under {logs} is full: make room and use --resume"
     return f"the ranks ended with exit code {code}; logs in {logs}"

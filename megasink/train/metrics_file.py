@@ -35,10 +35,22 @@ class MetricsFile:
         return kept
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a record, for others to read at once."""
-        if self._file is not None:
+        """Append a record, for others to read at once.
+
+        Raises:
+            OSError: it is not written; with the name of the file, which the system does not give.
+        """
+        if self._file is None:
+            return
+        try:
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
+        except OSError as error:
+            # Closing would try once more to write what it holds back.
+            with suppress(OSError):
+                self._file.close()
+            self._file = None
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
         """Nothing is written afterwards."""

@@ -1,19 +1,27 @@
 """What every rank runs: arguments, model configuration, Megatron's ``pretrain``."""
 
+import atexit
 import contextlib
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
+import traceback
 import warnings
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from megasink import platform
-from megasink.errors import UserError
+from megasink.errors import Stopped, UserError
 from megasink.process import prepare_process
+from megasink.train import heartbeat, stop
+from megasink.train.endings import explained, speaks
+from megasink.train.guard import guard
+from megasink.train.stop import Told
+
+# A rank that ends has nothing to do that takes longer.
+_END_SECONDS = 60.0
 
 
 def pretrain(argv: Sequence[str]) -> None:
@@ -26,26 +34,32 @@ def pretrain(argv: Sequence[str]) -> None:
         UserError: the configuration, the data or the checkpoint is wrong.
     """
     prepare_process(argv)
+    if guard.is_looking:
+        heartbeat.start()
     import torch
     from megatron.training.global_vars import set_global_variables
-    from torch.distributed.checkpoint import CheckpointException
 
     from megasink.train import arguments, run_dir
 
     args, identity = arguments.parse(argv)
+    guard.timeout = 60.0 * args.distributed_timeout_minutes
     if args.rank == 0:
         print(platform.describe(), flush=True)
         run_dir.write_start(args, identity)
     set_global_variables(args)
     try:
         _run(args)
-    except (SystemExit, AssertionError, CheckpointException) as stop:
-        raise _explained(stop, args) from stop
+    except BaseException as error:
+        found = explained(error, args)
+        if found is error:
+            raise
+        raise found from error
     finally:
-        _end_loader_workers()
-        # Without it gloo aborts a process now and then while it exits.
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        with guard.bounded("the end of the process", _END_SECONDS):
+            _end_loader_workers()
+            # Without it gloo aborts a process now and then while it exits.
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
 
 
 def _end_loader_workers() -> None:
@@ -61,45 +75,6 @@ def _end_loader_workers() -> None:
         child.kill()
         child.join()
     signal.signal(signal.SIGCHLD, before)
-
-
-def _explained(stop: BaseException, args: Namespace) -> BaseException:
-    """What the user can mend, for the ways in which Megatron ends a run by itself."""
-    # torch's exception for a checkpoint; while one is loaded no step has run.
-    if type(stop).__name__ == "CheckpointException" and args.save and args.curr_iteration:
-        return _not_saved(stop, args)
-    if "OptimizerParamScheduler" in str(stop):
-        return UserError(
-            f"the checkpoint was trained with another schedule ({stop}): add "
-            "--override-opt-param-scheduler for the new one, "
-            "--use-checkpoint-opt-param-scheduler for the old one"
-        )
-    if isinstance(stop, AssertionError) and "value from checkpoint" in str(stop):
-        return UserError(f"--load {args.load} is a checkpoint of another model: {stop}")
-    # core/rerun_state_machine.py:37,40: a result was NaN or Inf.
-    if not isinstance(stop, SystemExit) or stop.code not in (16, 17):
-        return stop
-    saved = f"; the weights before it are saved in {args.save}" if args.save else ""
-    return UserError(
-        f"step {args.curr_iteration + 1}: NaN or Inf in the loss or in a gradient, and again when "
-        f"the step was run a second time{saved}. Lower --lr, or look at the data of that step"
-    )
-
-
-def _not_saved(stop: BaseException, args: Namespace) -> UserError:
-    """A checkpoint that could not be written: the disk is full, a quota is reached."""
-    from megasink.checkpoint.intact import newest_intact
-
-    reason = [line for line in str(stop).splitlines() if line.strip()][-1]
-    free = shutil.disk_usage(args.save).free / 1e9
-    left = "there is no whole checkpoint yet"
-    with contextlib.suppress(UserError):
-        iteration = newest_intact(Path(args.save))[0]
-        left = f"the checkpoint of step {iteration} is whole: make room and use --resume"
-    return UserError(
-        f"a checkpoint could not be written to {args.save} ({free:.1f} GB free there): {reason}; "
-        f"{left}"
-    )
 
 
 def _run(args: Namespace) -> None:
@@ -121,6 +96,7 @@ def _run(args: Namespace) -> None:
     from megasink.train.live_analysis import LiveAnalysis
     from megasink.train.observer import Observer, observing
     from megasink.train.optimizer import grouping_sink_parameters
+    from megasink.train.phases import following_phases
 
     if args.rank == 0 and args.attention_similarity != "softmax":
         print(f"attention: {args.attention_similarity} similarity, by chunks of rows", flush=True)
@@ -128,7 +104,7 @@ def _run(args: Namespace) -> None:
         choice = choose_backend(attention_request(args), args.attention_kernel)
         others = "; ".join(f"not {name}: {why}" for name, why in choice.reasons.items())
         print(f"attention: {args.attention_variant} on {choice.name} ({others})", flush=True)
-    mend_signal_handler()
+    mend_signal_handler(lambda: Told.signal, stop.all_told)
     container = pretrain_cfg_container_from_args(args, model_config(args))
     metrics = Path(args.run_dir, "metrics.jsonl") if args.run_dir else None
     live = LiveAnalysis(args) if args.analyze_interval else None
@@ -140,6 +116,7 @@ def _run(args: Namespace) -> None:
         accepting_megatrons_checkpoints(),
         checkpoint_helpers(args),
         keeping_whole_checkpoints(),
+        following_phases(args),
     )
     with contextlib.ExitStack() as stack:
         for seam in seams:
@@ -151,15 +128,38 @@ def _run(args: Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of one rank: one line on the error stream for what the user can mend."""
+    """Entry of one rank: one line on the error stream for what the user can mend.
+
+    Does not return after an error: what waits for other ranks or for helpers when Python ends
+    might wait for ever.
+    """
     argv = sys.argv[1:] if argv is None else argv
-    rank = int(os.environ.get("RANK", "0"))
-    if rank:
+    stop.listen(argv)
+    guard.start()
+    if os.environ.get("RANK", "0") != "0":
         warnings.simplefilter("ignore")
+    code = 0
     try:
         pretrain(argv)
+    except Stopped as error:
+        code = error.exit_code
+        _say(f"megasink: {error}")
     except UserError as error:
-        if rank == 0:
-            print(f"megasink: error: {error}", file=sys.stderr, flush=True)
-        return 2
+        code = 2
+        _say(f"megasink: error: {error}")
+    except Exception:
+        code = 1
+        traceback.print_exc()
+    if code:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    heartbeat.farewell()
+    atexit.register(guard.bound, "the end of the process", _END_SECONDS)
     return 0
+
+
+def _say(line: str) -> None:
+    if speaks():
+        stop.say(line)

@@ -7,10 +7,15 @@ and its exit code (-N: signal N) when it has ended. A moment is step:N (SIGKILL 
 pass of step N), save:N (SIGKILL in the N-th save, when the tensors are written and the index is
 not), full:N (before the N-th save the disk runs full) or nan:N (step N has a loss that is no
 number); when the N-th asynchronous save has been handed over async:N (SIGKILL), writer:N (SIGKILL
-to the writer) or term:N (SIGTERM to the whole process group, as torchrun sends it).
+to the writer) or term:N (SIGTERM to the whole process group, as torchrun sends it). When a
+function of Megatron's training.py is called for the N-th time, SIGNAL@FUNCTION:N sends this process
+a signal, and the function takes two seconds longer. From the N-th line on metrics:N has no room for
+metrics.jsonl, and board:N none for TensorBoard's file.
 The process that writes asynchronous checkpoints is slow, so that training goes on meanwhile.
 """
 
+import errno
+import functools
 import json
 import os
 import signal
@@ -94,6 +99,29 @@ def no_number(step: int, loss_func: Callable[..., Any]) -> Callable[..., Any]:
     return loss
 
 
+def interrupt(number: int) -> None:
+    os.kill(os.getpid(), number)
+    time.sleep(2)
+
+
+def fill_metrics(number: int, write: Callable[..., Any]) -> Callable[..., Any]:
+    """MetricsFile.write, with the file on a full device from a call on."""
+    calls = 0
+
+    def without_room(self: Any, record: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls >= number:
+            self._file = self._file and Path("/dev/full").open("a")  # noqa: SIM115
+        return write(self, record)
+
+    return without_room
+
+
+def full(*args: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
     def slow(*args: Any, **kwargs: Any) -> Any:
         time.sleep(0.01)
@@ -106,9 +134,11 @@ def train(moment: str) -> int:
     """Train with the flags of sys.argv, and die."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
     from megatron.training import checkpointing, training
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
     from megasink.balance.tracker import HeadTracker
     from megasink.train import forward
+    from megasink.train.metrics_file import MetricsFile
 
     kind, _, text = moment.partition(":")
     count = int(text)
@@ -120,6 +150,14 @@ def train(moment: str) -> int:
         say = checkpointing.print_rank_0
         act = {"async": die, "writer": kill_writer, "term": end_group}[kind]
         checkpointing.print_rank_0 = at_message("scheduled an async", count, act, say)
+    elif "@" in kind:
+        name, _, function = kind.partition("@")
+        act = functools.partial(interrupt, getattr(signal, name))
+        setattr(training, function, at_call(count, act, getattr(training, function)))
+    elif kind == "metrics":
+        MetricsFile.write = fill_metrics(count, MetricsFile.write)
+    elif kind == "board":
+        RecordWriter.write = at_call(count, full, RecordWriter.write)
     elif kind == "nan":
         forward.loss_func = no_number(count, forward.loss_func)
     else:

@@ -6,16 +6,23 @@ import signal
 import torch
 
 
-def told_to_end() -> list[bool]:
-    """Whether this rank knows that some rank was told to end, before and after rank 1 was."""
+def told_to_end() -> list[tuple[bool, int]]:
+    """Whether this rank knows that some rank was told to end, and by which signal: before and
+    after upstream's handler on rank 1 was told, and after rank 0 was told otherwise."""
     from megatron.training.dist_signal_handler import DistributedSignalHandler
 
     from megasink.compat import mend_signal_handler
 
-    mend_signal_handler()
+    own, agreed = [0], [0]
+    mend_signal_handler(lambda: own[0], lambda number: agreed.__setitem__(0, number))
+    found = []
     with DistributedSignalHandler(signal.SIGUSR2) as handler:
-        found = [any(handler.signals_received())]
+        found.append((any(handler.signals_received()), agreed[0]))
         if torch.distributed.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGUSR2)
-        found.append(any(handler.signals_received()))
+        found.append((any(handler.signals_received()), agreed[0]))
+    with DistributedSignalHandler(signal.SIGUSR2) as handler:
+        if torch.distributed.get_rank() == 0:
+            own[0] = signal.SIGTERM
+        found.append((any(handler.signals_received()), agreed[0]))
     return found

@@ -1,5 +1,7 @@
 """Parts of survival that need no run: copies of shared memory, a signal that one rank got."""
 
+import signal
+
 import torch
 
 from megasink.train.checkpoint_writer import with_own_memory
@@ -20,4 +22,4 @@ def test_the_writer_copies_what_training_goes_on_changing():
 
 def test_every_rank_knows_when_one_was_told_to_end(pool):
     found = pool.run("tests.train.signal_tasks:told_to_end", Layout(dp=2))
-    assert found == [[False, True]] * 2
+    assert found == [[(False, 0), (True, signal.SIGUSR2), (True, signal.SIGTERM)]] * 2

@@ -1,59 +1,62 @@
 """`megasink train` with two ranks: told to stop, then robbed of one, then to the end to the bit."""
 
+import contextlib
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.distributed.pool import ROOT
 from tests.distributed.test_resume import free_port
-from tests.train.test_survival import FLAGS, session
+from tests.train.nursery import Nursery
+from tests.train.test_survival import FLAGS
 
 STEPS = 100
 LONG = [*FLAGS, "--train-iters", str(STEPS), "--save-interval", "20", "--num-workers", "1"]
 
 
-@pytest.fixture
-def start(tmp_path):
-    """Start the launcher; nothing of it is left after the test."""
-    started = []
+@pytest.fixture(scope="module")
+def nursery():
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
 
-    def run(*flags):
-        errors = tmp_path / f"stderr-{len(started)}"
-        with errors.open("w") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "megasink.cli", "train", *flags],
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
-                cwd=ROOT,
-                stdout=subprocess.DEVNULL,
-                stderr=file,
-                start_new_session=True,
-            )
-        started.append(process)
-        return process, errors
+
+@pytest.fixture
+def start(nursery, tmp_path):
+    """Start the launcher; nothing of it is left after the test."""
+    begun = []
+
+    def run(*flags, stdout=None):
+        stderr = tmp_path / f"stderr-{len(begun)}"
+        begun.append(stderr)
+        argv = ["megasink.cli", "train", *flags]
+        return nursery.start(argv, str(stdout or os.devnull), str(stderr)), stderr
 
     yield run
-    for process in started:
-        for child in psutil.Process(process.pid).children(recursive=True) if alive(process) else []:
-            child.kill()
+    for process in nursery.left():
         process.kill()
-        process.wait()
-
-
-def alive(process):
-    return process.poll() is None
 
 
 def ranks_of(launcher):
-    """{rank: its process}: children of torchrun, which is the child of the launcher."""
-    (torchrun,) = psutil.Process(launcher.pid).children()
-    return {int(child.environ()["RANK"]): child for child in torchrun.children()}
+    """The ranks: children of torchrun, which is the child of the launcher; leaders of sessions."""
+    (torchrun,) = psutil.Process(launcher).children()
+    return sorted(
+        (child for child in torchrun.children() if os.getsid(child.pid) == child.pid),
+        key=lambda child: child.pid,
+    )
+
+
+def gone(nursery, seconds):
+    """Whether everything has ended, after so many seconds at the latest."""
+    deadline = time.monotonic() + seconds
+    while nursery.left() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not nursery.left()
 
 
 def steps(run):
@@ -63,22 +66,27 @@ def steps(run):
     return [line for line in lines if "lm_loss" in line]
 
 
-def wait_for_step(process, run, number, errors):
-    deadline = time.monotonic() + 200
+def wait_for_step(nursery, run, number, errors):
+    deadline = time.monotonic() + 300
     while not (trained := steps(run)) or trained[-1]["iteration"] < number:
-        assert alive(process), errors.read_text()
+        assert nursery.left(), errors.read_text()
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
+def last_line(errors):
+    (line,) = [line for line in errors.read_text().splitlines() if line.startswith("megasink: ")]
+    return line
+
+
 @pytest.mark.slow
-def test_sigterm_then_a_killed_rank_then_the_end(start, pool, tmp_path):
+def test_sigterm_then_a_killed_rank_then_the_end(start, nursery, pool, tmp_path):
     run, whole = tmp_path / "run", tmp_path / "whole"
 
     process, errors = start("--ranks", "2", "--run-dir", str(run), *LONG)
-    wait_for_step(process, run, 25, errors)
-    process.terminate()
-    assert process.wait(100) == 2
+    wait_for_step(nursery, run, 25, errors)
+    os.kill(process, signal.SIGTERM)
+    assert nursery.wait(200) == 128 + signal.SIGTERM
     stopped = re.search(r"stopped by SIGTERM; go on from step (\d+) with: (.*)", errors.read_text())
     saved = int(stopped[1])
     assert saved >= 25
@@ -86,21 +94,16 @@ def test_sigterm_then_a_killed_rank_then_the_end(start, pool, tmp_path):
     assert stopped[2] == f"megasink train --run-dir {run} --resume"
 
     process, errors = start("--ranks", "2", "--run-dir", str(run), "--resume")
-    wait_for_step(process, run, saved + 10, errors)
+    wait_for_step(nursery, run, saved + 10, errors)
     before = time.monotonic()
-    ranks = ranks_of(process)
-    ranks[1].send_signal(signal.SIGKILL)
-    assert process.wait(100) == 2
+    ranks_of(process)[1].send_signal(signal.SIGKILL)
+    assert nursery.wait(100) == 2
     assert time.monotonic() - before < 60  # the other rank does not wait for ever
     newest = max(path.name for path in (run / "checkpoints").glob("iter_*"))
-    (error,) = [line for line in errors.read_text().splitlines() if "megasink: error" in line]
+    error = last_line(errors)
     assert "rank 1 was killed by SIGKILL" in error
     assert f"go on from step {int(newest[5:])} with: megasink train" in error
-    assert not ranks[0].is_running()
-    deadline = time.monotonic() + 10
-    while left := session(ranks[1].pid) + session(ranks[0].pid):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+    assert gone(nursery, 10)
 
     for folder, flags in ((run, ["--resume"]), (whole, [])):
         pool.run(
@@ -116,3 +119,55 @@ def test_sigterm_then_a_killed_rank_then_the_end(start, pool, tmp_path):
     found, expected = ([[s[name] for name in names] for s in steps(f)] for f in (run, whole))
     assert len(expected) == STEPS
     assert found == expected
+
+
+def test_when_the_launcher_is_killed_all_ends_within_seconds(start, nursery, tmp_path):
+    process, errors = start("--ranks", "2", "--run-dir", str(tmp_path / "run"), *LONG)
+    wait_for_step(nursery, tmp_path / "run", 2, errors)
+    os.kill(process, signal.SIGKILL)
+    assert nursery.wait(10) == -signal.SIGKILL
+    assert gone(nursery, 10), nursery.left()
+
+
+@pytest.mark.parametrize("moment", ["start", "torchrun", "ranks"])
+def test_ctrl_c_in_a_start_ends_it_at_once(start, nursery, tmp_path, moment):
+    """A terminal's Ctrl-C: to all that the launcher has in its own process group."""
+    process, errors = start("--ranks", "2", "--run-dir", str(tmp_path / "run"), *LONG)
+
+    def reached():
+        if moment == "start":  # it catches SIGHUP
+            return int(re.search(r"SigCgt:\s(\w+)", status.read_text())[1], 16) & 1
+        torchrun = psutil.Process(process).children()
+        return torchrun if moment == "torchrun" else torchrun and torchrun[0].children()
+
+    status = Path(f"/proc/{process}/status")
+    deadline = time.monotonic() + 100
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process, signal.SIGINT)
+    assert nursery.wait(60) == 128 + signal.SIGINT
+    assert last_line(errors).startswith("megasink: stopped by SIGINT")
+    assert gone(nursery, 10), nursery.left()
+
+
+def test_a_closed_terminal_saves_the_step(start, nursery, tmp_path):
+    run = tmp_path / "run"
+    ours, theirs = os.openpty()
+    flags = ("--ranks", "2", "--run-dir", str(run), *LONG)
+    _, errors = start(*flags, stdout=os.ttyname(theirs))
+    os.close(theirs)
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, ours)
+        os.set_blocking(ours, False)
+        deadline = time.monotonic() + 300
+        while not steps(run) and time.monotonic() < deadline:
+            with contextlib.suppress(BlockingIOError, OSError):
+                os.read(ours, 1 << 16)
+            assert nursery.left(), errors.read_text()
+            time.sleep(0.05)
+    assert nursery.wait(100) == 128 + signal.SIGHUP
+    saved = steps(run)[-1]["iteration"]
+    (log,) = run.glob("logs/*/launcher.log")  # nobody could read it elsewhere
+    assert f"go on from step {saved} with: " in last_line(log)
+    assert gone(nursery, 10), nursery.left()

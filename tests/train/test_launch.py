@@ -1,6 +1,7 @@
 """What the launcher works out by itself."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,40 @@ def test_the_rank_that_a_signal_ended_is_named(text, expected, tmp_path):
     (tmp_path / "torchrun.log").write_text(text)
     found = launch._killed(tmp_path)
     assert found is expected if expected is None else found.startswith(expected)
+
+
+class Ended:
+    """Ranks that have ended."""
+
+    def __init__(self, *told):
+        self.told, self.pressed_again = list(told), told.count(signal.SIGINT) > 1
+
+
+@pytest.mark.parametrize(
+    ("told", "stderr", "code", "expected", "exit_code"),
+    [
+        ([], "", -9, "torchrun was killed by SIGKILL; no checkpoint was saved yet", None),
+        ([15], "", 1, "stopped by SIGTERM; no checkpoint was saved yet", 143),
+        ([2, 2], "", -9, "stopped by SIGINT twice; no checkpoint", 130),
+        ([1], "megasink: error: no room\n", 1, "stopped by SIGHUP; no room", 129),
+        ([], "megasink: stopped by SIGTERM after\n", 1, "stopped by SIGTERM (told to a rank)", 143),
+        ([], "megasink: error: no room\n", 1, "no room", None),
+    ],
+)
+def test_why_ranks_ended_is_one_line(told, stderr, code, expected, exit_code, tmp_path):
+    (tmp_path / "torchrun.log").write_text("")
+    log(tmp_path, 0, stderr)
+    failure = launch._failure(Ended(*told), tmp_path, tmp_path, code)
+    assert str(failure).startswith(expected)
+    assert getattr(failure, "exit_code", None) == exit_code
+
+
+def test_an_error_counts_more_than_what_torchrun_told_the_others_then(tmp_path):
+    (tmp_path / "torchrun.log").write_text("")
+    log(tmp_path, 0, "megasink: stopped by SIGTERM while building the data sets\n")
+    log(tmp_path, 1, "Traceback\nValueError: 3 is odd\n")
+    failure = launch._failure(Ended(), tmp_path, tmp_path, 1)
+    assert str(failure).startswith("rank 1 failed: ValueError: 3 is odd")
 
 
 def test_else_where_the_logs_are(tmp_path):

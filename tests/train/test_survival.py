@@ -121,6 +121,11 @@ def losses(folder):
     return [(line["lm_loss"], line["balance_loss"], line["grad_norm"]) for line in steps]
 
 
+def only_line(text):
+    (line,) = [line for line in text.splitlines() if line.startswith("megasink: ")]
+    return line
+
+
 def resumed_from(folder):
     return json.loads((folder / "starts.jsonl").read_text().splitlines()[-1])["resumed_from"]
 
@@ -158,7 +163,8 @@ def test_sigterm_in_a_checkpoint_saves_one_more_and_ends(dying, train, finished,
     """Sent to everything that the rank started, as torchrun and schedulers do."""
     run = tmp_path / "run"
     code, text = dying("term:2", run, "--async-save")
-    assert code == 0, text
+    assert code == 128 + signal.SIGTERM, text
+    assert only_line(text).startswith("megasink: stopped by SIGTERM after step 5, which is saved; ")
     assert iterations(run / "checkpoints") == [2, 4, 5]
     assert newest_intact(run / "checkpoints", checksums=True) == (5, {})
     train(run, "--resume")
@@ -199,6 +205,43 @@ def test_a_full_disk_ends_in_one_line_and_loses_no_checkpoint(dying, train, fini
     train(run, "--resume")
     assert resumed_from(run) == 2
     assert losses(run) == losses(finished)
+
+
+@pytest.mark.parametrize(
+    ("moment", "number", "saved", "words"),
+    [
+        ("SIGHUP@build_train_valid_test_data_iterators:1", signal.SIGHUP, [], "while building the"),
+        ("SIGINT@train_step:1", signal.SIGINT, [1], "after step 1, which is saved"),
+        ("SIGTERM@evaluate:1", signal.SIGTERM, [2, 3], "after step 3, which is saved"),
+        ("SIGINT@evaluate:3", signal.SIGINT, [2, 4, 6], "while evaluating"),
+    ],
+)
+def test_a_signal_ends_every_phase_in_one_line(dying, tmp_path, moment, number, saved, words):
+    """At once where there is nothing to save, else after the step and a checkpoint."""
+    run = tmp_path / "run"
+    code, text = dying(moment, run, "--eval-interval", "3")
+    assert code == 128 + number, text
+    line = only_line(text)
+    assert line.startswith(f"megasink: stopped by {signal.Signals(number).name} ")
+    assert words in line
+    assert iterations(run / "checkpoints") == saved
+    assert (f"go on from step {saved[-1]} with: " if saved else "no checkpoint was") in line
+
+
+@pytest.mark.parametrize(
+    ("moment", "name", "left"),
+    [
+        ("metrics:4", "metrics.jsonl", "the checkpoint of step 2 is whole: make room"),
+        ("board:9", "tensorboard", "there is no whole checkpoint yet: make room"),  # in step 1
+    ],
+)
+def test_a_full_disk_under_metrics_ends_in_one_line(dying, tmp_path, moment, name, left):
+    run = tmp_path / "run"
+    code, text = dying(moment, run, "--tensorboard-queue-size", "1")
+    assert code == 2, text
+    line = only_line(text)
+    assert f"{name} could not be written (" in line
+    assert f"GB free there): No space left on device; {left}" in line
 
 
 @pytest.mark.parametrize("harm", ["truncated shard", "missing shard", "flipped bit", "no index"])

@@ -1,0 +1,107 @@
+"""How a run ended, in one line: for the ways in which Megatron, torch and the system end it."""
+
+import contextlib
+import errno
+import os
+import shutil
+import traceback
+from argparse import Namespace
+from pathlib import Path
+
+from megasink.errors import Stopped, UserError
+from megasink.train import heartbeat
+from megasink.train.stop import Told, left
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+_first: bool | None = None
+
+
+def speaks() -> bool:
+    """Whether this rank prints the line: the first that met an error, else rank 0."""
+    return os.environ.get("RANK", "0") == "0" if _first is None else _first
+
+
+def explained(error: BaseException, args: Namespace) -> BaseException:
+    """What the user can mend, in place of an error; or the error itself.
+
+    Asked before the process groups are closed: other ranks meet errors of their own from then on.
+    """
+    global _first
+    if isinstance(error, SystemExit) and not error.code and Told.signal:
+        _first = os.environ.get("RANK", "0") == "0"
+        done = f" after step {heartbeat.progress.step}, which is saved" if args.save else ""
+        return Stopped(Told.signal, f"{done}; {left(Told.run_dir)}")
+    if isinstance(error, SystemExit) and not error.code:
+        return error
+    _first = heartbeat.first_to_speak()
+    if heartbeat.is_lost_connection(error):
+        return _lost(error)
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        return UserError(not_written(error, args))
+    return _of_megatron(error, args)
+
+
+def _lost(error: BaseException) -> BaseException:
+    """Another rank could not be reached: which, and why."""
+    if not _first:
+        return UserError("another rank has said why")
+    if missing := heartbeat.missing_ranks():
+        return UserError(f"{missing}; {left(Told.run_dir)}")
+    if where := heartbeat.where():
+        error.add_note(f"megasink: every rank answers: {where}")
+    return error
+
+
+def not_written(error: OSError, args: Namespace, path: str | Path | None = None) -> str:
+    """A file of the run could not be written: which, how much room there is, what is whole."""
+    path = path or error.filename
+    folder = Path(args.run_dir or args.save or ".")
+    if path is None and _in_tensorboard(error):
+        path, folder = args.tensorboard_dir, Path(args.tensorboard_dir)
+    what = path or "a file of the run"
+    free = ""
+    with contextlib.suppress(OSError):
+        free = f" ({shutil.disk_usage(folder).free / 1e9:.1f} GB free there)"
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    return f"{what} could not be written{free}: {reason}; {_whole(args)}"
+
+
+def _in_tensorboard(error: OSError) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return any("tensorboard" in Path(frame.filename).parts for frame in frames)
+
+
+def _whole(args: Namespace) -> str:
+    from megasink.checkpoint.intact import newest_intact
+
+    with contextlib.suppress(UserError, TypeError):
+        iteration = newest_intact(Path(args.save))[0]
+        return f"the checkpoint of step {iteration} is whole: make room and use --resume"
+    return "there is no whole checkpoint yet: make room and start again"
+
+
+def _of_megatron(stop: BaseException, args: Namespace) -> BaseException:
+    # torch's exception for a checkpoint; while one is loaded no step has run.
+    if type(stop).__name__ == "CheckpointException" and args.save and args.curr_iteration:
+        reason = [line for line in str(stop).splitlines() if line.strip()][-1]
+        free = shutil.disk_usage(args.save).free / 1e9
+        return UserError(
+            f"a checkpoint could not be written to {args.save} ({free:.1f} GB free there): "
+            f"{reason}; {_whole(args)}"
+        )
+    if isinstance(stop, SystemExit | AssertionError) and "OptimizerParamScheduler" in str(stop):
+        return UserError(
+            f"the checkpoint was trained with another schedule ({stop}): add "
+            "--override-opt-param-scheduler for the new one, "
+            "--use-checkpoint-opt-param-scheduler for the old one"
+        )
+    if isinstance(stop, AssertionError) and "value from checkpoint" in str(stop):
+        return UserError(f"--load {args.load} is a checkpoint of another model: {stop}")
+    # core/rerun_state_machine.py:37,40: a result was NaN or Inf.
+    if not isinstance(stop, SystemExit) or stop.code not in (16, 17):
+        return stop
+    saved = f"; the weights before it are saved in {args.save}" if args.save else ""
+    return UserError(
+        f"step {args.curr_iteration + 1}: NaN or Inf in the loss or in a gradient, and again when "
+        f"the step was run a second time{saved}. Lower --lr, or look at the data of that step"
+    )

@@ -1,0 +1,220 @@
+"""Each rank tells the others every few seconds where it is: so the one that does not can be named.
+
+Collectives end with an error of their own after --distributed-timeout-minutes, which says neither
+which rank was waited for nor why; some waits have no end at all. What ranks tell is kept in the
+store through which they found each other. Every rank looks after the next one alone, so that the
+cost does not grow with their number.
+"""
+
+import contextlib
+import json
+import os
+import re
+import socket
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+from megasink.train.guard import HAS_ENDED, Clock, end, guard, state_of
+from megasink.train.stop import Told
+
+SECONDS = 2.0  # between two beats of a small run
+ENDED = "ended"
+# What torch's communication libraries say when a rank has gone, or does not answer.
+_LOST = re.compile(
+    r"gloo/transport|gloo::|connection (was )?(closed|reset|refused) by|timed out (waiting|after) "
+    r"|broken pipe|NCCL (error|watchdog)|TCPStore|socketStartConnect",
+    re.I,
+)
+
+
+class Heartbeat:
+    """The beats of this rank, and what those of the others tell.
+
+    Args:
+        store: shared by the ranks, with ``set``, ``get``, ``check`` and ``add``; a connection of
+            its own, because another thread may wait in that of torch.
+        rank, world: this rank, and how many there are.
+        interval: seconds between two beats.
+    """
+
+    def __init__(self, store: Any, rank: int, world: int, interval: float = SECONDS):
+        self._store, self._rank, self._world, self._interval = store, rank, world, interval
+        self._count = 0
+        self._step: int | None = None
+        self._clock = Clock(interval)
+        self._seen: tuple[int, float] = (0, 0.0)  # the next rank's last beat, and when it was new
+
+    def beat(self) -> None:
+        """Tell the others where this rank is."""
+        self._count += 1
+        beat: dict[str, Any] = {"count": self._count, "step": progress.step, "phase": Told.phase}
+        beat |= {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+        self._store.set(str(self._rank), json.dumps(beat))
+
+    def silent_next(self, timeout: float) -> str | None:
+        """Who the next rank is and where it was last, if it was silent for longer."""
+        now = self._clock()
+        neighbour = (self._rank + 1) % self._world
+        beat = self._beat_of(neighbour)
+        count = beat["count"] if beat else 0
+        if count != self._seen[0] or (beat and beat["phase"] == ENDED):
+            self._seen = (count, now)
+        if now - self._seen[1] <= timeout:
+            return None
+        return self._describe(neighbour, beat)
+
+    def missing(self) -> str | None:
+        """Which ranks are gone, stopped or silent, now that this one cannot reach some."""
+        before = {rank: self._beat_of(rank) for rank in range(self._world) if rank != self._rank}
+        known: dict[int, dict[str, Any] | None] = {
+            rank: beat
+            for rank, beat in before.items()
+            if beat and beat["host"] == socket.gethostname() and state_of(beat["pid"])
+        }
+        if not known:
+            time.sleep(2 * self._interval + 1)
+            known = {rank: beat for rank, beat in before.items() if beat == self._beat_of(rank)}
+        texts = [self._describe(rank, known[rank]) for rank in list(known)[:4]]
+        more = f" and {len(known) - 4} more ranks" if len(known) > 4 else ""
+        return "; ".join(texts) + more or None
+
+    def where(self) -> str:
+        """Where every rank is, for as many as fit in a line."""
+        beats = {rank: self._beat_of(rank) for rank in range(min(self._world, 8))}
+        return ", ".join(f"rank {rank} {_place(beat)}" for rank, beat in beats.items() if beat)
+
+    def first(self, what: str) -> bool:
+        """Whether this rank is the first to ask for something."""
+        return bool(self._store.add(what, 1) == 1)
+
+    def _beat_of(self, rank: int) -> dict[str, Any] | None:
+        if not self._store.check([str(rank)]):
+            return None
+        beat: dict[str, Any] = json.loads(self._store.get(str(rank)))
+        return beat
+
+    def _describe(self, rank: int, beat: dict[str, Any] | None) -> str:
+        if beat is None:
+            return f"rank {rank} was never heard of: did it start?"
+        here = beat["host"] == socket.gethostname()
+        state = state_of(beat["pid"]) if here else None
+        ago = max(0.0, time.time() - beat["time"])
+        text = f"rank {rank} (process {beat['pid']} on {beat['host']})"
+        if state == HAS_ENDED:
+            return f"{text} has ended, last seen {_place(beat)}: its log says why, or dmesg does"
+        text += f" has not answered for {ago:.0f} s, last seen {_place(beat)}"
+        return f"{text}: it {state}" if state else text
+
+
+class _Progress:
+    """The step that this rank has finished last."""
+
+    step: int | None = None
+
+
+progress = _Progress()
+_heart: Heartbeat | None = None
+
+
+def start() -> None:
+    """Beat from now on; in a run of one rank there is nobody to tell. torch is imported."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        threading.Thread(target=_live, name="heartbeat", daemon=True).start()
+
+
+def _live() -> None:
+    import torch.distributed as dist
+
+    global _heart
+    # Where torchrun does not keep the store, rank 0 opens it with the first process group.
+    while os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and not dist.is_initialized():
+        time.sleep(1.0)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    _heart = heart = Heartbeat(_connect(), rank, world, max(SECONDS, world / 200))
+    silent, clock = 0.0, Clock(heart._interval)
+    while True:
+        try:
+            heart.beat()
+            if text := heart.silent_next(guard.timeout):
+                if not heart.first("said"):
+                    time.sleep(1.0)  # the other rank is saying it
+                    os._exit(2)
+                end(text)
+            silent = clock()
+        except RuntimeError as error:  # torch's: the store does not answer
+            if clock() - silent > guard.timeout:
+                host = os.environ["MASTER_ADDR"]
+                end(f"the store that ranks share, on {host}, is gone ({_first_line(error)})")
+        time.sleep(heart._interval)
+
+
+def _connect() -> Any:
+    import torch.distributed as dist
+
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"megasink/{attempt}", store)
+
+
+def farewell() -> None:
+    """This rank has done its work: nobody need wait for its beats."""
+    Told.phase = ENDED
+    if _heart is not None:
+        with contextlib.suppress(RuntimeError):
+            _heart.beat()
+
+
+def first_to_speak() -> bool:
+    """Whether this rank is the one to say why the run ends: what others meet follows from it."""
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    if _heart is None:  # nothing has begun: all ranks meet the same
+        return alone or os.environ["RANK"] == "0"
+    try:
+        return _heart.first("said")
+    except RuntimeError:
+        return True
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an error of torch's says that another rank could not be reached."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        if _LOST.search(str(cause)):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def missing_ranks() -> str | None:
+    """Which ranks are gone, stopped or silent; None if all answer or nothing is known."""
+    try:
+        return _heart.missing() if _heart else None
+    except RuntimeError:
+        return None
+
+
+def where() -> str:
+    """Where every rank is; empty if nothing is known."""
+    try:
+        return _heart.where() if _heart else ""
+    except RuntimeError:
+        return ""
+
+
+def _place(beat: dict[str, Any]) -> str:
+    step = f"after step {beat['step']}, " if beat["step"] is not None else ""
+    return f"{step}{beat['phase']}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

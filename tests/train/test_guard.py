@@ -1,0 +1,93 @@
+"""What a rank does not wait for, in a process that stands for a rank."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.distributed.pool import ROOT
+
+BOUNDED = """
+with guard.bounded("handing over", 1.0):
+    time.sleep(100)
+"""
+STOPPED = """
+command = [sys.executable, "-S", "-c", "import time; time.sleep(100)"]
+helper = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+os.kill(helper.pid, signal.SIGSTOP)
+guard.timeout = 1.0
+with guard.helping(lambda: helper.pid, "the writer"):
+    time.sleep(100)
+"""
+PARENT = """
+if os.fork():
+    time.sleep(1)
+    os._exit(0)
+guard.start()
+time.sleep(100)
+"""
+WAITING = """
+stop.listen(["--run-dir", "r"])
+print("listening", flush=True)
+lock = threading.Lock()
+lock.acquire()
+lock.acquire()
+"""
+PREFIX = """
+import os, signal, subprocess, sys, threading, time
+from megasink.train import stop
+from megasink.train.guard import guard
+"""
+
+
+def start(body):
+    return subprocess.Popen(
+        [sys.executable, "-c", PREFIX + body],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "RANK": "0"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("guard.start()" + BOUNDED, "handing over took longer than 1 s"),
+        ("guard.start()" + STOPPED, "is stopped (kill -CONT "),
+    ],
+)
+def test_a_wait_without_end_ends_in_one_line(body, words):
+    process = start(body)
+    _, errors = process.communicate(timeout=60)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # the helper
+    assert process.returncode == 2
+    (line,) = errors.splitlines()
+    assert line.startswith("megasink: error: rank 0 ended: ")
+    assert words in line
+
+
+def test_a_rank_ends_when_what_started_it_has_gone():
+    process = start(PARENT)
+    began = time.monotonic()
+    _, errors = process.communicate(timeout=60)  # until the last has closed its error stream
+    assert "has gone; " in errors
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_a_rank_that_waits(number):
+    """The main thread is not needed for it."""
+    process = start(WAITING)
+    assert process.stdout.readline() == "listening\n"
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    (line,) = errors.splitlines()
+    assert line.startswith(f"megasink: stopped by {number.name} while starting; no checkpoint")

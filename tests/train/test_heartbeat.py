@@ -1,0 +1,149 @@
+"""Which rank does not answer, and why: the beats of ranks in a store, without the ranks."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+
+from megasink.train import heartbeat
+from megasink.train.guard import Clock, state_of
+from megasink.train.heartbeat import Heartbeat
+from megasink.train.stop import Told
+
+
+class Store:
+    """What is used of torch's store."""
+
+    def __init__(self):
+        self.values = {}
+
+    def set(self, key, value):
+        self.values[key] = value
+
+    def get(self, key):
+        return self.values[key]
+
+    def check(self, keys):
+        return all(key in self.values for key in keys)
+
+    def add(self, key, number):
+        self.values[key] = self.values.get(key, 0) + number
+        return self.values[key]
+
+
+@pytest.fixture
+def sleeper():
+    """A process that stands for a rank."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def tell(store, rank, pid, **others):
+    beat = {"count": 1, "step": 17, "phase": "training", "host": socket.gethostname()}
+    store.set(str(rank), json.dumps(beat | {"pid": pid, "time": time.time() - 130} | others))
+
+
+def until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_stopped_rank_is_named_with_the_cause(sleeper):
+    store = Store()
+    beats = Heartbeat(store, 0, 2, interval=0.0)
+    tell(store, 1, sleeper.pid)
+    sleeper.send_signal(signal.SIGSTOP)
+    until(lambda: state_of(sleeper.pid))
+    text = beats.missing()
+    assert text.startswith(f"rank 1 (process {sleeper.pid} on {socket.gethostname()}) has not")
+    assert "answered for 130 s, last seen after step 17, training" in text
+    assert text.endswith(f"it is stopped (kill -CONT {sleeper.pid})")
+
+
+def test_a_rank_that_was_killed_is_named(sleeper):
+    store = Store()
+    tell(store, 1, sleeper.pid)
+    tell(store, 2, 1)
+    sleeper.kill()
+    sleeper.wait()
+    text = Heartbeat(store, 0, 3, interval=0.0).missing()
+    assert text.startswith(f"rank 1 (process {sleeper.pid}")
+    assert "has ended, last seen after step 17" in text
+    assert "rank 2" not in text
+
+
+def test_of_ranks_on_other_machines_the_silent_one_is_named(monkeypatch):
+    store = Store()
+    tell(store, 1, 5, host="b", step=None, phase="building the data sets")
+    tell(store, 2, 6, host="c")
+    beats = Heartbeat(store, 0, 3, interval=0.0)
+    monkeypatch.setattr(heartbeat.time, "sleep", lambda _: tell(store, 2, 6, host="c", count=2))
+    text = beats.missing()
+    assert text.startswith("rank 1 (process 5 on b) has not answered")
+    assert text.endswith("last seen building the data sets")
+
+
+def test_the_next_rank_is_silent_only_after_the_timeout_and_not_when_it_has_ended():
+    store, seconds = Store(), [0.0]
+    beats = Heartbeat(store, 1, 2)
+    beats._clock = lambda: seconds[0]
+    tell(store, 0, 1, host="b")
+    assert beats.silent_next(60) is None  # heard of for the first time
+    seconds[0] = 59
+    assert beats.silent_next(60) is None
+    seconds[0] = 61
+    assert "rank 0 (process 1 on b) has not answered for 130 s" in beats.silent_next(60)
+    tell(store, 0, 1, host="b", count=2)
+    assert beats.silent_next(60) is None
+    tell(store, 0, 1, host="b", count=2, phase="ended")
+    seconds[0] = 1000
+    assert beats.silent_next(60) is None
+
+
+def test_a_rank_that_never_began_is_named():
+    beats, seconds = Heartbeat(Store(), 0, 2), [61.0]
+    beats._clock = lambda: seconds[0]
+    assert beats.silent_next(60) == "rank 1 was never heard of: did it start?"
+
+
+def test_time_in_which_this_process_was_stopped_itself_does_not_count(monkeypatch):
+    times = iter([0.0, 1.0, 500.0, 501.0])
+    monkeypatch.setattr("megasink.train.guard.time.monotonic", lambda: next(times))
+    clock = Clock(tick=1.0)
+    assert [clock(), clock(), clock()] == [1.0, 3.0, 4.0]
+
+
+def test_beats_go_through_torchs_own_store():
+    store = dist.PrefixStore("megasink/0", dist.HashStore())
+    first, second = (Heartbeat(store, rank, 2) for rank in (0, 1))
+    first.beat()
+    second.beat()
+    assert first.silent_next(0.5) is None
+    assert first.where() == f"rank 0 {Told.phase}, rank 1 {Told.phase}"
+    assert [first.first("said"), second.first("said")] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:5", True),
+        ("[/x/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 60000ms for recv", True),
+        ("NCCL error in: ProcessGroupNCCL.cpp:1", True),
+        ("Timed out after 601 seconds waiting for clients. 1/2 clients joined.", True),
+        ("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)", False),
+        ("Error(s) in loading state_dict: the store of optimizer states", False),
+    ],
+)
+def test_what_the_loss_of_a_rank_looks_like(text, lost):
+    error = ValueError("a checkpoint")
+    error.__cause__ = RuntimeError(text)
+    assert heartbeat.is_lost_connection(error) is lost
