@@ -7,6 +7,10 @@ class UserError(Exception):
     """Something in the input is wrong: the message says what, its value, and what to do."""
 
 
+class RankError(UserError):
+    """Of one rank's own part of the work: whichever rank meets it says it."""
+
+
 class ConfigError(UserError):
     """One or more problems of a configuration, all of them in one message.
 

@@ -24,6 +24,7 @@ from megasink.checkpoint.find import Checkpoint, find_checkpoint, stored_shapes
 from megasink.checkpoint.model import model_config
 from megasink.checkpoint.saved_arguments import read_arguments, single_process_arguments
 from megasink.checkpoint.tokenizer import tokenizer_of
+from megasink.checkpoint.without_code import loading_without_code
 from megasink.errors import UserError
 from megasink.layers.builder import MegasinkGPTBuilder
 
@@ -122,7 +123,8 @@ def load_weights(model: GPTModel, folder: Path) -> None:
     shapes = {t.key: tuple(t.global_shape) for t in nested_values(tensors)}
     _compare(shapes, stored, folder)
     try:
-        state = TorchDistLoadShardedStrategy().load(tensors, folder)
+        with loading_without_code():
+            state = TorchDistLoadShardedStrategy().load(tensors, folder)
     except (OSError, RuntimeError, ValueError, EOFError) as error:
         raise UserError(f"{folder} cannot be read: {error}") from error
     state = apply_factory_merges(state, factories)

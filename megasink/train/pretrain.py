@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megasink import platform
-from megasink.errors import UserError
+from megasink.errors import RankError, UserError
 from megasink.process import prepare_process
 
 
@@ -109,6 +109,7 @@ def _run(args: Namespace) -> None:
 
     from megasink.attention import choose_backend
     from megasink.checkpoint.model import model_config
+    from megasink.checkpoint.without_code import loading_without_code
     from megasink.compat import mend_signal_handler
     from megasink.report.curves import draw_run
     from megasink.train.checkpoint_writer import checkpoint_helpers
@@ -133,6 +134,7 @@ def _run(args: Namespace) -> None:
     live = LiveAnalysis(args) if args.analyze_interval else None
     provider = datasets_provider if live is None else live.listening(datasets_provider)
     seams = (
+        loading_without_code(),
         observing(Observer(metrics, live)),
         grouping_sink_parameters(),
         accepting_megatrons_checkpoints(),
@@ -157,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         pretrain(argv)
     except UserError as error:
-        if rank == 0:
+        if rank == 0 or isinstance(error, RankError):
             print(f"megasink: error: {error}", file=sys.stderr, flush=True)
         return 2
     return 0
