@@ -1,5 +1,6 @@
 """Tasks for the workers: the trainer and its readers on crafted checkpoints."""
 
+import contextlib
 import io
 import pickle
 import sys
@@ -120,3 +121,53 @@ def load_index(path: str) -> str:
     except pickle.UnpicklingError as error:
         return str(error)
     return "loaded"
+
+
+def arguments_read(run: str) -> dict[str, list[str]]:
+    """The arguments that the configuration of a model is made from.
+
+    Returns:
+        "taken": those that a run's arguments give; "forgotten": those of which nothing is said.
+    """
+    from megasink.checkpoint import saved_arguments
+    from megasink.checkpoint.model import model_config
+
+    class Recording(Namespace):
+        def __getattribute__(self, name: str) -> Any:
+            if not name.startswith("__"):
+                read.add(name)
+            return super().__getattribute__(name)
+
+    read: set[str] = set()
+    saved = saved_arguments.read_arguments(Path(run) / "config.json")
+    args = saved_arguments.single_process_arguments(saved)
+    for positions in ("rope", "yarn"):
+        model_config(Recording(**vars(args) | {"position_embedding_type": positions}))
+    taken = saved_arguments.describing()
+    known = taken | saved_arguments._THIS_PROCESS | saved_arguments._NOT_TAKEN
+    known |= saved_arguments._PLAIN_MODULES.keys()
+    # What upstream asks a namespace for and no option sets.
+    read = {name for name in read if hasattr(args, name)}
+    return {"taken": sorted(read & taken), "forgotten": sorted(read - known)}
+
+
+def model_that_names_places(run: str, written: str, path: str) -> None:
+    """The control: what upstream does with such arguments."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.argument_utils import gpt_config_from_args
+
+    from megasink.checkpoint import saved_arguments
+    from megasink.checkpoint.model import model_config
+    from megasink.layers.builder import MegasinkGPTBuilder
+
+    saved = saved_arguments.read_arguments(Path(run) / "config.json")
+    args = saved_arguments.single_process_arguments(saved | {"ffn_activation": None})
+    args.config_logger_dir = written
+    config = model_config(args)
+    config.finalize()
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    with contextlib.suppress(TypeError):  # it cannot write process groups, but made the folder
+        MegasinkGPTBuilder(config).build_model(groups, pre_process=True, post_process=True)
+    args.spec = ["crafted_module", "spec"]
+    with mock.patch.object(sys, "path", [path, *sys.path]):
+        gpt_config_from_args(args, config=config.transformer, model_config_cls=type(config))
