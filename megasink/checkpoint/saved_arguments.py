@@ -129,7 +129,7 @@ def describing() -> frozenset[str]:
     from megasink.layers.transformer_config import MegasinkTransformerConfig
 
     fields = {field.name for field in dataclasses.fields(MegasinkTransformerConfig)}
-    return (fields | set(MODEL) | _OTHER_NAMES) - _THIS_PROCESS - _NOT_TAKEN - _TOKENIZER
+    return (_OTHER_NAMES | fields | set(MODEL)) - _THIS_PROCESS - _NOT_TAKEN - _TOKENIZER
 
 
 def _is_plain(value: Any) -> bool:

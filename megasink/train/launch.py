@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from megasink.errors import UserError
+from megasink.printable import say
 from megasink.train.run_dir import folder_problem, newest_checkpoint
 from megasink.train.tail import NewLines
 
@@ -79,7 +80,7 @@ def launch(flags: Sequence[str], run_dir: Path, ranks: int) -> int:
     """
     logs = run_dir / "logs" / time.strftime("%Y%m%d-%H%M%S")
     console = Console()
-    console.print(f"run {run_dir}: {ranks} ranks, logs in {logs}", highlight=False, soft_wrap=True)
+    say(f"run {run_dir}: {ranks} ranks, logs in {logs}")
     command = [
         sys.executable,
         "-m",
@@ -263,7 +264,9 @@ def _what_failed(logs: Path, code: int) -> str:
     texts = {path: path.read_text(errors="replace") for path in errors}
     for text in texts.values():
         if _ERROR in text:
-            return text.rpartition(_ERROR)[2].strip()
+            # With the list of a ConfigError, and without what others printed after it.
+            message = text.rpartition(_ERROR)[2]
+            return message[: re.match(r".*(\n  \d+\. .*)*", message).end()].strip()  # type: ignore[union-attr]
     for path, text in texts.items():
         found = re.findall(
             r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception|Interrupt)\b.*)$", text, re.M
