@@ -8,13 +8,11 @@ import pickle
 from pathlib import Path, PurePath
 from typing import Any
 
-import torch
-
 from megasink.checkpoint.stand_in import StandIn
 from megasink.errors import UserError
 
 _CLASSES_OF_METADATA = {
-    "torch": {"Size"} | {n for n, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    "torch": {"Size"},  # and its dtypes
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "PurePosixPath"},
     "pathlib._local": {"PosixPath", "PurePosixPath"},  # Python 3.13
@@ -75,6 +73,16 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == _MEGATRONS and name in _CLASSES_OF_MEGATRON:
             return type(name, (StandIn,), {})
-        if name not in _CLASSES_OF_METADATA.get(module, ()):
+        known = name in _CLASSES_OF_METADATA.get(module, ())
+        if not known and (module != "torch" or "." in name):
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return super().find_class(module, name)
+        found = super().find_class(module, name)
+        if not known and not _is_dtype(found):
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return found
+
+
+def _is_dtype(value: Any) -> bool:
+    import torch  # which is there by now, and else costs every start seconds
+
+    return isinstance(value, torch.dtype)
