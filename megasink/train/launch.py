@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from megasink.errors import UserError
 from megasink.printable import say
+from megasink.train.replay import replayed
 from megasink.train.run_dir import folder_problem, newest_checkpoint
 from megasink.train.tail import NewLines
 
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problem := folder_problem(run_dir, resume=resume):
         raise UserError(problem)
     if resume:
-        flags = [*_flags_of_last_start(run_dir), *flags]
+        flags = [*replayed(_flags_of_last_start(run_dir), flags, run_dir), *flags]
     ranks = args.ranks if args.ranks is not None else _default_ranks(flags)
     if ranks < 1:
         raise UserError(f"--ranks {ranks}: start at least one process")

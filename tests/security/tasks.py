@@ -171,3 +171,28 @@ def model_that_names_places(run: str, written: str, path: str) -> None:
     args.spec = ["crafted_module", "spec"]
     with mock.patch.object(sys, "path", [path, *sys.path]):
         gpt_config_from_args(args, config=config.transformer, model_config_cls=type(config))
+
+
+def flags_of_any_text() -> dict[str, list[str]]:
+    """Without dashes, all flags of the trainer and those whose value argparse lets be anything."""
+    import argparse
+
+    from megasink import platform
+
+    platform.activate()
+    from megasink.parser import parse_apart
+
+    found: dict[str, list[str]] = {}
+    upstream = argparse.ArgumentParser.parse_known_args
+
+    def look(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+        for action in self._actions:
+            names = [name.lstrip("-") for name in action.option_strings if name[:2] == "--"]
+            found.setdefault("all", []).extend(names)
+            free = action.nargs != 0 and not action.choices and action.type not in (int, float)
+            found.setdefault("text", []).extend(names if free else [])
+        return upstream(self, *args, **kwargs)
+
+    with mock.patch.object(argparse.ArgumentParser, "parse_known_args", look):
+        parse_apart([])
+    return found
