@@ -20,7 +20,8 @@ def run(pool, tmp_path_factory):
     text = Path(json.__file__).read_text() * 2
     train_tokenizer([Document(text, "test")], 400, folder / "tokenizer")
     options = {"folder": str(folder / "run"), "name": "sink-text"}
-    pool.run("tests.convert.tasks:save_run", SINGLE, **options, tokenizer=f"{folder}/tokenizer")
+    options["tokenizer"] = str(folder / "tokenizer")
+    pool.run("tests.convert.tasks:save_run", SINGLE, timeout=300, **options)
     return folder / "run"
 
 

@@ -132,7 +132,7 @@ def test_commands_that_read_models_run_nothing(pool, crafted, tmp_path):
                 command = [part.replace(word, str(value)) for part in command]
             commands.append(command)
         task = "tests.train.generate_tasks:megasink"
-        return zip(lines, pool.run(task, SINGLE, commands=commands)[0], strict=True)
+        return zip(lines, pool.run(task, SINGLE, timeout=300, commands=commands)[0], strict=True)
 
     source = Path(shutil.copy(source, tmp_path / "text.txt"))
     for line, (code, _, errors) in answers(READING, "common state"):
