@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from megasink.data import cli as data_cli
 from megasink.report.curves import read_metrics
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         data_cli.add_arguments(parser)
         data_cli.run(parser.parse_args(data))
     else:
-        console.print(f"[bold]1. tokens of an earlier demo: {prefix}[/bold]")
+        console.print(f"[bold]1. tokens of an earlier demo: {escape(str(prefix))}[/bold]")
     console.print("\n[bold]2. train a sink-attention GPT on two ranks[/bold]")
     run_dir = args.dir / time.strftime("run-%Y%m%d-%H%M%S")
     flags = [*FLAGS.split(), "--train-iters", str(args.train_iters)]
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     launch(flags, run_dir, 2)
     console.print("\n[bold]3. what came out[/bold]")
     for line in summary(run_dir):
-        console.print(line, soft_wrap=True)
+        console.print(line, soft_wrap=True, markup=False)
     console.print("\n[bold]4. a sample of it[/bold]")
     # In a process of its own: this one may not turn into a rank of Megatron. On one thread: for a
     # single token of so small a model more do not help, and on a busy machine they wait.

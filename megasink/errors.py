@@ -3,9 +3,17 @@
 import signal
 from collections.abc import Iterable
 
+from megasink.printable import one_line
+
 
 class UserError(Exception):
-    """Something in the input is wrong: the message says what, its value, and what to do."""
+    """Something in the input is wrong: the message says what, its value, and what to do.
+
+    Names in it may come from anywhere: what a terminal would obey is escaped here, for all.
+    """
+
+    def __init__(self, message: object = ""):
+        super().__init__(one_line(str(message)))
 
 
 class ConfigError(UserError):
@@ -16,7 +24,7 @@ class ConfigError(UserError):
     """
 
     def __init__(self, problems: Iterable[str]):
-        self.problems = list(problems)
+        self.problems = [one_line(problem) for problem in problems]
         count = len(self.problems)
         if count == 1:
             text = self.problems[0]

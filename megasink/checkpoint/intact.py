@@ -15,6 +15,7 @@ from typing import Any
 
 from megasink.checkpoint.torch_metadata import read_metadata
 from megasink.errors import UserError
+from megasink.printable import say
 
 _ITERATION = re.compile(r"iter_(\d+)")
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -120,7 +121,7 @@ def go_back_to_intact(folder: Path, *, checksums: bool = False) -> int:
             count += 1
             aside = path.with_name(f"{path.name}.damaged{count}")
         path.rename(aside)
-        print(f"megasink: the checkpoint of step {number} is damaged ({problem}): moved to {aside}")
+        say(f"megasink: the checkpoint of step {number} is damaged ({problem}): moved to {aside}")
     if damaged:
         print(f"megasink: going on from step {iteration}", flush=True)
     partial = folder / f"{TRACKER}.partial"

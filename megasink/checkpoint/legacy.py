@@ -8,7 +8,6 @@ checkpoint names (os.system, eval, ...) is refused.
 
 import pickle
 import re
-import sys
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megasink.checkpoint.stand_in import StandIn, stand_in
 from megasink.checkpoint.stored_tensor import StoredTensor, content_start
 from megasink.errors import UserError
 
@@ -29,9 +29,6 @@ _STORAGES = {
     "LongStorage": torch.int64,
     "BoolStorage": torch.bool,
 }
-# Modules of Python that arguments, random states and enumerations come from; others are refused.
-_KNOWN = {"argparse", "collections", "types", "enum", "signal", "pathlib", "io", "_codecs"}
-_KNOWN_BUILTINS = {"set", "frozenset", "bytearray", "complex", "slice", "range", "getattr"}
 
 
 class RankFile(NamedTuple):
@@ -112,32 +109,6 @@ def _tensors(state: dict[str, Any]) -> dict[str, StoredTensor]:
     return found
 
 
-class _StandIn:
-    """Instead of an object of any class: remembers its fields, and does nothing."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> "_StandIn":
-        return object.__new__(cls)
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            vars(self).update(state)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
-
-    def append(self, value: Any) -> None:
-        """Of a list."""
-
-    def extend(self, values: Any) -> None:
-        """Of a list."""
-
-    def add(self, value: Any) -> None:
-        """Of a set."""
-
-
 class _Storage(NamedTuple):
     """Bytes that tensors may share: their dtype, place and CRC-32."""
 
@@ -165,21 +136,16 @@ class _Unpickler(pickle.Unpickler):
             return OrderedDict
         if module in ("torch._utils", "torch._tensor") and name in _REBUILDING:
             return self._tensor if name == "_rebuild_tensor_v2" else _REBUILDING[name]
-        top = module.partition(".")[0]
-        if top in ("builtins", "__builtin__"):  # the latter in the pickles of torch.save
-            allowed = name in _KNOWN_BUILTINS
-        else:
-            allowed = top in _KNOWN or top not in sys.stdlib_module_names
-        if not allowed:
+        if (made := stand_in(module, name)) is None:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return type(name, (_StandIn,), {})
+        return made
 
     def _tensor(
         self, storage: _Storage, offset: int, size: Any, stride: Any, *_: Any
-    ) -> StoredTensor | _StandIn:
+    ) -> StoredTensor | StandIn:
         shape = tuple(size)
         if storage.dtype is None or stride != torch.empty(shape, device="meta").stride():
-            return _StandIn()  # of optimizers and random states, or in another order
+            return StandIn()  # of optimizers and random states, or in another order
         start = storage.start + offset * storage.dtype.itemsize
         whole = torch.Size(shape).numel() * storage.dtype.itemsize == storage.size
         crc = storage.crc if whole else None

@@ -25,6 +25,7 @@ from megasink.checkpoint.model import model_config
 from megasink.checkpoint.saved_arguments import read_arguments, single_process_arguments
 from megasink.checkpoint.tokenizer import tokenizer_of
 from megasink.checkpoint.vocabulary import with_tokens
+from megasink.checkpoint.without_code import loading_without_code
 from megasink.errors import UserError
 from megasink.layers.builder import MegasinkGPTBuilder
 
@@ -124,7 +125,8 @@ def load_weights(model: GPTModel, folder: Path) -> None:
     shapes = {t.key: tuple(t.global_shape) for t in nested_values(tensors)}
     _compare(shapes, stored, folder)
     try:
-        state = TorchDistLoadShardedStrategy().load(tensors, folder)
+        with loading_without_code():
+            state = TorchDistLoadShardedStrategy().load(tensors, folder)
     except (OSError, RuntimeError, ValueError, EOFError) as error:
         raise UserError(f"{folder} cannot be read: {error}") from error
     state = apply_factory_merges(state, factories)

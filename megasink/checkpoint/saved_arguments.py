@@ -1,11 +1,15 @@
 """The arguments of a run, read back from its config.json for a single process.
 
 config.json, and not the checkpoint, is read: a checkpoint holds its arguments as a pickle, and
-unpickling runs whatever code the file asks for.
+unpickling runs whatever code the file asks for. Of them those that describe the model are taken:
+a run that somebody else made says neither where this process writes nor which modules it imports.
 """
 
+import dataclasses
 import enum
 import json
+import re
+import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,11 +17,11 @@ from typing import Any
 
 import torch
 
+from megasink.checkpoint.identity import MODEL
 from megasink.errors import UserError
 from megasink.parser import CPU_DEFAULTS, defaults
 
-# The layout, and how to compute rather than what: the values of this process count. Whatever is
-# not named here is taken from the run, so that no option of a model can be forgotten.
+# The layout, and how to compute rather than what: the values of this process count.
 _THIS_PROCESS = frozenset(
     """
     rank world_size local_rank data_parallel_size inprocess_active_world_size
@@ -33,12 +37,39 @@ _THIS_PROCESS = frozenset(
     recompute_granularity recompute_method recompute_num_layers recompute_modules
     fine_grained_activation_offloading offload_modules cpu_offloading_num_layers
     gradient_accumulation_fusion inference_cuda_graph_scope attention_backend
+    gtp_weight_remat_size expert_gtp_weight_remat_size
     attention_kernel flash_decode perform_initialization unknown_flags run_dir resume cpu
     """.split()
 )
+# What the model's configuration is made from under other names than its own (tests/security
+# compares this with what is read), what stands before every sequence, and how long it was trained.
+_OTHER_NAMES = frozenset(
+    """
+    num_experts group_query_attention padded_vocab_size untie_embeddings_and_output_weights
+    position_embedding_type rope_type rotary_base rotary_percent use_rope_scaling
+    rope_scaling_factor rotary_seq_len_interpolation_factor max_position_embeddings
+    swiglu quick_geglu squared_relu init_method_xavier_uniform no_persist_layer_norm
+    fp16_lm_cross_entropy make_vocab_size_divisible_by bias_swiglu_fusion bias_gelu_fusion seed
+    yarn_correction_range_round_to_int
+    variable_seq_lengths sink_token_id global_batch_size
+    """.split()
+)
+# Read for a model too, but they name files, folders and modules to import.
+_NOT_TAKEN = frozenset(
+    """
+    spec config_logger_dir fp8_quantizer_factory fp4_quantizer_factory kitchen_config_file
+    kitchen_recipe_number te_precision_config_file heterogeneous_layers_config_path
+    hybrid_layer_pattern mtp_hybrid_override_pattern
+    """.split()
+)
+# They say how to load a tokenizer, which is done apart from the model (tokenizer.py).
+_TOKENIZER = frozenset({"tokenizer_type", "tokenizer_model", "vocab_size"})
+# Of a text: a name out of a list, never a path, a module or an expression.
+_NAME = re.compile(r"[\w+-]*")
 # A model trained with TransformerEngine's fused modules, or in fp8, runs on Megatron's own modules
 # and in its own dtype on any machine; a checkpoint is the same for both.
-_PLAIN_MODULES = {**CPU_DEFAULTS, "fp8": None, "fp4": None, "fp8_param_gather": False}
+_PLAIN_MODULES = {**CPU_DEFAULTS, "fp8": None, "fp4": None}
+_PLAIN_MODULES |= {"fp8_param_gather": False, "fp4_param_gather": False}
 
 
 def read_arguments(config: Path) -> dict[str, Any]:
@@ -64,10 +95,24 @@ def single_process_arguments(saved: Mapping[str, Any]) -> Namespace:
         saved: of :func:`read_arguments`, as a finished validation left them.
     """
     args = defaults()
+    wanted, refused = describing(), []
     for name, value in saved.items():
         # Data types: that of the parameters follows below, the others are the optimizer's.
-        if name not in _THIS_PROCESS and not str(value).startswith("torch."):
+        if str(value).startswith("torch."):
+            continue
+        # What has no default was derived, or is no argument at all.
+        if name in wanted and name not in _OTHER_NAMES and not hasattr(args, name):
+            continue
+        if name in wanted and _is_plain(value):
             setattr(args, name, _typed(getattr(args, name, None), value))
+        elif name in wanted or (name in _NOT_TAKEN and value != vars(args).get(name, value)):
+            refused.append(f"{name} {str(value)[:80]!r}")
+    if refused:
+        print(
+            f"megasink: not taken from the run's arguments, as they do not describe a model: "
+            f"{', '.join(sorted(refused))}",
+            file=sys.stderr,
+        )
     vars(args).update(_PLAIN_MODULES)
     if args.window_size is not None:
         args.window_size = tuple(args.window_size)
@@ -77,6 +122,22 @@ def single_process_arguments(saved: Mapping[str, Any]) -> Namespace:
     args.perform_initialization = False  # the weights come from the checkpoint
     args.virtual_pipeline_model_parallel_size = None
     return args
+
+
+def describing() -> frozenset[str]:
+    """The names of the arguments that say which model a run has."""
+    from megasink.layers.transformer_config import MegasinkTransformerConfig
+
+    fields = {field.name for field in dataclasses.fields(MegasinkTransformerConfig)}
+    return (_OTHER_NAMES | fields | set(MODEL)) - _THIS_PROCESS - _NOT_TAKEN - _TOKENIZER
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    if isinstance(value, str):
+        return _NAME.fullmatch(value) is not None
+    return value is None or isinstance(value, bool | int | float)
 
 
 def _typed(default: Any, value: Any) -> Any:

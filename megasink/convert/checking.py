@@ -25,12 +25,13 @@ from megasink.convert.verify import (
     verify_tokenizer,
 )
 from megasink.errors import UserError
+from megasink.printable import say as say_printable
 
 Say = Callable[[str], None]
 
 
 def check_export(
-    source: Source, folder: Path, target_name: str | None = None, say: Say = print
+    source: Source, folder: Path, target_name: str | None = None, say: Say = say_printable
 ) -> None:
     """Compare a written Hugging Face folder with the checkpoint that it was made from.
 
@@ -73,7 +74,7 @@ def check_import(
     folder: Path,
     *,
     compare: bool = True,
-    say: Say = print,
+    say: Say = say_printable,
 ) -> None:
     """Set the sinks of a changed model, and compare a written run with the folder it was made from.
 

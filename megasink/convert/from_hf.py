@@ -34,6 +34,7 @@ from megasink.convert.to_hf import refuse_nan
 from megasink.convert.torch_dist_writer import TorchDistWriter
 from megasink.errors import UserError
 from megasink.parser import parse_apart
+from megasink.printable import say as say_printable
 
 _POSITIONS = "--max-position-embeddings"
 Say = Callable[[str], None]
@@ -90,7 +91,7 @@ def import_model(
     output: Path,
     change: Change | None = None,
     *,
-    say: Say = print,
+    say: Say = say_printable,
     verify: Verify | None = None,
 ) -> Architecture:
     """Write a run folder.

@@ -22,6 +22,7 @@ from megasink.convert.architecture import Architecture
 from megasink.convert.gating import SOFTMAX_OFFSET
 from megasink.convert.table import LAYERS
 from megasink.convert.verify import sample_tokens
+from megasink.printable import say as say_printable
 
 _BISECTIONS = 60
 
@@ -53,7 +54,7 @@ def set_sinks(
     model: Architecture,
     weight: float,
     tokenizer: Any,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = say_printable,
 ) -> tuple[float, float]:
     """Write the sink logits into a checkpoint whose sinks draw nothing, layer by layer.
 

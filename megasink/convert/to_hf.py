@@ -26,6 +26,7 @@ from megasink.convert.table import Entry, Row, Step, planned, steps
 from megasink.convert.targets import choose
 from megasink.convert.targets.base import Target
 from megasink.errors import UserError
+from megasink.printable import say as say_printable
 
 Say = Callable[[str], None]
 Verify = Callable[[Path], None]
@@ -72,7 +73,7 @@ def export(
     target_name: str | None = None,
     *,
     shard_bytes: int = 5 * 10**9,
-    say: Say = print,
+    say: Say = say_printable,
     verify: Verify | None = None,
 ) -> Target:
     """Write a Hugging Face folder.

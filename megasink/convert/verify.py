@@ -16,6 +16,7 @@ from megasink.checkpoint.find import Checkpoint
 from megasink.convert.architecture import Architecture
 from megasink.convert.own import model_class
 from megasink.errors import UserError
+from megasink.printable import say as say_printable
 
 TOLERANCE = 1e-4
 # The logits for which the tolerance is meant; it grows with larger ones.
@@ -71,7 +72,7 @@ def verify_logits(
     hf_folder: Path,
     model: Architecture,
     tokenizer: Any,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = say_printable,
 ) -> Difference:
     """Compare a Megatron checkpoint with a Hugging Face folder in stock transformers.
 

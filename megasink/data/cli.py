@@ -14,6 +14,7 @@ from megasink.data.preprocess import (
 from megasink.data.progress import tracked
 from megasink.data.tokenizer import MIN_VOCAB_SIZE, folder_problem, train_tokenizer
 from megasink.errors import ConfigError
+from megasink.printable import say
 
 DESCRIPTION = "Tokenize text into the .bin/.idx files that Megatron trains on."
 
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> PreprocessReport:
             f"of {_mb(trained.corpus_bytes)} in {trained.seconds:.1f} s"
         )
     report = preprocess(corpus, args.output, folder, workers=args.workers, overwrite=args.overwrite)
-    print(_summary(report))
+    say(_summary(report))
     return report
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megasink.errors import UserError
+from megasink.printable import printable, say
 from megasink.probe.geometry import Geometry
 from megasink.probe.inputs import Sample, data_hash
 from megasink.probe.maps import Arrays
@@ -46,10 +47,10 @@ def write_analysis(
     found = write_numbers(output, captured, samples, model, options, geometry, maps)
     with _named(output):
         write_report([output], output)
-    print(in_words(read_analysis(output)))
+    say(in_words(read_analysis(output)))
     for entry in captured.non_finite:
         print(
-            f"megasink: warning: {entry.source} has infinite or NaN values in layers "
+            f"megasink: warning: {printable(entry.source)} has infinite or NaN values in layers "
             f"{entry.layers}, heads {entry.heads}: left out of every average",
             file=sys.stderr,
         )

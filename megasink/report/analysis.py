@@ -1,6 +1,5 @@
 """A finished analysis on disk: reading results.json, and its tables as CSV."""
 
-import csv
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasink.errors import UserError
+from megasink.report.csv_file import write_csv
 
 FORMAT = 2
 
@@ -96,10 +96,7 @@ def write_tables(analysis: Analysis, folder: Path) -> list[Path]:
     for name, rows_of in tables.items():
         rows = list(rows_of(analysis))
         path = folder / f"{name}.csv"
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]) if rows else [])
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(path, list(rows[0]) if rows else [], rows)
         written.append(path)
     return written
 

@@ -9,8 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megasink.errors import UserError
+from megasink.printable import printable
 from megasink.report.curves import mark_spikes, read_metrics, series, smoothed, style_axis
 from megasink.report.spikes import loss_spikes
 from megasink.report.style import DPI, model_colours
@@ -151,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         table.add_column(column, justify="right")
     for name, row in rows.items():
         cells = ["-" if value is None else _text(key, value) for key, value in row.items()]
-        table.add_row(name, *cells)
+        table.add_row(Text(name), *cells)
     Console().print(table)
     print(f"picture: {args.output}")
     return 0
@@ -170,4 +172,4 @@ def _names(paths: Sequence[Path]) -> dict[str, Path]:
         names = ["/".join(path.parts[-depth:]) for path in resolved]
         if len(set(names)) == len(names):
             break
-    return dict(zip(names, paths, strict=True))
+    return dict(zip(map(printable, names), paths, strict=True))

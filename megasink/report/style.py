@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from megasink.printable import printable as escaped
 from megasink.report.analysis import Analysis
 
 WIDTH = 11.0
@@ -121,7 +122,7 @@ def model_legend(figure: Any, axis: Any, analyses: Sequence[Analysis]) -> None:
 
 def short(name: str, width: int) -> str:
     """A name on one line, its middle left out where it is long."""
-    name = " ".join(name.split()) or "unnamed"
+    name = " ".join(escaped(name).split()) or "unnamed"
     if len(name) <= width:
         return name
     return f"{name[: width // 2 - 1]}…{name[-(width // 2) :]}"

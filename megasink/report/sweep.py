@@ -1,6 +1,5 @@
 """A sweep on disk: sweep.json, sweep.csv, sweep.npz, and its figure."""
 
-import csv
 import json
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from megasink.errors import UserError
+from megasink.report.csv_file import write_csv
 from megasink.report.curves import style_axis
 
 EPSILON = "0.3"
@@ -31,10 +31,7 @@ def write_sweep(found: dict[str, Any], arrays: dict[str, Any], output: Path) -> 
         output.mkdir(parents=True, exist_ok=True)
         with (output / "sweep.npz").open("wb") as file:
             np.savez_compressed(file, allow_pickle=False, **arrays)
-        with (output / "sweep.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(table[0]))
-            writer.writeheader()
-            writer.writerows(table)
+        write_csv(output / "sweep.csv", list(table[0]), table)
         draw_sweep(found, output / "sweep.png")
         draw_masks(found, output / "sweep_masks.png")
         (output / "sweep.json").write_text(json.dumps(found, indent=1))

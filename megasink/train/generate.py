@@ -11,6 +11,7 @@ from typing import Any
 from megasink.checkpoint.find import find_checkpoint
 from megasink.errors import ConfigError, UserError
 from megasink.inference.sampling import Sampling
+from megasink.printable import printable
 from megasink.process import prepare_process
 
 _NEW_TOKENS = 64
@@ -168,7 +169,12 @@ class _Shown:
             self._show(whole=True)
             print(flush=True)
             return
-        print("\n---\n".join(self._text(row) for row in range(len(self.tokens))), flush=True)
+        print("\n---\n".join(self._for_output(row) for row in range(len(self.tokens))), flush=True)
+
+    def _for_output(self, row: int) -> str:
+        """A model writes what it has read: a terminal gets its control characters escaped."""
+        text = self._text(row)
+        return printable(text) if sys.stdout.isatty() else text
 
     def _text(self, row: int) -> str:
         text: str = self.tokenizer.decode(self.tokens[row], skip_special_tokens=False)
@@ -180,5 +186,5 @@ class _Shown:
         text = self._text(0)
         # Bytes that do not make a character yet are decoded to U+FFFD.
         ready = text if whole else text.rstrip("\N{REPLACEMENT CHARACTER}")
-        print(ready[len(self.shown) :], end="", flush=True)
+        print(printable(ready[len(self.shown) :]), end="", flush=True)
         self.shown = ready

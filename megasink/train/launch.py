@@ -18,7 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from megasink.errors import Stopped, UserError
+from megasink.printable import say
 from megasink.train.ranks import Ranks
+from megasink.train.replay import replayed
 from megasink.train.run_dir import folder_problem
 from megasink.train.stop import SIGNALS, left, name_of
 from megasink.train.tail import NewLines
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problem := folder_problem(run_dir, resume=resume):
         raise UserError(problem)
     if resume:
-        flags = [*_flags_of_last_start(run_dir), *flags]
+        flags = [*replayed(_flags_of_last_start(run_dir), flags, run_dir), *flags]
     ranks = args.ranks if args.ranks is not None else _default_ranks(flags)
     if ranks < 1:
         raise UserError(f"--ranks {ranks}: start at least one process")
@@ -79,7 +81,7 @@ def launch(flags: Sequence[str], run_dir: Path, ranks: int) -> int:
     """
     logs = run_dir / "logs" / time.strftime("%Y%m%d-%H%M%S")
     console = Console()
-    console.print(f"run {run_dir}: {ranks} ranks, logs in {logs}", highlight=False, soft_wrap=True)
+    say(f"run {run_dir}: {ranks} ranks, logs in {logs}")
     arguments = ["--standalone", "--local-addr=127.0.0.1"]
     arguments += [f"--nproc-per-node={ranks}", f"--log-dir={logs}", "--redirects=3"]
     arguments += ["-m", "megasink.train", "--run-dir", str(run_dir), *flags]
@@ -237,7 +239,9 @@ def _said(logs: Path) -> str | None:
     for path in sorted(logs.rglob("stderr.log")):
         text = path.read_text(errors="replace")
         if _ERROR in text:
-            return text.rpartition(_ERROR)[2].strip()
+            # With the list of a ConfigError, and without what others printed after it.
+            message = text.rpartition(_ERROR)[2]
+            return message[: re.match(r".*(\n  \d+\. .*)*", message).end()].strip()  # type: ignore[union-attr]
     return None
 
 

@@ -84,6 +84,7 @@ def _run(args: Namespace) -> None:
 
     from megasink.attention import choose_backend
     from megasink.checkpoint.model import model_config
+    from megasink.checkpoint.without_code import loading_without_code
     from megasink.compat import mend_signal_handler
     from megasink.report.curves import draw_run
     from megasink.train.checkpoint_writer import checkpoint_helpers
@@ -110,6 +111,7 @@ def _run(args: Namespace) -> None:
     live = LiveAnalysis(args) if args.analyze_interval else None
     provider = datasets_provider if live is None else live.listening(datasets_provider)
     seams = (
+        loading_without_code(),
         observing(Observer(metrics, live)),
         comparable_evaluations(),
         grouping_sink_parameters(),

@@ -1,7 +1,6 @@
 """`megasink trace`: the analyses of a run's checkpoints, or those made while it trained."""
 
 import argparse
-import csv
 import gc
 import sys
 import time
@@ -17,6 +16,7 @@ from megasink.probe import options
 from megasink.probe.analysis import analyze
 from megasink.probe.ranks import Ranks, parse, taking_part
 from megasink.report.analysis import read_analysis
+from megasink.report.csv_file import write_csv
 from megasink.report.trace import ROWS, trace_row, write_trace
 from megasink.train.analyze import open_checkpoint, prepare
 
@@ -86,10 +86,7 @@ def _write(
     different = {results["run"]["data_sha256"] for results in found}
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with (root / "trace.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, ROWS)
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(root / "trace.csv", ROWS, rows)
         write_trace(rows, root, name, links)
     except OSError as error:
         raise UserError(f"--output {root} cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,182 @@
+"""Megatron's and torch's own loading of checkpoints, without running code that the files name.
+
+Upstream unpickles whatever a checkpoint asks for at these places (torch 2.13, megatron-core
+0.19.2, transformer-engine 2.20), each of which is replaced while a run loads:
+
+- torch/distributed/checkpoint/filesystem.py:938 reads ``.metadata`` with ``pickle.load``.
+- torch/distributed/checkpoint/default_planner.py:388 reads what is no tensor (common state, random
+  states, extra states) with ``torch.load(weights_only=False)``.
+- every other ``torch.load`` (common.pt, the old format, optimizers) is safe unless the environment
+  says TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD: here it is told in so many words.
+- transformer_engine/pytorch/module/base.py and ops/op.py unpickle states of FP8, which no run here
+  has, with ``pickle.loads``.
+
+torch's own reader of weights then makes the classes that Megatron lists in core/safe_globals.py and
+nothing else. A class that is not on the list may stand among the saved arguments (forks of Megatron
+put theirs there): an empty stand-in takes its place, as nobody reads it.
+"""
+
+import contextlib
+import functools
+import io
+import pickle
+import re
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megasink.checkpoint.stand_in import StandIn, stand_in
+from megasink.checkpoint.torch_metadata import load_metadata
+from megasink.errors import UserError
+
+_NAMED = re.compile(r"GLOBAL ([\w.]+)")
+
+
+@contextlib.contextmanager
+def loading_without_code() -> Iterator[None]:
+    """Within it, Megatron's and torch's loading makes nothing but what a checkpoint consists of.
+
+    Raises:
+        UserError: a file is broken or asks for something else, whatever upstream made of it.
+    """
+    from megatron.core.safe_globals import SafeUnpickler
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    refused: list[UserError] = []
+    reading = {"folder": "", "entry": "a tensor in it"}
+
+    def refuse(where: Any, error: Exception) -> UserError:
+        refused.append(UserError(f"{where} is broken or not to be trusted: {_reason(error)}"))
+        return refused[-1]
+
+    def read_metadata(self: Any, *_: Any, rank: int | None = None, **__: Any) -> Any:
+        path = self._get_metadata_path(rank)
+        reading["folder"] = self.path
+        with self.fs.create_stream(path, "rb") as file:
+            try:
+                metadata = load_metadata(file)
+            except Exception as error:  # unpickling random bytes raises anything
+                raise refuse(path, error) from error
+        if getattr(metadata, "storage_meta", None) is None:  # as upstream goes on
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    upstream_bytes = DefaultLoadPlanner.load_bytes
+
+    def load_bytes(self: Any, read_item: Any, value: io.BytesIO) -> None:
+        reading["entry"] = f"its entry {read_item.dest_index.fqn}"
+        upstream_bytes(self, read_item, value)
+        reading["entry"] = "a tensor in it"
+
+    upstream_load = torch.load
+
+    @functools.wraps(upstream_load)
+    def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs = {k: v for k, v in kwargs.items() if k != "pickle_module"} | {"weights_only": True}
+        try:
+            return _load(upstream_load, f, *args, **kwargs)
+        except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+            path = f if isinstance(f, str | Path) else None
+            raise refuse(path or "{folder}: {entry}".format(**reading), error) from error
+
+    def loads(content: bytes, **_: Any) -> Any:
+        try:
+            return SafeUnpickler(io.BytesIO(content)).load()
+        except Exception as error:  # unpickling random bytes raises anything
+            raise refuse(f"{reading['folder']}: a state of FP8", error) from error
+
+    with contextlib.ExitStack() as stack:
+        _replace(stack, FileSystemReader, "read_metadata", read_metadata)
+        _replace(stack, DefaultLoadPlanner, "load_bytes", load_bytes)
+        _replace(stack, torch, "load", load)
+        safe_pickle = SimpleNamespace(dumps=pickle.dumps, loads=loads)
+        for name, module in list(sys.modules.items()):
+            if name.startswith("transformer_engine.") and vars(module).get("pickle") is pickle:
+                _replace(stack, module, "pickle", safe_pickle)
+        try:
+            yield
+        except BaseException as error:
+            # Upstream turns it into a CheckpointException, or prints it and exits with 0.
+            if refused and error is not refused[0]:
+                raise refused[0] from error
+            raise
+
+
+def _replace(stack: contextlib.ExitStack, owner: Any, name: str, new: Any) -> None:
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, new)
+
+
+def _reason(error: Exception) -> str:
+    """What it asks for, out of torch's long explanation."""
+    named = _NAMED.search(str(error))
+    if named:
+        return f"it asks for {named[1]}"
+    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[-1] if "Weights only load failed" in lines[0] else lines[0]
+
+
+def _load(upstream: Callable[..., Any], file: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch.load for weights, with stand-ins among the arguments of a run.
+
+    Raises:
+        pickle.UnpicklingError: it asks for anything else.
+    """
+    start = file.tell() if hasattr(file, "tell") else 0
+    try:
+        return upstream(file, *args, **kwargs)
+    except pickle.UnpicklingError:
+        if hasattr(file, "seek"):
+            file.seek(start)
+        made = _stand_ins(file)
+        if not made:
+            raise
+        if hasattr(file, "seek"):
+            file.seek(start)
+        with torch.serialization.safe_globals(list(made)):
+            content = upstream(file, *args, **kwargs)
+    # Common state is a list of one, as every entry that is no tensor.
+    state = content[0] if isinstance(content, list) and len(content) == 1 else content
+    arguments = state.get("args") if isinstance(state, dict) else None
+    if not isinstance(arguments, Namespace) or (found := _first_stand_in(state, arguments)):
+        asked = found if isinstance(arguments, Namespace) else made[0][1]
+        raise pickle.UnpicklingError(f"GLOBAL {asked}")
+    return content
+
+
+def _stand_ins(file: Any) -> list[tuple[Any, str]]:
+    """(class, name) for each name in a file of torch.save that torch would refuse; [] where one of
+    them is none of a class that might be an argument."""
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    except Exception:  # not of torch.save, or broken: what torch.load says of it counts
+        return []
+    made = [(stand_in(*name.rpartition(".")[::2]), name) for name in sorted(names)]
+    return [] if any(one is None for one, _ in made) else made
+
+
+def _first_stand_in(state: Any, arguments: Namespace) -> str | None:
+    """The name of a class that stands elsewhere than among the arguments; None if none does."""
+    left, seen = [state], {id(arguments)}
+    while left:
+        value = left.pop()
+        if isinstance(value, StandIn):
+            return f"{type(value).__module__}.{type(value).__name__}"
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple | set | frozenset):
+            left += value
+        elif hasattr(value, "__dict__"):
+            left += vars(value).values()
+    return None

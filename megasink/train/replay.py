@@ -1,0 +1,187 @@
+"""Which flags of a run's last start ``--resume`` takes from the folder without being told again.
+
+A run folder may come from somebody else, and its starts.jsonl is a command line. What it says about
+the model, its data and its training is replayed: numbers, names out of a list, files to read. What
+names a place to write outside of the folder, a module to import or a service to talk to is not: it
+is asked for on the command line, once, by whoever wants it.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megasink.errors import UserError
+
+_NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"
+# A choice out of a list, which argparse or a check knows.
+_WORD = r"[A-Za-z0-9][\w.-]*"
+# Of flags whose value may be any text, those whose value does nothing but describe.
+DESCRIBING = {
+    "attention-bias-type",
+    "attention-kernel",
+    "attention-normalization",
+    "attention-similarity",
+    "attention-variant",
+    "bias-fixed-value",
+    "cp-comm-type",
+    "ffn-activation",
+    "gate-activation",
+    "gate-granularity",
+    "gate-input",
+    "gate-operation",
+    "gate-position",
+    "head-balance-scope",
+    "linear-attention-freq",
+    "moe-layer-freq",
+    "muon-coefficient-type",
+    "no-rope-freq",
+    "onnx-safe",
+    "phase-transition-iterations",
+    "pipeline-model-parallel-layout",
+    "recompute-modules",
+    "sdpa-output-norm",
+    "split",
+    "step-batch-size-schedule",
+    "validation-set-names",
+    "wandb-entity",
+    "wandb-exp-name",
+    "wandb-project",
+    "window-attn-skip-freq",
+    "window-size",
+}
+"""Lists and patterns of numbers and names, without the dashes before the flag."""
+READING = {
+    "data-args-path",
+    "data-path",
+    "load",
+    "merge-file",
+    "per-dataset-sequences-path",
+    "per-split-data-args-path",
+    "pretrained-checkpoint",
+    "test-data-path",
+    "tokenizer-model",
+    "train-data-path",
+    "valid-data-path",
+    "vocab-file",
+}
+"""Files that are read, and run no code."""
+WRITING = {"data-cache-path", "save", "tensorboard-dir", "wandb-save-dir"}
+"""Folders that are written: taken where they lie in the run's own."""
+TOLD = {
+    "app-tag-run-name",
+    "app-tag-run-version",
+    "bert-load",
+    "block-data-path",
+    "chat-template",
+    "ckpt-convert-save",
+    "config-logger-dir",
+    "cuda-graph-modules",
+    "cuda-graph-scope",
+    "ddp-param-name-patterns-for-fp32-local-accumulation",
+    "dist-ckpt-format",
+    "dump-param-to-param-group-map",
+    "embedding-path",
+    "evidence-data-path",
+    "fault-injector-fault-probabilities",
+    "fault-injector-fault-types",
+    "fault-injector-ranks",
+    "fim-eod-token",
+    "fim-middle-token",
+    "fim-no-prefix",
+    "fim-pad-token",
+    "fim-prefix-token",
+    "fim-split-sample",
+    "fim-suffix-token",
+    "flight-recorder-dump-path",
+    "fp4-quantizer-factory",
+    "fp8-quantizer-factory",
+    "heterogeneous-layers-config-encoded-json",
+    "heterogeneous-layers-config-path",
+    "high-priority-stream-groups",
+    "hybrid-layer-pattern",
+    "hybrid-override-pattern",
+    "ict-load",
+    "inference-shards",
+    "langrl-env-config",
+    "logits-load-dir",
+    "logits-save-dir",
+    "memory-snapshot-path",
+    "moe-routing-trace-path",
+    "mtp-hybrid-override-pattern",
+    "nccl-communicator-config-path",
+    "non-persistent-global-ckpt-dir",
+    "non-persistent-local-ckpt-dir",
+    "object-storage-cache-path",
+    "offload-modules",
+    "one-logger-project",
+    "one-logger-run-name",
+    "result-rejected-tracker-filename",
+    "rl-inference-parsers",
+    "rl-profile-dir",
+    "run-dir",
+    "sft-tokenizer-prompt-format",
+    "spec",
+    "te-precision-config-file",
+    "titles-data-path",
+    "tokenizer-metadata",
+    "tokenizer-special-tokens",
+    "tp-comm-overlap-cfg",
+    "yaml-cfg",
+    # Without a value.
+    "enable-ft-package",
+    "enable-msc",
+    "inprocess-restart",
+    "record-memory-history",
+    "run-workload-inspector-server",
+    "trust-remote-code",
+    "use-checkpoint-args",
+    "use-mp-args-from-checkpoint-args",
+}
+"""Flags that are not replayed: they write elsewhere, import, connect, or megasink refuses them."""
+
+
+def replayed(last: Sequence[str], given: Sequence[str], run_dir: Path) -> list[str]:
+    """The flags of the last start, to go before those that are given now.
+
+    Raises:
+        UserError: one of them has to be said again, and is not among those given.
+    """
+    said = {name for name, _ in _flags(given)}
+    refused = [
+        " ".join([f"--{name}", *values])
+        for name, values in _flags(last)
+        if name not in said and not _harmless(name, values, run_dir)
+    ]
+    if refused:
+        raise UserError(
+            f"--resume: the last start in {run_dir} had {', '.join(refused)}, which a folder does "
+            "not decide: give it again if the run is yours, or another value"
+        )
+    kept = ([f"--{name}", *values] for name, values in _flags(last) if name not in said)
+    return [word for flag in kept for word in flag]
+
+
+def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """(name without dashes, values) of each; what stands before the first has no name."""
+    name, values = "", list[str]()
+    for word in words:
+        if word.startswith("--"):
+            if name or values:
+                yield name, values
+            name, equals, value = word[2:].partition("=")
+            values = [value] if equals else []
+        else:
+            values.append(word)
+    if name or values:
+        yield name, values
+
+
+def _harmless(name: str, values: Sequence[str], run_dir: Path) -> bool:
+    if name in TOLD or not name:
+        return False
+    if name in READING:
+        return True
+    if name in WRITING:
+        return all(Path(value).resolve().is_relative_to(run_dir.resolve()) for value in values)
+    form = r"[\w ,.:;*+()|\[\]-]*" if name in DESCRIBING else f"{_NUMBER}|{_WORD}"
+    return all(re.fullmatch(form, value) for value in values)

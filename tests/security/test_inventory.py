@@ -1,0 +1,141 @@
+"""Every place that reads objects, runs code or starts a process, with the reason why it is safe.
+
+A new one fails until it is entered here, and an entry without its place fails too.
+"""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("megasink", "tools", "examples", "docker")
+# Modules and functions by the end of their dotted name; any use counts, called or handed on.
+WATCHED = {
+    *("torch.load", "numpy.load"),
+    *("pickle", "_pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"),
+    *("eval", "exec", "compile", "__import__", "import_module", "spec_from_file_location"),
+    *("runpy", "code.interact", "yaml", "subprocess", "os.system", "os.popen", "pty", "posix"),
+    *("create_subprocess_exec", "create_subprocess_shell", "shell=True"),
+    *("trust_remote_code", "from_pretrained", "snapshot_download", "hf_hub_download"),
+    *("allow_pickle", "weights_only", "extractall", "load_state_dict_from_url", "urlopen"),
+    *("requests", "urllib.request", "huggingface_hub", "torch.hub", "load_dataset"),
+}
+FIXED = "a fixed program with a list of arguments, no shell"
+OWN_NAMES = "imports modules of this package, whose names stand in the code"
+LOCAL = "a folder of this machine, without its code: local_files_only, trust_remote_code=False"
+ARRAYS = "arrays alone: allow_pickle is False"
+RESTRICTED = "makes only what its allow-list names"
+SAFE = {
+    ("megasink/attention/backends/cuda.py", "import_module"): "kernels that the code names",
+    ("megasink/checkpoint/legacy.py", "pickle"): "stand-ins for all classes but those of tensors",
+    ("megasink/checkpoint/stored_tensor.py", "torch.load"): "weights_only, and on no device",
+    ("megasink/checkpoint/stored_tensor.py", "weights_only"): "True",
+    ("megasink/checkpoint/torch_metadata.py", "pickle"): RESTRICTED,
+    ("megasink/checkpoint/without_code.py", "pickle"): "its errors and dumps; loads is Megatron's "
+    "SafeUnpickler",
+    ("megasink/checkpoint/without_code.py", "torch.load"): "makes every other one safe",
+    ("megasink/checkpoint/without_code.py", "weights_only"): "set to True",
+    ("megasink/convert/torch_dist_writer.py", "pickle"): "dump only",
+    ("megasink/convert/verify.py", "from_pretrained"): LOCAL,
+    ("megasink/convert/verify.py", "trust_remote_code"): "False",
+    ("megasink/data/tokenizer.py", "from_pretrained"): LOCAL,
+    ("megasink/data/tokenizer.py", "trust_remote_code"): "False",
+    ("megasink/demo.py", "subprocess"): FIXED,
+    ("megasink/diagnostics/registry.py", "import_module"): OWN_NAMES,
+    ("megasink/probe/load.py", "from_pretrained"): LOCAL,
+    ("megasink/probe/load.py", "trust_remote_code"): "False",
+    ("megasink/probe/parts.py", "allow_pickle"): ARRAYS,
+    ("megasink/probe/parts.py", "numpy.load"): ARRAYS,
+    ("megasink/probe/write.py", "allow_pickle"): ARRAYS,
+    ("megasink/report/analysis.py", "allow_pickle"): ARRAYS,
+    ("megasink/report/analysis.py", "numpy.load"): ARRAYS,
+    ("megasink/report/sweep.py", "allow_pickle"): ARRAYS,
+    ("megasink/train/launch.py", "subprocess"): "this Python with torchrun, no shell; flags of a "
+    "last start: train/replay.py",
+    ("megasink/train/run_dir.py", "subprocess"): "git in this package's own folder, no shell",
+}
+"""{(file, what): why it is safe}."""
+
+
+def places(text: str) -> Counter[str]:
+    """What of `WATCHED` a module uses, and how often."""
+    found: Counter[str] = Counter()
+    imported: dict[str, str] = {}
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {(alias.asname or alias.name): alias.name for alias in node.names}
+            found.update(_watched(alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            full = {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+            imported |= full
+            found.update(map(_watched, full.values()))
+        elif isinstance(node, ast.keyword):
+            name = node.arg or ""
+            if name == "shell" and getattr(node.value, "value", True):
+                name = "shell=True"
+            found[_watched(name)] += 1
+        elif isinstance(node, ast.Dict):
+            keys = (key.value for key in node.keys if isinstance(key, ast.Constant))
+            found.update(_watched(key) for key in keys if isinstance(key, str))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute):
+            first, _, rest = ast.unparse(node).partition(".")
+            name = f"{imported.get(first, first)}{'.' * bool(rest)}{rest}"
+            # A method of that name, as model.eval(), is none.
+            if isinstance(node, ast.Attribute) and node.attr in ("eval", "compile", "exec"):
+                continue
+            found[_watched(name)] += 1
+    del found[""]
+    return found
+
+
+def _watched(name: str) -> str:
+    parts = name.split(".")
+    for start in range(len(parts)):
+        for end in range(start + 1, len(parts) + 1):
+            if (part := ".".join(parts[start:end])) in WATCHED:
+                return part
+    return ""
+
+
+def test_every_place_is_entered_with_its_reason():
+    files = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+    found = {
+        (str(path.relative_to(ROOT)), what)
+        for path in [*files, ROOT / "setup.py"]
+        for what in places(path.read_text())
+    }
+    assert len(files) > 200
+    assert (sorted(found - SAFE.keys()), sorted(SAFE.keys() - found)) == ([], [])
+    assert all(SAFE.values())
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("import torch\ntorch.load('x')", "torch.load"),
+        ("from torch import load as read\nread('x')", "torch.load"),
+        ("import numpy as np\nnp.load('x')", "numpy.load"),
+        ("from pickle import loads", "pickle"),
+        ("import os\nf = os.system", "os.system"),
+        ("eval('1')", "eval"),
+        ("def f(run=exec): pass", "exec"),
+        ("import importlib\nimportlib.import_module(n)", "import_module"),
+        ("AutoTokenizer.from_pretrained(x)", "from_pretrained"),
+        ("options = {'trust_remote_code': True}", "trust_remote_code"),
+        ("run(command, shell=True)", "shell=True"),
+        ("import yaml\nyaml.load(f)", "yaml"),
+        ("from transformers.utils import hub\nhub.hf_hub_download('x')", "hf_hub_download"),
+        ("import subprocess as s\ns.run('x')", "subprocess"),
+    ],
+)
+def test_each_of_them_is_found(line, what):
+    assert what in places(line)
+
+
+@pytest.mark.parametrize("line", ["model.eval()", "re.compile('x')", "run(shell=False)"])
+def test_what_is_harmless_is_not(line):
+    assert not places(line)

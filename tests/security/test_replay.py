@@ -1,0 +1,76 @@
+"""What --resume takes from the command line that stands in a run folder."""
+
+import json
+
+import pytest
+
+from megasink.cli import main as megasink
+from megasink.errors import UserError
+from megasink.train.replay import DESCRIBING, READING, TOLD, WRITING, replayed
+from tests.train.command_lines import MODEL
+
+OWN = [
+    *MODEL,
+    *"--data-path 0.3 /data/a 0.7 ../b --tokenizer-model /data/tokenizer".split(),
+    *"--load /runs/x/checkpoints".split(),
+    *"--window-size 15,0 --split 99,1,0 --moe-layer-freq ([0]+[1]*23)*2 --lr=3e-4".split(),
+    *"--recompute-modules core_attn mlp --attention-variant gated --bf16 --min-lr .1".split(),
+    *"--wandb-project heads --wandb-exp-name".split(),
+    "first try (again)",
+]
+
+
+def test_the_flags_of_ones_own_run_are_taken(tmp_path):
+    inside = ["--tensorboard-dir", str(tmp_path / "tb"), "--save", str(tmp_path / "x" / "..")]
+    flags = replayed([*OWN, *inside], [], tmp_path)
+    assert flags == [*" ".join(OWN[:-1]).replace("=", " ").split(), OWN[-1], *inside]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--save /elsewhere",
+        "--save RUN/../elsewhere",
+        "--tensorboard-dir=~/x",
+        "--data-cache-path /home/user/.config",
+        "--spec module function",
+        "--yaml-cfg RUN/model.yaml",
+        "--fp8-quantizer-factory module.function",
+        "--trust-remote-code",
+        "--record-memory-history",
+        "--use-checkpoint-args",
+        "--position-embedding-type ../x",
+        "--moe-layer-freq __import__('os').system('x')",
+        "--unknown-option /a/place",
+        "--run-dir=/elsewhere",
+    ],
+)
+def test_what_somebody_else_would_decide_is_asked_for(tmp_path, line):
+    words = line.replace("RUN", str(tmp_path)).split()
+    with pytest.raises(UserError, match="which a folder does not decide: give it again"):
+        replayed([*OWN, *words], [], tmp_path)
+    name = words[0].partition("=")[0]
+    assert name not in replayed([*OWN, *words], [name, "mine"], tmp_path)
+
+
+def test_the_launcher_starts_nothing_with_them(tmp_path, capsys):
+    run = tmp_path / "run"
+    (run / "checkpoints" / "iter_0000002").mkdir(parents=True)
+    (run / "config.json").write_text('{"arguments": {}}')
+    command = ["x", *OWN, "--save", str(tmp_path / "written")]
+    (run / "starts.jsonl").write_text(json.dumps({"command": command}) + "\n")
+    assert megasink(["train", "--run-dir", str(run), "--resume"]) == 2
+    said = capsys.readouterr().err
+    assert f"--save {tmp_path}/written, which a folder does not decide" in said
+    assert said.count("\n") == 1
+    assert not (run / "logs").exists()
+    assert not (tmp_path / "written").exists()
+
+
+def test_every_flag_that_takes_any_text_is_in_one_list(pool):
+    """So that a new option of Megatron's is looked at before it is replayed."""
+    (found, _) = pool.run("tests.security.tasks:flags_of_any_text", timeout=300)
+    lists = [DESCRIBING, READING, WRITING, TOLD]
+    assert sum(map(len, lists)) == len(set().union(*lists))
+    assert sorted(set(found["text"]) - set().union(*lists)) == []
+    assert sorted(set().union(*lists) - set(found["all"])) == []
