@@ -70,5 +70,5 @@ def newest_checkpoint(folder: Path) -> int | None:
     tracker = folder / TRACKER
     if not tracker.is_file():
         return None
-    text = tracker.read_text().strip()
-    return int(text) if text.isdigit() else None
+    text = tracker.read_bytes().strip()
+    return int(text) if text.isdigit() and len(text) < 20 else None

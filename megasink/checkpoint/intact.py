@@ -42,7 +42,7 @@ def damage(checkpoint: Path, *, checksums: bool = False) -> str | None:
     """
     try:
         json.loads((checkpoint / "metadata.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return "it was not finished (metadata.json is missing or broken)"
     try:
         entries = _entries(checkpoint)

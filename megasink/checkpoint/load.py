@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed.checkpoint import CheckpointException
 
 from megasink import platform
 from megasink.checkpoint.find import Checkpoint, find_checkpoint, stored_shapes
@@ -129,6 +130,12 @@ def load_weights(model: GPTModel, folder: Path) -> None:
             state = TorchDistLoadShardedStrategy().load(tensors, folder)
     except (OSError, RuntimeError, ValueError, EOFError) as error:
         raise UserError(f"{folder} cannot be read: {error}") from error
+    except CheckpointException as error:  # torch's, no Exception, with those of each rank
+        kinds = ", ".join(sorted({type(e).__name__ for e, _ in error.failures.values()}))
+        raise UserError(
+            f"{folder} is damaged: its tensors cannot be read ({kinds}); name another one with "
+            "--iteration"
+        ) from error
     state = apply_factory_merges(state, factories)
     # What is not a tensor is TransformerEngine's state of fp8, which nothing here uses.
     missing, unexpected = model.load_state_dict(state, strict=False)

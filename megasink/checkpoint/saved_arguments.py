@@ -80,7 +80,7 @@ def read_arguments(config: Path) -> dict[str, Any]:
     """
     try:
         saved = dict(json.loads(config.read_text())["arguments"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{config} is no configuration of a run of megasink ({error!r})") from error
     missing = {"attention_variant", "padded_vocab_size", "ffn_hidden_size"} - set(saved)
     if missing:

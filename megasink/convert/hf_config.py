@@ -1,6 +1,5 @@
 """config.json <-> Architecture: the keys that the architectures of transformers share."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from megasink.convert.architecture import Architecture
 from megasink.convert.targets import BY_NAME, TARGETS
 from megasink.convert.targets.base import Config, Target
 from megasink.errors import UserError
+from megasink.json_file import read_object
 
 # Llama 3's scaling as Megatron has it; only the factor is an option
 # (megatron/core/models/common/embeddings/rotary_pos_embedding.py:98).
@@ -185,7 +185,6 @@ def read_config(folder: Path) -> Config:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; nothing is downloaded")
     try:
-        config: Config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is no configuration of a model ({error})") from error
-    return config
+        return read_object(path)
+    except UserError as error:
+        raise UserError(f"{path} is no configuration of a model: {error}") from error

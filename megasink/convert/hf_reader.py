@@ -75,11 +75,13 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if index.is_file():
         try:
             return dict(json.loads(index.read_text())["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{index} is broken ({error!r})") from error
     if not single.is_file():
         pickles = sorted(path.name for path in folder.glob("*.bin"))
-        why = f" ({pickles[0]} is a pickle, which may run code: convert it first)" * bool(pickles)
+        why = ""
+        if pickles:
+            why = f" ({pickles[0]} is a pickle, which may run code: convert it first)"
         raise UserError(f"{folder} has no model.safetensors{why}")
     try:
         with safe_open(single, framework="pt") as opened:

@@ -1,10 +1,12 @@
 """`megasink data`: a corpus to tokenized files, with a given tokenizer or one trained on it."""
 
 import argparse
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from megasink.data.corpus import STDLIB, Corpus
+from megasink.data.corpus import MAX_DOCUMENT_BYTES, STDLIB, Corpus
 from megasink.data.preprocess import (
     PreprocessReport,
     default_workers,
@@ -25,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help="text, .jsonl(.gz, .zst) or .parquet file, or a folder of them; "
+        help="text or .jsonl (also .gz, .zst) or .parquet file, or a folder of them; "
         f"{STDLIB} is the source of Python's standard library",
     )
     parser.add_argument(
@@ -45,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where to write the trained tokenizer (default: PREFIX-tokenizer)",
     )
     parser.add_argument(
+        "--tokenizer-bos",
+        action="store_true",
+        help="train it with a BOS token, which it puts before every text (default: none)",
+    )
+    parser.add_argument(
         "--json-key",
         default="text",
         metavar="KEY",
@@ -55,6 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("skip", "error"),
         default="skip",
         help="documents that are not UTF-8 text: count and skip them, or stop (default: skip)",
+    )
+    parser.add_argument(
+        "--max-document-bytes",
+        type=int,
+        default=MAX_DOCUMENT_BYTES,
+        metavar="N",
+        help="longer documents are refused, so that memory is bounded (default: %(default)s)",
     )
     parser.add_argument(
         "--workers",
@@ -79,6 +93,7 @@ def run(args: argparse.Namespace) -> PreprocessReport:
             tracked(corpus, "reading for the tokenizer"),
             args.train_tokenizer,
             folder,
+            bos=args.tokenizer_bos,
             overwrite=args.overwrite,
         )
         print(
@@ -98,8 +113,26 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="megasink data", description=DESCRIPTION)
     add_arguments(parser)
-    run(parser.parse_args(argv))
+    args = parser.parse_args(argv)
+    with _interrupted_by_sigterm():
+        run(args)
     return 0
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Within it, SIGTERM and a closed terminal end the command as Ctrl-C does: nothing stays."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    ending = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, interrupt) for number in ending}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _checked(args: argparse.Namespace) -> tuple[Corpus, Path]:
@@ -107,7 +140,12 @@ def _checked(args: argparse.Namespace) -> tuple[Corpus, Path]:
     problems = output_problems(args.output, args.inputs, overwrite=args.overwrite)
     corpus = None
     try:
-        corpus = Corpus(args.inputs, json_key=args.json_key, on_invalid_utf8=args.on_invalid_utf8)
+        corpus = Corpus(
+            args.inputs,
+            json_key=args.json_key,
+            on_invalid_utf8=args.on_invalid_utf8,
+            max_document_bytes=args.max_document_bytes,
+        )
     except ConfigError as error:
         problems += error.problems
     if args.workers < 1:
@@ -118,6 +156,10 @@ def _checked(args: argparse.Namespace) -> tuple[Corpus, Path]:
             problems.append(f"--tokenizer {folder} is no folder: nothing is downloaded")
         if args.tokenizer_output:
             problems.append("--tokenizer-output goes with --train-tokenizer, not --tokenizer")
+        if args.tokenizer_bos:
+            problems.append(
+                "--tokenizer-bos goes with --train-tokenizer: a tokenizer that exists has its own"
+            )
     else:
         default = args.output.with_name(args.output.name + "-tokenizer")
         folder = args.tokenizer_output or default

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from megasink.errors import UserError
 
-# `tokenizers` needs some hundred bytes per token of one text: a longer document goes in segments.
-_SEGMENT = 4 << 20  # characters
+# `tokenizers` needs some hundred bytes per token of one text, and a character may be four tokens:
+# a longer document goes in segments.
+_SEGMENT = 1 << 20  # characters
 _SEARCH = 1 << 16
 _WORD_START = re.compile(r"(?<=\S) (?=\S)")
 
@@ -55,18 +56,21 @@ class Encoder:
         self.tokenizer.encode_special_tokens = True
 
     def __call__(self, texts: list[str]) -> Encoded:
-        ids: list[int] = []
+        # Not one list of all ids: each would take ten times the memory of its place in an array.
+        pieces: list[NDArray[np.integer]] = []
         lengths = []
         for text in texts:
-            start = len(ids)
-            ids += self.settings.before
+            start = len(pieces)
+            pieces.append(self._array(self.settings.before))
             for segment in segments(text):
-                ids += self.tokenizer.encode(segment, add_special_tokens=False).ids
-            ids += self.settings.after
-            lengths.append(len(ids) - start)
-        return Encoded(
-            np.array(ids, dtype=self.settings.dtype), lengths, sum(len(t.encode()) for t in texts)
-        )
+                ids = self.tokenizer.encode(segment, add_special_tokens=False).ids
+                pieces.append(self._array(ids))
+            pieces.append(self._array(self.settings.after))
+            lengths.append(sum(map(len, pieces[start:])))
+        return Encoded(np.concatenate(pieces), lengths, sum(len(t.encode()) for t in texts))
+
+    def _array(self, ids: list[int]) -> NDArray[np.integer]:
+        return np.array(ids, dtype=self.settings.dtype)
 
 
 def segments(text: str, limit: int = _SEGMENT) -> Iterator[str]:

@@ -17,7 +17,7 @@ import megasink
 from megasink.data.corpus import Corpus, Document, Skipped
 from megasink.data.encode import Encoded, EncoderSettings, encode_in_order
 from megasink.data.progress import tracked
-from megasink.data.tokenizer import load_tokenizer, tokenizer_hash
+from megasink.data.tokenizer import leading_ids, load_tokenizer, tokenizer_hash
 from megasink.errors import ConfigError, UserError
 
 _BATCH_CHARACTERS = 1 << 19
@@ -28,13 +28,15 @@ _SUFFIXES = (".json", ".bin", ".idx")
 
 @dataclass(frozen=True)
 class PreprocessReport:
-    """What was written. `tokens` counts EOD (and BOS) too; `text_bytes` is the documents' UTF-8."""
+    """What was written. `tokens` counts EOD (and BOS) too; `text_bytes` is the documents' UTF-8;
+    `largest_id` is that of a token which occurs."""
 
     output_prefix: Path
     tokenizer_folder: Path
     documents: int
     tokens: int
     text_bytes: int
+    largest_id: int
     vocab_size: int
     skipped: Skipped
     seconds: float
@@ -99,7 +101,7 @@ def preprocess(
         dtype, builder = _builder(_partial(prefix, ".bin"), max(tokenizer.get_vocab().values()) + 1)
         settings = EncoderSettings(
             tokenizer_json=tokenizer.backend_tokenizer.to_str(),
-            before=_bos(tokenizer),
+            before=leading_ids(tokenizer),
             after=[tokenizer.eos_token_id],
             dtype=dtype,
         )
@@ -147,13 +149,6 @@ def _partial(prefix: Path, suffix: str) -> Path:
     return _file(prefix, suffix + ".partial")
 
 
-def _bos(tokenizer: Any) -> list[int]:
-    """The ids the tokenizer puts before any text by itself."""
-    bare = tokenizer("x", add_special_tokens=False).input_ids
-    full = tokenizer("x").input_ids
-    return full[: full.index(bare[0])]
-
-
 def _batches(documents: Iterable[Document]) -> Iterator[list[str]]:
     batch: list[str] = []
     size = 0
@@ -179,7 +174,7 @@ def _builder(path: Path, vocab_size: int) -> tuple[str, Any]:
 
 
 def _add(builder: Any, encoded: Iterable[Encoded]) -> dict[str, int]:
-    documents = tokens = text_bytes = 0
+    documents = tokens = text_bytes = largest = 0
     for batch in encoded:
         start = 0
         for length in batch.lengths:
@@ -188,7 +183,13 @@ def _add(builder: Any, encoded: Iterable[Encoded]) -> dict[str, int]:
         documents += len(batch.lengths)
         tokens += start
         text_bytes += batch.text_bytes
-    return {"documents": documents, "tokens": tokens, "text_bytes": text_bytes}
+        largest = max(largest, int(batch.tokens.max(initial=0)))
+    return {
+        "documents": documents,
+        "tokens": tokens,
+        "text_bytes": text_bytes,
+        "largest_id": largest,
+    }
 
 
 def _sidecar(
@@ -198,6 +199,7 @@ def _sidecar(
         "documents": report.documents,
         "tokens": report.tokens,
         "text_bytes": report.text_bytes,
+        "largest_id": report.largest_id,
         "skipped": asdict(report.skipped),
         "inputs": corpus.inputs,
         "json_key": corpus.json_key,
@@ -213,24 +215,44 @@ def _sidecar(
 
 @contextmanager
 def _writing(prefix: Path) -> Iterator[None]:
-    """Hold `prefix` for this run alone; leave no partial file, of this run or an older one."""
+    """Hold `prefix` for this run alone; leave no partial file, of this run or an older one.
+
+    The lock is the kernel's, so that of a dead process holds nothing. A file of that name which is
+    not empty is somebody else's: it is locked, and left as it is.
+    """
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
         lock = _file(prefix, ".lock")
-        with lock.open("w") as file:
+        with _locked(lock, prefix):
+            try:
+                _clear_partial(prefix)
+                yield
+            finally:
+                _clear_partial(prefix)
+                if lock.stat().st_size == 0:
+                    lock.unlink()
+    except OSError as error:
+        raise UserError(f"{prefix} cannot be written: {error.strerror or error}") from error
+
+
+@contextmanager
+def _locked(lock: Path, prefix: Path) -> Iterator[None]:
+    while True:
+        # Not waiting where the name is that of a pipe.
+        file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
+        try:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UserError(f"another run is writing {prefix}: wait for it") from None
             except OSError:
                 pass  # a file system without locks
-            try:
+            # The run before may have removed the file between our opening and locking it.
+            if lock.exists() and os.path.samestat(os.fstat(file), lock.stat()):
                 yield
-            finally:
-                _clear_partial(prefix)
-                lock.unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"{prefix} cannot be written: {error.strerror or error}") from error
+                return
+        finally:
+            os.close(file)
 
 
 def _clear_partial(prefix: Path) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 from megasink.data.tokenizer import tokenizer_hash
 
+_LARGEST = 64 << 20  # bytes; it names every input
+
 
 def mismatch(prefix: str, tokenizer: Any) -> str | None:
     """Why a data set was not made with this tokenizer; None if it was, or has no sidecar.
@@ -17,13 +19,24 @@ def mismatch(prefix: str, tokenizer: Any) -> str | None:
     sidecar = Path(f"{prefix}.json")
     if not sidecar.is_file():
         return None  # made by Megatron's own tool
-    try:
-        made_with = json.loads(sidecar.read_text())["tokenizer"]
-    except (ValueError, KeyError, TypeError):
+    found = read_sidecar(prefix).get("tokenizer")
+    if not isinstance(found, dict) or not isinstance(found.get("sha256"), str):
         return f"{sidecar} is not the description of a data set: make the data set again"
-    if made_with["sha256"] == tokenizer_hash(tokenizer):
+    if found["sha256"] == tokenizer_hash(tokenizer):
         return None
     return (
-        f"made with the tokenizer {made_with['folder']}, whose tokens are not those of "
+        f"made with the tokenizer {found.get('folder')}, whose tokens are not those of "
         f"{tokenizer.name_or_path}: train with that one or make the data set again"
     )
+
+
+def read_sidecar(prefix: str) -> dict[str, Any]:
+    """What stands in it; nothing where there is none, or something else of that name."""
+    path = Path(f"{prefix}.json")
+    try:
+        if not path.is_file() or path.stat().st_size > _LARGEST:
+            return {}
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

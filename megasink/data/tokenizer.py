@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 UNK, EOD, PAD = "<|unk|>", "<|endoftext|>", "<|pad|>"
 """Ids 0, 1 and 2. Padding has an id of its own: Megatron masks the loss wherever it stands."""
 
+BOS = "<|bos|>"
+"""Id 3, of tokenizers that are trained with one: they put it before every text."""
+
 MIN_VOCAB_SIZE = 320
 """256 bytes, 3 special tokens, and room for some characters and merges."""
 
@@ -60,6 +63,7 @@ def train_tokenizer(
     *,
     sample_bytes: int = 32 << 20,
     seed: int = 0,
+    bos: bool = False,
     overwrite: bool = False,
 ) -> TrainedTokenizer:
     """Train a byte-fallback BPE with sentencepiece and write it as a Hugging Face folder.
@@ -73,6 +77,8 @@ def train_tokenizer(
         folder: where to write `tokenizer.json` and `tokenizer_config.json`.
         sample_bytes: bounds memory and time; a corpus below it is used whole.
         seed: of the sample; the same documents and seed give the same files.
+        bos: with a BOS token of id 3, which the tokenizer puts before every text by itself: data
+            sets, prompts, analyses and exported folders have it then.
         overwrite: replace a tokenizer that is there already.
 
     Raises:
@@ -88,16 +94,19 @@ def train_tokenizer(
     if vocab_size < MIN_VOCAB_SIZE:
         raise UserError(f"vocabulary size {vocab_size} is too small: at least {MIN_VOCAB_SIZE}")
     corpus_bytes, chunks = _sample(documents, sample_bytes, random.Random(seed))
-    tokenizer = to_tokenizers(train_sentencepiece(chunks, vocab_size))
+    tokenizer = to_tokenizers(train_sentencepiece(chunks, vocab_size, bos=bos))
+    config = _CONFIG | ({"bos_token": BOS} if bos else {})
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _write(partial / "tokenizer.json", tokenizer.to_str(pretty=True))
-        _write(partial / "tokenizer_config.json", json.dumps(_CONFIG, indent=2) + "\n")
+        _write(partial / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     except OSError as error:
         raise UserError(f"tokenizer folder {folder} cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return TrainedTokenizer(
         folder=folder,
         vocab_size=vocab_size,
@@ -158,7 +167,7 @@ def chunked(text: str) -> Iterator[str]:
             start = end
 
 
-def train_sentencepiece(chunks: list[str], vocab_size: int) -> bytes:
+def train_sentencepiece(chunks: list[str], vocab_size: int, *, bos: bool = False) -> bytes:
     """Train a sentencepiece BPE on `chunks` (see `chunked`); returns the serialized model.
 
     Raises:
@@ -189,7 +198,8 @@ def train_sentencepiece(chunks: list[str], vocab_size: int) -> bytes:
             eos_piece=EOD,
             pad_id=2,
             pad_piece=PAD,
-            bos_id=-1,
+            bos_id=3 if bos else -1,
+            bos_piece=BOS,
             minloglevel=2,
         )
     except RuntimeError as error:
@@ -215,7 +225,15 @@ def to_tokenizers(model: bytes) -> "Tokenizer":
     itself (which sentencepiece turns into a space) is spelled in bytes and survives.
     """
     import sentencepiece
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+        processors,
+    )
 
     sp = sentencepiece.SentencePieceProcessor(model_proto=model)
     vocab: dict[str, int] = {}
@@ -240,9 +258,14 @@ def to_tokenizers(model: bytes) -> "Tokenizer":
     # no id, and makes the words that `tokenizers` caches.
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(" +[^ ]*|[^ ]+"), "isolated")
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t in (UNK, EOD, PAD)]
-    )
+    special = [UNK, EOD, PAD, *([BOS] if sp.bos_id() >= 0 else [])]
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    if BOS in special:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{BOS} $A",
+            pair=f"{BOS} $A {BOS} $B:1",
+            special_tokens=[(BOS, sp.bos_id())],
+        )
     return tokenizer
 
 
@@ -280,6 +303,14 @@ def load_tokenizer(folder: str | Path) -> Any:
             "tokenizer_config.json"
         )
     return tokenizer
+
+
+def leading_ids(tokenizer: Any) -> list[int]:
+    """The ids that a loaded tokenizer puts before any text by itself: BOS, or nothing."""
+    bare = tokenizer("x", add_special_tokens=False).input_ids
+    full = tokenizer("x").input_ids
+    found: list[int] = full[: full.index(bare[0])]
+    return found
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

@@ -15,7 +15,7 @@ from megasink.errors import UserError
 from megasink.probe.geometry import project, read_rows
 from megasink.probe.identity import identity
 from megasink.probe.maps import OpenProbe, asked_heads, geometry, telling_heads
-from megasink.probe.options import samples_of
+from megasink.probe.options import SEQ_LENGTH, samples_of
 from megasink.probe.ranks import Ranks
 from megasink.probe.recorder import Recorder
 from megasink.probe.run import run
@@ -64,8 +64,9 @@ def analyze(
             another unfinished analysis.
     """
     asked = asked_heads(args.maps or [], heads)
-    longest = args.seq_length + len(first)
-    if positions is not None and longest > positions:
+    if args.seq_length is None:
+        args.seq_length = min(SEQ_LENGTH, (positions or SEQ_LENGTH + len(first)) - len(first))
+    if positions is not None and args.seq_length + len(first) > positions:
         raise UserError(
             f"--seq-length {args.seq_length} is longer than the {positions - len(first)} positions "
             f"of {args.model}: use at most {positions - len(first)}"

@@ -1,12 +1,16 @@
 """Texts to sequences of tokens, for probing; and random and repeated tokens (P2.5)."""
 
 import hashlib
+import itertools
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasink.data.corpus import Corpus
+from megasink.data.corpus import Corpus, Document
+from megasink.data.encode import segments
 from megasink.diagnostics.tokens import random_sequences, repeated_sequences
 from megasink.errors import UserError
 
@@ -43,6 +47,9 @@ def text_samples(
 ) -> list[Sample]:
     """The first tokens of each document; every input is a dataset, named as the file is.
 
+    An input of one document is cut into samples of `seq_length` tokens instead, one after another,
+    and a line on the error stream says how many; BOS begins each of them where it begins the text.
+
     Args:
         tokenizer: of transformers.
         inputs: as `Corpus` takes them.
@@ -56,17 +63,52 @@ def text_samples(
     """
     samples = []
     for name, source in zip(dataset_names(inputs), inputs, strict=True):
-        count = 0
-        for document in Corpus([source], json_key=json_key):
-            tokens = encode(tokenizer, document.text, bos, document.source)[:seq_length]
-            if len(tokens) < SHORTEST:
-                continue
-            samples.append(Sample(tuple(tokens), name, document.source))
-            count += 1
-            if count == max_samples:
-                break
-        if not count:
+        found: list[Sample] = []
+        documents = iter(Corpus([source], json_key=json_key))
+        only = next(documents)
+        second = None if max_samples == 1 else next(documents, None)
+        if second is None:
+            found = _cut(tokenizer, only, name, bos, seq_length, max_samples)
+        else:
+            for document in itertools.chain((only, second), documents):
+                head = next(segments(document.text))
+                tokens = encode(tokenizer, head, bos, document.source)[:seq_length]
+                if len(tokens) < SHORTEST:
+                    continue
+                found.append(Sample(tuple(tokens), name, document.source))
+                if len(found) == max_samples:
+                    break
+        if not found:
             raise UserError(f"{source} has no document of {SHORTEST} tokens: nothing to analyze")
+        samples += found
+    return samples
+
+
+def _cut(
+    tokenizer: Any, document: Document, name: str, bos: str, length: int, most: int | None
+) -> list[Sample]:
+    """One document as samples of `length` tokens; what is left at its end is dropped."""
+    head, *rest = segments(document.text)
+    tokens = encode(tokenizer, head, bos, document.source)
+    lead = tokens[:1] if tokens[:1] == [tokenizer.bos_token_id] and bos != "none" else []
+    if len(tokens) < SHORTEST:
+        return []
+    samples = [Sample(tuple(tokens[:length]), name, document.source)]
+    text, step = tokens[length:], length - len(lead)
+    for segment in rest:
+        if most is not None and len(text) >= (most - 1) * step:
+            break
+        text += tokenizer.encode(segment, add_special_tokens=False)
+    count = len(text) // step if most is None else min(len(text) // step, most - 1)
+    for i in range(count):
+        piece = (*lead, *text[i * step : (i + 1) * step])
+        samples.append(Sample(piece, name, f"{document.source}, piece {i + 2}"))
+    if count and os.environ.get("RANK", "0") == "0":
+        print(
+            f"megasink: {document.source} is one text: cut into {count + 1} samples of {length} "
+            "tokens",
+            file=sys.stderr,
+        )
     return samples
 
 

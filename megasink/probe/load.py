@@ -5,16 +5,12 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from megasink.errors import UserError
 from megasink.probe.options import DTYPES
 
-# What transformers and safetensors raise at files that are missing, broken or of another model,
-# and at kernels that are not installed.
-_ERRORS = (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, SafetensorError)
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 _READ = ("sdpa", "eager")
 
@@ -76,7 +72,11 @@ def _know_our_own() -> None:
 def _named(args: Namespace) -> Iterator[None]:
     try:
         yield
-    except _ERRORS as error:
+    except UserError:
+        raise
+    # transformers raises nearly anything at files that are missing, broken or of another model, and
+    # at kernels that are not installed
+    except Exception as error:
         text = " ".join(str(error).split())
         if "trust_remote_code" in text:
             text = "it needs code of its own, and code in a folder is not run"

@@ -13,6 +13,8 @@ from megasink.probe.inputs import BOS, KINDS, Sample, text_samples, token_sample
 from megasink.probe.maps import map_problems
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
+SEQ_LENGTH = 512
+"""Tokens of a sequence at most, where the model has as many positions."""
 SYNTHETIC = 100
 """Sequences of random and of repeated tokens, as in P2."""
 
@@ -30,7 +32,9 @@ def parser(
         help="beside the texts, random tokens or one repeated token (default: natural)",
     )
     parser.add_argument(
-        "--seq-length", type=int, default=512, help="tokens of a sequence at most (default: 512)"
+        "--seq-length",
+        type=int,
+        help=f"tokens of a sequence at most (default: {SEQ_LENGTH}, or the model's positions)",
     )
     parser.add_argument(
         "--bos", choices=BOS, default="auto", help="auto leaves it to the tokenizer (default: auto)"
@@ -116,7 +120,7 @@ def check(args: argparse.Namespace, *, is_run: bool = False) -> None:
         ("columns", 1),
     ):
         value = getattr(args, flag)
-        if value < least:
+        if value is not None and value < least:
             problems.append(f"--{flag.replace('_', '-')} {value}: at least {least}")
     problems += map_problems(args.maps or [], args.map_length)
     if args.tokenizer is not None and not args.tokenizer.is_dir():

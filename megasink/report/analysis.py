@@ -1,18 +1,21 @@
 """A finished analysis on disk: reading results.json, and its tables as CSV."""
 
-import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megasink.errors import UserError
+from megasink.json_file import read_object
 from megasink.report.csv_file import write_csv
 
 FORMAT = 2
+_PARTS = ("model", "run", "datasets", "sink_rate", "circuit", "curves", "mean_score")
 
 Floats = NDArray[np.float64]
 
@@ -51,21 +54,23 @@ def read_analysis(folder: Path) -> Analysis:
     """
     path = folder / "results.json"
     try:
-        found = json.loads(path.read_text())
-    except OSError as error:
-        raise UserError(f"{folder} holds no analysis: {path} cannot be read ({error})") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
+        found = read_object(path)
+    except UserError as error:
+        raise UserError(f"{folder} holds no analysis: {error}") from error
     if found.get("format") != FORMAT:
         raise UserError(
             f"{path} has the format {found.get('format')}, this version reads {FORMAT}: analyze "
             "the model again"
         )
-    scores = {}
-    with np.load(folder / "samples.npz") as arrays:
-        for key in arrays.files:
-            if key.startswith("score/"):
-                scores[key.removeprefix("score/")] = arrays[key]
+    if missing := [key for key in _PARTS if not isinstance(found.get(key), dict)]:
+        raise UserError(f"{path} has no {' and no '.join(missing)}: analyze the model again")
+    if not (folder / "samples.npz").is_file():
+        raise UserError(f"{folder} has no samples.npz: analyze the model again")
+    scores = {
+        key.removeprefix("score/"): values
+        for key, values in _arrays(folder / "samples.npz").items()
+        if key.startswith("score/")
+    }
     maps, points = _arrays(folder / "maps.npz"), _arrays(folder / "geometry.npz")
     return Analysis(found["model"]["name"], found, scores, maps, points)
 
@@ -74,8 +79,11 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
     """The arrays of a file that need not be there."""
     if not path.is_file():
         return {}
-    with np.load(path, allow_pickle=False) as arrays:
-        return {name: arrays[name] for name in arrays.files}
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError, EOFError, BadZipFile, zlib.error) as error:
+        raise UserError(f"{path} is damaged ({error}): analyze the model again") from error
 
 
 def write_tables(analysis: Analysis, folder: Path) -> list[Path]:

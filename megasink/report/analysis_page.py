@@ -9,6 +9,7 @@ import numpy as np
 from megasink.diagnostics.distances import spearman, top_agreement, wasserstein
 from megasink.report import html
 from megasink.report.analysis import Analysis
+from megasink.report.comparable import differences
 from megasink.report.drawing import Picture
 
 _NUMBERS = (
@@ -53,6 +54,7 @@ def page(analyses: Sequence[Analysis], pictures: Sequence[Picture]) -> str:
         "</header><main>",
         html.heading(2, SUMMARY),
         *(html.paragraph(in_words(analysis)) for analysis in analyses),
+        *(html.paragraph(f"These are of {d}.", "warning") for d in differences(analyses)),
         *(_warning(analysis) for analysis in analyses if analysis.found["non_finite"]),
         _table(analyses),
     ]

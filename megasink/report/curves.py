@@ -10,9 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasink.errors import UserError
+from megasink.json_file import read_object
 from megasink.report.heatmap import draw_importance
 from megasink.report.spikes import loss_spikes
 
+_NUMBERS = ("lm_loss", "valid_lm_loss", "valid_bits_per_byte", "imbalance", "tokens")
 BLUE, ORANGE, GREY = "#2a6fbb", "#d9730d", "#8a8f98"
 
 
@@ -25,15 +27,24 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         raise UserError(f"{run_dir} holds no run: {path} not found")
-    lines = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    lines: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             lines.append(json.loads(line))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{path} line {number} is not JSON: {error}") from error
+        _check(lines[-1], f"{path} line {number}")
     if not any("lm_loss" in line for line in lines):
         raise UserError(f"{path} holds no training step yet")
     return lines
+
+
+def _check(line: object, where: str) -> None:
+    if not isinstance(line, dict) or not isinstance(line.get("iteration"), int):
+        raise UserError(f"{where} is no line of metrics: it has no iteration")
+    for key in _NUMBERS:
+        if not isinstance(line.get(key), int | float | None):
+            raise UserError(f"{where}: {key} is {line[key]!r}, no number")
 
 
 def smoothed(values: NDArray[np.float64], factor: float = 0.9) -> NDArray[np.float64]:
@@ -96,12 +107,15 @@ def _title(run_dir: Path) -> str:
     config = run_dir / "config.json"
     if not config.is_file():
         return run_dir.name
-    a = json.loads(config.read_text())["arguments"]
-    return (
-        f"{run_dir.name}: {a['attention_variant']} attention, {a['num_layers']} layers, "
-        f"{a['num_attention_heads']} heads, d {a['hidden_size']}, "
-        f"head-balance coefficient {a['head_balance_coeff']:g}"
-    )
+    try:
+        a = read_object(config)["arguments"]
+        return (
+            f"{run_dir.name}: {a['attention_variant']} attention, {a['num_layers']} layers, "
+            f"{a['num_attention_heads']} heads, d {a['hidden_size']}, "
+            f"head-balance coefficient {a['head_balance_coeff']:g}"
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{config} does not describe a run ({error!r})") from error
 
 
 def style_axis(axis: Any, title: str, ylabel: str, xlabel: str = "step") -> None:

@@ -1,12 +1,14 @@
 """`megasink report`: the page, figures and tables of analyses on disk."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megasink.report.analysis import read_analysis, write_tables
 from megasink.report.analysis_figures import figures
 from megasink.report.analysis_page import page
+from megasink.report.comparable import differences
 
 
 def write_report(folders: Sequence[Path], output: Path, *, kinds: Sequence[str] = ("png",)) -> None:
@@ -16,6 +18,8 @@ def write_report(folders: Sequence[Path], output: Path, *, kinds: Sequence[str] 
         kinds: of figure files beside the page: "png", "pdf".
     """
     analyses = [read_analysis(folder) for folder in folders]
+    for difference in differences(analyses):
+        print(f"megasink: warning: the analyses are of {difference}", file=sys.stderr)
     pictures = figures(analyses, kinds)
     (output / "figures").mkdir(parents=True, exist_ok=True)
     for old in (*output.glob("figures/*.png"), *output.glob("figures/*.pdf")):

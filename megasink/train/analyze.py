@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 from megasink.checkpoint.find import find_checkpoint
 from megasink.errors import UserError
+from megasink.json_file import read_object
 from megasink.probe import options
 from megasink.probe.analysis import analyze
 from megasink.probe.cli import open_transformers
@@ -70,14 +70,11 @@ def is_run(path: Path) -> bool:
     """Whether a folder is a run of megasink, or a checkpoint of one; else one of transformers.
 
     Raises:
-        UserError: a config.json that is not JSON.
+        UserError: a config.json that is no JSON object.
     """
     config = path / "config.json"
     if config.is_file():
-        try:
-            return "arguments" in json.loads(config.read_text())
-        except ValueError as error:
-            raise UserError(f"{config} is not JSON: {error}") from error
+        return "arguments" in read_object(config)
     with contextlib.suppress(UserError):
         find_checkpoint(path)
         return True

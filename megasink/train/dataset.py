@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
+from megasink.train.checked_dataset import GPTDataset, read_batch
 from megasink.train.sink_token import with_sink_token
 
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids")
@@ -90,7 +91,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
     targets = None
     if mpu.get_tensor_model_parallel_rank() == 0:
         assert data_iterator is not None
-        read = next(data_iterator)
+        read = read_batch(data_iterator)
         # All of it even where a virtual stage in the middle needs the boundaries alone: Megatron
         # broadcasts by the rank's place in the pipeline, not by that of the virtual stage.
         keys = _KEYS + _PACKED if packed else _KEYS

@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("megatron").setLevel(logging.ERROR)
     prepare_process(["--cpu"] if args.cpu else [])
     from megasink.checkpoint.load import load_model, single_process
+    from megasink.data.tokenizer import leading_ids
     from megasink.inference.decoding import generate
 
     with single_process():
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prompts = [tokenizer.encode(text, add_special_tokens=False) for text in args.prompt]
         # Every sequence that the model has seen starts with it (P2.23).
         first = [trained.sink_token_id] if trained.sink_token else []
+        first += leading_ids(tokenizer)
         count = _new_tokens(prompts, args.max_new_tokens, trained, len(first))
         device = next(model.parameters()).device.type
         print(

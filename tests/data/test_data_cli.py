@@ -90,6 +90,20 @@ def test_help_does_not_import_what_takes_seconds():
     assert "--train-tokenizer" in result.stdout
 
 
+def test_sigterm_leaves_nothing(tmp_path, folder, monkeypatch, capsys):
+    def told_to_end(corpus, label):
+        yield from corpus
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    monkeypatch.setattr("megasink.data.preprocess.tracked", told_to_end)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x"}))
+    argv = [str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "out"), "--workers", "1"]
+    assert main([*argv, "--tokenizer", str(folder)]) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+
+
 def children(pid: int) -> list[int]:
     return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

@@ -10,6 +10,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
 
 from megasink.cli import main
+from megasink.errors import UserError
+from megasink.probe import options
+from megasink.probe.analysis import analyze as analyze_model
 from megasink.report import pages
 from tests.probe.tiny_models import save_with_tokenizer
 
@@ -138,6 +141,24 @@ def test_models_that_cannot_be_read(root, tmp_path, capsys, name):
 def test_options_and_data(root, tmp_path, capsys, flags, data, problem):
     assert analyze(root, tmp_path, flags=flags.format(root), data=data) == 2
     assert problem.format(root) in line(capsys)
+
+
+@pytest.mark.parametrize(("first", "length"), [((), 64), ((5,), 63)])
+def test_the_length_follows_the_model(root, tmp_path, monkeypatch, first, length):
+    """64 positions, one of them of a sink token where there is one."""
+    asked = []
+
+    def stop(args, tokenizer, vocabulary):
+        asked.append(args.seq_length)
+        raise UserError("enough")
+
+    monkeypatch.setattr("megasink.probe.analysis.samples_of", stop)
+    args = options.parser().parse_args([str(root), "--output", str(tmp_path)])
+    positions = {"positions": 64, "first": first, "heads": [4]}
+    rest = dict.fromkeys(("module", "ranks", "tokenizer", "vocabulary", "model"))
+    with pytest.raises(UserError, match="enough"):
+        analyze_model(args, None, **positions, **rest)
+    assert asked == [length]
 
 
 def test_a_folder_without_the_right_to_write(root, tmp_path, capsys, monkeypatch):

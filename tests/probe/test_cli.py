@@ -4,6 +4,7 @@ import base64
 import csv
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,7 @@ def folder(tmp_path_factory):
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     texts = readme.split("\n## ")[:3]
     (root / "lines.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    (root / "prose.txt").write_text("One text, in which nothing stands twice. " * 6)
+    (root / "prose.txt").write_text("One text, in which nothing stands twice. " * 2)
     train_tokenizer(list(Corpus([root / "lines.jsonl"])), 400, root / "tokenizer")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(root / "tokenizer")
     for name in ("llama", "gpt-oss"):
@@ -129,6 +130,26 @@ def test_two_models_on_one_page(analyzed, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "figures" / "head_1.3_2.png").is_file()
     assert main(f"report {tmp_path} --output {tmp_path}".split()) == 2
     assert "holds no analysis" in capsys.readouterr().err
+
+
+def test_analyses_that_do_not_compare_say_so(analyzed, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(pages, "figures", lambda analyses, kinds: [])
+    shutil.copytree(analyzed / "llama", tmp_path / "longer")
+    path = tmp_path / "longer" / "results.json"
+    found = json.loads(path.read_text())
+    found["run"] |= {"seq_length": 48, "data": ["other.txt"], "data_sha256": "0"}
+    path.write_text(json.dumps(found))
+    command = f"report {analyzed}/llama {tmp_path}/longer --output {tmp_path}/out"
+    assert main(command.split()) == 0
+    said = capsys.readouterr().err
+    page = (tmp_path / "out" / "report.html").read_text()
+    for words in ("sequences of other lengths (--seq-length)", "other texts (--data)"):
+        assert f"megasink: warning: the analyses are of {words}" in said
+        assert words in page
+    assert 'class="warning"' in page
+    # The same samples, and other tokenizers alone, are nothing to say.
+    assert main(f"report {analyzed}/llama {analyzed}/gpt-oss --output {tmp_path}/two".split()) == 0
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_maps_of_an_earlier_analysis_do_not_stay(analyzed, folder, tmp_path, monkeypatch):

@@ -99,7 +99,7 @@ def test_a_part_of_the_split_without_a_document_is_refused(answers):
 
 def test_a_broken_index_is_refused(answers):
     (problem,) = answers["broken-index"]["problems"]
-    assert "broken.idx is broken" in problem
+    assert "broken.idx is cut short: it has 20 bytes" in problem
 
 
 @pytest.mark.parametrize("name", [*ACCEPTED, "text"])

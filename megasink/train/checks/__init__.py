@@ -13,6 +13,7 @@ from megasink.train.checks import (
     checkpoints,
     context_parallel,
     data,
+    data_files,
     device,
     experts,
     gates,
@@ -38,6 +39,7 @@ _SUBJECTS = (
     observing,
     device,
     data,
+    data_files,
 )
 
 

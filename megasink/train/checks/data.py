@@ -1,7 +1,6 @@
 """What a command line gets wrong about data and tokenizer, found before anything is built."""
 
 import functools
-import struct
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -49,12 +48,12 @@ def _empty_parts(prefix: str, split: str) -> list[str]:
         convert_split_vector_to_split_matrix,
         parse_and_normalize_split,
     )
-    from megatron.core.datasets.indexed_dataset import _IndexReader
 
-    try:
-        lengths = _IndexReader(f"{prefix}.idx", multimodal=False).sequence_lengths
-    except (AssertionError, ValueError, OSError, KeyError, struct.error):
-        return [f"--data-path {prefix}: {prefix}.idx is broken: make the data set again"]
+    from megasink.data.index import sequence_lengths
+
+    lengths = sequence_lengths(prefix)
+    if lengths is None:
+        return []  # `data_files` says what is wrong
     documents = len(lengths)
     try:
         parts = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
@@ -63,7 +62,8 @@ def _empty_parts(prefix: str, split: str) -> list[str]:
     empty = [
         name
         for name, part in zip(("training", "validation", "test"), parts, strict=True)
-        if part is not None and round(part[0] * documents) >= round(part[1] * documents)
+        if part is not None
+        and not (lengths[round(part[0] * documents) : round(part[1] * documents)] > 0).any()
     ]
     if not empty:
         return []

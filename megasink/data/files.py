@@ -1,0 +1,147 @@
+"""Which files an input stands for, how each is read, and opening them without waiting."""
+
+import json
+import os
+import stat
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Literal, cast
+
+from megasink.errors import UserError
+
+STDLIB = "stdlib:"
+"""The input that stands for the sources of the running interpreter's standard library."""
+
+_STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_JSON_LINES = (".jsonl", ".ndjson", ".json")
+_COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a link to a folder",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of a corpus: how it is read, and its size on disk in bytes."""
+
+    path: Path
+    kind: Literal["text", "lines", "parquet"]
+    compression: str | None
+    size: int
+
+
+def expand(item: str, json_key: str, max_bytes: int) -> list[File]:
+    """The files that an input stands for, in their order.
+
+    Args:
+        item: a file, a folder, or `stdlib:`.
+        json_key: by which a `.json` file of a folder is known as JSON Lines.
+        max_bytes: of a line that is read to find out.
+
+    Raises:
+        UserError: an input that is missing, or no file, or holds what is no file.
+    """
+    if item == STDLIB:
+        root = Path(sysconfig.get_path("stdlib"))
+        # _sysconfigdata holds the paths of the machine that built the interpreter.
+        paths = [
+            p
+            for p in _walk(root, _STDLIB_LEFT_OUT)
+            if p.suffix == ".py" and not p.name.startswith("_sysconfigdata")
+        ]
+        if not paths:
+            raise UserError(f"stdlib: {root} holds no Python sources: name files instead")
+        return [_classify(p, json_key, max_bytes, named=False) for p in paths]
+    path = Path(item)
+    if path.is_dir():
+        found = _walk(path, {"__pycache__"})
+        return [_classify(p, json_key, max_bytes, named=False) for p in found]
+    if path.is_file():
+        return [_classify(path, json_key, max_bytes, named=True)]
+    state = "is no regular file" if path.exists() else "does not exist"
+    raise UserError(f"input {item} {state}: name a file, a folder or `stdlib:`")
+
+
+def _walk(root: Path, left_out: set[str]) -> list[Path]:
+    def refuse(error: OSError) -> None:
+        raise UserError(f"folder {error.filename} cannot be read: {error.strerror}")
+
+    found = []
+    for folder, subfolders, names in root.walk(on_error=refuse):
+        subfolders[:] = [s for s in subfolders if s not in left_out and not s.startswith(".")]
+        found += [folder / n for n in names if not n.startswith(".")]
+    return sorted(found, key=lambda p: p.relative_to(root).parts)
+
+
+def _classify(path: Path, json_key: str, max_bytes: int, *, named: bool) -> File:
+    with readable(path):
+        facts = path.stat()
+    if not stat.S_ISREG(facts.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(facts.st_mode), "no file")
+        raise UserError(f"{path} is {kind}: take it out of the folder, or name files instead")
+    name = path.name.lower()
+    compression = _COMPRESSION.get(Path(name).suffix)
+    inner = Path(name).stem if compression else name
+    if inner.endswith(_JSON_LINES) and (
+        named
+        or not inner.endswith(".json")
+        or _first_line_has(path, compression, json_key, max_bytes)
+    ):
+        return File(path, "lines", compression, facts.st_size)
+    if name.endswith(".parquet"):
+        return File(path, "parquet", None, facts.st_size)
+    return File(path, "text", compression, facts.st_size)
+
+
+def _first_line_has(path: Path, compression: str | None, key: str, max_bytes: int) -> bool:
+    with readable(path), open_file(path, compression) as (lines, _):
+        try:
+            record = json.loads(lines.readline(max_bytes))
+        except (ValueError, RecursionError):
+            return False
+    return isinstance(record, dict) and key in record
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Within it, what the system refuses is one line about `path`."""
+    try:
+        yield
+    except OSError as error:
+        # pyarrow raises OSError without strerror, for a damaged .gz or .zst too
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+@contextmanager
+def open_file(
+    path: Path, compression: str | None
+) -> Iterator[tuple[BufferedReader, Callable[[], int]]]:
+    """The decompressed stream of `path`, and a function that says how far its file was read.
+
+    Raises:
+        UserError: it is no file any more.
+    """
+    with open(path, "rb", opener=_at_once) as raw:
+        if not stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
+            raise UserError(f"{path} is no regular file")
+        if compression is None:
+            yield raw, raw.tell
+            return
+        import pyarrow as pa
+
+        # pyarrow refuses a truncated zstd stream; zstandard's own reader just ends there.
+        stream = pa.CompressedInputStream(pa.PythonFile(raw, "r"), compression)
+        yield BufferedReader(cast("BufferedReader", stream)), raw.tell
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Opens a pipe that took the place of a file without waiting for a writer."""
+    return os.open(path, flags | os.O_NONBLOCK)

@@ -1,0 +1,192 @@
+"""What is wrong with a `.bin` and its `.idx`, by sizes and a bounded look inside.
+
+Megatron maps both files and believes them: a `.bin` that is cut short, a pointer outside of it or
+an id that the model has no row for ends a run whenever training comes to that place.
+"""
+
+import stat
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megasink.data.sidecar import read_sidecar
+
+_HEADER = struct.Struct("<9sQBQQ")  # indexed_dataset.py:157: magic, version, dtype, two counts
+_MAGIC = b"MMIDIDX\x00\x00"
+_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+_ENTRIES = 1 << 20
+"""Entries of an index, and tokens of a data set, that are looked at: all of a smaller one, else so
+many from the start, the end and places between."""
+_PLACES = 16
+
+
+@dataclass(frozen=True)
+class _Index:
+    path: Path
+    dtype: np.dtype[Any]
+    sequences: int
+    documents: int
+
+    def map(self, kind: str, count: int, offset: int) -> NDArray[Any]:
+        return np.memmap(self.path, kind, "r", _HEADER.size + offset, (count,))
+
+    @property
+    def lengths(self) -> NDArray[Any]:
+        """[sequences] int32 tokens of each."""
+        return self.map("<i4", self.sequences, 0)
+
+    @property
+    def pointers(self) -> NDArray[Any]:
+        """[sequences] int64 bytes in the `.bin`."""
+        return self.map("<i8", self.sequences, 4 * self.sequences)
+
+    @property
+    def ends(self) -> NDArray[Any]:
+        """[documents] int64 first sequence of each document, and the number of sequences."""
+        return self.map("<i8", self.documents, 12 * self.sequences)
+
+
+def data_problem(prefix: str, vocabulary: int | None) -> str | None:
+    """Why Megatron could not train on a data set; None where nothing is found.
+
+    The sizes of both files are compared with the index, and its first, last and some other entries
+    with each other. Ids are known from the `PREFIX.json` that `megasink data` writes; without it
+    the tokens at both ends and at some places between are read. At most 50 MB are read, whatever
+    the size.
+
+    Args:
+        prefix: path without `.bin`; both files are there.
+        vocabulary: how many ids the model knows; None not to ask.
+
+    Returns:
+        a sentence that names file and place.
+    """
+    try:
+        index = _read_header(Path(f"{prefix}.idx"))
+        if isinstance(index, str):
+            return index
+        tokens = Path(f"{prefix}.bin")
+        size = _size(tokens)
+        return (
+            _entries_problem(index, tokens, size)
+            or _sidecar_problem(prefix, index, size)
+            or (None if vocabulary is None else _ids_problem(prefix, index, size, vocabulary))
+        )
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        return f"{prefix}.bin and .idx cannot be read: {reason}"
+
+
+def sequence_lengths(prefix: str) -> NDArray[Any] | None:
+    """[sequences] int32 tokens of each sequence; None where `data_problem` has something to say."""
+    try:
+        index = _read_header(Path(f"{prefix}.idx"))
+        return None if isinstance(index, str) else index.lengths
+    except (OSError, ValueError):
+        return None
+
+
+def _size(path: Path) -> int:
+    facts = path.stat()
+    if not stat.S_ISREG(facts.st_mode):
+        raise ValueError(f"{path} is no file")
+    return facts.st_size
+
+
+def _read_header(path: Path) -> _Index | str:
+    """The index, or what is wrong with it."""
+    size = _size(path)
+    with path.open("rb") as file:
+        head = file.read(_HEADER.size)
+    again = "make the data set again"
+    if len(head) < _HEADER.size:
+        return f"{path} is cut short: it has {size} bytes, not even a header: {again}"
+    magic, version, code, sequences, documents = _HEADER.unpack(head)
+    if magic != _MAGIC or version != 1:
+        return f"{path} is no index of Megatron's (its first bytes are {head[:9]!r}): {again}"
+    if code not in _DTYPES:
+        return f"{path} has the token type {code}, which is none of integers: {again}"
+    needed = _HEADER.size + 12 * sequences + 8 * documents
+    # Multimodal indices have a byte more for each sequence.
+    if size not in (needed, needed + sequences):
+        return (
+            f"{path} has {size:,} bytes, and the {sequences:,} sequences and {documents:,} "
+            f"boundaries that it speaks of take {needed:,}: it is cut short or damaged, {again}"
+        )
+    if not sequences or not documents:
+        return f"{path} has no document: {again}"
+    return _Index(path, np.dtype(_DTYPES[code]).newbyteorder("<"), sequences, documents)
+
+
+def _entries_problem(index: _Index, tokens: Path, size: int) -> str | None:
+    lengths, pointers, ends = index.lengths, index.pointers, index.ends
+    again = "make the data set again"
+    if ends[0] != 0 or ends[-1] != index.sequences:
+        return (
+            f"{index.path} has documents from sequence {ends[0]} to {ends[-1]}, not from 0 to "
+            f"{index.sequences}: {again}"
+        )
+    for part in _parts(index.documents):
+        falling = np.flatnonzero(np.diff(ends[part]) < 0)
+        if len(falling):
+            at = part.start + int(falling[0]) + 1
+            return f"{index.path}: document {at} begins before the one before it: {again}"
+    width = index.dtype.itemsize
+    for part in _parts(index.sequences):
+        begins = pointers[part].astype(np.int64)
+        counts = lengths[part].astype(np.int64)
+        # Not begins + counts * width, which a large pointer makes overflow.
+        wrong = (counts < 0) | (begins < 0) | (begins > size) | (counts > (size - begins) // width)
+        if wrong.any():
+            at = int(np.flatnonzero(wrong)[0])
+            return (
+                f"{index.path}: sequence {part.start + at} has {counts[at]:,} tokens of {width} "
+                f"bytes from byte {begins[at]:,} on, and {tokens} has {size:,} bytes: it is cut "
+                f"short, or another's, {again}"
+            )
+    return None
+
+
+def _parts(count: int, budget: int = _ENTRIES) -> Iterator[slice]:
+    """Slices of `count` entries: one of all, or as much as the budget at evenly spaced places."""
+    if count <= budget:
+        yield slice(0, count)
+        return
+    size = budget // _PLACES
+    for place in range(_PLACES):
+        start = (count - size) * place // (_PLACES - 1)
+        yield slice(start, start + size)
+
+
+def _sidecar_problem(prefix: str, index: _Index, size: int) -> str | None:
+    """Whether the tokens are as many as they were when the data set was made."""
+    tokens = read_sidecar(prefix).get("tokens")
+    if not isinstance(tokens, int) or tokens * index.dtype.itemsize == size:
+        return None
+    return (
+        f"{prefix}.bin has {size:,} bytes, and {prefix}.json speaks of {tokens:,} tokens of "
+        f"{index.dtype.itemsize} bytes: one of them is another data set's, make it again"
+    )
+
+
+def _ids_problem(prefix: str, index: _Index, size: int, vocabulary: int) -> str | None:
+    largest = read_sidecar(prefix).get("largest_id")
+    again = f"the vocabulary has {vocabulary:,}: name the tokenizer that it was made with"
+    if isinstance(largest, int) and largest >= vocabulary:
+        return f"{prefix}.bin holds the id {largest:,}, by {prefix}.json, and {again}"
+    count = size // index.dtype.itemsize
+    tokens = np.memmap(f"{prefix}.bin", index.dtype, "r", shape=(count,))
+    for part in _parts(count):
+        ids = tokens[part]
+        wrong = (ids < 0) | (ids >= vocabulary)
+        if wrong.any():
+            at = int(np.flatnonzero(wrong)[0])
+            return (
+                f"{prefix}.bin holds the id {ids[at]:,} at token {part.start + at:,}, and {again}"
+            )
+    return None

@@ -1,0 +1,99 @@
+"""The rows of parquet files, read by a process whose memory is limited (see `parquet_rows`)."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from megasink.data import parquet_rows
+from megasink.errors import UserError
+
+
+class ParquetReader:
+    """Reads columns of text. Its process starts with the first file, and ends with the context.
+
+    Args:
+        max_bytes: of one cell.
+    """
+
+    def __init__(self, max_bytes: int):
+        self.max_bytes = max_bytes
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def rows(self, path: Path, key: str) -> Iterator[tuple[bytes | None, float]]:
+        """The cells of column `key` (b"" for null, None for one that is too long), and the part of
+        the file that has been read.
+
+        Raises:
+            UserError: no parquet file, no such column, one of another type, or more memory than a
+                file of documents of `max_bytes` has need of.
+        """
+        process = self._started()
+        assert process.stdin is not None
+        try:
+            asked = json.dumps({"path": str(path), "key": key}).encode()
+            process.stdin.write(asked + b"\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            raise self._died(path) from None
+        total, row = 1, 0
+        while True:
+            kind, content = self._frame(path)
+            if kind == parquet_rows.END:
+                return
+            if kind == parquet_rows.ERROR:
+                raise UserError(content.decode("utf-8", "replace"))
+            if kind == parquet_rows.ROWS:
+                total = max(int(content), 1)
+                continue
+            row += 1
+            yield None if kind == parquet_rows.TOO_LONG else content, min(row / total, 1.0)
+
+    def _started(self) -> "subprocess.Popen[bytes]":
+        if self._process is None:
+            self._process = subprocess.Popen(
+                # -P: nothing is imported from the folder of the program, or from the current one
+                [sys.executable, "-P", parquet_rows.__file__, str(self.max_bytes)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        return self._process
+
+    def _frame(self, path: Path) -> tuple[bytes, bytes]:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        head = self._process.stdout.read(9)
+        size = int.from_bytes(head[1:], "big")
+        content = self._process.stdout.read(size) if len(head) == 9 else b""
+        if len(head) < 9 or len(content) < size:
+            raise self._died(path)
+        return head[:1], content
+
+    def _died(self, path: Path) -> UserError:
+        assert self._process is not None
+        code = self._process.wait()
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        memory = parquet_rows.memory_limit(self.max_bytes)
+        return UserError(
+            f"{path} cannot be read: the parquet reader ended with {how}, the file is damaged or "
+            f"needs more than {memory:,} bytes of memory (--max-document-bytes raises that)"
+        )

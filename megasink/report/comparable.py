@@ -1,0 +1,38 @@
+"""Whether analyses that are shown beside each other were measured in the same way."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megasink.report.analysis import Analysis
+
+_OPTIONS = {
+    "seq_length": "sequences of other lengths (--seq-length)",
+    "data": "other texts (--data)",
+    "inputs": "other kinds of inputs (--inputs)",
+    "bos": "BOS in another way (--bos)",
+    "max_samples": "other numbers of samples (--max-samples)",
+}
+
+
+def differences(analyses: Sequence[Analysis]) -> list[str]:
+    """A sentence for each way in which the samples of analyses differ; none for one analysis.
+
+    Other token ids alone are no difference: models have tokenizers of their own.
+    """
+    same_tokens = len({a.found["run"].get("data_sha256") for a in analyses}) == 1
+    found = []
+    for key, what in _OPTIONS.items():
+        values = [_shown(a.found["run"].get(key)) for a in analyses]
+        if len(set(values)) == 1 or (same_tokens and key != "seq_length"):
+            continue
+        named = ", ".join(f"{a.name}: {value}" for a, value in zip(analyses, values, strict=True))
+        found.append(f"{what}: {named}; numbers of one can only be compared with those of its like")
+    counts = [a.found.get("samples") for a in analyses]
+    if not found and len(set(counts)) > 1:
+        named = ", ".join(f"{a.name}: {n}" for a, n in zip(analyses, counts, strict=True))
+        found.append(f"other numbers of samples: {named}")
+    return found
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,88 @@
+"""Megatron's GPTDataset, which names the file and the document where data are damaged.
+
+The checks before the first step look at a bounded part of a large data set; this one at every
+sample, when it is read, in the workers of the data loader.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.datasets import gpt_dataset
+from megatron.training import get_args
+from numpy.typing import NDArray
+
+from megasink.errors import UserError
+from megasink.train.checks.data_files import vocabulary
+
+
+class GPTDataset(gpt_dataset.GPTDataset):
+    """As upstream's, whose name it has: the sample indices that are cached have it in theirs."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.vocabulary = vocabulary(get_args())
+        super().__init__(*args, **kwargs)
+
+    def _build_document_sample_shuffle_indices(self) -> Any:
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            self._remove_damaged_indices()
+        return super()._build_document_sample_shuffle_indices()
+
+    def _remove_damaged_indices(self) -> None:
+        """Megatron writes its sample indices in place: a kill leaves them cut short."""
+        prefix = self.dataset.path_prefix
+        folder = Path(self.config.path_to_cache or Path(prefix, "cache", "GPTDataset_indices"))
+        for path in folder.glob(f"{self.unique_description_hash}-*.npy"):
+            try:
+                np.load(path, mmap_mode="r", allow_pickle=False)
+            except (OSError, ValueError, EOFError):
+                try:
+                    path.unlink()
+                except OSError as error:
+                    raise UserError(f"{path} is damaged: remove it ({error.strerror})") from error
+
+    def _query_document_sample_shuffle_indices(
+        self, idx: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], list[int]]:
+        prefix = self.dataset.path_prefix
+        try:
+            found = super()._query_document_sample_shuffle_indices(idx)
+        except (ValueError, IndexError, OverflowError) as error:
+            raise UserError(
+                f"{prefix}.bin: sample {idx} is not all there ({error}): make the data set again, "
+                f"and remove {prefix}/cache"
+            ) from error
+        ids, documents, lengths = found
+        known = self.vocabulary
+        if known is None:
+            return found
+        wrong = ((ids < 0) | (ids >= known)) & (ids != self._pad_token_id)
+        if wrong.any():
+            at = int(np.flatnonzero(wrong)[0])
+            place = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+            raise UserError(
+                f"{prefix}.bin: document {documents[min(place, len(documents) - 1)]} holds the id "
+                f"{ids[at]:,}, and the vocabulary has {known:,}: make the data set again, or name "
+                "the tokenizer that it was made with"
+            )
+        return found
+
+
+def read_batch(data_iterator: Iterator[Any]) -> Any:
+    """The next batch; an error of a worker of the data loader as the one line that it was.
+
+    Raises:
+        UserError: a sample is damaged. The first rank says so in the end, any other here.
+    """
+    try:
+        return next(data_iterator)
+    except UserError as error:
+        # torch puts the worker's traceback before it (torch/_utils.py, ExceptionWrapper.reraise)
+        message = str(error).rpartition("UserError: ")[2].removesuffix("\\n").strip()
+        if os.environ.get("RANK", "0") != "0":
+            print(f"megasink: error: {message}", file=sys.stderr, flush=True)
+        raise UserError(message) from None

@@ -1,0 +1,36 @@
+"""Some of the damaged inputs of every kind; `python -m tests.damage --large` takes all of them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.damage.tables import CASES
+
+CHOSEN = """
+corpus/json-many-keys corpus/kernel-memory corpus/name-in-summary corpus/sparse-text
+corpus/tokenizer-deep corpus/zst-window
+data/bin-is-a-pipe data/caches-cut data/id-between data/sidecar-deep
+run/shards-garbage/generate run/metadata-code/generate run/tracker-huge/generate
+run/config-deep/generate run/config-list/generate run/metrics-bytes/plot
+folder/weights-offsets/convert folder/config-pipe/analyze folder/config-list/convert
+""".split()
+
+
+@pytest.mark.timeout(900)
+def test_damage_is_one_line_and_nothing_is_left_or_lost():
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.damage", *CHOSEN],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"{len(CHOSEN)} damaged inputs: " in result.stdout
+
+
+def test_the_tables_hold_a_hundred():
+    assert len(CASES) >= 100
+    assert set(CHOSEN) <= set(CASES)
