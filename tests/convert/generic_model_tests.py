@@ -3,10 +3,11 @@
     python -m tests.convert.generic_model_tests SOURCES [SOURCES...] [-- pytest's arguments]
 
 SOURCES are folders with transformers' `tests`: an unpacked source distribution of the installed
-version (`pip download --no-binary :all: --no-deps transformers==5.23.0`), and after it, for what
-it leaves out (its tests of generation, `causal_lm_tester.py`), a checkout of git. The first folder
-with a file decides. What none of them has is left out and said. Stock Llama and Qwen3-MoE run
-beside the models of the file: a test that they fail in the same environment says nothing of ours.
+version (`pip download --no-binary :all: --no-deps transformers==5.23.0`), which has the tests of
+models, and after it a checkout of git for those of generation and `causal_lm_tester.py`, which it
+lacks. The first folder with a file decides. What none of them has is left out and said. Stock Llama
+and Qwen3-MoE run beside the models of the file: a test that they fail in the same environment says
+nothing of ours.
 
 Needs `parameterized`, and `accelerate` for the tests of device maps. Nothing is fetched: the hub
 is switched off. Not collected by pytest but through this command.
@@ -18,6 +19,7 @@ import importlib.util
 import os
 import sys
 import unittest
+from collections import Counter, defaultdict
 from pathlib import Path
 
 _VARIABLE = "MEGASINK_TRANSFORMERS_SOURCES"
@@ -67,6 +69,8 @@ def _sources():
 if _VARIABLE in os.environ and __name__ != "__main__":
     missing = _sources()
 
+    import dataclasses
+
     import torch
     import transformers
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaModel, Qwen3MoeModel
@@ -80,6 +84,37 @@ if _VARIABLE in os.environ and __name__ != "__main__":
     from megasink.convert.modeling.configuration_megasink import MegasinkConfig
     from megasink.convert.modeling.modeling_megasink import MegasinkForCausalLM, MegasinkModel
     from tests.causal_lm_tester import CausalLMModelTest, CausalLMModelTester
+
+    if "causal_lm_tester" in missing.names:
+        from transformers.testing_utils import _TEXT_MODEL_TESTER_DEFAULTS
+
+        from tests.test_modeling_common import ModelTesterMixin, ids_tensor
+
+        class CausalLMModelTester:
+            """What `ModelTesterMixin` asks of a tester."""
+
+            base_model_class = config_class = causal_lm_class = None
+
+            def __init__(self, parent, **options):
+                self.__dict__ |= _TEXT_MODEL_TESTER_DEFAULTS | options | {"parent": parent}
+                self.head_dim = self.hidden_size // self.num_attention_heads
+                self.config_class = self.config_class or self.base_model_class.config_class
+                stock = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[self.config_class]
+                self.all_model_classes = (self.base_model_class, self.causal_lm_class or stock)
+
+            def prepare_config_and_inputs_for_common(self):
+                names = {field.name for field in dataclasses.fields(self.config_class)}
+                config = self.config_class(**{n: getattr(self, n) for n in names & {*vars(self)}})
+                tokens = ids_tensor([self.batch_size, self.seq_length], self.vocab_size)
+                return config, {
+                    "input_ids": tokens,
+                    "attention_mask": tokens.new_ones(tokens.shape),
+                }
+
+        class CausalLMModelTest(ModelTesterMixin):
+            def setUp(self):
+                self.model_tester = self.model_tester_class(self)
+                self.all_model_classes = self.model_tester.all_model_classes
 
     torch.set_num_threads(1)
     AutoConfig.register("megasink", MegasinkConfig)
@@ -138,7 +173,25 @@ if _VARIABLE in os.environ and __name__ != "__main__":
         sliding_window=32,
     )
     del CausalLMModelTest, CausalLMModelTester
-    print("left out, in none of the folders:", ", ".join(missing.names) or "nothing")
+
+
+class _Counts:
+    """By class, the outcome of each test; one failed subtest fails its test."""
+
+    def __init__(self):
+        self.outcomes = defaultdict(dict)
+
+    def pytest_runtest_logreport(self, report):
+        _, name, test = report.nodeid.split("::")
+        before = self.outcomes[name].get(test)
+        if "failed" not in (before, report.outcome) or report.failed:
+            self.outcomes[name][test] = "skipped" if before == "skipped" else report.outcome
+
+    def lines(self):
+        for name, outcomes in self.outcomes.items():
+            counts = Counter(outcomes.values())
+            kinds = ("passed", "failed", "skipped")
+            yield f"{name}: " + ", ".join(f"{counts[kind]} {kind}" for kind in kinds)
 
 
 def main(arguments):
@@ -153,7 +206,12 @@ def main(arguments):
     os.environ |= {"HF_HUB_OFFLINE": "1"}
     alone = ["-c", os.devnull, "--rootdir", str(Path(__file__).parents[2]), "--noconftest"]
     alone += ["-p", "no:cacheprovider", "-W", "ignore", "-q"]
-    return pytest.main([__file__, *alone, *rest])
+    counts = _Counts()
+    code = pytest.main([__file__, *alone, *rest], plugins=[counts])
+    print(*counts.lines(), sep="\n")
+    left_out = sys.modules["tests.convert.generic_model_tests"].missing.names
+    print("modules in none of the folders:", ", ".join(left_out) or "none")
+    return code
 
 
 if __name__ == "__main__":
