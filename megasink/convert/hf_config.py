@@ -109,9 +109,11 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_problems(config: Mapping[str, Any], target: Target) -> list[str]:
-    if "full_attention" in (config.get("rope_parameters") or {}):
-        return []  # by kind of layer: the target's own business
     rope = _rope(config)
+    if by_layer := [name for name, value in rope.items() if isinstance(value, dict)]:
+        if target.rope_by_layer:
+            return []  # the target's own business
+        return [f"RoPE parameters by kind of layer ({', '.join(by_layer)})"]
     kind = rope["rope_type"]
     if kind == "default":
         return []

@@ -172,6 +172,10 @@ def test_every_option_of_a_gate_is_said_or_refused():
     assert problems == ["--gate-activation tanh has no counterpart in Hugging Face"]
 
 
+NO_ROPE: dict = {"rope_parameters": None}
+BY_LAYER = {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}
+
+
 @pytest.mark.parametrize(
     ("target", "change", "said"),
     [
@@ -208,6 +212,20 @@ def test_every_option_of_a_gate_is_said_or_refused():
         ("megasink", {"attention_variant": "tanh"}, "attention_variant 'tanh'"),
         ("megasink", {"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu'"),
         ("megasink", {"attention_bias_type": "rope"}, "--attention-bias-type rope"),
+        ("megasink", {"rope_parameters": {"rope_type": "yarn"}}, "RoPE scaling 'yarn'"),
+        ("megasink", {"rope_scaling": {"type": "linear"}} | NO_ROPE, "RoPE scaling 'linear'"),
+        ("megasink", {"rope_parameters": BY_LAYER}, "RoPE parameters by kind of layer"),
+        ("qwen3", {"rope_parameters": BY_LAYER}, "RoPE parameters by kind of layer"),
+        (
+            "megasink",
+            {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor 0.5 and rotary_percent",
+        ),
+        (
+            "megasink",
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor 0.5 and rotary_percent 1.0",
+        ),
     ],
 )
 def test_what_megatron_cannot_express_is_refused_by_name(target, change, said):

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .rotary_megasink import rotate
+
 
 def eager_attention_forward(
     module, query, key, value, attention_mask, scaling, dropout=0.0, s_aux=None, **kwargs
@@ -38,14 +40,6 @@ def eager_attention_forward(
     if module.key_bias is not None and module.slot_value is not None:
         out = out + (slot * module.slot_value[..., None, :]).to(out.dtype)
     return out.transpose(1, 2).contiguous(), weights
-
-
-def rotate(x, cos, sin):
-    """RoPE of the first channels of each head, as many as cos and sin have."""
-    turned, rest = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)
-    half = turned.shape[-1] // 2
-    other = torch.cat((-turned[..., half:], turned[..., :half]), dim=-1)
-    return torch.cat((turned * cos + other * sin, rest), dim=-1)
 
 
 class MegasinkRMSNorm(nn.Module):

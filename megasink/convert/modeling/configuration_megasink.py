@@ -1,6 +1,6 @@
 """Configuration of a decoder trained with megasink: its options by the names of their flags.
 
-The three files *_megasink.py lie beside the weights of a model that no architecture of
+The files *_megasink.py lie beside the weights of a model that no architecture of
 transformers is. They need torch and transformers alone.
 """
 
@@ -18,6 +18,8 @@ class MegasinkConfig(PreTrainedConfig):
         gated_unit: the FFN multiplies act(gate) with up; else it is act(up).
         norm_topk_prob: the chosen experts' probabilities add up to one.
         shared_expert_intermediate_size: 0 for no shared expert.
+        output_router_logits, router_aux_loss_coef: the load-balancing loss of the experts, when
+            they are trained with transformers.
         linear_bias, qkv_bias: biases of every linear layer; of queries, keys, values and gates.
         qk_norm, zero_centred_norms: norm of each query and key head; norms store weight minus one.
         layer_types, sliding_window: a "sliding_attention" layer sees so many tokens.
@@ -33,33 +35,14 @@ class MegasinkConfig(PreTrainedConfig):
         normalization: "RMSNorm" or "LayerNorm".
         position_embedding_type: "rope", "learned_absolute" or "none".
         sinusoidal_position_embedding: a fixed table in place of the learned one.
-        rotary_percent: share of a head that RoPE turns.
+        rope_parameters, rotary_percent: as every model of transformers has them, one for all
+            layers; share of a head that RoPE turns.
         attention_bias_type: "none", "alibi", "t5" or "bucket"; with relative_attention_num_buckets
             and relative_attention_max_distance for the last two.
     """
 
     model_type = "megasink"
     keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
-    base_model_tp_plan: ClassVar = {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.gate.proj": "colwise",
-        "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
-        "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
-        "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.self_attn.sinks": "colwise",
-        "layers.*.self_attn": "local_params",
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-        "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
-        "layers.*.mlp.experts.down_proj": "rowwise",
-        "layers.*.mlp.experts": "moe_tp_experts",
-        "layers.*.mlp.shared_expert.gate_proj": "colwise",
-        "layers.*.mlp.shared_expert.up_proj": "colwise",
-        "layers.*.mlp.shared_expert.down_proj": "rowwise",
-    }
     base_model_pp_plan: ClassVar = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
@@ -79,6 +62,8 @@ class MegasinkConfig(PreTrainedConfig):
     num_experts_per_tok: int = 0
     norm_topk_prob: bool = True
     shared_expert_intermediate_size: int = 0
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = 0.001
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-5
@@ -122,8 +107,26 @@ class MegasinkConfig(PreTrainedConfig):
         if self.layer_types is None:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         super().__post_init__(**kwargs)
-        if not self.divides_by_heads:
-            self.base_model_tp_plan = None
+        self.settle_rope()
+
+    def settle_rope(self):
+        """One share of rotated channels, and RoPE parameters that hold for every layer."""
+        rope = self.rope_parameters or {}
+        kinds = [name for name, value in rope.items() if isinstance(value, dict)]
+        if kinds and self.position_embedding_type == "rope":
+            raise ValueError(
+                f"rope_parameters by kind of layer ({', '.join(kinds)}): a megasink model has one "
+                "RoPE for all of its layers"
+            )
+        share = rope.get("partial_rotary_factor")
+        if share is not None and self.rotary_percent not in (1.0, share):
+            raise ValueError(
+                f"rotary_percent {self.rotary_percent} and partial_rotary_factor {share}: give one"
+            )
+        if share is not None:
+            self.rotary_percent = share
+        elif self.rotary_percent != 1.0 and rope:
+            rope["partial_rotary_factor"] = self.rotary_percent
 
     @property
     def has_sink(self) -> bool:
@@ -136,17 +139,58 @@ class MegasinkConfig(PreTrainedConfig):
         return self.attention_variant in ("k-bias", "kv-bias") or self.attention_bias_type != "none"
 
     @property
-    def divides_by_heads(self) -> bool:
-        """Whether the plan of tensor parallelism says how every parameter is divided."""
+    def float32_parameters(self) -> set[str]:
+        """Parameters that stay float32 in a model of 16 bits."""
+        found = {"sinks"} if self.has_sink else set()
+        if self.attention_variant[0] == "k":
+            found.add("key_bias")
+        if "v-bias" in self.attention_variant:
+            found.add("value_bias")
+        return found | ({"position_bias"} if self.attention_bias_type == "t5" else set())
+
+    @property
+    def base_model_ep_plan(self) -> dict[str, str] | None:
+        """How experts are divided among ranks, each one whole."""
+        if not self.num_experts:
+            return None
+        weights = dict.fromkeys(("gate_up_proj", "down_proj"), "grouped_gemm")
+        plan = {f"layers.*.mlp.experts.{name}": how for name, how in weights.items()}
+        return plan | {"layers.*.mlp.experts": "ep_dispatch_experts"}
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str] | None:
+        """How every parameter is divided, where all can be; nothing that the model has not."""
         gated = self.attention_variant == "gated"
         whole = self.gate_shared_heads or self.gate_input == "none"
-        return not (
+        if (
             (gated and (whole or self.gate_position == "output"))
             or self.sdpa_output_norm == "rmsnorm"
             or self.attention_variant.endswith("-bias")
             or self.attention_bias_type != "none"
             or self.multi_head_addition
-        )
+        ):
+            return None
+        attention = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise"}
+        if gated:
+            attention["gate.proj"] = "colwise"
+        if self.qk_norm:
+            attention |= dict.fromkeys(("q_norm", "k_norm"), "replicated_with_grad_allreduce")
+        attention["o_proj"] = "rowwise"
+        plan = {f"layers.*.self_attn.{name}": how for name, how in attention.items()}
+        if self.has_sink:
+            plan["layers.*.self_attn.sinks"] = "colwise"
+            plan["layers.*.self_attn"] = "local_params"
+        dense = {"gate_proj": "colwise"} if self.gated_unit else {}
+        dense |= {"up_proj": "colwise", "down_proj": "rowwise"}
+        at = "layers.*.mlp"
+        if self.num_experts:
+            plan[f"{at}.experts.gate_up_proj"] = "packed_colwise"
+            plan[f"{at}.experts.down_proj"] = "rowwise"
+            plan[f"{at}.experts"] = "moe_tp_experts"
+            at = f"{at}.shared_expert"
+        if not self.num_experts or self.shared_expert_intermediate_size:
+            plan |= {f"{at}.{name}": how for name, how in dense.items()}
+        return plan
 
 
 MegasinkConfig.register_for_auto_class()

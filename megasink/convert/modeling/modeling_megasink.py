@@ -10,16 +10,20 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
-from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicCache
 from transformers.integrations import use_experts_implementation
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    MoeCausalLMOutputWithPast,
+    MoeModelOutputWithPast,
+)
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention_megasink import (
     MegasinkAttention,
@@ -29,40 +33,14 @@ from .attention_megasink import (
     norm,
 )
 from .configuration_megasink import MegasinkConfig
+from .ffn_megasink import MegasinkMLP, MegasinkRouter, activation, gated_unit
+from .rotary_megasink import MegasinkRotaryEmbedding, sinusoids
 
 # Kernels that transformers hands the sinks to, beside "eager" and "flex_attention".
 FLASH_WITH_SINKS = ("flash_attention_4", "kernels-community/vllm-flash-attn3")
 
 
-def activation(config):
-    """None for "gpt-oss", whose unit is not a product with an activation."""
-    return None if config.hidden_act == "gpt-oss" else ACT2FN[config.hidden_act]
-
-
-def gated_unit(act_fn, gate, up):
-    """act(gate) * up; without act GPT-OSS's clamped unit."""
-    if act_fn is not None:
-        return act_fn(gate) * up
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
-
-
-class MegasinkMLP(nn.Module):
-    def __init__(self, config, width):
-        super().__init__()
-        self.act_fn, bias = activation(config), config.linear_bias
-        self.gate_proj = None
-        if config.gated_unit:
-            self.gate_proj = nn.Linear(config.hidden_size, width, bias=bias)
-        self.up_proj = nn.Linear(config.hidden_size, width, bias=bias)
-        self.down_proj = nn.Linear(width, config.hidden_size, bias=bias)
-
-    def forward(self, x):
-        if self.gate_proj is None:
-            return self.down_proj(self.act_fn(self.up_proj(x)))
-        return self.down_proj(gated_unit(self.act_fn, self.gate_proj(x), self.up_proj(x)))
-
-
+# The experts are in this file because transformers looks for the decorator in its text.
 @use_experts_implementation
 class MegasinkExperts(nn.Module):
     def __init__(self, config):
@@ -87,20 +65,6 @@ class MegasinkExperts(nn.Module):
         return total
 
 
-class MegasinkRouter(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.top_k, self.norm_topk_prob = config.num_experts_per_tok, config.norm_topk_prob
-        self.weight = nn.Parameter(torch.zeros(config.num_experts, config.hidden_size))
-
-    def forward(self, hidden_states):
-        logits = F.linear(hidden_states, self.weight)
-        weights, experts = torch.topk(logits.softmax(-1, dtype=torch.float32), self.top_k, dim=-1)
-        if self.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return experts, weights.to(logits.dtype)
-
-
 class MegasinkMoE(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -112,7 +76,7 @@ class MegasinkMoE(nn.Module):
 
     def forward(self, hidden_states):
         x = hidden_states.view(-1, hidden_states.shape[-1])
-        experts, weights = self.gate(x)
+        _, weights, experts = self.gate(x)
         out = self.experts(x, experts, weights)
         if self.shared_expert is not None:
             out = out + self.shared_expert(x)
@@ -154,16 +118,17 @@ class MegasinkPreTrainedModel(PreTrainedModel):
     _no_split_modules = ("MegasinkDecoderLayer",)
     _skip_keys_device_placement = ("past_key_values",)
     _supports_attention_backend = True
-    _keep_in_fp32_modules_strict = ("sinks", "key_bias", "value_bias", "position_bias")
     _can_record_outputs: ClassVar = {
         "hidden_states": MegasinkDecoderLayer,
         "attentions": MegasinkAttention,
+        "router_logits": OutputRecorder(MegasinkRouter, index=0),
     }
 
     def __init__(self, config, *args, **kwargs):
         plain = not config.needs_scores
         self._supports_sdpa = plain and not config.has_sink
         self._supports_flash_attn = self._supports_flex_attn = plain
+        self._keep_in_fp32_modules_strict = config.float32_parameters
         super().__init__(config, *args, **kwargs)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
@@ -211,6 +176,9 @@ class MegasinkModel(MegasinkPreTrainedModel):
         layers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList([MegasinkDecoderLayer(config, layer) for layer in layers])
         self.norm = nn.Identity() if config.post_norm else norm(config, config.hidden_size)
+        self.rotary_emb = None
+        if config.position_embedding_type == "rope":
+            self.rotary_emb = MegasinkRotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -225,7 +193,7 @@ class MegasinkModel(MegasinkPreTrainedModel):
         inputs_embeds=None,
         use_cache=None,
         **kwargs,
-    ):
+    ) -> MoeModelOutputWithPast | BaseModelOutputWithPast:
         """As any decoder of transformers: tokens [B, T] -> last hidden states [B, T, M]."""
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
@@ -250,22 +218,17 @@ class MegasinkModel(MegasinkPreTrainedModel):
                 position_embeddings=rotations,
                 **kwargs,
             )
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values
-        )
+        output = MoeModelOutputWithPast if self.config.num_experts else BaseModelOutputWithPast
+        return output(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
     def positions(self, embeds, position_ids):
-        """The embeddings with those of the positions, and RoPE's cosines and sines [B, 1, T, D]."""
-        config, kind = self.config, self.config.position_embedding_type
-        if kind == "rope":
-            frequencies = inverse_frequencies(config, embeds.device)
-            angles = position_ids[..., None].float() * frequencies
-            angles = torch.cat((angles, angles), dim=-1)[:, None]
-            return embeds, (angles.cos().to(embeds.dtype), angles.sin().to(embeds.dtype))
-        if kind == "learned_absolute" and self.embed_positions is not None:
+        """The embeddings with those of the positions, and RoPE's cosines and sines [B, T, D]."""
+        if self.rotary_emb is not None:
+            return embeds, self.rotary_emb(embeds, position_ids)
+        if self.embed_positions is not None:
             embeds = embeds + self.embed_positions(position_ids)
-        elif kind == "learned_absolute":
-            embeds = embeds + sinusoids(position_ids, config.hidden_size).to(embeds.dtype)
+        elif self.config.position_embedding_type == "learned_absolute":
+            embeds = embeds + sinusoids(position_ids, self.config.hidden_size).to(embeds.dtype)
         return embeds, None
 
     def masks(self, embeds, attention_mask, past_key_values, position_ids):
@@ -279,23 +242,6 @@ class MegasinkModel(MegasinkPreTrainedModel):
             given = (self.config, embeds, attention_mask, past_key_values, position_ids)
             masks = {kind: makers[kind](*given) for kind in set(self.config.layer_types)}
         return masks
-
-
-def inverse_frequencies(config, device):
-    """Of RoPE, float32, by channel pair: made anew each time, so that no dtype rounds them."""
-    if config.rope_parameters["rope_type"] != "default":
-        make = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]]
-        return make(config, device)[0].float()
-    channels = int(config.head_dim * config.rotary_percent)
-    exponent = torch.arange(0, channels, 2, device=device).float() / channels
-    return 1.0 / config.rope_parameters["rope_theta"] ** exponent
-
-
-def sinusoids(position_ids, size):
-    """[B, T, size]: channel 2k is sin(t / 10000 ** (2k / size)), channel 2k + 1 its cosine."""
-    exponent = torch.arange(0, size, 2, device=position_ids.device).double() / size
-    angle = position_ids[..., None].double() * 10000.0**-exponent
-    return torch.stack((angle.sin(), angle.cos()), -1).flatten(-2).float()
 
 
 class MegasinkForCausalLM(MegasinkPreTrainedModel, GenerationMixin):
@@ -316,29 +262,69 @@ class MegasinkForCausalLM(MegasinkPreTrainedModel, GenerationMixin):
         input_ids=None,
         attention_mask=None,
         position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
         labels=None,
+        use_cache=None,
+        output_router_logits=None,
         logits_to_keep=0,
         **kwargs,
-    ):
-        """Tokens [B, T] -> logits [B, T, tokens] of the last `logits_to_keep`; 0 for all."""
+    ) -> MoeCausalLMOutputWithPast | CausalLMOutputWithPast:
+        """Tokens [B, T] -> logits [B, T, tokens] of the last `logits_to_keep`; 0 for all.
+
+        With `output_router_logits` the loss has router_aux_loss_coef times the load-balancing loss
+        of the experts, as that of Mixtral and Qwen3-MoE has.
+        """
+        config = self.config
+        if output_router_logits is None:
+            output_router_logits = config.output_router_logits
+        kwargs["output_router_logits"] = bool(output_router_logits and config.num_experts)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        logits = self.lm_head(kept_positions(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+            loss = self.loss_function(logits, labels, vocab_size=config.vocab_size, **kwargs)
+        given = {
+            "logits": logits,
+            "past_key_values": outputs.past_key_values,
+            "hidden_states": outputs.hidden_states,
+            "attentions": outputs.attentions,
+        }
+        if not config.num_experts:
+            return CausalLMOutputWithPast(loss=loss, **given)
+        aux_loss = None
+        if outputs.router_logits is not None:
+            tokens = outputs.last_hidden_state.shape[1]
+            flat = torch.is_tensor(attention_mask) and attention_mask.dim() == 2
+            aux_loss = load_balancing_loss_func(
+                outputs.router_logits,
+                config.num_experts,
+                config.num_experts_per_tok,
+                attention_mask[:, -tokens:] if flat else None,
+            )
+            if loss is not None:
+                loss = loss + config.router_aux_loss_coef * aux_loss.to(loss.device)
+        given["router_logits"] = outputs.router_logits
+        return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, **given)
+
+
+def kept_positions(hidden_states, keep):
+    """Of [B, T, M] the last `keep` tokens (0: all), those at [S] or [B, S], or of a mask [B, T]."""
+    if not torch.is_tensor(keep):
+        return hidden_states[:, -keep:]
+    if keep.dim() == 1:
+        return hidden_states[:, keep]
+    if keep.dtype == torch.bool:
+        return hidden_states[keep]
+    return torch.take_along_dim(hidden_states, keep[..., None], dim=1)
 
 
 MegasinkModel.register_for_auto_class("AutoModel")

@@ -28,6 +28,7 @@ class Target:
         qkv_bias, bias: it can have a bias of the query, key and value projections; of all layers.
         windows: sliding windows: "none"; "mixed", by layer, of one size; "all" layers alike.
         rope_scaling: it can have that of Llama 3.
+        rope_by_layer: its config.json has RoPE parameters for each kind of layer.
         shared_expert: it can have one, ungated.
         renormalizes: the probabilities of its chosen experts always add up to one.
         own: it is megasink's own modelling file, which has the options of `OwnOptions`.
@@ -48,6 +49,7 @@ class Target:
     bias: bool = False
     windows: str = "none"
     rope_scaling: bool = True
+    rope_by_layer: bool = False
     shared_expert: bool = False
     renormalizes: bool = True
     own: bool = False

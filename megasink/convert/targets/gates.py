@@ -153,6 +153,7 @@ TARGETS = (
         activations=("silu",),
         windows="mixed",
         rope_scaling=False,
+        rope_by_layer=True,
     ),
     Target(
         name="qwen3_5_text",

@@ -203,6 +203,10 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
         found.append(f"gate_granularity {granularity!r}")
     if config.get("hidden_act", "silu") not in ("silu", "gelu", "relu", "gpt-oss"):
         found.append(f"hidden_act {config['hidden_act']!r}")
+    share, rope = config.get("rotary_percent", 1.0), config.get("rope_parameters") or {}
+    factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", share))
+    if factor != share:
+        found.append(f"partial_rotary_factor {factor} and rotary_percent {share}: two shares")
     return found
 
 

@@ -1,0 +1,53 @@
+"""Feed-forward networks of a decoder trained with megasink, and the router of experts.
+
+Shapes: B batch, T tokens, M hidden size, E experts, K experts of a token.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.activations import ACT2FN
+
+
+def activation(config):
+    """None for "gpt-oss", whose unit is not a product with an activation."""
+    return None if config.hidden_act == "gpt-oss" else ACT2FN[config.hidden_act]
+
+
+def gated_unit(act_fn, gate, up):
+    """act(gate) * up; without act GPT-OSS's clamped unit."""
+    if act_fn is not None:
+        return act_fn(gate) * up
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
+
+
+class MegasinkMLP(nn.Module):
+    def __init__(self, config, width):
+        super().__init__()
+        self.act_fn, bias = activation(config), config.linear_bias
+        self.gate_proj = None
+        if config.gated_unit:
+            self.gate_proj = nn.Linear(config.hidden_size, width, bias=bias)
+        self.up_proj = nn.Linear(config.hidden_size, width, bias=bias)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=bias)
+
+    def forward(self, x):
+        if self.gate_proj is None:
+            return self.down_proj(self.act_fn(self.up_proj(x)))
+        return self.down_proj(gated_unit(self.act_fn, self.gate_proj(x), self.up_proj(x)))
+
+
+class MegasinkRouter(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.top_k, self.norm_topk_prob = config.num_experts_per_tok, config.norm_topk_prob
+        self.weight = nn.Parameter(torch.zeros(config.num_experts, config.hidden_size))
+
+    def forward(self, hidden_states):
+        """Tokens [B * T, M] -> logits [B * T, E], weights and experts of each token [B * T, K]."""
+        logits = F.linear(hidden_states, self.weight)
+        weights, experts = torch.topk(logits.softmax(-1, dtype=torch.float32), self.top_k, dim=-1)
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights.to(logits.dtype), experts
