@@ -10,6 +10,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megasink import platform
 from megasink.errors import UserError
@@ -26,19 +27,24 @@ def pretrain(argv: Sequence[str]) -> None:
         UserError: the configuration, the data or the checkpoint is wrong.
     """
     prepare_process(argv)
-    import torch
-    from megatron.training.global_vars import set_global_variables
-    from torch.distributed.checkpoint import CheckpointException
-
-    from megasink.train import arguments, run_dir
+    from megasink.train import arguments
+    from megasink.train.start import starting
 
     args, identity = arguments.parse(argv)
     if args.rank == 0:
         print(platform.describe(), flush=True)
-        run_dir.write_start(args, identity)
+    with starting(args, identity) as store:
+        _train(args, store)
+
+
+def _train(args: Namespace, store: Any) -> None:
+    import torch
+    from megatron.training.global_vars import set_global_variables
+    from torch.distributed.checkpoint import CheckpointException
+
     set_global_variables(args)
     try:
-        _run(args)
+        _run(args, store)
     except (SystemExit, AssertionError, CheckpointException) as stop:
         raise _explained(stop, args) from stop
     finally:
@@ -102,7 +108,7 @@ def _not_saved(stop: BaseException, args: Namespace) -> UserError:
     )
 
 
-def _run(args: Namespace) -> None:
+def _run(args: Namespace, store: Any) -> None:
     from megatron.core.enums import ModelType
     from megatron.training import pretrain as megatron_pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
@@ -142,7 +148,8 @@ def _run(args: Namespace) -> None:
     with contextlib.ExitStack() as stack:
         for seam in seams:
             stack.enter_context(seam)
-        megatron_pretrain(container, provider, ModelType.encoder_or_decoder, forward_step)
+        kind = ModelType.encoder_or_decoder
+        megatron_pretrain(container, provider, kind, forward_step, store=store)
     # The rank that wrote the metrics has all of them.
     if args.run_dir and args.rank == args.world_size - 1:
         print(f"picture: {draw_run(Path(args.run_dir))}", flush=True)
