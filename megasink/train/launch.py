@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from megasink.checkpoint.intact import newest_intact
 from megasink.config import RESUME
 from megasink.errors import UserError
 from megasink.train.lease import clear, wait_until_expired
@@ -72,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ranks = _default_ranks(flags) if ranks is None else ranks
     if ranks < 1:
         raise UserError(f"--ranks {ranks}: start at least one process")
+    if args.resume == "auto" and "--verify-checkpoint" not in flags:
+        print(f"run {run_dir}: {_from_where(run_dir)}", flush=True)
     try:
         return launch(flags, run_dir, ranks)
     finally:
@@ -126,6 +129,14 @@ def launch(flags: Sequence[str], run_dir: Path, ranks: int) -> int:
                     folder.rmdir()
         raise UserError(message)
     return 0
+
+
+def _from_where(run_dir: Path) -> str:
+    """What the ranks of a start with --resume auto will find."""
+    try:
+        return f"going on from step {newest_intact(run_dir / 'checkpoints')[0]}"
+    except UserError:
+        return "no whole checkpoint there, starting at step 0"
 
 
 def _last_start(run_dir: Path) -> dict[str, Any]:

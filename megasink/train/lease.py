@@ -45,13 +45,13 @@ class Lease:
 
     Args:
         folder: of the run; made where it does not exist.
-        say: gets a line now and then while another host's lease expires.
+        say: gets a line now and then while another host's lease expires; None: print it.
 
     Raises:
         UserError: a trainer that is alive holds it, or the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, say: Callable[[str], None] = print):
+    def __init__(self, folder: Path, say: Callable[[str], None] | None = None):
         self._path = folder / LEASE
         self._owner = _this_process() | {"token": secrets.token_hex(8)}
         self._released = threading.Event()
@@ -125,7 +125,7 @@ class Lease:
         os._exit(2)
 
 
-def wait_until_expired(folder: Path, say: Callable[[str], None] = print) -> _Seen | None:
+def wait_until_expired(folder: Path, say: Callable[[str], None] | None = None) -> _Seen | None:
     """Wait for the lease of a dead owner to expire; None where there is no lease.
 
     Raises:
@@ -137,7 +137,7 @@ def wait_until_expired(folder: Path, say: Callable[[str], None] = print) -> _See
         raise UserError(f"--run-dir {folder} cannot be used: {error.strerror}") from error
 
 
-def _expired(folder: Path, say: Callable[[str], None]) -> _Seen | None:
+def _expired(folder: Path, say: Callable[[str], None] | None) -> _Seen | None:
     path = folder / LEASE
     first = _read(path)
     if first is None or _is_dead(first.owner):
@@ -149,7 +149,7 @@ def _expired(folder: Path, say: Callable[[str], None]) -> _Seen | None:
     while (left := end - time.monotonic()) > 0:
         if time.monotonic() - said >= _SAY_SECONDS:
             said = time.monotonic()
-            say(
+            (say or _print)(
                 f"megasink: {folder} is leased to {_name(first.owner)}, which cannot be seen from "
                 f"here: going on in {left:.0f} s if it gives no sign of life"
             )
@@ -160,6 +160,10 @@ def _expired(folder: Path, say: Callable[[str], None]) -> _Seen | None:
         if seen != first:
             raise UserError(_taken(folder, seen.owner))
     return first
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)
 
 
 def clear(folder: Path) -> None:

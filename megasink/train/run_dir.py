@@ -14,6 +14,7 @@ RUN/curves.png        loss, imbalance and head importance
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -55,6 +56,11 @@ def problems(args: Namespace) -> list[str]:
     if config.is_file() and has_finished_step(folder):
         try:
             saved = json.loads(config.read_text())
+            if "converted_from" in saved:
+                return [
+                    f"--run-dir {folder} holds a model converted from Hugging Face: choose another "
+                    f"folder, with --load {folder}/checkpoints --finetune"
+                ]
             if args.resume and (problem := _elsewhere(saved, args)):
                 return [problem]
             differences = _differences(config, saved, args, IDENTITY)
@@ -262,11 +268,20 @@ def write_start(args: Namespace, identity: dict[str, Any]) -> int | None:
         if resumed_from is not None:
             go_on(args)
         _write_config(folder, args, identity, resumed_from)
-        if args.tokenizer_type == "HuggingFaceTokenizer":
-            copy_tokenizer(Path(args.tokenizer_model), folder)
+        _keep_tokenizer(folder, args, new=resumed_from is None)
     except OSError as error:
         raise UserError(f"--run-dir {folder} cannot be written: {error.strerror}") from error
     return resumed_from
+
+
+def _keep_tokenizer(folder: Path, args: Namespace, *, new: bool) -> None:
+    """Copy the tokenizer into the run; a new one drops what a start before it left there."""
+    given = args.tokenizer_type == "HuggingFaceTokenizer" and Path(args.tokenizer_model)
+    own = folder / OWN
+    if new and own.is_dir() and not (given and given.resolve() == own.resolve()):
+        shutil.rmtree(own)
+    if given:
+        copy_tokenizer(given, folder)
 
 
 def _write_config(

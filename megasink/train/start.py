@@ -51,7 +51,7 @@ def starting(args: Namespace, identity: dict[str, Any]) -> Iterator[Any]:
         yield store
         return
     try:
-        lease = Lease(Path(args.run_dir), say=_say)
+        lease = Lease(Path(args.run_dir))
     except UserError as error:
         _refuse(store, args, error)
         raise
@@ -117,7 +117,3 @@ def _refuse(store: Any, args: Namespace, error: UserError) -> None:
     end = time.monotonic() + _HEARD_SECONDS
     while store.add(_HEARD, 0) < args.world_size - 1 and time.monotonic() < end:
         time.sleep(0.05)
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)

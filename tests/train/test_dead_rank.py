@@ -85,7 +85,9 @@ def test_sigterm_then_a_killed_rank_then_the_end(start, pool, tmp_path):
     assert steps(run)[-1]["iteration"] == saved  # no step is lost
     assert stopped[2] == f"megasink train --run-dir {run} --resume"
 
-    process, errors = start("--ranks", "2", "--run-dir", str(run), "--resume")
+    assert not (run / "lease.json").exists()
+
+    process, errors = start("--run-dir", str(run), "--resume")  # with as many ranks again
     wait_for_step(process, run, saved + 10, errors)
     before = time.monotonic()
     ranks = ranks_of(process)
@@ -97,6 +99,7 @@ def test_sigterm_then_a_killed_rank_then_the_end(start, pool, tmp_path):
     assert "rank 1 was killed by SIGKILL" in error
     assert f"go on from step {int(newest[5:])} with: megasink train" in error
     assert not ranks[0].is_running()
+    assert not (run / "lease.json").exists()
     deadline = time.monotonic() + 10
     while left := session(ranks[1].pid) + session(ranks[0].pid):
         assert time.monotonic() < deadline, left

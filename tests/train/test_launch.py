@@ -52,6 +52,14 @@ def test_resume_auto_is_no_flag_of_the_last_start(tmp_path):
     assert launch._flags_of_last_start(tmp_path, ["--lr", "3"]) == []
 
 
+def test_auto_says_from_where(tmp_path, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(launch, "launch", lambda *given: started.append(given) or 0)
+    assert launch.main(["--run-dir", str(tmp_path / "run"), "--cpu", "--resume", "auto"]) == 0
+    assert "no whole checkpoint there, starting at step 0" in capsys.readouterr().out
+    assert started == [(["--cpu", "--resume", "auto"], tmp_path / "run", 1)]
+
+
 def test_resume_starts_as_many_ranks_as_the_run_had(tmp_path):
     def ranks(*flags):
         return launch._ranks_of_last_start(tmp_path, ["--cpu", *flags])
