@@ -329,7 +329,7 @@ def test_every_rank_of_a_second_trainer_is_refused(pool, finished, tmp_path):
     with pytest.raises(Exception, match="failed on 2 of 2 ranks") as refused:
         pool.run(
             "tests.distributed.launch_task:train",
-            timeout=100,
+            timeout=300,
             flags=[*FLAGS, "--run-dir", str(run), "--resume", "--train-iters", "9"],
             ranks=2,
             port=free_port(),
@@ -337,3 +337,16 @@ def test_every_rank_of_a_second_trainer_is_refused(pool, finished, tmp_path):
     assert str(refused.value).count(f"in use by another trainer (process {os.getpid()} on ") == 2
     first.release()
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_a_run_folder_that_cannot_be_made_is_one_line_of_every_rank(pool):
+    with pytest.raises(Exception, match="failed on 2 of 2 ranks") as refused:
+        pool.run(
+            "tests.distributed.launch_task:train",
+            timeout=300,
+            flags=[*FLAGS, "--run-dir", "/proc/run"],
+            ranks=2,
+            port=free_port(),
+        )
+    line = "\nmegasink.errors.UserError: --run-dir /proc/run cannot be written: "
+    assert str(refused.value).count(line) == 2
