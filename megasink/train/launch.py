@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return subprocess.run(
             [sys.executable, "-m", "megasink.train", "--help"], check=False
         ).returncode
+    if args.resume and args.run_dir is None:
+        raise UserError("--resume needs --run-dir")
     run_dir = Path(args.run_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
     # Asked here too, so that a refused start leaves nothing in the folder.
     if problem := folder_problem(run_dir, resume=args.resume):

@@ -60,6 +60,12 @@ def test_auto_says_from_where(tmp_path, monkeypatch, capsys):
     assert started == [(["--cpu", "--resume", "auto"], tmp_path / "run", 1)]
 
 
+def test_resume_asks_for_the_folder():
+    for flags in (["--resume"], ["--resume", "auto"]):
+        with pytest.raises(UserError, match="--resume needs --run-dir"):
+            launch.main(["--cpu", *flags])
+
+
 def test_resume_starts_as_many_ranks_as_the_run_had(tmp_path):
     def ranks(*flags):
         return launch._ranks_of_last_start(tmp_path, ["--cpu", *flags])
