@@ -10,7 +10,9 @@
 #          "srun bash examples/pretrain_gpt_sink.sh"
 #
 # DATA_PATH is the prefix that tools/preprocess_data.py wrote, TOKENIZER its tokenizer folder and
-# RUN_DIR the folder of the run. RANKS_PER_NODE overrides the number of processes on a node.
+# RUN_DIR the folder of the run: the same line again goes on from its newest whole checkpoint, as
+# sbatch --requeue and torchrun --max-restarts need. RANKS_PER_NODE overrides the number of processes
+# on a node.
 # Several nodes without Slurm: start this file on each with NNODES and MASTER_ADDR set.
 
 set -euo pipefail
@@ -76,7 +78,10 @@ def flags():
     ):
         if os.environ.get(variable):
             given += [flag, os.environ[variable]]
-    return given + sys.argv[1:]
+    given += sys.argv[1:]
+    if any(flag.partition("=")[0] == "--run-dir" for flag in given):
+        given = ["--resume", "auto", *given]
+    return given
 
 
 if __name__ == "__main__":

@@ -237,6 +237,9 @@ class ObservingOptions:
     every --log-interval steps."""
 
 
+RESUME = ("newest", "auto")
+
+
 @dataclass(kw_only=True)
 class RunOptions:
     """Where a run lives."""
@@ -245,8 +248,13 @@ class RunOptions:
     """Folder of the run: checkpoints, TensorBoard, metrics.jsonl, logs and the resolved
     configuration. A folder that holds a run of another configuration is refused."""
 
-    resume: bool = False
-    """Go on from the newest whole checkpoint of --run-dir."""
+    resume: str | None = field(
+        default=None,
+        metadata={"argparse_meta": {"nargs": "?", "const": "newest", "choices": RESUME}},
+    )
+    """Go on from the newest whole checkpoint of --run-dir. With the value auto, start there at step
+    0 where there is none yet: the same command line starts a run and goes on with it, as
+    `sbatch --requeue` and `torchrun --max-restarts` need."""
 
     verify_checkpoint: bool = False
     """With --resume: compare the checksums of everything in a checkpoint before it is loaded, at

@@ -88,31 +88,52 @@ def newest_intact(folder: Path, *, checksums: bool = False) -> tuple[int, dict[i
     Raises:
         UserError: none is whole.
     """
+    iteration, damaged = _search(folder, checksums)
+    if iteration is None:
+        raise _none_is_whole(folder, damaged)
+    return iteration, damaged
+
+
+def _search(folder: Path, checksums: bool) -> tuple[int | None, dict[int, str]]:
     damaged: dict[int, str] = {}
     for iteration in reversed(iterations(folder)):
         problem = damage(checkpoint_path(folder, iteration), checksums=checksums)
         if problem is None:
             return iteration, damaged
         damaged[iteration] = problem
+    return None, damaged
+
+
+def _none_is_whole(folder: Path, damaged: dict[int, str]) -> UserError:
+    then = "--resume auto starts at step 0"
     if not damaged:
-        raise UserError(f"--resume: {folder} holds no checkpoint: start a new run")
+        return UserError(f"--resume: {folder} holds no checkpoint: {then}")
     listed = "; ".join(f"step {iteration}: {problem}" for iteration, problem in damaged.items())
-    raise UserError(f"--resume: no checkpoint in {folder} is whole ({listed}): start a new run")
+    return UserError(f"--resume: no checkpoint in {folder} is whole ({listed}): {then}")
 
 
-def go_back_to_intact(folder: Path, *, checksums: bool = False) -> int:
+def go_back_to_intact(
+    folder: Path, *, checksums: bool = False, or_start: bool = False
+) -> int | None:
     """Make the newest whole checkpoint the one that Megatron loads; on one rank only.
 
     Damaged ones that are newer are renamed to iter_NNNNNNN.damaged, and said: training writes new
     ones in their place and nothing is overwritten.
 
+    Args:
+        folder: of the checkpoints.
+        checksums: see `damage`.
+        or_start: where none is whole, leave none for Megatron to load.
+
     Returns:
-        its iteration.
+        its iteration; None where none is whole.
 
     Raises:
-        UserError: none is whole.
+        UserError: none is whole, and `or_start` is not given.
     """
-    iteration, damaged = newest_intact(folder, checksums=checksums)
+    iteration, damaged = _search(folder, checksums)
+    if iteration is None and not or_start:
+        raise _none_is_whole(folder, damaged)
     for number, problem in damaged.items():
         path = checkpoint_path(folder, number)
         aside = path.with_name(f"{path.name}.damaged")
@@ -122,7 +143,11 @@ def go_back_to_intact(folder: Path, *, checksums: bool = False) -> int:
             aside = path.with_name(f"{path.name}.damaged{count}")
         path.rename(aside)
         say(f"megasink: the checkpoint of step {number} is damaged ({problem}): moved to {aside}")
-    if damaged:
+    if iteration is None:
+        say(f"megasink: no whole checkpoint in {folder}: starting at step 0")
+        (folder / TRACKER).unlink(missing_ok=True)
+        return None
+    if damaged or or_start:
         print(f"megasink: going on from step {iteration}", flush=True)
     partial = folder / f"{TRACKER}.partial"
     partial.write_text(str(iteration))

@@ -1,10 +1,77 @@
-"""The tokenizer of a trained model."""
+"""The tokenizer of a trained model: a run holds a copy of its files."""
 
-from collections.abc import Mapping
+import hashlib
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megasink.errors import UserError
+
+OWN = "tokenizer"
+"""Folder of the copy, beside config.json; that of an imported model is there too."""
+
+# What transformers reads for a tokenizer; weights may lie beside it.
+_FILES = (
+    "tokenizer*.json tokenizer*.model special_tokens_map.json added_tokens.json vocab*.json "
+    "vocab*.txt merges.txt spiece.model sentencepiece*.model *.bpe.model *.tiktoken "
+    "chat_template.json chat_template.jinja config.json"
+).split()
+
+
+def copy_tokenizer(folder: Path, run: Path) -> None:
+    """Copy a tokenizer into a run that has none; said, where the copy is not the same tokenizer.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    own = run / OWN
+    if own.exists():
+        return
+    partial = run / f"{OWN}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    for path in _files(folder):
+        shutil.copyfile(path, partial / path.name)
+    if not _mean_the_same(partial, folder):
+        shutil.rmtree(partial)
+        print(f"megasink: the tokenizer was not copied into the run: keep {folder}", flush=True)
+        return
+    partial.rename(own)
+
+
+def same_tokenizer(config: Path, before: str | None, now: str | None) -> bool:
+    """Whether two names of a tokenizer, that of a run and another one, mean the same.
+
+    Args:
+        config: the run's config.json. Its own copy counts, where there is one.
+        before: the run's ``--tokenizer-model``.
+        now: the other ``--tokenizer-model``.
+    """
+    own = config.parent / OWN
+    reference = own if own.is_dir() else Path(before or "")
+    if not before or not now or not Path(now).is_dir() or not reference.is_dir():
+        return before == now
+    return _digests(reference) == _digests(Path(now)) or _mean_the_same(reference, Path(now))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    found = {path for pattern in _FILES for path in folder.glob(pattern)}
+    return (path for path in sorted(found) if path.is_file())
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in _files(folder)}
+
+
+def _mean_the_same(one: Path, other: Path) -> bool:
+    """Whether their ids mean the same, in whatever files they are kept."""
+    from megasink.data.tokenizer import load_tokenizer, tokenizer_hash
+
+    try:
+        return tokenizer_hash(load_tokenizer(one)) == tokenizer_hash(load_tokenizer(other))
+    except UserError:
+        return False
 
 
 def tokenizer_of(saved: Mapping[str, Any], given: str | Path | None, config: Path) -> Any:
@@ -26,7 +93,8 @@ def tokenizer_of(saved: Mapping[str, Any], given: str | Path | None, config: Pat
     if given is None:
         if saved.get("tokenizer_type") != "HuggingFaceTokenizer":
             return None
-        given = Path(saved["tokenizer_model"])
+        own = config.parent / OWN
+        given = own if own.is_dir() else Path(saved["tokenizer_model"])
         if not given.is_dir():
             raise UserError(
                 f"{config}: its tokenizer {given} is gone (a relative path counts from here); "

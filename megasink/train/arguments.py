@@ -35,6 +35,7 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
     # Required by Megatron for tensor parallelism on GPUs before Blackwell.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     args = parse_known(argv)
+    run_dir.use_own_tokenizer(args)
     problems = checks.problems(args)
     if problems:
         raise ConfigError(problems)

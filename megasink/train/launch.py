@@ -11,17 +11,21 @@ import sys
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from megasink.checkpoint.intact import newest_intact
+from megasink.config import RESUME
 from megasink.errors import Stopped, UserError
 from megasink.printable import say
+from megasink.train.lease import clear, wait_until_expired
 from megasink.train.ranks import Ranks
 from megasink.train.replay import replayed
-from megasink.train.run_dir import folder_problem
+from megasink.train.run_dir import folder_problem, has_finished_step
 from megasink.train.stop import SIGNALS, left, name_of
 from megasink.train.tail import NewLines
 
@@ -42,26 +46,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--ranks",
         type=int,
-        help="processes to start; default: one per CUDA device, else tensor x pipeline ranks",
+        help="processes to start; default: with --resume as many as the run had, else one per CUDA "
+        "device, else tensor x pipeline x context ranks",
     )
     parser.add_argument("--run-dir", help="folder of the run; default: runs/DATE-TIME")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="newest",
+        choices=RESUME,
+        help="go on from the newest whole checkpoint of --run-dir; auto: or start there at step 0",
+    )
     parser.add_argument("--full-help", action="store_true", help="list every flag and exit")
     args, flags = parser.parse_known_args(argv)
     if args.full_help:
         return subprocess.run(
             [sys.executable, "-m", "megasink.train", "--help"], check=False
         ).returncode
+    if args.resume and args.run_dir is None:
+        raise UserError("--resume needs --run-dir")
     run_dir = Path(args.run_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
-    resume = "--resume" in flags
     # Asked here too, so that a refused start leaves nothing in the folder.
-    if problem := folder_problem(run_dir, resume=resume):
+    if problem := folder_problem(run_dir, resume=args.resume):
         raise UserError(problem)
-    if resume:
-        flags = [*replayed(_flags_of_last_start(run_dir), flags, run_dir), *flags]
-    ranks = args.ranks if args.ranks is not None else _default_ranks(flags)
+    wait_until_expired(run_dir, say)
+    ranks = args.ranks
+    if args.resume:
+        before = replayed(_flags_of_last_start(run_dir, flags), flags, run_dir)
+        flags = [*before, *flags, "--resume", args.resume]
+        ranks = _ranks_of_last_start(run_dir, flags) if ranks is None else ranks
+    ranks = _default_ranks(flags) if ranks is None else ranks
     if ranks < 1:
         raise UserError(f"--ranks {ranks}: start at least one process")
-    return launch(flags, run_dir, ranks)
+    if args.resume == "auto" and "--verify-checkpoint" not in flags:
+        say(f"run {run_dir}: {_from_where(run_dir)}")
+    try:
+        return launch(flags, run_dir, ranks)
+    finally:
+        clear(run_dir)  # of a rank that was killed
 
 
 def launch(flags: Sequence[str], run_dir: Path, ranks: int) -> int:
@@ -104,24 +126,67 @@ def launch(flags: Sequence[str], run_dir: Path, ranks: int) -> int:
     return 0
 
 
-def _flags_of_last_start(run_dir: Path) -> list[str]:
-    """What the run was started with, so that a resume need not repeat it."""
+def _from_where(run_dir: Path) -> str:
+    """What the ranks of a start with --resume auto will find."""
+    try:
+        return f"going on from step {newest_intact(run_dir / 'checkpoints')[0]}"
+    except UserError:
+        return "no whole checkpoint there, starting at step 0"
+
+
+def _last_start(run_dir: Path) -> dict[str, Any]:
+    """The last line of starts.jsonl; empty where there is none."""
     starts = run_dir / "starts.jsonl"
-    if not starts.is_file():
-        return []  # the ranks will say that there is no run
-    command: list[str] = json.loads(starts.read_text().splitlines()[-1])["command"][1:]
-    flags = [flag for flag in command if flag != "--resume"]
-    if "--run-dir" in flags:
-        at = flags.index("--run-dir")
-        del flags[at : at + 2]
+    lines = starts.read_text(errors="replace").splitlines() if starts.is_file() else []
+    for line in reversed(lines):
+        with suppress(ValueError):  # cut short by a kill
+            return dict(json.loads(line))
+    return {}  # the ranks will say that there is no run
+
+
+def _flags_of_last_start(run_dir: Path, given: Sequence[str] = ()) -> list[str]:
+    """What the run was started with, so that a resume need not repeat it: to go before `given`."""
+    flags: list[str] = []
+    for flag in _last_start(run_dir).get("command", [])[1:]:
+        before = flags[-1] if flags else ""
+        if before == "--run-dir" or (before == "--resume" and flag in RESUME):
+            flags.pop()
+        elif not flag.startswith(("--run-dir=", "--resume=")):
+            flags.append(flag)
+    flags = [flag for flag in flags if flag != "--resume"]
+    if given and flags[-len(given) :] == list(given):
+        return flags[: -len(given)]  # the same line once more, as a scheduler gives it
+    if given and not has_finished_step(run_dir):
+        return []  # the corrected line of a start that failed
     return flags
 
 
-def _default_ranks(flags: Sequence[str]) -> int:
+def _ranks_of_last_start(run_dir: Path, flags: Sequence[str]) -> int | None:
+    """As many as the last start had, if it was on one machine and these flags allow it here."""
+    last = _last_start(run_dir)
+    ranks = int(last.get("world_size", 0))
+    if not ranks or last.get("local_world_size", ranks) != ranks:
+        return None
+    on_cuda = "--cpu" not in flags and _cuda_devices()
+    if on_cuda and ranks > on_cuda:
+        return None
+    return None if ranks % _layout(flags) else ranks
+
+
+def _cuda_devices() -> int:
     import torch
 
-    if "--cpu" not in flags and torch.cuda.is_available():
-        return torch.cuda.device_count()
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _default_ranks(flags: Sequence[str]) -> int:
+    if "--cpu" not in flags and (devices := _cuda_devices()):
+        return devices
+    return _layout(flags)
+
+
+def _layout(flags: Sequence[str]) -> int:
+    """Ranks that hold one replica of the model."""
     kinds = ("tensor-model", "pipeline-model", "context")
     return math.prod(_value(flags, f"--{kind}-parallel-size", 1) for kind in kinds)
 

@@ -11,6 +11,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megasink import platform
 from megasink.errors import Stopped, UserError
@@ -36,19 +37,24 @@ def pretrain(argv: Sequence[str]) -> None:
     prepare_process(argv)
     if guard.is_looking:
         heartbeat.start()
-    import torch
-    from megatron.training.global_vars import set_global_variables
-
-    from megasink.train import arguments, run_dir
+    from megasink.train import arguments
+    from megasink.train.start import starting
 
     args, identity = arguments.parse(argv)
     guard.timeout = 60.0 * args.distributed_timeout_minutes
     if args.rank == 0:
         print(platform.describe(), flush=True)
-        run_dir.write_start(args, identity)
+    with starting(args, identity) as store:
+        _train(args, store)
+
+
+def _train(args: Namespace, store: Any) -> None:
+    import torch
+    from megatron.training.global_vars import set_global_variables
+
     set_global_variables(args)
     try:
-        _run(args)
+        _run(args, store)
     except BaseException as error:
         found = explained(error, args)
         if found is error:
@@ -77,7 +83,7 @@ def _end_loader_workers() -> None:
     signal.signal(signal.SIGCHLD, before)
 
 
-def _run(args: Namespace) -> None:
+def _run(args: Namespace, store: Any) -> None:
     from megatron.core.enums import ModelType
     from megatron.training import pretrain as megatron_pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
@@ -123,7 +129,8 @@ def _run(args: Namespace) -> None:
     with contextlib.ExitStack() as stack:
         for seam in seams:
             stack.enter_context(seam)
-        megatron_pretrain(container, provider, ModelType.encoder_or_decoder, forward_step)
+        kind = ModelType.encoder_or_decoder
+        megatron_pretrain(container, provider, kind, forward_step, store=store)
     # The rank that wrote the metrics has all of them.
     if args.run_dir and args.rank == args.world_size - 1:
         print(f"picture: {draw_run(Path(args.run_dir))}", flush=True)

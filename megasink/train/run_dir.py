@@ -6,11 +6,15 @@ RUN/metrics.jsonl     one line per step, one per evaluation
 RUN/checkpoints/      torch_dist checkpoints
 RUN/tensorboard/
 RUN/logs/             output of every rank, when started by ``megasink train``
+RUN/tokenizer/        a copy of the files of the tokenizer
+RUN/lease.json        the trainer that writes to the folder, while one does
 RUN/analysis/         analyses of the model while it trained (--analyze-interval)
 RUN/curves.png        loss, imbalance and head importance
 """
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -23,8 +27,10 @@ import megasink
 from megasink.checkpoint.find import newest_checkpoint
 from megasink.checkpoint.identity import MODEL, plain, same
 from megasink.checkpoint.intact import go_back_to_intact, iterations, newest_intact
+from megasink.checkpoint.tokenizer import OWN, copy_tokenizer, same_tokenizer
 from megasink.compat import versions
 from megasink.errors import UserError
+from megasink.train.lease import is_part_of_a_lease
 
 # A run is its model, its data and its loss; layout, length and learning rate may change on resume.
 IDENTITY = (
@@ -47,12 +53,19 @@ def problems(args: Namespace) -> list[str]:
         return found + _checkpoint_problems(args, args.load)
     folder = Path(args.run_dir)
     config = folder / "config.json"
-    if config.is_file():
+    if config.is_file() and has_finished_step(folder):
         try:
-            before = _identity_before(config)
+            saved = json.loads(config.read_text())
+            if "converted_from" in saved:
+                return [
+                    f"--run-dir {folder} holds a model converted from Hugging Face: choose another "
+                    f"folder, with --load {folder}/checkpoints --finetune"
+                ]
+            if args.resume and (problem := _elsewhere(saved, args)):
+                return [problem]
+            differences = _differences(config, saved, args, IDENTITY)
         except (ValueError, KeyError, TypeError) as error:
             return [f"{config} cannot be read ({error}): choose another --run-dir"]
-        differences = _differences(before, args, IDENTITY)
         if differences:
             return [
                 f"--run-dir {folder} holds a run of another configuration "
@@ -65,25 +78,68 @@ def problems(args: Namespace) -> list[str]:
         try:
             newest_intact(folder / "checkpoints")
         except UserError as error:
-            return [str(error)]
+            return [str(error)] if args.resume != "auto" else _checkpoint_problems(args, args.load)
     return [] if args.resume else _checkpoint_problems(args, args.load)
 
 
-def folder_problem(folder: Path, *, resume: bool) -> str | None:
-    """What forbids any run to start, or to resume, in a folder; None if nothing does."""
+def folder_problem(folder: Path, *, resume: str | None) -> str | None:
+    """What forbids any run to start, or to resume, in a folder; None if nothing does.
+
+    Args:
+        folder: of the run.
+        resume: ``args.resume``. With "auto" there may be a run in the folder, or none.
+    """
     if folder.exists() and not folder.is_dir():
         return f"--run-dir {folder} is a file"
     if not (folder / "config.json").is_file():
-        if resume:
+        if resume == "newest":
             return f"--resume: {folder} holds no run; drop --resume to start one there"
-        # The last rank may have opened its writers already.
-        if {p.name for p in folder.glob("*")} - {"logs", "tensorboard", "wandb"}:
+        # What a start leaves that ended before it wrote config.json.
+        left = {p.name for p in folder.glob("*") if not is_part_of_a_lease(p.name)}
+        if left - {"logs", "tensorboard", "wandb", "config.partial"}:
             return f"--run-dir {folder} is not empty and holds no run: choose another folder"
         return None
+    if resume == "auto":
+        return None
+    if not has_finished_step(folder):
+        if resume:
+            return f"--resume: the run in {folder} has finished no step: drop --resume to start it"
+        return None
+    whole = iterations(folder / "checkpoints")
     if not resume:
-        return f"--run-dir {folder} holds a run already: add --resume or choose another folder"
-    if not iterations(folder / "checkpoints"):
-        return f"--resume: {folder}/checkpoints holds no finished checkpoint: start a new run"
+        flag = "--resume" if whole else "--resume auto (it has no checkpoint: it starts at step 0)"
+        return f"--run-dir {folder} holds a run already: add {flag} or choose another folder"
+    if not whole:
+        return (
+            f"--resume: {folder}/checkpoints holds no finished checkpoint: --resume auto starts at "
+            "step 0"
+        )
+    return None
+
+
+def has_finished_step(folder: Path) -> bool:
+    """Whether the run in a folder came as far as a step, or a checkpoint: else it is free."""
+    if iterations(folder / "checkpoints"):
+        return True
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file():
+        return False
+    with metrics.open(errors="replace") as file:
+        return file.readline().endswith("\n")
+
+
+def _elsewhere(saved: dict[str, Any], args: Namespace) -> str | None:
+    """Data that are not found because their relative paths count from another folder."""
+    before, here = saved.get("cwd"), str(Path.cwd())
+    if before is None or before == here:
+        return None
+    for prefix in args.data_path or []:
+        there = Path(before, prefix)
+        if not Path(f"{prefix}.idx").is_file() and Path(f"{there}.idx").is_file():
+            return (
+                f"--data-path {prefix} counts from {before}, where the run was started, and not "
+                f"from {here}: cd there, or give --data-path {there}"
+            )
     return None
 
 
@@ -98,39 +154,66 @@ def _checkpoint_problems(args: Namespace, load: str | None) -> list[str]:
     config = Path(load).parent / "config.json"
     if not config.is_file():
         return []  # not from a run folder: Megatron compares the arguments that it saved
-    before, names = json.loads(config.read_text()), MODEL
-    if "converted_from" in before:
+    saved, names = json.loads(config.read_text()), MODEL
+    if "converted_from" in saved:
         if not args.finetune:
             return [
                 f"--load {load} was converted from Hugging Face and holds no state of an "
                 "optimizer: add --finetune"
             ]
         # Data and tokenizer may be others than those of the folder it came from.
-        names = tuple(name for name in MODEL if name in before["identity"])
-    saved = _identity_before(config)
-    differences = _differences(saved, args, names, finetune=args.finetune)
+        names = tuple(name for name in MODEL if name in saved["identity"])
+    differences = _differences(config, saved, args, names, finetune=args.finetune)
     if not differences:
         return []
     hint = ""
-    if not _differences(saved, args, names, finetune=True):
+    if not _differences(config, saved, args, names, finetune=True):
         hint = " (another context goes with --finetune)"
     return [f"--load {load} is a checkpoint of another model: {'; '.join(differences)}{hint}"]
 
 
-def _identity_before(config: Path) -> dict[str, Any]:
-    saved = json.loads(config.read_text())
-    return {**saved["arguments"], **saved.get("identity", {})}
-
-
 def _differences(
-    before: dict[str, Any], args: Namespace, names: Sequence[str], *, finetune: bool = False
+    config: Path,
+    saved: dict[str, Any],
+    args: Namespace,
+    names: Sequence[str],
+    *,
+    finetune: bool = False,
 ) -> list[str]:
+    """What makes another run, or model, of the arguments than of those in a config.json."""
+    before = {**saved["arguments"], **saved.get("identity", {})}
     now = {name: plain(getattr(args, name)) for name in names if hasattr(args, name)}
-    return [
-        f"{name} {before[name]!r} -> {value!r}"
-        for name, value in now.items()
-        if name in before and not same(name, before[name], value, finetune=finetune)
-    ]
+
+    if saved.get("cwd") and "data_path" in before and "data_path" in now:
+        before["data_path"] = _absolute(before["data_path"], saved["cwd"])
+        now["data_path"] = _absolute(now["data_path"], str(Path.cwd()))
+
+    def agree(name: str) -> bool:
+        if name == "tokenizer_model":
+            return same_tokenizer(config, before[name], now[name])
+        return same(name, before[name], now[name], finetune=finetune)
+
+    def said(name: str) -> str:
+        if before[name] == now[name]:
+            return f"{name} {now[name]!r} holds another one now"
+        return f"{name} {before[name]!r} -> {now[name]!r}"
+
+    return [said(name) for name in now if name in before and not agree(name)]
+
+
+def _absolute(paths: list[str] | None, start: str) -> list[str] | None:
+    """Prefixes of data, and weights between them, with paths that count from no folder."""
+    return paths and [os.path.normpath(Path(start, path)) for path in paths]
+
+
+def use_own_tokenizer(args: Namespace) -> None:
+    """On resume the run's own copy, where the tokenizer is gone, or is not found from here."""
+    given = args.tokenizer_model
+    if not (args.run_dir and args.resume and args.tokenizer_type == "HuggingFaceTokenizer"):
+        return
+    own = Path(args.run_dir, OWN)
+    if given is not None and own.is_dir() and not Path(given).is_dir():
+        args.tokenizer_model = str(own)
 
 
 def set_paths(args: Namespace) -> None:
@@ -139,10 +222,6 @@ def set_paths(args: Namespace) -> None:
         return
     folder = Path(args.run_dir)
     args.save = args.save or str(folder / "checkpoints")
-    if args.resume:
-        args.load = str(folder / "checkpoints")
-        # Without it Megatron starts anew, with a warning, where the checkpoint does not load.
-        args.exit_on_missing_checkpoint = True
     args.tensorboard_dir = args.tensorboard_dir or str(folder / "tensorboard")
     # Megatron's own place for it is inside --save.
     args.wandb_save_dir = args.wandb_save_dir or str(folder / "wandb")
@@ -151,24 +230,68 @@ def set_paths(args: Namespace) -> None:
         args.save_interval = args.train_iters
 
 
-def write_start(args: Namespace, identity: dict[str, Any]) -> None:
+def go_on(args: Namespace) -> None:
+    """Let Megatron load the run's newest checkpoint and go on from there; on every rank."""
+    if args.load:
+        # What was asked for the checkpoint that the run began with.
+        args.no_load_optim = args.no_load_rng = None
+        args.ckpt_step = None
+    args.finetune = False
+    args.load = str(Path(args.run_dir, "checkpoints"))
+    # Without it Megatron starts anew, with a warning, where the checkpoint does not load.
+    args.exit_on_missing_checkpoint = True
+
+
+def write_start(args: Namespace, identity: dict[str, Any]) -> int | None:
     """Record this start; on the rank that owns the folder, after validation.
 
     Args:
         args: validated arguments.
         identity: the arguments as they were given, before Megatron derived others.
+
+    Returns:
+        the step from which the run goes on; None where it starts at step 0.
+
+    Raises:
+        UserError: no checkpoint is whole; the folder cannot be written.
     """
-    if args.run_dir is None:
-        return
     folder = Path(args.run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    resumed_from = None
-    if args.resume:
-        resumed_from = go_back_to_intact(folder / "checkpoints", checksums=args.verify_checkpoint)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        resumed_from = None
+        if args.resume:
+            resumed_from = go_back_to_intact(
+                folder / "checkpoints",
+                checksums=args.verify_checkpoint,
+                or_start=args.resume == "auto",
+            )
+        if resumed_from is not None:
+            go_on(args)
+        _write_config(folder, args, identity, resumed_from)
+        _keep_tokenizer(folder, args, new=resumed_from is None)
+    except OSError as error:
+        raise UserError(f"--run-dir {folder} cannot be written: {error.strerror}") from error
+    return resumed_from
+
+
+def _keep_tokenizer(folder: Path, args: Namespace, *, new: bool) -> None:
+    """Copy the tokenizer into the run; a new one drops what a start before it left there."""
+    given = args.tokenizer_type == "HuggingFaceTokenizer" and Path(args.tokenizer_model)
+    own = folder / OWN
+    if new and own.is_dir() and not (given and given.resolve() == own.resolve()):
+        shutil.rmtree(own)
+    if given:
+        copy_tokenizer(given, folder)
+
+
+def _write_config(
+    folder: Path, args: Namespace, identity: dict[str, Any], resumed_from: int | None
+) -> None:
     resolved = {name: plain(value) for name, value in sorted(vars(args).items())}
     config = {
         "arguments": resolved,
         "identity": identity,
+        "cwd": str(Path.cwd()),
         "seed": args.seed,
         "versions": {"megasink": megasink.__version__} | versions(),
         "git": git_hash(),
@@ -178,6 +301,7 @@ def write_start(args: Namespace, identity: dict[str, Any]) -> None:
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
         "world_size": args.world_size,
+        "local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)),
         "resumed_from": resumed_from,
         "versions": config["versions"],
         "git": config["git"],

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +29,7 @@ class Told:
         phase: what the rank is doing, in words.
         run_dir: folder of the run, or None.
         by: the signals after which the training loop saves; any other ends the rank at once.
+        release: gives the run folder back.
     """
 
     signal = 0
@@ -36,6 +37,7 @@ class Told:
     phase = "starting"
     run_dir: Path | None = None
     by: Sequence[int] = SIGNALS
+    release: Callable[[], None] | None = None
 
 
 def left(run_dir: Path | None) -> str:
@@ -96,6 +98,11 @@ def leave(number: int) -> NoReturn:
     if os.environ.get("RANK", "0") == "0":
         text = f"stopped by {name_of(number)} while {Told.phase}; {left(Told.run_dir)}"
         say(f"megasink: {text}")
+    if Told.release is not None:
+        # In a thread: a file server that is away must not keep us.
+        giving_back = threading.Thread(target=Told.release, daemon=True)
+        giving_back.start()
+        giving_back.join(5.0)
     os._exit(Stopped.code_of(number))
 
 

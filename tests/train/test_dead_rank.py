@@ -93,7 +93,9 @@ def test_sigterm_then_a_killed_rank_then_the_end(start, nursery, pool, tmp_path)
     assert steps(run)[-1]["iteration"] == saved  # no step is lost
     assert stopped[2] == f"megasink train --run-dir {run} --resume"
 
-    process, errors = start("--ranks", "2", "--run-dir", str(run), "--resume")
+    assert not (run / "lease.json").exists()
+
+    process, errors = start("--run-dir", str(run), "--resume")  # with as many ranks again
     wait_for_step(nursery, run, saved + 10, errors)
     before = time.monotonic()
     ranks_of(process)[1].send_signal(signal.SIGKILL)
@@ -104,6 +106,7 @@ def test_sigterm_then_a_killed_rank_then_the_end(start, nursery, pool, tmp_path)
     assert "rank 1 was killed by SIGKILL" in error
     assert f"go on from step {int(newest[5:])} with: megasink train" in error
     assert gone(nursery, 10)
+    assert not (run / "lease.json").exists()
 
     for folder, flags in ((run, ["--resume"]), (whole, [])):
         pool.run(

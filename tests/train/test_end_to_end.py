@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -211,6 +212,20 @@ def test_the_example_is_whole_for_bash_and_for_python():
         subprocess.run([checker, "-s", "bash", "-"], input=shell_part, text=True, check=True)
 
 
+def test_the_example_goes_on_where_it_has_a_run_folder(monkeypatch):
+    """The same line again, as a scheduler gives it."""
+    flags = runpy.run_path(str(ROOT / "examples" / "pretrain_gpt_sink.sh"))["flags"]
+    monkeypatch.setattr(sys, "argv", ["x"])
+    monkeypatch.delenv("RUN_DIR", raising=False)
+    assert "--resume" not in flags()
+    monkeypatch.setattr(sys, "argv", ["x", "--run-dir=a", "--resume"])
+    assert flags()[:2] == ["--resume", "auto"]
+    assert flags()[-1] == "--resume"  # the last one counts
+    monkeypatch.setattr(sys, "argv", ["x"])
+    monkeypatch.setenv("RUN_DIR", "a")
+    assert flags()[:2] == ["--resume", "auto"]
+
+
 def test_nan_ends_in_one_line_and_keeps_the_checkpoint(text, tmp_path, capsys):
     run_dir = tmp_path / "nan"
     flags = ["train", "--run-dir", str(run_dir), *FLAGS, *text, "--lr", "1e30", "--min-lr", "1e30"]
@@ -334,10 +349,12 @@ def test_generate_says_what_is_wrong(pipeline_run, text, pool, tmp_path):
     shard.write_bytes(shard.read_bytes()[:-1000])
     broken = changed("broken")
     (broken / "config.json").write_text("{}")
+    gone = changed("gone", tokenizer_model="/no/folder")
+    shutil.rmtree(gone / "tokenizer")  # as an older run, which has no copy
     cases = {
         str(changed("vanilla", attention_variant="vanilla")): "softmax_offset is not of the model",
         str(changed("wide", hidden_size=128, kv_channels=32)): "checkpoint of another model",
-        str(changed("gone", tokenizer_model="/no/folder")): "its tokenizer /no/folder is gone",
+        str(gone): "its tokenizer /no/folder is gone",
         str(changed("null", tokenizer_type="NullTokenizer")): "name a Hugging Face folder",
         str(changed("small", padded_vocab_size=511)): "has 512 tokens but the model only 511",
         str(hostile): "not to be trusted: it asks for os.system",

@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 
 from megasink import config, gate_options
 from megasink.checkpoint.identity import MODEL
+from megasink.checkpoint.tokenizer import OWN, copy_tokenizer, same_tokenizer, tokenizer_of
+from megasink.errors import UserError
 from megasink.parser import parse_apart
 from megasink.train import run_dir
 from tests.train.command_lines import MOCK
@@ -88,3 +91,178 @@ def test_every_option_of_a_model_is_one_by_which_it_is_known():
     known = vars(parse_apart(FLAGS))
     assert [name for name in MODEL if name not in known] == []
     json.dumps([known[name] for name in MODEL])
+
+
+def started(run, *flags):
+    """A start that ended before its first step."""
+    args = parse_apart([*FLAGS, "--run-dir", str(run), *flags])
+    args.world_size = 1
+    run_dir.write_start(args, run_dir.identity_of(args))
+
+
+def problems_of(run, *flags):
+    return run_dir.problems(parse_apart([*FLAGS, "--run-dir", str(run), *flags]))
+
+
+@pytest.mark.parametrize("metrics", [None, "", '{"iteration": 1, "lm_lo'])
+def test_a_folder_without_a_finished_step_is_free_again(tmp_path, metrics):
+    run = tmp_path / "run"
+    started(run, "--residual-clip", "9")
+    (run / "logs").mkdir()
+    if metrics is not None:
+        (run / "metrics.jsonl").write_text(metrics)
+    assert problems_of(run) == []
+    assert problems_of(run, "--resume", "auto") == []
+    (problem,) = problems_of(run, "--resume")
+    assert problem.endswith("has finished no step: drop --resume to start it")
+    started(run)
+    config = json.loads((run / "config.json").read_text())
+    assert config["identity"]["residual_clip"] is None
+    assert len((run / "starts.jsonl").read_text().splitlines()) == 2
+    assert (run / "logs").is_dir()
+
+
+def test_a_run_without_a_checkpoint_is_not_free(tmp_path):
+    run = tmp_path / "run"
+    started(run)
+    (run / "metrics.jsonl").write_text('{"iteration": 1, "lm_loss": 5.0}\n')
+    assert "holds a run already: add --resume auto (it has no checkpoint" in problems_of(run)[0]
+    assert "no finished checkpoint: --resume auto starts at" in problems_of(run, "--resume")[0]
+    assert problems_of(run, "--resume", "auto") == []
+    (problem,) = problems_of(run, "--resume", "auto", "--residual-clip", "9")
+    assert "holds a run of another configuration" in problem
+
+
+def test_auto_starts_from_another_checkpoint_and_goes_on_from_its_own(saved, tmp_path):
+    """`--load BASE --finetune --resume auto`: BASE is for the start alone."""
+    base = ["--load", str(saved / "checkpoints"), "--finetune", "--no-load-optim"]
+    run = tmp_path / "run"
+    assert problems_of(run, *base, "--resume", "auto") == []
+    (problem,) = problems_of(run, *base[2:], "--load", str(tmp_path), "--resume", "auto")
+    assert "no finished checkpoint there" in problem
+    args = parse_apart([*FLAGS, "--run-dir", str(run), *base, "--resume", "auto"])
+    run_dir.go_on(args)
+    assert args.load == str(run / "checkpoints")
+    assert (args.finetune, args.no_load_optim, args.exit_on_missing_checkpoint) == (False, None, 1)
+    args = parse_apart([*FLAGS, "--run-dir", str(run), "--resume", "--no-load-optim"])
+    run_dir.go_on(args)
+    assert args.no_load_optim
+
+
+def test_relative_data_paths_count_from_where_the_run_was_started(tmp_path, monkeypatch):
+    there, here = tmp_path / "there", tmp_path / "here"
+    for folder in (there, here):
+        folder.mkdir()
+    for suffix in (".bin", ".idx"):
+        (there / f"text{suffix}").write_bytes(b"")
+    monkeypatch.chdir(there)
+    run = tmp_path / "run"
+    started(run, "--data-path", "text")
+    (run / "metrics.jsonl").write_text('{"iteration": 1}\n')
+    auto = ["--resume", "auto"]
+    assert problems_of(run, *auto, "--data-path", "text") == []
+    monkeypatch.chdir(here)
+    assert problems_of(run, *auto, "--data-path", str(there / "text")) == []
+    assert problems_of(run, *auto, "--data-path", "../there/text") == []
+    (problem,) = problems_of(run, *auto, "--data-path", "text")
+    assert "--data-path text counts from" in problem
+    assert problem.endswith(f"cd there, or give --data-path {there / 'text'}")
+    (problem,) = problems_of(run, *auto, "--data-path", "other")
+    assert f"data_path ['{there / 'text'}'] -> ['{here / 'other'}']" in problem
+    (problem,) = problems_of(run, "--data-path", "text")
+    assert "holds a run of another configuration" in problem
+
+
+def test_a_folder_that_cannot_be_written_is_one_line():
+    with pytest.raises(UserError, match="--run-dir /proc/run cannot be written: "):
+        started("/proc/run")
+
+
+def tokenizer(folder, words):
+    """A tokenizer of transformers, beside weights that are none of its files."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: number for number, word in enumerate(["<eod>", "<unk>", *words])}
+    model = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<eod>").save_pretrained(folder)
+    (folder / "model.safetensors").write_bytes(bytes(100))
+    (folder / "model.safetensors.index.json").write_text("{}")
+    return folder
+
+
+def test_a_run_holds_a_copy_of_its_tokenizer(tmp_path):
+    given, run = tokenizer(tmp_path / "given", ["a", "b"]), tmp_path / "run"
+    run.mkdir()
+    copy_tokenizer(given, run)
+    copied = {path.name for path in (run / OWN).iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json"} <= copied
+    assert not any("safetensors" in name for name in copied)
+    assert [path.name for path in run.iterdir()] == [OWN]
+    shutil.rmtree(given)
+    saved = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(given)}
+    saved["padded_vocab_size"] = 128
+    found = tokenizer_of(saved, None, run / "config.json")
+    assert found.get_vocab() == {"<eod>": 0, "<unk>": 1, "a": 2, "b": 3}
+
+
+def test_a_failed_start_leaves_no_tokenizer_to_the_next_one(tmp_path):
+    run, kind = tmp_path / "run", ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
+    wrong, right = tokenizer(tmp_path / "one", ["a", "b"]), tokenizer(tmp_path / "two", ["c"])
+    started(run, *kind, str(wrong))
+    started(run, *kind, str(right))
+    assert same_tokenizer(run / "config.json", "any", str(right))
+    started(run, *kind, str(run / OWN))
+    assert same_tokenizer(run / "config.json", "any", str(right))
+    started(run)  # NullTokenizer
+    assert not (run / OWN).exists()
+
+
+def test_a_converted_model_is_no_run_to_go_on_with(saved, tmp_path):
+    run = tmp_path / "imported"
+    shutil.copytree(saved, run)
+    config = json.loads((run / "config.json").read_text()) | {"converted_from": "llama"}
+    (run / "config.json").write_text(json.dumps(config))
+    for flags in ([], ["--resume"], ["--resume", "auto"]):
+        (problem,) = problems_of(run, *flags)
+        assert f"choose another folder, with --load {run}/checkpoints --finetune" in problem
+
+
+def test_a_tokenizer_is_known_by_what_it_holds(tmp_path):
+    given, run = tokenizer(tmp_path / "given", ["a", "b"]), tmp_path / "run"
+    run.mkdir()
+    config = run / "config.json"
+    other = tokenizer(tmp_path / "other", ["b", "a"])
+    assert same_tokenizer(config, str(given), str(given))
+    assert not same_tokenizer(config, str(given), str(other))  # a run without a copy
+    assert same_tokenizer(config, None, None)
+    assert not same_tokenizer(config, str(given), None)
+    copy_tokenizer(given, run)
+    moved = tmp_path / "moved"
+    given.rename(moved)
+    assert same_tokenizer(config, str(given), str(moved))
+    assert same_tokenizer(config, str(given), str(run / OWN))
+    assert not same_tokenizer(config, str(given), str(other))
+    text = (moved / "tokenizer.json").read_text()
+    (moved / "tokenizer.json").write_text(json.dumps(json.loads(text)))  # written otherwise
+    assert same_tokenizer(config, str(given), str(moved))
+    tokenizer(given, ["a", "c"])  # trained anew in its place
+    assert not same_tokenizer(config, str(given), str(given))
+
+
+def test_a_resumed_run_takes_its_own_tokenizer_where_the_other_is_gone(tmp_path):
+    given, run = tokenizer(tmp_path / "given", ["a", "b"]), tmp_path / "run"
+    kind = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(given)]
+    started(run, *kind)
+    (run / "metrics.jsonl").write_text('{"iteration": 1}\n')
+    args = parse_apart([*FLAGS, *kind, "--run-dir", str(run), "--resume", "auto"])
+    run_dir.use_own_tokenizer(args)
+    assert args.tokenizer_model == str(given)
+    given.rename(tmp_path / "moved")
+    run_dir.use_own_tokenizer(args)
+    assert args.tokenizer_model == str(run / OWN)
+    assert run_dir.problems(args) == []
+    tokenizer(given, ["a", "c"])
+    args.tokenizer_model = str(given)
+    (problem,) = run_dir.problems(args)
+    assert f"tokenizer_model '{given}' holds another one now" in problem

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from megasink.checkpoint.intact import damage, iterations, newest_intact
+from megasink.train.lease import Lease
 from tests.distributed.pool import ROOT
 from tests.distributed.test_resume import free_port
 
@@ -299,3 +300,96 @@ def _flipped(content: bytes, where: float) -> bytes:
     changed = bytearray(content)
     changed[int(where * len(content))] ^= 0x10
     return bytes(changed)
+
+
+@pytest.mark.parametrize("moment", ["step:2", "save:1"])
+def test_resume_auto_starts_again_where_no_checkpoint_is_whole(
+    dying, train, finished, tmp_path, moment
+):
+    """The line that a scheduler gives once more: the first time there is no folder yet."""
+    run = tmp_path / "run"
+    code, text = dying(moment, run, "--resume", "auto")
+    assert code == -signal.SIGKILL, text
+    assert "starting at step 0" in run.with_suffix(".stdout").read_text()
+    assert (run / "lease.json").is_file()  # of a process that is gone
+    before = (run / "metrics.jsonl").read_text().splitlines()
+    assert len(before) == (1 if moment == "step:2" else 2)
+    with pytest.raises(Exception, match=r"no (finished )?checkpoint.*--resume auto starts"):
+        train(run, "--resume")
+    train(run, "--resume", "auto")
+    assert resumed_from(run) is None
+    assert losses(run) == losses(finished)
+    aside = [path.name for path in (run / "checkpoints").glob("*.damaged")]
+    assert aside == ([] if moment == "step:2" else ["iter_0000002.damaged"])
+    assert newest_intact(run / "checkpoints", checksums=True) == (6, {})
+    assert not (run / "lease.json").exists()
+
+
+def test_resume_auto_goes_on_from_the_newest_whole_checkpoint(dying, train, finished, tmp_path):
+    run = tmp_path / "run"
+    code, text = dying("save:2", run, "--resume", "auto")
+    assert code == -signal.SIGKILL, text
+    train(run, "--resume", "auto")
+    assert resumed_from(run) == 2
+    assert losses(run) == losses(finished)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_ranks_again_and_they_go_on(pool, tmp_path):
+    """--max-restarts: a rank that kills itself is followed by others, by the same command line."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += [f"--master-port={free_port()}", "--max-restarts=1", "--monitor-interval=0.2"]
+    command += ["-m", "tests.train.restarting_entry", *FLAGS]
+    done = subprocess.run(
+        [*command, "--run-dir", str(run), "--resume", "auto"],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    pool.run(
+        "tests.distributed.launch_task:train",
+        timeout=300,
+        flags=[*FLAGS, "--run-dir", str(whole)],
+        ranks=2,
+        port=free_port(),
+    )
+    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+    assert [start["resumed_from"] for start in starts] == [None, 4]
+    assert losses(run) == losses(whole)
+    assert not (run / "lease.json").exists()
+
+
+def test_every_rank_of_a_second_trainer_is_refused(pool, finished, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    first = Lease(run)
+    with pytest.raises(Exception, match="failed on 2 of 2 ranks") as refused:
+        pool.run(
+            "tests.distributed.launch_task:train",
+            timeout=300,
+            flags=[*FLAGS, "--run-dir", str(run), "--resume", "--train-iters", "9"],
+            ranks=2,
+            port=free_port(),
+        )
+    assert str(refused.value).count(f"in use by another trainer (process {os.getpid()} on ") == 2
+    first.release()
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_a_run_folder_that_cannot_be_made_is_one_line_of_every_rank(pool):
+    with pytest.raises(Exception, match="failed on 2 of 2 ranks") as refused:
+        pool.run(
+            "tests.distributed.launch_task:train",
+            timeout=300,
+            flags=[*FLAGS, "--run-dir", "/proc/run"],
+            ranks=2,
+            port=free_port(),
+        )
+    line = "\nmegasink.errors.UserError: --run-dir /proc/run cannot be written: "
+    assert str(refused.value).count(line) == 2

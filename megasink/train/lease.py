@@ -1,0 +1,281 @@
+"""The lease of a run folder: one trainer at a time writes to it.
+
+RUN/lease.json names its owner, rank 0 of the trainer, and is there for as long as that trains. The
+owner touches it every 15 seconds: its last beat is the file's modification time, which is set by
+the clock of the file server, so that clocks of two hosts are never compared. The lease of an owner
+that died has expired at once on the owner's own host, and elsewhere 120 seconds after its last
+beat: attributes of files on NFS may be 60 seconds old.
+
+An owner that stood still for longer (a suspended machine, a file server that was away) finds that
+its lease was taken over at its next beat, and ends itself.
+"""
+
+import atexit
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megasink.errors import UserError
+
+LEASE = "lease.json"
+BEAT_SECONDS = 15.0
+EXPIRY_SECONDS = 120.0
+_SAY_SECONDS = 30.0
+
+
+class _Seen(NamedTuple):
+    """A lease as it is on the disk: its owner, which file it is, and when it was touched."""
+
+    owner: dict[str, Any]
+    file: int
+    beat: int  # nanoseconds of the file server's clock
+
+
+class Lease:
+    """The lease of a run folder, held until `release` or the end of the process.
+
+    Args:
+        folder: of the run; made where it does not exist.
+        say: gets a line now and then while another host's lease expires; None: print it.
+
+    Raises:
+        UserError: a trainer that is alive holds it, or the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None] | None = None):
+        self._path = folder / LEASE
+        self._owner = _this_process() | {"token": secrets.token_hex(8)}
+        self._released = threading.Event()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            while not self._create():
+                if (dead := wait_until_expired(folder, say)) is not None:
+                    _remove(self._path, dead)
+        except OSError as error:
+            raise UserError(f"--run-dir {folder} cannot be written: {error.strerror}") from error
+        self._beats = threading.Thread(target=self._beat, name="lease", daemon=True)
+        self._beats.start()
+        atexit.register(self.release)
+
+    def release(self) -> None:
+        """Give the folder back. Nothing happens the second time, or in a child of the owner."""
+        if self._released.is_set() or os.getpid() != self._owner["pid"]:
+            return
+        self._released.set()
+        atexit.unregister(self.release)
+        self._beats.join()
+        with contextlib.suppress(OSError):
+            if self._is_mine():
+                self._path.unlink()
+
+    def _create(self) -> bool:
+        """Whether the lease is ours now. Linking a finished file is atomic, on NFS too."""
+        text = json.dumps(self._owner) + "\n"
+        own = self._path.with_name(f"lease.{self._owner['token']}")
+        try:
+            own.write_text(text)
+            try:
+                os.link(own, self._path)
+            except FileExistsError:
+                # Where the file server's answer was lost, a link that was made looks refused.
+                return own.stat().st_nlink == 2
+            except OSError:
+                return self._create_exclusively(text)  # a file system without links
+        finally:
+            own.unlink(missing_ok=True)
+        return True
+
+    def _create_exclusively(self, text: str) -> bool:
+        try:
+            with self._path.open("x") as file:
+                file.write(text)
+        except FileExistsError:
+            return False
+        return True
+
+    def _is_mine(self) -> bool:
+        seen = _read(self._path)
+        return seen is not None and seen.owner.get("token") == self._owner["token"]
+
+    def _beat(self) -> None:
+        while not self._released.wait(BEAT_SECONDS):
+            with contextlib.suppress(OSError):  # the file server is away: until the next beat
+                if not self._is_mine() and not self._create():
+                    self._end()
+                os.utime(self._path)
+
+    def _end(self) -> None:
+        """Another trainer writes to the folder: not even a checkpoint may follow."""
+        seen = _read(self._path)
+        print(
+            f"megasink: error: {self._path.parent} was taken over by "
+            f"{_name(seen.owner if seen else {})} while this trainer stood still: it ends here",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(2)
+
+
+def wait_until_expired(folder: Path, say: Callable[[str], None] | None = None) -> _Seen | None:
+    """Wait for the lease of a dead owner to expire; None where there is no lease.
+
+    Raises:
+        UserError: its owner is alive, or the folder cannot be read.
+    """
+    try:
+        return _expired(folder, say)
+    except OSError as error:
+        raise UserError(f"--run-dir {folder} cannot be used: {error.strerror}") from error
+
+
+def _expired(folder: Path, say: Callable[[str], None] | None) -> _Seen | None:
+    path = folder / LEASE
+    first = _read(path)
+    if first is None or _is_dead(first.owner):
+        return first
+    if _on_this_machine(first.owner):
+        raise UserError(_taken(folder, first.owner))
+    end = time.monotonic() + EXPIRY_SECONDS - _age(path, first)
+    said = -_SAY_SECONDS
+    while (left := end - time.monotonic()) > 0:
+        if time.monotonic() - said >= _SAY_SECONDS:
+            said = time.monotonic()
+            (say or _print)(
+                f"megasink: {folder} is leased to {_name(first.owner)}, which cannot be seen from "
+                f"here: going on in {left:.0f} s if it gives no sign of life"
+            )
+        time.sleep(min(left, 0.5))
+        seen = _read(path)
+        if seen is None:
+            return None
+        if seen != first:
+            raise UserError(_taken(folder, seen.owner))
+    return first
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)
+
+
+def clear(folder: Path) -> None:
+    """Remove the lease of an owner that died on this machine, without its own `release`."""
+    path = folder / LEASE
+    with contextlib.suppress(OSError):
+        seen = _read(path)
+        if seen is not None and _is_dead(seen.owner):
+            _remove(path, seen)
+
+
+def is_part_of_a_lease(name: str) -> bool:
+    """Whether a file of a run folder is a lease, or one in the making."""
+    return name.startswith("lease.")
+
+
+def _read(path: Path) -> _Seen | None:
+    try:
+        # To open a file asks the file server anew; its attributes alone may come from a cache.
+        with path.open("rb") as file:
+            status, text = os.fstat(file.fileno()), file.read(1 << 16)
+    except FileNotFoundError:
+        return None
+    owner: dict[str, Any] = {}
+    with contextlib.suppress(ValueError, TypeError):
+        owner = dict(json.loads(text))
+    return _Seen(owner, status.st_ino, status.st_mtime_ns)
+
+
+def _remove(path: Path, dead: _Seen) -> None:
+    """Remove a lease that has expired, unless another trainer took it over meanwhile."""
+    with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
+        with contextlib.suppress(OSError):  # no locks there: the owners find out at their beats
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if _read(path) == dead:
+            path.unlink()
+
+
+def _age(path: Path, seen: _Seen) -> float:
+    """Seconds since the last beat, both by the clock of the file server."""
+    probe = path.with_name(f"lease.{secrets.token_hex(8)}")
+    try:
+        probe.touch()
+        return max(0.0, (probe.stat().st_mtime_ns - seen.beat) / 1e9)
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _this_process() -> dict[str, Any]:
+    return _machine() | {
+        "pid": os.getpid(),
+        "started": _start(os.getpid()),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
+
+
+def _machine() -> dict[str, Any]:
+    """Where a process id means the same process: containers of one host have their own."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        boot = namespace = ""
+    return {"host": socket.gethostname(), "boot": boot, "namespace": namespace}
+
+
+def _on_this_machine(owner: dict[str, Any]) -> bool:
+    here = _machine()
+    return bool(here["boot"]) and all(owner.get(name) == here[name] for name in here)
+
+
+def _is_dead(owner: dict[str, Any]) -> bool:
+    """Whether the owner is a process of this machine that has ended."""
+    if not _on_this_machine(owner):
+        return False
+    pid = int(owner.get("pid", 0))
+    started = _start(pid)
+    if started is None and _is_hidden(pid):
+        return False
+    return started != owner.get("started")
+
+
+def _start(pid: int) -> int | None:
+    """When a process started, in ticks since the machine did; None where it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])  # a zombie holds nothing
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether a process is there that /proc does not show: another user's, under hidepid."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return not Path(f"/proc/{pid}").exists()
+    except OSError:
+        pass
+    return False
+
+
+def _name(owner: dict[str, Any]) -> str:
+    if not owner:
+        return "a trainer that cannot be named"
+    text = f"process {owner.get('pid')} on {owner.get('host')}, since {owner.get('since')}"
+    # The file may be anybody's.
+    return "".join(letter if letter.isprintable() else "?" for letter in text)[:200]
+
+
+def _taken(folder: Path, owner: dict[str, Any]) -> str:
+    return (
+        f"--run-dir {folder} is in use by another trainer ({_name(owner)}): wait until it has "
+        "ended, or choose another folder"
+    )

@@ -1,0 +1,121 @@
+"""How a run begins on every rank: rank 0 looks into the run folder, the others do as it found.
+
+None of them may look for itself: rank 0 moves damaged checkpoints aside meanwhile, and a shared
+file system shows one host's changes to another later.
+"""
+
+import json
+import os
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from megasink.errors import UserError
+from megasink.train import run_dir
+from megasink.train.lease import Lease
+from megasink.train.stop import Told
+
+# Checksums of a large checkpoint, or the lease of another host, may take rank 0 some time.
+_WAIT_SECONDS = 3600.0
+_HEARD_SECONDS = 10.0
+_START, _HEARD = "start", "heard"
+
+
+@contextmanager
+def starting(args: Namespace, identity: dict[str, Any]) -> Iterator[Any]:
+    """Within it the run folder is this run's alone; ``args`` say from where every rank goes on.
+
+    Args:
+        args: validated arguments.
+        identity: see `run_dir.write_start`.
+
+    Yields:
+        the store that Megatron's process groups are to meet in, of this attempt alone: torchrun's
+        lives on while ranks are started again (torch/distributed/rendezvous.py:205 says that it
+        does not), and gloo would take the addresses of ranks that are gone from it. None for a
+        single rank.
+
+    Raises:
+        UserError: on every rank, where rank 0 may not start: another trainer is in the folder, it
+            cannot be written, or no checkpoint in it is whole.
+    """
+    store = _store(args)
+    if args.run_dir is None:
+        yield store
+        return
+    if args.rank:
+        _follow(store, args)
+        yield store
+        return
+    try:
+        lease = Lease(Path(args.run_dir))
+    except UserError as error:
+        _refuse(store, args, error)
+        raise
+    Told.release = lease.release
+    try:
+        _begin(store, args, identity)
+        yield store
+    finally:
+        lease.release()
+
+
+def _begin(store: Any, args: Namespace, identity: dict[str, Any]) -> None:
+    """On rank 0, which holds the lease."""
+    try:
+        # Another trainer may have been there since the arguments were checked.
+        if problem := run_dir.folder_problem(Path(args.run_dir), resume=args.resume):
+            raise UserError(problem)
+        resumed_from = run_dir.write_start(args, identity)
+    except UserError as error:
+        _refuse(store, args, error)
+        raise
+    if store is not None:
+        store.set(_START, json.dumps({"resumed_from": resumed_from}))
+
+
+def _follow(store: Any, args: Namespace) -> None:
+    """On the other ranks. A wait within the store would not let signals through."""
+    import torch
+
+    end = time.monotonic() + _WAIT_SECONDS
+    try:
+        while not store.check([_START]):
+            if time.monotonic() > end:
+                raise UserError(f"rank {args.rank} waited for rank 0 for {_WAIT_SECONDS:.0f} s")
+            time.sleep(0.05)
+        answer = json.loads(store.get(_START))
+        store.add(_HEARD, 1)
+    except torch.distributed.DistError as error:
+        raise UserError("rank 0 ended before the run began") from error
+    if "refused" in answer:
+        raise UserError(answer["refused"])
+    if answer["resumed_from"] is not None:
+        run_dir.go_on(args)
+
+
+def _store(args: Namespace) -> Any:
+    """Where the ranks of this attempt meet before there are process groups."""
+    if args.world_size == 1 or args.fake_process_group:
+        return None
+    import torch
+
+    found = torch.distributed.rendezvous(
+        "env://", timeout=timedelta(minutes=args.distributed_timeout_minutes)
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return torch.distributed.PrefixStore(f"megasink/{attempt}", next(iter(found))[0])
+
+
+def _refuse(store: Any, args: Namespace, error: UserError) -> None:
+    """Tell the others, and wait a little: the store may end with this rank."""
+    if store is None:
+        return
+    store.set(_START, json.dumps({"refused": str(error)}))
+    end = time.monotonic() + _HEARD_SECONDS
+    while store.add(_HEARD, 0) < args.world_size - 1 and time.monotonic() < end:
+        time.sleep(0.05)
