@@ -1,17 +1,17 @@
 """``megasink info``: what is installed, and what will run."""
 
-import argparse
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
+from megasink.command_line import CommandParser
 from megasink.compat import check_versions, versions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print versions, the platform and the attention kernel of each variant and dtype."""
-    parser = argparse.ArgumentParser(prog="megasink info", description=main.__doc__)
+    parser = CommandParser(prog="megasink info", description=main.__doc__)
     parser.add_argument("--head-dim", type=int, default=64, help="head dimension to ask for")
     parser.add_argument(
         "--window", type=int, default=None, help="sliding window, tokens incl. self"

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megasink.command_line import CommandParser
 from megasink.convert.targets import BY_NAME
 from megasink.errors import UserError
 
@@ -104,9 +105,7 @@ def from_hf_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(command: str, main: Callable[..., int]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"megasink {command}", description=main.__doc__, allow_abbrev=False
-    )
+    parser = CommandParser(prog=f"megasink {command}", description=main.__doc__)
     parser.add_argument(
         "--verify",
         action=argparse.BooleanOptionalAction,

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from megasink.command_line import CommandParser
 from megasink.data.corpus import STDLIB, Corpus
 from megasink.data.preprocess import (
     PreprocessReport,
@@ -95,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UserError: as `run`.
     """
-    parser = argparse.ArgumentParser(prog="megasink data", description=DESCRIPTION)
+    parser = CommandParser(prog="megasink data", description=DESCRIPTION)
     add_arguments(parser)
     run(parser.parse_args(argv))
     return 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megasink.command_line import CommandParser
 from megasink.diagnostics.maps import MAP_TOKENS
 from megasink.errors import ConfigError, UserError
 from megasink.probe.inputs import BOS, KINDS, Sample, text_samples, token_samples
@@ -58,7 +59,7 @@ def parser(
 
 def model_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
     """The options that say which model runs on which texts, and where."""
-    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+    parser = CommandParser(prog=prog, description=description)
     parser.add_argument(
         "model", type=Path, metavar="MODEL", help="folder of transformers, or a run"
     )
