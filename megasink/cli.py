@@ -127,6 +127,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"megasink: error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"megasink: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("megasink: interrupted", file=sys.stderr)
         return 130

@@ -34,7 +34,7 @@ class CommandParser(argparse.ArgumentParser):
         read = Reading(self, sys.argv[1:] if args is None else args)
         problems = [*read.problems, *(unknown_flags(self, read.unknown))]
         if problems:
-            raise ConfigError(f"{problem} ({self.prog} --help)" for problem in problems)
+            raise ConfigError(with_help(problems, f"{self.prog} --help"))
         return read.namespace
 
 
@@ -72,7 +72,7 @@ class Reading:
         except argparse.ArgumentError as error:
             names = set((error.argument_name or "").split("/"))
             left = _without(argv, names)
-            self.problems.append(_sentence(error.argument_name, error.message))
+            self.problems.append(_sentence(parser, error))
             if len(left) == len(argv):  # a positional argument, or no argument's fault alone
                 self.unknown = _unknown_in(parser, argv)
                 return True
@@ -86,9 +86,9 @@ class Reading:
 
     def _missing(self, parser: argparse.ArgumentParser, message: str) -> None:
         """Required flags, but for those that are there and refused, or misspelt."""
-        head, separator, names = message.partition("are required: ")
+        _, separator, names = message.partition("are required: ")
         if not separator:
-            self.problems.append(_sentence(None, message))
+            self.problems.append(_of_several(message))
             return
         meant = {nearest(word, parser._option_string_actions) for word in self.unknown}
         known = parser._option_string_actions
@@ -137,6 +137,14 @@ def unknown_flags(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> li
     return found
 
 
+def with_help(problems: Iterable[str], command: str) -> list[str]:
+    """Problems of flags, with where they are listed beside those that name no other one."""
+    return [
+        problem if "did you mean" in problem or ": choose " in problem else f"{problem} ({command})"
+        for problem in problems
+    ]
+
+
 def _refuse(message: str) -> NoReturn:
     raise _RefusedError(message)
 
@@ -165,11 +173,18 @@ def _without(argv: Sequence[str], names: set[str]) -> list[str]:
     return left
 
 
-def _sentence(argument: str | None, message: str) -> str:
+def _sentence(parser: argparse.ArgumentParser, error: argparse.ArgumentError) -> str:
     """argparse's message in the words of the other errors of megasink."""
-    name = argument or ""
+    name, message = error.argument_name, error.message
+    if name is None:
+        return _of_several(message)
+    name = name.split("/")[0]
     if wrong := re.fullmatch(r"invalid (\w+) value: (.*)", message, re.S):
         kind, value = wrong.groups()
+        action = parser._option_string_actions.get(name)
+        if action is not None and action.choices is not None and kind not in _NUMBERS:
+            names = [getattr(choice, "name", str(choice)) for choice in action.choices]
+            return unknown_name(name, value.strip("'"), names)
         return f"{name} {value}: give {_NUMBERS.get(kind, 'another value')}"
     if wrong := re.fullmatch(r"invalid choice: (.*) \(choose from (.*)\)", message, re.S):
         value, names = wrong.group(1).strip("'"), wrong.group(2).replace("'", "").split(", ")
@@ -180,6 +195,11 @@ def _sentence(argument: str | None, message: str) -> str:
         return f"{name} needs at least one value"
     if other := re.fullmatch(r"not allowed with argument (.*)", message):
         return f"{name} and {other.group(1)}: choose one"
+    return f"{name}: {message}"
+
+
+def _of_several(message: str) -> str:
+    """argparse's message about no argument alone."""
     if others := re.fullmatch(r"one of the arguments (.*) is required", message):
         return f"missing: {' or '.join(others.group(1).split())}"
-    return f"{name}: {message}" if name else message
+    return message

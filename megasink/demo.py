@@ -13,6 +13,7 @@ from rich.console import Console
 
 from megasink.command_line import CommandParser
 from megasink.data import cli as data_cli
+from megasink.errors import UserError
 from megasink.report.curves import read_metrics
 from megasink.train.launch import launch
 
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dir", type=Path, default=Path("runs/demo"), help="folder to write to")
     parser.add_argument("--train-iters", type=int, default=STEPS, help="training steps")
     args = parser.parse_args(argv)
+    if args.train_iters < 1:
+        raise UserError(f"--train-iters {args.train_iters}: train at least one step")
     began = time.monotonic()
     console = Console(highlight=False)
     prefix = args.dir / "stdlib"

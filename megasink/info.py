@@ -7,6 +7,7 @@ from rich.table import Table
 
 from megasink.command_line import CommandParser
 from megasink.compat import check_versions, versions
+from megasink.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,6 +18,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--window", type=int, default=None, help="sliding window, tokens incl. self"
     )
     args = parser.parse_args(argv)
+    for flag, value in (("--head-dim", args.head_dim), ("--window", args.window)):
+        if value is not None and value < 1:
+            raise UserError(f"{flag} {value}: at least 1")
 
     import torch
 

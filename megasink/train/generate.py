@@ -101,6 +101,8 @@ def _sampling(args: argparse.Namespace) -> Sampling:
         problems.append(f"--max-new-tokens {args.max_new_tokens}: generate at least one")
     if not all(args.prompt):
         problems.append("--prompt is empty: give some text to continue")
+    if args.tokenizer is not None and not args.tokenizer.is_dir():
+        problems.append(f"--tokenizer {args.tokenizer} is no folder: nothing is downloaded")
     if problems:
         raise ConfigError(problems)
     return Sampling(args.temperature, args.top_k, args.top_p, args.seed)

@@ -1,6 +1,7 @@
 """``megasink train``: start the ranks of this node through torchrun and show how they get on."""
 
 import argparse
+import inspect
 import json
 import math
 import os
@@ -19,7 +20,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from megasink.errors import UserError
+from megasink.command_line import Reading
+from megasink.errors import ConfigError, UserError
+from megasink.flags import add_options
+from megasink.train import early
 from megasink.train.run_dir import folder_problem, newest_checkpoint
 from megasink.train.tail import NewLines
 
@@ -31,21 +35,21 @@ _SAVE_SECONDS = "600"
 def main(argv: Sequence[str] | None = None) -> int:
     """Train on this machine: one rank per CUDA device, or gloo ranks on the CPU.
 
-    Any flag of Megatron's pre-training is accepted, and those of megasink; ``--full-help`` lists
-    them all. With ``--resume`` the flags of the run's last start need not be repeated. For several
-    nodes use torchrun, as examples/pretrain_gpt_sink.sh does.
+    Any flag of Megatron's pre-training is accepted, and those of megasink, which are below;
+    --full-help lists them all. With --resume the flags of the run's last start need not be
+    repeated. For several nodes use torchrun, as examples/pretrain_gpt_sink.sh does.
     """
-    parser = argparse.ArgumentParser(
-        prog="megasink train", description=main.__doc__, allow_abbrev=False
-    )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        help="processes to start; default: one per CUDA device, else tensor x pipeline ranks",
-    )
-    parser.add_argument("--run-dir", help="folder of the run; default: runs/DATE-TIME")
-    parser.add_argument("--full-help", action="store_true", help="list every flag and exit")
-    args, flags = parser.parse_known_args(argv)
+    parser = _parser()
+    parser.add_argument("--run-dir")
+    read = Reading(parser, sys.argv[1:] if argv is None else argv)
+    args, flags = read.namespace, read.unknown
+    if read.problems:
+        raise ConfigError(read.problems)
+    if {"-h", "--help"} & set(flags):
+        parser = _parser()
+        add_options(parser)
+        parser.print_help()
+        return 0
     if args.full_help:
         return subprocess.run(
             [sys.executable, "-m", "megasink.train", "--help"], check=False
@@ -57,10 +61,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(problem)
     if resume:
         flags = [*_flags_of_last_start(run_dir), *flags]
+    if args.ranks is not None and args.ranks < 1:
+        raise UserError(f"--ranks {args.ranks}: start at least one process")
+    # Here too: the ranks need seconds until they can say it.
+    early.check(["--run-dir", str(run_dir), *flags], args.ranks)
     ranks = args.ranks if args.ranks is not None else _default_ranks(flags)
-    if ranks < 1:
-        raise UserError(f"--ranks {ranks}: start at least one process")
     return launch(flags, run_dir, ranks)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megasink train",
+        usage="megasink train [--ranks N] [--run-dir FOLDER] FLAGS",
+        description=inspect.cleandoc(main.__doc__ or ""),
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        help="processes to start; default: one per CUDA device, else tensor x pipeline ranks",
+    )
+    parser.add_argument("--full-help", action="store_true", help="list every flag and exit")
+    return parser
 
 
 def launch(flags: Sequence[str], run_dir: Path, ranks: int) -> int:

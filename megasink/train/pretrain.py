@@ -14,6 +14,7 @@ from pathlib import Path
 from megasink import platform
 from megasink.errors import UserError
 from megasink.process import prepare_process
+from megasink.train import early
 
 
 def pretrain(argv: Sequence[str]) -> None:
@@ -111,6 +112,7 @@ def _run(args: Namespace) -> None:
     from megasink.checkpoint.model import model_config
     from megasink.compat import mend_signal_handler
     from megasink.report.curves import draw_run
+    from megasink.train.arguments import refusals_of_megatron
     from megasink.train.checkpoint_writer import checkpoint_helpers
     from megasink.train.checks.attention import attention_request
     from megasink.train.dataset import datasets_provider
@@ -128,7 +130,8 @@ def _run(args: Namespace) -> None:
         others = "; ".join(f"not {name}: {why}" for name, why in choice.reasons.items())
         print(f"attention: {args.attention_variant} on {choice.name} ({others})", flush=True)
     mend_signal_handler()
-    container = pretrain_cfg_container_from_args(args, model_config(args))
+    with refusals_of_megatron():
+        container = pretrain_cfg_container_from_args(args, model_config(args))
     metrics = Path(args.run_dir, "metrics.jsonl") if args.run_dir else None
     live = LiveAnalysis(args) if args.analyze_interval else None
     provider = datasets_provider if live is None else live.listening(datasets_provider)
@@ -155,6 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rank:
         warnings.simplefilter("ignore")
     try:
+        early.check(argv, int(os.environ.get("WORLD_SIZE", "1")))
         pretrain(argv)
     except UserError as error:
         if rank == 0:
