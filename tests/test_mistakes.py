@@ -27,10 +27,9 @@ def root(tmp_path_factory):
     (checkpoint.parent / "latest_checkpointed_iteration.txt").write_text("4")
     (root / "notes").mkdir()
     (root / "notes" / "thesis.txt").write_text("text")
-    config = {
-        "arguments": {"attention_variant": "sink", "tokenizer_model": str(root / "llama")},
-        "identity": {},
-    }
+    shape = {"num_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+    shape |= {"attention_variant": "sink", "head_balance_coeff": 0.0}
+    config = {"arguments": shape, "identity": {}}
     (root / "run" / "config.json").write_text(json.dumps(config))
     (root / "run" / "metrics.jsonl").write_text('{"iteration": 1, "lm_loss": 2.0}\n')
     return root

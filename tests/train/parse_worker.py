@@ -1,10 +1,11 @@
 """Parses command lines as a rank does, in a process of its own (the platform is for a process).
 
 Reads a JSON list of flag lists from standard input; writes a JSON list of
-{"problems": [...]} or {"args": {...}}, and last the table of Megatron's flags.
+{"problems": [...]} or {"args": {...}}, and last the table of Megatron's flags and {"help": what --help prints}.
 """
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -45,7 +46,10 @@ def main() -> None:
             answers.append({"args": {name: getattr(args, name) for name in KEEP}})
         except ConfigError as error:
             answers.append({"problems": error.problems})
-    json.dump([*answers, table], sys.stdout)
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+        arguments.parse(["--help"])
+    json.dump([*answers, table, {"help": shown.getvalue()}], sys.stdout)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from megasink.data.tokenizer import train_tokenizer
 from megasink.errors import ConfigError
 from megasink.train import early, flag_table
 from megasink.train.checks import data as checks_of_data
+from tests.documented import train_lines
 from tests.train import command_lines, mechanism_lines, observing_lines, shape_lines
 from tests.train.command_lines import MOCK, MODEL
 
@@ -34,6 +35,10 @@ def files(tmp_path_factory):
         train_tokenizer(Corpus([str(folder / f"{name}.txt")]), 400, folder / f"tokenizer-{name}")
     corpus = Corpus([str(folder / "a.txt")])
     preprocess(corpus, folder / "text", folder / "tokenizer-a", workers=1)
+    lines = (json.dumps({"text": f"text {i}"}) for i in range(2000))
+    (folder / "many.jsonl").write_text("\n".join(lines))
+    many = Corpus([str(folder / "many.jsonl")])
+    preprocess(many, folder / "many", folder / "tokenizer-a", workers=1)
     return folder
 
 
@@ -54,6 +59,12 @@ def answers(files):
     refused["broken-index"] = [*MODEL, *broken]
     text = [*MODEL, *own, str(files / "tokenizer-a"), "--split", "1,0,0"]
     accepted = ACCEPTED | {"text": text}
+    documented = train_lines(files / "many", files / "tokenizer-a")
+    for place, (flags, _) in documented.items():
+        if "--load" in flags:  # no checkpoint is there
+            at = flags.index("--load")
+            del flags[at : at + 2]
+        accepted[place] = flags
     refused["unsupported"] = [*MOCK, *UNSUPPORTED]
     cases = {**refused, **accepted}
     result = subprocess.run(
@@ -68,8 +79,8 @@ def answers(files):
     )
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.startswith("["), result.stdout[:500]
-    *told, table = json.loads(result.stdout)
-    return {**dict(zip(cases, told, strict=True)), "": table}
+    *told, table, shown = json.loads(result.stdout)
+    return {**dict(zip(cases, told, strict=True)), "": table | shown}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -100,6 +111,13 @@ def test_the_table_of_flags_is_that_of_megatron(answers):
     assert flag_table.read_table() == answers[""]["flags"], (
         "python -m megasink.train.flag_table makes it anew"
     )
+
+
+def test_the_help_of_every_flag_is_shown(answers):
+    """One of Megatron's texts holds a bare %."""
+    for entry in answers[""]["flags"]:
+        assert entry["names"][0] in answers[""]["help"]
+    assert "--attention-variant" in answers[""]["help"]
 
 
 def test_a_table_of_other_sources_refuses_nothing(monkeypatch, tmp_path):
@@ -152,6 +170,13 @@ def test_a_broken_index_is_refused(answers):
 @pytest.mark.parametrize("name", [*ACCEPTED, "text"])
 def test_accepted(answers, name):
     assert "problems" not in answers[name]
+
+
+def test_the_lines_of_the_documentation_are_accepted(answers):
+    places = [name for name in answers if ".md:" in name]
+    assert len(places) >= 9
+    for place in places:
+        assert "problems" not in answers[place], place
 
 
 def test_defaults_of_the_cpu_platform(answers):
