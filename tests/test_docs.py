@@ -8,8 +8,18 @@ import pytest
 
 from megasink import cli
 from megasink.command_line import CommandParser
+from megasink.convert.cli import train_line
 from megasink.train import early
-from tests.documented import EXAMPLE, ROOT, blocks, calls, megasink_call, shown, train_lines
+from tests.documented import (
+    EXAMPLE,
+    IMPORTED,
+    ROOT,
+    blocks,
+    calls,
+    megasink_call,
+    shown,
+    train_lines,
+)
 
 KINDS = {"bash", "bash cluster", "text", "python"}
 
@@ -66,6 +76,17 @@ def test_the_lines_that_train_are_accepted(data):
     assert len(lines) >= 9
     for flags, ranks in lines.values():
         early.check(flags, ranks)
+
+
+def test_the_line_that_an_import_prints_lacks_nothing(data, tmp_path):
+    (tmp_path / "flags.txt").write_text(IMPORTED.replace("/data/corpus-tokenizer", str(data)))
+    line = train_line(tmp_path)
+    assert "--seq-length 2048" in line
+    for name, value in (("PREFIX", f"{data}/text"), ("STEPS", "10"), ("LR", "1e-5")):
+        line = line.replace(f" {name}", f" {value}")
+    read = f"printf '%s\\n' {line.removeprefix('megasink train ')}"
+    flags = subprocess.run(["bash", "-c", read], capture_output=True, text=True, check=True)
+    early.check(flags.stdout.splitlines(), 1)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 100, 21400, 100000])

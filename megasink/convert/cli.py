@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import os
+import shlex
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -102,11 +103,19 @@ def from_hf_main(argv: Sequence[str] | None = None) -> int:
         check = lambda folder: check_import(source, change, folder, compare=args.verify)  # noqa: E731
     with single_process():
         import_model(source, args.output, change, verify=check)
-    print(
-        f"train it: megasink train $(cat {args.output}/flags.txt) --load {args.output}/checkpoints "
-        "--finetune ..."
-    )
+    print(f"train it: {train_line(args.output)}")
     return 0
+
+
+def train_line(folder: Path) -> str:
+    """The command that goes on from an imported model; what is its user's in capitals."""
+    flags = shlex.split((folder / "flags.txt").read_text())
+    positions = int(flags[flags.index("--max-position-embeddings") + 1])
+    return (
+        f"megasink train $(cat {folder}/flags.txt) --load {folder}/checkpoints --finetune "
+        f"--run-dir RUN --data-path PREFIX --seq-length {min(positions, 2048)} "
+        "--micro-batch-size 1 --train-iters STEPS --lr LR"
+    )
 
 
 def _parser(command: str, main: Callable[..., int]) -> argparse.ArgumentParser:
@@ -125,6 +134,8 @@ def _parser(command: str, main: Callable[..., int]) -> argparse.ArgumentParser:
 def _not_of_transformers(folder: Path) -> str | None:
     """Why a folder is none of transformers, before the seconds that the imports take."""
     config = folder / "config.json"
+    if not folder.is_dir():
+        return "no such folder"
     if not config.is_file():
         return "no folder of transformers (no config.json): nothing is downloaded"
     try:

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = _parser()
         add_options(parser)
         parser.print_help()
-        return 0
+        parser.exit()
     if args.full_help:
         return subprocess.run(
             [sys.executable, "-m", "megasink.train", "--help"], check=False

@@ -1,7 +1,8 @@
 """Parses command lines as a rank does, in a process of its own (the platform is for a process).
 
 Reads a JSON list of flag lists from standard input; writes a JSON list of
-{"problems": [...]} or {"args": {...}}, and last the table of Megatron's flags and {"help": what --help prints}.
+{"problems": [...]} or {"args": {...}}, and last the table of Megatron's flags and
+{"help": what --help prints}.
 """
 
 import contextlib

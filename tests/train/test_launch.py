@@ -91,7 +91,9 @@ def test_a_refused_start_leaves_the_folder_as_it_was(make, tmp_path):
 
 
 def test_help_lists_our_own_flags_with_their_defaults(capsys):
-    assert launch.main(["--help"]) == 0
+    with pytest.raises(SystemExit) as stop:
+        launch.main(["--help"])
+    assert stop.value.code == 0
     text = capsys.readouterr().out
     for options in OPTIONS:
         for field in dataclasses.fields(options):
