@@ -9,6 +9,7 @@ env: $(READY)
 
 demo: $(READY)
 	$(BIN)/megasink demo
+	@echo "to have megasink on the path: source $(BIN)/activate"
 
 # A file's tests share a worker, and with it the pool of gloo ranks that the worker starts.
 test: $(READY)

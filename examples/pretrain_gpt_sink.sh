@@ -45,6 +45,7 @@ exec "${launch[@]}" "$0" "$@"
 '''
 
 # From here on Python reads: one rank, started by torchrun. The flags are written once, here.
+import argparse
 import os
 import sys
 
@@ -57,9 +58,8 @@ FLAGS = """
 
     --attention-variant sink --head-balance-coeff 1e-4
 
-    --micro-batch-size 4 --global-batch-size 256 --train-iters 21400
+    --micro-batch-size 4 --global-batch-size 256
     --lr 6e-4 --min-lr 0 --lr-decay-style WSD --lr-wsd-decay-style linear
-    --lr-wsd-decay-iters 4280 --lr-warmup-iters 500
     --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0
     --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 
@@ -68,9 +68,26 @@ FLAGS = """
 """
 
 
+# Its length, and what of it the learning rate rises and falls.
+STEPS, WARMUP, DECAY = 21400, 500, 4280
+
+
+def schedule():
+    """The paper's schedule, or that of a run of another --train-iters in the same proportions."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--train-iters", nargs="?")
+    asked = parser.parse_known_args()[0].train_iters or ""
+    steps = int(asked) if asked.isdigit() else STEPS
+    return [
+        *("--train-iters", str(steps)),
+        *("--lr-warmup-iters", str(steps * WARMUP // STEPS)),
+        *("--lr-wsd-decay-iters", str(max(1, steps * DECAY // STEPS))),
+    ]
+
+
 def flags():
     """The flags above, what the environment names, then the command line's."""
-    given = FLAGS.split()
+    given = FLAGS.split() + schedule()
     for variable, flag in (
         ("DATA_PATH", "--data-path"),
         ("TOKENIZER", "--tokenizer-model"),

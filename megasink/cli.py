@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import megasink
+from megasink.command_line import CommandParser, unknown_name
 from megasink.errors import Stopped, UserError
 
 
@@ -111,17 +112,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; what the user can mend is one line on the error stream and exit code 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
     lines = "\n".join(f"  {name:15} {text}" for name, (_, text) in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="megasink",
         description="Sink and gated attention with head balancing, on Megatron-Core.",
         epilog=f"commands:\n{lines}\n\nmegasink COMMAND --help tells more.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"megasink {megasink.__version__}")
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
+    parser.add_argument("command", nargs="?", metavar="COMMAND")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
-    args = parser.parse_args(argv)
     try:
+        args = parser.parse_args(argv)
+        if args.command is None:
+            raise UserError(f"give a command: {', '.join(COMMANDS)} (megasink --help)")
+        if args.command not in COMMANDS:
+            raise UserError(unknown_name("the command", args.command, COMMANDS))
         return COMMANDS[args.command][0](args.arguments)
     except Stopped as stop:
         with contextlib.suppress(OSError):  # the terminal was closed
@@ -129,6 +134,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.exit_code
     except UserError as error:
         print(f"megasink: error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"megasink: error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("megasink: interrupted", file=sys.stderr)

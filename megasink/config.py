@@ -20,6 +20,8 @@ OutputNorm = Literal["none", "rmsnorm", "silu"]
 AttentionBias = Literal["none", "alibi", "t5", "bucket"]
 Scope = Literal["global", "data-parallel", "microbatch"]
 FFNActivation = Literal["relu", "gelu", "silu", "reglu", "geglu", "swiglu"]
+# Of Megatron's --cp-comm-type.
+COMM_TYPES = ("all_gather", "a2a")
 
 
 def _choice(kind: Any, default: str | None) -> Any:

@@ -1,6 +1,5 @@
 """``megasink demo``: real text to a trained sink-attention GPT on this machine, in minutes."""
 
-import argparse
 import json
 import os
 import subprocess
@@ -13,7 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from megasink.command_line import CommandParser
 from megasink.data import cli as data_cli
+from megasink.errors import UserError
 from megasink.report.curves import read_metrics
 from megasink.train.launch import launch
 
@@ -40,12 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     The text is the source of Python's standard library: every machine has it.
     """
-    parser = argparse.ArgumentParser(
-        prog="megasink demo", description=main.__doc__, allow_abbrev=False
-    )
+    parser = CommandParser(prog="megasink demo", description=main.__doc__)
     parser.add_argument("--dir", type=Path, default=Path("runs/demo"), help="folder to write to")
     parser.add_argument("--train-iters", type=int, default=STEPS, help="training steps")
     args = parser.parse_args(argv)
+    if args.train_iters < 1:
+        raise UserError(f"--train-iters {args.train_iters}: train at least one step")
     began = time.monotonic()
     console = Console(highlight=False)
     prefix = args.dir / "stdlib"
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print("[bold]1. the Python standard library -> tokenizer -> tokens[/bold]")
         data = ["stdlib:", "--output", str(prefix), "--train-tokenizer", str(VOCABULARY)]
         data += ["--overwrite"]  # what an interrupted demo left
-        parser = argparse.ArgumentParser()
+        parser = CommandParser()
         data_cli.add_arguments(parser)
         data_cli.run(parser.parse_args(data))
     else:

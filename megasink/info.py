@@ -1,22 +1,26 @@
 """``megasink info``: what is installed, and what will run."""
 
-import argparse
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
+from megasink.command_line import CommandParser
 from megasink.compat import check_versions, versions
+from megasink.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print versions, the platform and the attention kernel of each variant and dtype."""
-    parser = argparse.ArgumentParser(prog="megasink info", description=main.__doc__)
+    parser = CommandParser(prog="megasink info", description=main.__doc__)
     parser.add_argument("--head-dim", type=int, default=64, help="head dimension to ask for")
     parser.add_argument(
         "--window", type=int, default=None, help="sliding window, tokens incl. self"
     )
     args = parser.parse_args(argv)
+    for flag, value in (("--head-dim", args.head_dim), ("--window", args.window)):
+        if value is not None and value < 1:
+            raise UserError(f"{flag} {value}: at least 1")
 
     import torch
 

@@ -1,19 +1,22 @@
 """Megatron's argument parser with our options in it, and with our defaults for Megatron's."""
 
+import importlib.util
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from megasink import platform
-from megasink.config import OPTIONS
+from megasink.command_line import Reading, unknown_flags
 from megasink.errors import ConfigError
+from megasink.flags import add_options, escaped
 
 # Megatron's default is 0.1 for both dropouts; attention dropout breaks the identity between a
 # gate and the LSE (P0.9). Megatron's default for context parallelism, p2p, is not supported. The
 # optimizer state must be saved in a form that any layout can load.
 # On SIGTERM, which schedulers send before they kill, a checkpoint is saved. --async-save is
 # switched off by Megatron without a persistent writer; the other strategy is a package.
+# Megatron has no default for --eval-interval and divides by it.
 DEFAULTS: dict[str, Any] = {
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
@@ -25,6 +28,7 @@ DEFAULTS: dict[str, Any] = {
     "async_strategy": "mcore",
     "tokenizer_type": "HuggingFaceTokenizer",
     "log_interval": 10,
+    "eval_interval": 1000,
 }
 # What stands for the parts that need CUDA.
 CPU_DEFAULTS: dict[str, Any] = {
@@ -42,32 +46,64 @@ CPU_DEFAULTS: dict[str, Any] = {
 }
 
 
+_PLAIN = (None, int, float, str, bool)
+
+
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Megatron's ``extra_args_provider``: our flags, and our defaults for Megatron's."""
-    from megatron.training.argument_utils import ArgumentGroupFactory
-
     taken = {a.dest for a in parser._actions}
     defaults = DEFAULTS | (CPU_DEFAULTS if platform.is_active() else {})
     unknown = sorted(set(defaults) - taken)
     if unknown:
         raise ConfigError([f"this megatron-core has no option {name}" for name in unknown])
     parser.set_defaults(**defaults)
-    for options in OPTIONS:
-        ArgumentGroupFactory(options).build_group(parser, title=f"megasink: {options.__name__}")
-    parser.error = _raise  # type: ignore[method-assign]
-
-    def parse_and_keep_unknown(*args: Any, **kwargs: Any) -> Namespace:
-        namespace, unknown = parser.parse_known_args(*args, **kwargs)
-        namespace.unknown_flags = unknown
-        return namespace
-
-    # An unknown flag is one of the problems that are told together.
-    parser.parse_args = parse_and_keep_unknown  # type: ignore[method-assign,assignment]
+    for action in parser._actions:
+        action.help = escaped(action.help or "")
+        if action.type not in _PLAIN and callable(action.type):
+            action.type = _valued(action.type)
+    add_options(parser)
+    # What is wrong with a flag is one of the problems that are told together.
+    parser.parse_args = lambda: read_flags(parser, sys.argv[1:])  # type: ignore[method-assign,assignment,misc]
     return parser
 
 
-def _raise(message: str) -> NoReturn:
-    raise ConfigError([f"{message} (megasink train --full-help lists every flag)"])
+def read_flags(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
+    """Parsed flags, with what is wrong with them in ``flag_problems``.
+
+    The dests of refused flags are in ``refused_flags``.
+
+    Raises:
+        ConfigError: nothing could be parsed.
+    """
+    read = Reading(parser, argv)
+    args = read.namespace
+    args.flag_problems = [*unknown_flags(parser, read.unknown), *read.problems]
+    args.refused_flags = read.refused
+    if not hasattr(args, "yaml_cfg"):
+        raise ConfigError(args.flag_problems)
+    # Megatron would read it while it parses, and drop every flag for what it holds.
+    if args.yaml_cfg is not None:
+        args.flag_problems.append(f"--yaml-cfg {args.yaml_cfg}: give flags instead")
+        args.yaml_cfg = None
+    if args.enable_msc and importlib.util.find_spec("multistorageclient") is None:
+        args.flag_problems.append(
+            "--enable-msc needs the package multi-storage-client, which is not installed: "
+            "install it or drop the flag"
+        )
+        args.enable_msc = False
+    return args
+
+
+def _valued(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A type of Megatron's whose KeyError or AssertionError is one of argparse's."""
+
+    def value(text: str) -> Any:
+        try:
+            return convert(text)
+        except Exception as error:
+            raise ValueError(text) from error
+
+    return value
 
 
 def defaults() -> Namespace:
@@ -76,19 +112,26 @@ def defaults() -> Namespace:
 
 
 def parse_apart(argv: Sequence[str]) -> Namespace:
-    """As `parse_known`, and this process keeps its own command line."""
+    """Parsed flags, not validated; this process keeps its own command line.
+
+    Raises:
+        ConfigError: an unknown flag, one without its value, or with one of another type.
+    """
     before = sys.argv
     try:
-        return parse_known(argv)
+        args = parse_known(argv)
     finally:
         sys.argv = before
+    if args.flag_problems:
+        raise ConfigError(args.flag_problems)
+    return args
 
 
 def parse_known(argv: Sequence[str]) -> Namespace:
     """A command line with Megatron's flags and ours, parsed and not validated.
 
-    Raises:
-        ConfigError: a flag without its value, or with one of another type.
+    Returns:
+        the namespace of `read_flags`.
     """
     from megatron.training import arguments
 

@@ -16,7 +16,6 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```bash( cluster)?\n(.*?)```", README, re.S)
 RUN_HERE = [text for cluster, text in BLOCKS if not cluster]
-CLUSTER = [text for cluster, text in BLOCKS if cluster]
 
 
 def test_the_first_commands_are_make_targets_of_a_fresh_clone():
@@ -40,17 +39,19 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("readme")
     shutil.copy(ROOT / "README.md", path)
     shutil.copytree(ROOT / "docs", path / "docs")
+    (path / ".venv" / "bin").mkdir(parents=True)
+    binaries = Path(sys.executable).parent
+    (path / ".venv" / "bin" / "activate").write_text(f'PATH="{binaries}:$PATH"\n')
     return path
 
 
 def test_the_quick_start_runs_as_it_is_written(folder):
     script = "set -e\n" + "".join(RUN_HERE[1:])
     assert "megasink train" in script
-    binaries = Path(sys.executable).parent
     result = subprocess.run(
         ["bash", "-c", script],
         cwd=folder,
-        env={**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}"},
+        env={**os.environ, "PATH": "/usr/bin:/bin"},  # megasink is where the environment is
         capture_output=True,
         text=True,
         timeout=800,
@@ -61,14 +62,6 @@ def test_the_quick_start_runs_as_it_is_written(folder):
     assert (run / "checkpoints" / "iter_0000012").is_dir()
     for name in ("config.json", "metrics.jsonl", "tensorboard", "logs", "curves.png"):
         assert (run / name).exists()
-
-
-@pytest.mark.parametrize("block", range(len(CLUSTER)))
-def test_cluster_commands_are_whole_and_name_files_that_exist(block):
-    text = CLUSTER[block]
-    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-    for name in re.findall(r"(?:examples|docker)/[\w.]+", text):
-        assert (ROOT / name).is_file(), name
 
 
 def flags_of(text):

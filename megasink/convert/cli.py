@@ -1,12 +1,15 @@
 """``megasink convert-to-hf`` and ``megasink convert-from-hf``."""
 
 import argparse
+import json
 import logging
 import os
+import shlex
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megasink.command_line import CommandParser, unknown_name
 from megasink.convert.targets import BY_NAME
 from megasink.errors import UserError
 
@@ -31,8 +34,10 @@ def to_hf_main(argv: Sequence[str] | None = None) -> int:
     from megasink.convert.safetensors_writer import parse_size
     from megasink.convert.to_hf import export, source_of
 
-    source = source_of(args.run, args.iteration, args.tokenizer)
+    if args.target is not None and args.target not in BY_NAME:
+        raise UserError(unknown_name("--target", args.target, BY_NAME))
     shard_bytes = parse_size(args.shard_size)
+    source = source_of(args.run, args.iteration, args.tokenizer)
     if not args.verify:
         target = export(
             source, args.output, args.target, shard_bytes=shard_bytes, verify=_not_verified
@@ -84,6 +89,8 @@ def from_hf_main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     from megasink.convert.gating import change_of
 
+    if problem := _not_of_transformers(args.model):
+        raise UserError(f"{args.model}: {problem}")
     change = change_of(args.attention_variant, args.gate_granularity, args.sink_weight)
     _prepare(args.cpu)
     from megasink.checkpoint.load import single_process
@@ -96,17 +103,23 @@ def from_hf_main(argv: Sequence[str] | None = None) -> int:
         check = lambda folder: check_import(source, change, folder, compare=args.verify)  # noqa: E731
     with single_process():
         import_model(source, args.output, change, verify=check)
-    print(
-        f"train it: megasink train $(cat {args.output}/flags.txt) --load {args.output}/checkpoints "
-        "--finetune ..."
-    )
+    print(f"train it: {train_line(args.output)}")
     return 0
 
 
-def _parser(command: str, main: Callable[..., int]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"megasink {command}", description=main.__doc__, allow_abbrev=False
+def train_line(folder: Path) -> str:
+    """The command that goes on from an imported model; what is its user's in capitals."""
+    flags = shlex.split((folder / "flags.txt").read_text())
+    positions = int(flags[flags.index("--max-position-embeddings") + 1])
+    return (
+        f"megasink train $(cat {folder}/flags.txt) --load {folder}/checkpoints --finetune "
+        f"--run-dir RUN --data-path PREFIX --seq-length {min(positions, 2048)} "
+        "--micro-batch-size 1 --train-iters STEPS --lr LR"
     )
+
+
+def _parser(command: str, main: Callable[..., int]) -> argparse.ArgumentParser:
+    parser = CommandParser(prog=f"megasink {command}", description=main.__doc__)
     parser.add_argument(
         "--verify",
         action=argparse.BooleanOptionalAction,
@@ -116,6 +129,20 @@ def _parser(command: str, main: Callable[..., int]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--cpu", action="store_true", help="verify there although a GPU is there")
     return parser
+
+
+def _not_of_transformers(folder: Path) -> str | None:
+    """Why a folder is none of transformers, before the seconds that the imports take."""
+    config = folder / "config.json"
+    if not folder.is_dir():
+        return "no such folder"
+    if not config.is_file():
+        return "no folder of transformers (no config.json): nothing is downloaded"
+    try:
+        arguments = "arguments" in json.loads(config.read_text())
+    except ValueError:
+        return None  # the import says what is wrong with it
+    return "a run of megasink: megasink convert-to-hf writes one out" if arguments else None
 
 
 def _not_verified(folder: Path) -> None:

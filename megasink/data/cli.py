@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from megasink.command_line import CommandParser
 from megasink.data.corpus import MAX_DOCUMENT_BYTES, STDLIB, Corpus
 from megasink.data.preprocess import (
     PreprocessReport,
@@ -111,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UserError: as `run`.
     """
-    parser = argparse.ArgumentParser(prog="megasink data", description=DESCRIPTION)
+    parser = CommandParser(prog="megasink data", description=DESCRIPTION)
     add_arguments(parser)
     args = parser.parse_args(argv)
     with _interrupted_by_sigterm():

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-COMM_TYPES = ("all_gather", "a2a")
-
 # (query_BHTD, key_BGSD, value_BGSD) -> output_BHTD, and the gate_BHT or None; the last query stands
 # at the last key.
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]

@@ -36,10 +36,9 @@ from megasink.attention import (
     similarity_attention,
 )
 from megasink.balance.tracker import OTHER_GRADIENT, SINK, HeadTracker
-from megasink.config import visible_tokens
+from megasink.config import COMM_TYPES, visible_tokens
 from megasink.gate_options import counts_heads
 from megasink.layers.context_parallel import (
-    COMM_TYPES,
     Attend,
     attend_alone,
     attend_to_gathered_keys,

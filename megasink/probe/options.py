@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from megasink.command_line import CommandParser
+from megasink.data.corpus import STDLIB
 from megasink.diagnostics.maps import MAP_TOKENS
 from megasink.errors import ConfigError, UserError
 from megasink.probe.inputs import BOS, KINDS, Sample, text_samples, token_samples
@@ -62,7 +64,7 @@ def parser(
 
 def model_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
     """The options that say which model runs on which texts, and where."""
-    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+    parser = CommandParser(prog=prog, description=description)
     parser.add_argument(
         "model", type=Path, metavar="MODEL", help="folder of transformers, or a run"
     )
@@ -104,6 +106,8 @@ def check(args: argparse.Namespace, *, is_run: bool = False) -> None:
         problems.append("--attn-implementation is for transformers: a run has its own kernel")
     if is_run and args.dtype != "auto":
         problems.append("--dtype is for transformers: a run is read in the dtype of its training")
+    if is_run and not args.model.is_dir():
+        problems.append(f"{args.model}: no such folder")
     if not is_run and not (args.model / "config.json").is_file():
         problems.append(
             f"{args.model} is no folder of transformers (no config.json): nothing is downloaded"
@@ -112,6 +116,13 @@ def check(args: argparse.Namespace, *, is_run: bool = False) -> None:
         problems.append("no --data: name text files or folders (or --inputs random repeated)")
     if "natural" not in args.inputs and args.data:
         problems.append("--data goes with --inputs natural: add it")
+    problems += [
+        f"--data {path}: no such file or folder"
+        for path in args.data
+        if path != STDLIB and not Path(path).exists()
+    ]
+    if problem := _device_problem(args.device):
+        problems.append(f"--device {args.device}: {problem}")
     for flag, least in (
         ("max_samples", 1),
         ("seq_length", 2),
@@ -129,6 +140,18 @@ def check(args: argparse.Namespace, *, is_run: bool = False) -> None:
         problems.append(f"--output {args.output} {problem}")
     if problems:
         raise ConfigError(problems)
+
+
+def _device_problem(name: str) -> str | None:
+    """Why torch has no such device here."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        return "torch knows no such device: use cpu or cuda"
+    there = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= there:
+        return f"{there or 'no'} CUDA devices are present: use {'cuda:0' if there else 'cpu'}"
+    return None
 
 
 def _folder_problem(folder: Path) -> str | None:

@@ -5,14 +5,12 @@ they measure meets in files (shards.py), and all that they tell each other are c
 store is enough, on any device.
 """
 
-import argparse
 import contextlib
 import io
 import os
-import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import torch
@@ -139,22 +137,6 @@ def taking_part() -> Iterator[Ranks]:
         except Exception:
             ranks.is_first_to_fail()
             raise
-
-
-def parse(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None, ranks: Ranks
-) -> argparse.Namespace:
-    """A command line, of which one process says what argparse finds wrong with it."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return parser.parse_args(argv)
-    except SystemExit as stop:
-        if stop.code:
-            if not ranks.is_first_to_fail():
-                _leave()
-            print(said.getvalue(), end="", file=sys.stderr, flush=True)
-        raise
 
 
 def _leave() -> NoReturn:

@@ -1,6 +1,5 @@
 """Several runs on one page: smoothed training loss, validation, head imbalance, and a table."""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megasink.command_line import CommandParser
 from megasink.errors import UserError
 from megasink.printable import printable
 from megasink.report.curves import mark_spikes, read_metrics, series, smoothed, style_axis
@@ -136,7 +136,7 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, float | None]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare runs: their curves on one page, and a table of how they ended."""
-    parser = argparse.ArgumentParser(prog="megasink compare", description=main.__doc__)
+    parser = CommandParser(prog="megasink compare", description=main.__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs")
     parser.add_argument("--x", choices=_AXES, default="step", help="horizontal axis")
     parser.add_argument("--smoothing", type=float, default=0.9, help="EMA factor, 0 to 1")

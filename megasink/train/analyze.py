@@ -14,7 +14,7 @@ from megasink.json_file import read_object
 from megasink.probe import options
 from megasink.probe.analysis import analyze
 from megasink.probe.cli import open_transformers
-from megasink.probe.ranks import Ranks, parse, taking_part
+from megasink.probe.ranks import Ranks, taking_part
 from megasink.probe.sweep import check_sweep, sweep, sweep_parser
 from megasink.process import prepare_process
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     processes that it starts.
     """
     with taking_part() as ranks:
-        args = parse(options.parser(description=main.__doc__), argv, ranks)
+        args = options.parser(description=main.__doc__).parse_args(argv)
         is_ours = is_run(args.model)
         options.check(args, is_run=is_ours)
         _measure(args, is_ours, ranks, analyze)
@@ -44,7 +44,7 @@ def sweep_main(argv: Sequence[str] | None = None) -> int:
     same tokens. Beside it sweep.json, sweep.npz and sweep.png; a sweep that was killed goes on.
     """
     with taking_part() as ranks:
-        args = parse(sweep_parser(sweep_main.__doc__), argv, ranks)
+        args = sweep_parser(sweep_main.__doc__).parse_args(argv)
         is_ours = is_run(args.model)
         check_sweep(args, is_run=is_ours)
         _measure(args, is_ours, ranks, sweep)

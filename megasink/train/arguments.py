@@ -43,20 +43,33 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
     run_dir.set_paths(args)
     pin_vocabulary(args)
     set_gated_unit(args)
-    with _without_argument_list():
-        try:
-            arguments.validate_args(args)
-        except (AssertionError, ValueError, RuntimeError) as error:
-            raise ConfigError([f"Megatron refuses this configuration: {_text(error)}"]) from error
+    with _without_argument_list(), refusals_of_megatron():
+        arguments.validate_args(args)
     if args.match_ffn_width:
         match_ffn_width(args)
     return args, identity
 
 
+@contextlib.contextmanager
+def refusals_of_megatron() -> Iterator[None]:
+    """Whatever is raised while Megatron looks at flags alone is what it has against them.
+
+    Raises:
+        ConfigError: with its message.
+    """
+    try:
+        yield
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError([f"Megatron refuses this configuration: {_text(error)}"]) from error
+
+
 def _text(error: BaseException) -> str:
-    """The message, or, for a bare assertion, the line that it stands on."""
+    """The message on one line, or, for a bare assertion, the line that it stands on."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return str(error) or f"{Path(last.filename).name}:{last.lineno}: {last.line}"
+    place = f"{Path(last.filename).name}:{last.lineno}: {last.line}"
+    return " ".join(str(error).split()) or place
 
 
 @contextlib.contextmanager

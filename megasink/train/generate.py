@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megasink.checkpoint.find import find_checkpoint
+from megasink.command_line import CommandParser
 from megasink.errors import ConfigError, UserError
 from megasink.inference.sampling import Sampling
 from megasink.printable import printable
@@ -23,9 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     The model may have been trained under any layout: it is loaded whole into this process, on the
     GPU where there is one. Several prompts run as one batch. Speed goes to the error stream.
     """
-    parser = argparse.ArgumentParser(
-        prog="megasink generate", description=main.__doc__, allow_abbrev=False
-    )
+    parser = CommandParser(prog="megasink generate", description=main.__doc__)
     parser.add_argument("run", type=Path, help="a run folder, or a checkpoint folder in it")
     parser.add_argument("--prompt", action="append", required=True, help="text; may be repeated")
     parser.add_argument(
@@ -105,6 +104,8 @@ def _sampling(args: argparse.Namespace) -> Sampling:
         problems.append(f"--max-new-tokens {args.max_new_tokens}: generate at least one")
     if not all(args.prompt):
         problems.append("--prompt is empty: give some text to continue")
+    if args.tokenizer is not None and not args.tokenizer.is_dir():
+        problems.append(f"--tokenizer {args.tokenizer} is no folder: nothing is downloaded")
     if problems:
         raise ConfigError(problems)
     return Sampling(args.temperature, args.top_k, args.top_p, args.seed)

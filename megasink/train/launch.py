@@ -1,6 +1,7 @@
 """``megasink train``: start the ranks of this node through torchrun and show how they get on."""
 
 import argparse
+import inspect
 import json
 import math
 import re
@@ -19,9 +20,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from megasink.checkpoint.intact import newest_intact
+from megasink.command_line import Reading
 from megasink.config import RESUME
-from megasink.errors import Stopped, UserError
+from megasink.errors import ConfigError, Stopped, UserError
+from megasink.flags import add_options
 from megasink.printable import say
+from megasink.train import early
 from megasink.train.lease import clear, wait_until_expired
 from megasink.train.ranks import Ranks
 from megasink.train.replay import replayed
@@ -36,29 +40,22 @@ _SMALL = 1 << 16  # bytes: a disk with no more is full
 def main(argv: Sequence[str] | None = None) -> int:
     """Train on this machine: one rank per CUDA device, or gloo ranks on the CPU.
 
-    Any flag of Megatron's pre-training is accepted, and those of megasink; ``--full-help`` lists
-    them all. With ``--resume`` the flags of the run's last start need not be repeated. For several
-    nodes use torchrun, as examples/pretrain_gpt_sink.sh does.
+    Any flag of Megatron's pre-training is accepted, and those of megasink, which are below;
+    --full-help lists them all. With --resume the flags of the run's last start need not be
+    repeated. For several nodes use torchrun, as examples/pretrain_gpt_sink.sh does.
     """
-    parser = argparse.ArgumentParser(
-        prog="megasink train", description=main.__doc__, allow_abbrev=False
-    )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        help="processes to start; default: with --resume as many as the run had, else one per CUDA "
-        "device, else tensor x pipeline x context ranks",
-    )
-    parser.add_argument("--run-dir", help="folder of the run; default: runs/DATE-TIME")
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        const="newest",
-        choices=RESUME,
-        help="go on from the newest whole checkpoint of --run-dir; auto: or start there at step 0",
-    )
-    parser.add_argument("--full-help", action="store_true", help="list every flag and exit")
-    args, flags = parser.parse_known_args(argv)
+    parser = _parser()
+    parser.add_argument("--run-dir")
+    parser.add_argument("--resume", nargs="?", const="newest", choices=RESUME)
+    read = Reading(parser, sys.argv[1:] if argv is None else argv)
+    args, flags = read.namespace, read.unknown
+    if read.problems:
+        raise ConfigError(read.problems)
+    if {"-h", "--help"} & set(flags):
+        parser = _parser()
+        add_options(parser)
+        parser.print_help()
+        parser.exit()
     if args.full_help:
         return subprocess.run(
             [sys.executable, "-m", "megasink.train", "--help"], check=False
@@ -69,21 +66,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Asked here too, so that a refused start leaves nothing in the folder.
     if problem := folder_problem(run_dir, resume=args.resume):
         raise UserError(problem)
-    wait_until_expired(run_dir, say)
+    if args.ranks is not None and args.ranks < 1:
+        raise UserError(f"--ranks {args.ranks}: start at least one process")
     ranks = args.ranks
     if args.resume:
         before = replayed(_flags_of_last_start(run_dir, flags), flags, run_dir)
         flags = [*before, *flags, "--resume", args.resume]
         ranks = _ranks_of_last_start(run_dir, flags) if ranks is None else ranks
-    ranks = _default_ranks(flags) if ranks is None else ranks
-    if ranks < 1:
-        raise UserError(f"--ranks {ranks}: start at least one process")
+    # Here too: the ranks need seconds until they can say it.
+    early.check(["--run-dir", str(run_dir), *flags], ranks)
+    wait_until_expired(run_dir, say)
     if args.resume == "auto" and "--verify-checkpoint" not in flags:
         say(f"run {run_dir}: {_from_where(run_dir)}")
     try:
-        return launch(flags, run_dir, ranks)
+        return launch(flags, run_dir, _default_ranks(flags) if ranks is None else ranks)
     finally:
         clear(run_dir)  # of a rank that was killed
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megasink train",
+        usage="megasink train [--ranks N] [--run-dir FOLDER] FLAGS",
+        description=inspect.cleandoc(main.__doc__ or ""),
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        help="processes to start; default: with --resume as many as the run had, else one per CUDA "
+        "device, else tensor x pipeline x context ranks",
+    )
+    parser.add_argument("--full-help", action="store_true", help="list every flag and exit")
+    return parser
 
 
 def launch(flags: Sequence[str], run_dir: Path, ranks: int) -> int:

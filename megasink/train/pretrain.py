@@ -16,7 +16,7 @@ from typing import Any
 from megasink import platform
 from megasink.errors import Stopped, UserError
 from megasink.process import prepare_process
-from megasink.train import heartbeat, stop
+from megasink.train import early, heartbeat, stop
 from megasink.train.endings import explained, speaks
 from megasink.train.guard import guard
 from megasink.train.stop import Told
@@ -93,6 +93,7 @@ def _run(args: Namespace, store: Any) -> None:
     from megasink.checkpoint.without_code import loading_without_code
     from megasink.compat import mend_signal_handler
     from megasink.report.curves import draw_run
+    from megasink.train.arguments import refusals_of_megatron
     from megasink.train.checkpoint_writer import checkpoint_helpers
     from megasink.train.checks.attention import attention_request
     from megasink.train.dataset import datasets_provider
@@ -112,7 +113,8 @@ def _run(args: Namespace, store: Any) -> None:
         others = "; ".join(f"not {name}: {why}" for name, why in choice.reasons.items())
         print(f"attention: {args.attention_variant} on {choice.name} ({others})", flush=True)
     mend_signal_handler(lambda: Told.signal, stop.all_told)
-    container = pretrain_cfg_container_from_args(args, model_config(args))
+    with refusals_of_megatron():
+        container = pretrain_cfg_container_from_args(args, model_config(args))
     metrics = Path(args.run_dir, "metrics.jsonl") if args.run_dir else None
     live = LiveAnalysis(args) if args.analyze_interval else None
     provider = datasets_provider if live is None else live.listening(datasets_provider)
@@ -149,6 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.simplefilter("ignore")
     code = 0
     try:
+        early.check(argv, int(os.environ.get("WORLD_SIZE", "1")))
         pretrain(argv)
     except Stopped as error:
         code = error.exit_code

@@ -14,7 +14,7 @@ from megasink.checkpoint.intact import checkpoint_path, iterations
 from megasink.errors import UserError
 from megasink.probe import options
 from megasink.probe.analysis import analyze
-from megasink.probe.ranks import Ranks, parse, taking_part
+from megasink.probe.ranks import Ranks, taking_part
 from megasink.report.analysis import read_analysis
 from megasink.report.csv_file import write_csv
 from megasink.report.trace import ROWS, trace_row, write_trace
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     trace.csv and trace.png over all of them.
     """
     with taking_part() as ranks:
-        args = parse(options.parser("megasink trace", main.__doc__), argv, ranks)
+        args = options.parser("megasink trace", main.__doc__).parse_args(argv)
         made = _made_in_training(args.model)
         name = args.name or args.model.resolve().name
         if made and not args.data and args.inputs == ["natural"]:

@@ -179,7 +179,7 @@ REFUSED = {
         [*MOCK, "--head-balance-coef", "1", "--attention-variant", "y"],
         ["unknown: --head-balance-coef 1", "'y' is unknown"],
     ),
-    "no-steps": ([*MOCK, "--train-iters", "0"], ["--train-iters 0: train at least one step"]),
+    "no-steps": ([*MOCK, "--train-iters", "0"], ["--train-iters 0: use 1 or more"]),
     "hidden-by-heads": (
         [*MOCK, "--num-attention-heads", "5"],
         ["--hidden-size 64 is not divisible by --num-attention-heads 5"],
@@ -262,7 +262,6 @@ REFUSED = {
         [*MODEL, "--attention-variant", "x", "--head-balance-coeff", "-1", "--resume"],
         ["'x' is unknown", "-1.0 is negative", "no training data", "no tokenizer", "--run-dir"],
     ),
-    "upstream": ([*MOCK, "--global-batch-size", "3"], ["Megatron refuses this configuration"]),
 }
 ACCEPTED = {
     "tp1": MOCK,

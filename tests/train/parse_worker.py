@@ -1,11 +1,14 @@
 """Parses command lines as a rank does, in a process of its own (the platform is for a process).
 
 Reads a JSON list of flag lists from standard input; writes a JSON list of
-{"problems": [...]} or {"args": {...}}.
+{"problems": [...]} or {"args": {...}}, and last the table of Megatron's flags and
+{"help": what --help prints}.
 """
 
 import contextlib
+import io
 import json
+import os
 import sys
 
 from megasink.errors import ConfigError
@@ -21,8 +24,21 @@ KEEP = (
 
 def main() -> None:
     prepare_process([])
-    from megasink.train import arguments
+    with contextlib.redirect_stdout(sys.stderr):
+        from megatron.training.argument_utils import ArgumentGroupFactory
 
+        from megasink.train import arguments, flag_table
+
+        # A default of Megatron's is the world size.
+        ranks = os.environ.pop("WORLD_SIZE")
+        table = flag_table.make_table()
+        os.environ["WORLD_SIZE"] = ranks
+    # Most of the time of a parse; the texts are the same each time.
+    texts = ArgumentGroupFactory._get_field_docstrings
+    known: dict[type, dict[str, str]] = {}
+    ArgumentGroupFactory._get_field_docstrings = lambda self, options: (
+        known.get(options) or known.setdefault(options, texts(self, options))
+    )
     answers = []
     for argv in json.load(sys.stdin):
         try:
@@ -31,7 +47,10 @@ def main() -> None:
             answers.append({"args": {name: getattr(args, name) for name in KEEP}})
         except ConfigError as error:
             answers.append({"problems": error.problems})
-    json.dump(answers, sys.stdout)
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+        arguments.parse(["--help"])
+    json.dump([*answers, table, {"help": shown.getvalue()}], sys.stdout)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,14 @@ import pytest
 from megasink.data.corpus import Corpus
 from megasink.data.preprocess import preprocess
 from megasink.data.tokenizer import train_tokenizer
-from tests.train import command_lines, mechanism_lines, observing_lines
+from megasink.errors import ConfigError
+from megasink.train import early, flag_table
+from megasink.train.checks import data as checks_of_data
+from tests.documented import train_lines
+from tests.train import command_lines, mechanism_lines, observing_lines, shape_lines
 from tests.train.command_lines import MOCK, MODEL
 
-_TABLES = (command_lines, mechanism_lines, observing_lines)
+_TABLES = (command_lines, mechanism_lines, observing_lines, shape_lines)
 REFUSED = {name: case for table in _TABLES for name, case in table.REFUSED.items()}
 ACCEPTED = {name: case for table in _TABLES for name, case in table.ACCEPTED.items()}
 
@@ -31,6 +35,10 @@ def files(tmp_path_factory):
         train_tokenizer(Corpus([str(folder / f"{name}.txt")]), 400, folder / f"tokenizer-{name}")
     corpus = Corpus([str(folder / "a.txt")])
     preprocess(corpus, folder / "text", folder / "tokenizer-a", workers=1)
+    lines = (json.dumps({"text": f"text {i}"}) for i in range(2000))
+    (folder / "many.jsonl").write_text("\n".join(lines))
+    many = Corpus([str(folder / "many.jsonl")])
+    preprocess(many, folder / "many", folder / "tokenizer-a", workers=1)
     return folder
 
 
@@ -51,6 +59,12 @@ def answers(files):
     refused["broken-index"] = [*MODEL, *broken]
     text = [*MODEL, *own, str(files / "tokenizer-a"), "--split", "1,0,0"]
     accepted = ACCEPTED | {"text": text}
+    documented = train_lines(files / "many", files / "tokenizer-a")
+    for place, (flags, _) in documented.items():
+        if "--load" in flags:  # no checkpoint is there
+            at = flags.index("--load")
+            del flags[at : at + 2]
+        accepted[place] = flags
     refused["unsupported"] = [*MOCK, *UNSUPPORTED]
     cases = {**refused, **accepted}
     result = subprocess.run(
@@ -58,13 +72,15 @@ def answers(files):
         input=json.dumps(list(cases.values())),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         # Megatron reads the world size from the environment.
         env={**os.environ, "WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0"},
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    return dict(zip(cases, json.loads(result.stdout), strict=True))
+    assert result.stdout.startswith("["), result.stdout[:500]
+    *told, table, shown = json.loads(result.stdout)
+    return {**dict(zip(cases, told, strict=True)), "": table | shown}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -74,6 +90,43 @@ def test_refused_with_every_reason(answers, name):
     for phrase in REFUSED[name][1]:
         assert phrase in text
     assert all("\n" not in problem for problem in problems)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_nothing_is_refused_early_that_a_rank_would_accept(answers, name):
+    told: list[str] = []
+    try:
+        early.check(REFUSED[name][0], 4)
+    except ConfigError as error:
+        told = error.problems
+    assert set(told) <= set(answers[name]["problems"])
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_is_accepted_passes_early(name):
+    early.check(ACCEPTED[name], 4)
+
+
+def test_the_table_of_flags_is_that_of_megatron(answers):
+    assert flag_table.read_table() == answers[""]["flags"], (
+        "python -m megasink.train.flag_table makes it anew"
+    )
+
+
+def test_the_help_of_every_flag_is_shown(answers):
+    """One of Megatron's texts holds a bare %."""
+    for entry in answers[""]["flags"]:
+        assert entry["names"][0] in answers[""]["help"]
+    assert "--attention-variant" in answers[""]["help"]
+
+
+def test_a_table_of_other_sources_refuses_nothing(monkeypatch, tmp_path):
+    table = json.loads(flag_table.TABLE.read_text())
+    table["files"] = dict.fromkeys(table["files"], "0")
+    (tmp_path / "flags.json").write_text(json.dumps(table))
+    monkeypatch.setattr(flag_table, "TABLE", tmp_path / "flags.json")
+    assert flag_table.read_table() is None
+    early.check(["--no-such-flag"], None)
 
 
 def test_many_problems_are_one_message(answers):
@@ -94,7 +147,19 @@ def test_a_vocabulary_larger_than_the_embedding_is_refused(answers):
 def test_a_part_of_the_split_without_a_document_is_refused(answers):
     """Megatron would count its epochs for ever."""
     (problem,) = answers["empty-part"]["problems"]
-    assert "--split 969,30,1 gives the validation and the test part none of the 1 doc" in problem
+    assert "--split 969,30,1 (Megatron's default) gives the validation and the test part" in problem
+    assert problem.endswith("and 0 to the others, such as --split 1,0,0")
+
+
+@pytest.mark.parametrize(
+    ("documents", "split"), [(1, "1,0,0"), (2, "70,30,0"), (3, "80,20,0"), (12, "95,5,0")]
+)
+def test_the_split_that_is_proposed_gives_both_parts_a_document(documents, split):
+    proposed = checks_of_data._split_that_fits(documents)
+    assert proposed == split
+    train, valid, test = (int(part) for part in proposed.split(","))
+    assert round(train / (train + valid) * documents) in range(1, documents + (valid == 0))
+    assert test == 0
 
 
 def test_a_broken_index_is_refused(answers):
@@ -105,6 +170,13 @@ def test_a_broken_index_is_refused(answers):
 @pytest.mark.parametrize("name", [*ACCEPTED, "text"])
 def test_accepted(answers, name):
     assert "problems" not in answers[name]
+
+
+def test_the_lines_of_the_documentation_are_accepted(answers):
+    places = [name for name in answers if ".md:" in name]
+    assert len(places) >= 9
+    for place in places:
+        assert "problems" not in answers[place], place
 
 
 def test_defaults_of_the_cpu_platform(answers):

@@ -148,10 +148,9 @@ SMALL = [
     "2",
     "--eval-iters",
     "1",
-    "--lr-warmup-iters",
-    "0",
+    "--save-interval",
+    "2",
 ]
-SMALL += ["--lr-wsd-decay-iters", "1", "--save-interval", "2"]
 
 
 @pytest.mark.parametrize("starter", ["torchrun", "bash"])

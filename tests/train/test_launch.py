@@ -1,15 +1,22 @@
 """What the launcher works out by itself."""
 
+import argparse
+import dataclasses
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from megasink.config import OPTIONS
 from megasink.errors import UserError
+from megasink.flags import escaped
 from megasink.train import launch
 from megasink.train.lease import Lease
 from megasink.train.tail import NewLines
+from tests.train.command_lines import MOCK
 
 
 def test_ranks_follow_the_layout():
@@ -137,12 +144,42 @@ def test_a_refused_start_leaves_the_folder_as_it_was(make, tmp_path):
     elif make == "nothing":
         flags = ["--resume"]
     else:
-        run_dir = Path("/proc/run")
+        run_dir, flags = Path("/proc/run"), MOCK
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError, match="run") as error:
         launch.main(["--run-dir", str(run_dir), "--cpu", *flags])
     assert len(str(error.value).splitlines()) == 1
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_help_lists_our_own_flags_with_their_defaults(capsys):
+    with pytest.raises(SystemExit) as stop:
+        launch.main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for options in OPTIONS:
+        for field in dataclasses.fields(options):
+            assert f"  --{field.name.replace('_', '-')} " in text.replace("\n", " \n")
+    assert "Default: sink." in text
+    assert "--ranks" in text
+
+
+@pytest.mark.parametrize("text", ["50%", "100% of 5% d", "%)", "%(default)s of 3%", "%%", "5 %s"])
+def test_a_help_text_may_hold_a_percent_sign(text):
+    parser = argparse.ArgumentParser(prog="x")
+    parser.add_argument("--a", default=7, help=escaped(text))
+    shown = parser.format_help().replace("\n", " ")
+    assert text.replace("%(default)s", "7").replace("%%", "%") in shown
+
+
+def test_a_refused_flag_costs_no_import_of_megatron():
+    program = (
+        "import sys, megasink.cli as c; code = c.main(['train', '--run-dir', 'nowhere', '--lr']);"
+        "print(code, sorted({'torch', 'megatron', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "2 []\n"
+    assert "--lr needs a value" in done.stderr
 
 
 def log(folder, rank, text):

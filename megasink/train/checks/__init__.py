@@ -5,27 +5,31 @@ A file for each subject, each with ``problems(args)``: a sentence for everything
 
 from argparse import Namespace
 
+from megasink.command_line import with_help
 from megasink.train import run_dir
 from megasink.train.checks import (
-    attention,
     balance,
     blocks,
     checkpoints,
     context_parallel,
     data,
-    data_files,
-    device,
     experts,
     gates,
+    layout,
+    model,
     observing,
     positions,
+    required,
     schedule,
     similarity,
     unsupported,
 )
 
-_SUBJECTS = (
-    attention,
+# None of them imports torch or Megatron.
+_EARLY = (
+    required,
+    model,
+    layout,
     similarity,
     gates,
     positions,
@@ -37,22 +41,29 @@ _SUBJECTS = (
     checkpoints,
     schedule,
     observing,
-    device,
-    data,
-    data_files,
 )
+
+
+def early_problems(args: Namespace) -> list[str]:
+    """What is wrong whatever the device and the files hold, a sentence each."""
+    return [*_of_flags(args), *data.missing(args)]
 
 
 def problems(args: Namespace) -> list[str]:
     """Everything wrong with parsed arguments, a sentence each. Reads files, builds nothing."""
-    found: list[str] = []
-    if args.unknown_flags:
-        found.append(
-            f"unknown: {' '.join(args.unknown_flags)} (megasink train --full-help lists every flag)"
-        )
-    for subject in _SUBJECTS:
+    from megasink.train.checks import attention, data_files, device
+
+    found = _of_flags(args)
+    for subject in (attention, device, data, data_files):
         found += subject.problems(args)
     # The others would see what rank 0 has just written; torchrun ends them when rank 0 refuses.
     if args.rank == 0:
         found += run_dir.problems(args)
+    return found
+
+
+def _of_flags(args: Namespace) -> list[str]:
+    found = with_help(args.flag_problems, "megasink train --full-help lists every flag")
+    for subject in _EARLY:
+        found += subject.problems(args)
     return found

@@ -1,4 +1,4 @@
-"""What a command line gets wrong about attention."""
+"""What a command line asks of attention kernels."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -18,56 +18,21 @@ _GATED = ("sink", "k-bias", "kv-bias")  # slots whose gradient needs the kernel'
 
 
 def problems(args: Namespace) -> list[str]:
-    """A sentence for each."""
-    found = []
-    if args.train_iters is not None and args.train_iters < 1:
-        found.append(f"--train-iters {args.train_iters}: train at least one step")
-    window = args.window_size
-    if window is not None and (len(window) != 2 or window[1] != 0):
-        found.append(
-            f"--window-size {','.join(map(str, window))}: give LEFT,0, the tokens before the token "
-            "itself and none after it"
-        )
-    variant = args.attention_variant
-    if variant not in get_args(Variant):
-        found.append(
-            f"--attention-variant {variant!r} is unknown: choose {', '.join(get_args(Variant))}"
-        )
-    if getattr(args, "softmax_type", "vanilla") != "vanilla":
-        found.append(
-            f"--softmax-type {args.softmax_type}: say it with --attention-variant "
-            "(sink is Megatron's 'learnable')"
-        )
-    backend = getattr(args.attention_backend, "name", args.attention_backend)
-    if backend != "auto":
-        found.append(
-            f"--attention-backend {backend} chooses among Megatron's kernels, which drop the "
-            "sink's or the gate's gradient: use --attention-kernel"
-        )
-    heads, tensor_parallel = args.num_attention_heads, args.tensor_model_parallel_size
-    if heads and heads % tensor_parallel:
-        found.append(
-            f"--num-attention-heads {heads} is not divisible by "
-            f"--tensor-model-parallel-size {tensor_parallel}"
-        )
-    if heads and args.hidden_size and not args.kv_channels and args.hidden_size % heads:
-        found.append(
-            f"--hidden-size {args.hidden_size} is not divisible by --num-attention-heads {heads}: "
-            "change one, or give --kv-channels"
-        )
-    if args.fp16 and args.bf16:
-        found.append("--fp16 and --bf16: choose one")
-    if heads and args.hidden_size:
-        request = attention_request(args)
-        if variant not in get_args(Variant):
-            request = replace(request, variant="sink")  # what else is wrong is worth knowing
-        # Another similarity has a computation of its own, and its own sentence about kernels.
-        softmax = args.attention_similarity == "softmax"
-        try:
-            choose_backend(request, args.attention_kernel if softmax else "eager")
-        except ConfigError as error:
-            found += error.problems
-    return found
+    """A sentence for each kernel that was asked for and cannot run, or that nothing can run."""
+    heads = args.num_attention_heads
+    # Without a shape, which others ask for, there is no call to ask a kernel about.
+    if not heads or heads < 1 or not (args.hidden_size or args.kv_channels):
+        return []
+    request = attention_request(args)
+    if args.attention_variant not in get_args(Variant):
+        request = replace(request, variant="sink")  # what else is wrong is worth knowing
+    # Another similarity has a computation of its own, and its own sentence about kernels.
+    softmax = args.attention_similarity == "softmax"
+    try:
+        choose_backend(request, args.attention_kernel if softmax else "eager")
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def attention_request(args: Namespace) -> AttentionRequest:

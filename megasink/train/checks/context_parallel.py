@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from megasink.layers.context_parallel import COMM_TYPES
+from megasink.config import COMM_TYPES
 
 
 def problems(args: Namespace) -> list[str]:

@@ -14,32 +14,52 @@ _DEFAULT_SPLIT = "969,30,1"  # Megatron's (arguments.py:651), set after these ch
 
 def problems(args: Namespace) -> list[str]:
     """Everything wrong with the data of parsed arguments, a sentence each."""
+    found = missing(args)
+    for prefix in args.data_path or []:
+        if not _is_weight(prefix) and not _missing_files(prefix):
+            found += _empty_parts(prefix, args.split)
+    folder = args.tokenizer_model
+    if args.tokenizer_type == "HuggingFaceTokenizer" and folder and Path(folder).is_dir():
+        found += _vocabulary(args)
+    return found
+
+
+def missing(args: Namespace) -> list[str]:
+    """Data and tokenizers that are not named, or not there."""
     found = []
     given = args.data_path or args.train_data_path or args.data_args_path
     given = given or args.per_split_data_args_path
     if not given and not args.mock_data:
         found.append("no training data: give --data-path PREFIX (made by tools/preprocess_data.py)")
-    for prefix in args.data_path or []:
-        if not _is_weight(prefix):
-            missing = [s for s in (".bin", ".idx") if not Path(prefix + s).is_file()]
-            if missing:
-                found.append(
-                    f"--data-path {prefix}: {' and '.join(prefix + s for s in missing)} not found"
-                )
-            else:
-                found += _empty_parts(prefix, args.split or _DEFAULT_SPLIT)
+    apart = args.train_data_path or args.valid_data_path or args.test_data_path
+    sources = {
+        "--mock-data": args.mock_data,
+        "--data-path": args.data_path,
+        "--train-data-path, --valid-data-path and --test-data-path": apart,
+    }
+    if sum(map(bool, sources.values())) > 1:
+        found.append(f"{' and '.join(flag for flag, so in sources.items() if so)}: choose one")
+    prefixes = [("--data-path", prefix) for prefix in args.data_path or []]
+    for kind in ("train", "valid", "test"):
+        flag = f"{kind}_data_path"
+        prefixes += [(f"--{kind}-data-path", prefix) for prefix in getattr(args, flag) or []]
+    for flag, prefix in prefixes:
+        if not _is_weight(prefix) and (absent := _missing_files(prefix)):
+            found.append(f"{flag} {prefix}: {' and '.join(absent)} not found")
     folder = args.tokenizer_model
     if args.tokenizer_type == "HuggingFaceTokenizer":
         if not folder:
             found.append("no tokenizer: give --tokenizer-model FOLDER (a Hugging Face folder)")
         elif not Path(folder).is_dir():
             found.append(f"--tokenizer-model {folder}: no such folder")
-        else:
-            found += _vocabulary(args)
     return found
 
 
-def _empty_parts(prefix: str, split: str) -> list[str]:
+def _missing_files(prefix: str) -> list[str]:
+    return [prefix + s for s in (".bin", ".idx") if not Path(prefix + s).is_file()]
+
+
+def _empty_parts(prefix: str, given: str | None) -> list[str]:
     """Parts of a split that get no document: Megatron counts epochs over them without an end.
 
     gpt_dataset.py:694 adds the tokens of one epoch, here 0, until there are enough.
@@ -55,6 +75,7 @@ def _empty_parts(prefix: str, split: str) -> list[str]:
     if lengths is None:
         return []  # `data_files` says what is wrong
     documents = len(lengths)
+    split = given or _DEFAULT_SPLIT
     try:
         parts = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     except (AssertionError, ValueError, ZeroDivisionError):
@@ -67,10 +88,20 @@ def _empty_parts(prefix: str, split: str) -> list[str]:
     ]
     if not empty:
         return []
+    whose = "" if given else " (Megatron's default)"
     return [
-        f"--split {split} gives the {' and the '.join(empty)} part none of the {documents} "
-        f"documents of {prefix}: give each part that you want at least one, and 0 to the others"
+        f"--split {split}{whose} gives the {' and the '.join(empty)} part none of the {documents} "
+        f"documents of {prefix}: give each part that you want at least one, and 0 to the others, "
+        f"such as --split {_split_that_fits(documents)}"
     ]
+
+
+def _split_that_fits(documents: int) -> str:
+    """The smallest share for validation that holds a document; one document is for training."""
+    for percent in (1, 5, 10, 20, 30, 50):
+        if 0 < round((100 - percent) / 100 * documents) < documents:
+            return f"{100 - percent},{percent},0"
+    return "1,0,0"
 
 
 def _vocabulary(args: Namespace) -> list[str]:

@@ -24,7 +24,11 @@ def problems(args: Namespace) -> list[str]:
 def _experts(args: Namespace) -> list[str]:
     found: list[str] = []
     if not args.num_experts:
-        return found
+        return [
+            f"--{name.replace('_', '-')} without --num-experts: drop it, or give them"
+            for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
+            if getattr(args, name) is not None
+        ]
     tensor, expert = args.tensor_model_parallel_size, args.expert_model_parallel_size
     if args.num_experts % expert:
         found.append(
@@ -62,6 +66,34 @@ def _experts(args: Namespace) -> list[str]:
 def _recompute(args: Namespace) -> list[str]:
     found = []
     modules = args.recompute_modules or []
+    granularity, method, count = (
+        "selective" if args.recompute_activations else args.recompute_granularity,
+        args.recompute_method,
+        args.recompute_num_layers,
+    )
+    wrong = {
+        "--recompute-granularity full needs --recompute-method (uniform or block)": (
+            granularity == "full" and method is None
+        ),
+        "--recompute-granularity full needs --recompute-num-layers": (
+            granularity == "full" and count is None
+        ),
+        "--recompute-method goes with --recompute-granularity full": (
+            granularity != "full" and method is not None
+        ),
+        "--recompute-num-layers goes with --recompute-granularity full": (
+            granularity != "full" and count is not None
+        ),
+        "--distribute-saved-activations needs --recompute-granularity full and tensor-parallel "
+        "ranks": (
+            args.distribute_saved_activations
+            and (granularity != "full" or args.tensor_model_parallel_size == 1)
+        ),
+        "--distribute-saved-activations with --sequence-parallel: drop one of the two": (
+            args.distribute_saved_activations and args.sequence_parallel
+        ),
+    }
+    found += [text for text, is_so in wrong.items() if is_so]
     if not have_transformer_engine():
         found += [
             f"--recompute-modules {name} needs TransformerEngine, which is not installed: "

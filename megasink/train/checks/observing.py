@@ -1,5 +1,6 @@
 """What a command line gets wrong about what is watched while a run trains."""
 
+import importlib.util
 from argparse import Namespace
 
 # attention sinks are counted over so many tokens: megasink/layers/sink_rate.py.
@@ -16,9 +17,29 @@ def problems(args: Namespace) -> list[str]:
     nats = args.stop_on_divergence
     if nats is not None and not nats > 0:
         found.append(f"--stop-on-divergence {nats:g}: use a rise above 0, such as 1 nat")
+    found += _wandb(args)
     if args.log_sink_rate:
         found += _sink_rate(args)
     return found + (_analysis(args) if args.analyze_interval else [])
+
+
+def _wandb(args: Namespace) -> list[str]:
+    """What the last rank would find when it opens W&B."""
+    if not args.wandb_project:
+        given = [name for name in ("entity", "exp_name") if getattr(args, f"wandb_{name}")]
+        return [
+            f"--wandb-{name.replace('_', '-')} without --wandb-project logs nothing: add it"
+            for name in given
+        ]
+    found = []
+    if not args.wandb_exp_name:
+        found.append(f"--wandb-project {args.wandb_project} needs --wandb-exp-name")
+    if importlib.util.find_spec("wandb") is None:
+        found.append(
+            f"--wandb-project {args.wandb_project}: wandb is not installed: pip install wandb, or "
+            "drop the flag (TensorBoard is written in any case)"
+        )
+    return found
 
 
 def _analysis(args: Namespace) -> list[str]:

@@ -90,7 +90,6 @@ _UNSUPPORTED: tuple[tuple[str, Any, str, str], ...] = (
     ("init_model_with_meta_device", False, "--init-model-with-meta-device", "not supported"),
     ("flash_decode", False, "--flash-decode", "it passes by core attention and its window"),
     ("spec", None, "--spec", "megasink brings its own layer spec"),
-    ("yaml_cfg", None, "--yaml-cfg", "give flags instead"),
 )
 
 

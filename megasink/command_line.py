@@ -1,0 +1,205 @@
+"""What every command says about flags that argparse refuses: one sentence each, all at once.
+
+argparse stops at the first wrong flag, prints its usage and never says which name was meant. Here
+the others are read as well, an unknown name is answered with the nearest known one, and the
+message is an error like every other of megasink: no usage, exit code 2.
+"""
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from megasink.errors import ConfigError
+
+_NUMBERS = {"int": "a whole number", "float": "a number"}
+# As argparse's own, which does not know exponents: -1e-4 would be taken for a flag.
+_NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """`argparse.ArgumentParser` whose `parse_args` raises a ConfigError with every problem."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **kwargs})
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """As argparse's.
+
+        Raises:
+            ConfigError: everything wrong with the flags, a sentence each.
+        """
+        read = Reading(self, sys.argv[1:] if args is None else args)
+        problems = [*read.problems, *(unknown_flags(self, read.unknown))]
+        if problems:
+            raise ConfigError(with_help(problems, f"{self.prog} --help"))
+        return read.namespace
+
+
+class _RefusedError(Exception):
+    """What argparse hands to `ArgumentParser.error`."""
+
+
+class Reading:
+    """A command line as a parser reads it when each flag that it refuses is left out.
+
+    Attributes:
+        namespace: the values; incomplete where there are problems.
+        unknown: flags and words that the parser does not know, in order.
+        problems: a sentence for each flag that was refused.
+        refused: the dests of these flags: they were given, so nobody need ask for them.
+    """
+
+    def __init__(self, parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+        self.namespace = argparse.Namespace()
+        self.unknown: list[str] = []
+        self.problems: list[str] = []
+        self.refused: set[str] = set()
+        parser.exit_on_error = False
+        parser.error = _refuse  # type: ignore[method-assign]
+        parser._negative_number_matcher = _NEGATIVE
+        left = list(argv)
+        while not self._read(parser, left):
+            pass
+
+    def _read(self, parser: argparse.ArgumentParser, argv: list[str]) -> bool:
+        """Read what is left, or take out of it what is refused; whether it was read."""
+        try:
+            # The class's own method: an instance's may be one that calls this.
+            self.namespace, self.unknown = type(parser).parse_known_args(parser, argv)
+        except argparse.ArgumentError as error:
+            names = set((error.argument_name or "").split("/"))
+            left = _without(argv, names)
+            self.problems.append(_sentence(parser, error))
+            if len(left) == len(argv):  # a positional argument, or no argument's fault alone
+                self.unknown = _unknown_in(parser, argv)
+                return True
+            self.refused |= {parser._option_string_actions[name].dest for name in names}
+            argv[:] = left
+            return False
+        except _RefusedError as error:
+            self.unknown = _unknown_in(parser, argv)
+            self._missing(parser, str(error))
+        return True
+
+    def _missing(self, parser: argparse.ArgumentParser, message: str) -> None:
+        """Required flags, but for those that are there and refused, or misspelt."""
+        _, separator, names = message.partition("are required: ")
+        if not separator:
+            self.problems.append(_of_several(message))
+            return
+        meant = {nearest(word, parser._option_string_actions) for word in self.unknown}
+        known = parser._option_string_actions
+        missing = [
+            name
+            for name in names.split(", ")
+            if not (name in known and known[name].dest in self.refused)
+            and not meant & set(name.split("/"))
+        ]
+        if missing:
+            self.problems.append(f"missing: {', '.join(missing)}")
+
+
+def nearest(word: str, names: Iterable[str]) -> str | None:
+    """The name that a misspelt one was meant for; None where none is near."""
+    dashes = re.match(r"[-–—]*", word)
+    assert dashes is not None
+    bare = word[dashes.end() :].partition("=")[0]
+    plain = ("--" if dashes.end() else "") + bare.replace("_", "-").lower()
+    found = difflib.get_close_matches(plain, list(names), n=1, cutoff=0.75)
+    return found[0] if found else None
+
+
+def unknown_name(what: str, value: str, names: Iterable[str]) -> str:
+    """The sentence for a value that is not one of a few names."""
+    names = list(names)
+    meant = nearest(value, names)
+    hint = f" (did you mean {meant}?)" if meant else ""
+    return f"{what} {value!r} is unknown: choose {', '.join(names)}{hint}"
+
+
+def unknown_flags(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> list[str]:
+    """A sentence for each unknown flag, with the words behind it and the flag that was meant."""
+    groups: list[list[str]] = []
+    for word in unknown:
+        if groups and not _is_flag(word):
+            groups[-1].append(word)
+        else:
+            groups.append([word])
+    known = [name for name in parser._option_string_actions if name.startswith("--")]
+    found = []
+    for group in groups:
+        meant = nearest(group[0], known) if _is_flag(group[0]) else None
+        hint = f": did you mean {meant}?" if meant else ""
+        found.append(f"unknown: {' '.join(group)}{hint}")
+    return found
+
+
+def with_help(problems: Iterable[str], command: str) -> list[str]:
+    """Problems of flags, with where they are listed beside those that name no other one."""
+    return [
+        problem if "did you mean" in problem or ": choose " in problem else f"{problem} ({command})"
+        for problem in problems
+    ]
+
+
+def _refuse(message: str) -> NoReturn:
+    raise _RefusedError(message)
+
+
+def _is_flag(word: str) -> bool:
+    return len(word) > 1 and word[0] in "-–—" and not _NEGATIVE.match(word)
+
+
+def _unknown_in(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
+    """The unknown flags of a command line that could not be read to its end."""
+    known = parser._option_string_actions
+    return [word for word in argv if _is_flag(word) and word.partition("=")[0] not in known]
+
+
+def _without(argv: Sequence[str], names: set[str]) -> list[str]:
+    """A command line without some flags and the values behind them."""
+    left: list[str] = []
+    dropping = False
+    for word in argv:
+        if _is_flag(word):
+            dropping = word.partition("=")[0] in names
+            if dropping:
+                continue
+        if not dropping:
+            left.append(word)
+    return left
+
+
+def _sentence(parser: argparse.ArgumentParser, error: argparse.ArgumentError) -> str:
+    """argparse's message in the words of the other errors of megasink."""
+    name, message = error.argument_name, error.message
+    if name is None:
+        return _of_several(message)
+    name = name.split("/")[0]
+    if wrong := re.fullmatch(r"invalid (\w+) value: (.*)", message, re.S):
+        kind, value = wrong.groups()
+        action = parser._option_string_actions.get(name)
+        if action is not None and action.choices is not None and kind not in _NUMBERS:
+            names = [getattr(choice, "name", str(choice)) for choice in action.choices]
+            return unknown_name(name, value.strip("'"), names)
+        return f"{name} {value}: give {_NUMBERS.get(kind, 'another value')}"
+    if wrong := re.fullmatch(r"invalid choice: (.*) \(choose from (.*)\)", message, re.S):
+        value, names = wrong.group(1).strip("'"), wrong.group(2).replace("'", "").split(", ")
+        return unknown_name(name, value, names)
+    if message == "expected one argument":
+        return f"{name} needs a value (one that begins with a dash is written {name}=VALUE)"
+    if message == "expected at least one argument":
+        return f"{name} needs at least one value"
+    if other := re.fullmatch(r"not allowed with argument (.*)", message):
+        return f"{name} and {other.group(1)}: choose one"
+    return f"{name}: {message}"
+
+
+def _of_several(message: str) -> str:
+    """argparse's message about no argument alone."""
+    if others := re.fullmatch(r"one of the arguments (.*) is required", message):
+        return f"missing: {' or '.join(others.group(1).split())}"
+    return message

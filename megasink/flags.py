@@ -1,0 +1,56 @@
+"""The dataclasses of config.py as flags of an argparse parser, without Megatron.
+
+Field ``softmax_offset_init`` becomes ``--softmax-offset-init``, and the string below it its help,
+as Megatron's ArgumentGroupFactory makes flags of its own dataclasses: that one cannot be had
+without importing all of Megatron.
+"""
+
+import argparse
+import ast
+import inspect
+import itertools
+import re
+from dataclasses import fields
+from functools import cache
+from typing import Any, get_args, get_type_hints
+
+from megasink.config import OPTIONS
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add a group of flags for each dataclass of OPTIONS."""
+    for options in OPTIONS:
+        group = parser.add_argument_group(
+            f"megasink: {options.__name__}", escaped(inspect.cleandoc(options.__doc__ or ""))
+        )
+        texts, kinds = _texts(options), get_type_hints(options)
+        for field in fields(options):
+            flag, text = "--" + field.name.replace("_", "-"), escaped(texts[field.name])
+            kind, meta = kinds[field.name], field.metadata.get("argparse_meta", {})
+            if kind is bool and not meta:
+                group.add_argument(flag, action="store_true", help=text)
+                continue
+            # float | None is a float that may be absent.
+            kind = next((k for k in (kind, *get_args(kind)) if k in (int, float)), str)
+            shown = "" if field.default in (None, False) else " Default: %(default)s."
+            given = {"type": kind, "default": field.default, "help": text + shown}
+            group.add_argument(flag, **(given | meta))
+
+
+def escaped(text: str) -> str:
+    """A help text in which argparse finds nothing to fill in but its own %(names)s."""
+    return re.sub(r"%(?!\(\w+\)[sdrf])%?", "%%", text)
+
+
+@cache
+def _texts(options: type) -> dict[str, str]:
+    """{field: the string below it} of a dataclass."""
+    (tree,) = ast.parse(inspect.getsource(options)).body
+    assert isinstance(tree, ast.ClassDef)
+    found: dict[str, Any] = {}
+    for field, text in itertools.pairwise(tree.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            assert isinstance(field.target, ast.Name)
+            assert isinstance(text.value, ast.Constant)
+            found[field.target.id] = " ".join(str(text.value.value).split())
+    return found

@@ -1,0 +1,91 @@
+"""What a command line leaves out, flags that are gone, and numbers that are none."""
+
+import math
+from argparse import Namespace
+
+_ALWAYS = (
+    ("num_layers", "encoder_num_layers"),
+    ("hidden_size",),
+    ("num_attention_heads",),
+    ("seq_length", "encoder_seq_length"),
+    ("max_position_embeddings",),
+    ("micro_batch_size",),
+)
+_OF_TRAINING = (("train_iters", "train_samples"), ("lr",))
+_POSITIVE = """
+    num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size
+    kv_channels num_query_groups micro_batch_size global_batch_size train_samples
+    tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size
+    train_iters log_interval eval_interval save_interval save_retain_interval exit_interval
+    num_dataset_builder_threads make_vocab_size_divisible_by vocab_size padded_vocab_size
+    eval_micro_batch_size eval_global_batch_size num_experts
+""".split()
+_NOT_NEGATIVE = """
+    lr min_lr weight_decay clip_grad eval_iters num_workers lr_warmup_iters lr_warmup_samples
+    lr_warmup_init lr_wsd_decay_iters lr_wsd_decay_samples init_method_std seed
+""".split()
+_FRACTIONS = ("attention_dropout", "hidden_dropout")
+# Megatron's own of earlier years, and what is said today.
+_GONE = {
+    "batch_size": "--micro-batch-size",
+    "warmup": "--lr-warmup-fraction",
+    "model_parallel_size": "--tensor-model-parallel-size",
+    "checkpoint_activations": "--recompute-activations",
+}
+
+
+def problems(args: Namespace) -> list[str]:
+    """A sentence for each."""
+    return [*_missing(args), *_gone(args), *_numbers(args)]
+
+
+def _missing(args: Namespace) -> list[str]:
+    wanted = _ALWAYS if args.skip_train else (*_ALWAYS, *_OF_TRAINING)
+    missing = [
+        " or ".join(_flag(name) for name in names if not name.startswith("encoder_"))
+        for names in wanted
+        if all(getattr(args, name) is None for name in names)
+        and not args.refused_flags.intersection(names)
+    ]
+    return [f"missing: {', '.join(missing)}"] if missing else []
+
+
+def _gone(args: Namespace) -> list[str]:
+    found = [
+        f"{_flag(name)} is no longer valid: use {instead}"
+        for name, instead in _GONE.items()
+        if getattr(args, name)
+    ]
+    if not args.add_position_embedding and args.position_embedding_type != "rope":
+        found.append("--no-position-embedding is no longer valid: use --position-embedding-type")
+    for ours, old in (
+        ("num_layers", "encoder_num_layers"),
+        ("seq_length", "encoder_seq_length"),
+        ("data_path", "data_args_path"),
+    ):
+        if getattr(args, ours) is not None and getattr(args, old) is not None:
+            found.append(f"{_flag(ours)} and {_flag(old)}: choose one")
+    return found
+
+
+def _numbers(args: Namespace) -> list[str]:
+    found = []
+    for name, value in vars(args).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            found.append(f"{_flag(name)} {value}: give a finite number")
+        elif name in _POSITIVE and value is not None and value < 1 and not _is_off(name, value):
+            found.append(f"{_flag(name)} {value}: use 1 or more")
+        elif name in _NOT_NEGATIVE and value is not None and value < 0:
+            found.append(f"{_flag(name)} {value} is negative: use 0 or more")
+        elif name in _FRACTIONS and not 0 <= value < 1:
+            found.append(f"{_flag(name)} {value}: use 0 or more, and less than 1")
+    return found
+
+
+def _is_off(name: str, value: float) -> bool:
+    """num_experts 0 is a dense model to Megatron."""
+    return name == "num_experts" and value == 0
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

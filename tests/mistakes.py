@@ -1,0 +1,192 @@
+"""Mistakes of a command line, of all commands: the table of test_mistakes.py.
+
+name -> (command line, what the answer must hold). ``{0}`` is the folder of the fixture `root`.
+"""
+
+DATA = "data {0}/text.txt --output {0}/new/text --tokenizer {0}/llama"
+TRAIN = (
+    "train --cpu --run-dir {0}/new/run --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
+    "--seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --train-iters 4 --lr 1e-3 "
+    "--data-path {0}/tokens --tokenizer-model {0}/llama"
+)
+ANALYZE = "analyze {0}/llama --data {0}/text.txt --output {0}/new/out --device cpu --seq-length 24"
+
+MISTAKES = {
+    # The command itself.
+    "no-command": ("", "give a command: demo, data, train"),
+    "misspelt-command": ("trian --lr 1", "the command 'trian' is unknown", "did you mean train?"),
+    "underscores-in-command": ("convert_to_hf a b", "did you mean convert-to-hf?"),
+    "flags-before-command": ("--run-dir x train", "unknown: --run-dir"),
+    # train
+    "train-nothing": (
+        "train --cpu --run-dir {0}/new/run",
+        "missing: --num-layers, --hidden-size, --num-attention-heads, --seq-length, "
+        "--max-position-embeddings, --micro-batch-size, --train-iters or --train-samples, --lr",
+        "no training data: give --data-path",
+        "no tokenizer: give --tokenizer-model",
+    ),
+    "train-underscore": (
+        TRAIN + " --attention_variant sink",
+        "unknown: --attention_variant sink: did you mean --attention-variant?",
+    ),
+    "train-misspelt": (TRAIN + " --num-layer 3", "did you mean --num-layers?"),
+    "train-one-dash": (TRAIN + " -lr 1e-3", "unknown: -lr 1e-3: did you mean --lr?"),
+    "train-long-dash": (TRAIN + " –bf16", "unknown: –bf16: did you mean --bf16?"),
+    "train-equals": (TRAIN + " --trainiters=5", "did you mean --train-iters?"),
+    "train-stray-word": (TRAIN + " 128", "unknown: 128"),
+    "train-no-value": (TRAIN + " --save-interval", "--save-interval needs a value"),
+    "train-type": (TRAIN + " --num-layers two", "--num-layers 'two': give a whole number"),
+    "train-float": (TRAIN + " --train-iters 1e3", "--train-iters '1e3': give a whole number"),
+    "train-nan": (TRAIN + " --lr nan", "--lr nan: give a finite number"),
+    "train-infinite": (TRAIN + " --clip-grad inf", "--clip-grad inf: give a finite number"),
+    "train-negative": (TRAIN + " --lr -1e-3", "--lr -0.001 is negative"),
+    "train-zero-heads": (TRAIN + " --num-attention-heads 0", "--num-attention-heads 0: use 1 or"),
+    "train-choice": (
+        TRAIN + " --attention-variant sinks",
+        "--attention-variant 'sinks' is unknown: choose vanilla, sink",
+        "did you mean sink?",
+    ),
+    "train-choice-of-megatron": (
+        TRAIN + " --normalization rmsnorm",
+        "--normalization 'rmsnorm' is unknown: choose LayerNorm, RMSNorm",
+    ),
+    "train-data": (
+        TRAIN + " --data-path {0}/token",
+        "--data-path {0}/token: {0}/token.bin and {0}/token.idx not found",
+    ),
+    "train-tokenizer": (TRAIN + " --tokenizer-model {0}/lama", "{0}/lama: no such folder"),
+    "train-heads": (
+        TRAIN + " --num-attention-heads 5",
+        "--hidden-size 64 is not divisible by --num-attention-heads 5",
+    ),
+    "train-groups": (
+        TRAIN + " --group-query-attention --num-query-groups 3",
+        "--num-attention-heads 4 is not divisible by --num-query-groups 3",
+    ),
+    "train-batch": (
+        TRAIN + " --global-batch-size 3",
+        "--global-batch-size 3 is not divisible by --micro-batch-size 2",
+    ),
+    "train-ranks": (
+        TRAIN + " --tensor-model-parallel-size 2 --ranks 3",
+        "3 ranks are not divisible by --tensor-model-parallel-size 2",
+    ),
+    "train-no-ranks": (TRAIN + " --ranks 0", "--ranks 0: start at least one process"),
+    "train-wordy-ranks": (TRAIN + " --ranks two", "--ranks 'two': give a whole number"),
+    "train-warm-up": (
+        TRAIN + " --lr-warmup-iters 500",
+        "--lr-warmup-iters 500 does not end before the schedule does, after 4",
+    ),
+    "train-precision": (TRAIN + " --bf16 --fp16", "--fp16 and --bf16: choose one"),
+    "train-length": (
+        TRAIN + " --seq-length 128",
+        "--seq-length 128 is longer than --max-position-embeddings 64",
+    ),
+    "train-yaml": (TRAIN + " --yaml-cfg {0}/nothing.yaml", "--yaml-cfg {0}/nothing.yaml: give fl"),
+    "train-wandb": (
+        TRAIN + " --wandb-project sinks --wandb-exp-name a",
+        "wandb is not installed: pip install wandb",
+    ),
+    "train-layers": (
+        TRAIN + " --pipeline-model-parallel-size 3",
+        "--num-layers 2 is not divisible by --pipeline-model-parallel-size 3",
+    ),
+    "train-resume-nothing": (TRAIN + " --resume", "--resume: {0}/new/run holds no run"),
+    "train-into-a-file": (TRAIN + " --run-dir {0}/text.txt", "--run-dir {0}/text.txt is a file"),
+    "train-into-other-things": (TRAIN + " --run-dir {0}/notes", "is not empty and holds no run"),
+    "train-over-a-run": (TRAIN + " --run-dir {0}/run", "--run-dir {0}/run holds a run already"),
+    # data
+    "data-nothing": ("data", "missing: INPUT, --output"),
+    "data-no-tokenizer": (
+        "data {0}/text.txt --output {0}/new/text",
+        "missing: --tokenizer or --train-tokenizer",
+    ),
+    "data-both-tokenizers": (
+        DATA + " --train-tokenizer 500",
+        "--train-tokenizer and --tokenizer: choose one",
+    ),
+    "data-misspelt": (
+        "data {0}/text.txt --ouput {0}/new/text --tokenizer {0}/llama",
+        "unknown: --ouput: did you mean --output?",
+    ),
+    "data-no-file": (DATA.replace("text.txt", "txt.text"), "{0}/txt.text"),
+    "data-small-vocabulary": (
+        "data {0}/text.txt --output {0}/new/text --train-tokenizer 10",
+        "--train-tokenizer 10 is too small",
+    ),
+    "data-workers": (DATA + " --workers 0", "--workers 0: at least 1"),
+    "data-choice": (
+        DATA + " --on-invalid-utf8 ignore",
+        "--on-invalid-utf8 'ignore' is unknown: choose skip, error",
+    ),
+    "data-is-there": (DATA.replace("new/text", "tokens"), "{0}/tokens"),
+    "data-no-tokenizer-there": (DATA.replace("llama", "lama"), "{0}/lama is no folder"),
+    # generate
+    "generate-nothing": ("generate", "missing: run, --prompt"),
+    "generate-no-run": ("generate {0}/runs --prompt a", "{0}/runs"),
+    "generate-no-model": ("generate {0}/llama --prompt a", "{0}/llama"),
+    "generate-iteration": ("generate {0}/run --prompt a --iteration 7", "{0}/run", "7"),
+    "generate-temperature": ("generate {0}/run --prompt a --temperature -1", "--temperature -1.0"),
+    "generate-top-p": ("generate {0}/run --prompt a --top-p 1.5", "--top-p 1.5"),
+    "generate-nan": ("generate {0}/run --prompt a --temperature nan", "--temperature nan"),
+    "generate-tokens": ("generate {0}/run --prompt a --max-new-tokens 0", "--max-new-tokens 0"),
+    "generate-empty": ("generate {0}/run --prompt ''", "--prompt"),
+    "generate-tokenizer": ("generate {0}/run --prompt a --tokenizer {0}/lama", "{0}/lama"),
+    "generate-misspelt": (
+        "generate {0}/run --prompt a --max-tokens 5",
+        "unknown: --max-tokens 5: did you mean --max-new-tokens?",
+    ),
+    # analyze, sweep, trace, report
+    "analyze-no-data": (
+        "analyze {0}/llama --output {0}/new/out",
+        "no --data: name text files or folders",
+    ),
+    "analyze-no-model": (ANALYZE.replace("llama", "lama"), "{0}/lama is no folder of transformers"),
+    "analyze-device": (ANALYZE + " --device tpu", "--device tpu"),
+    "analyze-no-cuda": (ANALYZE + " --device cuda:3", "--device cuda:3"),
+    "analyze-samples": (ANALYZE + " --max-samples 0", "--max-samples 0: at least 1"),
+    "analyze-dtype": (
+        ANALYZE + " --dtype float8",
+        "--dtype 'float8' is unknown: choose auto, float32, bfloat16",
+    ),
+    "analyze-head": (ANALYZE + " --maps 3:5", "3:5"),
+    "analyze-misspelt": (ANALYZE + " --seq-lenght 64", "did you mean --seq-length?"),
+    "analyze-data": (ANALYZE.replace("text.txt", "txt.text"), "{0}/txt.text"),
+    "sweep-lengths": (
+        "sweep {0}/llama --data {0}/text.txt --output {0}/new/out --lengths 1",
+        "--lengths 1: at least 2",
+    ),
+    "sweep-bos": (
+        "sweep {0}/llama --data {0}/text.txt --output {0}/new/out --bos with",
+        "--bos 'with' is unknown: choose auto",
+    ),
+    "trace-no-run": ("trace {0}/runs --output {0}/new/out", "{0}/runs: no such folder"),
+    "report-no-analysis": ("report {0}/llama --output {0}/new/page", "{0}/llama"),
+    "report-no-output": ("report {0}/llama", "missing: --output"),
+    # plot, compare, info, demo
+    "plot-no-run": ("plot {0}/runs", "{0}/runs"),
+    "plot-into-nowhere": ("plot {0}/run --output {0}/text.txt/x.png", "{0}/text.txt"),
+    "compare-one-twice": ("compare {0}/run {0}/run", "a run is named twice"),
+    "compare-axis": ("compare {0}/run --x time", "--x 'time' is unknown: choose step"),
+    "compare-smoothing": ("compare {0}/run --smoothing 1", "--smoothing 1.0"),
+    "info-type": ("info --head-dim wide", "--head-dim 'wide': give a whole number"),
+    "info-negative": ("info --head-dim -4", "--head-dim -4"),
+    "demo-steps": ("demo --dir {0}/new/demo --train-iters 0", "--train-iters 0"),
+    "demo-misspelt": ("demo --folder {0}/new/demo", "unknown: --folder"),
+    # convert
+    "to-hf-no-run": ("convert-to-hf {0}/runs {0}/new/hf", "{0}/runs"),
+    "to-hf-target": ("convert-to-hf {0}/run {0}/new/hf --target lama", "lama"),
+    "to-hf-size": ("convert-to-hf {0}/run {0}/new/hf --shard-size big", "big"),
+    "to-hf-iteration": ("convert-to-hf {0}/run {0}/new/hf --iteration 7", "7"),
+    "from-hf-no-folder": ("convert-from-hf {0}/lama {0}/new/run", "{0}/lama"),
+    "from-hf-variant": (
+        "convert-from-hf {0}/llama {0}/new/run --attention-variant gate",
+        "--attention-variant 'gate' is unknown: choose gated, sink (did you mean gated?)",
+    ),
+    "from-hf-weight": (
+        "convert-from-hf {0}/llama {0}/new/run --attention-variant sink --sink-weight 2",
+        "--sink-weight 2",
+    ),
+    "from-hf-swapped": ("convert-from-hf {0}/run {0}/new/run", "{0}/run"),
+    "from-hf-one-folder": ("convert-from-hf {0}/llama", "missing: output"),
+}

@@ -1,0 +1,107 @@
+"""Every line in README and docs is one that can be typed: flags, files and options exist."""
+
+import ast
+import contextlib
+import subprocess
+
+import pytest
+
+from megasink import cli
+from megasink.command_line import CommandParser
+from megasink.convert.cli import train_line
+from megasink.train import early
+from tests.documented import (
+    EXAMPLE,
+    IMPORTED,
+    ROOT,
+    blocks,
+    calls,
+    megasink_call,
+    shown,
+    train_lines,
+)
+
+KINDS = {"bash", "bash cluster", "text", "python"}
+
+
+class _Parsed(Exception):
+    """A command line was read to its end."""
+
+
+def test_every_block_is_of_a_kind_that_is_tested():
+    kinds = {block.name: block.kind for block in blocks()}
+    assert {name: kind for name, kind in kinds.items() if kind not in KINDS} == {}
+    # What is run as it is written stands in README alone: tests/test_readme.py runs it.
+    assert {name.split(":")[0] for name, kind in kinds.items() if kind == "bash"} == {"README.md"}
+
+
+@pytest.mark.parametrize("call", calls(), ids=lambda call: f"{call.where} {shown(call)[:50]}")
+def test_a_line_is_read_to_its_end(call, monkeypatch):
+    line = megasink_call(call)
+    if line is None:
+        assert call.program in ("vllm", "pip", "unzip", "scancel", "python")
+        if call.program == "python":
+            assert call.words[0] == "-c"
+            ast.parse(call.words[1])
+        return
+    command, *flags = line[0]
+    if command == "train":
+        return  # below, with data
+
+    def stop(*args, **kwargs):
+        parse_args(*args, **kwargs)
+        raise _Parsed
+
+    parse_args = CommandParser.parse_args
+    with contextlib.suppress(KeyError):
+        main = cli.COMMANDS[command][0]
+    monkeypatch.setattr(CommandParser, "parse_args", stop)
+    with pytest.raises(_Parsed):
+        main(flags)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Files of these names, for checks that do not open them."""
+    folder = tmp_path_factory.mktemp("documented")
+    for suffix in ("bin", "idx"):
+        (folder / f"text.{suffix}").write_bytes(b"")
+    return folder
+
+
+def test_the_lines_that_train_are_accepted(data):
+    """Before Megatron is imported; tests/train/test_checks.py asks the ranks too."""
+    lines = train_lines(data / "text", data)
+    assert sum(str(EXAMPLE.name) in shown(call) for call in calls()) >= 6
+    assert len(lines) >= 9
+    for flags, ranks in lines.values():
+        early.check(flags, ranks)
+
+
+def test_the_line_that_an_import_prints_lacks_nothing(data, tmp_path):
+    (tmp_path / "flags.txt").write_text(IMPORTED.replace("/data/corpus-tokenizer", str(data)))
+    line = train_line(tmp_path)
+    assert "--seq-length 2048" in line
+    for name, value in (("PREFIX", f"{data}/text"), ("STEPS", "10"), ("LR", "1e-5")):
+        line = line.replace(f" {name}", f" {value}")
+    read = f"printf '%s\\n' {line.removeprefix('megasink train ')}"
+    flags = subprocess.run(["bash", "-c", read], capture_output=True, text=True, check=True)
+    early.check(flags.stdout.splitlines(), 1)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 100, 21400, 100000])
+def test_the_schedule_of_the_example_follows_its_length(steps, data, monkeypatch):
+    for name, value in (("DATA_PATH", data / "text"), ("TOKENIZER", data)):
+        monkeypatch.setenv(name, str(value))
+    program = f"import runpy, sys; print(runpy.run_path({str(EXAMPLE)!r})['flags']())"
+    command = ["python", "-c", program, f"--train-iters={steps}", "--run-dir", "nowhere/run"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    flags = ast.literal_eval(done.stdout)
+    early.check(flags, 64)
+    warmup, decay = (
+        int(flags[flags.index(name) + 1]) for name in ("--lr-warmup-iters", "--lr-wsd-decay-iters")
+    )
+    if steps == 21400:
+        assert (warmup, decay) == (500, 4280)  # the paper's
+    assert abs(warmup - steps * 500 / 21400) < 1
+    assert abs(decay - steps / 5) < 1
