@@ -71,7 +71,7 @@ def kills(
     if whole.to_the_end() != 0:
         raise RuntimeError(f"the run that is not killed failed: {whole.said()}")
     expected = steps(whole.folder)
-    possible = [k for k in kinds if run.configuration.saves_in_background or "writer" not in k]
+    possible = [k for k in kinds if run.configuration.saves_in_background or "helper" not in k]
     possible = [k for k in possible if run.configuration.ranks > 1 or "SIGSTOP" not in k]
     order = [kind for _ in range(count) for kind in generator.sample(possible, len(possible))]
     for number, kind in enumerate(order[:count], 1):

@@ -23,7 +23,7 @@ KINDS = (
     "SIGTERM launcher",
     "SIGINT terminal",
     "SIGSTOP rank",
-    "SIGKILL writer",
+    "SIGKILL helper",
 )
 START_SECONDS, ORPHAN_SECONDS = 400.0, 10.0
 # A checkpoint, torchrun's patience with a rank that does not end, a slow machine.
@@ -114,7 +114,7 @@ class Run:
         """Start, kill at a random moment, wait until all has ended."""
         whole, launcher = newest(self.folder), self.start()
         aim = whole + generator.randint(1, max(1, min(35, STEPS - 5 - whole)))
-        in_start = generator.random() < 0.2 and "writer" not in kind
+        in_start = generator.random() < 0.2 and "helper" not in kind
         outcome = Outcome(self.configuration.name, kind, 0 if in_start else aim)
         if in_start:
             time.sleep(generator.random() * 5)
@@ -191,8 +191,7 @@ class Run:
             psutil.Process(launcher).children()[0].send_signal(number)
         else:
             process = generator.choice(self._ranks(launcher))
-            if target == "writer":
-                # Spawned, so it is a program of its own; the manager is forked.
+            if target == "helper":  # the writer, its own helper, a data loader's worker
                 process = generator.choice(process.children())
             process.send_signal(number)
 

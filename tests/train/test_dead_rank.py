@@ -172,5 +172,5 @@ def test_a_closed_terminal_saves_the_step(start, nursery, tmp_path):
     assert nursery.wait(100) == 128 + signal.SIGHUP
     saved = steps(run)[-1]["iteration"]
     (log,) = run.glob("logs/*/launcher.log")  # nobody could read it elsewhere
-    assert f"go on from step {saved} with: " in last_line(log)
+    assert f"megasink: stopped by SIGHUP; go on from step {saved} with: " in log.read_text()
     assert gone(nursery, 10), nursery.left()
