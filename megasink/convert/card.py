@@ -18,7 +18,7 @@ _PAPERS = {
 _OWN_CODE = """
 
 No architecture of transformers is this model: loading it needs `trust_remote_code=True`, which runs
-the three files `*_megasink.py` of this folder. They import torch and transformers alone, read no
+the files `*_megasink.py` of this folder. They import torch and transformers alone, read no
 file and open no connection."""
 
 # Of metrics.jsonl.

@@ -108,6 +108,8 @@ class MegasinkConfig(PreTrainedConfig):
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         super().__post_init__(**kwargs)
         self.settle_rope()
+        # No property: some versions of transformers write to it.
+        self.base_model_tp_plan = self.tensor_parallel_plan()
 
     def settle_rope(self):
         """One share of rotated channels, and RoPE parameters that hold for every layer."""
@@ -157,8 +159,7 @@ class MegasinkConfig(PreTrainedConfig):
         plan = {f"layers.*.mlp.experts.{name}": how for name, how in weights.items()}
         return plan | {"layers.*.mlp.experts": "ep_dispatch_experts"}
 
-    @property
-    def base_model_tp_plan(self) -> dict[str, str] | None:
+    def tensor_parallel_plan(self) -> dict[str, str] | None:
         """How every parameter is divided, where all can be; nothing that the model has not."""
         gated = self.attention_variant == "gated"
         whole = self.gate_shared_heads or self.gate_input == "none"
