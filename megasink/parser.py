@@ -63,7 +63,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
             action.type = _valued(action.type)
     add_options(parser)
     # What is wrong with a flag is one of the problems that are told together.
-    parser.parse_args = lambda: read_flags(parser, sys.argv[1:])  # type: ignore[method-assign,assignment,misc]
+    parser.parse_args = lambda: read_flags(parser, sys.argv[1:])  # type: ignore[method-assign,assignment]
     return parser
 
 

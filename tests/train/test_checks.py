@@ -115,9 +115,11 @@ def test_the_table_of_flags_is_that_of_megatron(answers):
 
 def test_the_help_of_every_flag_is_shown(answers):
     """One of Megatron's texts holds a bare %."""
-    for entry in answers[""]["flags"]:
-        assert entry["names"][0] in answers[""]["help"]
-    assert "--attention-variant" in answers[""]["help"]
+    shown = answers[""]["help"]
+    hidden = [e["names"][0] for e in answers[""]["flags"] if e["names"][0] not in shown]
+    assert hidden == ["--cuda-graph-scope"]  # suppressed by Megatron: an old name
+    for flag in ("--moe-paged-stash-buffer-size-factor-cuda", "--num-layers", "--log-sink-rate"):
+        assert flag in shown
 
 
 def test_a_table_of_other_sources_refuses_nothing(monkeypatch, tmp_path):
