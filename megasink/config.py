@@ -266,17 +266,17 @@ class RunOptions:
     """Run on the CPU platform; chosen by itself, and said, where no CUDA device is present."""
 
 
-OPTIONS = (
+MODEL_OPTIONS = (
     AttentionOptions,
     BiasOptions,
     SimilarityOptions,
     GateOptions,
     PositionOptions,
     BlockOptions,
-    HeadBalanceOptions,
-    ObservingOptions,
-    RunOptions,
 )
+"""What a model is; the others say how it is trained."""
+
+OPTIONS = (*MODEL_OPTIONS, HeadBalanceOptions, ObservingOptions, RunOptions)
 
 
 def visible_tokens(window_size: tuple[int, int] | None) -> int | None:

@@ -3,14 +3,7 @@
 import dataclasses
 from typing import Any
 
-from megasink.config import (
-    AttentionOptions,
-    BiasOptions,
-    BlockOptions,
-    GateOptions,
-    PositionOptions,
-    SimilarityOptions,
-)
+from megasink.config import MODEL_OPTIONS
 
 SHAPE = (
     "num_layers",
@@ -36,14 +29,7 @@ SHAPE = (
 _NOT_THE_MODEL = {"attention_kernel", "sink_lr_mult", "sink_weight_decay"}
 _OPTIONS = tuple(
     entry.name
-    for options in (
-        AttentionOptions,
-        BiasOptions,
-        SimilarityOptions,
-        GateOptions,
-        PositionOptions,
-        BlockOptions,
-    )
+    for options in MODEL_OPTIONS
     for entry in dataclasses.fields(options)
     if entry.name not in _NOT_THE_MODEL
 )

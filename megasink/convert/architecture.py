@@ -10,15 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from megasink.config import (
-    AttentionOptions,
-    BiasOptions,
-    BlockOptions,
-    GateOptions,
-    PositionOptions,
-    SimilarityOptions,
-    visible_tokens,
-)
+from megasink.config import MODEL_OPTIONS, GateOptions, visible_tokens
 from megasink.convert.own import NAMES, OwnOptions, own_options, unknown_values
 from megasink.gate_options import is_megatrons_output_gate
 
@@ -225,14 +217,7 @@ def _tokens(saved: Mapping[str, Any], vocabulary: int | None) -> int:
 def _unknown(saved: Mapping[str, Any]) -> list[str]:
     """Options of megasink that no field says."""
     found = []
-    for options in (
-        AttentionOptions,
-        BiasOptions,
-        SimilarityOptions,
-        GateOptions,
-        PositionOptions,
-        BlockOptions,
-    ):
+    for options in MODEL_OPTIONS:
         if options is GateOptions and saved["attention_variant"] != "gated":
             continue
         for field in dataclasses.fields(options):

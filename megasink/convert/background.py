@@ -8,7 +8,8 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import BinaryIO
+from types import TracebackType
+from typing import BinaryIO, Self
 
 import torch
 
@@ -67,6 +68,34 @@ class Background:
         """End the threads; what was not begun is dropped."""
         self._writing.shutdown(cancel_futures=True)
         self._syncing.shutdown()
+
+
+class BackgroundWriter:
+    """What writes one file after another in the background; the end of its context ends that."""
+
+    def __init__(self) -> None:
+        self._background = Background()
+        self._file: BinaryIO | None = None
+
+    def _close_file(self) -> None:
+        """Let the file that is open reach the disk."""
+        assert self._file is not None
+        sync(self._file)
+        self._file.close()
+        self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._background.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def ahead[S, R](steps: Iterable[S], read: Callable[[S], R]) -> Iterator[tuple[S, R]]:

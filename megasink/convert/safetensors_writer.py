@@ -9,13 +9,11 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-from megasink.convert.background import Background, sync
+from megasink.convert.background import BackgroundWriter, sync
 from megasink.convert.table import Entry
 from megasink.errors import UserError
 
@@ -29,7 +27,7 @@ DTYPES = {
 _PIECE_BYTES = 16 * 2**20
 
 
-class SafetensorsWriter:
+class SafetensorsWriter(BackgroundWriter):
     """Writes planned tensors, in their order, into files of at most `shard_bytes`.
 
     A tensor larger than that has a file of its own. As a context: the end of the body ends the
@@ -42,12 +40,11 @@ class SafetensorsWriter:
     """
 
     def __init__(self, folder: Path, entries: Sequence[Entry], shard_bytes: int):
+        super().__init__()
         self._folder = folder
         self._shards = _cut(entries, shard_bytes)
-        self._file: BinaryIO | None = None
         self._names = _file_names(len(self._shards))
         self._position = (0, 0)  # shard, entry in it
-        self._background = Background()
         self.total_bytes = sum(_bytes(entry) for entry in entries)
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -67,7 +64,7 @@ class SafetensorsWriter:
         if place + 1 < len(self._shards[shard]):
             self._position = (shard, place + 1)
             return
-        self._background.run(0, self._end_file)
+        self._background.run(0, self._close_file)
         self._position = (shard + 1, 0)
 
     def _append(self, shard: int, content: memoryview, first: bool) -> None:
@@ -77,25 +74,6 @@ class SafetensorsWriter:
         assert self._file is not None
         self._file.write(content)
         self._background.wrote(self._file, len(content))
-
-    def _end_file(self) -> None:
-        assert self._file is not None
-        sync(self._file)
-        self._file.close()
-        self._file = None
-
-    def __enter__(self) -> "SafetensorsWriter":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._background.close()
-        if self._file is not None:
-            self._file.close()
 
     def finish(self) -> list[str]:
         """Write the index, where there is more than one file.

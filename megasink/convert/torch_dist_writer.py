@@ -9,8 +9,7 @@ import json
 import pickle
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -25,12 +24,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megasink.convert.background import Background, sync
+from megasink.convert.background import BackgroundWriter, sync
 
 _FILE_BYTES = 5 * 10**9
 
 
-class TorchDistWriter:
+class TorchDistWriter(BackgroundWriter):
     """Writes one checkpoint folder; as a context: the end of the body ends the thread that writes.
 
     Args:
@@ -38,12 +37,11 @@ class TorchDistWriter:
     """
 
     def __init__(self, folder: Path):
+        super().__init__()
         self._folder = folder
         self._tensors: dict[str, TensorStorageMetadata] = {}
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
-        self._file: BinaryIO | None = None
         self._count = 0
-        self._background = Background()
         self.total_bytes = 0
 
     def write(
@@ -104,20 +102,5 @@ class TorchDistWriter:
 
     def _end_file(self) -> None:
         if self._file is not None:
-            sync(self._file)
-            self._file.close()
-            self._file = None
+            self._close_file()
             self._count += 1
-
-    def __enter__(self) -> "TorchDistWriter":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._background.close()
-        if self._file is not None:
-            self._file.close()

@@ -3,8 +3,12 @@
 Shapes: H query heads, G key/value groups, T tokens, S = T keys, D head dim.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from megasink.diagnostics.tiles import HIDDEN, tiles
 
 MAP_TOKENS = 256
 """The longest sequence whose attention maps are made."""
@@ -36,23 +40,42 @@ def attention_maps(
     Raises:
         ValueError: more than `MAP_TOKENS` tokens.
     """
+    score_HTS = whole_scores(
+        query_HTD,
+        key_GTD,
+        scale=scale,
+        window=window,
+        prefix=prefix,
+        distance_bias_HT=distance_bias_HT,
+        softcap=softcap,
+    )
+    lse_HT = score_HTS.logsumexp(-1)
+    if slot_logit_HT is not None:
+        lse_HT = torch.logaddexp(lse_HT, slot_logit_HT.to(lse_HT.dtype).expand_as(lse_HT))
+    return (score_HTS - lse_HT[..., None]).exp()
+
+
+def whole_scores(
+    query_HTD: Tensor, key_GTD: Tensor, *, hidden: float = HIDDEN, **options: Any
+) -> Tensor:
+    """The tiles of `megasink.diagnostics.tiles.tiles`, put together.
+
+    Args:
+        query_HTD, key_GTD: of one sequence.
+        hidden, options: as `tiles`.
+
+    Returns:
+        scores [H, T, S]; `hidden` for keys that a row does not see.
+
+    Raises:
+        ValueError: more than `MAP_TOKENS` tokens.
+    """
     heads, tokens = query_HTD.shape[:2]
     if tokens > MAP_TOKENS:
         raise ValueError(f"attention maps of {tokens} tokens: at most {MAP_TOKENS}, they are S x S")
     dtype = torch.promote_types(query_HTD.dtype, torch.float32)
-    key_HSD = key_GTD.to(dtype).repeat_interleave(heads // len(key_GTD), 0)
-    score_HTS = (query_HTD.to(dtype) * scale) @ key_HSD.transpose(-1, -2)
-    if softcap is not None:
-        score_HTS = softcap * torch.tanh(score_HTS / softcap)
-    position_T = torch.arange(tokens, device=score_HTS.device)
-    distance_TS = position_T[:, None] - position_T
-    if distance_bias_HT is not None:
-        score_HTS = score_HTS + distance_bias_HT.to(dtype)[:, distance_TS.clamp(min=0)]
-    hidden_TS = (distance_TS < 0) & (position_T >= prefix)
-    if window is not None:
-        hidden_TS |= distance_TS >= window
-    score_HTS = score_HTS.masked_fill(hidden_TS, -torch.inf)
-    lse_HT = score_HTS.logsumexp(-1)
-    if slot_logit_HT is not None:
-        lse_HT = torch.logaddexp(lse_HT, slot_logit_HT.to(dtype).expand(heads, tokens))
-    return (score_HTS - lse_HT[..., None]).exp()
+    score_HTS = torch.full((heads, tokens, tokens), hidden, dtype=dtype, device=query_HTD.device)
+    score_GRTS = score_HTS.unflatten(0, (len(key_GTD), -1))
+    for tile in tiles(query_HTD[None], key_GTD[None], hidden=hidden, **options):
+        score_GRTS[tile.n, :, tile.rows, tile.columns] = tile.score_NRCK
+    return score_HTS

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megasink.diagnostics.maps import MAP_TOKENS
+from megasink.diagnostics.maps import whole_scores
 from megasink.diagnostics.tiles import HIDDEN, tiles
 from megasink.diagnostics.weights import WeightStatistics, column_sums, first_and_others
 
@@ -97,17 +97,8 @@ def proxy_maps(
     Raises:
         ValueError: more than `MAP_TOKENS` tokens.
     """
-    heads, tokens = query_HTD.shape[:2]
-    if tokens > MAP_TOKENS:
-        raise ValueError(f"maps of {tokens} tokens: at most {MAP_TOKENS}, they are S x S")
     weights_of, hidden = _WEIGHTS[similarity]
-    dtype = torch.promote_types(query_HTD.dtype, torch.float32)
-    key_HSD = key_GTD.to(dtype).repeat_interleave(heads // len(key_GTD), 0)
-    score_HTS = (query_HTD.to(dtype) * scale) @ key_HSD.transpose(-1, -2)
-    position_T = torch.arange(tokens, device=score_HTS.device)
-    distance_TS = position_T[:, None] - position_T
-    hidden_TS = distance_TS < 0
-    if window is not None:
-        hidden_TS |= distance_TS >= window
-    weight_HTS = weights_of(score_HTS.masked_fill(hidden_TS, hidden))
+    weight_HTS = weights_of(
+        whole_scores(query_HTD, key_GTD, scale=scale, window=window, hidden=hidden)
+    )
     return weight_HTS / (weight_HTS.sum(-1, keepdim=True) + EPSILON)

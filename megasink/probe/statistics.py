@@ -5,7 +5,7 @@ Shapes: B rows, H query heads, G key/value groups, T tokens, D head dim, E hidde
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -127,44 +127,30 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 
 def _weights(call: AttentionCall, rows: slice, cut: slice) -> WeightStatistics:
-    query, key = call.query_BHTD[rows, :, cut], call.key_BGTD[rows, :, cut]
+    query, key, slot, options = _arguments(call, rows, cut)
     if call.similarity != "softmax":
-        query, key = (feature_map(x, call.similarity, call.mlp) for x in (query, key))
-        return proxy_statistics(
-            query, key, similarity=call.similarity, scale=call.scale, window=call.window
-        )
-    slot = call.slot_logit_BHT
-    if slot is not None:
-        slot = slot.expand(call.query_BHTD.shape[:3])[rows, :, cut]
-    return weight_statistics(
-        query,
-        key,
-        scale=call.scale,
-        window=call.window,
-        prefix=call.prefix,
-        slot_logit_BHT=slot,
-        distance_bias_HT=call.distance_bias_HT,
-        softcap=call.softcap,
-    )
+        return proxy_statistics(query, key, **options)
+    return weight_statistics(query, key, slot_logit_BHT=slot, **options)
 
 
 def _map(call: AttentionCall, row: int, cut: slice) -> Tensor:
-    query, key = call.query_BHTD[row, :, cut], call.key_BGTD[row, :, cut]
+    query, key, slot, options = _arguments(call, row, cut)
+    if call.similarity != "softmax":
+        return proxy_maps(query, key, **options)
+    return attention_maps(query, key, slot_logit_HT=slot, **options)
+
+
+def _arguments(
+    call: AttentionCall, rows: slice | int, cut: slice
+) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
+    """Queries, keys, the slot's logits and options of some rows of a batch, or of one."""
+    query, key = call.query_BHTD[rows, :, cut], call.key_BGTD[rows, :, cut]
+    options: dict[str, Any] = {"scale": call.scale, "window": call.window}
     if call.similarity != "softmax":
         query, key = (feature_map(x, call.similarity, call.mlp) for x in (query, key))
-        return proxy_maps(
-            query, key, similarity=call.similarity, scale=call.scale, window=call.window
-        )
+        return query, key, None, options | {"similarity": call.similarity}
     slot = call.slot_logit_BHT
     if slot is not None:
-        slot = slot.expand(call.query_BHTD.shape[:3])[row, :, cut]
-    return attention_maps(
-        query,
-        key,
-        scale=call.scale,
-        window=call.window,
-        prefix=call.prefix,
-        slot_logit_HT=slot,
-        distance_bias_HT=call.distance_bias_HT,
-        softcap=call.softcap,
-    )
+        slot = slot.expand(call.query_BHTD.shape[:3])[rows, :, cut]
+    options["prefix"], options["softcap"] = call.prefix, call.softcap
+    return query, key, slot, options | {"distance_bias_HT": call.distance_bias_HT}

@@ -17,6 +17,7 @@ import torch
 from megatron.core.utils import unwrap_model
 from rich.console import Console
 
+from megasink.checkpoint.intact import checkpoint_path
 from megasink.data.token_bytes import token_bytes
 from megasink.data.tokenizer import load_tokenizer
 from megasink.errors import UserError
@@ -73,7 +74,7 @@ class LiveAnalysis:
         if self._samples is None:
             self._samples = validation_samples(self._validation, args)
         ranks = _ReplicaRanks()
-        output = self._folder / f"iter_{iteration:07d}"
+        output = checkpoint_path(self._folder, iteration)
         if ranks.rank == 0:
             shutil.rmtree(output, ignore_errors=True)  # of a step that is run again
         gpt: Any = unwrap_model(model)[0]

@@ -9,6 +9,7 @@ from megasink.config import OPTIONS
 from megasink.convert.architecture import architecture_of
 from megasink.convert.hf_config import OURS, architecture_from, config_of
 from megasink.convert.megatron_weights import weight_shapes
+from megasink.convert.modeling.configuration_megasink import MegasinkConfig
 from megasink.convert.own import OwnOptions
 from megasink.convert.table import steps
 from megasink.convert.targets import BY_NAME, TARGETS, choose
@@ -149,6 +150,13 @@ def test_what_transformers_has_not_is_refused_by_name(option, value, said):
     _, problems = architecture_of(SAVED | {option: value}, 101)
     (problem,) = problems
     assert said in problem
+
+
+def test_the_modelling_file_has_the_options_and_defaults_of_the_package():
+    """It stands alone beside the weights, so it names them once more."""
+    config = MegasinkConfig()
+    for field in dataclasses.fields(OwnOptions):
+        assert getattr(config, field.name) == field.default, field.name
 
 
 def test_every_option_of_a_gate_is_said_or_refused():
