@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     texts = readme.split("\n## ")[:3]
     (root / "lines.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    (root / "prose.txt").write_text("One text, in which nothing stands twice. " * 2)
+    (root / "prose.txt").write_text("One text, in which nothing stands twice. One text.")
     train_tokenizer(list(Corpus([root / "lines.jsonl"])), 400, root / "tokenizer")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(root / "tokenizer")
     for name in ("llama", "gpt-oss"):
