@@ -4,8 +4,6 @@ The checks before the first step look at a bounded part of a large data set; thi
 sample, when it is read, in the workers of the data loader.
 """
 
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,13 +74,11 @@ def read_batch(data_iterator: Iterator[Any]) -> Any:
     """The next batch; an error of a worker of the data loader as the one line that it was.
 
     Raises:
-        UserError: a sample is damaged. The first rank says so in the end, any other here.
+        UserError: a sample is damaged.
     """
     try:
         return next(data_iterator)
     except UserError as error:
         # torch puts the worker's traceback before it (torch/_utils.py, ExceptionWrapper.reraise)
         message = str(error).rpartition("UserError: ")[2].removesuffix("\\n").strip()
-        if os.environ.get("RANK", "0") != "0":
-            print(f"megasink: error: {message}", file=sys.stderr, flush=True)
         raise UserError(message) from None
