@@ -2,8 +2,6 @@
 
 import argparse
 import inspect
-import json
-import math
 import re
 import shutil
 import signal
@@ -12,24 +10,24 @@ import sys
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from megasink.checkpoint.intact import newest_intact
 from megasink.command_line import Reading
 from megasink.config import RESUME
 from megasink.errors import ConfigError, Stopped, UserError
 from megasink.flags import add_options
 from megasink.printable import say
 from megasink.train import early
+from megasink.train.last_start import flags_of_last_start, from_where
 from megasink.train.lease import clear, wait_until_expired
+from megasink.train.rank_count import default_ranks, ranks_of_last_start, value_of
 from megasink.train.ranks import Ranks
 from megasink.train.replay import replayed
-from megasink.train.run_dir import folder_problem, has_finished_step
+from megasink.train.run_dir import folder_problem
 from megasink.train.stop import SIGNALS, left, name_of
 from megasink.train.tail import NewLines
 
@@ -70,16 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--ranks {args.ranks}: start at least one process")
     ranks = args.ranks
     if args.resume:
-        before = replayed(_flags_of_last_start(run_dir, flags), flags, run_dir)
+        before = replayed(flags_of_last_start(run_dir, flags), flags, run_dir)
         flags = [*before, *flags, "--resume", args.resume]
-        ranks = _ranks_of_last_start(run_dir, flags) if ranks is None else ranks
+        ranks = ranks_of_last_start(run_dir, flags) if ranks is None else ranks
     # Here too: the ranks need seconds until they can say it.
     early.check(["--run-dir", str(run_dir), *flags], ranks)
     wait_until_expired(run_dir, say)
     if args.resume == "auto" and "--verify-checkpoint" not in flags:
-        say(f"run {run_dir}: {_from_where(run_dir)}")
+        say(f"run {run_dir}: {from_where(run_dir)}")
     try:
-        return launch(flags, run_dir, _default_ranks(flags) if ranks is None else ranks)
+        return launch(flags, run_dir, default_ranks(flags) if ranks is None else ranks)
     finally:
         clear(run_dir)  # of a rank that was killed
 
@@ -129,7 +127,7 @@ def launch(flags: Sequence[str], run_dir: Path, ranks: int) -> int:
     except OSError as error:
         raise UserError(f"--run-dir {run_dir} cannot be written: {error.strerror}") from error
     with Ranks(arguments, logs, console) as running:
-        code = _follow(running, new_lines, _train_iters(flags), console)
+        code = _follow(running, new_lines, value_of(flags, "--train-iters", 0) or None, console)
     if code:
         failure = _failure(running, logs, run_dir, code)
         if not (run_dir / "config.json").is_file():
@@ -140,83 +138,6 @@ def launch(flags: Sequence[str], run_dir: Path, ranks: int) -> int:
                     folder.rmdir()
         raise failure
     return 0
-
-
-def _from_where(run_dir: Path) -> str:
-    """What the ranks of a start with --resume auto will find."""
-    try:
-        return f"going on from step {newest_intact(run_dir / 'checkpoints')[0]}"
-    except UserError:
-        return "no whole checkpoint there, starting at step 0"
-
-
-def _last_start(run_dir: Path) -> dict[str, Any]:
-    """The last line of starts.jsonl; empty where there is none."""
-    starts = run_dir / "starts.jsonl"
-    lines = starts.read_text(errors="replace").splitlines() if starts.is_file() else []
-    for line in reversed(lines):
-        with suppress(ValueError):  # cut short by a kill
-            return dict(json.loads(line))
-    return {}  # the ranks will say that there is no run
-
-
-def _flags_of_last_start(run_dir: Path, given: Sequence[str] = ()) -> list[str]:
-    """What the run was started with, so that a resume need not repeat it: to go before `given`."""
-    flags: list[str] = []
-    for flag in _last_start(run_dir).get("command", [])[1:]:
-        before = flags[-1] if flags else ""
-        if before == "--run-dir" or (before == "--resume" and flag in RESUME):
-            flags.pop()
-        elif not flag.startswith(("--run-dir=", "--resume=")):
-            flags.append(flag)
-    flags = [flag for flag in flags if flag != "--resume"]
-    if given and flags[-len(given) :] == list(given):
-        return flags[: -len(given)]  # the same line once more, as a scheduler gives it
-    if given and not has_finished_step(run_dir):
-        return []  # the corrected line of a start that failed
-    return flags
-
-
-def _ranks_of_last_start(run_dir: Path, flags: Sequence[str]) -> int | None:
-    """As many as the last start had, if it was on one machine and these flags allow it here."""
-    last = _last_start(run_dir)
-    ranks = int(last.get("world_size", 0))
-    if not ranks or last.get("local_world_size", ranks) != ranks:
-        return None
-    on_cuda = "--cpu" not in flags and _cuda_devices()
-    if on_cuda and ranks > on_cuda:
-        return None
-    return None if ranks % _layout(flags) else ranks
-
-
-def _cuda_devices() -> int:
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def _default_ranks(flags: Sequence[str]) -> int:
-    if "--cpu" not in flags and (devices := _cuda_devices()):
-        return devices
-    return _layout(flags)
-
-
-def _layout(flags: Sequence[str]) -> int:
-    """Ranks that hold one replica of the model."""
-    kinds = ("tensor-model", "pipeline-model", "context")
-    return math.prod(_value(flags, f"--{kind}-parallel-size", 1) for kind in kinds)
-
-
-def _value(flags: Sequence[str], name: str, default: int) -> int:
-    for flag, value in zip(flags, [*flags[1:], ""], strict=True):
-        text = flag.removeprefix(f"{name}=") if flag.startswith(f"{name}=") else value
-        if (flag == name or flag.startswith(f"{name}=")) and text.isdigit():
-            default = int(text)  # the last one counts, as in argparse
-    return default
-
-
-def _train_iters(flags: Sequence[str]) -> int | None:
-    return _value(flags, "--train-iters", 0) or None
 
 
 def _failure(running: Ranks, logs: Path, run_dir: Path, code: int) -> UserError:

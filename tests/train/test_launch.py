@@ -13,22 +13,23 @@ import pytest
 from megasink.config import OPTIONS
 from megasink.errors import UserError
 from megasink.flags import escaped
-from megasink.train import launch
+from megasink.train import last_start, launch, rank_count
 from megasink.train.lease import Lease
 from megasink.train.tail import NewLines
 from tests.train.command_lines import MOCK
 
 
 def test_ranks_follow_the_layout():
-    assert launch._default_ranks(["--cpu"]) == 1
+    assert rank_count.default_ranks(["--cpu"]) == 1
     flags = ["--cpu", "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size=3"]
-    assert launch._default_ranks(flags) == 6
-    assert launch._default_ranks([*flags, "--context-parallel-size", "2"]) == 12
+    assert rank_count.default_ranks(flags) == 6
+    assert rank_count.default_ranks([*flags, "--context-parallel-size", "2"]) == 12
 
 
 def test_the_last_value_of_a_flag_counts():
-    assert launch._train_iters(["--train-iters", "5", "--lr", "1", "--train-iters=9"]) == 9
-    assert launch._train_iters(["--lr", "5"]) is None
+    flags = ["--train-iters", "5", "--lr", "1", "--train-iters=9"]
+    assert rank_count.value_of(flags, "--train-iters", 0) == 9
+    assert rank_count.value_of(["--lr", "5"], "--train-iters", 0) == 0
 
 
 def test_resume_repeats_the_flags_of_the_last_start(tmp_path):
@@ -39,33 +40,35 @@ def test_resume_repeats_the_flags_of_the_last_start(tmp_path):
     (tmp_path / "starts.jsonl").write_text(
         "".join(json.dumps({"command": c}) + "\n" for c in commands)
     )
-    assert launch._flags_of_last_start(tmp_path) == ["--num-layers", "2"]
-    assert launch._flags_of_last_start(tmp_path / "nothing") == []
+    assert last_start.flags_of_last_start(tmp_path) == ["--num-layers", "2"]
+    assert last_start.flags_of_last_start(tmp_path / "nothing") == []
 
 
-def last_start(folder, command, **ranks):
+def write_start(folder, command, **ranks):
     line = {"command": ["x.py", "--run-dir=r", *command], **ranks}
     (folder / "starts.jsonl").write_text(json.dumps(line) + "\n" + '{"command": ["cut')
     (folder / "metrics.jsonl").write_text('{"iteration": 1}\n')
 
 
 def test_resume_auto_is_no_flag_of_the_last_start(tmp_path):
-    last_start(tmp_path, ["--lr", "1", "--resume", "auto", "--seed", "2", "--resume=auto"])
-    assert launch._flags_of_last_start(tmp_path) == ["--lr", "1", "--seed", "2"]
+    write_start(tmp_path, ["--lr", "1", "--resume", "auto", "--seed", "2", "--resume=auto"])
+    assert last_start.flags_of_last_start(tmp_path) == ["--lr", "1", "--seed", "2"]
     # The same line once more does not grow.
-    assert launch._flags_of_last_start(tmp_path, ["--lr", "1", "--seed", "2"]) == []
-    assert launch._flags_of_last_start(tmp_path, ["--seed", "2"]) == ["--lr", "1"]
-    assert launch._flags_of_last_start(tmp_path, ["--lr", "3"]) == ["--lr", "1", "--seed", "2"]
+    assert last_start.flags_of_last_start(tmp_path, ["--lr", "1", "--seed", "2"]) == []
+    assert last_start.flags_of_last_start(tmp_path, ["--seed", "2"]) == ["--lr", "1"]
+    assert last_start.flags_of_last_start(tmp_path, ["--lr", "3"]) == ["--lr", "1", "--seed", "2"]
     (tmp_path / "metrics.jsonl").unlink()  # it failed at step 1: the corrected line stands alone
-    assert launch._flags_of_last_start(tmp_path, ["--lr", "3"]) == []
+    assert last_start.flags_of_last_start(tmp_path, ["--lr", "3"]) == []
 
 
 def test_auto_says_from_where(tmp_path, monkeypatch, capsys):
     started = []
     monkeypatch.setattr(launch, "launch", lambda *given: started.append(given) or 0)
-    assert launch.main(["--run-dir", str(tmp_path / "run"), "--cpu", "--resume", "auto"]) == 0
+    assert (
+        launch.main(["--run-dir", str(tmp_path / "run"), *MOCK, "--cpu", "--resume", "auto"]) == 0
+    )
     assert "no whole checkpoint there, starting at step 0" in capsys.readouterr().out
-    assert started == [(["--cpu", "--resume", "auto"], tmp_path / "run", 1)]
+    assert started == [([*MOCK, "--cpu", "--resume", "auto"], tmp_path / "run", 1)]
 
 
 def test_resume_asks_for_the_folder():
@@ -76,16 +79,16 @@ def test_resume_asks_for_the_folder():
 
 def test_resume_starts_as_many_ranks_as_the_run_had(tmp_path):
     def ranks(*flags):
-        return launch._ranks_of_last_start(tmp_path, ["--cpu", *flags])
+        return rank_count.ranks_of_last_start(tmp_path, ["--cpu", *flags])
 
     assert ranks() is None
-    last_start(tmp_path, [], world_size=4, local_world_size=4)
+    write_start(tmp_path, [], world_size=4, local_world_size=4)
     assert ranks() == 4
     assert ranks("--tensor-model-parallel-size", "2") == 4
     assert ranks("--tensor-model-parallel-size", "3") is None
-    last_start(tmp_path, [], world_size=4)  # of a version that did not write the other
+    write_start(tmp_path, [], world_size=4)  # of a version that did not write the other
     assert ranks() == 4
-    last_start(tmp_path, [], world_size=16, local_world_size=8)  # two nodes
+    write_start(tmp_path, [], world_size=16, local_world_size=8)  # two nodes
     assert ranks() is None
 
 
@@ -97,7 +100,7 @@ def test_a_second_trainer_is_refused_before_it_starts(flags, tmp_path):
         (tmp_path / "run" / "checkpoints" / "iter_0000002").mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError, match=r"is in use by another trainer \(process ") as error:
-        launch.main(["--run-dir", str(tmp_path / "run"), "--cpu", *flags])
+        launch.main(["--run-dir", str(tmp_path / "run"), "--cpu", *MOCK, *flags])
     assert len(str(error.value).splitlines()) == 1
     assert sorted(tmp_path.rglob("*")) == before
     first.release()

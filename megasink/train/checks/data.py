@@ -5,7 +5,6 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from megasink.checkpoint.saved_arguments import read_arguments
 from megasink.checkpoint.vocabulary import named_tokens
 from megasink.errors import ConfigError, UserError
 
@@ -188,6 +187,9 @@ def pin_vocabulary(args: Namespace) -> None:
 
 def _tokens_of_checkpoint(args: Namespace) -> int:
     """Those of the model that training starts from; 0 where they are not known."""
+    # Checks of flags do without torch, which this imports.
+    from megasink.checkpoint.saved_arguments import read_arguments
+
     config = Path(args.load).parent / "config.json" if args.load else None
     if config is None or not config.is_file():
         return 0
