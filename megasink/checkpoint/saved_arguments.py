@@ -62,8 +62,8 @@ _NOT_TAKEN = frozenset(
     hybrid_layer_pattern mtp_hybrid_override_pattern
     """.split()
 )
-# They say how to load a tokenizer, which is done apart from the model (tokenizer.py).
-_TOKENIZER = frozenset({"tokenizer_type", "tokenizer_model", "vocab_size"})
+# A folder: it is loaded apart from the model (tokenizer.py).
+_TOKENIZER = frozenset({"tokenizer_model"})
 # Of a text: a name out of a list, never a path, a module or an expression.
 _NAME = re.compile(r"[\w+-]*")
 # A model trained with TransformerEngine's fused modules, or in fp8, runs on Megatron's own modules

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from megasink import platform
 from megasink.train.last_start import last_start
 
 
@@ -38,7 +39,7 @@ def value_of(flags: Sequence[str], name: str, default: int) -> int:
 def _cuda_devices() -> int:
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return torch.cuda.device_count() if platform.cuda_present() else 0
 
 
 def _layout(flags: Sequence[str]) -> int:

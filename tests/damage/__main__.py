@@ -3,13 +3,14 @@
 import argparse
 import os
 import shutil
-import socket
 import sys
 import tempfile
 import time
 import warnings
 from collections import Counter
 from pathlib import Path
+
+from tests.distributed.test_resume import free_port
 
 
 def main() -> int:
@@ -44,13 +45,13 @@ def _run(root: Path, names: list[str], *, large: bool) -> int:
         for name, case in CASES.items()
         if not names or any(name.startswith(wanted) for wanted in names)
     }
-    os.environ["MASTER_PORT"] = _free_port()
+    os.environ["MASTER_PORT"] = str(free_port())
     reports = any(name.endswith("/report") for name in chosen)
     sound = make_sound(root / "sound", large=large, analysis=reports)
     counts: Counter[str] = Counter()
     most, slowest, start = 0, 0.0, time.monotonic()
     for name, case in chosen.items():
-        os.environ["MASTER_PORT"] = _free_port()
+        os.environ["MASTER_PORT"] = str(free_port())
         folder = root / "cases" / name.replace("/", "-")
         outcome = judge(name, case, folder, sound)
         counts["wrong" if outcome.wrong else f"ended with {outcome.code}"] += 1
@@ -70,13 +71,6 @@ def _run(root: Path, names: list[str], *, large: bool) -> int:
         f"{slowest:.1f} s, {time.monotonic() - start:.0f} s in all"
     )
     return 1 if counts["wrong"] else 0
-
-
-def _free_port() -> str:
-    """For the cases that come as far as a process group."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return str(server.getsockname()[1])
 
 
 if __name__ == "__main__":

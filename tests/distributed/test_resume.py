@@ -4,8 +4,10 @@ By RUN/metrics.jsonl. One run of six steps with a checkpoint at three is the run
 stopped; a copy of it that has lost everything after step 3 is the run that was interrupted.
 """
 
+import contextlib
 import json
 import os
+import secrets
 import shlex
 import shutil
 import socket
@@ -35,9 +37,12 @@ COMPARED = ("lm_loss", "grad_norm", "balance_loss", "imbalance", "importance", "
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """A port below those that the system gives to outgoing connections, which might take it."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
 @pytest.fixture(scope="module")

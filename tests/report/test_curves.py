@@ -80,7 +80,11 @@ def test_the_heatmap_distinguishes_open_and_closed_heads(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "holds no run"), ("", "no training step"), ('{"a": 1}\n{"b', "line 2 is not JSON")],
+    [
+        (None, "holds no run"),
+        ("", "no training step"),
+        ('{"iteration": 1}\n{"b', "line 2 is not JSON"),
+    ],
 )
 def test_what_is_no_run_is_refused(tmp_path, content, message):
     if content is not None:

@@ -40,6 +40,7 @@ SAFE = {
     ("megasink/convert/torch_dist_writer.py", "pickle"): "dump only",
     ("megasink/convert/verify.py", "from_pretrained"): LOCAL,
     ("megasink/convert/verify.py", "trust_remote_code"): "False",
+    ("megasink/data/parquet.py", "subprocess"): "this Python with our own module, no shell",
     ("megasink/data/tokenizer.py", "from_pretrained"): LOCAL,
     ("megasink/data/tokenizer.py", "trust_remote_code"): "False",
     ("megasink/demo.py", "subprocess"): FIXED,
@@ -52,7 +53,10 @@ SAFE = {
     ("megasink/report/analysis.py", "allow_pickle"): ARRAYS,
     ("megasink/report/analysis.py", "numpy.load"): ARRAYS,
     ("megasink/report/sweep.py", "allow_pickle"): ARRAYS,
-    ("megasink/train/launch.py", "subprocess"): "this Python with torchrun, no shell; flags of a "
+    ("megasink/train/checked_dataset.py", "allow_pickle"): ARRAYS,
+    ("megasink/train/checked_dataset.py", "numpy.load"): ARRAYS,
+    ("megasink/train/launch.py", "subprocess"): FIXED,
+    ("megasink/train/ranks.py", "subprocess"): "this Python with torchrun, no shell; flags of a "
     "last start: train/replay.py",
     ("megasink/train/run_dir.py", "subprocess"): "git in this package's own folder, no shell",
 }

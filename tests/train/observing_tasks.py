@@ -1,5 +1,6 @@
 """Tasks for the workers: the trainer with a stand-in for W&B, and one that diverges."""
 
+import importlib.machinery
 import sys
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ def train_with_wandb(flags: list[str], ranks: int, port: int) -> dict[str, Any]:
     """
     wandb = mock.MagicMock()
     wandb.Image.side_effect = lambda picture: ("picture", picture.shape, str(picture.dtype))
+    wandb.__spec__ = importlib.machinery.ModuleSpec("wandb", None)  # looked up before the start
     sys.modules["wandb"] = wandb  # not patch.dict, which forgets what is imported in between
     try:
         launch_task.train(flags, ranks, port)

@@ -56,7 +56,7 @@ def test_the_model_learns(pipeline_run):
 
 def test_bits_per_byte_agree_with_the_validation_loss(pipeline_run):
     evaluations = [line for line in metrics(pipeline_run) if "valid_lm_loss" in line]
-    assert [line["iteration"] for line in evaluations] == [6, 12, 12]
+    assert [line["iteration"] for line in evaluations] == [6, 12]
     for line in evaluations:
         # A 512-token vocabulary of code stands for 1.3 to 2.9 bytes per token on this text.
         bytes_per_token = line["valid_lm_loss"] / 0.6931471805599453 / line["valid_bits_per_byte"]

@@ -69,6 +69,8 @@ def _qwen_config(model: Architecture) -> Config:
     return {
         "attention_bias": False,
         "layer_types": ["full_attention"] * model.layers,
+        # llama.cpp's converter reads this one, and takes 4 where it is not said.
+        "full_attention_interval": 1,
         "partial_rotary_factor": 1.0,
         "rope_parameters": _rope(model) | {"partial_rotary_factor": 1.0},
     }
