@@ -1,6 +1,5 @@
 """The worker pool, shared by every test of the session that needs ranks or the CPU platform."""
 
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,13 +7,6 @@ import pytest
 
 from tests.distributed.coverage import table
 from tests.distributed.pool import Pool
-
-# A shell that starts something in the background, and nohup, have it ignore signals, and so would
-# everything that the tests start and send them to.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
