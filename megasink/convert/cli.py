@@ -1,7 +1,6 @@
 """``megasink convert-to-hf`` and ``megasink convert-from-hf``."""
 
 import argparse
-import json
 import logging
 import os
 import shlex
@@ -12,6 +11,7 @@ from pathlib import Path
 from megasink.command_line import CommandParser, unknown_name
 from megasink.convert.targets import BY_NAME
 from megasink.errors import UserError
+from megasink.json_file import read_object
 
 
 def to_hf_main(argv: Sequence[str] | None = None) -> int:
@@ -139,8 +139,8 @@ def _not_of_transformers(folder: Path) -> str | None:
     if not config.is_file():
         return "no folder of transformers (no config.json): nothing is downloaded"
     try:
-        arguments = "arguments" in json.loads(config.read_text())
-    except ValueError:
+        arguments = "arguments" in read_object(config)
+    except UserError:
         return None  # the import says what is wrong with it
     return "a run of megasink: megasink convert-to-hf writes one out" if arguments else None
 

@@ -6,7 +6,6 @@ softmax_type=learnable included), so ``--load`` takes them unchanged and the sta
 """
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 
 from megasink.checkpoint.torch_metadata import read_metadata
+from megasink.json_file import read_object
 
 _STATE = ".head_counter."
 
@@ -55,7 +55,7 @@ def _without_missing_state(
     ours, others = extract_matching_values(sharded_state_dict, is_ours)
     # A run of megasink has all of it; reading the index once more would cost every resume.
     config = Path(checkpoint_dir).resolve().parent.parent / "config.json"
-    if not ours or (config.is_file() and "converted_from" not in json.loads(config.read_text())):
+    if not ours or (config.is_file() and "converted_from" not in read_object(config)):
         return sharded_state_dict
     known = read_metadata(Path(checkpoint_dir)).state_dict_metadata
     if not any(_STATE in f".{key}" for key in known):

@@ -25,7 +25,7 @@ def last_start(run_dir: Path) -> dict[str, Any]:
     starts = run_dir / "starts.jsonl"
     lines = starts.read_text(errors="replace").splitlines() if starts.is_file() else []
     for line in reversed(lines):
-        with suppress(ValueError):  # cut short by a kill
+        with suppress(ValueError, TypeError, RecursionError):  # cut short by a kill
             return dict(json.loads(line))
     return {}  # the ranks will say that there is no run
 

@@ -188,7 +188,7 @@ def _read(path: Path) -> _Seen | None:
     except FileNotFoundError:
         return None
     owner: dict[str, Any] = {}
-    with contextlib.suppress(ValueError, TypeError):
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
         owner = dict(json.loads(text))
     return _Seen(owner, status.st_ino, status.st_mtime_ns)
 

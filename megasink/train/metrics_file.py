@@ -24,7 +24,7 @@ class MetricsFile:
         kept = []
         if self._path.is_file():
             for line in self._path.read_text().splitlines():
-                with suppress(ValueError, KeyError):  # a line cut short by a kill
+                with suppress(ValueError, KeyError, TypeError, RecursionError):  # cut by a kill
                     record = json.loads(line)
                     if record["iteration"] <= iteration:
                         kept.append(record)

@@ -30,6 +30,7 @@ from megasink.checkpoint.intact import go_back_to_intact, iterations, newest_int
 from megasink.checkpoint.tokenizer import OWN, copy_tokenizer, same_tokenizer
 from megasink.compat import versions
 from megasink.errors import UserError
+from megasink.json_file import read_object
 from megasink.train.lease import is_part_of_a_lease
 
 # A run is its model, its data and its loss; layout, length and learning rate may change on resume.
@@ -55,7 +56,7 @@ def problems(args: Namespace) -> list[str]:
     config = folder / "config.json"
     if config.is_file() and has_finished_step(folder):
         try:
-            saved = json.loads(config.read_text())
+            saved = read_object(config)
             if "converted_from" in saved:
                 return [
                     f"--run-dir {folder} holds a model converted from Hugging Face: choose another "
@@ -64,6 +65,8 @@ def problems(args: Namespace) -> list[str]:
             if args.resume and (problem := _elsewhere(saved, args)):
                 return [problem]
             differences = _differences(config, saved, args, IDENTITY)
+        except UserError as error:
+            return [f"{error}: choose another --run-dir"]
         except (ValueError, KeyError, TypeError) as error:
             return [f"{config} cannot be read ({error}): choose another --run-dir"]
         if differences:
@@ -154,7 +157,10 @@ def _checkpoint_problems(args: Namespace, load: str | None) -> list[str]:
     config = Path(load).parent / "config.json"
     if not config.is_file():
         return []  # not from a run folder: Megatron compares the arguments that it saved
-    saved, names = json.loads(config.read_text()), MODEL
+    try:
+        saved, names = read_object(config), MODEL
+    except UserError as error:
+        return [f"--load {load}: {error}"]
     if "converted_from" in saved:
         if not args.finetune:
             return [
