@@ -20,6 +20,7 @@ from megasink.train.guard import HAS_ENDED, Clock, end, guard, state_of
 from megasink.train.stop import Told
 
 SECONDS = 2.0  # between two beats of a small run
+_LEAVE_SECONDS = 5.0  # for a beat that is on its way
 ENDED = "ended"
 # What torch's communication libraries say when a rank has gone, or does not answer.
 _LOST = re.compile(
@@ -116,12 +117,16 @@ class _Progress:
 
 progress = _Progress()
 _heart: Heartbeat | None = None
+_thread: threading.Thread | None = None
+_leaving = threading.Event()
 
 
 def start() -> None:
     """Beat from now on; in a run of one rank there is nobody to tell. torch is imported."""
+    global _thread
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        threading.Thread(target=_live, name="heartbeat", daemon=True).start()
+        _thread = threading.Thread(target=_live, name="heartbeat", daemon=True)
+        _thread.start()
 
 
 def _live() -> None:
@@ -130,11 +135,12 @@ def _live() -> None:
     global _heart
     # Where torchrun does not keep the store, rank 0 opens it with the first process group.
     while os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and not dist.is_initialized():
-        time.sleep(1.0)
+        if _leaving.wait(1.0):
+            return
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _heart = heart = Heartbeat(_connect(), rank, world, max(SECONDS, world / 200))
     silent, clock = 0.0, Clock(heart._interval)
-    while True:
+    while not _leaving.is_set():
         try:
             heart.beat()
             if text := heart.silent_next(guard.timeout):
@@ -147,7 +153,7 @@ def _live() -> None:
             if clock() - silent > guard.timeout:
                 host = os.environ["MASTER_ADDR"]
                 end(f"the store that ranks share, on {host}, is gone ({_first_line(error)})")
-        time.sleep(heart._interval)
+        _leaving.wait(heart._interval)
 
 
 def _connect() -> Any:
@@ -164,12 +170,24 @@ def _connect() -> Any:
     return dist.PrefixStore(f"megasink/{attempt}", store)
 
 
-def farewell() -> None:
-    """This rank has done its work: nobody need wait for its beats."""
+def farewell() -> bool:
+    """This rank has done its work: nobody need wait for its beats, and its thread ends.
+
+    Returns:
+        whether the thread has ended. One that is inside the store while Python ends aborts the
+        process (it wants the interpreter back, finds none, and is unwound through C++).
+    """
     Told.phase = ENDED
+    _leaving.set()
+    if _thread is None:
+        return True
+    _thread.join(_LEAVE_SECONDS)
+    if _thread.is_alive():
+        return False
     if _heart is not None:
         with contextlib.suppress(RuntimeError):
             _heart.beat()
+    return True
 
 
 def first_to_speak() -> bool:

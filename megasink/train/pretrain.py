@@ -159,15 +159,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         code = 2
         _say(f"megasink: error: {error}")
+    except SystemExit as error:  # Megatron's, for example at --exit-interval
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            _say(error.code)
     except Exception:
         code = 1
         traceback.print_exc()
-    if code:
+    if code or not heartbeat.farewell():
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
-    heartbeat.farewell()
     atexit.register(guard.bound, "the end of the process", _END_SECONDS)
     return 0
 

@@ -147,3 +147,27 @@ def test_what_the_loss_of_a_rank_looks_like(text, lost):
     error = ValueError("a checkpoint")
     error.__cause__ = RuntimeError(text)
     assert heartbeat.is_lost_connection(error) is lost
+
+
+# A rank that ends while its thread is in torch's store, always: the interval is 0.
+ENDING = """
+import os, sys, time
+os.environ.update(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
+os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+import torch.distributed as dist
+from megasink.train import heartbeat
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+heartbeat.SECONDS = 1e-6
+heartbeat.start()
+while not heartbeat.where():
+    time.sleep(0.01)
+assert heartbeat.farewell()
+"""
+
+
+def test_a_rank_that_has_done_its_work_ends_without_an_abort():
+    """Without the farewell this process aborts nearly always."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    subprocess.run([sys.executable, "-c", ENDING, port], check=True)
