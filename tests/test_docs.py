@@ -8,7 +8,7 @@ import pytest
 
 from megasink import cli
 from megasink.command_line import CommandParser
-from megasink.convert.cli import train_line
+from megasink.commands.convert_from_hf import train_line
 from megasink.train import early
 from tests.documented import (
     EXAMPLE,
@@ -54,7 +54,7 @@ def test_a_line_is_read_to_its_end(call, monkeypatch):
 
     parse_args = CommandParser.parse_args
     with contextlib.suppress(KeyError):
-        main = cli.COMMANDS[command][0]
+        main = cli.main_of(command)
     monkeypatch.setattr(CommandParser, "parse_args", stop)
     with pytest.raises(_Parsed):
         main(flags)

@@ -1,14 +1,12 @@
 """The picture of a run: loss, bits per byte, head imbalance, and the importance heatmap."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megasink.command_line import CommandParser
 from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.report.heatmap import draw_importance
@@ -183,13 +181,3 @@ def _draw_importance(figure: Any, axis: Any, lines: list[dict[str, Any]]) -> Non
         return
     importance_LH = np.asarray(rows[-1]["importance"], dtype=float)
     draw_importance(figure, axis, importance_LH, f"{title}, step {rows[-1]['iteration']}")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Draw loss, head imbalance and head importance of a run."""
-    parser = CommandParser(prog="megasink plot", description=main.__doc__)
-    parser.add_argument("run", type=Path, help="folder of the run")
-    parser.add_argument("--output", type=Path, help="PNG to write; default RUN/curves.png")
-    args = parser.parse_args(argv)
-    print(draw_run(args.run, args.output))
-    return 0

@@ -1,10 +1,9 @@
-"""`megasink report`: the page, figures and tables of analyses on disk."""
+"""The page, figures and tables of analyses on disk."""
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megasink.command_line import CommandParser
 from megasink.report.analysis import read_analysis, write_tables
 from megasink.report.analysis_figures import figures
 from megasink.report.analysis_page import page
@@ -30,16 +29,3 @@ def write_report(folders: Sequence[Path], output: Path, *, kinds: Sequence[str] 
     (output / "report.html").write_text(page(analyses, pictures))
     if len(analyses) == 1:
         write_tables(analyses[0], output / "tables")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Draw one page about several analyses: figures over each other, distances between models."""
-    parser = CommandParser(prog="megasink report", description=main.__doc__)
-    parser.add_argument("analyses", type=Path, nargs="+", help="output folders of megasink analyze")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--pdf", action="store_true", help="the figures as PDF too, for papers")
-    args = parser.parse_args(argv)
-    kinds = ("png", "pdf") if args.pdf else ("png",)
-    write_report(args.analyses, args.output, kinds=kinds)
-    print(f"wrote {args.output}/report.html")
-    return 0

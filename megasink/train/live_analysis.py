@@ -30,9 +30,11 @@ from megasink.probe.run import run
 from megasink.probe.shards import PartialFolder
 from megasink.probe.write import write_numbers
 from megasink.train.model_facts import model_facts
-from megasink.train.trace import LIVE
 
 Provider = Callable[..., Any]
+
+LIVE = "analysis"
+"""The folder in a run of the analyses of --analyze-interval."""
 
 
 class LiveAnalysis:

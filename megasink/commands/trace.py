@@ -11,6 +11,7 @@ from typing import Any
 
 from megasink.checkpoint.find import find_checkpoint
 from megasink.checkpoint.intact import checkpoint_path, iterations
+from megasink.commands.analyze import open_checkpoint, prepare
 from megasink.errors import UserError
 from megasink.probe import options
 from megasink.probe.analysis import analyze
@@ -18,10 +19,7 @@ from megasink.probe.ranks import Ranks, taking_part
 from megasink.report.analysis import read_analysis
 from megasink.report.csv_file import write_csv
 from megasink.report.trace import ROWS, trace_row, write_trace
-from megasink.train.analyze import open_checkpoint, prepare
-
-LIVE = "analysis"
-"""The folder in a run of the analyses of --analyze-interval."""
+from megasink.train.live_analysis import LIVE
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""`megasink analyze` and `megasink sweep`, where MODEL may be a run of megasink too."""
+"""``megasink analyze``: one pass over a model, of transformers or of megasink."""
 
 import argparse
 import contextlib
@@ -15,7 +15,6 @@ from megasink.probe import options
 from megasink.probe.analysis import analyze
 from megasink.probe.cli import open_transformers
 from megasink.probe.ranks import Ranks, taking_part
-from megasink.probe.sweep import check_sweep, sweep, sweep_parser
 from megasink.process import prepare_process
 
 
@@ -32,26 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = options.parser(description=main.__doc__).parse_args(argv)
         is_ours = is_run(args.model)
         options.check(args, is_run=is_ours)
-        _measure(args, is_ours, ranks, analyze)
+        measure_model(args, is_ours, ranks, analyze)
     return 0
 
 
-def sweep_main(argv: Sequence[str] | None = None) -> int:
-    """Measure a model on the same texts at several lengths, with BOS, without, and repeated.
-
-    Every combination of --lengths, --bos and --first-token-copies is one row of sweep.csv: sink
-    rates, inactive heads by thresholds that stay the same, massive activations, and the loss on the
-    same tokens. Beside it sweep.json, sweep.npz and sweep.png; a sweep that was killed goes on.
-    """
-    with taking_part() as ranks:
-        args = sweep_parser(sweep_main.__doc__).parse_args(argv)
-        is_ours = is_run(args.model)
-        check_sweep(args, is_run=is_ours)
-        _measure(args, is_ours, ranks, sweep)
-    return 0
-
-
-def _measure(
+def measure_model(
     args: argparse.Namespace, is_ours: bool, ranks: Ranks, measure: Callable[..., Any]
 ) -> None:
     """Load what the command line names, of either kind, and measure it."""

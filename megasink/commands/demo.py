@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from megasink.command_line import CommandParser
-from megasink.data import cli as data_cli
+from megasink.commands import data as data_command
 from megasink.errors import UserError
 from megasink.report.curves import read_metrics
 from megasink.train.launch import launch
@@ -55,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         data = ["stdlib:", "--output", str(prefix), "--train-tokenizer", str(VOCABULARY)]
         data += ["--overwrite"]  # what an interrupted demo left
         parser = CommandParser()
-        data_cli.add_arguments(parser)
-        data_cli.run(parser.parse_args(data))
+        data_command.add_arguments(parser)
+        data_command.run(parser.parse_args(data))
     else:
         console.print(f"[bold]1. tokens of an earlier demo: {escape(str(prefix))}[/bold]")
     console.print("\n[bold]2. train a sink-attention GPT on two ranks[/bold]")

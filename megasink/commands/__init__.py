@@ -1,0 +1,1 @@
+"""What ``megasink COMMAND`` does: one module a command, with its flags and its ``main``."""

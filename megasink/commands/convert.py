@@ -1,0 +1,44 @@
+"""What ``megasink convert-to-hf`` and ``megasink convert-from-hf`` share."""
+
+import argparse
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from megasink.command_line import CommandParser
+from megasink.errors import UserError
+
+
+def parser_of(command: str, main: Callable[..., int]) -> argparse.ArgumentParser:
+    parser = CommandParser(prog=f"megasink {command}", description=main.__doc__)
+    parser.add_argument(
+        "--verify",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compare logits and generated tokens of both sides; without enough memory for that, "
+        "every tensor; default: do it",
+    )
+    parser.add_argument("--cpu", action="store_true", help="verify there although a GPU is there")
+    return parser
+
+
+def not_verified(folder: Path) -> None:
+    print("not verified: --no-verify")
+
+
+def prepare(cpu: bool) -> None:
+    """Make Megatron importable, and let it and transformers be silent."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from megasink.process import prepare_process
+
+    prepare_process(["--cpu"] if cpu else [])
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError("verifying needs transformers: install it, or use --no-verify") from error
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()

@@ -1,0 +1,82 @@
+"""``megasink convert-from-hf``: a Hugging Face folder becomes a run to train on from."""
+
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megasink.commands.convert import not_verified, parser_of, prepare
+from megasink.errors import UserError
+from megasink.json_file import read_object
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """A Hugging Face folder -> a run folder whose checkpoint `megasink train --load` takes.
+
+    The checkpoint fits every layout. A model with plain attention can become one with gates that
+    gives the same logits, or one with sinks of a chosen weight, to be fine-tuned.
+    """
+    parser = parser_of("convert-from-hf", main)
+    parser.add_argument("model", type=Path, help="a Hugging Face folder with safetensors")
+    parser.add_argument("output", type=Path, help="run folder to write; must be empty or missing")
+    parser.add_argument(
+        "--attention-variant",
+        choices=("gated", "sink"),
+        help="turn a model with plain attention into this; default: leave it as it is",
+    )
+    parser.add_argument(
+        "--gate-granularity",
+        choices=("headwise", "elementwise"),
+        help="of --attention-variant gated (default: headwise); or of a model whose architecture "
+        "has elementwise gates that are equal in every head",
+    )
+    parser.add_argument(
+        "--sink-weight",
+        type=float,
+        default=0.05,
+        help="of --attention-variant sink: the mean attention weight that each head's sink draws; "
+        "default: 0.05",
+    )
+    args = parser.parse_args(argv)
+    from megasink.convert.gating import change_of
+
+    if problem := _not_of_transformers(args.model):
+        raise UserError(f"{args.model}: {problem}")
+    change = change_of(args.attention_variant, args.gate_granularity, args.sink_weight)
+    prepare(args.cpu)
+    from megasink.checkpoint.load import single_process
+    from megasink.convert.checking import check_import
+    from megasink.convert.from_hf import import_model, source_of
+
+    source = source_of(args.model, None if change else args.gate_granularity)
+    check: Callable[[Path], None] = not_verified
+    if args.verify or (change is not None and change.sink_weight is not None):
+        check = lambda folder: check_import(source, change, folder, compare=args.verify)  # noqa: E731
+    with single_process():
+        import_model(source, args.output, change, verify=check)
+    print(f"train it: {train_line(args.output)}")
+    return 0
+
+
+def train_line(folder: Path) -> str:
+    """The command that goes on from an imported model; what is its user's in capitals."""
+    flags = shlex.split((folder / "flags.txt").read_text())
+    positions = int(flags[flags.index("--max-position-embeddings") + 1])
+    return (
+        f"megasink train $(cat {folder}/flags.txt) --load {folder}/checkpoints --finetune "
+        f"--run-dir RUN --data-path PREFIX --seq-length {min(positions, 2048)} "
+        "--micro-batch-size 1 --train-iters STEPS --lr LR"
+    )
+
+
+def _not_of_transformers(folder: Path) -> str | None:
+    """Why a folder is none of transformers, before the seconds that the imports take."""
+    config = folder / "config.json"
+    if not folder.is_dir():
+        return "no such folder"
+    if not config.is_file():
+        return "no folder of transformers (no config.json): nothing is downloaded"
+    try:
+        arguments = "arguments" in read_object(config)
+    except UserError:
+        return None  # the import says what is wrong with it
+    return "a run of megasink: megasink convert-to-hf writes one out" if arguments else None

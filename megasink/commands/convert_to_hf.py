@@ -1,0 +1,54 @@
+"""``megasink convert-to-hf``: a checkpoint becomes a Hugging Face folder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megasink.command_line import unknown_name
+from megasink.commands.convert import not_verified, parser_of, prepare
+from megasink.convert.targets import BY_NAME
+from megasink.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """A checkpoint of a run -> a Hugging Face folder that stock transformers loads.
+
+    Whatever the run's layout was, nothing of it is built: tensors go over one by one. Then the
+    folder is loaded with transformers and its logits are compared with Megatron's.
+    """
+    parser = parser_of("convert-to-hf", main)
+    parser.add_argument("run", type=Path, help="a run folder, or a checkpoint folder in it")
+    parser.add_argument("output", type=Path, help="folder to write; must be empty or missing")
+    parser.add_argument(
+        "--target",
+        help=f"architecture: {', '.join(BY_NAME)}; default: the first that is the same model",
+    )
+    parser.add_argument("--iteration", type=int, help="of the checkpoint; default: the newest")
+    parser.add_argument("--tokenizer", type=Path, help="folder; default: the one of the run")
+    parser.add_argument("--shard-size", default="5GB", help="of a safetensors file; default: 5GB")
+    args = parser.parse_args(argv)
+    from megasink.convert.safetensors_writer import parse_size
+    from megasink.convert.to_hf import export, source_of
+
+    if args.target is not None and args.target not in BY_NAME:
+        raise UserError(unknown_name("--target", args.target, BY_NAME))
+    shard_bytes = parse_size(args.shard_size)
+    source = source_of(args.run, args.iteration, args.tokenizer)
+    if not args.verify:
+        target = export(
+            source, args.output, args.target, shard_bytes=shard_bytes, verify=not_verified
+        )
+    else:
+        prepare(args.cpu)
+        from megasink.checkpoint.load import single_process
+        from megasink.convert.checking import check_export
+
+        with single_process():
+            target = export(
+                source,
+                args.output,
+                args.target,
+                shard_bytes=shard_bytes,
+                verify=lambda folder: check_export(source, folder, args.target),
+            )
+    print(f"{args.output}: {target.architecture}, for transformers {target.since} or later")
+    return 0

@@ -1,0 +1,17 @@
+"""``megasink plot``: the curves of one run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megasink.command_line import CommandParser
+from megasink.report.curves import draw_run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw loss, head imbalance and head importance of a run."""
+    parser = CommandParser(prog="megasink plot", description=main.__doc__)
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("--output", type=Path, help="PNG to write; default RUN/curves.png")
+    args = parser.parse_args(argv)
+    print(draw_run(args.run, args.output))
+    return 0

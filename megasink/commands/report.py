@@ -1,0 +1,20 @@
+"""``megasink report``: one page about several analyses."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megasink.command_line import CommandParser
+from megasink.report.pages import write_report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw one page about several analyses: figures over each other, distances between models."""
+    parser = CommandParser(prog="megasink report", description=main.__doc__)
+    parser.add_argument("analyses", type=Path, nargs="+", help="output folders of megasink analyze")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    parser.add_argument("--pdf", action="store_true", help="the figures as PDF too, for papers")
+    args = parser.parse_args(argv)
+    kinds = ("png", "pdf") if args.pdf else ("png",)
+    write_report(args.analyses, args.output, kinds=kinds)
+    print(f"wrote {args.output}/report.html")
+    return 0

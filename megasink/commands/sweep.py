@@ -1,0 +1,22 @@
+"""``megasink sweep``: the same texts at several lengths and beginnings."""
+
+from collections.abc import Sequence
+
+from megasink.commands.analyze import is_run, measure_model
+from megasink.probe.ranks import taking_part
+from megasink.probe.sweep import check_sweep, sweep, sweep_parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure a model on the same texts at several lengths, with BOS, without, and repeated.
+
+    Every combination of --lengths, --bos and --first-token-copies is one row of sweep.csv: sink
+    rates, inactive heads by thresholds that stay the same, massive activations, and the loss on the
+    same tokens. Beside it sweep.json, sweep.npz and sweep.png; a sweep that was killed goes on.
+    """
+    with taking_part() as ranks:
+        args = sweep_parser(main.__doc__).parse_args(argv)
+        is_ours = is_run(args.model)
+        check_sweep(args, is_run=is_ours)
+        measure_model(args, is_ours, ranks, sweep)
+    return 0

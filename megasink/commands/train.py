@@ -1,0 +1,13 @@
+"""``megasink train``: the ranks of one node, from the first import a signal ends in one line."""
+
+from collections.abc import Sequence
+
+from megasink.train.stop import ending_at_once
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start the ranks; see `megasink.train.launch`."""
+    with ending_at_once("starting"):
+        from megasink.train.launch import main
+
+        return main(argv)
