@@ -35,6 +35,7 @@ from megasink.convert.torch_dist_writer import TorchDistWriter
 from megasink.errors import UserError
 from megasink.parser import parse_apart
 from megasink.printable import say as say_printable
+from megasink.progress import tracked
 
 _POSITIONS = "--max-position-embeddings"
 Say = Callable[[str], None]
@@ -129,7 +130,7 @@ def import_model(
         checkpoint.mkdir(parents=True)
         begin = time.perf_counter()
         with one_thread(), TorchDistWriter(checkpoint) as writer:
-            for step in todo:
+            for step in tracked(todo, "converting", len(todo), "weights"):
                 _write(writer, weights, step, source.model, change)
             for key, index, sizes, tensor in _added(model, source.model, change):
                 writer.write(key, tensor, index, sizes)

@@ -16,7 +16,6 @@ from typing import Any
 import megasink
 from megasink.data.corpus import Corpus, Document, Skipped
 from megasink.data.encode import Encoded, EncoderSettings, encode_in_order
-from megasink.data.progress import tracked
 from megasink.data.tokenizer import leading_ids, load_tokenizer, tokenizer_hash
 from megasink.errors import ConfigError, UserError
 
@@ -105,7 +104,7 @@ def preprocess(
             after=[tokenizer.eos_token_id],
             dtype=dtype,
         )
-        batches = _batches(tracked(corpus, "tokenizing"))
+        batches = _batches(corpus.tracked("tokenizing"))
         counts = _add(builder, encode_in_order(batches, settings, workers))
         builder.finalize(str(_partial(prefix, ".idx")))
         report = PreprocessReport(
