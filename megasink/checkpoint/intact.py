@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from megasink.atomic import atomic_text
 from megasink.checkpoint.torch_metadata import read_metadata
 from megasink.errors import UserError
 from megasink.printable import say
@@ -149,7 +150,5 @@ def go_back_to_intact(
         return None
     if damaged or or_start:
         print(f"megasink: going on from step {iteration}", flush=True)
-    partial = folder / f"{TRACKER}.partial"
-    partial.write_text(str(iteration))
-    partial.replace(folder / TRACKER)
+    atomic_text(folder / TRACKER, str(iteration))
     return iteration

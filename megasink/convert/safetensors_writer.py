@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megasink.convert.background import BackgroundWriter, sync
+from megasink.atomic import sync
+from megasink.convert.background import BackgroundWriter
 from megasink.convert.table import Entry
 from megasink.errors import UserError
 

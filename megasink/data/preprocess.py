@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import megasink
+from megasink.atomic import sync, sync_folder
 from megasink.data.corpus import Corpus, Document, Skipped
 from megasink.data.encode import Encoded, EncoderSettings, encode_in_order
 from megasink.data.tokenizer import leading_ids, load_tokenizer, tokenizer_hash
@@ -262,15 +263,11 @@ def _clear_partial(prefix: Path) -> None:
 def _publish(prefix: Path) -> None:
     for suffix in _SUFFIXES:
         with _partial(prefix, suffix).open("rb") as file:
-            os.fsync(file.fileno())
+            sync(file)
     # Before the old .bin goes, so that its .idx never stands beside the new one.
     _file(prefix, ".idx").unlink(missing_ok=True)
     # Megatron caches sample indices under the prefix's name, whatever the files hold.
     shutil.rmtree(prefix / "cache" / "GPTDataset_indices", ignore_errors=True)
     for suffix in _SUFFIXES:
         _partial(prefix, suffix).rename(_file(prefix, suffix))
-    folder = os.open(prefix.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(prefix.parent)

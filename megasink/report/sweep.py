@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from megasink.atomic import atomic_file, atomic_text
 from megasink.errors import UserError
 from megasink.report.csv_file import write_csv
 from megasink.report.curves import style_axis
@@ -29,12 +30,12 @@ def write_sweep(found: dict[str, Any], arrays: dict[str, Any], output: Path) -> 
     table = [table_row(row) for row in found["rows"]]
     try:
         output.mkdir(parents=True, exist_ok=True)
-        with (output / "sweep.npz").open("wb") as file:
+        with atomic_file(output / "sweep.npz") as file:
             np.savez_compressed(file, allow_pickle=False, **arrays)
         write_csv(output / "sweep.csv", list(table[0]), table)
         draw_sweep(found, output / "sweep.png")
         draw_masks(found, output / "sweep_masks.png")
-        (output / "sweep.json").write_text(json.dumps(found, indent=1))
+        atomic_text(output / "sweep.json", json.dumps(found, indent=1))
     except OSError as error:
         raise UserError(
             f"the sweep cannot be written to {output} ({error.strerror or error}): make room, and "
