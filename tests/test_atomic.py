@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,13 +26,16 @@ def test_a_file_takes_the_place_of_another_one_at_the_end(tmp_path):
 def test_what_ends_the_body_leaves_what_was_there(tmp_path, error):
     path = tmp_path / "config.json"
     path.write_text("before")
-    with pytest.raises(error), atomic_file(path) as file:
-        file.write(b"half")
+
+    def leave(partial: Path) -> None:
+        partial.write_text("half")
         raise error
+
+    with pytest.raises(error), atomic_file(path) as file:
+        leave(Path(file.name))
     assert path.read_text() == "before"
     with pytest.raises(error), atomic_folder(tmp_path / "folder") as folder:
-        (folder / "half").write_text("half")
-        raise error
+        leave(folder / "half")
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -9,7 +9,7 @@ from megasink.progress import tracked
 from megasink.report import figures_between, figures_heads, figures_maps, figures_sinks
 from megasink.report.analysis import Analysis
 from megasink.report.drawing import SECTIONS, Drawing, Picture
-from megasink.report.style import STYLE, rendered
+from megasink.report.style import rendered, styled
 
 DRAWINGS: tuple[Drawing, ...] = (
     *figures_sinks.DRAWINGS,
@@ -71,12 +71,10 @@ def _heads(analysis: Analysis, suffix: str) -> Iterator[_Job]:
         yield _Job(f"head_{head}{suffix}", figures_maps.HEAD, draw, about)
 
 
+@styled()
 def _drawn(job: _Job, kinds: Sequence[str]) -> Picture | None:
-    import matplotlib
-
-    with matplotlib.rc_context(STYLE):
-        figure = job.draw()
-        if figure is None:
-            return None
-        files = {kind: rendered(figure, kind) for kind in kinds}
+    figure = job.draw()
+    if figure is None:
+        return None
+    files = {kind: rendered(figure, kind) for kind in kinds}
     return Picture(job.name, job.drawing, files, job.model)
