@@ -24,6 +24,7 @@ _BATCH_CHARACTERS = 1 << 19
 _BATCH_DOCUMENTS = 512
 _SUFFIXES = (".json", ".bin", ".idx")
 """In the order they appear: Megatron loads nothing without the `.idx`."""
+_COUNTS = ("documents", "tokens", "text_bytes", "largest_id")
 
 
 @dataclass(frozen=True)
@@ -174,32 +175,24 @@ def _builder(path: Path, vocab_size: int) -> tuple[str, Any]:
 
 
 def _add(builder: Any, encoded: Iterable[Encoded]) -> dict[str, int]:
-    documents = tokens = text_bytes = largest = 0
+    counts = dict.fromkeys(_COUNTS, 0)
     for batch in encoded:
         start = 0
         for length in batch.lengths:
             builder.add_document(batch.tokens[start : start + length], [length])
             start += length
-        documents += len(batch.lengths)
-        tokens += start
-        text_bytes += batch.text_bytes
-        largest = max(largest, int(batch.tokens.max(initial=0)))
-    return {
-        "documents": documents,
-        "tokens": tokens,
-        "text_bytes": text_bytes,
-        "largest_id": largest,
-    }
+        counts["documents"] += len(batch.lengths)
+        counts["tokens"] += start
+        counts["text_bytes"] += batch.text_bytes
+        counts["largest_id"] = max(counts["largest_id"], int(batch.tokens.max(initial=0)))
+    return counts
 
 
 def _sidecar(
     report: PreprocessReport, corpus: Corpus, settings: EncoderSettings, tokenizer: Any
 ) -> dict[str, Any]:
     return {
-        "documents": report.documents,
-        "tokens": report.tokens,
-        "text_bytes": report.text_bytes,
-        "largest_id": report.largest_id,
+        **{name: getattr(report, name) for name in _COUNTS},
         "skipped": asdict(report.skipped),
         "inputs": corpus.inputs,
         "json_key": corpus.json_key,
