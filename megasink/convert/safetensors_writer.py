@@ -6,6 +6,7 @@ are known before the first tensor is, so the headers are written first.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -138,10 +139,7 @@ def _cut(entries: Sequence[Entry], shard_bytes: int) -> list[list[Entry]]:
 
 
 def _bytes(entry: Entry) -> int:
-    count = entry.dtype.itemsize
-    for size in entry.shape:
-        count *= size
-    return count
+    return entry.dtype.itemsize * math.prod(entry.shape)
 
 
 def _header(entries: Sequence[Entry]) -> bytes:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megasink.printable import printable as escaped
+from megasink.printable import printable
 from megasink.report.analysis import Analysis
 
 WIDTH = 11.0
@@ -144,7 +144,7 @@ def model_legend(figure: Any, axis: Any, analyses: Sequence[Analysis]) -> None:
 
 def short(name: str, width: int) -> str:
     """A name on one line, its middle left out where it is long."""
-    name = " ".join(escaped(name).split()) or "unnamed"
+    name = " ".join(printable(name).split()) or "unnamed"
     if len(name) <= width:
         return name
     return f"{name[: width // 2 - 1]}…{name[-(width // 2) :]}"
@@ -241,7 +241,7 @@ def line(axis: Any, x: Any, y: Any, **style: Any) -> None:
     axis.plot(x[there], y[there], marker=few, **style)
 
 
-def printable(text: str) -> str:
+def token_label(text: str) -> str:
     """A token as a label: spaces and ends of lines visible, what the font lacks as a box."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
