@@ -25,7 +25,7 @@ def progress(
     total: float | None,
     unit: str,
     *,
-    before: float = 0,
+    before: int = 0,
     console: Console | None = None,
     every: float = 30.0,
 ) -> Iterator[Tell]:
