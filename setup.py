@@ -9,8 +9,6 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+?)"', (HERE / "megasink/__init__.py").read_text())
 assert VERSION is not None
 
-ANALYSIS = ["scipy", "scikit-learn"]  # the statistics of megasink.diagnostics
-
 setup(
     name="megasink",
     version=VERSION.group(1),
@@ -26,6 +24,8 @@ setup(
         "torch>=2.11",
         "megatron-core>=0.19,<0.20",
         "numpy",
+        "scipy",
+        "scikit-learn",  # the geometry of megasink.diagnostics
         "transformers>=5",
         "sentencepiece",
         "tokenizers",
@@ -47,8 +47,7 @@ setup(
             "cuda-toolkit[crt,curand]",
             "flash-attn-4>=4.0.0b30",
         ],
-        "analysis": ANALYSIS,
-        "dev": [*ANALYSIS, "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "zstandard"],
+        "dev": ["mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "zstandard"],
     },
     entry_points={"console_scripts": ["megasink = megasink.cli:main"]},
 )

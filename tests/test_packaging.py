@@ -65,7 +65,7 @@ def test_metadata():
     arguments = setup_arguments()
     assert arguments["name"] == "megasink"
     assert Version(arguments["version"])
-    assert set(arguments["extras_require"]) == {"gpu", "analysis", "dev"}
+    assert set(arguments["extras_require"]) == {"gpu", "dev"}
     pythons = SpecifierSet(arguments["python_requires"])
     assert [v for v in ("3.11", "3.12", "3.13", "3.14") if v in pythons] == ["3.12", "3.13"]
     assert (ROOT / ".python-version").read_text().strip() in pythons
@@ -87,7 +87,6 @@ def test_entry_point_exists():
     ("extra", "files"),
     [
         ("", ["constraints.txt"]),
-        ("analysis", ["constraints.txt"]),
         ("dev", ["constraints.txt"]),
         ("gpu", ["constraints.txt", "docker/constraints-gpu.txt"]),
     ],

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from megasink.atomic import atomic_text
 from megasink.checkpoint.torch_metadata import read_metadata
 from megasink.errors import UserError
 from megasink.printable import say
@@ -45,7 +46,7 @@ def damage(checkpoint: Path, *, checksums: bool = False) -> str | None:
     except (OSError, ValueError, RecursionError):
         return "it was not finished (metadata.json is missing or broken)"
     try:
-        entries = _entries(checkpoint)
+        entries = list(read_metadata(checkpoint).storage_data.values())
     except UserError as error:
         return f".metadata is missing or broken ({error})"
     needed: dict[str, int] = {}
@@ -59,11 +60,6 @@ def damage(checkpoint: Path, *, checksums: bool = False) -> str | None:
         if path.stat().st_size < size:
             return f"{name} has {path.stat().st_size} of {size} bytes"
     return _wrong_checksum(checkpoint, entries) if checksums else None
-
-
-def _entries(checkpoint: Path) -> list[Any]:
-    """File, offset and length of everything in the checkpoint."""
-    return list(read_metadata(checkpoint).storage_data.values())
 
 
 def _wrong_checksum(checkpoint: Path, entries: list[Any]) -> str | None:
@@ -149,7 +145,5 @@ def go_back_to_intact(
         return None
     if damaged or or_start:
         print(f"megasink: going on from step {iteration}", flush=True)
-    partial = folder / f"{TRACKER}.partial"
-    partial.write_text(str(iteration))
-    partial.replace(folder / TRACKER)
+    atomic_text(folder / TRACKER, str(iteration))
     return iteration

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megasink.atomic import atomic_folder
 from megasink.errors import UserError
 
 OWN = "tokenizer"
@@ -28,16 +29,14 @@ def copy_tokenizer(folder: Path, run: Path) -> None:
     own = run / OWN
     if own.exists():
         return
-    partial = run / f"{OWN}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    for path in _files(folder):
-        shutil.copyfile(path, partial / path.name)
-    if not _mean_the_same(partial, folder):
-        shutil.rmtree(partial)
-        print(f"megasink: the tokenizer was not copied into the run: keep {folder}", flush=True)
-        return
-    partial.rename(own)
+    try:
+        with atomic_folder(own) as partial:
+            for path in _files(folder):
+                shutil.copyfile(path, partial / path.name)
+            if not _mean_the_same(partial, folder):
+                raise UserError(f"the tokenizer was not copied into the run: keep {folder}")
+    except UserError as error:
+        print(f"megasink: {error}", flush=True)
 
 
 def same_tokenizer(config: Path, before: str | None, now: str | None) -> bool:

@@ -14,7 +14,6 @@ from megasink.data.preprocess import (
     output_problems,
     preprocess,
 )
-from megasink.data.progress import tracked
 from megasink.data.tokenizer import MIN_VOCAB_SIZE, folder_problem, train_tokenizer
 from megasink.errors import ConfigError
 from megasink.printable import say
@@ -91,7 +90,7 @@ def run(args: argparse.Namespace) -> PreprocessReport:
     corpus, folder = _checked(args)
     if args.train_tokenizer is not None:
         trained = train_tokenizer(
-            tracked(corpus, "reading for the tokenizer"),
+            corpus.tracked("reading for the tokenizer"),
             args.train_tokenizer,
             folder,
             bos=args.tokenizer_bos,

@@ -3,11 +3,12 @@
 import argparse
 import gc
 import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from megasink.checkpoint.find import find_checkpoint
 from megasink.checkpoint.intact import checkpoint_path, iterations
@@ -16,6 +17,7 @@ from megasink.errors import UserError
 from megasink.probe import options
 from megasink.probe.analysis import analyze
 from megasink.probe.ranks import Ranks, taking_part
+from megasink.progress import tracked
 from megasink.report.analysis import read_analysis
 from megasink.report.csv_file import write_csv
 from megasink.report.trace import ROWS, trace_row, write_trace
@@ -59,15 +61,11 @@ def _made_in_training(run: Path) -> list[Path]:
 
 
 def _analyze_all(args: argparse.Namespace, steps: list[int], ranks: Ranks) -> list[dict[str, Any]]:
-    root, start, found = args.output, time.monotonic(), []
-    for count, step in enumerate(steps):
+    root, found = args.output, []
+    console = Console(stderr=True, quiet=bool(ranks.rank))
+    # A line for each of them, as every analysis has a bar of its own.
+    for step in tracked(steps, "trace", len(steps), "checkpoints", console=console, every=0):
         args.output, args.name = checkpoint_path(root, step), f"step {step}"
-        if count and ranks.rank == 0:
-            left = (time.monotonic() - start) / count * (len(steps) - count)
-            print(
-                f"step {step}: checkpoint {count + 1} of {len(steps)}, {left:.0f} s left",
-                file=sys.stderr,
-            )
         result = open_checkpoint(args, step, ranks, partial(analyze, again=False))
         if result is not None:
             found.append(result)

@@ -8,10 +8,11 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import BinaryIO, Self
 
 import torch
+
+from megasink.atomic import sync
 
 # What may wait to be written, and after how much the disk is made to begin.
 _WAITING_BYTES = 128 * 2**20
@@ -87,12 +88,7 @@ class BackgroundWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._background.close()
         if self._file is not None:
             self._file.close()
@@ -132,12 +128,6 @@ def _sync_and_close(descriptor: int) -> None:
         os.fdatasync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def sync(file: BinaryIO) -> None:
-    """Let the bytes of a file reach the disk."""
-    file.flush()
-    os.fsync(file.fileno())
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import megasink
+from megasink.atomic import sync_folder
 from megasink.checkpoint.identity import SHAPE, plain
 from megasink.checkpoint.intact import TRACKER, checkpoint_path
 from megasink.convert.architecture import Architecture, Attention
@@ -26,7 +27,7 @@ from megasink.convert.gating import FLOAT32, Change, added, changed, gated_model
 from megasink.convert.hf_config import architecture_from, read_config
 from megasink.convert.hf_reader import HuggingFaceWeights
 from megasink.convert.megatron_weights import weight_shapes
-from megasink.convert.output import sync_folder, whole_folder
+from megasink.convert.output import whole_folder
 from megasink.convert.safetensors_writer import write_json
 from megasink.convert.table import LAYERS, NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SPEC, Step, steps
 from megasink.convert.targets.base import Target
@@ -35,6 +36,7 @@ from megasink.convert.torch_dist_writer import TorchDistWriter
 from megasink.errors import UserError
 from megasink.parser import parse_apart
 from megasink.printable import say as say_printable
+from megasink.progress import tracked
 
 _POSITIONS = "--max-position-embeddings"
 Say = Callable[[str], None]
@@ -129,7 +131,7 @@ def import_model(
         checkpoint.mkdir(parents=True)
         begin = time.perf_counter()
         with one_thread(), TorchDistWriter(checkpoint) as writer:
-            for step in todo:
+            for step in tracked(todo, "converting", len(todo), "weights"):
                 _write(writer, weights, step, source.model, change)
             for key, index, sizes, tensor in _added(model, source.model, change):
                 writer.write(key, tensor, index, sizes)

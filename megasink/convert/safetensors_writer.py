@@ -6,6 +6,7 @@ are known before the first tensor is, so the headers are written first.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megasink.convert.background import BackgroundWriter, sync
+from megasink.atomic import sync
+from megasink.convert.background import BackgroundWriter
 from megasink.convert.table import Entry
 from megasink.errors import UserError
 
@@ -137,10 +139,7 @@ def _cut(entries: Sequence[Entry], shard_bytes: int) -> list[list[Entry]]:
 
 
 def _bytes(entry: Entry) -> int:
-    count = entry.dtype.itemsize
-    for size in entry.shape:
-        count *= size
-    return count
+    return entry.dtype.itemsize * math.prod(entry.shape)
 
 
 def _header(entries: Sequence[Entry]) -> bytes:

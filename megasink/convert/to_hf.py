@@ -27,6 +27,7 @@ from megasink.convert.targets import choose
 from megasink.convert.targets.base import Target
 from megasink.errors import UserError
 from megasink.printable import say as say_printable
+from megasink.progress import tracked
 
 Say = Callable[[str], None]
 Verify = Callable[[Path], None]
@@ -99,7 +100,8 @@ def export(
     with whole_folder(output) as folder:
         begin = time.perf_counter()
         with one_thread(), SafetensorsWriter(folder, entries, shard_bytes) as writer:
-            for step, tensors in ahead(todo, lambda step: _read(checkpoint, step)):
+            read = ahead(todo, lambda step: _read(checkpoint, step))
+            for step, tensors in tracked(read, "converting", len(todo), "weights"):
                 for name, tensor in zip(step.hf, step.row.transform.to_hf(*tensors), strict=True):
                     writer.write(name, tensor)
             files = writer.finish()

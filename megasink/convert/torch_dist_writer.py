@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megasink.convert.background import BackgroundWriter, sync
+from megasink.atomic import sync
+from megasink.convert.background import BackgroundWriter
 
 _FILE_BYTES = 5 * 10**9
 

@@ -12,6 +12,7 @@ from megasink.data.files import STDLIB, File, expand, open_file, readable
 from megasink.data.parquet import ParquetReader
 from megasink.data.records import text_of
 from megasink.errors import ConfigError, UserError
+from megasink.progress import progress
 
 __all__ = ["MAX_DOCUMENT_BYTES", "STDLIB", "Corpus", "Document", "Skipped"]
 
@@ -128,6 +129,13 @@ class Corpus:
                 f"no document in {' '.join(self.inputs)}: {len(self._files)} files, "
                 f"{self.skipped.empty} empty and {self.skipped.invalid_utf8} not UTF-8 text"
             )
+
+    def tracked(self, what: str) -> Iterator[Document]:
+        """The documents, with rate and time left shown on stderr meanwhile."""
+        with progress(what, self.total_bytes, "bytes") as tell:
+            for document in self:
+                tell(self.read_bytes)
+                yield document
 
     def _expanded(self, file: File, characters: int) -> None:
         """Refuse a small file that goes on for ever: no text is as repetitive as that."""

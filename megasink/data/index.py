@@ -131,13 +131,13 @@ def _entries_problem(index: _Index, tokens: Path, size: int) -> str | None:
             f"{index.path} has documents from sequence {ends[0]} to {ends[-1]}, not from 0 to "
             f"{index.sequences}: {again}"
         )
-    for part in _parts(index.documents):
+    for part in _sampled_slices(index.documents):
         falling = np.flatnonzero(np.diff(ends[part]) < 0)
         if len(falling):
             at = part.start + int(falling[0]) + 1
             return f"{index.path}: document {at} begins before the one before it: {again}"
     width = index.dtype.itemsize
-    for part in _parts(index.sequences):
+    for part in _sampled_slices(index.sequences):
         begins = pointers[part].astype(np.int64)
         counts = lengths[part].astype(np.int64)
         # Not begins + counts * width, which a large pointer makes overflow.
@@ -152,7 +152,7 @@ def _entries_problem(index: _Index, tokens: Path, size: int) -> str | None:
     return None
 
 
-def _parts(count: int, budget: int = _ENTRIES) -> Iterator[slice]:
+def _sampled_slices(count: int, budget: int = _ENTRIES) -> Iterator[slice]:
     """Slices of `count` entries: one of all, or as much as the budget at evenly spaced places."""
     if count <= budget:
         yield slice(0, count)
@@ -181,7 +181,7 @@ def _ids_problem(prefix: str, index: _Index, size: int, vocabulary: int) -> str 
         return f"{prefix}.bin holds the id {largest:,}, by {prefix}.json, and {again}"
     count = size // index.dtype.itemsize
     tokens = np.memmap(f"{prefix}.bin", index.dtype, "r", shape=(count,))
-    for part in _parts(count):
+    for part in _sampled_slices(count):
         ids = tokens[part]
         wrong = (ids < 0) | (ids >= vocabulary)
         if wrong.any():

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from megasink.data import parquet_rows
@@ -27,12 +26,7 @@ class ParquetReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -46,17 +40,17 @@ class ParquetReader:
             UserError: no parquet file, no such column, one of another type, or more memory than a
                 file of documents of `max_bytes` has need of.
         """
-        process = self._started()
+        self._process = process = self._process or self._start()
         assert process.stdin is not None
         try:
             asked = json.dumps({"path": str(path), "key": key}).encode()
             process.stdin.write(asked + b"\n")
             process.stdin.flush()
         except BrokenPipeError:
-            raise self._died(path) from None
+            raise self._died(process, path) from None
         total, row = 1, 0
         while True:
-            kind, content = self._frame(path)
+            kind, content = self._frame(process, path)
             if kind == parquet_rows.END:
                 return
             if kind == parquet_rows.ERROR:
@@ -67,30 +61,26 @@ class ParquetReader:
             row += 1
             yield None if kind == parquet_rows.TOO_LONG else content, min(row / total, 1.0)
 
-    def _started(self) -> "subprocess.Popen[bytes]":
-        if self._process is None:
-            self._process = subprocess.Popen(
-                # -P: nothing is imported from the folder of the program, or from the current one
-                [sys.executable, "-P", parquet_rows.__file__, str(self.max_bytes)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
-        return self._process
+    def _start(self) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            # -P: nothing is imported from the folder of the program, or from the current one
+            [sys.executable, "-P", parquet_rows.__file__, str(self.max_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
 
-    def _frame(self, path: Path) -> tuple[bytes, bytes]:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        head = self._process.stdout.read(9)
+    def _frame(self, process: "subprocess.Popen[bytes]", path: Path) -> tuple[bytes, bytes]:
+        assert process.stdout is not None
+        head = process.stdout.read(9)
         size = int.from_bytes(head[1:], "big")
-        content = self._process.stdout.read(size) if len(head) == 9 else b""
+        content = process.stdout.read(size) if len(head) == 9 else b""
         if len(head) < 9 or len(content) < size:
-            raise self._died(path)
+            raise self._died(process, path)
         return head[:1], content
 
-    def _died(self, path: Path) -> UserError:
-        assert self._process is not None
-        code = self._process.wait()
+    def _died(self, process: "subprocess.Popen[bytes]", path: Path) -> UserError:
+        code = process.wait()
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         memory = parquet_rows.memory_limit(self.max_bytes)
         return UserError(

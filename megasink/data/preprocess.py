@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import megasink
+from megasink.atomic import sync, sync_folder
 from megasink.data.corpus import Corpus, Document, Skipped
 from megasink.data.encode import Encoded, EncoderSettings, encode_in_order
-from megasink.data.progress import tracked
 from megasink.data.tokenizer import leading_ids, load_tokenizer, tokenizer_hash
 from megasink.errors import ConfigError, UserError
 
@@ -24,6 +24,7 @@ _BATCH_CHARACTERS = 1 << 19
 _BATCH_DOCUMENTS = 512
 _SUFFIXES = (".json", ".bin", ".idx")
 """In the order they appear: Megatron loads nothing without the `.idx`."""
+_COUNTS = ("documents", "tokens", "text_bytes", "largest_id")
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def preprocess(
             after=[tokenizer.eos_token_id],
             dtype=dtype,
         )
-        batches = _batches(tracked(corpus, "tokenizing"))
+        batches = _batches(corpus.tracked("tokenizing"))
         counts = _add(builder, encode_in_order(batches, settings, workers))
         builder.finalize(str(_partial(prefix, ".idx")))
         report = PreprocessReport(
@@ -174,32 +175,24 @@ def _builder(path: Path, vocab_size: int) -> tuple[str, Any]:
 
 
 def _add(builder: Any, encoded: Iterable[Encoded]) -> dict[str, int]:
-    documents = tokens = text_bytes = largest = 0
+    counts = dict.fromkeys(_COUNTS, 0)
     for batch in encoded:
         start = 0
         for length in batch.lengths:
             builder.add_document(batch.tokens[start : start + length], [length])
             start += length
-        documents += len(batch.lengths)
-        tokens += start
-        text_bytes += batch.text_bytes
-        largest = max(largest, int(batch.tokens.max(initial=0)))
-    return {
-        "documents": documents,
-        "tokens": tokens,
-        "text_bytes": text_bytes,
-        "largest_id": largest,
-    }
+        counts["documents"] += len(batch.lengths)
+        counts["tokens"] += start
+        counts["text_bytes"] += batch.text_bytes
+        counts["largest_id"] = max(counts["largest_id"], int(batch.tokens.max(initial=0)))
+    return counts
 
 
 def _sidecar(
     report: PreprocessReport, corpus: Corpus, settings: EncoderSettings, tokenizer: Any
 ) -> dict[str, Any]:
     return {
-        "documents": report.documents,
-        "tokens": report.tokens,
-        "text_bytes": report.text_bytes,
-        "largest_id": report.largest_id,
+        **{name: getattr(report, name) for name in _COUNTS},
         "skipped": asdict(report.skipped),
         "inputs": corpus.inputs,
         "json_key": corpus.json_key,
@@ -263,15 +256,11 @@ def _clear_partial(prefix: Path) -> None:
 def _publish(prefix: Path) -> None:
     for suffix in _SUFFIXES:
         with _partial(prefix, suffix).open("rb") as file:
-            os.fsync(file.fileno())
+            sync(file)
     # Before the old .bin goes, so that its .idx never stands beside the new one.
     _file(prefix, ".idx").unlink(missing_ok=True)
     # Megatron caches sample indices under the prefix's name, whatever the files hold.
     shutil.rmtree(prefix / "cache" / "GPTDataset_indices", ignore_errors=True)
     for suffix in _SUFFIXES:
         _partial(prefix, suffix).rename(_file(prefix, suffix))
-    folder = os.open(prefix.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(prefix.parent)

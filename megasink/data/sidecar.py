@@ -1,12 +1,11 @@
 """The PREFIX.json beside a data set: what it was made with, read back before training on it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from megasink.data.tokenizer import tokenizer_hash
-
-_LARGEST = 64 << 20  # bytes; it names every input
+from megasink.errors import UserError
+from megasink.json_file import read_object
 
 
 def mismatch(prefix: str, tokenizer: Any) -> str | None:
@@ -32,11 +31,7 @@ def mismatch(prefix: str, tokenizer: Any) -> str | None:
 
 def read_sidecar(prefix: str) -> dict[str, Any]:
     """What stands in it; nothing where there is none, or something else of that name."""
-    path = Path(f"{prefix}.json")
     try:
-        if not path.is_file() or path.stat().st_size > _LARGEST:
-            return {}
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
+        return read_object(Path(f"{prefix}.json"))
+    except UserError:
         return {}
-    return found if isinstance(found, dict) else {}

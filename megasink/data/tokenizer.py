@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megasink.atomic import atomic_folder, atomic_text
 from megasink.data.corpus import Document
 from megasink.errors import UserError
 
@@ -87,9 +88,7 @@ def train_tokenizer(
     """
     start = time.perf_counter()
     folder = Path(folder)
-    partial = folder.with_name(folder.name + ".partial")
-    problem = folder_problem(folder, overwrite=overwrite) or folder_problem(partial, overwrite=True)
-    if problem:
+    if problem := folder_problem(folder, overwrite=overwrite):
         raise UserError(problem)
     if vocab_size < MIN_VOCAB_SIZE:
         raise UserError(f"vocabulary size {vocab_size} is too small: at least {MIN_VOCAB_SIZE}")
@@ -97,16 +96,12 @@ def train_tokenizer(
     tokenizer = to_tokenizers(train_sentencepiece(chunks, vocab_size, bos=bos))
     config = _CONFIG | ({"bos_token": BOS} if bos else {})
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        _write(partial / "tokenizer.json", tokenizer.to_str(pretty=True))
-        _write(partial / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        with atomic_folder(folder.absolute()) as partial:
+            atomic_text(partial / "tokenizer.json", tokenizer.to_str(pretty=True))
+            atomic_text(partial / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
+            shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         raise UserError(f"tokenizer folder {folder} cannot be written: {error.strerror}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return TrainedTokenizer(
         folder=folder,
         vocab_size=vocab_size,
@@ -125,13 +120,6 @@ def folder_problem(folder: Path, *, overwrite: bool) -> str | None:
     if not folder.is_dir() or {p.name for p in folder.iterdir()} - _FOLDER_FILES:
         return f"{folder} holds more than a tokenizer and is not overwritten: name another folder"
     return None
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sample(

@@ -1,7 +1,9 @@
 """How far two models' scores are apart (P3.21, P3.30).
 
-Scores of any shape; NaN are left out.
+Scores of any shape; NaN are left out. scipy.stats takes a second to import, hence inside.
 """
+
+import warnings
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,17 +14,18 @@ Scores = NDArray[np.float64]
 def wasserstein(a: Scores, b: Scores) -> float:
     """W1 between the distributions of two sets of scores, in the unit of the score (P3.21).
 
-    The area between their empirical CDFs. Pool all samples, layers and heads of a model. Norms
-    scale with the model: compare their layer-normalised forms.
+    Samples, layers and heads of a model are pooled. Norms scale with the model: compare their
+    layer-normalised forms.
 
     Raises:
         ValueError: no score in one of them.
     """
-    a, b = _pooled(a), _pooled(b)
-    every = np.sort(np.concatenate([a, b]))
-    below_a = np.searchsorted(a, every[:-1], side="right") / len(a)
-    below_b = np.searchsorted(b, every[:-1], side="right") / len(b)
-    return float((np.abs(below_a - below_b) * np.diff(every)).sum())
+    from scipy.stats import wasserstein_distance
+
+    pooled = [scores[~np.isnan(scores)] for scores in (a, b)]
+    if not all(map(len, pooled)):
+        raise ValueError("no score to compare")
+    return float(wasserstein_distance(*pooled))
 
 
 def spearman(a: Scores, b: Scores) -> float:
@@ -33,11 +36,12 @@ def spearman(a: Scores, b: Scores) -> float:
     Raises:
         ValueError: other shapes.
     """
+    from scipy.stats import ConstantInputWarning, spearmanr
+
     together = _same_heads(a, b)
-    ranks = [_ranks(x[together]) for x in (a, b)]
-    centred = [r - r.mean() for r in ranks]
-    size = float(np.sqrt((centred[0] ** 2).sum() * (centred[1] ** 2).sum()))
-    return float((centred[0] * centred[1]).sum() / size) if size else float("nan")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConstantInputWarning)
+        return float(spearmanr(a[together], b[together]).statistic)
 
 
 def top_agreement(a: Scores, b: Scores, count: int = 5) -> float:
@@ -49,21 +53,6 @@ def top_agreement(a: Scores, b: Scores, count: int = 5) -> float:
     together = _same_heads(a, b)
     first, second = (set(np.argsort(-x[together], kind="stable")[:count].tolist()) for x in (a, b))
     return len(first & second) / len(first | second)
-
-
-def _pooled(scores: Scores) -> Scores:
-    pooled = np.sort(scores[~np.isnan(scores)].ravel())
-    if not len(pooled):
-        raise ValueError("no score to compare")
-    return pooled
-
-
-def _ranks(values: Scores) -> Scores:
-    """Ranks from 1; equal values share the mean of theirs."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = counts.cumsum()
-    mean_rank: Scores = (last - (counts - 1) / 2)[inverse]
-    return mean_rank
 
 
 def _same_heads(a: Scores, b: Scores) -> NDArray[np.bool_]:

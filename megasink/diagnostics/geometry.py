@@ -33,15 +33,14 @@ def principal_components(rows: Floats, count: int = 2) -> Components:
     Raises:
         ValueError: fewer than two rows, or rows that are all equal.
     """
+    from sklearn.decomposition import PCA  # seconds, which only what draws points need spend
+
     if len(rows) < 2:
         raise ValueError(f"principal components of {len(rows)} row: two or more are needed")
-    centred = rows - rows.mean(0)
-    u, s, vt = np.linalg.svd(centred, full_matrices=False)
-    if not s[0] > 0:
+    if not np.ptp(rows, axis=0).any():
         raise ValueError("principal components of rows that are all equal")
-    count = min(count, len(s))
-    sign = np.sign(vt[np.arange(count), np.abs(vt[:count]).argmax(1)])
-    return Components(u[:, :count] * s[:count] * sign, (s**2 / (s**2).sum())[:count])
+    pca = PCA(min(count, *rows.shape), svd_solver="full")
+    return Components(pca.fit_transform(rows), pca.explained_variance_ratio_)
 
 
 def query_key_components(query_TD: Floats, key_TD: Floats) -> tuple[Floats, Floats, Floats]:
@@ -75,8 +74,9 @@ class MapComponents(NamedTuple):
 def attention_map_components(maps_MTT: NDArray[Any], count: int = 2) -> MapComponents:
     """PCA over attention matrices, each one flattened and the mean matrix taken off (P3.27).
 
-    By the eigenvectors of the [M, M] matrix of inner products: of L x H matrices only a few have
-    to be known, and the matrices, which may be large, are not copied.
+    Not scikit-learn's, which would copy the matrices to centre them and take the singular values of
+    [M, T * T]: the eigenvectors of the [M, M] matrix of inner products, centred afterwards and in
+    float64, need neither.
 
     Raises:
         ValueError: matrices of more than `MAP_TOKENS` tokens, fewer than two, or all equal.

@@ -17,10 +17,12 @@ SHARES = (0.0, 0.05, 0.10, 0.15, 0.20, 0.25, 0.30)
 
 
 def published_quantile(scores: Scores, share: float) -> float:
-    """The quantile rule of the released code (P3.11), which is not `numpy.quantile`'s.
+    """The quantile rule of the released code (P3.11), which is not `numpy.quantile`'s default.
 
     The empirical CDF is F(x_(i)) = i / n at the i-th smallest score; its inverse is linear between
-    them, and `share` is clamped to [1 / n, 1].
+    them, and `share` is clamped to [1 / n, 1]. It is numpy's "interpolated_inverted_cdf", whose
+    n * share - 1 however misses whole numbers by a rounding: here a share of i / n gives x_(i)
+    itself, so that a strict comparison never counts that head.
 
     Args:
         scores: any shape; NaN are left out.

@@ -15,16 +15,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.console import Console
 from torch import Tensor
 
 from megasink.diagnostics.geometry import attention_map_components, query_key_components
 from megasink.diagnostics.maps import MAP_TOKENS
 from megasink.errors import UserError
 from megasink.probe.inputs import Sample
-from megasink.probe.progress import progress
 from megasink.probe.run import Probe
 from megasink.probe.statistics import MAP, Observer
+from megasink.progress import tracked
 
 Floats = NDArray[np.float64]
 Arrays = dict[str, NDArray[Any]]
@@ -254,14 +253,10 @@ def geometry(
     maps = _Maps(heads_of, heads, min(length, MAP_TOKENS))
     others = [sample for sample in texts if sample is not shown]
     batches = [[shown.tokens[:length]], *_batches(others, length, batch_size)]
-    count = sum(len(batch) for batch in batches)
-    with open_probe(maps) as probe, progress(count, 0, Console(stderr=True), "maps") as tell:
-        done = 0
-        for batch in batches:
+    with open_probe(maps) as probe:
+        for batch in tracked(batches, "maps", len(batches), "batches"):
             probe.forward(torch.tensor(batch, device=device), logits=False)
             maps.is_shown = False
-            done += len(batch)
-            tell(done)
     return maps.arrays() | {
         **points.arrays(),
         "head_C2": np.asarray([(head.layer, head.head) for head in heads]),

@@ -6,7 +6,6 @@ Shapes: S = T sequence, B batch, H query heads, G key/value groups, D head dim, 
 X = H * D.
 """
 
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -70,12 +69,7 @@ class MegatronProbe:
             self._attach(index, layer)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -9,7 +9,6 @@ S = 2 L + 1 states of the residual stream, E hidden size, B bins.
 """
 
 import json
-import os
 import zipfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megasink.atomic import atomic_file
 from megasink.diagnostics.states import mean_cosine
 from megasink.errors import UserError
 
@@ -70,8 +70,7 @@ class Part:
         """
         arrays = {f"value/{name}": array for name, array in self.values.items()}
         told = {"samples": self.samples, "non_finite": [asdict(entry) for entry in self.non_finite]}
-        partial = path.with_suffix(".partial")
-        with partial.open("wb") as file:
+        with atomic_file(path) as file:
             np.savez(
                 file,
                 allow_pickle=False,
@@ -81,9 +80,6 @@ class Part:
                 told=np.asarray(json.dumps(told)),
                 **arrays,
             )
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> "Part":

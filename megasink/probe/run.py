@@ -15,10 +15,10 @@ from torch import Tensor
 from megasink.errors import UserError
 from megasink.probe.inputs import Sample
 from megasink.probe.parts import Captured, Part, merge
-from megasink.probe.progress import progress
 from megasink.probe.ranks import Ranks
 from megasink.probe.recorder import Recorder
 from megasink.probe.shards import PartialFolder, Shard, plan
+from megasink.progress import progress
 
 
 class Probe(Protocol):
@@ -70,7 +70,7 @@ def run(
     shards = plan(samples, batch_size)
     here: list[Part] = []
     before = _open(partial, shards, ranks, console)
-    with progress(len(samples), before, console) as tell:
+    with progress("analyzing", len(samples), "samples", before=before, console=console) as tell:
         for number in ranks.claims(len(shards)):
             if partial is not None and partial.has(number):
                 continue

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megasink.atomic import atomic_text
 from megasink.errors import UserError
 from megasink.probe.inputs import Sample
 from megasink.probe.parts import Part
@@ -82,9 +83,7 @@ class PartialFolder:
             if path.is_file():
                 self._compare(json.loads(path.read_text()))
             else:
-                partial = path.with_suffix(".partial")
-                partial.write_text(json.dumps(self._identity, indent=1))
-                partial.replace(path)
+                atomic_text(path, json.dumps(self._identity, indent=1))
         except ValueError as error:
             raise UserError(f"{path} is not JSON ({error}): delete {self._folder}") from error
         except OSError as error:

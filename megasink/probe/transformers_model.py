@@ -7,7 +7,6 @@ Shapes: B rows, T tokens, H query heads, G key/value groups, D head dim, E hidde
 """
 
 import sys
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -87,12 +86,7 @@ class TransformersProbe:
             self._attach(index, block)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from megasink.atomic import atomic_file, atomic_text
 from megasink.errors import UserError
 from megasink.printable import printable, say
 from megasink.probe.geometry import Geometry
@@ -100,10 +101,9 @@ def write_numbers(
             if named is None:
                 (output / f"{name}.npz").unlink(missing_ok=True)  # of an earlier analysis
                 continue
-            with _whole(output / f"{name}.npz") as path, path.open("wb") as file:
+            with atomic_file(output / f"{name}.npz") as file:
                 np.savez_compressed(file, allow_pickle=False, **named)
-        with _whole(output / "results.json") as path:
-            path.write_text(json.dumps(found, indent=1))
+        atomic_text(output / "results.json", json.dumps(found, indent=1))
     return found
 
 
@@ -117,15 +117,3 @@ def _named(output: Path) -> Iterator[None]:
             f"the results cannot be written to {output} ({error.strerror or error}): make room, "
             "and the same command writes them without measuring anything again"
         ) from error
-
-
-@contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """A path to write to, which takes the place of another when it is all there."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        yield partial
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    partial.replace(path)

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rich.console import Console
-from rich.progress import track
-
+from megasink.progress import tracked
 from megasink.report import figures_between, figures_heads, figures_maps, figures_sinks
 from megasink.report.analysis import Analysis
 from megasink.report.drawing import SECTIONS, Drawing, Picture
-from megasink.report.style import STYLE, rendered
+from megasink.report.style import rendered, styled
 
 DRAWINGS: tuple[Drawing, ...] = (
     *figures_sinks.DRAWINGS,
@@ -22,20 +20,14 @@ DRAWINGS: tuple[Drawing, ...] = (
 
 
 def figures(analyses: Sequence[Analysis], kinds: Sequence[str] = ("png",)) -> list[Picture]:
-    """Every figure that the analyses have numbers for, with a bar on a terminal.
+    """Every figure that the analyses have numbers for, with progress on stderr.
 
     Args:
         kinds: of files: "png", "pdf".
     """
-    console = Console(stderr=True)
-    jobs = track(
-        list(_jobs(analyses)),
-        "figures",
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    return [picture for job in jobs if (picture := _drawn(job, kinds)) is not None]
+    jobs = list(_jobs(analyses))
+    made = (_drawn(job, kinds) for job in tracked(jobs, "drawing", len(jobs), "figures"))
+    return [picture for picture in made if picture is not None]
 
 
 @dataclass(frozen=True)
@@ -79,12 +71,10 @@ def _heads(analysis: Analysis, suffix: str) -> Iterator[_Job]:
         yield _Job(f"head_{head}{suffix}", figures_maps.HEAD, draw, about)
 
 
+@styled()
 def _drawn(job: _Job, kinds: Sequence[str]) -> Picture | None:
-    import matplotlib
-
-    with matplotlib.rc_context(STYLE):
-        figure = job.draw()
-        if figure is None:
-            return None
-        files = {kind: rendered(figure, kind) for kind in kinds}
+    figure = job.draw()
+    if figure is None:
+        return None
+    files = {kind: rendered(figure, kind) for kind in kinds}
     return Picture(job.name, job.drawing, files, job.model)

@@ -6,13 +6,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasink.report.curves import mark_spikes, series, smoothed, style_axis
+from megasink.report.curves import mark_spikes, series, smoothed
 from megasink.report.spikes import loss_spikes
-from megasink.report.style import DPI, model_colours
+from megasink.report.style import label, model_colours, panels, save, styled
 
 AXES = ("step", "tokens")
 
 
+@styled()
 def draw_comparison(
     runs: dict[str, list[dict[str, Any]]], output: Path, *, x: str = "step", factor: float = 0.9
 ) -> None:
@@ -24,49 +25,34 @@ def draw_comparison(
         x: "step" or "tokens".
         factor: of the exponential moving average of the training loss and the imbalance.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    # Names of runs are drawn as they are, dollar signs included.
-    with matplotlib.rc_context({"text.parse_math": False}):
-        _draw(plt, runs, output, x, factor)
-
-
-def _draw(
-    plt: Any, runs: dict[str, list[dict[str, Any]]], output: Path, x: str, factor: float
-) -> None:
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    figure, (axes,) = panels(1, 3, 4.2, width=14)
     for colour, (name, lines) in zip(model_colours(len(runs)), runs.items(), strict=True):
         for axis, key in ((axes[0], "lm_loss"), (axes[2], "imbalance")):
             where, values = _series(lines, key, x)
             if not len(values):
                 continue
             axis.plot(where, values, color=colour, alpha=0.2, linewidth=0.7)
-            label = name
+            text = name
             if key == "lm_loss":
-                label += _plural(mark_spikes(axis, where, values, colour))
-            axis.plot(where, smoothed(values, factor), color=colour, label=label)
+                text += _plural(mark_spikes(axis, where, values, colour))
+            axis.plot(where, smoothed(values, factor), color=colour, label=text)
         where, values = _series(lines, _validation_key(runs), x)
-        axes[1].plot(where, values, "o-", color=colour, markersize=4, label=name)
+        axes[1].plot(where, values, "o-", color=colour, label=name)
     bits = _validation_key(runs) == "valid_bits_per_byte"
     titles = (
         (f"training loss (EMA {factor:g})", "nats per token"),
         ("validation", "bits per byte" if bits else "nats per token"),
         (f"head imbalance (EMA {factor:g})", "coefficient of variation"),
     )
-    for axis, (title, label) in zip(axes, titles, strict=True):
-        style_axis(axis, title, label, xlabel=x)
+    for axis, (title, text) in zip(axes, titles, strict=True):
+        label(axis, title, text, x)
         if not axis.lines:
             continue
         if axis is not axes[2]:
             _zoom(axis)
     # Below the marks of the spikes.
-    axes[0].legend(frameon=False, fontsize=9, loc="upper right", bbox_to_anchor=(1, 0.96))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=DPI)
-    plt.close(figure)
+    axes[0].legend(loc="upper right", bbox_to_anchor=(1, 0.96))
+    save(figure, output)
 
 
 def _plural(spikes: int) -> str:

@@ -9,11 +9,12 @@ from numpy.typing import NDArray
 
 from megasink.errors import UserError
 from megasink.json_file import read_object
+from megasink.report.divergence import MovingAverage
 from megasink.report.heatmap import draw_importance
 from megasink.report.spikes import loss_spikes
+from megasink.report.style import BLUE, GREY, VERMILION, label, note, panels, save, styled
 
 _NUMBERS = ("lm_loss", "valid_lm_loss", "valid_bits_per_byte", "imbalance", "tokens")
-BLUE, ORANGE, GREY = "#2a6fbb", "#d9730d", "#8a8f98"
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -46,17 +47,12 @@ def _check(line: object, where: str) -> None:
 
 
 def smoothed(values: NDArray[np.float64], factor: float = 0.9) -> NDArray[np.float64]:
-    """TensorBoard's exponential moving average, debiased (P1.41 uses the factor 0.9).
+    """The values' `MovingAverage` (P1.41 uses the factor 0.9).
 
     As in TensorBoard a value that is no number stays itself and is not part of later ones.
     """
-    result, mean, count = values.copy(), 0.0, 0
-    for i, value in enumerate(values):
-        if np.isfinite(value):
-            count += 1
-            mean = factor * mean + (1 - factor) * value
-            result[i] = mean / (1 - factor**count)
-    return result
+    average = MovingAverage(factor)  # scipy.signal, for one line less, takes seconds to import
+    return np.asarray([average(value) if np.isfinite(value) else value for value in values])
 
 
 def series(
@@ -67,6 +63,7 @@ def series(
     return np.asarray(list(found), dtype=float), np.asarray(list(found.values()), dtype=float)
 
 
+@styled()
 def draw_run(run_dir: Path, output: Path | None = None) -> Path:
     """Draw the picture of a run.
 
@@ -80,24 +77,17 @@ def draw_run(run_dir: Path, output: Path | None = None) -> Path:
     Raises:
         UserError: as `read_metrics`.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     lines = read_metrics(run_dir)
     output = output or run_dir / "curves.png"
-    panels = 3 + any("valid_bits_per_byte" in line for line in lines)
-    figure, axes = plt.subplots(1, panels, figsize=(14 / 3 * panels, 4.2), layout="constrained")
+    count = 3 + any("valid_bits_per_byte" in line for line in lines)
+    figure, (axes,) = panels(1, count, 4.2, width=14 / 3 * count)
     _draw_loss(axes[0], lines)
-    if panels == 4:
+    if count == 4:
         _draw_bits_per_byte(axes[1], lines)
     _draw_imbalance(axes[-2], lines)
     _draw_importance(figure, axes[-1], lines)
     figure.suptitle(_title(run_dir), fontsize=11)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output, dpi=130)
-    plt.close(figure)
+    save(figure, output)
     return output
 
 
@@ -116,25 +106,16 @@ def _title(run_dir: Path) -> str:
         raise UserError(f"{config} does not describe a run ({error!r})") from error
 
 
-def style_axis(axis: Any, title: str, ylabel: str, xlabel: str = "step") -> None:
-    """The look of every curve."""
-    axis.set_title(title, fontsize=10, loc="left")
-    axis.set_xlabel(xlabel)
-    axis.set_ylabel(ylabel)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(alpha=0.25)
-
-
 def _draw_loss(axis: Any, lines: list[dict[str, Any]]) -> None:
     steps, loss = series(lines, "lm_loss")
     axis.plot(steps, loss, color=BLUE, alpha=0.25, linewidth=0.8)
     axis.plot(steps, smoothed(loss), color=BLUE, label="training (EMA 0.9)")
     valid_steps, valid = series(lines, "valid_lm_loss")
     if len(valid):
-        axis.plot(valid_steps, valid, "o-", color=ORANGE, markersize=4, label="validation")
+        axis.plot(valid_steps, valid, "o-", color=VERMILION, label="validation")
     mark_spikes(axis, steps, loss, BLUE)
-    style_axis(axis, "language-model loss", "nats per token")
-    axis.legend(frameon=False, fontsize=9)
+    label(axis, "language-model loss", "nats per token", "step")
+    axis.legend()
 
 
 def mark_spikes(
@@ -151,15 +132,15 @@ def mark_spikes(
 
 def _draw_bits_per_byte(axis: Any, lines: list[dict[str, Any]]) -> None:
     steps, bits = series(lines, "valid_bits_per_byte")
-    axis.plot(steps, bits, "o-", color=ORANGE, markersize=4)
-    style_axis(axis, f"validation: {bits[-1]:.3f} at step {steps[-1]:.0f}", "bits per byte")
+    axis.plot(steps, bits, "o-", color=VERMILION)
+    label(axis, f"validation: {bits[-1]:.3f} at step {steps[-1]:.0f}", "bits per byte", "step")
 
 
 def _draw_imbalance(axis: Any, lines: list[dict[str, Any]]) -> None:
     rows = [line for line in lines if "imbalance_per_layer" in line]
-    style_axis(axis, "head imbalance (CV of head importance)", "coefficient of variation")
+    label(axis, "head imbalance (CV of head importance)", "coefficient of variation", "step")
     if not rows:
-        axis.text(0.5, 0.5, "no gates recorded", ha="center", transform=axis.transAxes, color=GREY)
+        note(axis, "no gates recorded")
         return
     steps = np.asarray([row["iteration"] for row in rows], dtype=float)
     for layer in np.asarray([row["imbalance_per_layer"] for row in rows], dtype=float).T:
@@ -169,15 +150,15 @@ def _draw_imbalance(axis: Any, lines: list[dict[str, Any]]) -> None:
     axis.plot(mean_steps, mean, color=BLUE, alpha=0.3, linewidth=0.8)
     axis.plot(mean_steps, smoothed(mean), color=BLUE, label="mean over layers (EMA 0.9)")
     axis.set_ylim(bottom=0)
-    axis.legend(frameon=False, fontsize=9)
+    axis.legend()
 
 
 def _draw_importance(figure: Any, axis: Any, lines: list[dict[str, Any]]) -> None:
     rows = [line for line in lines if "importance" in line]
     title = "head importance (mean gate)"
     if not rows:
-        axis.set_title(title, fontsize=10, loc="left")
-        axis.text(0.5, 0.5, "no gates recorded", ha="center", transform=axis.transAxes, color=GREY)
+        label(axis, title)
+        note(axis, "no gates recorded")
         return
     importance_LH = np.asarray(rows[-1]["importance"], dtype=float)
     draw_importance(figure, axis, importance_LH, f"{title}, step {rows[-1]['iteration']}")

@@ -173,7 +173,7 @@ def _datasets(analyses: Sequence[Analysis]) -> Any:
         return None
     figure, axes = panels(len(analyses), 2, 2.9 * len(analyses))
     names = list(dict.fromkeys(n for a in analyses for n in a.found["datasets"]))
-    colours = dict(zip(names, colormaps["viridis"](np.linspace(0, 0.85, len(names))), strict=True))
+    colours = dict(zip(names, colormaps[MAP](np.linspace(0, 0.85, len(names))), strict=True))
     marks = dict(zip(names, "osD^vP*XdhH<>" * len(names), strict=False))
     for (left, right), analysis in zip(axes, analyses, strict=True):
         layer = int(np.nanargmax(analysis.array("imbalance_by_layer")))

@@ -21,7 +21,7 @@ from megasink.report.style import (
     grid,
     label,
     panels,
-    printable,
+    token_label,
     whole_numbers,
 )
 
@@ -155,15 +155,12 @@ def heads_of(analysis: Analysis) -> list[str]:
 
 def draw_head(analysis: Analysis, index: int) -> Any:
     """Map, norms and gate by token, and queries with keys, of one head (P0.26, P3.25, P3.26)."""
-    from matplotlib.figure import Figure
-
     maps = analysis.maps
     layer, head = maps["head_C2"][index]
-    tokens = [printable(str(text)) for text in maps["token_T"]]
-    figure: Any = Figure(figsize=(WIDTH, 5.6))
+    tokens = [token_label(str(text)) for text in maps["token_T"]]
     margins = {"left": 0.095, "right": 0.66, "top": 0.95, "bottom": 0.21, "wspace": 0.09}
-    spaces = figure.add_gridspec(1, 4, width_ratios=(4.2, 1, 1, 1), **margins)
-    axes = spaces.subplots(sharey=True)
+    widths = {"width_ratios": (4.2, 1, 1, 1)}
+    figure, (axes,) = panels(1, 4, 5.6, layout=None, sharey=True, gridspec_kw=margins | widths)
     image = draw_map(axes[0], maps["map_CTS"][index], has_sink=has_sink(maps))
     if len(tokens) <= _LABELS:
         size = min(7.0, 265 / len(tokens))

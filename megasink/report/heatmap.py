@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megasink.report.style import MAP, heatmap, label, panels, styled, write_cells
+
 # So many numbers can still be read in their cells.
 _READABLE = 96
 
@@ -22,33 +24,23 @@ def draw_importance(figure: Any, axis: Any, importance_LH: NDArray[np.float64], 
     known = importance_LH[np.isfinite(importance_LH)]
     lowest = min(0.9, float(np.floor(known.min() * 10) / 10)) if known.size else 0.9
     axis.set_facecolor("0.8")
-    image = axis.imshow(importance_LH, vmin=lowest, vmax=1, cmap="viridis", aspect="auto")
-    layers, heads = importance_LH.shape
-    axis.set_title(title, fontsize=10, loc="left")
-    axis.set_xlabel("head")
-    axis.set_ylabel("layer")
-    axis.set_xticks(range(0, heads, max(1, heads // 8)))
-    axis.set_yticks(range(0, layers, max(1, layers // 10)))
+    image = heatmap(axis, importance_LH, vmin=lowest, vmax=1, cmap=MAP)
+    label(axis, title, "layer", "head")
     if importance_LH.size <= _READABLE:
-        for (layer, head), value in np.ndenumerate(importance_LH):
-            colour = "white" if value - lowest < 0.6 * (1 - lowest) else "black"
-            axis.text(head, layer, f"{value:.2f}", ha="center", va="center", color=colour, size=7)
+        write_cells(axis, image, importance_LH, 7)
     figure.colorbar(image, ax=axis, label="closed <- gate -> open")
 
 
+@styled()
 def importance_picture(importance_LH: NDArray[np.float64], title: str) -> NDArray[np.uint8]:
-    """The heatmap by itself, [height, width, RGB] in 0 to 255.
-
-    Nothing global of matplotlib is touched: it is drawn in the middle of training.
-    """
+    """The heatmap by itself, [height, width, RGB] in 0 to 255."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
     layers, heads = importance_LH.shape
     # Cells of about a third of an inch, within a page.
-    size = (min(max(0.34 * heads, 4.0), 14.0) + 1.8, min(max(0.24 * layers, 2.4), 12.0) + 1.0)
-    figure = Figure(figsize=size, dpi=100, layout="constrained")
+    width, height = min(max(0.34 * heads, 4.0), 14.0) + 1.8, min(max(0.24 * layers, 2.4), 12.0) + 1
+    figure, axes = panels(1, 1, height, width=width)
     canvas = FigureCanvasAgg(figure)
-    draw_importance(figure, figure.add_subplot(), importance_LH, title)
+    draw_importance(figure, axes[0, 0], importance_LH, title)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()

@@ -1,18 +1,21 @@
 """The look of every figure: sizes for a page, colours that colour-blind readers tell apart.
 
-Figures are made without pyplot, so that nothing global of matplotlib is touched, and under `STYLE`:
-names of models, data sets and tokens are drawn as they are, dollar signs included.
+Figures are made without pyplot and its back ends, so that nothing global of matplotlib is touched
+(they are drawn in the middle of training too), and inside of `styled`: names of models, data sets
+and tokens are drawn as they are, dollar signs included.
 """
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megasink.printable import printable as escaped
+from megasink.printable import printable
 from megasink.report.analysis import Analysis
 
 WIDTH = 11.0
@@ -48,6 +51,15 @@ STYLE: Any = {
     "text.parse_math": False,
     "pdf.fonttype": 42,
 }
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Figures that are made in it, or in a function with this decorator, have the style."""
+    import matplotlib
+
+    with matplotlib.rc_context(STYLE):
+        yield
 
 
 def panels(
@@ -86,20 +98,30 @@ def rendered(figure: Any, kind: str = "png") -> bytes:
     return stream.getvalue()
 
 
+def save(figure: Any, path: Path) -> None:
+    """Write the figure as a PNG; its folder is made.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(rendered(figure))
+
+
 def model_colours(count: int) -> list[Any]:
     """One colour for each model: the palette, or a scale for a row of checkpoints."""
     import matplotlib
 
     if count <= len(PALETTE):
         return list(PALETTE[:count])
-    return list(matplotlib.colormaps["viridis"](np.linspace(0.0, 0.9, count)))
+    return list(matplotlib.colormaps[MAP](np.linspace(0.0, 0.9, count)))
 
 
 def position_colours(count: int) -> list[Any]:
     """Position 0 stands out; the others by a scale."""
     import matplotlib
 
-    scale = matplotlib.colormaps["viridis"](np.linspace(0.05, 0.85, max(1, count - 1)))
+    scale = matplotlib.colormaps[MAP](np.linspace(0.05, 0.85, max(1, count - 1)))
     return [VERMILION, *scale][:count]
 
 
@@ -122,7 +144,7 @@ def model_legend(figure: Any, axis: Any, analyses: Sequence[Analysis]) -> None:
 
 def short(name: str, width: int) -> str:
     """A name on one line, its middle left out where it is long."""
-    name = " ".join(escaped(name).split()) or "unnamed"
+    name = " ".join(printable(name).split()) or "unnamed"
     if len(name) <= width:
         return name
     return f"{name[: width // 2 - 1]}…{name[-(width // 2) :]}"
@@ -138,6 +160,11 @@ def label(axis: Any, title: str, ylabel: str = "", xlabel: str = "") -> None:
     axis.set_title(title)
     axis.set_xlabel(xlabel)
     axis.set_ylabel(ylabel)
+
+
+def note(axis: Any, text: str) -> None:
+    """In the middle of an axis that has nothing to show."""
+    axis.text(0.5, 0.5, text, ha="center", color=GREY, transform=axis.transAxes)
 
 
 def log_scale(*axes: Any) -> None:
@@ -214,7 +241,7 @@ def line(axis: Any, x: Any, y: Any, **style: Any) -> None:
     axis.plot(x[there], y[there], marker=few, **style)
 
 
-def printable(text: str) -> str:
+def token_label(text: str) -> str:
     """A token as a label: spaces and ends of lines visible, what the font lacks as a box."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from megasink.atomic import atomic_file, atomic_text
 from megasink.errors import UserError
 from megasink.report.csv_file import write_csv
-from megasink.report.curves import style_axis
+from megasink.report.style import MAP, heatmap, label, panels, save, styled
 
 EPSILON = "0.3"
 
@@ -29,12 +30,12 @@ def write_sweep(found: dict[str, Any], arrays: dict[str, Any], output: Path) -> 
     table = [table_row(row) for row in found["rows"]]
     try:
         output.mkdir(parents=True, exist_ok=True)
-        with (output / "sweep.npz").open("wb") as file:
+        with atomic_file(output / "sweep.npz") as file:
             np.savez_compressed(file, allow_pickle=False, **arrays)
         write_csv(output / "sweep.csv", list(table[0]), table)
         draw_sweep(found, output / "sweep.png")
         draw_masks(found, output / "sweep_masks.png")
-        (output / "sweep.json").write_text(json.dumps(found, indent=1))
+        atomic_text(output / "sweep.json", json.dumps(found, indent=1))
     except OSError as error:
         raise UserError(
             f"the sweep cannot be written to {output} ({error.strerror or error}): make room, and "
@@ -80,15 +81,13 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+@styled()
 def draw_sweep(found: dict[str, Any], output: Path) -> None:
     """Sink rate, inactive heads, massive activation and loss over what was swept.
 
     The first of length, copies and BOS with several values is the axis; the others are lines.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib import colormaps
 
     rows = found["rows"]
     over = next((key for key in _AXES if len({row[key] for row in rows}) > 1), "length")
@@ -96,17 +95,17 @@ def draw_sweep(found: dict[str, Any], output: Path) -> None:
     lines: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         lines.setdefault(", ".join(_name(key, row[key]) for key in others), []).append(row)
-    figure, axes = plt.subplots(1, 4, figsize=(18, 3.8), layout="constrained")
+    figure, (axes,) = panels(1, 4, 3.8, width=18)
     rates = list(rows[0]["sink_rate"]) if len(lines) == 1 else [EPSILON]
     for index, (name, line) in enumerate(lines.items()):
-        colour = plt.get_cmap("viridis")(0.9 * index / max(1, len(lines) - 1))
-        style = {"color": colour, "marker": "o", "markersize": 4}
+        colour = colormaps[MAP](0.9 * index / max(1, len(lines) - 1))
+        style = {"color": colour, "marker": "o"}
         at = [row[over] for row in line]
         for rank, eps in enumerate(rates):
-            shade = plt.get_cmap("plasma")(0.8 * rank / len(rates)) if len(rates) > 1 else colour
+            shade = colormaps["plasma"](0.8 * rank / len(rates)) if len(rates) > 1 else colour
             values = [100 * row["sink_rate"][eps][0] for row in line]
-            label = f"eps {eps}" if len(rates) > 1 else name
-            axes[0].plot(at, values, **style | {"color": shade}, label=label)
+            text = f"eps {eps}" if len(rates) > 1 else name
+            axes[0].plot(at, values, **style | {"color": shade}, label=text)
         for score, dash in zip(rows[0]["inactive"], ("-", "--"), strict=True):
             values = [100 * row["inactive"][score] for row in line]
             once = score if index == 0 else "_"  # matplotlib leaves those out of a legend
@@ -119,8 +118,8 @@ def draw_sweep(found: dict[str, Any], output: Path) -> None:
         ("massive activation", "first token / mean of the others"),
         ("loss on all of the text but its first token", "nats per token"),
     )
-    for axis, (title, label) in zip(axes, titles, strict=True):
-        style_axis(axis, title, label, _AXES[over])
+    for axis, (title, text) in zip(axes, titles, strict=True):
+        label(axis, title, text, _AXES[over])
         values = sorted({row[over] for row in rows})
         if over != "bos":
             if over == "length" and max(values) > 4 * min(values):
@@ -136,44 +135,30 @@ def draw_sweep(found: dict[str, Any], output: Path) -> None:
         axes[2].set_yscale("log")
     for axis in (axes[0], axes[1]):
         if axis.get_legend_handles_labels()[1] not in ([], [""]):
-            axis.legend(frameon=False, fontsize=8)
-    figure.savefig(output, dpi=130)
-    plt.close(figure)
+            axis.legend()
+    save(figure, output)
 
 
+@styled()
 def draw_masks(found: dict[str, Any], output: Path) -> None:
     """How often each head is inactive, [layer, head], setting by setting (P3.24)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows, scores = found["rows"], list(found["rows"][0]["inactive_by_head"])
-    figure, axes = plt.subplots(
-        len(scores),
-        1,
-        figsize=(2.0 + 1.3 * len(rows), 2.4 * len(scores) + 0.6),
-        layout="constrained",
-        squeeze=False,
-        sharex=True,
-    )
+    width, height = 2.0 + 1.3 * len(rows), 2.4 * len(scores) + 0.6
+    figure, axes = panels(len(scores), 1, height, width=width, sharex=True)
     for axis, score in zip(axes[:, 0], scores, strict=True):
         tables = [np.asarray(row["inactive_by_head"][score], dtype=float) for row in rows]
         layers, heads = tables[0].shape
         # Side by side in one picture, a blank column between two settings.
         gap = np.full((layers, 1), np.nan)
         together = np.concatenate([part for table in tables for part in (table, gap)][:-1], 1)
-        image = axis.imshow(together, vmin=0, vmax=1, cmap="magma", aspect="auto")
-        axis.set_title(score, fontsize=10, loc="left")
-        axis.set_ylabel("layer")
-        axis.yaxis.get_major_locator().set_params(integer=True)
+        image = heatmap(axis, together, vmin=0, vmax=1, cmap="magma")
+        label(axis, score, "layer")
         names = ["\n".join(_name(key, row[key]) for key in _AXES) for row in rows]
         axis.set_xticks(np.arange(len(rows)) * (heads + 1) + (heads - 1) / 2, names, fontsize=8)
         axis.tick_params(axis="x", length=0)
     figure.supxlabel("heads, setting by setting", fontsize=10)
     figure.colorbar(image, ax=axes[:, 0], label="share of samples")
-    figure.savefig(output, dpi=130)
-    plt.close(figure)
+    save(figure, output)
 
 
 def _name(key: str, value: Any) -> str:

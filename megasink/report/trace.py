@@ -11,13 +11,13 @@ from megasink.report import html
 from megasink.report.style import (
     BLUE,
     GREEN,
-    GREY,
-    STYLE,
     VERMILION,
     label,
     log_scale,
+    note,
     panels,
     rendered,
+    styled,
     whole_numbers,
 )
 
@@ -75,10 +75,8 @@ def write_trace(
         name: of the run.
         links: addresses of the rows' own reports, relative to `folder`; none where there are none.
     """
-    import matplotlib
-
     folder.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context(STYLE):
+    with styled():
         png = rendered(_draw(rows))
     (folder / "trace.png").write_bytes(png)
     (folder / "report.html").write_text(_page(rows, png, name, links))
@@ -105,7 +103,7 @@ def _draw(rows: Sequence[dict[str, Any]]) -> Any:
     if any(row["nats_per_token"] is not None for row in rows):
         draw(loss, "bits_per_byte" if bits else "nats_per_token", BLUE)
     else:
-        loss.text(0.5, 0.5, "not computed", ha="center", color=GREY, transform=loss.transAxes)
+        note(loss, "not computed")
     draw(norms, "massive_ratio", BLUE, "norm of token 0 over others")
     draw(norms, "mean_max_activation", GREEN, "largest activation")
     log_scale(norms)

@@ -13,8 +13,8 @@ from megasink.errors import ConfigError
 from megasink.parser import parse_known
 from megasink.train import checks, run_dir
 from megasink.train.checks.blocks import set_gated_unit
-from megasink.train.checks.data import pin_vocabulary
 from megasink.train.checks.gates import match_ffn_width
+from megasink.train.checks.vocabulary import pin_vocabulary
 
 
 def parse(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:

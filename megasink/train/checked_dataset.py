@@ -15,14 +15,14 @@ from megatron.training import get_args
 from numpy.typing import NDArray
 
 from megasink.errors import UserError
-from megasink.train.checks.data_files import vocabulary
+from megasink.train.checks.vocabulary import known_ids
 
 
 class GPTDataset(gpt_dataset.GPTDataset):
     """As upstream's, whose name it has: the sample indices that are cached have it in theirs."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        self.vocabulary = vocabulary(get_args())
+        self.vocabulary = known_ids(get_args())
         super().__init__(*args, **kwargs)
 
     def _build_document_sample_shuffle_indices(self) -> Any:

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import psutil
 
-from megasink.train.stop import Told, left, say
+from megasink.train.stop import Told, left, write_to_stderr
 
 TICK = 1.0  # seconds
 AGENT = "MEGASINK_AGENT"  # the process of torchrun, where the launcher started it
@@ -127,5 +127,5 @@ def state_of(pid: int) -> str | None:
 def end(why: str, code: int = 2) -> NoReturn:
     """One line, and the end of the process: what it waits for will not come."""
     rank = os.environ.get("RANK", "0")
-    say(f"megasink: error: rank {rank} ended: {why}; {left(Told.run_dir)}")
+    write_to_stderr(f"megasink: error: rank {rank} ended: {why}; {left(Told.run_dir)}")
     os._exit(code)

@@ -8,19 +8,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from megasink.command_line import Reading
 from megasink.config import RESUME
 from megasink.errors import ConfigError, Stopped, UserError
 from megasink.flags import add_options
 from megasink.printable import say
+from megasink.progress import progress
 from megasink.train import early
 from megasink.train.last_start import flags_of_last_start, from_where
 from megasink.train.lease import clear, wait_until_expired
@@ -177,50 +176,19 @@ def _killed(logs: Path) -> str | None:
 
 def _follow(running: Ranks, new_lines: NewLines, total: int | None, console: Console) -> int:
     """Show new lines of metrics.jsonl until the ranks have ended: torchrun's exit code."""
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:.0f}/{task.total:.0f}" if total else "{task.completed:.0f}"),
-        TextColumn("{task.fields[state]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    ) as progress:
-        task = progress.add_task("starting", total=total, state="")
-        last_line, time_left = time.monotonic(), ""
-        recent: deque[float] = deque(maxlen=10)  # seconds of a step
+    with progress("training", total, "steps", console=console, every=10.0) as tell:
+        tell(0, "starting")
         while True:
             code = running.poll()
             for line in new_lines():
-                state = _state(line)
-                if "seconds" in line and total:
-                    recent.append(line["seconds"])
-                    time_left = _time_left(recent, total - line["iteration"])
-                progress.update(
-                    task, description="training", completed=line["iteration"], state=state
-                )
-                # Without a terminal: a line every ten seconds, and every evaluation.
-                due = time.monotonic() - last_line > 10 or "valid_lm_loss" in line
-                if due or line["iteration"] == total:
-                    try:
-                        if not console.is_terminal:
-                            text = f"step {line['iteration']}/{total or '?'}  {state}{time_left}"
-                            print(text, flush=True)
-                        elif "valid_lm_loss" in line:
-                            progress.console.print(f"step {line['iteration']}  {state}")
-                    except OSError:
-                        running.closed_terminal()
-                    last_line = time.monotonic()
+                step = line["iteration"]
+                try:
+                    tell(step, _state(line), now="valid_lm_loss" in line or step == total)
+                except OSError:
+                    running.closed_terminal()
             if code is not None:
                 return code
             time.sleep(0.2)
-
-
-def _time_left(seconds: Collection[float], steps: int) -> str:
-    left = int(sum(seconds) / len(seconds) * steps)
-    return f"  left {left // 3600}:{left % 3600 // 60:02}:{left % 60:02}"
 
 
 def _state(line: dict[str, Any]) -> str:

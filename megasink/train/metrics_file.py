@@ -5,6 +5,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from megasink.atomic import atomic_text
+
 
 class MetricsFile:
     """Appends records; a run that goes on drops those of the steps that it runs again.
@@ -28,9 +30,7 @@ class MetricsFile:
                     record = json.loads(line)
                     if record["iteration"] <= iteration:
                         kept.append(record)
-            partial = self._path.with_suffix(".partial")
-            partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
-            partial.replace(self._path)
+            atomic_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = self._path.open("a")
         return kept
 

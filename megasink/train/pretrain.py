@@ -177,4 +177,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _say(line: str) -> None:
     if speaks():
-        stop.say(line)
+        stop.write_to_stderr(line)

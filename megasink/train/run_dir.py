@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import megasink
+from megasink.atomic import atomic_text
 from megasink.checkpoint.find import newest_checkpoint
 from megasink.checkpoint.identity import MODEL, plain, same
 from megasink.checkpoint.intact import go_back_to_intact, iterations, newest_intact
@@ -99,7 +100,7 @@ def folder_problem(folder: Path, *, resume: str | None) -> str | None:
             return f"--resume: {folder} holds no run; drop --resume to start one there"
         # What a start leaves that ended before it wrote config.json.
         left = {p.name for p in folder.glob("*") if not is_part_of_a_lease(p.name)}
-        if left - {"logs", "tensorboard", "wandb", "config.partial"}:
+        if left - {"logs", "tensorboard", "wandb", "config.json.partial"}:
             return f"--run-dir {folder} is not empty and holds no run: choose another folder"
         return None
     if resume == "auto":
@@ -302,7 +303,7 @@ def _write_config(
         "versions": {"megasink": megasink.__version__} | versions(),
         "git": git_hash(),
     }
-    _write_whole(folder / "config.json", json.dumps(config, indent=1) + "\n")
+    atomic_text(folder / "config.json", json.dumps(config, indent=1) + "\n")
     start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
@@ -334,9 +335,3 @@ def git_hash() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit + ("+dirty" if state else "")
-
-
-def _write_whole(path: Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(path)

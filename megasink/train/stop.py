@@ -97,7 +97,7 @@ def leave(number: int) -> NoReturn:
     """End this process here and now."""
     if os.environ.get("RANK", "0") == "0":
         text = f"stopped by {name_of(number)} while {Told.phase}; {left(Told.run_dir)}"
-        say(f"megasink: {text}")
+        write_to_stderr(f"megasink: {text}")
     if Told.release is not None:
         # In a thread: a file server that is away must not keep us.
         giving_back = threading.Thread(target=Told.release, daemon=True)
@@ -106,7 +106,7 @@ def leave(number: int) -> NoReturn:
     os._exit(Stopped.code_of(number))
 
 
-def say(line: str) -> None:
+def write_to_stderr(line: str) -> None:
     """Write a line of an error, whatever becomes of it: from any thread, and to a closed end."""
     with contextlib.suppress(OSError):
         os.write(2, f"{line}\n".encode())
@@ -120,7 +120,9 @@ def ending_at_once(doing: str) -> Iterator[None]:
     """
 
     def end(number: int, frame: Any) -> None:
-        say(f"megasink: stopped by {name_of(number)} while {doing}: no rank was started")
+        write_to_stderr(
+            f"megasink: stopped by {name_of(number)} while {doing}: no rank was started"
+        )
         os._exit(Stopped.code_of(number))
 
     before = {

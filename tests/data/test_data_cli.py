@@ -91,12 +91,12 @@ def test_help_does_not_import_what_takes_seconds():
 
 
 def test_sigterm_leaves_nothing(tmp_path, folder, monkeypatch, capsys):
-    def told_to_end(corpus, label):
+    def told_to_end(corpus, what):
         yield from corpus
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
 
-    monkeypatch.setattr("megasink.data.preprocess.tracked", told_to_end)
+    monkeypatch.setattr("megasink.data.corpus.Corpus.tracked", told_to_end)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x"}))
     argv = [str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "out"), "--workers", "1"]
     assert main([*argv, "--tokenizer", str(folder)]) == 130

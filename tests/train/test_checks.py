@@ -15,7 +15,7 @@ from megasink.data.preprocess import preprocess
 from megasink.data.tokenizer import train_tokenizer
 from megasink.errors import ConfigError
 from megasink.train import early, flag_table
-from megasink.train.checks import data as checks_of_data
+from megasink.train.checks import data_files
 from tests.documented import train_lines
 from tests.train import command_lines, mechanism_lines, observing_lines, shape_lines
 from tests.train.command_lines import MOCK, MODEL
@@ -157,7 +157,7 @@ def test_a_part_of_the_split_without_a_document_is_refused(answers):
     ("documents", "split"), [(1, "1,0,0"), (2, "70,30,0"), (3, "80,20,0"), (12, "95,5,0")]
 )
 def test_the_split_that_is_proposed_gives_both_parts_a_document(documents, split):
-    proposed = checks_of_data._split_that_fits(documents)
+    proposed = data_files._split_that_fits(documents)
     assert proposed == split
     train, valid, test = (int(part) for part in proposed.split(","))
     assert round(train / (train + valid) * documents) in range(1, documents + (valid == 0))

@@ -46,15 +46,15 @@ _EARLY = (
 
 def early_problems(args: Namespace) -> list[str]:
     """What is wrong whatever the device and the files hold, a sentence each."""
-    return [*_of_flags(args), *data.missing(args)]
+    return [*_of_flags(args), *data.problems(args)]
 
 
 def problems(args: Namespace) -> list[str]:
     """Everything wrong with parsed arguments, a sentence each. Reads files, builds nothing."""
-    from megasink.train.checks import attention, data_files, device
+    from megasink.train.checks import attention, data_files, device, vocabulary
 
     found = _of_flags(args)
-    for subject in (attention, device, data, data_files):
+    for subject in (attention, device, data, vocabulary, data_files):
         found += subject.problems(args)
     # The others would see what rank 0 has just written; torchrun ends them when rank 0 refuses.
     if args.rank == 0:

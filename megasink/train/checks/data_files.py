@@ -5,12 +5,14 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from megasink.data.index import data_problem
+from megasink.data.index import data_problem, sequence_lengths
+from megasink.data.sidecar import mismatch
 from megasink.errors import UserError
-from megasink.train.checks import data
+from megasink.train.checks.data import missing_files, named_prefixes, without_weights
+from megasink.train.checks.vocabulary import known_ids, transformers_tokenizer
 
 _LIST_BYTES = 64 << 20
-_LISTS = ("--data-args-path", "--per-split-data-args-path")
+_DEFAULT_SPLIT = "969,30,1"  # Megatron's (arguments.py:651), set after these checks
 
 
 def problems(args: Namespace) -> list[str]:
@@ -20,58 +22,48 @@ def problems(args: Namespace) -> list[str]:
     found = []
     if args.data_args_path and not args.split:
         found.append("--data-args-path without --split: give three weights, such as 99,1,0")
-    known = vocabulary(args)
     try:
-        for flag, prefix in dict.fromkeys(_prefixes(args)):
-            missing = [s for s in (".bin", ".idx") if not Path(f"{prefix}{s}").exists()]
-            # `data` says so of prefixes on the command line
-            if missing and flag in _LISTS:
-                names = " and ".join(f"{prefix}{s}" for s in missing)
-                found.append(f"{flag} names {prefix}: {names} not found")
-            elif not missing and (problem := data_problem(prefix, known)):
-                found.append(f"{flag} {prefix}: {problem}")
+        listed = list(_listed_prefixes(args))
     except UserError as error:
         found.append(str(error))
+        listed = []
+    for flag, prefix in listed:
+        if absent := missing_files(prefix):
+            found.append(f"{flag} names {prefix}: {' and '.join(absent)} not found")
+    ids = known_ids(args)
+    try:
+        tokenizer = transformers_tokenizer(args)
+    except UserError:
+        tokenizer = None  # `vocabulary` says why
+    for flag, prefix in dict.fromkeys([*named_prefixes(args), *listed]):
+        if missing_files(prefix):
+            continue
+        whole = [data_problem(prefix, ids), tokenizer and mismatch(prefix, tokenizer)]
+        found += [f"{flag} {prefix}: {problem}" for problem in whole if problem]
+        if flag == "--data-path":
+            found += _empty_parts(prefix, args.split)
     return found
 
 
-def vocabulary(args: Namespace) -> int | None:
-    """How many ids the tokenizer has; None where only Megatron knows."""
-    if args.tokenizer_type == "HuggingFaceTokenizer":
-        folder = args.tokenizer_model
-        if not folder or not Path(folder).is_dir():
-            return None
-        try:
-            # not len(tokenizer): some vocabularies have holes
-            return max(data._tokenizer(folder).get_vocab().values()) + 1
-        except UserError:
-            return None  # said elsewhere
-    if args.tokenizer_type == "NullTokenizer" and args.vocab_size:
-        return int(args.vocab_size) + 1  # its end-of-document token
-    return None
+def _listed_prefixes(args: Namespace) -> Iterator[tuple[str, str]]:
+    """Flag and prefix of every data set that stands in a file.
 
-
-def _prefixes(args: Namespace) -> Iterator[tuple[str, str]]:
-    """Flag and prefix of every data set that is named."""
-    lists = {
-        f"--{kind}data-path": getattr(args, f"{kind.replace('-', '_')}data_path")
-        for kind in ("", "train-", "valid-", "test-")
-    }
+    Raises:
+        UserError: the file cannot be read, or holds something else.
+    """
     if args.data_args_path:
-        lists["--data-args-path"] = _read("--data-args-path", args.data_args_path).split()
+        flag, path = "--data-args-path", args.data_args_path
+        yield from ((flag, prefix) for prefix in without_weights(_read(flag, path).split()))
     if args.per_split_data_args_path:
         flag, path = "--per-split-data-args-path", args.per_split_data_args_path
         try:
             parts = json.loads(_read(flag, path))
-            found = [parts[split] for split in ("train", "valid", "test")]
+            blends = [parts[split] for split in ("train", "valid", "test")]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise UserError(f"{flag} {path} is no JSON object of train, valid and test") from None
-        split = [part.split() if isinstance(part, str) else part or [] for part in found]
-        lists[flag] = [prefix for part in split for prefix in part]
-    for flag, prefixes in lists.items():
-        for prefix in prefixes or []:
-            if not data._is_weight(prefix):
-                yield flag, prefix
+        for blend in blends:
+            words = blend.split() if isinstance(blend, str) else blend or []
+            yield from ((flag, prefix) for prefix in without_weights(list(map(str, words))))
 
 
 def _read(flag: str, path: str) -> str:
@@ -81,3 +73,46 @@ def _read(flag: str, path: str) -> str:
         return Path(path).read_text()
     except (OSError, ValueError) as error:
         raise UserError(f"{flag} {path} cannot be read: {error}") from error
+
+
+def _empty_parts(prefix: str, given: str | None) -> list[str]:
+    """Parts of a split that get no document: Megatron counts epochs over them without an end.
+
+    gpt_dataset.py:694 adds the tokens of one epoch, here 0, until there are enough.
+    """
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+
+    lengths = sequence_lengths(prefix)
+    if lengths is None:
+        return []  # `data_problem` says what is wrong
+    documents = len(lengths)
+    split = given or _DEFAULT_SPLIT
+    try:
+        parts = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    except (AssertionError, ValueError, ZeroDivisionError):
+        return [f"--split {split}: give three weights: train, validation, test"]
+    empty = [
+        name
+        for name, part in zip(("training", "validation", "test"), parts, strict=True)
+        if part is not None
+        and not (lengths[round(part[0] * documents) : round(part[1] * documents)] > 0).any()
+    ]
+    if not empty:
+        return []
+    whose = "" if given else " (Megatron's default)"
+    return [
+        f"--split {split}{whose} gives the {' and the '.join(empty)} part none of the {documents} "
+        f"documents of {prefix}: give each part that you want at least one, and 0 to the others, "
+        f"such as --split {_split_that_fits(documents)}"
+    ]
+
+
+def _split_that_fits(documents: int) -> str:
+    """The smallest share for validation that holds a document; one document is for training."""
+    for percent in (1, 5, 10, 20, 30, 50):
+        if 0 < round((100 - percent) / 100 * documents) < documents:
+            return f"{100 - percent},{percent},0"
+    return "1,0,0"

@@ -1,0 +1,107 @@
+"""How far something is, and when it ends: a bar on a terminal, a line now and then elsewhere."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+_ESTIMATE_SECONDS = 600.0
+"""The time that is left is estimated from so long: a step or sample may take minutes."""
+_UPDATE_SECONDS = 0.1  # documents come by the thousand
+
+Tell = Callable[..., None]
+"""``tell(done, state="", now=False)``: so much is done in all; `now` shows a line of it at once."""
+
+
+@contextmanager
+def progress(
+    what: str,
+    total: float | None,
+    unit: str,
+    *,
+    before: int = 0,
+    console: Console | None = None,
+    every: float = 30.0,
+) -> Iterator[Tell]:
+    """Show what is done, and the time that is left by what was done here.
+
+    Args:
+        total: in units; None where it is not known.
+        unit: in the plural, such as "samples"; "bytes" are shown with their rate.
+        before: units that an earlier process has done, of which nobody knows how long they took.
+        console: default: stderr.
+        every: seconds between two lines where there is no terminal; with 0 each call writes one,
+            and there is no bar: the terminal is left to those of the single steps.
+
+    Raises:
+        OSError: when told, where the other end of the console is closed.
+    """
+    console = console or Console(stderr=True)
+    is_bar = console.is_terminal and every > 0
+    with Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.fields[text]}", markup=False),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not is_bar,
+        speed_estimate_period=_ESTIMATE_SECONDS,
+        get_time=time.monotonic,
+    ) as bar:
+        bar.add_task(what, total=total, completed=before, text="")
+        (task,) = bar.tasks
+        updated, printed = -math.inf, time.monotonic()
+
+        def tell(done: float, state: str = "", *, now: bool = False) -> None:
+            nonlocal updated, printed
+            clock, now = time.monotonic(), now or every == 0
+            if not now and clock - updated < _UPDATE_SECONDS:
+                return
+            updated = clock
+            bar.update(task.id, completed=done)
+            text = "  ".join(filter(None, [_amount(task, unit), state]))
+            bar.update(task.id, text=text)
+            is_due = clock - printed > every and before < done < (total or math.inf)
+            if console.quiet or not (now or (is_due and not is_bar)):
+                return
+            printed = clock
+            line = f"{what}: {text}{_left(task)}"
+            if is_bar:
+                bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            else:  # not by rich, which ends the process where nobody reads what is printed
+                print(line, file=console.file, flush=True)
+
+        yield tell
+
+
+def tracked[T](items: Iterable[T], what: str, total: int, unit: str, **options: Any) -> Iterator[T]:
+    """Each of the items, counted when the next one is asked for.
+
+    Args:
+        total: how many there are.
+        what, unit, options: as `progress`.
+    """
+    with progress(what, total, unit, **options) as tell:
+        for count, item in enumerate(items, 1):
+            yield item
+            tell(count)
+
+
+def _amount(task: Any, unit: str) -> str:
+    if unit == "bytes":
+        rate = f", {decimal(int(task.speed))}/s" if task.speed else ""
+        return f"{decimal(int(task.completed))} of {decimal(int(task.total))}{rate}"
+    total = "" if task.total is None else f" of {task.total:,.0f}"
+    return f"{task.completed:,.0f}{total} {unit}"
+
+
+def _left(task: Any) -> str:
+    seconds = task.time_remaining
+    return "" if seconds is None else f", {timedelta(seconds=math.ceil(seconds))} left"

@@ -1,0 +1,108 @@
+"""The tokenizer of a command line, and the rows of the embedding that it takes."""
+
+import functools
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from megasink.checkpoint.vocabulary import named_tokens
+from megasink.errors import ConfigError, UserError
+
+
+def problems(args: Namespace) -> list[str]:
+    """A sentence for each thing that is wrong with them."""
+    try:
+        tokenizer = transformers_tokenizer(args)
+    except UserError as error:
+        return [str(error)]
+    rows = args.padded_vocab_size
+    if tokenizer is None or rows is None or len(tokenizer) + int(args.sink_token) <= rows:
+        return []
+    sink = " and --sink-token needs one more" if args.sink_token else ""
+    return [
+        f"the tokenizer {args.tokenizer_model} has {len(tokenizer)} tokens{sink} but the embedding "
+        f"only {rows} rows: raise --padded-vocab-size or drop it"
+    ]
+
+
+def transformers_tokenizer(args: Namespace) -> Any:
+    """The tokenizer of transformers that a command line names; None where it names none.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    folder = args.tokenizer_model
+    if args.tokenizer_type != "HuggingFaceTokenizer" or not folder or not Path(folder).is_dir():
+        return None
+    return _loaded(folder)
+
+
+@functools.cache
+def _loaded(folder: str) -> Any:
+    from megasink.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(folder)
+
+
+def known_ids(args: Namespace) -> int | None:
+    """How many ids the tokenizer has; None where only Megatron knows."""
+    if args.tokenizer_type == "NullTokenizer" and args.vocab_size:
+        return int(args.vocab_size) + 1  # its end-of-document token
+    try:
+        tokenizer = transformers_tokenizer(args)
+    except UserError:
+        return None  # `problems` says so
+    # not len(tokenizer): some vocabularies have holes
+    return None if tokenizer is None else max(tokenizer.get_vocab().values()) + 1
+
+
+def pin_vocabulary(args: Namespace) -> None:
+    """Set the rows of the embedding, those that count, and the sink token from the tokenizer alone.
+
+    Megatron pads to a multiple of 128 * TP, so that a checkpoint trained under one layout has
+    another softmax under the next (core/tokenizers/utils/build_tokenizer.py:124).
+
+    Raises:
+        ConfigError: the rows do not divide by the tensor-parallel size.
+    """
+    size = args.vocab_size
+    if args.tokenizer_type == "HuggingFaceTokenizer":
+        size = len(_loaded(args.tokenizer_model))
+        # More than the tokenizer's where a model of transformers has more: they all count.
+        args.vocab_size = max(size, args.vocab_size or 0, _tokens_of_checkpoint(args))
+    elif size is not None and args.tokenizer_type == "NullTokenizer":
+        size += 1  # its end-of-document token
+    if size is None and (args.padded_vocab_size is None or args.sink_token):
+        raise ConfigError([f"--tokenizer-type {args.tokenizer_type} needs --vocab-size"])
+    # One past the tokenizer's last token: no text holds it.
+    args.sink_token_id = size if args.sink_token else None
+    if args.padded_vocab_size is None:
+        multiple = args.make_vocab_size_divisible_by
+        rows = max(size + int(args.sink_token), args.vocab_size or 0)
+        args.padded_vocab_size = -(-rows // multiple) * multiple
+    elif args.sink_token and args.padded_vocab_size <= size:
+        raise ConfigError(
+            [
+                f"--padded-vocab-size {args.padded_vocab_size} has no row for --sink-token beside "
+                f"the {size} tokens of the tokenizer: raise it or drop it"
+            ]
+        )
+    if args.padded_vocab_size % args.tensor_model_parallel_size:
+        raise ConfigError(
+            [
+                f"the {args.padded_vocab_size} rows of the embedding are not divisible by "
+                f"--tensor-model-parallel-size {args.tensor_model_parallel_size}: set "
+                "--make-vocab-size-divisible-by to a multiple of it"
+            ]
+        )
+
+
+def _tokens_of_checkpoint(args: Namespace) -> int:
+    """Those of the model that training starts from; 0 where they are not known."""
+    # Checks of flags do without torch, which this imports.
+    from megasink.checkpoint.saved_arguments import read_arguments
+
+    config = Path(args.load).parent / "config.json" if args.load else None
+    if config is None or not config.is_file():
+        return 0
+    return named_tokens(read_arguments(config)) or 0
