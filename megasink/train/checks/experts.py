@@ -3,7 +3,7 @@
 from argparse import Namespace
 
 from megasink import platform
-from megasink.compat import have_transformer_engine
+from megasink.upstream.versions import have_transformer_engine
 
 # Kernels for experts that are TransformerEngine's.
 _FUSED = {
