@@ -144,13 +144,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     might wait for ever.
     """
     argv = sys.argv[1:] if argv is None else argv
-    stop.listen(argv)
+    stop.listen()
     guard.start()
     if os.environ.get("RANK", "0") != "0":
         warnings.simplefilter("ignore")
     code = 0
     try:
-        early.check(argv, int(os.environ.get("WORLD_SIZE", "1")))
+        flags = early.read(argv)
+        Told.run_dir = flags.run_dir and Path(flags.run_dir)
+        early.refuse(flags, int(os.environ.get("WORLD_SIZE", "1")))
         pretrain(argv)
     except Stopped as error:
         code = error.exit_code
@@ -165,6 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception:
         code = 1
         traceback.print_exc()
+        _say(f"megasink: {stop.left(Told.run_dir)}")
     if code or not heartbeat.farewell():
         with contextlib.suppress(OSError):
             sys.stdout.flush()

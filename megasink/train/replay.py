@@ -146,10 +146,10 @@ def replayed(last: Sequence[str], given: Sequence[str], run_dir: Path) -> list[s
     Raises:
         UserError: one of them has to be said again, and is not among those given.
     """
-    said = {name for name, _ in _flags(given)}
+    said = {name for name, _ in named_values(given)}
     refused = [
         " ".join([f"--{name}", *values])
-        for name, values in _flags(last)
+        for name, values in named_values(last)
         if name not in said and not _harmless(name, values, run_dir)
     ]
     if refused:
@@ -157,11 +157,11 @@ def replayed(last: Sequence[str], given: Sequence[str], run_dir: Path) -> list[s
             f"--resume: the last start in {run_dir} had {', '.join(refused)}, which a folder does "
             "not decide: give it again if the run is yours, or another value"
         )
-    kept = ([f"--{name}", *values] for name, values in _flags(last) if name not in said)
+    kept = ([f"--{name}", *values] for name, values in named_values(last) if name not in said)
     return [word for flag in kept for word in flag]
 
 
-def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def named_values(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """(name without dashes, values) of each; what stands before the first has no name."""
     name, values = "", list[str]()
     for word in words:
