@@ -32,7 +32,7 @@ MISTAKES = {
     "train-misspelt": (TRAIN + " --num-layer 3", "did you mean --num-layers?"),
     "train-misspelt-required": (
         TRAIN.replace("--hidden-size", "--hiden-size"),
-        "unknown: --hiden-size 64: did you mean --hidden-size?",
+        "megasink: error: unknown: --hiden-size 64: did you mean --hidden-size?",  # and no more
     ),
     "train-one-dash": (TRAIN + " -lr 1e-3", "unknown: -lr 1e-3: did you mean --lr?"),
     "train-long-dash": (TRAIN + " –bf16", "unknown: –bf16: did you mean --bf16?"),
