@@ -80,8 +80,8 @@ def read_flags(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     args.flag_problems = [*unknown_flags(parser, read.unknown), *read.problems]
     # A flag that was meant and misspelt is not missing as well.
     known = parser._option_string_actions
-    meant = {nearest(word, known) for word in read.unknown if word[:1] in "-–—"} - {None}
-    args.refused_flags = read.refused | {known[name].dest for name in meant}
+    meant = (nearest(word, known) for word in read.unknown if word[:1] in "-–—")
+    args.refused_flags = read.refused | {known[name].dest for name in meant if name}
     if not hasattr(args, "yaml_cfg"):
         raise ConfigError(args.flag_problems)
     # Megatron would read it while it parses, and drop every flag for what it holds.
