@@ -84,7 +84,8 @@ def main() -> None:
     for name, flags in runs_of(args.head_balance_coeff).items():
         folder = args.dir / f"{name.split()[0]}-{time.strftime('%Y%m%d-%H%M%S')}"
         own = ["--data-path", str(prefix), "--tokenizer-model", f"{prefix}-tokenizer"]
-        launch([*FLAGS.split(), *own, "--train-iters", str(args.train_iters), *flags], folder, 1)
+        steps = ["--train-iters", str(args.train_iters)]
+        launch([*FLAGS.split(), *own, *steps, *flags], folder, 1, args.train_iters)
         found[name] = read_metrics(folder)
     draw_comparison(found, args.output)
     print(f"coefficient {args.head_balance_coeff:g}, {args.train_iters} steps, ", end="")

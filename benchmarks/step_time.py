@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from bench_model import SHAPE, VOCABULARY, gpt_config, one_process
 
-from megasink.platform.patching import suspended
+from megasink.upstream.register import suspended
 
 BATCH = 1
 # What is run, as options of the model; the first is the floor.

@@ -17,6 +17,11 @@ from typing import Any, get_args, get_type_hints
 from megasink.config import OPTIONS
 
 
+def flag_of(dest: str) -> str:
+    """The flag of an attribute of the parsed arguments."""
+    return "--" + dest.replace("_", "-")
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add a group of flags for each dataclass of OPTIONS."""
     for options in OPTIONS:
@@ -25,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         )
         texts, kinds = _texts(options), get_type_hints(options)
         for field in fields(options):
-            flag, text = "--" + field.name.replace("_", "-"), escaped(texts[field.name])
+            flag, text = flag_of(field.name), escaped(texts[field.name])
             kind, meta = kinds[field.name], field.metadata.get("argparse_meta", {})
             if kind is bool and not meta:
                 group.add_argument(flag, action="store_true", help=text)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megasink import platform
-from megasink.command_line import Reading, unknown_flags
+from megasink.command_line import Reading, nearest, unknown_flags
 from megasink.errors import ConfigError
 from megasink.flags import add_options, escaped
 
@@ -70,7 +70,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 def read_flags(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     """Parsed flags, with what is wrong with them in ``flag_problems``.
 
-    The dests of refused flags are in ``refused_flags``.
+    The dests of flags that were refused, or meant by unknown ones, are in ``refused_flags``.
 
     Raises:
         ConfigError: nothing could be parsed.
@@ -78,7 +78,10 @@ def read_flags(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     read = Reading(parser, argv)
     args = read.namespace
     args.flag_problems = [*unknown_flags(parser, read.unknown), *read.problems]
-    args.refused_flags = read.refused
+    # A flag that was meant and misspelt is not missing as well.
+    known = parser._option_string_actions
+    meant = (nearest(word, known) for word in read.unknown if word[:1] in "-–—")
+    args.refused_flags = read.refused | {known[name].dest for name in meant if name}
     if not hasattr(args, "yaml_cfg"):
         raise ConfigError(args.flag_problems)
     # Megatron would read it while it parses, and drop every flag for what it holds.

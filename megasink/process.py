@@ -5,7 +5,8 @@ import warnings
 from collections.abc import Sequence
 
 from megasink import platform
-from megasink.compat import check_versions, mend_upstream
+from megasink.upstream.mends import mend_upstream
+from megasink.upstream.versions import check_versions
 
 
 def prepare_process(argv: Sequence[str]) -> None:

@@ -30,6 +30,10 @@ MISTAKES = {
         "unknown: --attention_variant sink: did you mean --attention-variant?",
     ),
     "train-misspelt": (TRAIN + " --num-layer 3", "did you mean --num-layers?"),
+    "train-misspelt-required": (
+        TRAIN.replace("--hidden-size", "--hiden-size"),
+        "megasink: error: unknown: --hiden-size 64: did you mean --hidden-size?",  # and no more
+    ),
     "train-one-dash": (TRAIN + " -lr 1e-3", "unknown: -lr 1e-3: did you mean --lr?"),
     "train-long-dash": (TRAIN + " –bf16", "unknown: –bf16: did you mean --bf16?"),
     "train-equals": (TRAIN + " --trainiters=5", "did you mean --train-iters?"),

@@ -5,8 +5,9 @@ import importlib.metadata
 import pytest
 
 import megasink
-from megasink import cli, compat
+from megasink import cli
 from megasink.errors import ConfigError, UserError
+from megasink.upstream import versions
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
@@ -97,22 +98,22 @@ def test_problems_are_numbered_in_one_message():
     ],
 )
 def test_versions_outside_what_was_tested_are_refused(monkeypatch, package, found, message):
-    real = compat.version_of
-    monkeypatch.setattr(compat, "version_of", lambda n: found if n == package else real(n))
+    real = versions.version_of
+    monkeypatch.setattr(versions, "version_of", lambda n: found if n == package else real(n))
     with pytest.raises(UserError, match=package) as error:
-        compat.check_versions()
+        versions.check_versions()
     assert message in str(error.value)
 
 
 def test_the_versions_installed_here_are_fine():
-    compat.check_versions()
-    assert {"python", "torch", "megatron-core"} <= set(compat.versions())
+    versions.check_versions()
+    assert {"python", "torch", "megatron-core"} <= set(versions.versions())
 
 
 def test_pypis_other_apex_is_not_taken_for_nvidias(tmp_path, monkeypatch):
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert not compat.have_apex()
+    assert not versions.have_apex()
     (tmp_path / "amp_C.py").touch()
-    assert compat.have_apex()
+    assert versions.have_apex()

@@ -11,8 +11,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "megasink"
 
 # The rooms that may import megatron; a name with a dot is one module.
 MEGATRON = (
-    "megasink.compat",
     "megasink.platform",
+    "megasink.upstream",
     "megasink.layers",
     "megasink.inference",
     "megasink.specs",

@@ -1,15 +1,9 @@
 """Megatron's and torch's own loading of checkpoints, without running code that the files name.
 
-Upstream unpickles whatever a checkpoint asks for at these places (torch 2.13, megatron-core
-0.19.2, transformer-engine 2.20), each of which is replaced while a run loads:
-
-- torch/distributed/checkpoint/filesystem.py:938 reads ``.metadata`` with ``pickle.load``.
-- torch/distributed/checkpoint/default_planner.py:388 reads what is no tensor (common state, random
-  states, extra states) with ``torch.load(weights_only=False)``.
-- every other ``torch.load`` (common.pt, the old format, optimizers) is safe unless the environment
-  says TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD: here it is told in so many words.
-- transformer_engine/pytorch/module/base.py and ops/op.py unpickle states of FP8, which no run here
-  has, with ``pickle.loads``.
+Upstream unpickles whatever a checkpoint asks for: its index, what is no tensor in it (common state,
+random states, extra states), and TransformerEngine's states of FP8. Every other ``torch.load`` is
+safe unless the environment says TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD. Each is replaced while a run
+loads (upstream/training.py quotes the lines).
 
 torch's own reader of weights then makes the classes that Megatron lists in core/safe_globals.py and
 nothing else. A class that is not on the list may stand among the saved arguments (forks of Megatron
@@ -33,6 +27,7 @@ import torch
 from megasink.checkpoint.stand_in import StandIn, stand_in
 from megasink.checkpoint.torch_metadata import load_metadata
 from megasink.errors import UserError
+from megasink.upstream.training import ENTRIES, FP8_STATES, METADATA, TORCH_LOAD
 
 _NAMED = re.compile(r"GLOBAL ([\w.]+)")
 
@@ -46,7 +41,6 @@ def loading_without_code() -> Iterator[None]:
     """
     from megatron.core.safe_globals import SafeUnpickler
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import StorageMeta
 
     refused: list[UserError] = []
@@ -94,13 +88,13 @@ def loading_without_code() -> Iterator[None]:
             raise refuse(f"{reading['folder']}: a state of FP8", error) from error
 
     with contextlib.ExitStack() as stack:
-        _replace(stack, FileSystemReader, "read_metadata", read_metadata)
-        _replace(stack, DefaultLoadPlanner, "load_bytes", load_bytes)
-        _replace(stack, torch, "load", load)
+        stack.enter_context(METADATA.replacing(read_metadata=read_metadata))
+        stack.enter_context(ENTRIES.replacing(load_bytes=load_bytes))
+        stack.enter_context(TORCH_LOAD.replacing(load=load))
         safe_pickle = SimpleNamespace(dumps=pickle.dumps, loads=loads)
         for name, module in list(sys.modules.items()):
             if name.startswith("transformer_engine.") and vars(module).get("pickle") is pickle:
-                _replace(stack, module, "pickle", safe_pickle)
+                stack.enter_context(FP8_STATES.replacing(module, pickle=safe_pickle))
         try:
             yield
         except BaseException as error:
@@ -108,11 +102,6 @@ def loading_without_code() -> Iterator[None]:
             if refused and error is not refused[0]:
                 raise refused[0] from error
             raise
-
-
-def _replace(stack: contextlib.ExitStack, owner: Any, name: str, new: Any) -> None:
-    stack.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, new)
 
 
 def _reason(error: Exception) -> str:

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run_dir = args.dir / time.strftime("run-%Y%m%d-%H%M%S")
     flags = [*FLAGS.split(), "--train-iters", str(args.train_iters)]
     flags += ["--data-path", str(prefix), "--tokenizer-model", f"{prefix}-tokenizer"]
-    launch(flags, run_dir, 2)
+    launch(flags, run_dir, 2, args.train_iters)
     console.print("\n[bold]3. what came out[/bold]")
     for line in summary(run_dir):
         console.print(line, soft_wrap=True, markup=False)

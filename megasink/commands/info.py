@@ -6,12 +6,13 @@ from rich.console import Console
 from rich.table import Table
 
 from megasink.command_line import CommandParser
-from megasink.compat import check_versions, versions
-from megasink.errors import UserError
+from megasink.errors import ConfigError, UserError
+from megasink.upstream.table import TABLE
+from megasink.upstream.versions import check_versions, versions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print versions, the platform and the attention kernel of each variant and dtype."""
+    """Print versions, the attention kernel of each variant and dtype, and patches of upstream."""
     parser = CommandParser(prog="megasink info", description=main.__doc__)
     parser.add_argument("--head-dim", type=int, default=64, help="head dimension to ask for")
     parser.add_argument(
@@ -55,4 +56,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             why = "\n".join(f"{', '.join(names)}: {reason}" for reason, names in others.items())
             table.add_row(variant, str(dtype).removeprefix("torch."), choice.name, why)
     console.print(table)
+    problems = _print_patches(console, cuda)
+    if problems:
+        raise ConfigError(problems)
     return 0
+
+
+def _print_patches(console: Console, cuda: bool) -> list[str]:
+    """The patches of upstream and where their lines are; those whose lines have gone."""
+    in_force = {
+        "platform": "off: there is a CUDA device" if cuda else "on: there is no CUDA device",
+        "always": "on, in every process that uses Megatron",
+        "training": "on while a model trains",
+        "loading": "on while a checkpoint is loaded",
+    }
+    problems = []
+    for room, when in in_force.items():
+        table = Table(title=f"patches of upstream, {when}", show_lines=True)
+        for column in ("patch", "replaces", "why", "upstream's lines"):
+            table.add_column(column)
+        for patch in (patch for patch in TABLE if patch.room == room):
+            try:
+                lines = "\n".join(patch.where()) or "off: not installed"
+            except UserError as error:
+                lines = "off: they are not there any more"
+                problems.append(str(error))
+            table.add_row(patch.name, f"{patch.owner}: {patch.attributes}", patch.reason, lines)
+        console.print(table)
+    return problems

@@ -2,9 +2,9 @@
 
 Megatron-Core asks ``torch.cuda`` for devices, streams, memory and random states, and builds its
 tensors on ``"cuda"``. This package answers those questions for a CPU, so that the unmodified
-training loop runs on a laptop. One file per upstream subsystem; every replacement is registered
-with the upstream line that makes it necessary (``patches()`` lists them), and
-``tests/platform`` runs that upstream code.
+training loop runs on a laptop. One file per upstream subsystem; patches.py declares every
+replacement with the upstream lines that make it necessary, and ``tests/platform`` runs that
+upstream code.
 
 It replaces functions of ``torch.cuda`` for the whole process: call :func:`activate` in a process
 of its own, before megatron is imported, and never on a machine that has a CUDA device.
@@ -14,11 +14,11 @@ import os
 import sys
 
 from megasink.errors import UserError
-from megasink.platform.patching import Patch, deactivate_all, patches, undo_by
-
-__all__ = ["Patch", "activate", "deactivate", "describe", "is_active", "patches"]
+from megasink.upstream.register import active, undo
 
 _active = False
+_DYNAMO = "TORCHDYNAMO_DISABLE"
+_dynamo_before: str | None = None
 
 
 def cuda_present() -> bool:
@@ -46,7 +46,7 @@ def activate() -> None:
     Raises:
         UserError: a CUDA device is present, or Megatron was imported before.
     """
-    global _active
+    global _active, _dynamo_before
     if _active:
         return
     import torch
@@ -61,9 +61,12 @@ def activate() -> None:
             "the CPU platform must be activated before megatron is imported: "
             "call megasink.platform.activate() first"
         )
-    _disable_dynamo()
-    from megasink.platform import cuda_api, devices
+    from megasink.platform import cuda_api, devices, patches
 
+    # In processes that are started from here, too.
+    _dynamo_before = os.environ.get(_DYNAMO)
+    os.environ[_DYNAMO] = "1"
+    patches.COMPILE.apply(disable=True)
     cuda_api.install()
     devices.install()
     _active = True
@@ -73,30 +76,11 @@ def activate() -> None:
     megatron_core.install()
 
 
-def _disable_dynamo() -> None:
-    """No torch.compile, here and in processes started from here.
-
-    megatron/core/jit.py:12 wraps small functions in it; on a CPU each would start a C++ compiler
-    in every rank.
-    """
-    import torch
-
-    config, before = torch._dynamo.config, os.environ.get("TORCHDYNAMO_DISABLE")
-    disabled = config.disable
-
-    def undo() -> None:
-        config.disable = disabled
-        os.environ.pop("TORCHDYNAMO_DISABLE")
-        if before is not None:
-            os.environ["TORCHDYNAMO_DISABLE"] = before
-
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    config.disable = True
-    undo_by(undo)
-
-
 def deactivate() -> None:
     """Undo every replacement (for tests)."""
     global _active
-    deactivate_all()
+    undo(active("platform"))
+    if _active:
+        os.environ.pop(_DYNAMO)
+        os.environ |= {} if _dynamo_before is None else {_DYNAMO: _dynamo_before}
     _active = False

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import torch
 
-from megasink.platform.patching import replace
+from megasink.platform import patches
 
 
 class CpuEvent:
@@ -88,48 +88,21 @@ RANDOM: dict[str, Callable[..., Any]] = {
 
 def install() -> None:
     """Replace the functions of torch.cuda that Megatron's training loop calls."""
-    answer: Any
-    queries = "megatron/training/{initialize:57,270,282,utils/common_utils:504,training:1137}.py"
-    for name, answer in {
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": _nothing,
-        "get_device_properties": lambda device=None: _PROPERTIES,
-        "synchronize": _nothing,
-    }.items():
-        replace(torch.cuda, name, answer, upstream=queries, reason="device queries")
-
-    memory = "megatron/training/utils/common_utils.py:313; megatron/training/training.py:2742"
-    for owner in (torch.cuda, torch.cuda.memory):
-        replace(
-            owner,
-            "memory_stats",
-            _memory_stats,
-            upstream=memory,
-            reason="resident memory of the process",
-        )
-
-    streams = "megatron/training/training.py:1876; megatron/core/pipeline_parallel/schedules.py"
-    for name, answer in {
-        "Stream": CpuStream,
-        "current_stream": lambda device=None: _STREAM,
-        "stream": lambda stream: contextlib.nullcontext(),
-    }.items():
-        replace(torch.cuda, name, answer, upstream=streams, reason="the CPU has one order of work")
-
-    rng = "megatron/core/tensor_parallel/random.py:303,305; megatron/training/checkpointing.py:417"
-    for name, answer in RANDOM.items():
-        for owner in (torch.cuda, torch.cuda.random):
-            replace(
-                owner, name, answer, upstream=rng, reason="dropout draws from the CPU generator"
-            )
-
-    # Where torch is built for CUDA it says yes by the build, not by the machine.
-    replace(
-        torch.accelerator,
-        "is_available",
-        lambda: False,
-        upstream="torch/optim/optimizer.py:503; torch/utils/data/dataloader.py:665",
-        reason="they would ask the driver",
+    patches.QUERIES.apply(
+        is_available=lambda: True,
+        device_count=lambda: 1,
+        current_device=lambda: 0,
+        set_device=_nothing,
+        get_device_properties=lambda device=None: _PROPERTIES,
+        synchronize=_nothing,
     )
+    for owner in (torch.cuda, torch.cuda.memory):
+        patches.MEMORY.apply(owner, memory_stats=_memory_stats)
+    patches.STREAMS.apply(
+        Stream=CpuStream,
+        current_stream=lambda device=None: _STREAM,
+        stream=lambda stream: contextlib.nullcontext(),
+    )
+    for owner in (torch.cuda, torch.cuda.random):
+        patches.RANDOM.apply(owner, **RANDOM)
+    patches.ACCELERATOR.apply(is_available=lambda: False)

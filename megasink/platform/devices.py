@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._device import DeviceContext, _device_constructors
 
-from megasink.platform.patching import replace
+from megasink.platform import patches
 
 _CPU = torch.device("cpu")
 
@@ -122,34 +122,12 @@ def install() -> None:
     # ``with torch.device("meta")`` knows factories by identity and looks them up once: it must find
     # the original ones, which the wrappers call. Else transformers leaves buffers uninitialised.
     _device_constructors()
-    everywhere = 'device="cuda" throughout, e.g. megatron/training/training.py:1137'
-    for owner, name in FACTORIES:
-        wrapper = _redirected(getattr(owner, name))
-        replace(owner, name, wrapper, upstream=everywhere, reason="make it on the CPU")
-    replace(
-        torch,
-        "Generator",
-        _generator(),
-        upstream="megatron/core/inference/text_generation_controllers/"
-        "text_generation_controller.py:251",
-        reason="it draws numbers for tensors on the CPU",
-    )
-    replace(
-        DeviceContext,
-        "__init__",
-        _context(DeviceContext.__init__),
-        upstream="torch/utils/_device.py: with torch.device(...) and torch.set_default_device",
-        reason="what is made without a device is on the CPU there, too",
-    )
-    moves = (
-        "megatron/training/models/dist_utils.py; megatron/core/distributed/finalize_model_grads.py"
-    )
-    replace(torch.Tensor, "to", _moved(torch.Tensor.to), upstream=moves, reason="stay on the CPU")
-    replace(torch.Tensor, "cuda", _stay, upstream=moves, reason="stay on the CPU")
-    replace(
-        torch.Tensor,
-        "type",
-        _type_name(torch.Tensor.type),
-        upstream="megatron/core/optimizer/clip_grads.py:174; optimizer.py:1009",
-        reason="it asserts or branches on 'torch.cuda.FloatTensor'",
-    )
+    for owner in dict.fromkeys(owner for owner, _ in FACTORIES):
+        names = [name for other, name in FACTORIES if other is owner]
+        patches.FACTORIES.apply(
+            owner, **{name: _redirected(getattr(owner, name)) for name in names}
+        )
+    patches.GENERATOR.apply(Generator=_generator())
+    patches.CONTEXT.apply(__init__=_context(DeviceContext.__init__))
+    patches.MOVES.apply(to=_moved(torch.Tensor.to), cuda=_stay)
+    patches.TENSOR_TYPE.apply(type=_type_name(torch.Tensor.type))

@@ -16,13 +16,14 @@ import signal
 import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.managers import SyncManager
 from typing import Any
 
 from megasink import platform
 from megasink.train.guard import end, guard
 from megasink.train.stop import SIGNALS
+from megasink.upstream.training import CHECKPOINT_WRITER, PRELOADED_TENSORS, RESULTS_QUEUE
 
 _SECONDS = 1.0  # how often a rank looks for its writer
 
@@ -54,16 +55,16 @@ def write(*args: Any) -> None:
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-    upstream = FileSystemWriterAsync.preload_tensors
-    FileSystemWriterAsync.preload_tensors = staticmethod(with_own_memory(upstream))
+    preload = with_own_memory(FileSystemWriterAsync.preload_tensors)
+    PRELOADED_TENSORS.apply(preload_tensors=staticmethod(preload))
     PersistentAsyncCaller.async_loop(*args)
 
 
 def with_own_memory(preload: Callable[..., Any]) -> Callable[..., Any]:
     """Upstream's copying of a checkpoint to the host, for tensors that lie there already, too.
 
-    filesystem_async.py:254 moves tensors to the CPU: where they are on it, it does nothing, and the
-    writer saves memory that training changes meanwhile. The rank waits for this function.
+    Upstream's leaves those where they are, and the writer saves memory that training changes
+    meanwhile. The rank waits for this function.
     """
 
     @functools.wraps(preload)
@@ -83,21 +84,13 @@ def checkpoint_helpers(args: Namespace) -> Iterator[None]:
     Without --async-save there is no helper: upstream starts a manager even so, only to hand results
     from a function to its caller.
     """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    if not args.async_save:
-        filesystem_async._results_queue = queue.Queue()
-        try:
-            yield
-        finally:
-            filesystem_async._results_queue = None
-        return
-    with _started_manager(args) as manager, _started_writer(args):
-        filesystem_async._results_queue = manager.Queue()
-        try:
-            yield
-        finally:
-            filesystem_async._results_queue = None
+    with ExitStack() as stack:
+        results: Any = queue.Queue()
+        if args.async_save:
+            results = stack.enter_context(_started_manager(args)).Queue()
+            stack.enter_context(_started_writer(args))
+        stack.enter_context(RESULTS_QUEUE.replacing(_results_queue=results))
+        yield
 
 
 @contextmanager
@@ -128,30 +121,28 @@ def _started_manager(args: Namespace) -> Iterator[SyncManager]:
 def _started_writer(args: Namespace) -> Iterator[None]:
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
-    upstream = PersistentAsyncCaller.async_loop, PersistentAsyncCaller.schedule_async_call
+    upstream = PersistentAsyncCaller.schedule_async_call
 
     def schedule(self: Any, *call: Any) -> None:
         # The rank waits until the writer has copied its tensors. A writer that has ended after
         # the last step is started once more for the checkpoint after it.
         with guard.bounded("handing a checkpoint to its writer"), _without_signals():
-            upstream[1](self, *call)
+            upstream(self, *call)
 
-    PersistentAsyncCaller.async_loop = staticmethod(write)
-    PersistentAsyncCaller.schedule_async_call = schedule
-    try:
-        # initialize.py:74 finds it and starts none: a server that forks writers on demand
-        # (upstream's "forkserver") would die of a SIGTERM, and the writer's exit code with it.
-        with _without_signals():
-            PersistentAsyncCaller._get_process(
-                args.rank, "spawn", args.async_ckpt_cpu_priority, args.async_ckpt_io_priority
-            )
-        name = f"the checkpoint writer of rank {args.rank}"
-        with _watched(lambda: PersistentAsyncCaller._persistent_process, name, args):
-            yield
-    finally:
-        PersistentAsyncCaller.async_loop, PersistentAsyncCaller.schedule_async_call = upstream
-        if writer := PersistentAsyncCaller._persistent_process:  # training ended in an error
-            _abort(writer)
+    with CHECKPOINT_WRITER.replacing(async_loop=staticmethod(write), schedule_async_call=schedule):
+        try:
+            # initialize_megatron finds it and starts none: a server that forks writers on demand
+            # (upstream's "forkserver") would die of a SIGTERM, and the writer's exit code with it.
+            with _without_signals():
+                PersistentAsyncCaller._get_process(
+                    args.rank, "spawn", args.async_ckpt_cpu_priority, args.async_ckpt_io_priority
+                )
+            name = f"the checkpoint writer of rank {args.rank}"
+            with _watched(lambda: PersistentAsyncCaller._persistent_process, name, args):
+                yield
+        finally:
+            if writer := PersistentAsyncCaller._persistent_process:  # training ended in an error
+                _abort(writer)
 
 
 def _abort(writer: Any) -> None:

@@ -1,8 +1,8 @@
 """Evaluations that can be compared: always on the same samples, and of each step once.
 
 Megatron reads on through the validation set from one evaluation to the next, in an order that
-depends on --train-iters (megatron/training/training.py:4481,4579), and evaluates the last step a
-second time after training (training.py:1480). Here every evaluation takes the first --eval-iters
+depends on --train-iters, and evaluates the last step a
+second time after training. Here every evaluation takes the first --eval-iters
 global batches, whatever came before it, the layout, or the length of the run.
 """
 
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from megatron.core.datasets.utils import Split
 from megatron.training import get_args, training
+
+from megasink.upstream.training import EVALUATION
 
 
 class FixedBatches:
@@ -49,13 +51,7 @@ class FixedBatches:
 @contextlib.contextmanager
 def comparable_evaluations() -> Iterator[None]:
     """Within it, Megatron's training loop evaluates so."""
-    names = (
-        "get_train_valid_test_num_samples",
-        "build_pretraining_data_loader",
-        "evaluate",
-        "evaluate_and_print_results",
-    )
-    original = {name: getattr(training, name) for name in names}
+    original = {name: getattr(training, name) for name in EVALUATION.attributes.split()}
     evaluations = inspect.signature(original["evaluate_and_print_results"])
     fixed: list[FixedBatches] = []
     evaluated: int | None = None
@@ -100,19 +96,13 @@ def comparable_evaluations() -> Iterator[None]:
             evaluated = iteration
         return original["evaluate_and_print_results"](prefix, *args, **kwargs)
 
-    replacements = (
-        get_train_valid_test_num_samples,
-        build_pretraining_data_loader,
-        evaluate,
-        evaluate_and_print_results,
-    )
-    for function in replacements:
-        setattr(training, function.__name__, function)
-    try:
+    with EVALUATION.replacing(
+        get_train_valid_test_num_samples=get_train_valid_test_num_samples,
+        build_pretraining_data_loader=build_pretraining_data_loader,
+        evaluate=evaluate,
+        evaluate_and_print_results=evaluate_and_print_results,
+    ):
         yield
-    finally:
-        for name in names:
-            setattr(training, name, original[name])
 
 
 def _split(dataset: Any) -> Any:

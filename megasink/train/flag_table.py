@@ -60,6 +60,8 @@ def make_table() -> dict[str, Any]:
     """The table of the installed Megatron. Imports it."""
     from megatron.training import argument_utils, arguments
 
+    from megasink.upstream.training import FLAG_SOURCES
+
     sources = {Path(inspect.getfile(arguments)), Path(inspect.getfile(argument_utils))}
     texts = argument_utils.ArgumentGroupFactory._get_field_docstrings
 
@@ -67,11 +69,8 @@ def make_table() -> dict[str, Any]:
         sources.add(Path(inspect.getfile(options)))
         return texts(self, options)
 
-    argument_utils.ArgumentGroupFactory._get_field_docstrings = seen
-    try:
+    with FLAG_SOURCES.replacing(_get_field_docstrings=seen):
         parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    finally:
-        argument_utils.ArgumentGroupFactory._get_field_docstrings = texts
     root = next(path for path in min(sources).parents if path.name == "megatron")
     return {
         "files": {str(path.relative_to(root)): _digest(path) for path in sorted(sources)},

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.mapping import (
 
 from megasink.checkpoint.torch_metadata import read_metadata
 from megasink.json_file import read_object
+from megasink.upstream.training import FOREIGN_CHECKPOINTS
 
 _STATE = ".head_counter."
 
@@ -39,11 +40,8 @@ def accepting_megatrons_checkpoints() -> Iterator[None]:
         wanted = _without_missing_state(sharded_state_dict, checkpoint_dir)
         return original(wanted, checkpoint_dir, *args, **kw)
 
-    dist_checkpointing.load = load
-    try:
+    with FOREIGN_CHECKPOINTS.replacing(load=load):
         yield
-    finally:
-        dist_checkpointing.load = original
 
 
 def _without_missing_state(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megasink.checkpoint.intact import checkpoint_path, damage
+from megasink.upstream.training import WHOLE_CHECKPOINTS
 
 
 @contextmanager
@@ -41,8 +42,5 @@ def keeping_whole_checkpoints() -> Iterator[None]:
                 return None
         return save(iteration, *args, **kwargs)
 
-    training.save_checkpoint = save_checkpoint
-    try:
+    with WHOLE_CHECKPOINTS.replacing(save_checkpoint=save_checkpoint):
         yield
-    finally:
-        training.save_checkpoint = save

@@ -21,9 +21,8 @@ from megasink.flags import add_options
 from megasink.printable import say
 from megasink.progress import progress
 from megasink.train import early
-from megasink.train.last_start import flags_of_last_start, from_where
+from megasink.train.last_start import flags_of_last_start, from_where, ranks_of_last_start
 from megasink.train.lease import clear, wait_until_expired
-from megasink.train.rank_count import default_ranks, ranks_of_last_start, value_of
 from megasink.train.ranks import Ranks
 from megasink.train.replay import replayed
 from megasink.train.run_dir import folder_problem
@@ -65,18 +64,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(problem)
     if args.ranks is not None and args.ranks < 1:
         raise UserError(f"--ranks {args.ranks}: start at least one process")
-    ranks = args.ranks
     if args.resume:
         before = replayed(flags_of_last_start(run_dir, flags), flags, run_dir)
         flags = [*before, *flags, "--resume", args.resume]
-        ranks = ranks_of_last_start(run_dir, flags) if ranks is None else ranks
+    options = early.read(["--run-dir", str(run_dir), *flags])
+    ranks = args.ranks
+    if args.resume and ranks is None:
+        ranks = ranks_of_last_start(run_dir, options)
     # Here too: the ranks need seconds until they can say it.
-    early.check(["--run-dir", str(run_dir), *flags], ranks)
+    early.refuse(options, ranks)
     wait_until_expired(run_dir, say)
-    if args.resume == "auto" and "--verify-checkpoint" not in flags:
+    if args.resume == "auto" and not options.verify_checkpoint:
         say(f"run {run_dir}: {from_where(run_dir)}")
+    ranks = early.default_ranks(options) if ranks is None else ranks
     try:
-        return launch(flags, run_dir, default_ranks(flags) if ranks is None else ranks)
+        return launch(flags, run_dir, ranks, options.train_iters)
     finally:
         clear(run_dir)  # of a rank that was killed
 
@@ -99,13 +101,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def launch(flags: Sequence[str], run_dir: Path, ranks: int) -> int:
+def launch(flags: Sequence[str], run_dir: Path, ranks: int, steps: int | None) -> int:
     """Run the ranks to their end, with a progress bar (or lines, where there is no terminal).
 
     Args:
         flags: Megatron's and megasink's, without ``--run-dir``.
         run_dir: folder of the run.
         ranks: processes on this machine.
+        steps: --train-iters; None where the run has another length.
 
     Returns:
         0.
@@ -126,7 +129,7 @@ def launch(flags: Sequence[str], run_dir: Path, ranks: int) -> int:
     except OSError as error:
         raise UserError(f"--run-dir {run_dir} cannot be written: {error.strerror}") from error
     with Ranks(arguments, logs, console) as running:
-        code = _follow(running, new_lines, value_of(flags, "--train-iters", 0) or None, console)
+        code = _follow(running, new_lines, steps, console)
     if code:
         failure = _failure(running, logs, run_dir, code)
         if not (run_dir / "config.json").is_file():
@@ -150,14 +153,19 @@ def _failure(running: Ranks, logs: Path, run_dir: Path, code: int) -> UserError:
         return UserError(f"torchrun was killed by {name_of(-code)}; {left(run_dir)}")
     if killed := _killed(logs):
         return UserError(f"{killed}; {left(run_dir)}")
-    if failed := _error_of_a_rank(logs):
+    if said := _said(logs):
+        return UserError(said)
+    if failed := _last_line_of_a_traceback(logs):
         # What torchrun told the others then is no reason.
-        return UserError(failed)
+        return UserError(f"{failed}; {left(run_dir)}")
     for log in sorted(logs.rglob("stderr.log")):
         for number in SIGNALS:
             if f"megasink: stopped by {name_of(number)}" in log.read_text(errors="replace"):
                 return Stopped(number, f" (told to a rank); {left(run_dir)}")
-    return UserError(_what_failed(logs, code))
+    if shutil.disk_usage(logs).free < _SMALL:
+        # The ranks had no room for their last words either.
+        return UserError(f"the disk under {logs} is full: make room and use --resume")
+    return UserError(f"the ranks ended with exit code {code}; logs in {logs}; {left(run_dir)}")
 
 
 def _killed(logs: Path) -> str | None:
@@ -215,26 +223,10 @@ def _said(logs: Path) -> str | None:
     return None
 
 
-def _error_of_a_rank(logs: Path) -> str | None:
-    """The rank's own message, or the last line of its traceback."""
-    if said := _said(logs):
-        return said
+def _last_line_of_a_traceback(logs: Path) -> str | None:
+    """Of the first rank that printed one."""
+    line = r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception|Interrupt)\b.*)$"
     for path in sorted(logs.rglob("stderr.log")):
-        found = re.findall(
-            r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception|Interrupt)\b.*)$",
-            path.read_text(errors="replace"),
-            re.M,
-        )
-        if found:
-            return f"rank {path.parent.name} failed: {found[-1]} (log: {path})"
+        if lines := re.findall(line, path.read_text(errors="replace"), re.M):
+            return f"rank {path.parent.name} failed: {lines[-1]} (log: {path})"
     return None
-
-
-def _what_failed(logs: Path, code: int) -> str:
-    """As far as the logs tell."""
-    if failed := _error_of_a_rank(logs):
-        return failed
-    if shutil.disk_usage(logs).free < _SMALL:
-        # The ranks had no room for their last words either.
-        return f"the disk under {logs} is full: make room and use --resume"
-    return f"the ranks ended with exit code {code}; logs in {logs}"

@@ -38,6 +38,7 @@ from megasink.train.series import (
     sink_record,
     sink_scalars,
 )
+from megasink.upstream.training import OBSERVER
 
 BALANCE_LOSS = "head balance loss"
 IMBALANCE = "head imbalance"
@@ -252,12 +253,12 @@ def observing(observer: Observer) -> Iterator[None]:
             observer.analyze(call["model"], iteration)
         return result
 
-    training.training_log = training_log
-    training.evaluate = evaluate
-    training.evaluate_and_print_results = evaluate_and_print_results
     try:
-        yield
+        with OBSERVER.replacing(
+            training_log=training_log,
+            evaluate=evaluate,
+            evaluate_and_print_results=evaluate_and_print_results,
+        ):
+            yield
     finally:
-        for name, original in originals.items():
-            setattr(training, name, original)
         observer.close()

@@ -1,9 +1,8 @@
 """Learning rate and weight decay of the sink parameters, in Megatron's parameter groups.
 
 Megatron 0.19 has the seam, ``config_overrides`` of ``get_megatron_optimizer``, but its training
-loop offers no hook to fill it: it asks ``get_megatron_optimizer_config`` for them
-(megatron/training/training.py:2117), which says that users may add to what it returns. So that
-function is wrapped, and not changed.
+loop offers no hook to fill it: it asks ``get_megatron_optimizer_config`` for them, which says that
+users may add to what it returns. So that function is wrapped, and not changed.
 """
 
 import contextlib
@@ -18,6 +17,7 @@ from megatron.training import training
 from torch.nn import Parameter
 
 from megasink.layers.slots import SINK_PARAMETERS
+from megasink.upstream.training import OPTIMIZER_GROUPS
 
 Overrides = dict[ParamKey, ParamGroupOverride]
 _ENDINGS = tuple(f"core_attention.{name}" for name in SINK_PARAMETERS)
@@ -72,8 +72,5 @@ def grouping_sink_parameters() -> Iterator[None]:
             overrides, config, args.sink_lr_mult, args.sink_weight_decay
         )
 
-    training.get_megatron_optimizer_config = get_megatron_optimizer_config
-    try:
+    with OPTIMIZER_GROUPS.replacing(get_megatron_optimizer_config=get_megatron_optimizer_config):
         yield
-    finally:
-        training.get_megatron_optimizer_config = original

@@ -8,9 +8,10 @@ from typing import Any
 
 from megasink.train import stop
 from megasink.train.heartbeat import progress
+from megasink.upstream.training import PHASES, SIGNALS
 
 # Functions of megatron/training/training.py.
-PHASES = {
+_WORDS = {
     "initialize_megatron": "starting the process groups",
     "setup_model_and_optimizer": "building and loading the model",
     "build_train_valid_test_data_iterators": "building the data sets",
@@ -25,38 +26,30 @@ def following_phases(args: Namespace) -> Iterator[None]:
     """Keep `stop.Told.phase` and the step of the heartbeat up to date."""
     from megatron.training import training
 
-    originals = {name: getattr(training, name) for name in (*PHASES, "training_log")}
-    for name, words in PHASES.items():
-        setattr(training, name, _during(words, originals[name]))
-    train, evaluate = training.train, training.evaluate_and_print_results
-    log = originals["training_log"]
+    during = {name: _during(words, getattr(training, name)) for name, words in _WORDS.items()}
+    log = training.training_log
     trained = False
 
-    def train_and_say(*positional: Any, **named: Any) -> Any:
+    def train(*positional: Any, **named: Any) -> Any:
         nonlocal trained
         stop.training_begins(args.exit_signal)
-        result = train(*positional, **named)
+        result = during["train"](*positional, **named)
         trained = True
         return result
 
-    def evaluate_at_the_end(*positional: Any, **named: Any) -> Any:
+    def evaluate_and_print_results(*positional: Any, **named: Any) -> Any:
         if trained:  # and saved
             stop.training_ended()
-        return evaluate(*positional, **named)
+        return during["evaluate_and_print_results"](*positional, **named)
 
     def training_log(*positional: Any, **named: Any) -> Any:
         progress.step = args.curr_iteration + 1
         return log(*positional, **named)
 
-    training.train = train_and_say
-    training.evaluate_and_print_results = evaluate_at_the_end
-    training.training_log = training_log
-    try:
+    followed = during | {"train": train, "evaluate_and_print_results": evaluate_and_print_results}
+    with PHASES.replacing(**followed, training_log=training_log):
         yield
         stop.training_ended()
-    finally:
-        for name, original in originals.items():
-            setattr(training, name, original)
 
 
 def _during(words: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,3 +62,29 @@ def _during(words: str, function: Callable[..., Any]) -> Callable[..., Any]:
             stop.Told.phase = before
 
     return wrapper
+
+
+@contextmanager
+def agreeing_on_signals(told: Callable[[], int], tell: Callable[[int], None]) -> Iterator[None]:
+    """Ask all ranks at once which signal told one of them to end.
+
+    Upstream reads one number after another from the device; with thousands of ranks that takes
+    longer than the statistics of the heads. Its handler knows one signal, that of --exit-signal.
+
+    Args:
+        told: the signal that this rank got; 0: none.
+        tell: called with the signal that any rank got.
+    """
+    import torch
+
+    def signals_received(self: Any) -> list[int]:
+        here = max(told(), int(self.sig) if self._signal_received else 0)
+        any_rank = torch.tensor([here], dtype=torch.int32, device=torch.cuda.current_device())
+        torch.distributed.all_reduce(any_rank, op=torch.distributed.ReduceOp.MAX)
+        number = int(any_rank.item())
+        if number:
+            tell(number)
+        return [number]
+
+    with SIGNALS.replacing(signals_received=signals_received):
+        yield

@@ -91,7 +91,6 @@ def _run(args: Namespace, store: Any) -> None:
     from megasink.attention import choose_backend
     from megasink.checkpoint.model import model_config
     from megasink.checkpoint.without_code import loading_without_code
-    from megasink.compat import mend_signal_handler
     from megasink.report.curves import draw_run
     from megasink.train.arguments import refusals_of_megatron
     from megasink.train.checkpoint_writer import checkpoint_helpers
@@ -104,7 +103,7 @@ def _run(args: Namespace, store: Any) -> None:
     from megasink.train.live_analysis import LiveAnalysis
     from megasink.train.observer import Observer, observing
     from megasink.train.optimizer import grouping_sink_parameters
-    from megasink.train.phases import following_phases
+    from megasink.train.phases import agreeing_on_signals, following_phases
 
     if args.rank == 0 and args.attention_similarity != "softmax":
         print(f"attention: {args.attention_similarity} similarity, by chunks of rows", flush=True)
@@ -112,7 +111,6 @@ def _run(args: Namespace, store: Any) -> None:
         choice = choose_backend(attention_request(args), args.attention_kernel)
         others = "; ".join(f"not {name}: {why}" for name, why in choice.reasons.items())
         print(f"attention: {args.attention_variant} on {choice.name} ({others})", flush=True)
-    mend_signal_handler(lambda: Told.signal, stop.all_told)
     with refusals_of_megatron():
         container = pretrain_cfg_container_from_args(args, model_config(args))
     metrics = Path(args.run_dir, "metrics.jsonl") if args.run_dir else None
@@ -127,6 +125,7 @@ def _run(args: Namespace, store: Any) -> None:
         checkpoint_helpers(args),
         keeping_whole_checkpoints(),
         following_phases(args),
+        agreeing_on_signals(lambda: Told.signal, stop.all_told),
     )
     with contextlib.ExitStack() as stack:
         for seam in seams:
@@ -145,13 +144,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     might wait for ever.
     """
     argv = sys.argv[1:] if argv is None else argv
-    stop.listen(argv)
+    stop.listen()
     guard.start()
     if os.environ.get("RANK", "0") != "0":
         warnings.simplefilter("ignore")
     code = 0
     try:
-        early.check(argv, int(os.environ.get("WORLD_SIZE", "1")))
+        flags = early.read(argv)
+        Told.run_dir = flags.run_dir and Path(flags.run_dir)
+        early.refuse(flags, int(os.environ.get("WORLD_SIZE", "1")))
         pretrain(argv)
     except Stopped as error:
         code = error.exit_code
@@ -166,6 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception:
         code = 1
         traceback.print_exc()
+        _say(f"megasink: {stop.left(Told.run_dir)}")
     if code or not heartbeat.farewell():
         with contextlib.suppress(OSError):
             sys.stdout.flush()

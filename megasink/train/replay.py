@@ -16,127 +16,49 @@ _NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"
 # A choice out of a list, which argparse or a check knows.
 _WORD = r"[A-Za-z0-9][\w.-]*"
 # Of flags whose value may be any text, those whose value does nothing but describe.
-DESCRIBING = {
-    "attention-bias-type",
-    "attention-kernel",
-    "attention-normalization",
-    "attention-similarity",
-    "attention-variant",
-    "bias-fixed-value",
-    "cp-comm-type",
-    "ffn-activation",
-    "gate-activation",
-    "gate-granularity",
-    "gate-input",
-    "gate-operation",
-    "gate-position",
-    "head-balance-scope",
-    "linear-attention-freq",
-    "moe-layer-freq",
-    "muon-coefficient-type",
-    "no-rope-freq",
-    "onnx-safe",
-    "phase-transition-iterations",
-    "pipeline-model-parallel-layout",
-    "recompute-modules",
-    "sdpa-output-norm",
-    "split",
-    "step-batch-size-schedule",
-    "validation-set-names",
-    "wandb-entity",
-    "wandb-exp-name",
-    "wandb-project",
-    "window-attn-skip-freq",
-    "window-size",
-}
+DESCRIBING = set(
+    """
+    attention-bias-type attention-kernel attention-normalization attention-similarity
+    attention-variant bias-fixed-value cp-comm-type ffn-activation gate-activation gate-granularity
+    gate-input gate-operation gate-position head-balance-scope linear-attention-freq moe-layer-freq
+    muon-coefficient-type no-rope-freq onnx-safe phase-transition-iterations
+    pipeline-model-parallel-layout recompute-modules sdpa-output-norm split step-batch-size-schedule
+    validation-set-names wandb-entity wandb-exp-name wandb-project window-attn-skip-freq window-size
+    """.split()
+)
 """Lists and patterns of numbers and names, without the dashes before the flag."""
-READING = {
-    "data-args-path",
-    "data-path",
-    "load",
-    "merge-file",
-    "per-dataset-sequences-path",
-    "per-split-data-args-path",
-    "pretrained-checkpoint",
-    "test-data-path",
-    "tokenizer-model",
-    "train-data-path",
-    "valid-data-path",
-    "vocab-file",
-}
+READING = set(
+    """
+    data-args-path data-path load merge-file per-dataset-sequences-path per-split-data-args-path
+    pretrained-checkpoint test-data-path tokenizer-model train-data-path valid-data-path vocab-file
+    """.split()
+)
 """Files that are read, and run no code."""
 WRITING = {"data-cache-path", "save", "tensorboard-dir", "wandb-save-dir"}
 """Folders that are written: taken where they lie in the run's own."""
-TOLD = {
-    "app-tag-run-name",
-    "app-tag-run-version",
-    "bert-load",
-    "block-data-path",
-    "chat-template",
-    "ckpt-convert-save",
-    "config-logger-dir",
-    "cuda-graph-modules",
-    "cuda-graph-scope",
-    "ddp-param-name-patterns-for-fp32-local-accumulation",
-    "dist-ckpt-format",
-    "dump-param-to-param-group-map",
-    "embedding-path",
-    "evidence-data-path",
-    "fault-injector-fault-probabilities",
-    "fault-injector-fault-types",
-    "fault-injector-ranks",
-    "fim-eod-token",
-    "fim-middle-token",
-    "fim-no-prefix",
-    "fim-pad-token",
-    "fim-prefix-token",
-    "fim-split-sample",
-    "fim-suffix-token",
-    "flight-recorder-dump-path",
-    "fp4-quantizer-factory",
-    "fp8-quantizer-factory",
-    "heterogeneous-layers-config-encoded-json",
-    "heterogeneous-layers-config-path",
-    "high-priority-stream-groups",
-    "hybrid-layer-pattern",
-    "hybrid-override-pattern",
-    "ict-load",
-    "inference-shards",
-    "langrl-env-config",
-    "logits-load-dir",
-    "logits-save-dir",
-    "memory-snapshot-path",
-    "moe-routing-trace-path",
-    "mtp-hybrid-override-pattern",
-    "nccl-communicator-config-path",
-    "non-persistent-global-ckpt-dir",
-    "non-persistent-local-ckpt-dir",
-    "object-storage-cache-path",
-    "offload-modules",
-    "one-logger-project",
-    "one-logger-run-name",
-    "result-rejected-tracker-filename",
-    "rl-inference-parsers",
-    "rl-profile-dir",
-    "run-dir",
-    "sft-tokenizer-prompt-format",
-    "spec",
-    "te-precision-config-file",
-    "titles-data-path",
-    "tokenizer-metadata",
-    "tokenizer-special-tokens",
-    "tp-comm-overlap-cfg",
-    "yaml-cfg",
-    # Without a value.
-    "enable-ft-package",
-    "enable-msc",
-    "inprocess-restart",
-    "record-memory-history",
-    "run-workload-inspector-server",
-    "trust-remote-code",
-    "use-checkpoint-args",
-    "use-mp-args-from-checkpoint-args",
-}
+# The last eight have no value.
+TOLD = set(
+    """
+    app-tag-run-name app-tag-run-version bert-load block-data-path chat-template ckpt-convert-save
+    config-logger-dir cuda-graph-modules cuda-graph-scope
+    ddp-param-name-patterns-for-fp32-local-accumulation dist-ckpt-format
+    dump-param-to-param-group-map embedding-path evidence-data-path
+    fault-injector-fault-probabilities fault-injector-fault-types fault-injector-ranks fim-eod-token
+    fim-middle-token fim-no-prefix fim-pad-token fim-prefix-token fim-split-sample fim-suffix-token
+    flight-recorder-dump-path fp4-quantizer-factory fp8-quantizer-factory
+    heterogeneous-layers-config-encoded-json heterogeneous-layers-config-path
+    high-priority-stream-groups hybrid-layer-pattern hybrid-override-pattern ict-load
+    inference-shards langrl-env-config logits-load-dir logits-save-dir memory-snapshot-path
+    moe-routing-trace-path mtp-hybrid-override-pattern nccl-communicator-config-path
+    non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir object-storage-cache-path
+    offload-modules one-logger-project one-logger-run-name result-rejected-tracker-filename
+    rl-inference-parsers rl-profile-dir run-dir sft-tokenizer-prompt-format spec
+    te-precision-config-file titles-data-path tokenizer-metadata tokenizer-special-tokens
+    tp-comm-overlap-cfg yaml-cfg enable-ft-package enable-msc inprocess-restart
+    record-memory-history run-workload-inspector-server trust-remote-code use-checkpoint-args
+    use-mp-args-from-checkpoint-args
+    """.split()
+)
 """Flags that are not replayed: they write elsewhere, import, connect, or megasink refuses them."""
 
 
@@ -146,10 +68,10 @@ def replayed(last: Sequence[str], given: Sequence[str], run_dir: Path) -> list[s
     Raises:
         UserError: one of them has to be said again, and is not among those given.
     """
-    said = {name for name, _ in _flags(given)}
+    said = {name for name, _ in named_values(given)}
     refused = [
         " ".join([f"--{name}", *values])
-        for name, values in _flags(last)
+        for name, values in named_values(last)
         if name not in said and not _harmless(name, values, run_dir)
     ]
     if refused:
@@ -157,11 +79,11 @@ def replayed(last: Sequence[str], given: Sequence[str], run_dir: Path) -> list[s
             f"--resume: the last start in {run_dir} had {', '.join(refused)}, which a folder does "
             "not decide: give it again if the run is yours, or another value"
         )
-    kept = ([f"--{name}", *values] for name, values in _flags(last) if name not in said)
+    kept = ([f"--{name}", *values] for name, values in named_values(last) if name not in said)
     return [word for flag in kept for word in flag]
 
 
-def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def named_values(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """(name without dashes, values) of each; what stands before the first has no name."""
     name, values = "", list[str]()
     for word in words:

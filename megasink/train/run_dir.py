@@ -29,10 +29,10 @@ from megasink.checkpoint.find import newest_checkpoint
 from megasink.checkpoint.identity import MODEL, plain, same
 from megasink.checkpoint.intact import go_back_to_intact, iterations, newest_intact
 from megasink.checkpoint.tokenizer import OWN, copy_tokenizer, same_tokenizer
-from megasink.compat import versions
 from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.train.lease import is_part_of_a_lease
+from megasink.upstream.versions import versions
 
 # A run is its model, its data and its loss; layout, length and learning rate may change on resume.
 IDENTITY = (

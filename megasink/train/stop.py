@@ -57,13 +57,12 @@ def name_of(number: int) -> str:
     return signal.Signals(number).name
 
 
-def listen(argv: Sequence[str]) -> None:
+def listen() -> None:
     """From here on the signals that end a rank are its own to decide about.
 
     A signal that is ignored (``nohup``) stays so. Called once, in the main thread, as early as
     can be: importing Megatron takes seconds.
     """
-    Told.run_dir = _run_dir(argv)
     receiving, sending = os.pipe()
     os.set_blocking(sending, False)
     for number in SIGNALS:
@@ -135,17 +134,6 @@ def ending_at_once(doing: str) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _run_dir(argv: Sequence[str]) -> Path | None:
-    """The value of --run-dir, before any flag is parsed."""
-    found = None
-    for flag, value in zip(argv, [*argv[1:], ""], strict=True):
-        if flag == "--run-dir":
-            found = value
-        elif flag.startswith("--run-dir="):
-            found = flag.partition("=")[2]
-    return Path(found) if found else None
 
 
 def _do_nothing(number: int, frame: Any) -> None:

@@ -64,7 +64,7 @@ def _plain(value: Any) -> Any:
 def parallel_state(layout: Layout, rank: int, store: str) -> Iterator[None]:
     """The process group and Megatron's parallel state of one task."""
     from megasink import platform
-    from megasink.compat import mend_upstream
+    from megasink.upstream.mends import mend_upstream
 
     platform.activate()
     mend_upstream()

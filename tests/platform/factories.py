@@ -11,6 +11,7 @@ import torch
 
 from megasink import platform
 from megasink.platform import cuda_api, devices
+from megasink.upstream.register import active
 
 _INDICES = torch.tensor([[0, 1], [0, 1]])
 _POINTERS, _COLUMNS, _BLOCK = torch.tensor([0, 1]), torch.tensor([0]), torch.ones(1, 1, 1)
@@ -58,13 +59,13 @@ def with_and_without() -> dict[str, tuple[str, str]]:
     """{replacement: (what it answers, what torch does without it)}."""
     platform.activate()
     found = {}
-    for patch in platform.patches():
-        call = call_of(patch)
+    for replacement in active("platform"):
+        call = call_of(replacement)
         if call is not None:
             there = _answer(call)
-            patch.undo()
-            found[patch.target] = there, _answer(call)
-            setattr(patch.owner, patch.name, patch.replacement)
+            replacement.undo()
+            found[replacement.target] = there, _answer(call)
+            replacement.redo()
     return found
 
 

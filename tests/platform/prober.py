@@ -16,12 +16,13 @@ SECONDS = 60
 def registered() -> tuple[set[str], set[str]]:
     """The targets of all replacements; and those of them that factories.py calls."""
     _prepare()
-    from megasink import platform
+    from megasink.upstream.register import active
     from tests.platform import factories
 
-    patches = platform.patches()
-    called = {p.target for p in patches if factories.call_of(p) is not None}
-    return {patch.target for patch in patches}, called
+    replaced = [r for r in active() if r.patch.test == "tests/platform/test_patches.py"]
+    replaced += [r for r in active("platform") if r.patch.name == "tensors made on CUDA"]
+    called = {r.target for r in replaced if factories.call_of(r) is not None}
+    return {r.target for r in replaced}, called
 
 
 def probe(jobs: list[tuple[str | None, str]]) -> dict[tuple[str | None, str], tuple[bool, Any]]:
@@ -41,7 +42,7 @@ def probe(jobs: list[tuple[str | None, str]]) -> dict[tuple[str | None, str], tu
 def _prepare() -> None:
     """Activate the platform and import once here what every child needs."""
     from megasink import platform
-    from megasink.compat import mend_upstream
+    from megasink.upstream.mends import mend_upstream
 
     platform.activate()
     mend_upstream()
@@ -76,10 +77,10 @@ def _in_a_child(target: str | None, scenario: str) -> tuple[bool, Any]:
 
 
 def _run(target: str | None, scenario: str) -> Any:
-    from megasink import platform
+    from megasink.upstream.register import active
     from tests.platform import scenarios
 
     if target is not None:
-        (patch,) = (patch for patch in platform.patches() if patch.target == target)
-        patch.undo()
+        (replacement,) = (r for r in active() if r.target == target)
+        replacement.undo()
     return getattr(scenarios, scenario)()

@@ -10,6 +10,7 @@ def roundtrip() -> dict[str, Any]:
     import torch
 
     from megasink import platform
+    from megasink.upstream.register import active
 
     def state() -> dict[str, Any]:
         return {
@@ -26,25 +27,23 @@ def roundtrip() -> dict[str, Any]:
     before = state()
     platform.activate()
     during = state()
-    active = platform.is_active(), platform.describe()
-    patches = platform.patches()
-    replaced = all(
-        vars(p.owner).get(p.name) is not p.original and p.upstream and p.reason for p in patches
-    )
+    said = platform.is_active(), platform.describe()
+    replaced = active("platform")
+    in_force = all(getattr(r.owner, r.name) == r.replacement for r in replaced)
     platform.activate()  # again: nothing is replaced twice
-    count = len(platform.patches())
+    count = len(active())
     platform.deactivate()
     after = state()
     return {
         "unchanged": [key for key in before if before[key] == during[key]],
-        "active": active,
-        "replaced": replaced,
-        "idempotent": count == len(patches),
+        "active": said,
+        "replaced": in_force,
+        "idempotent": count == len(replaced),
         "restored": all(
-            getattr(p.owner, p.name) is p.original or p.name not in vars(p.owner) for p in patches
+            getattr(r.owner, r.name) is r.original or r.name not in vars(r.owner) for r in replaced
         ),
         "not restored": [key for key in before if before[key] != after[key]],
-        "inactive": (platform.is_active(), platform.patches(), platform.describe()),
+        "inactive": (platform.is_active(), active(), platform.describe()),
     }
 
 
@@ -68,13 +67,14 @@ def with_cuda() -> tuple[str, int]:
 
     from megasink import platform
     from megasink.errors import UserError
+    from megasink.upstream.register import active
 
     torch.cuda.is_available = lambda: True
     try:
         platform.activate()
     except UserError as error:
-        return str(error), len(platform.patches())
-    return "", len(platform.patches())
+        return str(error), len(active())
+    return "", len(active())
 
 
 def devices() -> dict[str, Any]:

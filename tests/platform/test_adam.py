@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megasink.platform.adam import GroupStepAdam
+from megasink.upstream.adam import GroupStepAdam
 
 OPTIONS = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}
 

@@ -31,7 +31,8 @@ guard.start()
 time.sleep(100)
 """
 WAITING = """
-stop.listen(["--run-dir", "r"])
+stop.listen()
+stop.Told.run_dir = Path("r")
 print("listening", flush=True)
 lock = threading.Lock()
 lock.acquire()
@@ -39,6 +40,7 @@ lock.acquire()
 """
 PREFIX = """
 import os, signal, subprocess, sys, threading, time
+from pathlib import Path
 from megasink.train import stop
 from megasink.train.guard import guard
 """

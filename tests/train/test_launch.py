@@ -13,23 +13,23 @@ import pytest
 from megasink.config import OPTIONS
 from megasink.errors import UserError
 from megasink.flags import escaped
-from megasink.train import last_start, launch, rank_count
+from megasink.train import early, last_start, launch
 from megasink.train.lease import Lease
 from megasink.train.tail import NewLines
 from tests.train.command_lines import MOCK
 
 
 def test_ranks_follow_the_layout():
-    assert rank_count.default_ranks(["--cpu"]) == 1
+    assert early.default_ranks(early.read(["--cpu"])) == 1
     flags = ["--cpu", "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size=3"]
-    assert rank_count.default_ranks(flags) == 6
-    assert rank_count.default_ranks([*flags, "--context-parallel-size", "2"]) == 12
+    assert early.default_ranks(early.read(flags)) == 6
+    assert early.default_ranks(early.read([*flags, "--context-parallel-size=2"])) == 12
 
 
 def test_the_last_value_of_a_flag_counts():
     flags = ["--train-iters", "5", "--lr", "1", "--train-iters=9"]
-    assert rank_count.value_of(flags, "--train-iters", 0) == 9
-    assert rank_count.value_of(["--lr", "5"], "--train-iters", 0) == 0
+    assert early.read(flags).train_iters == 9
+    assert early.read(["--lr", "5"]).train_iters is None
 
 
 def test_resume_repeats_the_flags_of_the_last_start(tmp_path):
@@ -68,7 +68,7 @@ def test_auto_says_from_where(tmp_path, monkeypatch, capsys):
         launch.main(["--run-dir", str(tmp_path / "run"), *MOCK, "--cpu", "--resume", "auto"]) == 0
     )
     assert "no whole checkpoint there, starting at step 0" in capsys.readouterr().out
-    assert started == [([*MOCK, "--cpu", "--resume", "auto"], tmp_path / "run", 1)]
+    assert started == [([*MOCK, "--cpu", "--resume", "auto"], tmp_path / "run", 1, 4)]
 
 
 def test_resume_asks_for_the_folder():
@@ -79,7 +79,7 @@ def test_resume_asks_for_the_folder():
 
 def test_resume_starts_as_many_ranks_as_the_run_had(tmp_path):
     def ranks(*flags):
-        return rank_count.ranks_of_last_start(tmp_path, ["--cpu", *flags])
+        return last_start.ranks_of_last_start(tmp_path, early.read(["--cpu", *flags]))
 
     assert ranks() is None
     write_start(tmp_path, [], world_size=4, local_world_size=4)
@@ -190,22 +190,6 @@ def log(folder, rank, text):
     (folder / str(rank) / "stderr.log").write_text(text)
 
 
-def test_a_ranks_own_message_is_what_the_user_reads(tmp_path):
-    log(tmp_path, 0, "noise\nmegasink: error: 2 problems:\n  1. a\n  2. b\n")
-    log(tmp_path, 1, "Traceback\nValueError: late\n")
-    assert launch._what_failed(tmp_path, 1) == "2 problems:\n  1. a\n  2. b"
-
-
-def test_else_the_last_line_of_a_traceback(tmp_path):
-    log(tmp_path, 0, "fine\n")
-    log(
-        tmp_path, 1, "Traceback (most recent call last):\n  File x\n[rank1]: ValueError: 3 is odd\n"
-    )
-    message = launch._what_failed(tmp_path, 1)
-    assert message.startswith("rank 1 failed: ValueError: 3 is odd")
-    assert "stderr.log" in message
-
-
 FAILURES = """
 [0]:
   time      : 2026-01-01_00:00:00
@@ -252,6 +236,15 @@ class Ended:
         ([1], "megasink: error: no room\n", 1, "stopped by SIGHUP; no room", 129),
         ([], "megasink: stopped by SIGTERM after\n", 1, "stopped by SIGTERM (told to a rank)", 143),
         ([], "megasink: error: no room\n", 1, "no room", None),
+        (
+            [],
+            "x\nmegasink: error: 2 problems:\n  1. a\n  2. b\n",
+            1,
+            "2 problems:\n  1. a\n  2",
+            None,
+        ),
+        ([], "fine\n", -3, "torchrun was killed by SIGQUIT", None),
+        ([], "fine\n", 3, "the ranks ended with exit code 3; logs in ", None),
     ],
 )
 def test_why_ranks_ended_is_one_line(told, stderr, code, expected, exit_code, tmp_path):
@@ -262,13 +255,15 @@ def test_why_ranks_ended_is_one_line(told, stderr, code, expected, exit_code, tm
     assert getattr(failure, "exit_code", None) == exit_code
 
 
-def test_an_error_counts_more_than_what_torchrun_told_the_others_then(tmp_path):
+def test_a_traceback_is_its_last_line_and_where_to_go_on(tmp_path):
+    """It counts more than what torchrun told the other ranks then."""
     (tmp_path / "torchrun.log").write_text("")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("40")
     log(tmp_path, 0, "megasink: stopped by SIGTERM while building the data sets\n")
-    log(tmp_path, 1, "Traceback\nValueError: 3 is odd\n")
-    failure = launch._failure(Ended(), tmp_path, tmp_path, 1)
-    assert str(failure).startswith("rank 1 failed: ValueError: 3 is odd")
-
-
-def test_else_where_the_logs_are(tmp_path):
-    assert str(tmp_path) in launch._what_failed(tmp_path, -9)
+    log(
+        tmp_path, 1, "Traceback (most recent call last):\n  File x\n[rank1]: ValueError: 3 is odd\n"
+    )
+    message = str(launch._failure(Ended(), tmp_path, tmp_path, 1))
+    assert message.startswith("rank 1 failed: ValueError: 3 is odd (log: ")
+    assert "stderr.log); go on from step 40 with: megasink train --run-dir" in message

@@ -4,21 +4,13 @@ from argparse import Namespace
 from typing import get_args
 
 from megasink.config import FFNActivation
+from megasink.flags import flag_of
 
 GATED_UNITS = ("reglu", "geglu", "swiglu")
 # Megatron's flags that choose the activation of the FFN.
-_ACTIVATIONS = {
-    "swiglu": "--swiglu",
-    "squared_relu": "--squared-relu",
-    "quick_geglu": "--quick-geglu",
-    "openai_gelu": "--openai-gelu",
-    "onnx_safe": "--onnx-safe",
-}
+_ACTIVATIONS = ("swiglu", "squared_relu", "quick_geglu", "openai_gelu", "onnx_safe")
 # TransformerEngine's own FFN: its gelu is the approximation by tanh, its norms cannot be taken out.
-_FUSED_FFN = {
-    "use_te_activation_func": "--use-te-activation-func",
-    "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser",
-}
+_FUSED_FFN = ("use_te_activation_func", "use_transformer_engine_op_fuser")
 
 
 def problems(args: Namespace) -> list[str]:
@@ -70,14 +62,14 @@ def _activation(args: Namespace) -> list[str]:
             f"--ffn-activation {name!r} is unknown: choose {', '.join(get_args(FFNActivation))}"
         )
     found += [
-        f"--ffn-activation {name} and {flag}: choose one"
-        for attribute, flag in _ACTIVATIONS.items()
+        f"--ffn-activation {name} and {flag_of(attribute)}: choose one"
+        for attribute in _ACTIVATIONS
         if getattr(args, attribute, False) and name != attribute
     ]
     found += [
-        f"--ffn-activation {name} with {flag}: TransformerEngine's own activations are others "
-        "(its gelu is an approximation); drop one"
-        for attribute, flag in _FUSED_FFN.items()
+        f"--ffn-activation {name} with {flag_of(attribute)}: TransformerEngine's own activations "
+        "are others (its gelu is an approximation); drop one"
+        for attribute in _FUSED_FFN
         if getattr(args, attribute, False)
     ]
     return found

@@ -3,7 +3,7 @@
 from argparse import Namespace
 
 from megasink import platform
-from megasink.compat import have_transformer_engine
+from megasink.upstream.versions import have_transformer_engine
 
 # Parts of the trainer that ask the CUDA driver themselves.
 _NEED_CUDA = {

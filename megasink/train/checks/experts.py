@@ -3,14 +3,11 @@
 from argparse import Namespace
 
 from megasink import platform
-from megasink.compat import have_transformer_engine
+from megasink.flags import flag_of
+from megasink.upstream.versions import have_transformer_engine
 
 # Kernels for experts that are TransformerEngine's.
-_FUSED = {
-    "moe_grouped_gemm": "--moe-grouped-gemm",
-    "moe_permute_fusion": "--moe-permute-fusion",
-    "moe_router_fusion": "--moe-router-fusion",
-}
+_FUSED = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
 # Selective recomputation that frees outputs is written for TransformerEngine alone
 # (megatron/core/tensor_parallel/random.py:693).
 _RECOMPUTED_BY_TE = ("layernorm", "moe_act", "mla_up_proj")
@@ -25,7 +22,7 @@ def _experts(args: Namespace) -> list[str]:
     found: list[str] = []
     if not args.num_experts:
         return [
-            f"--{name.replace('_', '-')} without --num-experts: drop it, or give them"
+            f"{flag_of(name)} without --num-experts: drop it, or give them"
             for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
             if getattr(args, name) is not None
         ]
@@ -56,8 +53,8 @@ def _experts(args: Namespace) -> list[str]:
         )
     if not have_transformer_engine():
         found += [
-            f"{flag} needs TransformerEngine, which is not installed: drop the flag"
-            for name, flag in _FUSED.items()
+            f"{flag_of(name)} needs TransformerEngine, which is not installed: drop the flag"
+            for name in _FUSED
             if getattr(args, name)
         ]
     return found

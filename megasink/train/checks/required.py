@@ -3,6 +3,8 @@
 import math
 from argparse import Namespace
 
+from megasink.flags import flag_of
+
 _ALWAYS = (
     ("num_layers", "encoder_num_layers"),
     ("hidden_size",),
@@ -42,7 +44,7 @@ def problems(args: Namespace) -> list[str]:
 def _missing(args: Namespace) -> list[str]:
     wanted = _ALWAYS if args.skip_train else (*_ALWAYS, *_OF_TRAINING)
     missing = [
-        " or ".join(_flag(name) for name in names if not name.startswith("encoder_"))
+        " or ".join(flag_of(name) for name in names if not name.startswith("encoder_"))
         for names in wanted
         if all(getattr(args, name) is None for name in names)
         and not args.refused_flags.intersection(names)
@@ -52,7 +54,7 @@ def _missing(args: Namespace) -> list[str]:
 
 def _gone(args: Namespace) -> list[str]:
     found = [
-        f"{_flag(name)} is no longer valid: use {instead}"
+        f"{flag_of(name)} is no longer valid: use {instead}"
         for name, instead in _GONE.items()
         if getattr(args, name)
     ]
@@ -64,7 +66,7 @@ def _gone(args: Namespace) -> list[str]:
         ("data_path", "data_args_path"),
     ):
         if getattr(args, ours) is not None and getattr(args, old) is not None:
-            found.append(f"{_flag(ours)} and {_flag(old)}: choose one")
+            found.append(f"{flag_of(ours)} and {flag_of(old)}: choose one")
     return found
 
 
@@ -72,20 +74,16 @@ def _numbers(args: Namespace) -> list[str]:
     found = []
     for name, value in vars(args).items():
         if isinstance(value, float) and not math.isfinite(value):
-            found.append(f"{_flag(name)} {value}: give a finite number")
+            found.append(f"{flag_of(name)} {value}: give a finite number")
         elif name in _POSITIVE and value is not None and value < 1 and not _is_off(name, value):
-            found.append(f"{_flag(name)} {value}: use 1 or more")
+            found.append(f"{flag_of(name)} {value}: use 1 or more")
         elif name in _NOT_NEGATIVE and value is not None and value < 0:
-            found.append(f"{_flag(name)} {value} is negative: use 0 or more")
+            found.append(f"{flag_of(name)} {value} is negative: use 0 or more")
         elif name in _FRACTIONS and not 0 <= value < 1:
-            found.append(f"{_flag(name)} {value}: use 0 or more, and less than 1")
+            found.append(f"{flag_of(name)} {value}: use 0 or more, and less than 1")
     return found
 
 
 def _is_off(name: str, value: float) -> bool:
     """num_experts 0 is a dense model to Megatron."""
     return name == "num_experts" and value == 0
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -1,0 +1,250 @@
+"""Defects of megatron-core 0.19 that stand in the way on every platform, mended."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from megasink.errors import UserError
+from megasink.upstream.register import Patch
+from megasink.upstream.source import Quote as Q
+
+_DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+_PATCHES_TEST = "tests/platform/test_patches.py"
+
+ADAM = Patch(
+    "Adam with a step per group",
+    "always",
+    "megatron.core.optimizer",
+    "Adam USING_PYTORCH_OPTIMIZER",
+    "without TransformerEngine and apex checkpoints of the distributed optimizer do not load",
+    (
+        Q("megatron.core.optimizer", "USING_PYTORCH_OPTIMIZER = True"),
+        Q("megatron.core.optimizer", "kwargs['adam_w_mode'] = config.decoupled_weight_decay"),
+    ),
+    _PATCHES_TEST,
+)
+ADAM_CHECKPOINTS = Patch(
+    "checkpoints with a step per group",
+    "always",
+    _DISTRIBUTED_OPTIMIZER,
+    "HAVE_APEX_OR_TE",
+    ADAM.reason,
+    (
+        Q(
+            f"{_DISTRIBUTED_OPTIMIZER}:DistributedOptimizer.state_dict",
+            "steps = list(set([s['step'].item() for s in inner_state_dict['state'].values()]))",
+        ),
+        Q(
+            f"{_DISTRIBUTED_OPTIMIZER}:DistributedOptimizer.load_state_dict",
+            "steps = list(set([g['step'] for g in state_dict['optimizer']['param_groups']]))",
+        ),
+    ),
+    _PATCHES_TEST,
+)
+DATASET_HELPERS = Patch(
+    "helpers of the data sets",
+    "always",
+    "megatron.core.datasets.utils",
+    "compile_helpers",
+    "it runs make without a Makefile, and exits; the wheel holds the extension already built",
+    (
+        Q("megatron.core.datasets.utils", "def compile_helpers()"),
+        Q("megatron.core.datasets.utils:compile_helpers", "subprocess.run(command)"),
+    ),
+    "tests/train/test_end_to_end.py",
+)
+PARAMETER_ORDER = Patch(
+    "order of float32 parameters",
+    "always",
+    f"{_DISTRIBUTED_OPTIMIZER}.DistributedOptimizer",
+    "_build_optimizer_group_ranges",
+    "parameters are numbered in the order of the gradient buffers, but handed to the inner "
+    "optimizer float32 first: under bf16, sinks would save and load the states of others",
+    (
+        Q(
+            f"{_DISTRIBUTED_OPTIMIZER}:DistributedOptimizer",
+            "def _build_optimizer_group_ranges(cls, param_groups, gbuf_ranges)",
+        ),
+        Q(
+            f"{_DISTRIBUTED_OPTIMIZER}:DistributedOptimizer._build_optimizer_group_ranges",
+            "local_param_group_map[param] = (group_index, len(group_range['params']) - 1)",
+        ),
+        Q(
+            f"{_DISTRIBUTED_OPTIMIZER}:DistributedOptimizer._build_model_and_main_param_groups",
+            "[*shard_fp32_params_this_group, *shard_fp32_from_float16_params_this_group]",
+        ),
+    ),
+    "tests/distributed/test_checkpoint.py",
+)
+_FLOAT16 = "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params"
+FLOAT32_STATES = Patch(
+    "states of float32 parameters",
+    "always",
+    _FLOAT16.replace(":", "."),
+    "state_dict sharded_state_dict load_state_dict",
+    "the state of a bf16 model's optimizer is saved as if no parameter were float32",
+    (
+        Q(f"{_FLOAT16}.sharded_state_dict", "chain.from_iterable(g for g in self.float16_groups)"),
+        Q(
+            f"{_FLOAT16}.state_dict",
+            "state_dict['fp32_from_fp16_params'] = self.fp32_from_float16_groups",
+        ),
+    ),
+    "tests/distributed/test_checkpoint.py",
+)
+CHAINED_STATES = Patch(
+    "states under another expert parallelism",
+    "always",
+    "megatron.core.optimizer.optimizer.ChainedOptimizer",
+    "load_state_dict",
+    "a checkpoint of one optimizer loads only into one, but experts have a second",
+    (
+        Q(
+            "megatron.core.optimizer.optimizer:ChainedOptimizer",
+            "def load_state_dict(self, state_dict)",
+        ),
+        Q(
+            "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict",
+            "len(self.chained_optimizers) != len(state_dict)",
+        ),
+    ),
+    "tests/distributed/test_checkpoint.py",
+)
+
+
+def mend_upstream() -> None:
+    """Apply what is declared above, where it was not yet: in every process that uses Megatron.
+
+    Raises:
+        UserError: upstream's source has changed; or its dataset helpers cannot be imported.
+    """
+    from megatron.core import optimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params as Float16
+
+    from megasink.upstream.adam import GroupStepAdam
+
+    if DATASET_HELPERS.is_active:
+        return
+    DATASET_HELPERS.apply(compile_helpers=_check_dataset_helpers)
+    if optimizer.USING_PYTORCH_OPTIMIZER:
+        ADAM.apply(Adam=GroupStepAdam, USING_PYTORCH_OPTIMIZER=False)
+        ADAM_CHECKPOINTS.apply(HAVE_APEX_OR_TE=True)
+    ranges = _float32_first(DistributedOptimizer._build_optimizer_group_ranges)
+    PARAMETER_ORDER.apply(_build_optimizer_group_ranges=staticmethod(ranges))
+    names = FLOAT32_STATES.attributes.split()
+    FLOAT32_STATES.apply(**{name: _with_every_parameter(getattr(Float16, name)) for name in names})
+    load = _for_any_expert_parallelism(ChainedOptimizer.load_state_dict)
+    CHAINED_STATES.apply(load_state_dict=load)
+
+
+def _check_dataset_helpers() -> None:
+    try:
+        from megatron.core.datasets import helpers_cpp  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"megatron-core's dataset helpers do not import ({error}): reinstall the wheel with "
+            "pip install --force-reinstall --no-deps megatron-core"
+        ) from error
+
+
+def _float32_first(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    def build(param_groups: Any, gbuf_ranges: Any) -> tuple[dict[Any, tuple[int, int]], Any]:
+        _, group_ranges = upstream(param_groups, gbuf_ranges)
+        positions = {}
+        for index, group in enumerate(group_ranges):
+            group["params"].sort(key=lambda p: p.dtype is not torch.float32)  # stable
+            for order, parameter in enumerate(group["params"]):
+                positions[parameter] = (index, order)
+        return positions, group_ranges
+
+    return build
+
+
+def _with_every_parameter(method: Callable[..., Any]) -> Callable[..., Any]:
+    """While it saves and loads, float32 parameters are shown as main parameters of their own."""
+
+    @functools.wraps(method)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.is_stub_optimizer or not any(self.fp32_from_fp32_groups):
+            return method(self, *args, **kwargs)
+        groups = self.float16_groups, self.fp32_from_float16_groups
+        pairs = (zip(*pair, strict=True) for pair in zip(*groups, strict=True))
+        model_of = {id(main): model for pair in pairs for model, main in pair}
+        mains = [list(group["params"]) for group in self.optimizer.param_groups]
+        self.float16_groups = [[model_of.get(id(p), p) for p in group] for group in mains]
+        self.fp32_from_float16_groups = mains
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.float16_groups, self.fp32_from_float16_groups = groups
+
+    return wrapper
+
+
+def _for_any_expert_parallelism(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(upstream)
+    def load(self: Any, state: Any) -> None:
+        groups = [optimizer.param_groups for optimizer in self.chained_optimizers]
+        upstream(self, for_optimizers(state, groups) if isinstance(state, dict) else state)
+
+    return load
+
+
+def for_optimizers(state: dict[Any, Any], own: list[list[dict[str, Any]]]) -> dict[Any, Any]:
+    """The loaded state of one optimizer for several, or of several for one.
+
+    A distributed checkpoint puts the tensors where the model that loads has them; what is common
+    to all ranks, the settings of the parameter groups, comes as it was saved: for several
+    optimizers under their numbers 0, 1, ..., for one beside the tensors.
+
+    Args:
+        state: as megatron.core.dist_checkpointing loads it; not changed.
+        own: the parameter groups of each optimizer of the model that loads.
+
+    Returns:
+        the state, under the numbers of several optimizers or without them, as the model has them.
+    """
+    numbered = {key: piece for key, piece in state.items() if isinstance(key, int)}
+    whole = {key: piece for key, piece in state.items() if not isinstance(key, int)}
+    if not numbered or not whole:
+        return state  # saved with as many optimizers as there are now
+    if len(own) == 1:
+        saved = [group for piece in numbered.values() for group in _groups_in(piece)]
+        return numbered[0] | _with_groups(whole, saved, own[0], "optimizer" in numbered[0])
+    nested = "optimizer" in whole
+    return {
+        number: {k: v for k, v in whole.items() if k not in ("optimizer", "param_groups")}
+        | _with_groups(piece, _groups_in(whole), own[number], nested)
+        for number, piece in numbered.items()
+    }
+
+
+def _groups_in(piece: dict[str, Any]) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = piece.get("optimizer", piece)["param_groups"]
+    return groups
+
+
+def _with_groups(
+    piece: dict[str, Any], saved: list[dict[str, Any]], own: list[dict[str, Any]], nested: bool
+) -> dict[str, Any]:
+    """The state of one optimizer with the saved settings of its groups; experts have no others."""
+    from megatron.core.optimizer.optimizer import param_group_identifier_keys
+
+    keys = [key for key in param_group_identifier_keys if key != "is_expert_parallel"]
+    inner = piece.get("optimizer", {}) if nested else piece
+    # Where the tensors are sharded by parameter these numbers say which belong to a group.
+    numbers = inner.get("param_groups", [{}] * len(own))
+    groups = []
+    for mine, number in zip(own, numbers, strict=True):
+        same = (g for g in saved if all(g.get(key) == mine.get(key) for key in keys))
+        # Without any upstream says which group is missing.
+        for group in itertools.islice(same, 1):
+            expert = {"is_expert_parallel": mine["is_expert_parallel"]}
+            groups.append(group | expert | number)
+    inner = inner | {"param_groups": groups}
+    return piece | {"optimizer": inner} if nested else inner

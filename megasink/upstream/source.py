@@ -1,0 +1,151 @@
+"""Lines of upstream's source files, quoted and found again: by what they say, not by number.
+
+Files are read and parsed, never imported. A quotation is compared as a syntax tree, so comments,
+docstrings, annotations, line breaks and quotation marks may change, and lines may move within
+their function.
+"""
+
+import ast
+import importlib.util
+import inspect
+import re
+import textwrap
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from megasink.upstream.versions import version_of
+
+_DISTRIBUTIONS = {"megatron": "megatron-core", "transformer_engine": "transformer-engine"}
+
+
+class MovedError(Exception):
+    """Upstream's source does not hold what is quoted; the message says what and where."""
+
+
+@dataclass(frozen=True)
+class Quote:
+    """A line of upstream's source.
+
+    Attributes:
+        where: ``package.module``, or ``package.module:Class.method`` for a line inside one.
+        code: a statement or an expression; ``f(...)`` is a call with any arguments. Or a header,
+            ``def f(a, b)``: the names of the parameters; ``*_`` at its end allows more of them.
+    """
+
+    where: str
+    code: str
+
+    @property
+    def distribution(self) -> str:
+        """The package on PyPI, and its installed version."""
+        top = self.where.partition(".")[0]
+        name = _DISTRIBUTIONS.get(top, top)
+        return f"{name} {version_of(name)}"
+
+    def is_installed(self) -> bool:
+        """Whether there is a source to look into."""
+        return importlib.util.find_spec(self.where.partition(".")[0]) is not None
+
+    def find(self) -> str:
+        """``file:line`` in the installed source.
+
+        Raises:
+            MovedError: it is not there any more.
+        """
+        module, _, scope = self.where.partition(":")
+        quoted: ast.AST = ast.parse(f"{self.code}: ..." if self._is_header else self.code).body[0]
+        if isinstance(quoted, ast.FunctionDef):
+            scope = f"{scope}.{quoted.name}".lstrip(".")
+        name, text = _read(module)
+        try:
+            first, tree = _block(text, scope)
+        except LookupError:
+            raise MovedError(f"{name} no longer has {scope}") from None
+        if isinstance(quoted, ast.FunctionDef):
+            (there,) = tree.body
+            assert isinstance(there, ast.FunctionDef | ast.AsyncFunctionDef)
+            wanted, names = _parameters(quoted), _parameters(there)
+            open_end = wanted[-1:] == ["*_"]
+            if names[: len(wanted) - 1] != wanted[:-1] if open_end else names != wanted:
+                raise MovedError(f"{name} has {scope}({', '.join(names)}), not `{self.code}`")
+            return f"{name}:{first + there.lineno}"
+        if isinstance(quoted, ast.Expr):
+            quoted = quoted.value
+        for node in ast.walk(tree):
+            if isinstance(node, ast.expr | ast.stmt) and _same(quoted, node):
+                return f"{name}:{first + node.lineno}"
+        raise MovedError(f"{name} no longer says `{self.code}`" + f" in {scope}" * bool(scope))
+
+    @property
+    def _is_header(self) -> bool:
+        return self.code.startswith("def ")
+
+
+@cache
+def _read(module: str) -> tuple[str, str]:
+    """(path from the top of the package, text) of a module's file."""
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        stem = Path(folder, *rest)
+        for path in (stem.with_suffix(".py"), stem / "__init__.py"):
+            if path.is_file():
+                return str(path.relative_to(Path(folder).parent)), path.read_text()
+    raise MovedError(f"{module.replace('.', '/')}.py is not there any more")
+
+
+@cache
+def _block(text: str, scope: str) -> tuple[int, ast.Module]:
+    """(lines before it, tree) of a function, of the class or function it is in, or of a module.
+
+    Only its own lines are parsed: Megatron's files have thousands.
+
+    Raises:
+        LookupError: there is none of that name.
+    """
+    if not scope:
+        return 0, ast.parse(text)
+    lines, start = text.splitlines(keepends=True), -1
+    for name in scope.split("."):
+        indent = r"\s*" if start < 0 else r"\s+"
+        head = re.compile(rf"{indent}(async )?(def|class) {name}\b")
+        for number in range(start + 1, len(lines)):
+            if head.match(lines[number]):
+                start = number
+                break
+            # A method of the next class is another one.
+            if indent == r"\s+" and lines[number].startswith("class "):
+                raise LookupError(name)
+        else:
+            raise LookupError(name)
+    block = inspect.getblock(lines[start:])
+    return start, ast.parse(textwrap.dedent("".join(block)))
+
+
+def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    given = function.args
+    names = [a.arg for a in (*given.posonlyargs, *given.args)]
+    names += [f"*{given.vararg.arg}"] if given.vararg else []
+    names += [a.arg for a in given.kwonlyargs]
+    return names + ([f"**{given.kwarg.arg}"] if given.kwarg else [])
+
+
+def _same(quoted: object, there: object) -> bool:
+    """Whether two syntax trees say the same; ``...`` as the arguments of a call is any."""
+    if isinstance(quoted, ast.expr_context):
+        return True
+    if type(quoted) is not type(there):
+        return False
+    if isinstance(quoted, list) and isinstance(there, list):
+        return len(quoted) == len(there) and all(map(_same, quoted, there))
+    if not isinstance(quoted, ast.AST):
+        return quoted == there
+    fields: tuple[str, ...] = quoted._fields
+    if isinstance(quoted, ast.Call) and _is_any(quoted.args):
+        fields = ("func",)
+    return all(_same(getattr(quoted, name), getattr(there, name)) for name in fields)
+
+
+def _is_any(arguments: list[ast.expr]) -> bool:
+    return len(arguments) == 1 and getattr(arguments[0], "value", None) is ...

@@ -1,0 +1,78 @@
+"""Versions present, and one clear error for each that does not fit."""
+
+import importlib.metadata
+import importlib.util
+import re
+import sys
+
+from megasink.errors import UserError
+
+# What was tested; a release outside may move the places that layers and patches hold on to.
+SUPPORTED = {"megatron-core": ((0, 19), (0, 20)), "torch": ((2, 11), None)}
+REPORTED = (
+    "megatron-core",
+    "torch",
+    "transformer-engine",
+    "flash-attn",
+    "flash-attn-4",
+    "apex",
+    "transformers",
+    "tokenizers",
+    "sentencepiece",
+    "numpy",
+)
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str]:
+    """Python and every package of interest that is installed, with its version."""
+    installed = {"python": ".".join(map(str, sys.version_info[:3]))}
+    installed |= {name: v for name in REPORTED if (v := version_of(name)) is not None}
+    if not have_apex():
+        installed.pop("apex", None)
+    return installed
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def check_versions() -> None:
+    """Refuse an environment in which the hooks of megasink do not fit.
+
+    Raises:
+        UserError: Python below 3.12, or a package that is missing or outside the tested range.
+    """
+    if sys.version_info < (3, 12):  # noqa: UP036  (run from a checkout, pip has not checked)
+        raise UserError(
+            f"Python {sys.version.split()[0]} is too old: megatron-core 0.19 needs 3.12"
+        )
+    for package, (lowest, below) in SUPPORTED.items():
+        installed = version_of(package)
+        wanted = f">={'.'.join(map(str, lowest))}"
+        wanted += f",<{'.'.join(map(str, below))}" if below else ""
+        if installed is None:
+            raise UserError(f"{package} is not installed: pip install '{package}{wanted}'")
+        if _numbers(installed) < lowest or (below and _numbers(installed) >= below):
+            raise UserError(
+                f"{package} {installed} is not supported: pip install '{package}{wanted}'"
+            )
+
+
+def have_transformer_engine() -> bool:
+    """Whether TransformerEngine can be imported (its modules need CUDA besides)."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def have_apex() -> bool:
+    """Whether NVIDIA's apex is there: the package of that name on PyPI is another one."""
+    return importlib.util.find_spec("apex") is not None and (
+        importlib.util.find_spec("amp_C") is not None
+    )
