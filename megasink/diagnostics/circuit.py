@@ -6,10 +6,16 @@ them.
 Shapes: L layers, K first token positions.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+
+from megasink.diagnostics import sinks, states  # noqa: F401  # whose metrics are read here
+from megasink.diagnostics.registry import metric
 
 Floats = NDArray[np.float64]
 
@@ -107,3 +113,58 @@ def circuit_stage(sink_rate_K: Floats, prominent: int | None, layers: int) -> st
     if prominent is None:
         return "forming"
     return "fixed" if prominent < EARLY * layers else "middle"
+
+
+@metric(
+    "prominent_after_block",
+    source="P4.15",
+    unit="block",
+    axis="model",
+    number="{:.0f}",
+)
+def prominent_after_block(massive_ratio_S: Tensor, first_token_attention_L: Tensor) -> Tensor:
+    """First block whose output has norm(x_0) > 5 times the others' and is read by over 0.3."""
+    block = prominent_layer(massive_ratio_S[2::2].numpy(), first_token_attention_L.numpy())
+    return torch.tensor(math.nan if block is None else float(block))
+
+
+@metric(
+    "sink_centre",
+    source="P4.24",
+    unit="token",
+    axis="model",
+    shown=("table", "scalar"),
+    title="centre of the sink",
+    number="{:.0f}",
+)
+def sink_centre_by_attention(alpha_LHK: Tensor) -> Tensor:
+    """The position of the highest mean alpha_k over layers and heads."""
+    return torch.tensor(float(sink_centre(alpha_LHK.numpy(), None).by_attention))
+
+
+@metric(
+    "sink_centre_by_direction", source="P4.24, P4.5", unit="token", axis="model", number="{:.0f}"
+)
+def sink_centre_by_direction(alpha_LHK: Tensor, cosine_SP: Tensor) -> Tensor:
+    """The position whose states point the same way in every input most."""
+    position = sink_centre(alpha_LHK.numpy(), cosine_SP.numpy()).by_direction
+    return torch.tensor(math.nan if position is None else float(position))
+
+
+@metric(
+    "circuit_stage",
+    source="P4.23",
+    unit="stage",
+    axis="model",
+    shown=("table", "scalar"),
+    title="stage of the circuit",
+    levels=STAGES,
+)
+def stage(
+    sink_rate_K: Tensor, prominent_after_block: Tensor, first_token_attention_L: Tensor
+) -> Tensor:
+    """Stage of the P0-sink circuit: none, broad, shifted, forming, middle or fixed."""
+    block = float(prominent_after_block)
+    prominent = None if math.isnan(block) else int(block)
+    name = circuit_stage(sink_rate_K.numpy(), prominent, len(first_token_attention_L))
+    return torch.tensor(float(STAGES.index(name)))

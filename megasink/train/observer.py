@@ -213,7 +213,8 @@ class Observer:
             parts.append(f"lm loss {record['lm_loss']:.4f}")
         if "imbalance" in record:
             parts.append(f"imbalance {record['imbalance']:.4f}")
-            by_layer = " ".join(f"{cv:.3f}" for cv in record["imbalance_per_layer"])
+            cells = ("-" if cv is None else f"{cv:.3f}" for cv in record["imbalance_per_layer"])
+            by_layer = " ".join(cells)
             parts.append(f"by layer {by_layer}")
         parts.append(f"{args.global_batch_size * args.seq_length / mean:,.0f} tokens/s")
         parts.append(f"eta {int(left // 3600)}:{int(left % 3600 // 60):02}:{int(left % 60):02}")

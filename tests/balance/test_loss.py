@@ -6,10 +6,9 @@ import torch
 from megasink.balance.loss import (
     head_balance_gradient,
     head_balance_loss,
-    head_imbalance,
     routed_heads,
-    squared_cv,
 )
+from megasink.diagnostics.importance import head_imbalance, squared_cv
 
 
 @pytest.fixture
