@@ -255,6 +255,13 @@ def _problems(entry: Metric) -> Iterable[str]:
     ):
         if value not in known:
             yield f"has the {what} {value!r}: choose {', '.join(map(str, known))}"
+    for where in sorted(entry.shown & {"heatmap", "rank", "wasserstein"}):
+        if entry.axis != "head":
+            yield f"is shown as {where}, which takes the axis 'head'"
+    if "curve" in entry.shown and entry.axis == "model":
+        yield "is shown as curve, and is one number"
+    if "wasserstein" in entry.shown and entry.is_derived and not entry.over_samples:
+        yield "is shown as wasserstein, and has no values of the samples: name over_samples"
     if not entry.is_derived:
         if not any(set(entry.needs) <= family for family in _TOGETHER):
             yield f"asks for {', '.join(entry.needs)}: not known together"

@@ -127,13 +127,12 @@ class Observer:
 
     def analyze(self, model: Any, iteration: int) -> None:
         """After an evaluation: analyze the model, where that is asked for."""
-        if self._live is None or (found := self._live(model, iteration)) is None:
+        if self._live is None or (results := self._live(model, iteration)) is None:
             return
-        record = analysis_record(found)
         self._open()
-        self._file.write({"iteration": iteration} | record)
-        self._write_scalars(analysis_scalars(record))
-        print(f"megasink: analysis of step {iteration}: {in_one_line(record)}", flush=True)
+        self._file.write({"iteration": iteration} | analysis_record(results))
+        self._write_scalars(analysis_scalars(results))
+        print(f"megasink: analysis of step {iteration}: {in_one_line(results)}", flush=True)
 
     def close(self) -> None:
         """Close metrics.jsonl, and let TensorBoard write what it holds back."""
