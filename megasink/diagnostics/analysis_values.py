@@ -37,7 +37,7 @@ class AnalysisValues:
             waiting = [entry for entry in waiting if entry not in ready]
 
     def _derive(self, entry: Metric) -> None:
-        value = entry.compute(**{need: self._known[need] for need in entry.needs})
+        value = entry.compute(*(self._known[need] for need in entry.needs))
         if entry.over_samples:
             self.by_sample[entry.name] = value
             self._aggregate(entry)

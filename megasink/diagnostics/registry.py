@@ -129,7 +129,7 @@ class Metric:
         axis: one of `AXES`.
         source: rows of the papers that define it, such as "P3.1", or where it comes from in words.
         compute: the function.
-        needs: names of its parameters.
+        needs: what its parameters take, in their order.
         over_samples: one of `OVER_SAMPLES`; None for a derived metric of the whole analysis.
         shown: out of `SHOWN`.
         scalar: one of `SCALARS`.
@@ -248,7 +248,7 @@ def _problems(entry: Metric) -> Iterable[str]:
         yield "has no source: a row of a paper such as P3.1, or words"
     for what, value, known in (
         ("axis", entry.axis, AXES),
-        ("over_samples", entry.over_samples, {None: "", **OVER_SAMPLES}),
+        ("over_samples", entry.over_samples, (None, *OVER_SAMPLES)),
         ("scalar", entry.scalar, SCALARS),
         ("inactive", entry.inactive, (None, "above", "below")),
         *(("shown", where, SHOWN) for where in sorted(entry.shown)),

@@ -118,7 +118,7 @@ def _gates(analyses: Sequence[Analysis]) -> Any:
         return None
     figure, axes = panels(1, 2, 3.4)
     for analysis, colour, name in gated:
-        counts = np.sum(analysis.results.gate_histogram, axis=0)
+        counts = array(analysis.results.gate_histogram).sum(0)
         edges = np.linspace(0, 1, len(counts) + 1)
         density = counts / counts.sum() * len(counts)
         axes[0, 0].stairs(density, edges, color=colour, linewidth=1.4, label=name)

@@ -106,7 +106,7 @@ def _draw_curves(entries: Sequence[Metric], analyses: Sequence[Analysis]) -> Any
     return figure
 
 
-def _curve(entry: Metric, values: Floats) -> tuple[Floats, Floats]:
+def _curve(entry: Metric, values: Floats) -> tuple[Any, Any]:
     """Where the curve's points are, and what they are: means over every other axis."""
     if entry.axis == "head":
         curve = np.ma.masked_invalid(values).mean(1)
@@ -126,10 +126,10 @@ def _draw_heatmap(entry: Metric, analyses: Sequence[Analysis]) -> Any:
     rows, columns = grid(len(analyses), 3)
     layers = max(len(table) for table in tables)
     figure, axes = panels(rows, columns, rows * float(np.clip(0.24 * layers + 1.3, 2.8, 8.0)))
-    lowest = min(np.nanmin(table) for table in tables)
-    highest = max(np.nanmax(table) for table in tables)
+    lowest = float(min(np.nanmin(table) for table in tables))
+    highest = float(max(np.nanmax(table) for table in tables))
     if entry.unit == "share":  # down to a round number: gates of a balanced model differ little
-        lowest, highest = min(0.9, np.floor(10 * lowest) / 10), 1.0
+        lowest, highest = min(0.9, float(np.floor(10 * lowest) / 10)), 1.0
     for axis, analysis, table in zip(axes.flat, analyses, tables, strict=False):
         image = heatmap(axis, table, vmin=lowest, vmax=highest, cmap=MAP)
         about = "\n".join([wrapped(analysis.name), *_made_of(entry, analysis)])

@@ -15,20 +15,16 @@ from megasink.diagnostics.geometry import (
     query_key_components,
 )
 from megasink.diagnostics.head_scores import layer_normalised, random_scores
-from megasink.diagnostics.importance import (
-    head_imbalance,
-    head_importance,
-    layer_imbalance,
-    pooled_gate,
-)
+from megasink.diagnostics.importance import gate_spread, head_imbalance, layer_imbalance
 from megasink.diagnostics.maps import MAP_TOKENS
+from megasink.diagnostics.registry import OVER_SAMPLES, SCALARS
 from megasink.diagnostics.sinks import sink_rate
-from megasink.diagnostics.states import MeanCosine, mean_max_activation
+from megasink.diagnostics.states import MeanCosine
 from megasink.diagnostics.thresholds import (
     agreement,
     inactive,
     intersection_over_union,
-    lowest,
+    least_active,
     precision,
     published_quantile,
     share_by_layer,
@@ -56,10 +52,10 @@ def test_the_published_quantile_rule():
     ):
         assert published_quantile(scores, share) == pytest.approx(expected)
     assert published_quantile(scores, 0.5) != np.nanquantile(scores, 0.5)
-    assert threshold("ahon", scores, 0.25) == 1.0
-    assert threshold("awft", scores, 0.25) == 4.0  # exceeded by a quarter
-    assert inactive("awft", scores, 4.0).tolist() == [False, False, False, False, True]
-    assert inactive("ahon", scores, 2.0).tolist() == [False, True, False, False, False]
+    assert threshold(scores, 0.25, "below") == 1.0
+    assert threshold(scores, 0.25, "above") == 4.0  # exceeded by a quarter
+    assert inactive(scores, 4.0, "above").tolist() == [False, False, False, False, True]
+    assert inactive(scores, 2.0, "below").tolist() == [False, True, False, False, False]
     with pytest.raises(ValueError, match="share 15"):
         published_quantile(scores, 15)
     with pytest.raises(ValueError, match="no score"):
@@ -68,16 +64,16 @@ def test_the_published_quantile_rule():
 
 def test_masks_and_how_much_they_agree():
     scores = np.array([[[0.1, 0.9], [0.5, NAN]]])
-    assert lowest("ahon", scores, 0.34).tolist() == [[[True, False], [False, False]]]
-    assert lowest("awft", scores, 0.67).tolist() == [[[False, True], [True, False]]]
+    assert least_active(scores, 0.34, "below").tolist() == [[[True, False], [False, False]]]
+    assert least_active(scores, 0.67, "above").tolist() == [[[False, True], [True, False]]]
     a, b = np.array([1, 1, 1, 0], dtype=bool), np.array([0, 1, 1, 1], dtype=bool)
     assert intersection_over_union(a, b) == 0.5
     assert precision(a[:3], b[:3]) == pytest.approx(2 / 3)
     assert precision(np.array([True, True]), np.array([True, False])) == 0.5
     assert precision(np.array([True, False]), np.array([True, True])) == 1.0
     assert np.isnan(intersection_over_union(~a & a, ~a & a))
-    same = {"ahon": scores, "awft": -scores}
-    iou, of_row = agreement(same, 0.67)
+    same = [least_active(scores, 0.67, "below"), least_active(-scores, 0.67, "above")]
+    iou, of_row = agreement(same)
     assert iou.tolist() == of_row.tolist() == [[1.0, 1.0], [1.0, 1.0]]
     assert share_by_layer(scores < 0.3, scores).tolist() == [0.5, 0.0]
 
@@ -93,8 +89,8 @@ def test_normalised_and_random_scores():
 
 def test_importance_imbalance_and_sink_rate():
     gate = torch.tensor([[[0.2, 0.4]], [[0.8, 0.4]]])  # two samples of 1 and 3 tokens
-    importance = head_importance(gate, torch.tensor([1, 3]))
-    torch.testing.assert_close(importance, torch.tensor([[0.65, 0.4]], dtype=torch.float64))
+    importance = OVER_SAMPLES["mean over tokens"](gate, torch.tensor([1, 3]))
+    torch.testing.assert_close(importance, torch.tensor([[0.65, 0.4]]))
     table = torch.tensor([[1.0, 3.0], [2.0, 2.0], [NAN, NAN], [0.0, 0.0]])
     assert layer_imbalance(table)[:2].tolist() == [0.5, 0.0]
     assert layer_imbalance(table)[2].isnan()
@@ -102,24 +98,19 @@ def test_importance_imbalance_and_sink_rate():
     assert float(head_imbalance(table)) == pytest.approx(0.5 / 3)
     alpha = torch.tensor([[[0.31, 0.3]], [[0.9, NAN]]])
     assert float(sink_rate(alpha)) == pytest.approx(2 / 3)  # strictly above, blanks left out
-    assert float(mean_max_activation(torch.tensor([[1.0, 3.0], [5.0, 7.0]]))) == 4.0
+    assert float(SCALARS["mean over block outputs"](torch.tensor([9.0, 9.0, 3.0, 9.0, 5.0]))) == 4.0
 
 
 def test_gate_scores_over_all_tokens():
     torch.manual_seed(0)
     gates = [torch.rand(2, 3, tokens, 4).double() ** (i + 1) for i, tokens in enumerate((5, 9, 2))]
-    found = pooled_gate(
+    found = gate_spread(
         torch.stack([g.mean((2, 3)) for g in gates]),
         torch.stack([g.flatten(1).std(-1, correction=0) for g in gates]),
-        torch.stack([g.flatten(1).amin(-1) for g in gates]),
-        torch.stack([g.flatten(1).amax(-1) for g in gates]),
         torch.tensor([5, 9, 2]),
     )
     together = torch.cat(gates, 2).flatten(1)
-    torch.testing.assert_close(found.gate_score, together.mean(-1))
-    torch.testing.assert_close(found.gate_std, together.std(-1, correction=0))
-    assert torch.equal(found.gate_min, together.amin(-1))
-    assert torch.equal(found.gate_max, together.amax(-1))
+    torch.testing.assert_close(found, together.std(-1, correction=0))
 
 
 def test_cosine_across_inputs():
