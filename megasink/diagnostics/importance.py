@@ -73,11 +73,6 @@ def layer_imbalance(importance_LH: Tensor) -> Tensor:
     return cv_L.masked_fill(~present_LH.any(-1), torch.nan)
 
 
-def head_imbalance(importance_LH: Tensor) -> Tensor:
-    """Mean over layers of `layer_imbalance`; a scalar."""
-    return layer_imbalance(importance_LH).nanmean()
-
-
 @metric(
     "gate_score",
     source="P1.28, P1.30",
@@ -121,45 +116,35 @@ def abs_mean_after_gate(gated_out_HTD: Tensor) -> Tensor:
     return gated_out_HTD.abs().mean()
 
 
-@metric("sparsity_before_gate", source="P1.36", unit="share", axis="layer")
-def sparsity_before_gate(out_HTD: Tensor) -> Tensor:
-    """Share of |values| of the SDPA output below 1e-2, before a gate; strictly below."""
-    return below(out_HTD, 1e-2)
-
-
-@metric("sparsity_after_gate", source="P1.36", unit="share", axis="layer")
-def sparsity_after_gate(gated_out_HTD: Tensor) -> Tensor:
-    """Share of |values| that enter the output projection below 1e-2; strictly below."""
-    return below(gated_out_HTD, 1e-2)
-
-
-@metric("sparsity_of_mean_gate", source="P1.36", unit="share", axis="layer")
-def sparsity_of_mean_gate(out_HTD: Tensor, explicit_gate_HTX: Tensor) -> Tensor:
-    """The control: share below 1e-2 of the output times its layer's mean gate score."""
-    return below(out_HTD * explicit_gate_HTX.mean(), 1e-2)
-
-
-@metric("sparsity_before_gate_1e-3", source="P1.36", unit="share", axis="layer")
-def fine_sparsity_before_gate(out_HTD: Tensor) -> Tensor:
-    """Share of |values| of the SDPA output below 1e-3, before a gate; strictly below."""
-    return below(out_HTD, 1e-3)
-
-
-@metric("sparsity_after_gate_1e-3", source="P1.36", unit="share", axis="layer")
-def fine_sparsity_after_gate(gated_out_HTD: Tensor) -> Tensor:
-    """Share of |values| that enter the output projection below 1e-3; strictly below."""
-    return below(gated_out_HTD, 1e-3)
-
-
-@metric("sparsity_of_mean_gate_1e-3", source="P1.36", unit="share", axis="layer")
-def fine_sparsity_of_mean_gate(out_HTD: Tensor, explicit_gate_HTX: Tensor) -> Tensor:
-    """The control: share below 1e-3 of the output times its layer's mean gate score."""
-    return below(out_HTD * explicit_gate_HTX.mean(), 1e-3)
-
-
 def below(values: Tensor, limit: float) -> Tensor:
     """Share of |values| strictly below a limit."""
     return (values.abs() < limit).to(torch.float32).mean()
+
+
+def _register_sparsity(limit: float, suffix: str) -> None:
+    """P1.36: the share of |values| strictly below a limit, at three places."""
+
+    def before_gate(out_HTD: Tensor) -> Tensor:
+        return below(out_HTD, limit)
+
+    def after_gate(gated_out_HTD: Tensor) -> Tensor:
+        return below(gated_out_HTD, limit)
+
+    def of_mean_gate(out_HTD: Tensor, explicit_gate_HTX: Tensor) -> Tensor:
+        return below(out_HTD * explicit_gate_HTX.mean(), limit)
+
+    for function, what in (
+        (before_gate, "|values| of the SDPA output before a gate"),
+        (after_gate, "|values| that enter the output projection"),
+        (of_mean_gate, "|SDPA output times its layer's mean gate score|, the control,"),
+    ):
+        function.__doc__ = f"Share of {what} below {suffix or '1e-2'}; strictly below."
+        name = f"sparsity_{function.__name__}" + (f"_{suffix}" if suffix else "")
+        metric(name, source="P1.36", unit="share", axis="layer")(function)
+
+
+_register_sparsity(1e-2, "")
+_register_sparsity(1e-3, "1e-3")
 
 
 @metric("gate_spread", source="P1.30", unit="share", axis="layer")

@@ -23,14 +23,7 @@ def nats_per_token(nats_N: Tensor, targets_N: Tensor) -> Tensor:
     return nats_N.sum() / targets_N.sum()
 
 
-@metric(
-    "perplexity",
-    source="P1.26",
-    unit="1",
-    axis="model",
-    shown=("table",),
-    number="{:.2f}",
-)
+@metric("perplexity", source="P1.26", unit="1", axis="model", shown=("table",), number="{:.2f}")
 def perplexity(nats_per_token: Tensor) -> Tensor:
     """exp of the mean loss in nats."""
     return nats_per_token.exp()

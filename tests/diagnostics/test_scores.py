@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from megasink.diagnostics.circuit import STAGES, circuit_stage, prominent_layer, sink_centre
+from megasink.diagnostics.circuit import (
+    STAGES,
+    circuit_stage,
+    prominent_after_block,
+    sink_centre,
+    sink_centre_by_direction,
+)
 from megasink.diagnostics.distances import spearman, top_agreement, wasserstein
 from megasink.diagnostics.geometry import (
     attention_map_components,
@@ -15,7 +21,7 @@ from megasink.diagnostics.geometry import (
     query_key_components,
 )
 from megasink.diagnostics.head_scores import layer_normalised, random_scores
-from megasink.diagnostics.importance import gate_spread, head_imbalance, layer_imbalance
+from megasink.diagnostics.importance import gate_spread, layer_imbalance
 from megasink.diagnostics.maps import MAP_TOKENS
 from megasink.diagnostics.registry import OVER_SAMPLES, SCALARS
 from megasink.diagnostics.sinks import sink_rate
@@ -95,7 +101,7 @@ def test_importance_imbalance_and_sink_rate():
     assert layer_imbalance(table)[:2].tolist() == [0.5, 0.0]
     assert layer_imbalance(table)[2].isnan()
     assert layer_imbalance(table)[3] == 0.0
-    assert float(head_imbalance(table)) == pytest.approx(0.5 / 3)
+    assert float(layer_imbalance(table).nanmean()) == pytest.approx(0.5 / 3)
     alpha = torch.tensor([[[0.31, 0.3]], [[0.9, NAN]]])
     assert float(sink_rate(alpha)) == pytest.approx(2 / 3)  # strictly above, blanks left out
     assert float(SCALARS["mean over block outputs"](torch.tensor([9.0, 9.0, 3.0, 9.0, 5.0]))) == 4.0
@@ -143,25 +149,28 @@ def test_distances_between_models():
 
 
 def test_where_the_sink_becomes_prominent():
-    ratio, attention = np.array([1.0, 60.0, 80.0]), np.array([0.9, 0.1, 0.7])
-    assert prominent_layer(ratio, attention) == 1
-    assert prominent_layer(ratio, np.array([0.9, 0.1, 0.2])) is None
-    assert prominent_layer(np.array([9.0, 9.0, 9.0]), np.array([0.0, NAN, 0.7])) == 0
-    alpha = np.full((2, 3, 4), 0.1)
+    def after(ratios, attention):
+        states = torch.tensor([9.0, *(r for ratio in ratios for r in (99.0, ratio))])
+        return float(prominent_after_block(states, torch.tensor(attention)))
+
+    assert after([1.0, 60.0, 80.0], [0.9, 0.1, 0.7]) == 1
+    assert np.isnan(after([1.0, 60.0, 80.0], [0.9, 0.1, 0.2]))
+    assert after([9.0, 9.0, 9.0], [0.0, NAN, 0.7]) == 0
+    alpha = torch.full((2, 3, 4), 0.1)
     alpha[:, :, 1] = 0.6
     alpha[1, 2] = NAN
-    cosine = np.array([[1.0, 0.0, 0.0], [0.2, 0.3, NAN], [0.2, 0.4, NAN]])
-    assert sink_centre(alpha, None) == (1, None)
-    assert sink_centre(alpha, cosine) == (1, 1)
+    cosine = torch.tensor([[1.0, 0.0, 0.0], [0.2, 0.3, NAN], [0.2, 0.4, NAN]])
+    assert float(sink_centre(alpha)) == float(sink_centre_by_direction(alpha, cosine)) == 1
+    assert sink_centre_by_direction(alpha, cosine * NAN).isnan()
     stages = [
-        circuit_stage(np.array(rate), prominent, 12)
+        STAGES[int(circuit_stage(torch.tensor(rate), torch.tensor(prominent), torch.ones(12)))]
         for rate, prominent in (
-            ([0.01, 0.0], None),
-            ([0.5, 0.3], 1),
-            ([0.1, 0.6], None),
-            ([0.6, 0.1], None),
-            ([0.6, 0.1], 6),
-            ([0.6, NAN], 2),
+            ([0.01, 0.0], NAN),
+            ([0.5, 0.3], 1.0),
+            ([0.1, 0.6], NAN),
+            ([0.6, 0.1], NAN),
+            ([0.6, 0.1], 6.0),
+            ([0.6, NAN], 2.0),
         )
     ]
     assert tuple(stages) == STAGES
