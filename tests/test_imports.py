@@ -28,8 +28,11 @@ MEGATRON = (
 TRAIN = ("megasink.train", "megasink.commands")
 # What a room may import beside the standard library and itself.
 ALLOWED = {
-    "megasink.attention": {"torch", "megasink.errors"},
-    "megasink.diagnostics": {"torch", "numpy", "scipy", "sklearn", "threadpoolctl"},
+    "megasink.attention": {"torch", "megasink.errors", "megasink.definitions"},
+    "megasink.diagnostics": {
+        *("torch", "numpy", "scipy", "sklearn", "threadpoolctl"),
+        "megasink.definitions",
+    },
     "megasink.convert.modeling": {"torch", "transformers"},  # copied beside the weights
 }
 
