@@ -78,19 +78,18 @@ def attention(
     elif not with_gate:
         slot = Slot.NONE
     tensors = (query_BHTD, key_BGSD, value_BGSD)
-    call = _checked_call(
-        *tensors,
-        slot_logit_1H1,
-        causal=causal,
-        prefix=prefix,
-        window=window,
-        cu_seqlens=cu_seqlens,
-        distance_bias_HS=distance_bias_HS,
-        scale=scale,
-        slot=slot,
-        backend=backend,
-        with_gate=with_gate,
+    call = AttentionCall(
+        distance_bias_HS,
+        query_BHTD.shape[-1] ** -0.5 if scale is None else scale,
+        causal,
+        prefix,
+        window,
+        slot,
+        backend,
+        needs_gate_gradient=with_gate
+        and _needs_gradient(*tensors, slot_logit_1H1, distance_bias_HS),
     )
+    call = _checked(call, query_BHTD, key_BGSD, cu_seqlens)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> AttentionOutput:
         out = _attend(Slotted(query, key, value, slot_logit_1H1), call)
@@ -135,18 +134,17 @@ def slot_attention(
     tensors = [query_BHTD, key_BGSD, value_BGSD, slot_logit_BHT]
     if slot_value_BHTD is not None:
         tensors.append(slot_value_BHTD)
-    call = _checked_call(
-        *tensors,
-        causal=causal,
-        prefix=prefix,
-        window=window,
-        cu_seqlens=cu_seqlens,
-        distance_bias_HS=distance_bias_HS,
-        scale=scale,
-        slot=Slot.GIVEN,
-        backend=backend,
-        with_gate=True,
+    call = AttentionCall(
+        distance_bias_HS,
+        query_BHTD.shape[-1] ** -0.5 if scale is None else scale,
+        causal,
+        prefix,
+        window,
+        Slot.GIVEN,
+        backend,
+        needs_gate_gradient=_needs_gradient(*tensors, distance_bias_HS),
     )
+    call = _checked(call, query_BHTD, key_BGSD, cu_seqlens)
     if cu_seqlens is not None:  # what broadcasts over tokens cannot be cut along them
         shapes = (query_BHTD.shape[:3], query_BHTD.shape)
         tensors[3:] = [t.expand(shape) for t, shape in zip(tensors[3:], shapes, strict=False)]
@@ -162,53 +160,38 @@ def _attend(slotted: Slotted, call: AttentionCall) -> AttentionOutput:
     return AttentionOutput(out_BHTD, lse_BHT, gate_BHT)
 
 
-def _checked_call(
-    query_BHTD: Tensor,
-    key_BGSD: Tensor,
-    *tensors: Tensor | None,
-    causal: bool,
-    prefix: int,
-    window: int | None,
-    cu_seqlens: Sequence[int] | None,
-    distance_bias_HS: Tensor | None,
-    scale: float | None,
-    slot: Slot,
-    backend: str,
-    with_gate: bool,
+def _checked(
+    call: AttentionCall, query_BHTD: Tensor, key_BGSD: Tensor, cu_seqlens: Sequence[int] | None
 ) -> AttentionCall:
-    """The call of one document.
+    """The call, its prefix at most the keys.
 
     Raises:
         ValueError: masks that have no meaning together, or a bias of another shape or dtype.
     """
     queries, keys = query_BHTD.shape[2], key_BGSD.shape[2]
-    if prefix < 0:
-        raise ValueError(f"prefix {prefix}: a number of keys, 0 for none")
-    if prefix:
-        others = {"window": window, "cu_seqlens": cu_seqlens, "distance_bias_HS": distance_bias_HS}
-        given = [name for name, value in others.items() if value is not None]
-        if given or not causal:
-            what = given[0] if given else "causal=False"
-            raise ValueError(f"a prefix is for causal attention alone, not with {what}")
-    if cu_seqlens is not None and (queries != keys or not causal):
+    bias_HS = call.distance_bias_HS
+    if call.prefix < 0:
+        raise ValueError(f"prefix {call.prefix}: a number of keys, 0 for none")
+    if call.prefix:
+        others = {
+            "window": call.window,
+            "cu_seqlens": cu_seqlens,
+            "distance_bias_HS": bias_HS,
+            "causal=False": None if call.causal else False,
+        }
+        for name, value in others.items():
+            if value is not None:
+                raise ValueError(f"a prefix is for causal attention alone, not with {name}")
+        # One key that everyone sees is the causal mask.
+        return call._replace(prefix=0 if call.prefix < 2 else min(call.prefix, keys))
+    if cu_seqlens is not None and (queries != keys or not call.causal):
         raise ValueError(
             f"cu_seqlens needs causal attention with a query for every key, got {queries} queries "
             f"and {keys} keys: decode each document by itself"
         )
-    if distance_bias_HS is not None:
-        _check_bias(distance_bias_HS, query_BHTD, keys, cu_seqlens)
-    return AttentionCall(
-        distance_bias_HS,
-        scale=query_BHTD.shape[-1] ** -0.5 if scale is None else scale,
-        causal=causal,
-        # One key that everyone sees is the causal mask.
-        prefix=0 if prefix < 2 else min(prefix, keys),
-        window=window,
-        slot=slot,
-        backend=backend,
-        needs_gate_gradient=with_gate
-        and _needs_gradient(query_BHTD, key_BGSD, *tensors, distance_bias_HS),
-    )
+    if bias_HS is not None:
+        _check_bias(bias_HS, query_BHTD, keys, cu_seqlens)
+    return call
 
 
 def _check_bias(

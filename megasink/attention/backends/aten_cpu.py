@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megasink.attention.backends.base import AttentionRequest, VendorBackend, fp16_reason
-from megasink.attention.call import AttentionCall
+from megasink.attention.call import AttentionCall, BackwardTensors
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -30,13 +30,8 @@ class FlashCpuBackend(VendorBackend):
         out_BHTD, lse_BHT = _forward(query, key, value, 0.0, call.causal, scale=call.scale)
         return out_BHTD, lse_BHT
 
-    def launch_backward(
-        self,
-        inputs: Sequence[Tensor],
-        lse_BHT: Tensor,
-        lse_grad_BHT: Tensor | None,
-        call: AttentionCall,
-    ) -> Sequence[Tensor]:
+    def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
         """See `VendorBackend`."""
+        *inputs, lse_BHT, _ = tensors
         grads: Sequence[Tensor] = _backward(*inputs, lse_BHT, 0.0, call.causal, scale=call.scale)
         return grads

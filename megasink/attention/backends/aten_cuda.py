@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megasink.attention.backends.base import AttentionRequest, VendorBackend, fp16_reason
 from megasink.attention.backends.cuda import BTHDLayout, cuda_reason
-from megasink.attention.call import AttentionCall
+from megasink.attention.call import AttentionCall, BackwardTensors
 
 
 class FlashCudaBackend(BTHDLayout):
@@ -34,14 +34,9 @@ class FlashCudaBackend(BTHDLayout):
         )
         return out_BTHD, lse_BHT
 
-    def launch_backward(
-        self,
-        inputs: Sequence[Tensor],
-        lse_BHT: Tensor,
-        lse_grad_BHT: Tensor | None,
-        call: AttentionCall,
-    ) -> Sequence[Tensor]:
+    def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
         """See `VendorBackend`."""
+        *inputs, lse_BHT, _ = tensors
         _, query, key, *_ = inputs
         lengths = (None, None, query.shape[1], key.shape[1])
         # The kernel reads the state of the random number generator only under dropout.
@@ -96,14 +91,9 @@ class CudnnBackend(VendorBackend):
         )
         return out_BHTD, stats.reshape(out_BHTD.shape[:3])
 
-    def launch_backward(
-        self,
-        inputs: Sequence[Tensor],
-        lse_BHT: Tensor,
-        lse_grad_BHT: Tensor | None,
-        call: AttentionCall,
-    ) -> Sequence[Tensor]:
+    def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
         """See `VendorBackend`."""
+        *inputs, lse_BHT, _ = tensors
         _, query, key, *_ = inputs
         no_state = torch.empty((), dtype=torch.int64, device=query.device)
         no_bias, no_cumulative_lengths = None, (None, None)

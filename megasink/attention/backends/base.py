@@ -103,17 +103,8 @@ class VendorBackend(Backend):
         """`forward` with tensors as `lay_out` gives them; the LSE is [B, H, T]."""
 
     @abstractmethod
-    def launch_backward(
-        self,
-        inputs: Sequence[Tensor],
-        lse_BHT: Tensor,
-        lse_grad_BHT: Tensor | None,
-        call: AttentionCall,
-    ) -> Sequence[Tensor]:
-        """`backward` with tensors as `lay_out` gives them.
-
-        Args:
-            inputs: gradient of the output, query, key, value, output.
+    def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
+        """`backward`, all but the statistics as `lay_out` gives them.
 
         Returns:
             The gradients of query, key and value as the kernel returns them.
@@ -133,8 +124,8 @@ class VendorBackend(Backend):
         """See `Backend.backward`."""
         check_block(tensors.query_BHTD, tensors.key_BGSD, call)
         *inputs, lse_BHT, lse_grad_BHT = tensors
-        inputs = [self.lay_out(tensor) for tensor in inputs]
-        grads = self.launch_backward(inputs, lse_BHT, lse_grad_BHT, call)
+        laid_out = BackwardTensors(*map(self.lay_out, inputs), lse_BHT, lse_grad_BHT)
+        grads = self.launch_backward(laid_out, call)
         return Gradients(*map(self.read, grads))
 
 

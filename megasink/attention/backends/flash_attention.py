@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megasink.attention.backends.base import AttentionRequest
 from megasink.attention.backends.cuda import BTHDLayout, PackageBackend
-from megasink.attention.call import AttentionCall
+from megasink.attention.call import AttentionCall, BackwardTensors
 
 
 class FlashAttentionBackend(BTHDLayout, PackageBackend):
@@ -61,15 +61,11 @@ class FlashAttention2Backend(FlashAttentionBackend):
     unused: ClassVar[dict[str, Any]] = {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None}
     forward_options: ClassVar[dict[str, Any]] = {**unused, "return_softmax": False}
 
-    def launch_backward(
-        self,
-        inputs: Sequence[Tensor],
-        lse_BHT: Tensor,
-        lse_grad_BHT: Tensor | None,
-        call: AttentionCall,
-    ) -> Sequence[Tensor]:
+    def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
         """See `VendorBackend`."""
-        grads = [torch.empty_like(tensor) for tensor in inputs[1:4]]
+        *inputs, lse_BHT, _ = tensors
+        _, *attended, _ = inputs
+        grads = [torch.empty_like(tensor) for tensor in attended]
         self.load()._flash_attn_backward(
             *inputs,
             lse_BHT.contiguous(),
@@ -99,15 +95,11 @@ class FlashAttention3Backend(FlashAttentionBackend):
             return "it is written for Hopper, compute capability 9.0"
         return super().supports(request)
 
-    def launch_backward(
-        self,
-        inputs: Sequence[Tensor],
-        lse_BHT: Tensor,
-        lse_grad_BHT: Tensor | None,
-        call: AttentionCall,
-    ) -> Sequence[Tensor]:
+    def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
         """See `VendorBackend`."""
-        grads = [torch.empty_like(tensor) for tensor in inputs[1:4]]
+        *inputs, lse_BHT, _ = tensors
+        _, *attended, _ = inputs
+        grads = [torch.empty_like(tensor) for tensor in attended]
         self.load()._flash_attn_backward(
             *inputs,
             lse_BHT.contiguous(),
@@ -143,15 +135,9 @@ class FlashAttention4Backend(FlashAttentionBackend):
             return f"beyond Hopper its head dim goes up to 128, got {request.head_dim}"
         return super().supports(request)
 
-    def launch_backward(
-        self,
-        inputs: Sequence[Tensor],
-        lse_BHT: Tensor,
-        lse_grad_BHT: Tensor | None,
-        call: AttentionCall,
-    ) -> Sequence[Tensor]:
+    def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
         """See `VendorBackend`."""
-        grad_out, query, key, value, out = inputs
+        grad_out, query, key, value, out, lse_BHT, lse_grad_BHT = tensors
         grads: Sequence[Tensor] = self.load()._flash_attn_bwd(
             query,
             key,

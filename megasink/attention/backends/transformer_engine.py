@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megasink.attention.backends.cuda import PackageBackend
-from megasink.attention.call import AttentionCall
+from megasink.attention.call import AttentionCall, BackwardTensors
 
 
 class TransformerEngineBackend(PackageBackend):
@@ -45,16 +45,10 @@ class TransformerEngineBackend(PackageBackend):
         )
         return out_TBHD, stats_BHT1.squeeze(-1)
 
-    def launch_backward(
-        self,
-        inputs: Sequence[Tensor],
-        lse_BHT: Tensor,
-        lse_grad_BHT: Tensor | None,
-        call: AttentionCall,
-    ) -> Sequence[Tensor]:
+    def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
         """See `VendorBackend`."""
         engine = self.load()
-        grad_out, query, key, value, out = inputs
+        grad_out, query, key, value, out, lse_BHT, _ = tensors
         no_state = torch.empty(2, dtype=torch.int64, device=query.device)
         grad_query, grad_key, grad_value, *_ = engine.fused_attn_bwd(
             o=out,
