@@ -117,7 +117,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
 }
 
 
-def op_schema(*records: type[NamedTuple], outputs: int) -> str:  # type: ignore[valid-type]
+def op_schema(*records: type[NamedTuple], outputs: int) -> str:
     """The schema of an op that takes the fields of these records, one after the other."""
     fields = [
         f"{_SCHEMA_TYPES[kind]} {name}"

@@ -146,7 +146,9 @@ def _describe(request: AttentionRequest) -> str:
 
 def at_runtime(request: AttentionRequest, device_index: int | None) -> AttentionRequest:
     """The request with the compute capability of its CUDA device filled in."""
-    device = request.device_type if device_index is None else f"{request.device_type}:{device_index}"
+    device = (
+        request.device_type if device_index is None else f"{request.device_type}:{device_index}"
+    )
     capability = compute_capability(torch.device(device))
     return request if capability is None else replace(request, compute_capability=capability)
 

@@ -124,7 +124,7 @@ class VendorBackend(Backend):
         """See `Backend.backward`."""
         check_block(tensors.query_BHTD, tensors.key_BGSD, call)
         *inputs, lse_BHT, lse_grad_BHT = tensors
-        laid_out = BackwardTensors(*map(self.lay_out, inputs), lse_BHT, lse_grad_BHT)
+        laid_out = BackwardTensors._make((*map(self.lay_out, inputs), lse_BHT, lse_grad_BHT))
         grads = self.launch_backward(laid_out, call)
         return Gradients(*map(self.read, grads))
 
