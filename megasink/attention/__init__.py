@@ -9,6 +9,7 @@ from megasink.attention.backends import (
     register_backend,
 )
 from megasink.attention.biases import biased_attention
+from megasink.attention.call import VARIANTS, AttentionCall, BackwardTensors, Gradients
 from megasink.attention.explicit_gate import (
     apply_gate,
     gate_values,
@@ -16,11 +17,10 @@ from megasink.attention.explicit_gate import (
     mean_over_heads,
 )
 from megasink.attention.functional import attention, slot_attention
-from megasink.attention.gate_bias import gate_bias_gradient, gate_slope
-from megasink.attention.gates import first_key_gate, gate_sum
+from megasink.attention.gate_derivatives import gate_bias_gradient, gate_slope
+from megasink.attention.lse_statistics import first_key_gate, first_key_share, gate_sum
 from megasink.attention.reference import (
     SIMILARITIES,
-    VARIANTS,
     AttentionOutput,
     reference_attention,
     reference_biased_attention,
@@ -35,15 +35,17 @@ from megasink.attention.similarity import (
     first_key_weight,
     similarity_attention,
 )
-from megasink.attention.sink_rate import first_key_share
 
 __all__ = [
     "SIMILARITIES",
     "VARIANTS",
+    "AttentionCall",
     "AttentionOutput",
     "AttentionRequest",
     "Backend",
+    "BackwardTensors",
     "Choice",
+    "Gradients",
     "SimilarityOutput",
     "apply_gate",
     "attention",

@@ -34,9 +34,9 @@ def document_lengths(cu_seqlens: Sequence[int], tokens: int) -> list[int]:
 
 
 def attend_by_document(
-    attend: Callable[..., AttentionOutput], cu_seqlens: Sequence[int], *tensors_BNTX: Tensor
+    attend: Callable[..., AttentionOutput], cu_seqlens: Sequence[int] | None, *tensors_BNTX: Tensor
 ) -> AttentionOutput:
-    """`attend` over each document.
+    """`attend` over each document, or once where `cu_seqlens` is None.
 
     Args:
         attend: takes `tensors_BNTX` of one or, batched, several documents of one length.
@@ -45,6 +45,8 @@ def attend_by_document(
     Returns:
         The results in the order of the tokens; out_BHTD lies as [T, B, H, D] in memory.
     """
+    if cu_seqlens is None:
+        return attend(*tensors_BNTX)
     lengths = document_lengths(cu_seqlens, tensors_BNTX[0].shape[2])
     # split, and not slices: its backward is one concatenation, where every slice's is a tensor of
     # the size of the pack.

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from megasink.attention.backends import Backend
-from megasink.attention.blocks import backward_blocks, forward_blocks
+from megasink.attention.block_masks import backward_blocks, forward_blocks
+from megasink.attention.call import AttentionCall, BackwardTensors, Gradients
 from megasink.attention.layout import (
     empty_in_order_of,
     repeat_groups,
@@ -23,29 +24,20 @@ from megasink.attention.layout import (
 
 
 def forward_first_key(
-    kernel: Backend,
-    query_BHTD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSD: Tensor,
-    *,
-    causal: bool,
-    prefix: int,
-    window: int | None,
-    distance_bias_HS: Tensor | None,
-    scale: float,
+    kernel: Backend, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns out_BHTD, lse_BHT over all visible keys, gate_BHT and weight_BHT = 1 - gate."""
     queries, keys = query_BHTD.shape[2], key_BGSD.shape[2]
-    alone = _rows_alone(queries, keys, causal, prefix)
+    alone = _rows_alone(queries, keys, call)
     first_value_BH1D = repeat_groups(value_BGSD[:, :, :1], query_BHTD.shape[1])
     first_key_BH1D = repeat_groups(key_BGSD[:, :, :1], query_BHTD.shape[1])
     dtype = statistics_dtype(query_BHTD.dtype)
     logit_BHT1 = query_BHTD.to(dtype) @ first_key_BH1D.to(dtype).transpose(-1, -2)
-    logit_BHT = logit_BHT1.squeeze(-1).mul_(scale)
-    if distance_bias_HS is not None:
-        logit_BHT += distance_bias_HS[:, keys - queries : keys]
-    if window is not None:
-        logit_BHT[..., max(window - (keys - queries), 0) :] = -torch.inf
+    logit_BHT = logit_BHT1.squeeze(-1).mul_(call.scale)
+    if call.distance_bias_HS is not None:
+        logit_BHT += call.distance_bias_HS[:, keys - queries : keys]
+    if call.window is not None:
+        logit_BHT[..., max(call.window - (keys - queries), 0) :] = -torch.inf
     out_BHTD = empty_in_order_of(query_BHTD)
     lse_BHT = logit_BHT.clone(memory_format=torch.contiguous_format)
     gate_BHT, weight_BHT = torch.zeros_like(lse_BHT), torch.ones_like(lse_BHT)
@@ -56,11 +48,7 @@ def forward_first_key(
             query_BHTD[:, :, alone:],
             key_BGSD[:, :, 1:],
             value_BGSD[:, :, 1:],
-            causal=causal,
-            prefix=max(prefix - 1, 0),
-            window=window,
-            distance_bias_HS=None if distance_bias_HS is None else distance_bias_HS[:, :-1],
-            scale=scale,
+            _without_first_key(call),
         )
         rows_logit_BHT = logit_BHT[..., alone:]
         torch.sigmoid(rows_lse_BHT - rows_logit_BHT, out=gate_BHT[..., alone:])
@@ -77,54 +65,43 @@ def forward_first_key(
 
 def backward_first_key(
     kernel: Backend,
+    tensors: BackwardTensors,
     grad_out_BHTD: Tensor,
-    kernel_grad_out_BHTD: Tensor,
-    query_BHTD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSD: Tensor,
-    kernel_out_BHTD: Tensor,
-    lse_BHT: Tensor,
     weight_BHT: Tensor,
     logit_grad_BHT: Tensor,
-    lse_grad_BHT: Tensor | None,
-    *,
-    causal: bool,
-    prefix: int,
-    window: int | None,
-    distance_bias_HS: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    call: AttentionCall,
+) -> Gradients:
     """Gradients of query, key, value and bias.
 
     Args:
-        kernel_grad_out_BHTD, kernel_out_BHTD: what the kernel is to see, LSE gradient injected.
+        tensors: as the kernel is to see them, an LSE gradient injected where it takes none.
+        grad_out_BHTD: as it arrived.
+        weight_BHT: 1 - gate.
         logit_grad_BHT: gradient of s.
-        lse_grad_BHT: gradient of the LSE, for kernels that take it; else None.
     """
+    query_BHTD, key_BGSD, value_BGSD = tensors.query_BHTD, tensors.key_BGSD, tensors.value_BGSD
     queries, keys, groups = query_BHTD.shape[2], key_BGSD.shape[2], key_BGSD.shape[1]
-    alone = _rows_alone(queries, keys, causal, prefix)
+    alone = _rows_alone(queries, keys, call)
     first_key_BH1D = repeat_groups(key_BGSD[:, :, :1], query_BHTD.shape[1])
-    scaled_grad_BHT1 = scale * logit_grad_BHT[..., None]
+    scaled_grad_BHT1 = call.scale * logit_grad_BHT[..., None]
     grad_bias_HS = None
-    if distance_bias_HS is not None:
-        grad_bias_HS = torch.zeros_like(distance_bias_HS)
+    if call.distance_bias_HS is not None:
+        grad_bias_HS = torch.zeros_like(call.distance_bias_HS)
         grad_bias_HS[:, keys - queries :] = logit_grad_BHT.sum(0)
     rows_query_BHTD = rows_key_BGSD = rows_value_BGSD = rows_bias_HS = None
     if alone < queries:
-        rows_query_BHTD, rows_key_BGSD, rows_value_BGSD, rows_bias_HS = backward_blocks(
-            kernel,
-            kernel_grad_out_BHTD[:, :, alone:],
+        lse_grad_BHT = tensors.lse_grad_BHT
+        rows = BackwardTensors(
+            tensors.grad_out_BHTD[:, :, alone:],
             query_BHTD[:, :, alone:],
             key_BGSD[:, :, 1:],
             value_BGSD[:, :, 1:],
-            kernel_out_BHTD[:, :, alone:],
-            lse_BHT[..., alone:],
-            lse_grad_BHT=None if lse_grad_BHT is None else lse_grad_BHT[..., alone:],
-            causal=causal,
-            prefix=max(prefix - 1, 0),
-            window=window,
-            distance_bias_HS=None if distance_bias_HS is None else distance_bias_HS[:, :-1],
-            scale=scale,
+            tensors.out_BHTD[:, :, alone:],
+            tensors.lse_BHT[..., alone:],
+            None if lse_grad_BHT is None else lse_grad_BHT[..., alone:],
+        )
+        rows_query_BHTD, rows_key_BGSD, rows_value_BGSD, rows_bias_HS = backward_blocks(
+            kernel, rows, _without_first_key(call)
         )
     # One gradient after the other, each part of the kernel's freed before the next is allocated:
     # less memory, and on a CPU its pages are used again.
@@ -145,7 +122,7 @@ def backward_first_key(
     grad_value_BGSD = _behind_first(first_grad_BGD, rows_value_BGSD, value_BGSD)
     if grad_bias_HS is not None and rows_bias_HS is not None:
         grad_bias_HS[:, :-1] += rows_bias_HS
-    return grad_query_BHTD, grad_key_BGSD, grad_value_BGSD, grad_bias_HS
+    return Gradients(grad_query_BHTD, grad_key_BGSD, grad_value_BGSD, grad_bias_HS)
 
 
 def _behind_first(first_BGD: Tensor, rows_BGSD: Tensor | None, like_BGSD: Tensor) -> Tensor:
@@ -156,8 +133,17 @@ def _behind_first(first_BGD: Tensor, rows_BGSD: Tensor | None, like_BGSD: Tensor
     return whole_BGSD
 
 
-def _rows_alone(queries: int, keys: int, causal: bool, prefix: int) -> int:
+def _rows_alone(queries: int, keys: int, call: AttentionCall) -> int:
     """How many leading rows see key 0 and nothing else."""
     if keys == 1:
         return queries
-    return int(causal and queries == keys and prefix < 2)
+    return int(call.causal and queries == keys and call.prefix < 2)
+
+
+def _without_first_key(call: AttentionCall) -> AttentionCall:
+    """The call over the keys from 1 on."""
+    bias_HS = call.distance_bias_HS
+    return call._replace(
+        prefix=max(call.prefix - 1, 0),
+        distance_bias_HS=None if bias_HS is None else bias_HS[:, :-1],
+    )

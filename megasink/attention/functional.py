@@ -5,15 +5,15 @@ dim.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from megasink.attention.call import AttentionCall, Slot, softmax_variant
 from megasink.attention.documents import attend_by_document, document_lengths
 from megasink.attention.layout import statistics_dtype
-from megasink.attention.reference import VARIANTS, AttentionOutput
-from megasink.attention.slot_op import FIRST_KEY, GIVEN, NO_SLOT, slot_attention_op
+from megasink.attention.reference import AttentionOutput
+from megasink.attention.slot_op import Slotted, slot_attention_op
 
 
 def attention(
@@ -64,30 +64,38 @@ def attention(
         ValueError: shapes, dtypes or devices that do not fit together, or masks.
     """
     check_shapes(query_BHTD, key_BGSD, value_BGSD, causal)
-    if variant not in VARIANTS:
-        raise ValueError(f"unknown attention variant {variant!r}: one of {', '.join(VARIANTS)}")
-    if (variant == "sink") != (sink_H is not None):
-        raise ValueError(f"sink_H goes with variant 'sink', and only with it; got {variant!r}")
-    dtype = statistics_dtype(query_BHTD.dtype)
-    slot, slot_logit_1H1 = FIRST_KEY if with_gate else NO_SLOT, None
-    if variant != "vanilla":
-        heads = query_BHTD.shape[1]
+    softmax = softmax_variant(variant, sink_H)
+    dtype, heads = statistics_dtype(query_BHTD.dtype), query_BHTD.shape[1]
+    if sink_H is not None and (sink_H.shape != (heads,) or sink_H.dtype is not dtype):
+        raise ValueError(
+            f"sink_H must be [{heads}] in {dtype}, got {list(sink_H.shape)} in {sink_H.dtype}"
+        )
+    slot, slot_logit_1H1 = softmax.slot, None
+    if slot == Slot.GIVEN:
         if sink_H is None:
             sink_H = query_BHTD.new_zeros(heads, dtype=dtype)
-        elif sink_H.shape != (heads,) or sink_H.dtype is not dtype:
-            raise ValueError(
-                f"sink_H must be [{heads}] in {dtype}, got {list(sink_H.shape)} in {sink_H.dtype}"
-            )
-        slot, slot_logit_1H1 = GIVEN, sink_H[None, :, None]
-    mask = _mask(query_BHTD, key_BGSD, causal, prefix, window, cu_seqlens, distance_bias_HS)
-    options: dict[str, Any] = {"scale": scale, "backend": backend, "with_gate": with_gate}
+        slot_logit_1H1 = sink_H[None, :, None]
+    elif not with_gate:
+        slot = Slot.NONE
+    tensors = (query_BHTD, key_BGSD, value_BGSD)
+    call = AttentionCall(
+        distance_bias_HS,
+        query_BHTD.shape[-1] ** -0.5 if scale is None else scale,
+        causal,
+        prefix,
+        window,
+        slot,
+        backend,
+        needs_gate_gradient=with_gate
+        and _needs_gradient(*tensors, slot_logit_1H1, distance_bias_HS),
+    )
+    call = _checked(call, query_BHTD, key_BGSD, cu_seqlens)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> AttentionOutput:
-        return _attend(query, key, value, slot_logit_1H1, None, slot, **mask, **options)
+        out = _attend(Slotted(query, key, value, slot_logit_1H1), call)
+        return out if with_gate else out._replace(gate_BHT=None)
 
-    if cu_seqlens is not None:
-        return attend_by_document(attend, cu_seqlens, query_BHTD, key_BGSD, value_BGSD)
-    return attend(query_BHTD, key_BGSD, value_BGSD)
+    return attend_by_document(attend, cu_seqlens, *tensors)
 
 
 def slot_attention(
@@ -123,106 +131,81 @@ def slot_attention(
             f"slot_logit_BHT must have 3 dimensions in {dtype}, got "
             f"{list(slot_logit_BHT.shape)} in {slot_logit_BHT.dtype}"
         )
-    mask = _mask(query_BHTD, key_BGSD, causal, prefix, window, cu_seqlens, distance_bias_HS)
-    options: dict[str, Any] = {"scale": scale, "backend": backend, "with_gate": True}
-
-    def attend(
-        query: Tensor, key: Tensor, value: Tensor, logit: Tensor, slot_value: Tensor | None = None
-    ) -> AttentionOutput:
-        return _attend(query, key, value, logit, slot_value, GIVEN, **mask, **options)
-
-    tensors = (query_BHTD, key_BGSD, value_BGSD)
-    if cu_seqlens is None:
-        return attend(*tensors, slot_logit_BHT, slot_value_BHTD)
-    # What broadcasts over tokens cannot be cut along them.
-    slot = [slot_logit_BHT.expand(query_BHTD.shape[:3])]
+    tensors = [query_BHTD, key_BGSD, value_BGSD, slot_logit_BHT]
     if slot_value_BHTD is not None:
-        slot.append(slot_value_BHTD.expand(query_BHTD.shape))
-    return attend_by_document(attend, cu_seqlens, *tensors, *slot)
-
-
-def _attend(
-    query_BHTD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSD: Tensor,
-    slot_logit_BHT: Tensor | None,
-    slot_value_BHTD: Tensor | None,
-    slot: str,
-    *,
-    causal: bool,
-    prefix: int,
-    window: int | None,
-    distance_bias_HS: Tensor | None,
-    scale: float | None,
-    backend: str,
-    with_gate: bool,
-) -> AttentionOutput:
-    """One call of the op."""
-    keys = key_BGSD.shape[2]
-    if distance_bias_HS is not None and distance_bias_HS.shape[1] > keys:
-        distance_bias_HS = distance_bias_HS[:, :keys]
-    tensors = (query_BHTD, key_BGSD, value_BGSD, slot_logit_BHT, slot_value_BHTD, distance_bias_HS)
-    out_BHTD, lse_BHT, gate_BHT, _ = slot_attention_op(
-        *tensors,
-        slot,
+        tensors.append(slot_value_BHTD)
+    call = AttentionCall(
+        distance_bias_HS,
+        query_BHTD.shape[-1] ** -0.5 if scale is None else scale,
         causal,
         prefix,
         window,
-        query_BHTD.shape[-1] ** -0.5 if scale is None else scale,
+        Slot.GIVEN,
         backend,
-        with_gate and _needs_gradient(*tensors),
+        needs_gate_gradient=_needs_gradient(*tensors, distance_bias_HS),
     )
-    return AttentionOutput(out_BHTD, lse_BHT, gate_BHT if with_gate else None)
+    call = _checked(call, query_BHTD, key_BGSD, cu_seqlens)
+    if cu_seqlens is not None:  # what broadcasts over tokens cannot be cut along them
+        shapes = (query_BHTD.shape[:3], query_BHTD.shape)
+        tensors[3:] = [t.expand(shape) for t, shape in zip(tensors[3:], shapes, strict=False)]
+    return attend_by_document(lambda *each: _attend(Slotted(*each), call), cu_seqlens, *tensors)
 
 
-def _mask(
-    query_BHTD: Tensor,
-    key_BGSD: Tensor,
-    causal: bool,
-    prefix: int,
-    window: int | None,
-    cu_seqlens: Sequence[int] | None,
-    distance_bias_HS: Tensor | None,
-) -> dict[str, Any]:
-    """The mask of one call of the op, which takes one document.
+def _attend(slotted: Slotted, call: AttentionCall) -> AttentionOutput:
+    """One call of the op, which takes one document."""
+    bias_HS, keys = call.distance_bias_HS, slotted.key_BGSD.shape[2]
+    if bias_HS is not None and bias_HS.shape[1] > keys:
+        call = call._replace(distance_bias_HS=bias_HS[:, :keys])
+    out_BHTD, lse_BHT, gate_BHT, _ = slot_attention_op(*slotted, *call)
+    return AttentionOutput(out_BHTD, lse_BHT, gate_BHT)
+
+
+def _checked(
+    call: AttentionCall, query_BHTD: Tensor, key_BGSD: Tensor, cu_seqlens: Sequence[int] | None
+) -> AttentionCall:
+    """The call, its prefix at most the keys.
 
     Raises:
         ValueError: masks that have no meaning together, or a bias of another shape or dtype.
     """
-    heads, (queries, keys) = query_BHTD.shape[1], (query_BHTD.shape[2], key_BGSD.shape[2])
-    if prefix < 0:
-        raise ValueError(f"prefix {prefix}: a number of keys, 0 for none")
-    others = {"window": window, "cu_seqlens": cu_seqlens, "distance_bias_HS": distance_bias_HS}
-    given = [name for name, value in others.items() if value is not None]
-    if prefix and (given or not causal):
-        what = given[0] if given else "causal=False"
-        raise ValueError(f"a prefix is for causal attention alone, not with {what}")
-    if cu_seqlens is not None and (queries != keys or not causal):
+    queries, keys = query_BHTD.shape[2], key_BGSD.shape[2]
+    bias_HS = call.distance_bias_HS
+    if call.prefix < 0:
+        raise ValueError(f"prefix {call.prefix}: a number of keys, 0 for none")
+    if call.prefix:
+        others = {
+            "window": call.window,
+            "cu_seqlens": cu_seqlens,
+            "distance_bias_HS": bias_HS,
+            "causal=False": None if call.causal else False,
+        }
+        for name, value in others.items():
+            if value is not None:
+                raise ValueError(f"a prefix is for causal attention alone, not with {name}")
+        # One key that everyone sees is the causal mask.
+        return call._replace(prefix=0 if call.prefix < 2 else min(call.prefix, keys))
+    if cu_seqlens is not None and (queries != keys or not call.causal):
         raise ValueError(
             f"cu_seqlens needs causal attention with a query for every key, got {queries} queries "
             f"and {keys} keys: decode each document by itself"
         )
-    if distance_bias_HS is not None:
-        dtype = statistics_dtype(query_BHTD.dtype)
-        shape = list(distance_bias_HS.shape)
-        if len(shape) != 2 or shape[0] != heads or distance_bias_HS.dtype is not dtype:
-            raise ValueError(
-                f"distance_bias_HS must be [{heads}, keys] in {dtype}, got {shape} in "
-                f"{distance_bias_HS.dtype}"
-            )
-        needed = keys
-        if cu_seqlens is not None:
-            needed = max(document_lengths(cu_seqlens, keys))
-        if shape[1] < needed:
-            raise ValueError(f"distance_bias_HS has {shape[1]} distances, {needed} are needed")
-    # One key that everyone sees is the causal mask.
-    prefix = 0 if prefix < 2 else min(prefix, keys)
-    return {
-        "causal": causal,
-        "prefix": prefix,
-        "window": window,
-        "distance_bias_HS": distance_bias_HS,
-    }
+    if bias_HS is not None:
+        _check_bias(bias_HS, query_BHTD, keys, cu_seqlens)
+    return call
+
+
+def _check_bias(
+    bias_HS: Tensor, query_BHTD: Tensor, keys: int, cu_seqlens: Sequence[int] | None
+) -> None:
+    heads, dtype = query_BHTD.shape[1], statistics_dtype(query_BHTD.dtype)
+    shape = list(bias_HS.shape)
+    if len(shape) != 2 or shape[0] != heads or bias_HS.dtype is not dtype:
+        raise ValueError(
+            f"distance_bias_HS must be [{heads}, keys] in {dtype}, got {shape} in {bias_HS.dtype}"
+        )
+    needed = keys if cu_seqlens is None else max(document_lengths(cu_seqlens, keys))
+    if shape[1] < needed:
+        raise ValueError(f"distance_bias_HS has {shape[1]} distances, {needed} are needed")
 
 
 def _needs_gradient(*tensors: Tensor | None) -> bool:

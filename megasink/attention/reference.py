@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megasink.attention.call import Slot, softmax_variant
+
 GATE_ACTIVATIONS = ("sigmoid", "silu", "ns-sigmoid", "identity")
 GATE_OPERATIONS = ("multiply", "add")
-VARIANTS = ("vanilla", "sink", "off-by-one")
 # P2.31 to P2.36, and those among them whose weights may be negative.
 SIMILARITIES = ("sigmoid", "elu-plus-one", "elu-kernel", "identity", "mlp")
 SIGNED_SIMILARITIES = ("identity", "mlp")
@@ -121,13 +122,10 @@ def reference_attention(
     Raises:
         ValueError: an unknown variant, or a `sink_H` that does not fit it.
     """
-    if variant not in VARIANTS:
-        raise ValueError(f"unknown attention variant {variant!r}: one of {', '.join(VARIANTS)}")
-    if (variant == "sink") != (sink_H is not None):
-        raise ValueError(f"sink_H goes with variant 'sink', and only with it; got {variant!r}")
+    slot = softmax_variant(variant, sink_H).slot
     mask = _Mask(scale, causal, prefix, window, distance_bias_HS)
     tensors = (query_BHTD, key_BGSD, value_BGSD)
-    if variant != "vanilla":
+    if slot == Slot.GIVEN:
         slot_logit_H = query_BHTD.new_zeros(query_BHTD.shape[1]) if sink_H is None else sink_H
         return reference_slot_attention(
             *tensors, slot_logit_H[None, :, None], cu_seqlens=cu_seqlens, **mask._asdict()

@@ -20,9 +20,9 @@ from torch import Tensor
 from megasink.attention.functional import check_shapes
 from megasink.attention.layout import empty_in_order_of, statistics_dtype
 from megasink.attention.reference import SIGNED_SIMILARITIES, SIMILARITIES
+from megasink.attention.row_chunks import grouped, products, row_chunks, sum_over_group
 from megasink.definitions import PROXY_EPSILON
 
-CHUNK = 256
 NORMALIZATIONS = ("row-sum", "none")
 
 
@@ -114,7 +114,7 @@ def first_key_weight(
         mlp, scale, window: as in `similarity_attention`.
     """
     scale = query_BHTD.shape[-1] ** -0.5 if scale is None else scale
-    query_BGRTD, key_BG1SD = _grouped(
+    query_BGRTD, key_BG1SD = grouped(
         feature_map(query_BHTD, similarity, mlp), feature_map(key_BGSD, similarity, mlp)
     )
     options = _Options(similarity, "none", scale, True, window)
@@ -145,7 +145,7 @@ class _Similarity(torch.autograd.Function):
     def forward(
         ctx: Any, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, options: _Options
     ) -> tuple[Tensor, Tensor, Tensor]:
-        query_BGRTD, key_BG1SD, value_BG1SD = _grouped(query_BHTD, key_BGSD, value_BGSD)
+        query_BGRTD, key_BG1SD, value_BG1SD = grouped(query_BHTD, key_BGSD, value_BGSD)
         out_BHTD = empty_in_order_of(query_BHTD)
         out_BGRTD = out_BHTD.unflatten(1, query_BGRTD.shape[1:3])
         first_BGRT, sum_BGRT = (query_BGRTD.new_empty(query_BGRTD.shape[:-1]) for _ in range(2))
@@ -173,7 +173,7 @@ class _Similarity(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, None]:
         query_BHTD, key_BGSD, value_BGSD, out_BHTD, sum_BHT = ctx.saved_tensors
         options: _Options = ctx.options
-        query_BGRTD, key_BG1SD, value_BG1SD = _grouped(query_BHTD, key_BGSD, value_BGSD)
+        query_BGRTD, key_BG1SD, value_BG1SD = grouped(query_BHTD, key_BGSD, value_BGSD)
         shape = query_BGRTD.shape[1:3]
         grad_query_BHTD = empty_in_order_of(query_BHTD)
         grad_query_BGRTD = grad_query_BHTD.unflatten(1, shape)
@@ -201,10 +201,10 @@ class _Similarity(torch.autograd.Function):
             grad_scores_BGRCK.masked_fill_(hidden_CK, 0.0).mul_(options.scale)
             weights_BGRCK.masked_fill_(hidden_CK, 0.0)
             grad_query_BGRTD[..., rows, :] = grad_scores_BGRCK @ key_BG1SD[..., keys, :]
-            grad_key_BGSD[..., keys, :] += _sum_over_group(
+            grad_key_BGSD[..., keys, :] += sum_over_group(
                 grad_scores_BGRCK, query_BGRTD[..., rows, :]
             )
-            grad_value_BGSD[..., keys, :] += _sum_over_group(weights_BGRCK, grad_out_BGRCD)
+            grad_value_BGSD[..., keys, :] += sum_over_group(weights_BGRCK, grad_out_BGRCD)
         return (
             grad_query_BHTD,
             grad_key_BGSD.to(key_BGSD.dtype),
@@ -261,40 +261,25 @@ def _first_weight(weights_BGRCK: Tensor, keys: slice, epsilon: bool = True) -> T
     return weights_BGRCK[..., 0].abs() / (row_sum_BGRC + (PROXY_EPSILON if epsilon else 0.0))
 
 
-def _grouped(query_BHTD: Tensor, *keys_BGSD: Tensor) -> tuple[Tensor, ...]:
-    """Query as [B, G, R, T, D] and keys as [B, G, 1, S, D], in the statistics dtype."""
-    dtype = statistics_dtype(query_BHTD.dtype)
-    query_BGRTD = query_BHTD.to(dtype).unflatten(1, (keys_BGSD[0].shape[1], -1))
-    return query_BGRTD, *(tensor.to(dtype).unsqueeze(2) for tensor in keys_BGSD)
-
-
 def _chunks(
     query_BHTD: Tensor, key_BGSD: Tensor, options: _Options
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """(rows, the keys that some of them see, True where a row does not see a key [C, K])."""
     queries, keys = query_BHTD.shape[2], key_BGSD.shape[2]
     position_S = torch.arange(keys, device=key_BGSD.device)
-    for start in range(0, queries, CHUNK):
-        stop = min(start + CHUNK, queries)
-        first, last = 0, keys
+    for rows, seen in row_chunks(queries, keys, options.causal, options.window):
         hidden_CK = torch.zeros((1, 1), dtype=torch.bool, device=key_BGSD.device)
         if options.causal:
-            begin, last = start + keys - queries, stop + keys - queries
-            if options.window is not None:
-                first = max(0, begin - options.window + 1)
-            distance_CK = position_S[begin:last, None] - position_S[first:last]
+            # The last of these keys is the last of these rows' own.
+            own_C = position_S[seen.stop - (rows.stop - rows.start) : seen.stop, None]
+            distance_CK = own_C - position_S[seen]
             hidden_CK = distance_CK < 0
             if options.window is not None:
                 hidden_CK |= distance_CK >= options.window
-        yield slice(start, stop), slice(first, last), hidden_CK
+        yield rows, seen, hidden_CK
 
 
 def _scores(
     query_BGRTD: Tensor, key_BG1SD: Tensor, rows: slice, keys: slice, scale: float
 ) -> Tensor:
-    return (query_BGRTD[..., rows, :] @ key_BG1SD[..., keys, :].transpose(-1, -2)).mul_(scale)
-
-
-def _sum_over_group(weights_BGRCK: Tensor, rows_BGRCD: Tensor) -> Tensor:
-    """sum over heads of the group and rows of weight_ck * row_cd, as [B, G, K, D]."""
-    return weights_BGRCK.flatten(2, 3).transpose(-1, -2) @ rows_BGRCD.flatten(2, 3)
+    return products(query_BGRTD, key_BG1SD, rows, keys).mul_(scale)

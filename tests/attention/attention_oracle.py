@@ -5,6 +5,7 @@ Shapes: B batch, H query heads, G key/value groups, T queries, S keys, D head di
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,14 +130,14 @@ def check(
     variant: str,
     *,
     backend: str = "auto",
-    window: int | None = None,
-    causal: bool = True,
+    roundings: int | None = None,
+    **mask: Any,
 ) -> dict[str, Tensor]:
     """Compares `attention` with the reference; returns what `attention` gave."""
-    mask = {"window": window, "causal": causal}
     ours = evaluate(attention, case, dtype, variant, backend=backend, **mask)
     plain = evaluate(reference_attention, case, dtype, variant, **mask)
     exact = evaluate(reference_attention, case, torch.float64, variant, **mask)
-    roundings = 4 if case.key.shape[2] <= 2 or window == 1 else 1
+    if roundings is None:
+        roundings = 4 if case.key.shape[2] <= 2 or mask.get("window") == 1 else 1
     assert_at_most_twice_plain_error(ours, plain, exact, dtype, roundings=roundings)
     return ours

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from megasink.attention import AttentionCall, BackwardTensors
 from megasink.attention.backends import backend_named
 from megasink.attention.backends.eager import EagerBackend
-from megasink.attention.blocks import backward_blocks, forward_blocks, merge_, plan_blocks
+from megasink.attention.block_masks import backward_blocks, forward_blocks, merge_, plan_blocks
 from tests.attention.attention_oracle import make_case
 
 
@@ -52,7 +53,7 @@ def test_kernels_refuse_causal_rectangles(name):
     """aten's CPU kernel would answer with a mask aligned at the other corner."""
     query, key = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8)
     with pytest.raises(ValueError, match="must be square"):
-        backend_named(name).forward(query, key, key, causal=True, scale=1.0)
+        backend_named(name).forward(query, key, key, AttentionCall(None, scale=1.0))
 
 
 @pytest.mark.parametrize("name", ["flash-cpu", "eager"])
@@ -71,9 +72,10 @@ def test_rectangles(causal, queries, name):
     expected_grads = torch.autograd.grad(expected_out, tensors, case.grad_out)
 
     backend, inputs = backend_named(name), [t.detach() for t in tensors]
-    mask = {"causal": causal, "window": None, "scale": 0.4}
-    out, lse = forward_blocks(backend, *inputs, **mask)
-    *grads, bias_grad = backward_blocks(backend, case.grad_out, *inputs, out, lse, **mask)
+    call = AttentionCall(None, scale=0.4, causal=causal)
+    out, lse = forward_blocks(backend, *inputs, call)
+    tensors = BackwardTensors(case.grad_out, *inputs, out, lse)
+    *grads, bias_grad = backward_blocks(backend, tensors, call)
     torch.testing.assert_close(out, expected_out.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(lse, scores.logsumexp(-1).detach(), rtol=1e-12, atol=1e-12)
     assert bias_grad is None
@@ -90,10 +92,11 @@ class WindowedEager(EagerBackend):
 @pytest.mark.parametrize("backend", [EagerBackend(), WindowedEager()])
 def test_a_window_at_the_end_of_a_cache(backend):
     case = make_case(tokens=1, keys=20, dtype=torch.float64)
-    mask = {"causal": True, "window": 6, "scale": 0.4}
-    out, lse = forward_blocks(backend, case.query, case.key, case.value, **mask)
+    call = AttentionCall(None, scale=0.4, window=6)
+    out, lse = forward_blocks(backend, case.query, case.key, case.value, call)
     seen = (case.query, case.key[:, :, -6:], case.value[:, :, -6:])
-    expected_out, expected_lse = backend.forward(*seen, causal=False, scale=0.4)
+    plain = AttentionCall(None, scale=0.4, causal=False)
+    expected_out, expected_lse = backend.forward(*seen, plain)
     torch.testing.assert_close(out, expected_out, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-12, atol=1e-12)
 

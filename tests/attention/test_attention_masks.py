@@ -17,25 +17,17 @@ from megasink.attention import (
     reference_slot_attention,
     slot_attention,
 )
-from megasink.attention.blocks import plan_blocks
+from megasink.attention.block_masks import plan_blocks
 from megasink.errors import ConfigError
 from tests.attention.attention_oracle import (
     assert_at_most_twice_plain_error,
-    evaluate,
+    check,
     make_case,
 )
 
 LOW = [torch.float32, torch.bfloat16]
 FLASH_AND_EAGER = ["flash-cpu", "eager"]
 CU_SEQLENS = (0, 1, 9, 9, 20, 21, 29, 37)  # lengths 1, 8 (twice), 0, 11, 1: some share a call
-
-
-def check_mask(case, dtype, variant, *, backend="auto", roundings=1, **mask):
-    ours = evaluate(attention, case, dtype, variant, backend=backend, **mask)
-    plain = evaluate(reference_attention, case, dtype, variant, **mask)
-    exact = evaluate(reference_attention, case, torch.float64, variant, **mask)
-    assert_at_most_twice_plain_error(ours, plain, exact, dtype, roundings=roundings)
-    return ours
 
 
 @pytest.mark.parametrize("queries", [1, 4, 8, 9])
@@ -59,7 +51,7 @@ def test_plans_of_prefixes_visit_each_visible_pair_once(queries):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_prefix(variant, prefix, dtype, backend):
     case = make_case(sink=5.0 if prefix < 5 else -5.0, dtype=dtype)
-    check_mask(case, dtype, variant, backend=backend, prefix=prefix)
+    check(case, dtype, variant, backend=backend, prefix=prefix)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -67,7 +59,7 @@ def test_prefix_with_more_keys_than_queries(variant):
     for queries in (1, 11, 28):
         for prefix in (2, 10, 20, 29):
             case = make_case(tokens=queries, keys=29)
-            check_mask(case, torch.float32, variant, prefix=prefix)
+            check(case, torch.float32, variant, prefix=prefix)
 
 
 def test_a_prefix_opens_the_gate_of_the_first_token():
@@ -86,7 +78,7 @@ def test_documents(variant, window, dtype, backend):
     case = make_case(sink=5.0 if window else None, dtype=dtype)
     mask = {"window": window, "cu_seqlens": CU_SEQLENS}
     # Documents of one token: see the oracle on roundings.
-    check_mask(case, dtype, variant, backend=backend, roundings=4, **mask)
+    check(case, dtype, variant, backend=backend, roundings=4, **mask)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

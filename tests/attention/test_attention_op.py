@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from megasink.attention import VARIANTS, attention, slot_op
+from megasink.attention import VARIANTS, AttentionCall, attention, slot_op
+from megasink.attention.call import Slot
 from tests.attention.attention_oracle import check, make_case
 
 
@@ -57,28 +58,31 @@ def test_compiles_without_graph_breaks(variant):
 
 
 @pytest.mark.parametrize(("window", "bias"), [(None, False), (4, False), (4, True)])
-@pytest.mark.parametrize("slot", [slot_op.NO_SLOT, slot_op.GIVEN, slot_op.FIRST_KEY])
+@pytest.mark.parametrize("slot", list(Slot))
 def test_operator_checks(slot, window, bias):
     """torch.library.opcheck: schema, autograd, fake tensors against real ones, dynamic shapes."""
     tokens, heads, groups, dim = 9, 4, 2, 8
     query = torch.randn(tokens, 2, heads, dim).permute(1, 2, 0, 3).requires_grad_()
     key, value = (torch.randn(2, groups, tokens, dim).requires_grad_() for _ in range(2))
     logit = value_ = None
-    if slot == slot_op.GIVEN:
+    if slot == Slot.GIVEN:
         logit = torch.randn(1, heads, 1).requires_grad_()
         value_ = torch.randn(1, heads, 1, dim).requires_grad_()
     prefix = 0 if window or bias else 3
     bias_ = torch.randn(heads, tokens).requires_grad_() if bias else None
-    options = (slot, True, prefix, window, 0.3, "auto", True)
-    inputs = (query, key, value, logit, value_, bias_)
-    torch.library.opcheck(slot_op.slot_attention_op, (*inputs, *options))
+    call = AttentionCall(
+        bias_, scale=0.3, prefix=prefix, window=window, slot=slot, needs_gate_gradient=True
+    )
+    inputs = (query, key, value, logit, value_)
+    torch.library.opcheck(slot_op.slot_attention_op, (*inputs, *call))
 
     inputs = [None if t is None else t.detach() for t in inputs]
-    results = slot_op.slot_attention_op(*inputs, *options)
-    gate = None if slot == slot_op.NO_SLOT else results[2]
+    call = call._replace(distance_bias_HS=None if bias_ is None else bias_.detach())
+    results = slot_op.slot_attention_op(*inputs, *call)
+    gate = None if slot == Slot.NONE else results[2]
     torch.library.opcheck(
         slot_op.slot_attention_backward_op,
-        (results[0], results[1], gate, *inputs, *results, *options, True),
+        (results[0], results[1], gate, *inputs, *results, *call),
         # The backward has no backward of its own.
         test_utils=("test_schema", "test_faketensor"),
     )

@@ -8,9 +8,17 @@ from packages where those are installed.
 import pytest
 import torch
 
-from megasink.attention import VARIANTS, attention, choose_backend, reference_attention, slot_op
+from megasink.attention import (
+    VARIANTS,
+    AttentionCall,
+    BackwardTensors,
+    attention,
+    choose_backend,
+    reference_attention,
+    slot_op,
+)
 from megasink.attention.backends import AttentionRequest, at_runtime, backend_named, backend_names
-from megasink.attention.blocks import backward_blocks, forward_blocks
+from megasink.attention.block_masks import backward_blocks, forward_blocks
 from megasink.errors import ConfigError
 from tests.attention.attention_oracle import (
     assert_at_most_twice_plain_error,
@@ -129,10 +137,11 @@ def test_rectangles(queries, kernel):
     """Bottom-right causal, as blocks: a full rectangle and a causal square."""
     case = cuda_case(tokens=queries, keys=200)
     tensors = [t.to(BF16) for t in (case.query, case.key, case.value)]
-    mask = {"causal": True, "window": None, "scale": 0.125}
+    call = AttentionCall(None, scale=0.125)
     backend = backend_named(kernel)
-    out, lse = forward_blocks(backend, *tensors, **mask)
-    *grads, _ = backward_blocks(backend, case.grad_out.to(BF16), *tensors, out, lse, **mask)
+    out, lse = forward_blocks(backend, *tensors, call)
+    arriving = BackwardTensors(case.grad_out.to(BF16), *tensors, out, lse)
+    *grads, _ = backward_blocks(backend, arriving, call)
     ours = dict(zip(("out", "d query", "d key", "d value"), (out, *grads), strict=True))
     only_out = case.with_(grad_lse=None, grad_gate=None)
     expected = [
@@ -151,7 +160,7 @@ def test_kernels_refuse_causal_rectangles(kernel):
     query = torch.zeros(1, 2, 8, 64, device="cuda", dtype=BF16)
     key = torch.zeros(1, 2, 16, 64, device="cuda", dtype=BF16)
     with pytest.raises(ValueError, match="must be square"):
-        backend_named(kernel).forward(query, key, key, causal=True, scale=1.0)
+        backend_named(kernel).forward(query, key, key, AttentionCall(None, scale=1.0))
 
 
 def test_float16_trains_on_the_kernel_that_takes_the_lse_gradient():

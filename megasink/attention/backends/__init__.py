@@ -8,12 +8,15 @@ import torch
 from megasink.attention.backends.aten_cpu import FlashCpuBackend
 from megasink.attention.backends.aten_cuda import CudnnBackend, FlashCudaBackend
 from megasink.attention.backends.base import AttentionRequest, Backend
+from megasink.attention.backends.cuda import compute_capability
 from megasink.attention.backends.eager import EagerBackend
-from megasink.attention.backends.flash_attn_2 import FlashAttention2Backend
-from megasink.attention.backends.flash_attn_3 import FlashAttention3Backend
-from megasink.attention.backends.flash_attn_4 import FlashAttention4Backend
+from megasink.attention.backends.flash_attention import (
+    FlashAttention2Backend,
+    FlashAttention3Backend,
+    FlashAttention4Backend,
+)
 from megasink.attention.backends.transformer_engine import TransformerEngineBackend
-from megasink.attention.reference import VARIANTS
+from megasink.attention.call import VARIANTS
 from megasink.errors import ConfigError
 
 __all__ = [
@@ -143,10 +146,11 @@ def _describe(request: AttentionRequest) -> str:
 
 def at_runtime(request: AttentionRequest, device_index: int | None) -> AttentionRequest:
     """The request with the compute capability of its CUDA device filled in."""
-    if request.device_type != "cuda" or not torch.cuda.is_available():
-        return request
-    capability = torch.cuda.get_device_capability(device_index)
-    return replace(request, compute_capability=capability)
+    device = (
+        request.device_type if device_index is None else f"{request.device_type}:{device_index}"
+    )
+    capability = compute_capability(torch.device(device))
+    return request if capability is None else replace(request, compute_capability=capability)
 
 
 # The order that "auto" tries them in: the newest FlashAttention that is installed and that the

@@ -1,22 +1,20 @@
 """PyTorch's CUDA flash kernels: FlashAttention 2 and cuDNN.
 
-Shapes: B batch, H query heads, G groups, T queries, S keys, D head dim.
+Shapes: B batch, T tokens, H heads, D head dim.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megasink.attention.backends.base import (
-    AttentionRequest,
-    Backend,
-    check_block,
-    fp16_reason,
-    last_dim_dense,
-)
-from megasink.attention.backends.cuda import cuda_reason
+from megasink.attention.backends.base import AttentionRequest, VendorBackend, fp16_reason
+from megasink.attention.backends.cuda import BTHDLayout, cuda_reason
+from megasink.attention.call import AttentionCall, BackwardTensors
 
 
-class FlashCudaBackend(Backend):
+class FlashCudaBackend(BTHDLayout):
     """`aten::_flash_attention_forward`: FlashAttention 2, sliding window and GQA included."""
 
     name = "flash-cuda"
@@ -26,75 +24,45 @@ class FlashCudaBackend(Backend):
         """See `Backend.supports`."""
         return cuda_reason(request, largest_head_dim=256) or fp16_reason(request)
 
-    def forward(
-        self,
-        query_BHTD: Tensor,
-        key_BGSD: Tensor,
-        value_BGSD: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        window: int | None = None,
+    def launch_forward(
+        self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        """See `Backend.forward`."""
-        check_block(query_BHTD, key_BGSD, causal)
+        """See `VendorBackend`."""
+        lengths = (None, None, query.shape[1], key.shape[1])
         out_BTHD, lse_BHT, *_ = torch.ops.aten._flash_attention_forward(
-            *(last_dim_dense(t).transpose(1, 2) for t in (query_BHTD, key_BGSD, value_BGSD)),
-            None,
-            None,
-            query_BHTD.shape[2],
-            key_BGSD.shape[2],
-            0.0,
-            causal,
-            False,
-            scale=scale,
-            **_window_arguments(window),
+            query, key, value, *lengths, 0.0, call.causal, False, **_options(call)
         )
-        return out_BTHD.transpose(1, 2), lse_BHT
+        return out_BTHD, lse_BHT
 
-    def backward(
-        self,
-        grad_out_BHTD: Tensor,
-        query_BHTD: Tensor,
-        key_BGSD: Tensor,
-        value_BGSD: Tensor,
-        out_BHTD: Tensor,
-        lse_BHT: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        window: int | None = None,
-        lse_grad_BHT: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Backend.backward`."""
-        check_block(query_BHTD, key_BGSD, causal)
-        inputs = (grad_out_BHTD, query_BHTD, key_BGSD, value_BGSD, out_BHTD)
+    def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
+        """See `VendorBackend`."""
+        *inputs, lse_BHT, _ = tensors
+        _, query, key, *_ = inputs
+        lengths = (None, None, query.shape[1], key.shape[1])
         # The kernel reads the state of the random number generator only under dropout.
-        no_state = torch.empty(0, dtype=torch.uint64, device=query_BHTD.device)
-        grads_BTHD = torch.ops.aten._flash_attention_backward(
-            *(last_dim_dense(tensor).transpose(1, 2) for tensor in inputs),
+        no_state = torch.empty(0, dtype=torch.uint64, device=query.device)
+        grads: Sequence[Tensor] = torch.ops.aten._flash_attention_backward(
+            *inputs,
             lse_BHT.contiguous(),  # read through its pointer, as dense
-            None,
-            None,
-            query_BHTD.shape[2],
-            key_BGSD.shape[2],
+            *lengths,
             0.0,
-            causal,
+            call.causal,
             no_state,
             no_state,
-            scale=scale,
-            **_window_arguments(window),
+            **_options(call),
         )
-        grad_query_BHTD, grad_key_BGSD, grad_value_BGSD = (g.transpose(1, 2) for g in grads_BTHD)
-        return grad_query_BHTD, grad_key_BGSD, grad_value_BGSD
+        return grads
 
 
-def _window_arguments(window: int | None) -> dict[str, int]:
+def _options(call: AttentionCall) -> dict[str, Any]:
+    if call.window is None:
+        return {"scale": call.scale}
     # aten counts the tokens to the left of a token, without the token itself.
-    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    window = {"window_size_left": call.window - 1, "window_size_right": 0}
+    return {"scale": call.scale, **window}
 
 
-class CudnnBackend(Backend):
+class CudnnBackend(VendorBackend):
     """`aten::_scaled_dot_product_cudnn_attention`: cuDNN's fused kernels.
 
     Every tensor is made contiguous as [B, H, T, D]: PyTorch's cache of cuDNN graphs is keyed on
@@ -110,60 +78,36 @@ class CudnnBackend(Backend):
             return "this PyTorch has no cuDNN"
         return cuda_reason(request, largest_head_dim=128) or fp16_reason(request)
 
-    def forward(
-        self,
-        query_BHTD: Tensor,
-        key_BGSD: Tensor,
-        value_BGSD: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        window: int | None = None,
+    def lay_out(self, tensor_BHTD: Tensor) -> Tensor:
+        """See `VendorBackend`."""
+        return tensor_BHTD.contiguous()
+
+    def launch_forward(
+        self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        """See `Backend.forward`."""
-        check_block(query_BHTD, key_BGSD, causal)
+        """See `VendorBackend`."""
         out_BHTD, stats, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *(tensor.contiguous() for tensor in (query_BHTD, key_BGSD, value_BGSD)),
-            None,
-            True,
-            0.0,
-            causal,
-            False,
-            scale=scale,
+            query, key, value, None, True, 0.0, call.causal, False, scale=call.scale
         )
         return out_BHTD, stats.reshape(out_BHTD.shape[:3])
 
-    def backward(
-        self,
-        grad_out_BHTD: Tensor,
-        query_BHTD: Tensor,
-        key_BGSD: Tensor,
-        value_BGSD: Tensor,
-        out_BHTD: Tensor,
-        lse_BHT: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        window: int | None = None,
-        lse_grad_BHT: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Backend.backward`."""
-        check_block(query_BHTD, key_BGSD, causal)
-        inputs = (grad_out_BHTD, query_BHTD, key_BGSD, value_BGSD, out_BHTD)
-        no_state = torch.empty((), dtype=torch.int64, device=query_BHTD.device)
-        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *(tensor.contiguous() for tensor in inputs),
+    def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
+        """See `VendorBackend`."""
+        *inputs, lse_BHT, _ = tensors
+        _, query, key, *_ = inputs
+        no_state = torch.empty((), dtype=torch.int64, device=query.device)
+        no_bias, no_cumulative_lengths = None, (None, None)
+        grads: Sequence[Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *inputs,
             lse_BHT.contiguous().unsqueeze(-1),
             no_state,
             no_state,
-            None,
-            None,
-            None,
-            query_BHTD.shape[2],
-            key_BGSD.shape[2],
+            no_bias,
+            *no_cumulative_lengths,
+            query.shape[2],
+            key.shape[2],
             0.0,
-            causal,
-            scale=scale,
+            call.causal,
+            scale=call.scale,
         )
-        grad_query_BHTD, grad_key_BGSD, grad_value_BGSD = grads
-        return grad_query_BHTD, grad_key_BGSD, grad_value_BGSD
+        return grads

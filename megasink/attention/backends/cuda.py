@@ -1,11 +1,24 @@
 """What every CUDA kernel asks for, and kernels of packages, imported only where they would run."""
 
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from megasink.attention.backends.base import AttentionRequest, Backend, fp16_reason
+from megasink.attention.backends.base import AttentionRequest, VendorBackend, fp16_reason
+
+
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Of a CUDA device; None for another device, or where there is no driver to ask."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return _capability(torch.cuda.current_device() if device.index is None else device.index)
+
+
+# Of the hardware, which does not change: asking costs as much as the launch of a small kernel.
+_capability = lru_cache(torch.cuda.get_device_capability)
 
 
 def cuda_reason(
@@ -39,7 +52,19 @@ def package_reason(module: str, package: str) -> str | None:
     return None
 
 
-class PackageBackend(Backend):
+class BTHDLayout(VendorBackend):
+    """FlashAttention's own layout: views, as long as the last dimension is dense."""
+
+    def lay_out(self, tensor_BHTD: Tensor) -> Tensor:
+        """See `VendorBackend`."""
+        return super().lay_out(tensor_BHTD).transpose(1, 2)
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """See `VendorBackend`."""
+        return tensor.transpose(1, 2)
+
+
+class PackageBackend(VendorBackend):
     """A CUDA kernel of a package that megasink does not depend on.
 
     Attributes:

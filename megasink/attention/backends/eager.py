@@ -4,7 +4,7 @@ Rows of queries are taken a chunk at a time, and the backward computes the weigh
 largest temporary is [B, H, CHUNK, S]. fp16 and bf16 are computed in float32.
 
 Shapes: B batch, H query heads, G groups, R heads per group, T queries, C a chunk of them, S keys,
-D head dim.
+K those that the chunk sees, D head dim, X distances (see toeplitz.py).
 """
 
 from collections.abc import Iterator
@@ -13,9 +13,14 @@ import torch
 from torch import Tensor
 
 from megasink.attention.backends.base import AttentionRequest, Backend, check_block
-from megasink.attention.backends.toeplitz import backward_toeplitz, forward_toeplitz
-
-CHUNK = 256
+from megasink.attention.backends.toeplitz import (
+    as_matrix,
+    diagonal_sums,
+    diagonals,
+    reversed_bias,
+)
+from megasink.attention.call import AttentionCall, BackwardTensors, Gradients
+from megasink.attention.row_chunks import CHUNK, grouped, products, row_chunks, sum_over_group
 
 
 class EagerBackend(Backend):
@@ -30,46 +35,27 @@ class EagerBackend(Backend):
         return None
 
     def forward(
-        self,
-        query_BHTD: Tensor,
-        key_BGSD: Tensor,
-        value_BGSD: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        window: int | None = None,
+        self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         """See `Backend.forward`."""
-        check_block(query_BHTD, key_BGSD, causal)
-        query_BGRTD, key_BG1SD, value_BG1SD = _grouped(query_BHTD, key_BGSD, value_BGSD)
+        query_BGRTD, key_BG1SD, value_BG1SD = grouped(query_BHTD, key_BGSD, value_BGSD)
+        bias_GRX = _bias(query_BHTD, key_BGSD, call)
         out_BGRTD = torch.empty_like(query_BGRTD)
         lse_BGRT = query_BGRTD.new_empty(query_BGRTD.shape[:-1])
-        for rows, keys in _chunks(query_BHTD.shape[2], key_BGSD.shape[2], causal):
-            scores_BGRCS = _scores(query_BGRTD, key_BG1SD, rows, keys, causal, scale)
-            lse_BGRC = scores_BGRCS.logsumexp(-1)
+        for rows, keys in _chunks(query_BHTD, key_BGSD, call):
+            scores_BGRCK = _scores(query_BGRTD, key_BG1SD, rows, keys, call, bias_GRX)
+            lse_BGRC = scores_BGRCK.logsumexp(-1)
             lse_BGRT[..., rows] = lse_BGRC
-            weights_BGRCS = scores_BGRCS.sub_(lse_BGRC[..., None]).exp_()
-            out_BGRTD[..., rows, :] = weights_BGRCS @ value_BG1SD[..., keys, :]
+            weights_BGRCK = scores_BGRCK.sub_(lse_BGRC[..., None]).exp_()
+            out_BGRTD[..., rows, :] = weights_BGRCK @ value_BG1SD[..., keys, :]
         return out_BGRTD.flatten(1, 2).to(query_BHTD.dtype), lse_BGRT.flatten(1, 2)
 
-    def backward(
-        self,
-        grad_out_BHTD: Tensor,
-        query_BHTD: Tensor,
-        key_BGSD: Tensor,
-        value_BGSD: Tensor,
-        out_BHTD: Tensor,
-        lse_BHT: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        window: int | None = None,
-        lse_grad_BHT: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, tensors: BackwardTensors, call: AttentionCall) -> Gradients:
         """See `Backend.backward`."""
-        check_block(query_BHTD, key_BGSD, causal)
-        query_BGRTD, key_BG1SD, value_BG1SD = _grouped(query_BHTD, key_BGSD, value_BGSD)
-        groups = key_BGSD.shape[1]
+        grad_out_BHTD, query_BHTD, key_BGSD, value_BGSD, out_BHTD, lse_BHT, lse_grad_BHT = tensors
+        query_BGRTD, key_BG1SD, value_BG1SD = grouped(query_BHTD, key_BGSD, value_BGSD)
+        bias_GRX = _bias(query_BHTD, key_BGSD, call)
+        groups, past = key_BGSD.shape[1], key_BGSD.shape[2] - query_BHTD.shape[2]
         grad_out_BGRTD = grad_out_BHTD.to(query_BGRTD.dtype).unflatten(1, (groups, -1))
         delta_BHT = (grad_out_BHTD.to(query_BGRTD.dtype) * out_BHTD).sum(-1)
         if lse_grad_BHT is not None:
@@ -80,97 +66,66 @@ class EagerBackend(Backend):
         grad_query_BGRTD = torch.empty_like(query_BGRTD)
         grad_key_BGSD = torch.zeros_like(key_BGSD, dtype=query_BGRTD.dtype)
         grad_value_BGSD = torch.zeros_like(value_BGSD, dtype=query_BGRTD.dtype)
-        for rows, keys in _chunks(query_BHTD.shape[2], key_BGSD.shape[2], causal):
-            scores_BGRCS = _scores(query_BGRTD, key_BG1SD, rows, keys, causal, scale)
-            weights_BGRCS = scores_BGRCS.sub_(lse_BGRT[..., rows, None]).exp_()
+        grad_bias_GRX = None if bias_GRX is None else torch.zeros_like(bias_GRX)
+        for rows, keys in _chunks(query_BHTD, key_BGSD, call):
+            scores_BGRCK = _scores(query_BGRTD, key_BG1SD, rows, keys, call, bias_GRX)
+            weights_BGRCK = scores_BGRCK.sub_(lse_BGRT[..., rows, None]).exp_()
             grad_out_BGRCD = grad_out_BGRTD[..., rows, :]
-            grad_weights_BGRCS = grad_out_BGRCD @ value_BG1SD[..., keys, :].transpose(-1, -2)
-            grad_scores_BGRCS = grad_weights_BGRCS.sub_(delta_BGRT[..., rows, None])
-            grad_scores_BGRCS.mul_(weights_BGRCS).mul_(scale)
-            grad_query_BGRTD[..., rows, :] = grad_scores_BGRCS @ key_BG1SD[..., keys, :]
-            grad_key_BGSD[..., keys, :] += _sum_over_group(
-                grad_scores_BGRCS, query_BGRTD[..., rows, :]
+            grad_weights_BGRCK = grad_out_BGRCD @ value_BG1SD[..., keys, :].transpose(-1, -2)
+            grad_scores_BGRCK = grad_weights_BGRCK.sub_(delta_BGRT[..., rows, None])
+            grad_scores_BGRCK.mul_(weights_BGRCK)
+            if grad_bias_GRX is not None:
+                touched = diagonals(rows, keys, past, key_BGSD.shape[2])
+                grad_bias_GRX[..., touched] += diagonal_sums(grad_scores_BGRCK.sum(0))
+            grad_scores_BGRCK.mul_(call.scale)
+            grad_query_BGRTD[..., rows, :] = grad_scores_BGRCK @ key_BG1SD[..., keys, :]
+            grad_key_BGSD[..., keys, :] += sum_over_group(
+                grad_scores_BGRCK, query_BGRTD[..., rows, :]
             )
-            grad_value_BGSD[..., keys, :] += _sum_over_group(weights_BGRCS, grad_out_BGRCD)
+            grad_value_BGSD[..., keys, :] += sum_over_group(weights_BGRCK, grad_out_BGRCD)
+        grad_bias_HS = None
+        if grad_bias_GRX is not None:
+            grad_bias_HS = grad_bias_GRX.flatten(0, 1)[:, : key_BGSD.shape[2]].flip(-1)
         dtype = query_BHTD.dtype
-        return (
+        return Gradients(
             grad_query_BGRTD.flatten(1, 2).to(dtype),
             grad_key_BGSD.to(dtype),
             grad_value_BGSD.to(dtype),
-        )
-
-    def forward_biased(
-        self,
-        query_BHTD: Tensor,
-        key_BGSD: Tensor,
-        value_BGSD: Tensor,
-        distance_bias_HS: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See `Backend.forward_biased`."""
-        return forward_toeplitz(
-            query_BHTD, key_BGSD, value_BGSD, distance_bias_HS, scale=scale, window=window
-        )
-
-    def backward_biased(
-        self,
-        grad_out_BHTD: Tensor,
-        query_BHTD: Tensor,
-        key_BGSD: Tensor,
-        value_BGSD: Tensor,
-        distance_bias_HS: Tensor,
-        out_BHTD: Tensor,
-        lse_BHT: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        lse_grad_BHT: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """See `Backend.backward_biased`."""
-        return backward_toeplitz(
-            grad_out_BHTD,
-            query_BHTD,
-            key_BGSD,
-            value_BGSD,
-            distance_bias_HS,
-            out_BHTD,
-            lse_BHT,
-            scale=scale,
-            window=window,
-            lse_grad_BHT=lse_grad_BHT,
+            grad_bias_HS,
         )
 
 
-def _grouped(query_BHTD: Tensor, *keys_BGSD: Tensor) -> tuple[Tensor, ...]:
-    """Query as [B, G, R, T, D] and keys as [B, G, 1, S, D], float32 at least."""
-    dtype = torch.promote_types(query_BHTD.dtype, torch.float32)
-    query_BGRTD = query_BHTD.to(dtype).unflatten(1, (keys_BGSD[0].shape[1], -1))
-    return query_BGRTD, *(tensor.to(dtype).unsqueeze(2) for tensor in keys_BGSD)
+def _bias(query_BHTD: Tensor, key_BGSD: Tensor, call: AttentionCall) -> Tensor | None:
+    """The distance bias as diagonals; without one only square causal blocks are taken."""
+    if call.distance_bias_HS is None:
+        check_block(query_BHTD, key_BGSD, call)
+        return None
+    return reversed_bias(call.distance_bias_HS, key_BGSD.shape[1], call.window, CHUNK)
 
 
-def _chunks(queries: int, keys: int, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Slices of rows, each with the slice of keys that some row of it sees."""
-    for start in range(0, queries, CHUNK):
-        stop = min(start + CHUNK, queries)
-        yield slice(start, stop), slice(0, stop if causal else keys)
+def _chunks(
+    query_BHTD: Tensor, key_BGSD: Tensor, call: AttentionCall
+) -> Iterator[tuple[slice, slice]]:
+    return row_chunks(query_BHTD.shape[2], key_BGSD.shape[2], call.causal, call.window)
 
 
 def _scores(
-    query_BGRTD: Tensor, key_BG1SD: Tensor, rows: slice, keys: slice, causal: bool, scale: float
+    query_BGRTD: Tensor,
+    key_BG1SD: Tensor,
+    rows: slice,
+    keys: slice,
+    call: AttentionCall,
+    bias_GRX: Tensor | None,
 ) -> Tensor:
-    """z of one chunk of rows, -inf above the diagonal of a causal block."""
-    scores_BGRCS = query_BGRTD[..., rows, :] @ key_BG1SD[..., keys, :].transpose(-1, -2)
-    scores_BGRCS.mul_(scale)
-    if causal:
-        hidden_CS = torch.ones(
-            scores_BGRCS.shape[-2:], dtype=torch.bool, device=scores_BGRCS.device
+    """z of one chunk of rows, -inf where a row does not see a key."""
+    scores_BGRCK = products(query_BGRTD, key_BG1SD, rows, keys).mul_(call.scale)
+    if bias_GRX is not None:
+        total = key_BG1SD.shape[-2]
+        touched = diagonals(rows, keys, total - query_BGRTD.shape[-2], total)
+        return scores_BGRCK.add_(as_matrix(bias_GRX[..., touched], scores_BGRCK.shape[-1]))
+    if call.causal:
+        hidden_CK = torch.ones(
+            scores_BGRCK.shape[-2:], dtype=torch.bool, device=scores_BGRCK.device
         ).triu(rows.start + 1)
-        scores_BGRCS.masked_fill_(hidden_CS, -torch.inf)
-    return scores_BGRCS
-
-
-def _sum_over_group(weights_BGRCS: Tensor, rows_BGRCD: Tensor) -> Tensor:
-    """sum over heads of the group and rows of weights_cs * row_cd, as [B, G, S, D]."""
-    return weights_BGRCS.flatten(2, 3).transpose(-1, -2) @ rows_BGRCD.flatten(2, 3)
+        scores_BGRCK.masked_fill_(hidden_CK, -torch.inf)
+    return scores_BGRCK

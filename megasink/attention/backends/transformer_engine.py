@@ -6,16 +6,17 @@ between releases, and a release with others raises TypeError. `aux_ctx_tensors` 
 [B, H, T, 1], natural, float32, and the state of the random number generator, which only dropout
 reads.
 
-Shapes: B batch, H query heads, G groups, T queries, S keys, D head dim.
+Shapes: B batch, H query heads, T queries, S keys, D head dim.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megasink.attention.backends.base import check_block
 from megasink.attention.backends.cuda import PackageBackend
+from megasink.attention.call import AttentionCall, BackwardTensors
 
 
 class TransformerEngineBackend(PackageBackend):
@@ -26,97 +27,69 @@ class TransformerEngineBackend(PackageBackend):
     module = "transformer_engine.pytorch.cpp_extensions.fused_attn"
     largest_head_dim = 128
 
-    def forward(
-        self,
-        query_BHTD: Tensor,
-        key_BGSD: Tensor,
-        value_BGSD: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        window: int | None = None,
+    def lay_out(self, tensor_BHTD: Tensor) -> Tensor:
+        """Contiguous: the kernel is told the layout, not the strides. Free for Megatron's."""
+        return tensor_BHTD.permute(2, 0, 1, 3).contiguous()
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """See `VendorBackend`."""
+        return tensor.permute(1, 2, 0, 3)
+
+    def launch_forward(
+        self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        """See `Backend.forward`."""
-        check_block(query_BHTD, key_BGSD, causal)
+        """See `VendorBackend`."""
         engine = self.load()
         out_TBHD, (stats_BHT1, *_) = engine.fused_attn_fwd(
-            is_training=True,
-            **self._arguments(engine, query_BHTD, key_BGSD, value_BGSD, causal, scale),
+            is_training=True, **self._shared(engine, query, key, value, call)
         )
-        return out_TBHD.permute(1, 2, 0, 3), stats_BHT1.squeeze(-1)
+        return out_TBHD, stats_BHT1.squeeze(-1)
 
-    def backward(
-        self,
-        grad_out_BHTD: Tensor,
-        query_BHTD: Tensor,
-        key_BGSD: Tensor,
-        value_BGSD: Tensor,
-        out_BHTD: Tensor,
-        lse_BHT: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        window: int | None = None,
-        lse_grad_BHT: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Backend.backward`."""
-        check_block(query_BHTD, key_BGSD, causal)
+    def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
+        """See `VendorBackend`."""
         engine = self.load()
-        no_state = torch.empty(2, dtype=torch.int64, device=query_BHTD.device)
-        grads_TBHD = engine.fused_attn_bwd(
-            o=_tbhd(out_BHTD),
-            d_o=_tbhd(grad_out_BHTD),
+        grad_out, query, key, value, out, lse_BHT, _ = tensors
+        no_state = torch.empty(2, dtype=torch.int64, device=query.device)
+        grad_query, grad_key, grad_value, *_ = engine.fused_attn_bwd(
+            o=out,
+            d_o=grad_out,
             aux_ctx_tensors=[lse_BHT.contiguous().unsqueeze(-1), no_state],
             do_format="sbhd",
             dqkv_layout="sbhd_sbhd_sbhd",
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            **self._arguments(engine, query_BHTD, key_BGSD, value_BGSD, causal, scale),
+            **self._shared(engine, query, key, value, call),
         )
-        grad_query_BHTD, grad_key_BGSD, grad_value_BGSD = (
-            grad.permute(1, 2, 0, 3) for grad in grads_TBHD[:3]
-        )
-        return grad_query_BHTD, grad_key_BGSD, grad_value_BGSD
+        return grad_query, grad_key, grad_value
 
     @staticmethod
-    def _arguments(
-        engine: Any,
-        query_BHTD: Tensor,
-        key_BGSD: Tensor,
-        value_BGSD: Tensor,
-        causal: bool,
-        scale: float,
+    def _shared(
+        engine: Any, query_TBHD: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, call: AttentionCall
     ) -> dict[str, Any]:
-        """What both calls take."""
-        batch, _, queries, _ = query_BHTD.shape
-        keys = key_BGSD.shape[2]
+        """What forward and backward both take."""
+        (queries, batch), keys = query_TBHD.shape[:2], key_SBGD.shape[0]
 
         def ends(length: int) -> Tensor:
             """0, length, 2 length, ...: sequences of one length, without padding."""
             last = batch * length + 1
-            return torch.arange(0, last, length, dtype=torch.int32, device=query_BHTD.device)
+            return torch.arange(0, last, length, dtype=torch.int32, device=query_TBHD.device)
 
         return {
             "max_seqlen_q": queries,
             "max_seqlen_kv": keys,
             "cu_seqlens_q": ends(queries),
             "cu_seqlens_kv": ends(keys),
-            "q": _tbhd(query_BHTD),
-            "k": _tbhd(key_BGSD),
-            "v": _tbhd(value_BGSD),
-            "fake_dtype": query_BHTD.dtype,
+            "q": query_TBHD,
+            "k": key_SBGD,
+            "v": value_SBGD,
+            "fake_dtype": query_TBHD.dtype,
             "fused_attention_backend": engine.FusedAttnBackend["F16_arbitrary_seqlen"],
-            "attn_scale": scale,
+            "attn_scale": call.scale,
             "dropout": 0.0,
             "qkv_layout": "sbhd_sbhd_sbhd",
             "o_format": "sbhd",
             "attn_bias_type": "no_bias",
-            "attn_mask_type": "causal" if causal else "no_mask",
+            "attn_mask_type": "causal" if call.causal else "no_mask",
             "softmax_type": "vanilla",
-            "window_size": (-1, 0) if causal else (-1, -1),
-            "cuda_graph": query_BHTD.is_cuda and torch.cuda.is_current_stream_capturing(),
+            "window_size": (-1, 0) if call.causal else (-1, -1),
+            "cuda_graph": query_TBHD.is_cuda and torch.cuda.is_current_stream_capturing(),
         }
-
-
-def _tbhd(tensor_BHTD: Tensor) -> Tensor:
-    """Contiguous: the kernel is told the layout, not the strides. Free for Megatron's tensors."""
-    return tensor_BHTD.permute(2, 0, 1, 3).contiguous()

@@ -10,12 +10,13 @@ Shapes: B batch, H query heads, G groups, T queries, S keys, D head dim; N block
 folded into the batch.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megasink.attention.backends.base import Backend
+from megasink.attention.call import AttentionCall, BackwardTensors, Gradients
 
 
 class Block(NamedTuple):
@@ -35,6 +36,35 @@ class Block(NamedTuple):
     keys: int
     repeats: int = 1
     stride: int = 0
+
+    def queries_of(self, tensor_BHTD: Tensor) -> Tensor:
+        """View [B, N, H, queries, D] of the rows of the blocks."""
+        return self._view(tensor_BHTD, self.query, self.queries)
+
+    def keys_of(self, tensor_BGSD: Tensor) -> Tensor:
+        """View [B, N, G, keys, D] of the columns of the blocks."""
+        return self._view(tensor_BGSD, self.key, self.keys)
+
+    def _view(self, tensor_BHTD: Tensor, start: int, length: int) -> Tensor:
+        region = tensor_BHTD.narrow(2, start, (self.repeats - 1) * self.stride + length)
+        windows_BHNDT = region.unfold(2, length, max(self.stride, 1))
+        return windows_BHNDT.permute(0, 2, 1, 4, 3)
+
+    def fold_queries(self, tensor_BHTD: Tensor) -> Tensor:
+        """[B * N, H, queries, D], as a kernel takes it: a view where the strides allow it."""
+        return self._reversed(self.queries_of(tensor_BHTD).flatten(0, 1))
+
+    def fold_keys(self, tensor_BGSD: Tensor) -> Tensor:
+        """As `fold_queries`, for keys."""
+        return self._reversed(self.keys_of(tensor_BGSD).flatten(0, 1))
+
+    def unfold(self, tensor_BHTD: Tensor) -> Tensor:
+        """What a kernel returned for folded tensors, shaped as `queries_of` or `keys_of`."""
+        return self._reversed(tensor_BHTD).unflatten(0, (-1, self.repeats))
+
+    def _reversed(self, folded_BHTD: Tensor) -> Tensor:
+        """Rows from the last to the first where the mask is anticausal, so that it is causal."""
+        return folded_BHTD.flip(-2) if self.mask == "anticausal" else folded_BHTD
 
 
 def plan_blocks(
@@ -106,100 +136,65 @@ def forward_blocks(
     query_BHTD: Tensor,
     key_BGSD: Tensor,
     value_BGSD: Tensor,
-    *,
-    causal: bool,
-    window: int | None,
-    scale: float,
-    prefix: int = 0,
-    distance_bias_HS: Tensor | None = None,
+    call: AttentionCall,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a backend under any of the masks above.
 
     Returns:
         out_BHTD in the dtype of the query, and lse_BHT, float32 (float64 for float64).
     """
-    window = _effective_window(window, key_BGSD)
-    if distance_bias_HS is not None:
-        return backend.forward_biased(
-            query_BHTD, key_BGSD, value_BGSD, distance_bias_HS, scale=scale, window=window
-        )
-    blocks = _blocks(backend, query_BHTD, key_BGSD, causal, window, prefix)
+    call, blocks = _blocks(backend, query_BHTD, key_BGSD, call)
     if blocks is None:
-        return backend.forward(
-            query_BHTD, key_BGSD, value_BGSD, causal=causal, scale=scale, window=window
-        )
+        return backend.forward(query_BHTD, key_BGSD, value_BGSD, call)
     dtype = torch.promote_types(query_BHTD.dtype, torch.float32)
     out_BHTD = torch.zeros_like(query_BHTD, dtype=dtype)
     lse_BHT = out_BHTD.new_full(out_BHTD.shape[:-1], -torch.inf)
     for block in blocks:
         block_out, block_lse = backend.forward(
-            _fold(query_BHTD, block, block.query, block.queries),
-            _fold(key_BGSD, block, block.key, block.keys),
-            _fold(value_BGSD, block, block.key, block.keys),
-            causal=block.mask != "full",
-            scale=scale,
+            block.fold_queries(query_BHTD),
+            block.fold_keys(key_BGSD),
+            block.fold_keys(value_BGSD),
+            call._replace(causal=block.mask != "full"),
         )
         merge_(
-            _rows(out_BHTD, block, block.query, block.queries),
-            _rows(lse_BHT[..., None], block, block.query, block.queries),
-            _unfold(block_out, block),
-            _unfold(block_lse[..., None], block),
+            block.queries_of(out_BHTD),
+            block.queries_of(lse_BHT[..., None]),
+            block.unfold(block_out),
+            block.unfold(block_lse[..., None]),
         )
     return out_BHTD.to(query_BHTD.dtype), lse_BHT
 
 
-def backward_blocks(
-    backend: Backend,
-    grad_out_BHTD: Tensor,
-    query_BHTD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSD: Tensor,
-    out_BHTD: Tensor,
-    lse_BHT: Tensor,
-    *,
-    causal: bool,
-    window: int | None,
-    scale: float,
-    prefix: int = 0,
-    distance_bias_HS: Tensor | None = None,
-    lse_grad_BHT: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of query, key, value and bias; arguments as in `Backend.backward`."""
-    window = _effective_window(window, key_BGSD)
-    inputs = (query_BHTD, key_BGSD, value_BGSD)
-    options: dict[str, Any] = {"scale": scale, "window": window, "lse_grad_BHT": lse_grad_BHT}
-    if distance_bias_HS is not None:
-        return backend.backward_biased(
-            grad_out_BHTD, *inputs, distance_bias_HS, out_BHTD, lse_BHT, **options
-        )
-    blocks = _blocks(backend, query_BHTD, key_BGSD, causal, window, prefix)
+def backward_blocks(backend: Backend, tensors: BackwardTensors, call: AttentionCall) -> Gradients:
+    """Gradients of `forward_blocks`; see `Backend.backward`."""
+    grad_out_BHTD, query_BHTD, key_BGSD, value_BGSD, out_BHTD, lse_BHT, lse_grad_BHT = tensors
+    call, blocks = _blocks(backend, query_BHTD, key_BGSD, call)
     if blocks is None:
-        whole = backend.backward(
-            grad_out_BHTD, *inputs, out_BHTD, lse_BHT, causal=causal, **options
-        )
-        return *whole, None
+        return backend.backward(tensors, call)
     dtype = torch.promote_types(query_BHTD.dtype, torch.float32)
-    grads = tuple(torch.zeros_like(t, dtype=dtype) for t in inputs)
+    inputs = (query_BHTD, key_BGSD, value_BGSD)
+    grad_query_BHTD, grad_key_BGSD, grad_value_BGSD = (
+        torch.zeros_like(tensor, dtype=dtype) for tensor in inputs
+    )
     for block in blocks:
-        rows, columns = (block.query, block.queries), (block.key, block.keys)
-        lse_grad = (
-            None if lse_grad_BHT is None else _fold(lse_grad_BHT[..., None], block, *rows)[..., 0]
+        lse_grad = None
+        if lse_grad_BHT is not None:
+            lse_grad = block.fold_queries(lse_grad_BHT[..., None])[..., 0]
+        folded = BackwardTensors(
+            block.fold_queries(grad_out_BHTD),
+            block.fold_queries(query_BHTD),
+            block.fold_keys(key_BGSD),
+            block.fold_keys(value_BGSD),
+            block.fold_queries(out_BHTD),
+            block.fold_queries(lse_BHT[..., None])[..., 0],
+            lse_grad,
         )
-        block_grads = backend.backward(
-            _fold(grad_out_BHTD, block, *rows),
-            _fold(query_BHTD, block, *rows),
-            _fold(key_BGSD, block, *columns),
-            _fold(value_BGSD, block, *columns),
-            _fold(out_BHTD, block, *rows),
-            _fold(lse_BHT[..., None], block, *rows)[..., 0],
-            causal=block.mask != "full",
-            scale=scale,
-            lse_grad_BHT=lse_grad,
-        )
-        for total, part, place in zip(grads, block_grads, (rows, columns, columns), strict=True):
-            _rows(total, block, *place).add_(_unfold(part, block))
-    grad_query_BHTD, grad_key_BGSD, grad_value_BGSD = (g.to(query_BHTD.dtype) for g in grads)
-    return grad_query_BHTD, grad_key_BGSD, grad_value_BGSD, None
+        grads = backend.backward(folded, call._replace(causal=block.mask != "full"))
+        block.queries_of(grad_query_BHTD).add_(block.unfold(grads.query_BHTD))
+        block.keys_of(grad_key_BGSD).add_(block.unfold(grads.key_BGSD))
+        block.keys_of(grad_value_BGSD).add_(block.unfold(grads.value_BGSD))
+    dtype = query_BHTD.dtype
+    return Gradients(grad_query_BHTD.to(dtype), grad_key_BGSD.to(dtype), grad_value_BGSD.to(dtype))
 
 
 def merge_(
@@ -215,42 +210,19 @@ def merge_(
     lse_BHT1.copy_(merged_lse_BHT1)
 
 
-def _effective_window(window: int | None, key_BGSD: Tensor) -> int | None:
-    return None if window is None or window >= key_BGSD.shape[2] else window
-
-
 def _blocks(
-    backend: Backend,
-    query_BHTD: Tensor,
-    key_BGSD: Tensor,
-    causal: bool,
-    window: int | None,
-    prefix: int,
-) -> tuple[Block, ...] | None:
-    """The plan, or None where one call of the backend does it."""
-    square = query_BHTD.shape[2] == key_BGSD.shape[2]
-    if not causal or (window is not None and backend.native_window and square):
-        return None
-    blocks = plan_blocks(query_BHTD.shape[2], key_BGSD.shape[2], window, prefix)
-    whole = len(blocks) == 1 and blocks[0].repeats == 1 and blocks[0].mask == "causal"
-    return None if whole else blocks
-
-
-def _rows(tensor_BHTD: Tensor, block: Block, start: int, length: int) -> Tensor:
-    """View [B, N, H, length, D] of the rows of a block."""
-    region = tensor_BHTD.narrow(2, start, (block.repeats - 1) * block.stride + length)
-    windows_BHNDT = region.unfold(2, length, max(block.stride, 1))
-    return windows_BHNDT.permute(0, 2, 1, 4, 3)
-
-
-def _fold(tensor_BHTD: Tensor, block: Block, start: int, length: int) -> Tensor:
-    """[B * N, H, length, D]: a view where the strides allow it. Reversed if anticausal."""
-    folded = _rows(tensor_BHTD, block, start, length).flatten(0, 1)
-    return folded.flip(-2) if block.mask == "anticausal" else folded
-
-
-def _unfold(tensor_BHTD: Tensor, block: Block) -> Tensor:
-    """The inverse of `_fold`, shaped as `_rows`."""
-    if block.mask == "anticausal":
-        tensor_BHTD = tensor_BHTD.flip(-2)
-    return tensor_BHTD.unflatten(0, (-1, block.repeats))
+    backend: Backend, query_BHTD: Tensor, key_BGSD: Tensor, call: AttentionCall
+) -> tuple[AttentionCall, tuple[Block, ...] | None]:
+    """What the backend is called with, and the plan, or None where one call of it does it."""
+    queries, keys = query_BHTD.shape[2], key_BGSD.shape[2]
+    window = call.window
+    if window is not None and window >= keys:
+        window, call = None, call._replace(window=None)
+    if not call.causal or call.distance_bias_HS is not None:
+        return call, None
+    if window is not None and backend.native_window and queries == keys:
+        return call, None
+    blocks = plan_blocks(queries, keys, window, call.prefix)
+    if len(blocks) == 1 and blocks[0].repeats == 1 and blocks[0].mask == "causal":
+        return call, None
+    return (call if window is None else call._replace(window=None)), blocks

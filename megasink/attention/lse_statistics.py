@@ -1,6 +1,6 @@
-"""Gates from what a kernel returned, and what gates add up to.
+"""Statistics from the log-sum-exp and the gates that a kernel returned.
 
-Shapes: B batch, H query heads, G key/value groups, T tokens, S keys, D head dim.
+Shapes: B batch, H query heads, G key/value groups, T queries, S keys, D head dim.
 """
 
 from collections.abc import Sequence
@@ -65,8 +65,7 @@ def first_key_gate(
         start_T = (lengths.cumsum(0) - lengths).repeat_interleave(lengths).to(device)
         position_T -= start_T
         first_key_BGTD = key_BGSD[:, :, start_T]
-    logit_BHT = row_dot(query_BHTD, repeat_groups(first_key_BGTD, query_BHTD.shape[1]))
-    logit_BHT *= query_BHTD.shape[-1] ** -0.5 if scale is None else scale
+    logit_BHT = _logit(query_BHTD, first_key_BGTD, scale)
     if distance_bias_HS is not None:
         logit_BHT += distance_bias_HS[:, position_T]
     gate_BHT = torch.expm1(logit_BHT - lse_BHT).neg_().clamp_(min=0.0)
@@ -75,3 +74,48 @@ def first_key_gate(
     if window is not None:
         gate_BHT.masked_fill_(position_T >= window, 1.0)
     return gate_BHT
+
+
+@torch.no_grad()
+def first_key_share(
+    query_BHTD: Tensor,
+    key_BGSD: Tensor,
+    lse_BHT: Tensor,
+    tokens: int,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    distance_bias_HS: Tensor | None = None,
+) -> Tensor:
+    """alpha_1: the mean over the first `tokens` queries of their weight on key 0 (P2.1, k = 1),
+    by which attention sinks are counted (P2.2).
+
+    From the LSE that the kernel returned: A_i0 = exp(z_i0 - LSE_i). A causal row does not see what
+    comes after it, so the first rows of a long sequence are those of a sequence that short. The
+    first row, whose weight is 1 where there is no sink beside the keys, counts: alpha_1 is at least
+    1 / tokens there.
+
+    Args:
+        query_BHTD, key_BGSD: as given to `attention`, T = S, of one document each.
+        lse_BHT: as returned by it, the sink included where there is one.
+        tokens: at most T.
+        scale, window, distance_bias_HS: as given to `attention`.
+
+    Returns:
+        [B, H] in [0, 1], in the LSE's dtype.
+    """
+    query_BHTD, lse_BHT = query_BHTD[:, :, :tokens], lse_BHT[..., :tokens]
+    logit_BHT = _logit(query_BHTD, key_BGSD[:, :, :1], scale)
+    if distance_bias_HS is not None:
+        logit_BHT += distance_bias_HS[:, :tokens]
+    # Rounding may lift a weight of 1 above it.
+    weight_BHT = (logit_BHT - lse_BHT).exp_().clamp_(max=1.0)
+    if window is not None:
+        weight_BHT[..., window:] = 0.0
+    return weight_BHT.mean(-1)
+
+
+def _logit(query_BHTD: Tensor, key_BG1D: Tensor, scale: float | None) -> Tensor:
+    """scale * q_i . k, [B, H, T]; a key may also be given for each token."""
+    logit_BHT = row_dot(query_BHTD, repeat_groups(key_BG1D, query_BHTD.shape[1]))
+    return logit_BHT.mul_(query_BHTD.shape[-1] ** -0.5 if scale is None else scale)

@@ -1,0 +1,153 @@
+"""The FlashAttention packages: 2 (flash-attn), 3 (the folder hopper/) and 4 (flash-attn-4).
+
+All take [B, T, H, D], strided, and return the LSE as [B, H, T], natural, float32. The autograd
+functions of 2 and 3 drop its gradient without a word; here it enters by injection. 4 takes it.
+
+Shapes: B batch, H query heads, T queries, D head dim.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megasink.attention.backends.base import AttentionRequest
+from megasink.attention.backends.cuda import BTHDLayout, PackageBackend
+from megasink.attention.call import AttentionCall, BackwardTensors
+
+
+class FlashAttentionBackend(BTHDLayout, PackageBackend):
+    """What the packages share; sliding window and GQA included.
+
+    Attributes:
+        forward_name: of the function in the module.
+        forward_options: what it is told every time.
+        unbounded: both sizes of a window that hides nothing.
+    """
+
+    native_window = True
+    forward_name = "_flash_attn_forward"
+    forward_options: ClassVar[dict[str, Any]] = {}
+    unbounded: int | None = -1
+
+    def launch_forward(
+        self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> tuple[Tensor, Tensor]:
+        """See `VendorBackend`."""
+        forward = getattr(self.load(), self.forward_name)
+        out_BTHD, lse_BHT, *_ = forward(
+            query, key, value, causal=call.causal, **self._shared(call), **self.forward_options
+        )
+        return out_BTHD, lse_BHT
+
+    def _shared(self, call: AttentionCall) -> dict[str, Any]:
+        """What forward and backward both take, by the same name in every package."""
+        left, right = self.unbounded, self.unbounded
+        if call.window is not None:
+            left, right = call.window - 1, 0  # without the token itself
+        return {"softmax_scale": call.scale, "window_size_left": left, "window_size_right": right}
+
+
+class FlashAttention2Backend(FlashAttentionBackend):
+    """A100 and later.
+
+    Read: v2.8.3, flash_attn/flash_attn_interface.py, whose parameters are the same since v2.7.0.
+    """
+
+    name = "flash-attn-2"
+    package = "flash-attn"
+    module = "flash_attn.flash_attn_interface"
+    unused: ClassVar[dict[str, Any]] = {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None}
+    forward_options: ClassVar[dict[str, Any]] = {**unused, "return_softmax": False}
+
+    def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
+        """See `VendorBackend`."""
+        *inputs, lse_BHT, _ = tensors
+        _, *attended, _ = inputs
+        grads = [torch.empty_like(tensor) for tensor in attended]
+        self.load()._flash_attn_backward(
+            *inputs,
+            lse_BHT.contiguous(),
+            *grads,
+            causal=call.causal,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **self._shared(call),
+            **self.unused,
+        )
+        return grads
+
+
+class FlashAttention3Backend(FlashAttentionBackend):
+    """Hopper alone.
+
+    Read: 3.0.0 of August 2026, hopper/flash_attn_interface.py.
+    """
+
+    name = "flash-attn-3"
+    package = "flash_attn_3 (hopper/ of github.com/Dao-AILab/flash-attention)"
+    module = "flash_attn_interface"
+    capability = (9, 0)
+
+    def supports(self, request: AttentionRequest) -> str | None:
+        """See `Backend.supports`."""
+        if request.compute_capability is not None and request.compute_capability >= (10, 0):
+            return "it is written for Hopper, compute capability 9.0"
+        return super().supports(request)
+
+    def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
+        """See `VendorBackend`."""
+        *inputs, lse_BHT, _ = tensors
+        _, *attended, _ = inputs
+        grads = [torch.empty_like(tensor) for tensor in attended]
+        self.load()._flash_attn_backward(
+            *inputs,
+            lse_BHT.contiguous(),
+            is_causal=call.causal,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **self._shared(call),
+            **dict(zip(("dq", "dk", "dv"), grads, strict=True)),
+        )
+        return grads
+
+
+class FlashAttention4Backend(FlashAttentionBackend):
+    """Hopper and later, written in CuTe; float16 trains too, as nothing is injected.
+
+    Read: the wheel 4.0.0b36, flash_attn/cute/interface.py. Its own learnable sink is not used: the
+    slot is outside the kernel on every backend, and gives the gate.
+    """
+
+    name = "flash-attn-4"
+    package = "flash-attn-4"
+    module = "flash_attn.cute.interface"
+    capability = (9, 0)
+    takes_lse_gradient = True
+    forward_name = "_flash_attn_fwd"
+    forward_options: ClassVar[dict[str, Any]] = {"return_lse": True}
+    unbounded = None
+
+    def supports(self, request: AttentionRequest) -> str | None:
+        """See `Backend.supports`."""
+        # Blackwell's backward at D 256 asserts that there is no dlse, and 136 to 248 do not exist.
+        capability = request.compute_capability
+        if capability is not None and capability >= (10, 0) and request.head_dim > 128:
+            return f"beyond Hopper its head dim goes up to 128, got {request.head_dim}"
+        return super().supports(request)
+
+    def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
+        """See `VendorBackend`."""
+        grad_out, query, key, value, out, lse_BHT, lse_grad_BHT = tensors
+        grads: Sequence[Tensor] = self.load()._flash_attn_bwd(
+            query,
+            key,
+            value,
+            out,
+            grad_out,
+            lse_BHT.contiguous(),
+            causal=call.causal,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            dlse=None if lse_grad_BHT is None else lse_grad_BHT.contiguous(),
+            **self._shared(call),
+        )
+        return grads
