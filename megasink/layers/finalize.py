@@ -6,8 +6,6 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads as finalize_upstream
 from megatron.core.utils import get_model_config
 
-from megasink.balance.tracker import HeadTracker
-
 
 def finalize_model_grads(model: list[Any], *args: Any, **kwargs: Any) -> None:
     """Megatron's ``config.finalize_model_grads_func``, arguments as upstream's.
@@ -15,10 +13,6 @@ def finalize_model_grads(model: list[Any], *args: Any, **kwargs: Any) -> None:
     The sums of the gates go first: they are on their way while gradients are reduced and the
     optimizer steps.
     """
-    config = get_model_config(model[0])
-    HeadTracker.start_reduction(
-        config.num_layers,
-        config.num_attention_heads,
-        parallel_state.get_tensor_model_parallel_group(),
-    )
+    statistics = get_model_config(model[0]).statistics
+    statistics.heads.start_reduction(parallel_state.get_tensor_model_parallel_group())
     finalize_upstream(model, *args, **kwargs)

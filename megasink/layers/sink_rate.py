@@ -3,8 +3,6 @@
 Shapes: B batch, L layers of the model, H query heads, h those of this tensor-parallel rank.
 """
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -16,16 +14,21 @@ EPSILON, TOKENS = 0.3, 64
 class SinkRate:
     """Counts, per head, the sequences whose mean attention to one key exceeds `EPSILON`.
 
+    Args:
+        layers: L.
+        heads: H.
+
     Attributes:
         collects: an evaluation that is counted is running.
     """
 
-    collects: ClassVar[bool] = False
-    # (first head, [2, 2, h]: first key and slot; how many exceed, of how many).
-    _layers: ClassVar[dict[int, tuple[int, Tensor]]] = {}
+    def __init__(self, layers: int, heads: int):
+        self.layers, self.heads = layers, heads
+        self.collects = False
+        # (first head, [2, 2, h]: first key and slot; how many exceed, of how many).
+        self._counts: dict[int, tuple[int, Tensor]] = {}
 
-    @classmethod
-    def record(cls, layer: int, first: int, first_BH: Tensor, slot_BH: Tensor | None) -> None:
+    def record(self, layer: int, first: int, first_BH: Tensor, slot_BH: Tensor | None) -> None:
         """Add one microbatch of one layer.
 
         Args:
@@ -39,24 +42,23 @@ class SinkRate:
             if share_BH is not None:
                 counts[index, 0] = (share_BH > EPSILON).sum(0)
                 counts[index, 1] = len(share_BH)
-        if layer in cls._layers:
-            counts += cls._layers[layer][1]
-        cls._layers[layer] = first, counts
+        if layer in self._counts:
+            counts += self._counts[layer][1]
+        self._counts[layer] = first, counts
 
-    @classmethod
-    def finish(cls, layers: int, heads: int) -> tuple[Tensor, Tensor]:
+    def finish(self) -> tuple[Tensor, Tensor]:
         """One all-reduce on every rank, when the evaluation has ended.
 
         Returns:
             [L, H] share of the sequences, in [0, 1], whose attention to the first key, and to the
             slot, exceeds `EPSILON`; NaN where nothing was recorded. float32.
         """
-        device = next((c.device for _, c in cls._layers.values()), torch.device("cuda"))
-        table = torch.zeros(layers, 2, 2, heads, dtype=torch.float64, device=device)
-        for layer, (first, counts) in cls._layers.items():
+        device = next((c.device for _, c in self._counts.values()), torch.device("cuda"))
+        table = torch.zeros(self.layers, 2, 2, self.heads, dtype=torch.float64, device=device)
+        for layer, (first, counts) in self._counts.items():
             table[layer, :, :, first : first + counts.shape[-1]] = counts
-        cls._layers.clear()
-        cls.collects = False
+        self._counts.clear()
+        self.collects = False
         torch.distributed.all_reduce(table)
         rates = (table[:, :, 0] / table[:, :, 1]).float()
         return rates[:, 0], rates[:, 1]

@@ -1,0 +1,132 @@
+"""What one attention layer tells the statistics of its model, beside the importance of its heads.
+
+Nothing here changes what the layer computes: gradients are read by hooks, and everything stays on
+the device.
+
+Shapes: S sequence, B batch, H heads of this rank (query heads, or the groups of a key or value
+gate), G key/value groups, T queries, D head dim, C gates per head and token, 1 or D.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megasink.attention import first_key_share, gate_bias_gradient
+from megasink.balance.tracker import GATE, OTHER_GRADIENT, SINK
+from megasink.layers.documents import Documents
+from megasink.layers.sink_rate import TOKENS
+from megasink.layers.transformer_config import MegasinkTransformerConfig
+
+
+class HeadObserver:
+    """Records for one layer, on the steps and in the evaluations that ask for it.
+
+    Args:
+        config: its ``statistics`` get what is recorded.
+        layer_number: 1-based index in the whole model.
+        tp_group: tensor-parallel group.
+        cp_group: the context-parallel group where each of its ranks attends for a share of the
+            heads; None where all attend for the same ones.
+    """
+
+    def __init__(
+        self,
+        config: MegasinkTransformerConfig,
+        layer_number: int,
+        tp_group: ProcessGroup,
+        cp_group: ProcessGroup | None = None,
+    ):
+        self._statistics = config.statistics
+        self._balances = config.head_balance_coeff > 0
+        self._layer = layer_number - 1
+        # Of the ranks that hold consecutive heads, and of those that attend for them.
+        self._rank = self._attending_rank = tp_group.rank()
+        if cp_group is not None:
+            self._attending_rank = self._rank * cp_group.size() + cp_group.rank()
+
+    @property
+    def compares_gradients(self) -> bool:
+        """Whether the gradients at the gates are recorded on the running step."""
+        return self._statistics.heads.observes and self._balances
+
+    @property
+    def counts_sinks(self) -> bool:
+        """Whether an evaluation is running whose attention sinks are counted."""
+        return self._statistics.sinks.collects
+
+    def softmax_offset(self, offset_H: Tensor) -> None:
+        """Record the sink logits, on a step that is observed."""
+        if self._statistics.heads.observes:
+            first = self._rank * len(offset_H)
+            self._statistics.heads.add(SINK, self._layer, first, offset_H, 1)
+
+    def explicit_gate(self, gate_SBHC: Tensor, *, replicated: bool) -> None:
+        """Record the mean of a gate that is not the head importance, on a step that is observed.
+
+        Args:
+            replicated: every tensor-parallel rank has the same heads, for tokens of its own.
+        """
+        if not (self._statistics.heads.observes and torch.is_grad_enabled()):
+            return
+        sequence, batch, heads, width = gate_SBHC.shape
+        first = 0 if replicated else heads * self._rank
+        sum_H = gate_SBHC.detach().sum((0, 1, 3)) / width
+        self._statistics.heads.add(GATE, self._layer, first, sum_H, sequence * batch)
+
+    def output_gradient(
+        self,
+        out_BHTD: Tensor,
+        gate_BHTC: Tensor,
+        value_BHTD: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> None:
+        """Record in the backward pass what comes through the output to the logit of the gate.
+
+        To be called where `compares_gradients`, with the heads that this rank attends for: not
+        where they are counted, for under context parallelism the first value is known there
+        without a further message.
+
+        Args:
+            out_BHTD: the gated output; the loss must depend on this very tensor.
+            gate_BHTC: its gate.
+            value_BHTD: what a closed gate lets through, broadcastable; None for 0.
+            documents: of a packed batch, whose padding does not count.
+        """
+        batch, heads, tokens, _ = out_BHTD.shape
+        count = batch * tokens if documents is None else documents.real_tokens
+        kept_BHTD, gate_BHTC = out_BHTD.detach(), gate_BHTC.detach()
+
+        def record(grad_BHTD: Tensor) -> None:
+            sum_H = gate_bias_gradient(grad_BHTD, kept_BHTD, gate_BHTC, value_BHTD)
+            first = heads * self._attending_rank
+            self._statistics.heads.add(OTHER_GRADIENT, self._layer, first, sum_H, count)
+
+        out_BHTD.register_hook(record)
+
+    def softmax_sinks(
+        self,
+        query_BHTD: Tensor,
+        key_BGSD: Tensor,
+        lse_BHT: Tensor,
+        slot_gate_BHT: Tensor | None,
+        **mask: Any,
+    ) -> None:
+        """Count the sinks of a microbatch of softmax attention, where `counts_sinks`.
+
+        Args:
+            query_BHTD, key_BGSD, lse_BHT, mask: as :func:`first_key_share` takes them.
+            slot_gate_BHT: of a sink beside the keys; None for none.
+        """
+        first_BH = first_key_share(query_BHTD, key_BGSD, lse_BHT, TOKENS, **mask)
+        slot_BH = None if slot_gate_BHT is None else 1.0 - slot_gate_BHT[..., :TOKENS].mean(-1)
+        self._count_sinks(first_BH, slot_BH)
+
+    def similarity_sinks(self, first_weight_BHT: Tensor) -> None:
+        """The same from the weight of every query on the first key."""
+        self._count_sinks(first_weight_BHT[..., :TOKENS].mean(-1), None)
+
+    def _count_sinks(self, first_BH: Tensor, slot_BH: Tensor | None) -> None:
+        first = first_BH.shape[1] * self._attending_rank
+        self._statistics.sinks.record(self._layer, first, first_BH, slot_BH)
