@@ -8,12 +8,10 @@ T = S tokens, D head dim. Megatron hands over [S, B, heads, D] and takes [S, B, 
 documents come as [T, heads, D].
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
@@ -22,10 +20,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import (
-    is_layer_window_attention,
-    make_sharded_tensors_for_checkpoint,
-)
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megasink.attention import first_key_gate, similarity_attention
@@ -40,13 +35,14 @@ from megasink.layers.context_parallel import (
 from megasink.layers.documents import Documents, documents_of
 from megasink.layers.head_observer import HeadObserver
 from megasink.layers.importance import HeadCounter
+from megasink.layers.parameters import ShardedByHeads, StaysFloat32
 from megasink.layers.position_bias import build_position_bias
 from megasink.layers.similarity import SimilarityMLP
 from megasink.layers.slots import SINK_PARAMETERS, VARIANTS, new_parameter, slot_value
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
-class CoreAttention(MegatronModule):
+class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
     """Attention of any variant, whose gates feed the head-balance loss (P0, P2.23 to P2.38).
 
     Args:
@@ -67,6 +63,8 @@ class CoreAttention(MegatronModule):
         relative_bias: gives the biases of ``attention_bias_type``; None for none.
         similarity_mlp: for the MLP similarity.
         documents: of the batch that ran last; None where it was not packed.
+        observer, attending: record what is observed of this rank's heads, and of those that it
+            attends for: a share of them under "a2a".
 
     Raises:
         ValueError: cross attention, a mask other than the causal one, context parallelism of
@@ -112,8 +110,11 @@ class CoreAttention(MegatronModule):
         # An explicit gate may be the head's importance; then the one of the softmax is not.
         self.counts_heads = not counts_heads(config)
 
-        cp_group = self.cp_group if self.scatters_heads else None
-        self.observer = HeadObserver(config, layer_number, self.tp_group, cp_group)
+        rank = self.tp_group.rank()
+        self.observer = self.attending = HeadObserver(config, layer_number, rank)
+        if self.scatters_heads:
+            rank = rank * self.cp_group.size() + self.cp_group.rank()
+            self.attending = HeadObserver(config, layer_number, rank)
         self.head_counter = HeadCounter(config, layer_number, self.tp_group, self.cp_group.size())
         self.relative_bias = build_position_bias(config, self.tp_group)
         self.documents: Documents | None = None
@@ -128,23 +129,11 @@ class CoreAttention(MegatronModule):
             value, sharded = new_parameter(name, config, heads, head_dim, device)
             parameter = torch.nn.Parameter(value)
             if sharded:
-                # Without these the gradient norm counts those of tensor-parallel rank 0 only.
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
             self.register_parameter(name, parameter)
         self.similarity_mlp = None
         if config.attention_similarity == "mlp":
             self.similarity_mlp = SimilarityMLP(head_dim, dtype=config.params_dtype, device=device)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CoreAttention":
-        """Move with the module but stay float32: Float16Module turns every parameter into bf16."""
-        kept = {name: p.data for name, p in self._parameters.items() if p is not None}
-        super()._apply(fn, recurse)
-        for name, before in kept.items():
-            parameter = self._parameters[name]
-            assert parameter is not None
-            moved = parameter.data
-            parameter.data = moved.float() if before.is_meta else before.to(moved.device)
-        return self
 
     def forward(
         self,
@@ -243,8 +232,8 @@ class CoreAttention(MegatronModule):
             backend=self.config.attention_kernel,
             with_gate=balances or self.variant.always_gated,
         )
-        if self.observer.counts_sinks and not self.training:
-            self.observer.softmax_sinks(
+        if self.attending.counts_sinks and not self.training:
+            self.attending.softmax_sinks(
                 query_BHTD,
                 key_BGSD,
                 lse_BHT,
@@ -257,11 +246,13 @@ class CoreAttention(MegatronModule):
             gate_BHT = first_key_gate(
                 query_BHTD, key_BGSD, lse_BHT, scale=self.softmax_scale, **mask
             )
-        if counts and self.observer.compares_gradients and gate_BHT is not None:
+        if counts and self.attending.compares_gradients and gate_BHT is not None:
             value_BHTD = slot_value(
                 self.config, parameters, value_BGSD, out_BHTD.shape[1], mask.get("cu_seqlens")
             )
-            self.observer.output_gradient(out_BHTD, gate_BHT[..., None], value_BHTD, self.documents)
+            self.attending.output_gradient(
+                out_BHTD, gate_BHT[..., None], value_BHTD, self.documents
+            )
         return out_BHTD, gate_BHT
 
     def _similar(
@@ -279,8 +270,8 @@ class CoreAttention(MegatronModule):
             window=self.window,
             scale=self.softmax_scale,
         )
-        if self.observer.counts_sinks and not self.training:
-            self.observer.similarity_sinks(first_weight_BHT)
+        if self.attending.counts_sinks and not self.training:
+            self.attending.similarity_sinks(first_weight_BHT)
         return out_BHTD, 1.0 - first_weight_BHT
 
     def _whole(self, name: str) -> Tensor:
@@ -290,25 +281,3 @@ class CoreAttention(MegatronModule):
             return self._own_share(parameter)
         shared: Tensor = copy_to_tensor_model_parallel_region(parameter, self.tp_group)
         return shared
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> ShardedStateDict:
-        """Parameters and tables of biases sharded by heads; those that heads share as copies."""
-        state = self.state_dict(prefix="", keep_vars=True)
-        by_heads = {
-            name: parameter.partition_dim
-            for name, parameter in state.items()
-            if getattr(parameter, "tensor_model_parallel", False)
-        }
-        return make_sharded_tensors_for_checkpoint(
-            state,
-            prefix,
-            by_heads,
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megasink.attention import first_key_share, gate_bias_gradient
-from megasink.balance.tracker import GATE, OTHER_GRADIENT, SINK
+from megasink.balance.tracker import BALANCE_GRADIENT, GATE, OTHER_GRADIENT, SINK
 from megasink.layers.documents import Documents
 from megasink.layers.sink_rate import TOKENS
 from megasink.layers.transformer_config import MegasinkTransformerConfig
@@ -26,25 +25,14 @@ class HeadObserver:
     Args:
         config: its ``statistics`` get what is recorded.
         layer_number: 1-based index in the whole model.
-        tp_group: tensor-parallel group.
-        cp_group: the context-parallel group where each of its ranks attends for a share of the
-            heads; None where all attend for the same ones.
+        rank: which share of the layer's heads is seen here: H heads from rank * H on.
     """
 
-    def __init__(
-        self,
-        config: MegasinkTransformerConfig,
-        layer_number: int,
-        tp_group: ProcessGroup,
-        cp_group: ProcessGroup | None = None,
-    ):
+    def __init__(self, config: MegasinkTransformerConfig, layer_number: int, rank: int):
         self._statistics = config.statistics
         self._balances = config.head_balance_coeff > 0
         self._layer = layer_number - 1
-        # Of the ranks that hold consecutive heads, and of those that attend for them.
-        self._rank = self._attending_rank = tp_group.rank()
-        if cp_group is not None:
-            self._attending_rank = self._rank * cp_group.size() + cp_group.rank()
+        self._rank = rank
 
     @property
     def compares_gradients(self) -> bool:
@@ -59,8 +47,7 @@ class HeadObserver:
     def softmax_offset(self, offset_H: Tensor) -> None:
         """Record the sink logits, on a step that is observed."""
         if self._statistics.heads.observes:
-            first = self._rank * len(offset_H)
-            self._statistics.heads.add(SINK, self._layer, first, offset_H, 1)
+            self._add(SINK, offset_H, 1)
 
     def explicit_gate(self, gate_SBHC: Tensor, *, replicated: bool) -> None:
         """Record the mean of a gate that is not the head importance, on a step that is observed.
@@ -68,12 +55,14 @@ class HeadObserver:
         Args:
             replicated: every tensor-parallel rank has the same heads, for tokens of its own.
         """
-        if not (self._statistics.heads.observes and torch.is_grad_enabled()):
-            return
-        sequence, batch, heads, width = gate_SBHC.shape
-        first = 0 if replicated else heads * self._rank
-        sum_H = gate_SBHC.detach().sum((0, 1, 3)) / width
-        self._statistics.heads.add(GATE, self._layer, first, sum_H, sequence * batch)
+        if self._statistics.heads.observes and torch.is_grad_enabled():
+            sequence, batch, _, width = gate_SBHC.shape
+            sum_H = gate_SBHC.detach().sum((0, 1, 3)) / width
+            self._add(GATE, sum_H, sequence * batch, rank=0 if replicated else self._rank)
+
+    def balance_gradient(self, sum_H: Tensor, tokens: int) -> None:
+        """Record that of the balance loss at the logit of the gate, summed over tokens."""
+        self._add(BALANCE_GRADIENT, sum_H, tokens)
 
     def output_gradient(
         self,
@@ -84,9 +73,7 @@ class HeadObserver:
     ) -> None:
         """Record in the backward pass what comes through the output to the logit of the gate.
 
-        To be called where `compares_gradients`, with the heads that this rank attends for: not
-        where they are counted, for under context parallelism the first value is known there
-        without a further message.
+        To be called where `compares_gradients`.
 
         Args:
             out_BHTD: the gated output; the loss must depend on this very tensor.
@@ -94,14 +81,13 @@ class HeadObserver:
             value_BHTD: what a closed gate lets through, broadcastable; None for 0.
             documents: of a packed batch, whose padding does not count.
         """
-        batch, heads, tokens, _ = out_BHTD.shape
+        batch, _, tokens, _ = out_BHTD.shape
         count = batch * tokens if documents is None else documents.real_tokens
         kept_BHTD, gate_BHTC = out_BHTD.detach(), gate_BHTC.detach()
 
         def record(grad_BHTD: Tensor) -> None:
             sum_H = gate_bias_gradient(grad_BHTD, kept_BHTD, gate_BHTC, value_BHTD)
-            first = heads * self._attending_rank
-            self._statistics.heads.add(OTHER_GRADIENT, self._layer, first, sum_H, count)
+            self._add(OTHER_GRADIENT, sum_H, count)
 
         out_BHTD.register_hook(record)
 
@@ -127,6 +113,10 @@ class HeadObserver:
         """The same from the weight of every query on the first key."""
         self._count_sinks(first_weight_BHT[..., :TOKENS].mean(-1), None)
 
+    def _add(self, name: str, sum_H: Tensor, weight: int, rank: int | None = None) -> None:
+        first = len(sum_H) * (self._rank if rank is None else rank)
+        self._statistics.heads.add(name, self._layer, first, sum_H, weight)
+
     def _count_sinks(self, first_BH: Tensor, slot_BH: Tensor | None) -> None:
-        first = first_BH.shape[1] * self._attending_rank
+        first = first_BH.shape[1] * self._rank
         self._statistics.sinks.record(self._layer, first, first_BH, slot_BH)

@@ -16,12 +16,13 @@ from megasink.attention import gate_slope, gate_sum
 from megasink.balance.attach import attach_gradient
 from megasink.balance.loss import head_balance_gradient, head_balance_loss, routed_heads
 from megasink.balance.reduce import ImportanceSum, own_heads
-from megasink.balance.tracker import BALANCE_GRADIENT
 from megasink.layers.documents import Documents
+from megasink.layers.head_observer import HeadObserver
+from megasink.layers.parameters import StaysFloat32
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
-class HeadCounter(torch.nn.Module):
+class HeadCounter(StaysFloat32):
     """Counts the gates of one layer and attaches the gradient of the head-balance loss.
 
     Args:
@@ -54,7 +55,8 @@ class HeadCounter(torch.nn.Module):
     ):
         super().__init__()
         self.config = config
-        self.statistics = config.statistics
+        self._statistics = config.statistics
+        self._observer = HeadObserver(config, layer_number, tp_group.rank())
         self.layer = layer_number - 1
         self.tp_group = tp_group
         self.cp_size = cp_size
@@ -65,14 +67,6 @@ class HeadCounter(torch.nn.Module):
         shares = config.head_balance_shared_heads > 0
         self.register_buffer("routed", torch.full((heads,), not shares, device=device))
         self.register_buffer("steps", torch.zeros(1, dtype=torch.int64, device=device))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HeadCounter":
-        """Move with the module but stay float32: Float16Module turns every tensor into bf16."""
-        kept = self.coefficients
-        super()._apply(fn, recurse)
-        moved = self.coefficients
-        self.coefficients = moved.float() if kept.is_meta else kept.to(moved.device)
-        return self
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -98,13 +92,13 @@ class HeadCounter(torch.nn.Module):
         Returns:
             a tensor equal to `out_SBX`.
         """
-        config, balance, heads = self.config, self.statistics.balance, self.statistics.heads
+        config, statistics = self.config, self._statistics
         batch, _, tokens, width = gate_BHTC.shape
         tokens, real_1T = batch * tokens, None
         if documents is not None:
             tokens, real_1T = documents.real_tokens, documents.real_1T
         gate_sum_h = gate_sum(gate_BHTC[..., 0] if width == 1 else gate_BHTC.mean(-1), real_1T)
-        heads.record(self.layer, gate_sum_h, tokens, self.routed, self._receive)
+        statistics.heads.record(self.layer, gate_sum_h, tokens, self.routed, self._receive)
         if not config.head_balance_coeff:
             return out_SBX
         coefficients = self._coefficients(gate_sum_h, tokens)
@@ -112,14 +106,13 @@ class HeadCounter(torch.nn.Module):
         # context-parallel ranks, or averages them and has their number in its scale.
         count = tokens * self.cp_size
         slope_h = None
-        if heads.observes:
+        if self._observer.compares_gradients:
             slope_h = gate_sum(gate_slope(gate_BHTC), real_1T) / count
 
         def gradient() -> Tensor:
-            sent_h = balance.scaled(coefficients(), config.head_balance_coeff)
+            sent_h = statistics.balance.scaled(coefficients(), config.head_balance_coeff)
             if slope_h is not None:
-                first = self.tp_group.rank() * len(sent_h)
-                heads.add(BALANCE_GRADIENT, self.layer, first, sent_h * slope_h, tokens)
+                self._observer.balance_gradient(sent_h * slope_h, tokens)
             return sent_h
 
         return attach_gradient(out_SBX, gate_sum_h / count, gradient)
@@ -132,7 +125,7 @@ class HeadCounter(torch.nn.Module):
         as it does in the loss of the language model.
         """
         per_token = self.config.calculate_per_token_loss
-        targets = self.statistics.balance.targets if per_token else None
+        targets = self._statistics.balance.targets if per_token else None
         if self.config.head_balance_scope == "global":
             of_last_step_h = own_heads(self.coefficients, self.tp_group)
             return lambda: of_last_step_h if targets is None else of_last_step_h * targets
@@ -141,7 +134,7 @@ class HeadCounter(torch.nn.Module):
         def of_this_microbatch() -> Tensor:
             importance_H = sums.importance()
             loss = head_balance_loss(importance_H, 1.0, self.routed)
-            self.statistics.heads.record_loss(self.layer, loss)
+            self._statistics.heads.record_loss(self.layer, loss)
             gradient_H = head_balance_gradient(importance_H, 1.0, self.routed)
             gradient_h = own_heads(gradient_H, self.tp_group)
             return gradient_h if targets is None else gradient_h * sums.mean_targets()

@@ -49,14 +49,7 @@ class FixedBatches:
 @contextlib.contextmanager
 def comparable_evaluations() -> Iterator[None]:
     """Within it, Megatron's training loop evaluates so."""
-    names = (
-        "get_train_valid_test_num_samples",
-        "build_pretraining_data_loader",
-        "evaluate",
-        "evaluate_and_print_results",
-    )
-    original = {name: getattr(training, name) for name in names}
-    evaluations = inspect.signature(original["evaluate_and_print_results"])
+    evaluation_call = inspect.signature(training.evaluate_and_print_results)
     fixed: list[FixedBatches] = []
     evaluated: int | None = None
 
@@ -85,34 +78,31 @@ def comparable_evaluations() -> Iterator[None]:
         fixed.append(FixedBatches(loader))
         return fixed[-1]
 
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
-        for batches in fixed:
-            batches.restart()
-        return original["evaluate"](*args, **kwargs)
-
-    @functools.wraps(original["evaluate_and_print_results"])
+    @functools.wraps(training.evaluate_and_print_results)
     def evaluate_and_print_results(prefix: str, *args: Any, **kwargs: Any) -> Any:
         nonlocal evaluated
         if not prefix.endswith("on test set"):
-            iteration = evaluations.bind(prefix, *args, **kwargs).arguments["iteration"]
+            iteration = evaluation_call.bind(prefix, *args, **kwargs).arguments["iteration"]
             if iteration == evaluated:
                 return None
             evaluated = iteration
+        for batches in fixed:
+            batches.restart()
         return original["evaluate_and_print_results"](prefix, *args, **kwargs)
 
     replacements = (
         get_train_valid_test_num_samples,
         build_pretraining_data_loader,
-        evaluate,
         evaluate_and_print_results,
     )
+    original = {f.__name__: getattr(training, f.__name__) for f in replacements}
     for function in replacements:
         setattr(training, function.__name__, function)
     try:
         yield
     finally:
-        for name in names:
-            setattr(training, name, original[name])
+        for name, function in original.items():
+            setattr(training, name, function)
 
 
 def _split(dataset: Any) -> Any:

@@ -228,15 +228,11 @@ class Observer:
 @contextlib.contextmanager
 def observing(observer: Observer) -> Iterator[None]:
     """Let the observer see every step and every evaluation of Megatron's training loop."""
-    originals = {
-        name: getattr(training, name)
-        for name in ("training_log", "evaluate", "evaluate_and_print_results")
-    }
-    signature = inspect.signature(originals["training_log"])
-    evaluations = inspect.signature(originals["evaluate_and_print_results"])
+    step_call = inspect.signature(training.training_log)
+    evaluation_call = inspect.signature(training.evaluate_and_print_results)
 
     def training_log(*args: Any, **kwargs: Any) -> Any:
-        observer.step(signature.bind(*args, **kwargs).arguments)
+        observer.step(step_call.bind(*args, **kwargs).arguments)
         return originals["training_log"](*args, **kwargs)
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
@@ -244,9 +240,9 @@ def observing(observer: Observer) -> Iterator[None]:
         observer.evaluation(result[0])
         return result
 
-    @functools.wraps(originals["evaluate_and_print_results"])
+    @functools.wraps(training.evaluate_and_print_results)
     def evaluate_and_print_results(prefix: str, *args: Any, **kwargs: Any) -> Any:
-        call = evaluations.bind(prefix, *args, **kwargs).arguments
+        call = evaluation_call.bind(prefix, *args, **kwargs).arguments
         split = "test" if prefix.endswith("on test set") else "valid"
         iteration = int(call["iteration"])
         observer.start_evaluation(split, iteration)
@@ -255,12 +251,13 @@ def observing(observer: Observer) -> Iterator[None]:
             observer.analyze(call["model"], iteration)
         return result
 
-    training.training_log = training_log
-    training.evaluate = evaluate
-    training.evaluate_and_print_results = evaluate_and_print_results
+    replacements = (training_log, evaluate, evaluate_and_print_results)
+    originals = {f.__name__: getattr(training, f.__name__) for f in replacements}
+    for function in replacements:
+        setattr(training, function.__name__, function)
     try:
         yield
     finally:
-        for name, original in originals.items():
-            setattr(training, name, original)
+        for name, function in originals.items():
+            setattr(training, name, function)
         observer.close()

@@ -135,7 +135,7 @@ def layers_of_one_model(**options: Any) -> bool:
     assert len(cores) >= stages
     wanted = get_model_config(models[0]).statistics
     return wanted is config.transformer.statistics and all(
-        core.observer._statistics is core.head_counter.statistics is wanted for core in cores
+        core.observer._statistics is core.head_counter._statistics is wanted for core in cores
     )
 
 
