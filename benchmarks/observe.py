@@ -29,8 +29,6 @@ class Trainer:
     """A model, its optimizer and an observer that writes into a folder."""
 
     def __init__(self, folder: Path, sequence: int):
-        from megatron.core import parallel_state
-
         from megasink.train import observer
 
         self.options = {"attention_variant": "sink", "head_balance_coeff": 1e-4}
@@ -41,7 +39,6 @@ class Trainer:
             VOCABULARY, (step_time.BATCH, sequence + 1), generator=generator
         )
         self.positions = torch.arange(sequence)[None]
-        self.tp_group = parallel_state.get_tensor_model_parallel_group()
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(str(folder))
@@ -79,7 +76,7 @@ class Trainer:
         inputs, labels = self.tokens[:, :-1], self.tokens[:, 1:]
         loss = self.model(inputs, self.positions, None, labels=labels).mean()
         loss.backward()
-        heads.start_reduction(self.tp_group)
+        heads.start_reduction()
         self.optimizer.step()
         middle = time.process_time()
         if kind == OFF:

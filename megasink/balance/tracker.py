@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megasink.balance.loss import head_balance_loss, squared_cv
 
@@ -52,35 +51,42 @@ Receiver = Callable[[Tensor], None]
 class HeadTracker:
     """The sums of one model's layers, on the device, until the step ends.
 
-    One all-reduce of one [L, 2 H + 3] tensor per step, whatever the layers, stages and
-    microbatches. It starts when the backward pass ends and is awaited after the optimizer's step.
-    On a step that is observed the tensor has 2 H further columns for each of `SERIES`.
+    They are kept in the table that is sent: one all-reduce of one [L, 2 H + 3] tensor per step,
+    whatever the layers, stages and microbatches. It starts when the backward pass ends and is
+    awaited after the optimizer's step. On a step that is observed the tensor has 2 H further
+    columns for each of `SERIES`.
 
     Args:
         layers: L.
         heads: H.
 
     Attributes:
-        observes: the running step is observed; the same on every rank.
+        observes: the running step is observed; the same on every rank, from its first microbatch.
     """
 
     def __init__(self, layers: int, heads: int):
         self.layers, self.heads = layers, heads
         self.observes = False
-        # Of each layer: a sum per head, then tokens, balance loss at coefficient 1, microbatches.
-        self._rows: dict[int, Tensor] = {}
-        self._layers: dict[int, tuple[Tensor, Receiver]] = {}
+        # Of each layer: a sum per head, how often each was routed, then tokens, balance loss at
+        # coefficient 1, microbatches; of each series a sum and a weight per head.
+        self._table: Tensor | None = None
+        self._receivers: dict[int, Receiver] = {}
         self._pending: tuple[Tensor, Any] | None = None
-        # (name, layer) -> (first head, sums over [heads of this rank], their weight).
-        self._series: dict[tuple[str, int], tuple[int, Tensor, float]] = {}
 
     def record(
-        self, layer: int, gate_sum_h: Tensor, tokens: int, routed_H: Tensor, receiver: Receiver
+        self,
+        layer: int,
+        first: int,
+        gate_sum_h: Tensor,
+        tokens: int,
+        routed_H: Tensor,
+        receiver: Receiver,
     ) -> None:
         """Add one microbatch of one layer.
 
         Args:
             layer: 0-based index in the whole model.
+            first: index in the layer of the first of this rank's heads.
             gate_sum_h: sum over tokens of the gate of this rank's heads.
             tokens: how many tokens it is the sum of.
             routed_H: the heads that the balance loss evens out, bool.
@@ -89,24 +95,22 @@ class HeadTracker:
         Raises:
             RuntimeError: another module has recorded as this layer in the running step.
         """
-        if self._layers.get(layer, (None, receiver))[1] != receiver:
+        if self._receivers.setdefault(layer, receiver) != receiver:
             raise RuntimeError(
                 f"two modules record statistics as layer {layer}: models that train in one process "
                 "need a MegasinkTransformerConfig each, for the statistics are the config's"
             )
-        self._layers[layer] = (routed_H, receiver)
-        row = self._rows.get(layer)
-        if row is None:
-            # float64: sums over thousands of microbatches must not lose digits.
-            row = gate_sum_h.new_zeros(len(gate_sum_h) + 3, dtype=torch.float64)
-            self._rows[layer] = row
-        row[:-3] += gate_sum_h.detach()
-        row[-3] += tokens
-        row[-1] += 1
+        row = self._row(layer, gate_sum_h.device)
+        row[first : first + len(gate_sum_h)] += gate_sum_h.detach()
+        if first == 0:  # every tensor-parallel rank has these
+            row[self.heads : 2 * self.heads] += routed_H
+            row[2 * self.heads] += tokens
+            row[2 * self.heads + 2] += 1
 
-    def record_loss(self, layer: int, loss: Tensor) -> None:
+    def record_loss(self, layer: int, first: int, loss: Tensor) -> None:
         """Add the layer's term of the balance loss in one microbatch that was recorded."""
-        self._rows[layer][-2] += loss.detach()
+        if first == 0:
+            self._row(layer, loss.device)[2 * self.heads + 1] += loss.detach()
 
     def add(self, name: str, layer: int, first: int, sum_h: Tensor, weight: float) -> None:
         """Add to a series, on a step that is observed; every rank adds its part of the mean.
@@ -119,36 +123,28 @@ class HeadTracker:
                 together with it.
             weight: how many it is the sum of.
         """
-        sum_h = sum_h.detach().double()
-        if (name, layer) in self._series:
-            _, before_h, weight_before = self._series[name, layer]
-            sum_h, weight = before_h + sum_h, weight_before + weight
-        self._series[name, layer] = first, sum_h, weight
+        at = 2 * self.heads + 3 + 2 * self.heads * SERIES.index(name) + first
+        row = self._row(layer, sum_h.device)
+        row[at : at + len(sum_h)] += sum_h.detach()
+        row[at + self.heads : at + self.heads + len(sum_h)] += weight
 
-    def start_reduction(self, tp_group: ProcessGroup) -> None:
+    def _row(self, layer: int, device: torch.device) -> Tensor:
+        if self._table is None:
+            width = 2 * self.heads + 3 + (2 * self.heads * len(SERIES) if self.observes else 0)
+            # float64: sums over thousands of microbatches must not lose digits.
+            self._table = torch.zeros(self.layers, width, dtype=torch.float64, device=device)
+        return self._table[layer]
+
+    def start_reduction(self) -> None:
         """Send the sums of the step; call it on every rank when the backward pass has ended.
 
         A forward and backward pass that is run again replaces what the first one sent.
         """
         if self._pending is not None:
             self._pending[1].wait()
-        heads = self.heads
-        device = next(iter(self._rows.values())).device if self._rows else torch.device("cuda")
-        width = 2 * heads + 3
-        whole = width + (2 * heads * len(SERIES) if self.observes else 0)
-        table = torch.zeros(self.layers, whole, dtype=torch.float64, device=device)
-        for layer, row in self._rows.items():
-            own = len(row) - 3
-            table[layer].narrow(0, tp_group.rank() * own, own).copy_(row[:-3])
-            if tp_group.rank() == 0:  # every tensor-parallel rank has these
-                table[layer, heads : 2 * heads] = self._layers[layer][0].double() * row[-1]
-                table[layer, 2 * heads : width] = row[-3:]
-        for (name, layer), (first, sum_h, weight) in self._series.items():
-            at = width + 2 * heads * SERIES.index(name) + first
-            table[layer, at : at + len(sum_h)] = sum_h
-            table[layer, at + heads : at + heads + len(sum_h)] = weight
-        self._rows.clear()
-        self._series.clear()
+        self._row(0, torch.device("cuda"))  # a stage without layers sends zeros
+        table, self._table = self._table, None
+        assert table is not None
         self._pending = table, torch.distributed.all_reduce(table, async_op=True)
 
     def finish_step(self, coeff: float, scope: str) -> HeadStatistics | None:
@@ -174,9 +170,9 @@ class HeadTracker:
             loss = head_balance_loss(importance_LH.nan_to_num(), coeff, routed_LH)
         else:
             loss = coeff * (table[:, -2] / table[:, -1].clamp_min(1)).sum()
-        for layer, (_, receive) in self._layers.items():
+        for layer, receive in self._receivers.items():
             receive(importance_LH[layer])
-        self._layers.clear()
+        self._receivers.clear()
         imbalance_L = squared_cv(importance_LH).sqrt()
         series = {}
         if further.shape[1]:

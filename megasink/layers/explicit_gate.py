@@ -9,7 +9,6 @@ from megatron.core.jit import jit_fuser
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
-    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megasink.attention import apply_gate, gate_values, head_rms_norm, mean_over_heads
 from megasink.gate_options import gate_shape
-from megasink.layers.parameters import ShardedByHeads
+from megasink.layers.parameters import ShardedByHeads, new_parameter
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
@@ -45,7 +44,9 @@ class ExplicitGate(ShardedByHeads, MegatronModule):
         self.heads = self.heads_of_layer // (tp_group.size() if self.sharded else 1)
         self.logit = None
         if config.gate_input == "none":
-            self.logit = _vector(self.heads * self.width, 0.0, config, sharded=self.sharded)
+            self.logit = new_parameter(
+                (self.heads * self.width,), 0.0, config, sharded=self.sharded
+            )
 
     def forward(self, x_SBHD: Tensor, score: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Gate a tensor.
@@ -96,7 +97,7 @@ class HeadNorm(ShardedByHeads, MegatronModule):
         self.weight = None
         if config.sdpa_output_norm == "rmsnorm":
             heads = config.num_attention_heads // tp_group.size()
-            self.weight = _vector(heads * config.kv_channels, 1.0, config, sharded=True)
+            self.weight = new_parameter((heads * config.kv_channels,), 1.0, config, sharded=True)
 
     def forward(self, x_SBHD: Tensor) -> Tensor:
         """In the dtype of the input."""
@@ -110,17 +111,3 @@ class HeadNorm(ShardedByHeads, MegatronModule):
 def _gate(x: Tensor, score: Tensor, activation: str, operation: str) -> tuple[Tensor, Tensor]:
     gate = gate_values(score, activation)
     return apply_gate(x, gate, operation), gate
-
-
-def _vector(
-    size: int, value: float, config: MegasinkTransformerConfig, *, sharded: bool
-) -> torch.nn.Parameter:
-    """A parameter of constant initial value, divided by heads or the same on every rank."""
-    device = None if config.use_cpu_initialization else torch.cuda.current_device()
-    vector = torch.full((size,), value, dtype=config.params_dtype, device=device)
-    parameter = torch.nn.Parameter(vector)
-    if sharded:
-        set_tensor_model_parallel_attributes(parameter, True, 0, 1)
-    else:
-        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-    return parameter

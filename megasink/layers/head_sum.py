@@ -14,7 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megasink.layers.parameters import ShardedByHeads
+from megasink.layers.parameters import ShardedByHeads, new_parameter
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
@@ -50,17 +50,9 @@ class HeadSumProjection(ShardedByHeads, MegatronModule):
         super().__init__(config=config)
         self.tp_group = tp_group
         self.sequence_parallel = config.sequence_parallel
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-
-        def parameter(*shape: int) -> torch.nn.Parameter:
-            tensor = torch.zeros(shape, dtype=config.params_dtype, device=device)
-            whole = torch.nn.Parameter(tensor)
-            # Each rank sees a part of the tokens: finalize_model_grads adds the gradients up.
-            whole.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-            return whole
-
-        self.weight = parameter(hidden_size, config.kv_channels)
-        self.bias = parameter(hidden_size) if bias else None
+        shape = (hidden_size, config.kv_channels)
+        self.weight = new_parameter(shape, 0.0, config, sharded=False)
+        self.bias = new_parameter(shape[:1], 0.0, config, sharded=False) if bias else None
         if config.perform_initialization:
             init_method(self.weight)
 

@@ -62,6 +62,7 @@ class HeadCounter(StaysFloat32):
         self.cp_size = cp_size
         # Not the attention's own config: Megatron gives it another one where groups < ranks.
         heads = config.num_attention_heads
+        self._first = heads // tp_group.size() * tp_group.rank()  # of this rank's heads
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.register_buffer("coefficients", torch.zeros(heads, device=device))
         shares = config.head_balance_shared_heads > 0
@@ -98,7 +99,9 @@ class HeadCounter(StaysFloat32):
         if documents is not None:
             tokens, real_1T = documents.real_tokens, documents.real_1T
         gate_sum_h = gate_sum(gate_BHTC[..., 0] if width == 1 else gate_BHTC.mean(-1), real_1T)
-        statistics.heads.record(self.layer, gate_sum_h, tokens, self.routed, self._receive)
+        statistics.heads.record(
+            self.layer, self._first, gate_sum_h, tokens, self.routed, self._receive
+        )
         if not config.head_balance_coeff:
             return out_SBX
         coefficients = self._coefficients(gate_sum_h, tokens)
@@ -134,7 +137,7 @@ class HeadCounter(StaysFloat32):
         def of_this_microbatch() -> Tensor:
             importance_H = sums.importance()
             loss = head_balance_loss(importance_H, 1.0, self.routed)
-            self._statistics.heads.record_loss(self.layer, loss)
+            self._statistics.heads.record_loss(self.layer, self._first, loss)
             gradient_H = head_balance_gradient(importance_H, 1.0, self.routed)
             gradient_h = own_heads(gradient_H, self.tp_group)
             return gradient_h if targets is None else gradient_h * sums.mean_targets()

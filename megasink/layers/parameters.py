@@ -1,13 +1,37 @@
-"""What Megatron must know of parameters that stand by attention heads: two mixins for modules."""
+"""Parameters of modules that work on attention heads, as Megatron wants them."""
 
 from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from megasink.layers.transformer_config import MegasinkTransformerConfig
+
+
+def new_parameter(
+    shape: tuple[int, ...], value: float, config: MegasinkTransformerConfig, *, sharded: bool
+) -> torch.nn.Parameter:
+    """A parameter of the model's dtype that is constant at first.
+
+    Args:
+        sharded: by heads on axis 0, of which `shape` has this rank's; else the same on every
+            tensor-parallel rank.
+    """
+    device = None if config.use_cpu_initialization else torch.cuda.current_device()
+    parameter = torch.nn.Parameter(
+        torch.full(shape, value, dtype=config.params_dtype, device=device)
+    )
+    if sharded:
+        set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+    else:
+        # Each rank sees a part of the tokens: finalize_model_grads adds the gradients up.
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return parameter
 
 
 class ShardedByHeads(torch.nn.Module):

@@ -9,6 +9,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megasink.balance.tracker import HeadTracker
 from megasink.layers.core_attention import CoreAttention
 from tests.distributed import tiny_gpt
 
@@ -150,3 +151,15 @@ def one_config_for_two() -> str:
     except RuntimeError as error:
         return str(error)
     return "trained"
+
+
+def nothing_recorded() -> dict[str, Any]:
+    """The statistics of a step in which no layer of any rank recorded."""
+    tracker = HeadTracker(layers=2, heads=2)
+    tracker.start_reduction()
+    statistics = tracker.finish_step(1.0, "global")
+    assert statistics is not None
+    return {
+        "nan": bool(statistics.importance_LH.isnan().all()),
+        "balance_loss": float(statistics.balance_loss),
+    }

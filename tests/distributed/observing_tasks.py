@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megasink.balance.tracker import BALANCE_GRADIENT, OTHER_GRADIENT
+from megasink.balance.tracker import BALANCE_GRADIENT, OTHER_GRADIENT, SERIES
 from megasink.layers import sink_rate
 from megasink.layers.builder import MegasinkGPTBuilder
 from megasink.layers.core_attention import CoreAttention
@@ -124,11 +124,13 @@ def layer_gradients(packed: bool, **options: Any) -> dict[str, Tensor]:
             qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens
         )
     tensors = [x.squeeze(1) if packed else x for x in (query, key, value)]
-    recorded = config.transformer.statistics.heads
-    recorded.observes = True
+    tracker = config.transformer.statistics.heads
+    tracker.observes = True
     out = core(*tensors, None, packed_seq_params=params)
     out.backward(grad)
-    found = {name: recorded._series[name, 0][1] for name in (BALANCE_GRADIENT, OTHER_GRADIENT)}
+    assert tracker._table is not None
+    series = tracker._table[0, 2 * heads + 3 :].view(len(SERIES), 2, heads)
+    found = {n: series[SERIES.index(n), 0] for n in (BALANCE_GRADIENT, OTHER_GRADIENT)}
 
     bias_H = torch.zeros(heads, requires_grad=True)
     parts = [
@@ -183,7 +185,7 @@ def sink_rates(sequence: int, epsilon: float, **options: Any) -> dict[str, Any]:
         forward(models, sequence)
     rates = sinks.finish()
     forward(models, sequence)  # does not count any more
-    return {"first": rates[0], "slot": rates[1], "left": len(sinks._counts)}
+    return {"first": rates[0], "slot": rates[1], "left": 0 if sinks._table is None else 1}
 
 
 def forward(models: list[Any], sequence: int) -> None:

@@ -319,12 +319,12 @@ def statistics(transformer: MegasinkTransformerConfig) -> Any:
     return heads.finish_step(transformer.head_balance_coeff, transformer.head_balance_scope)
 
 
-def recorded(transformer: MegasinkTransformerConfig) -> dict[int, Tensor]:
-    """{layer: its sums} since the last call: as `HeadTracker` keeps them until the step ends."""
+def recorded(transformer: MegasinkTransformerConfig) -> Tensor | None:
+    """The sums of each layer since the last call: as `HeadTracker` keeps them in a step."""
     statistics = transformer.statistics
-    rows = statistics.heads._rows
+    table = statistics.heads._table
     statistics.heads = HeadTracker(transformer.num_layers, transformer.num_attention_heads)
-    return rows
+    return table
 
 
 def count_forward_calls(models: list[Any]) -> list[int]:

@@ -55,7 +55,7 @@ def against_definition(**options: Any) -> dict[str, float]:
 
     output, bias = attention(hidden_SBM, None)
     found_SBM = output if bias is None else output + bias
-    sums_H = attention.config.statistics.heads._rows[0][: tiny_gpt.HEADS]
+    sums_H = attention.config.statistics.heads._table[0, : tiny_gpt.HEADS]
     found = {"output": found_SBM, "importance": sums_H / (23 * 2)}
     found |= dict(zip(("hidden", *names), gradients(found_SBM, 0.0), strict=True))
     wanted_SBM, importance_H = definition(attention, hidden_SBM)
@@ -253,8 +253,8 @@ def counted(**options: Any) -> dict[str, Any]:
         built.train(training)
         with torch.set_grad_enabled(gradients), _calls() as calls:
             built(data["tokens"], data["position_ids"], None, labels=data["labels"])
-        rows = tiny_gpt.recorded(built.config)
-        found[name] = int(rows[0][-1]) if rows else 0
+        table = tiny_gpt.recorded(built.config)
+        found[name] = 0 if table is None else int(table[0, -1])
         found["with gate"] = sorted({call["with_gate"] for call in calls})
     return found
 

@@ -263,8 +263,8 @@ def recorded() -> dict[str, int]:
         model.train(training)
         with torch.set_grad_enabled(gradients):
             model(data["tokens"], data["position_ids"], None, labels=data["labels"])
-        rows = tiny_gpt.recorded(config.transformer)
-        found[name] = int(rows[0][-1]) if rows else 0
+        table = tiny_gpt.recorded(config.transformer)
+        found[name] = 0 if table is None else int(table[0, -1])
     return found
 
 
