@@ -24,6 +24,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megasink.attention import first_key_gate, similarity_attention
+from megasink.balance.tracker import SINK
 from megasink.config import COMM_TYPES, visible_tokens
 from megasink.gate_options import counts_heads
 from megasink.layers.context_parallel import (
@@ -171,7 +172,7 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
         trains = self.training and torch.is_grad_enabled()
         counts = self.counts_heads and trains
         if trains and self.softmax_offset is not None:
-            self.observer.softmax_offset(self.softmax_offset)
+            self.observer.add(SINK, self.softmax_offset, 1)
         attend = self._softmax if self.config.attention_similarity == "softmax" else self._similar
         out_SBHD, gate_BHS = self._over_ranks(partial(attend, counts=counts), query, key, value)
         if self.config.attention_scale_alpha != 1.0:

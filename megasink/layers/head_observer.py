@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megasink.attention import first_key_share, gate_bias_gradient
-from megasink.balance.tracker import BALANCE_GRADIENT, GATE, OTHER_GRADIENT, SINK
+from megasink.balance.tracker import GATE, OTHER_GRADIENT
 from megasink.layers.documents import Documents
 from megasink.layers.sink_rate import TOKENS
 from megasink.layers.transformer_config import MegasinkTransformerConfig
@@ -44,25 +44,24 @@ class HeadObserver:
         """Whether an evaluation is running whose attention sinks are counted."""
         return self._statistics.sinks.collects
 
-    def softmax_offset(self, offset_H: Tensor) -> None:
-        """Record the sink logits, on a step that is observed."""
-        if self._statistics.heads.observes:
-            self._add(SINK, offset_H, 1)
-
-    def explicit_gate(self, gate_SBHC: Tensor, *, replicated: bool) -> None:
-        """Record the mean of a gate that is not the head importance, on a step that is observed.
+    def add(self, name: str, sum_H: Tensor, weight: int, *, replicated: bool = False) -> None:
+        """Add to a series, where the running step is observed.
 
         Args:
+            name, sum_H, weight: see :meth:`HeadTracker.add`.
             replicated: every tensor-parallel rank has the same heads, for tokens of its own.
         """
+        heads = self._statistics.heads
+        if heads.observes:
+            first = 0 if replicated else len(sum_H) * self._rank
+            heads.add(name, self._layer, first, sum_H, weight)
+
+    def explicit_gate(self, gate_SBHC: Tensor, *, replicated: bool) -> None:
+        """Record the mean of a gate that is not the head importance; `replicated` as in `add`."""
         if self._statistics.heads.observes and torch.is_grad_enabled():
             sequence, batch, _, width = gate_SBHC.shape
             sum_H = gate_SBHC.detach().sum((0, 1, 3)) / width
-            self._add(GATE, sum_H, sequence * batch, rank=0 if replicated else self._rank)
-
-    def balance_gradient(self, sum_H: Tensor, tokens: int) -> None:
-        """Record that of the balance loss at the logit of the gate, summed over tokens."""
-        self._add(BALANCE_GRADIENT, sum_H, tokens)
+            self.add(GATE, sum_H, sequence * batch, replicated=replicated)
 
     def output_gradient(
         self,
@@ -87,7 +86,7 @@ class HeadObserver:
 
         def record(grad_BHTD: Tensor) -> None:
             sum_H = gate_bias_gradient(grad_BHTD, kept_BHTD, gate_BHTC, value_BHTD)
-            self._add(OTHER_GRADIENT, sum_H, count)
+            self.add(OTHER_GRADIENT, sum_H, count)
 
         out_BHTD.register_hook(record)
 
@@ -112,10 +111,6 @@ class HeadObserver:
     def similarity_sinks(self, first_weight_BHT: Tensor) -> None:
         """The same from the weight of every query on the first key."""
         self._count_sinks(first_weight_BHT[..., :TOKENS].mean(-1), None)
-
-    def _add(self, name: str, sum_H: Tensor, weight: int, rank: int | None = None) -> None:
-        first = len(sum_H) * (self._rank if rank is None else rank)
-        self._statistics.heads.add(name, self._layer, first, sum_H, weight)
 
     def _count_sinks(self, first_BH: Tensor, slot_BH: Tensor | None) -> None:
         first = first_BH.shape[1] * self._rank

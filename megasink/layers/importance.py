@@ -16,6 +16,7 @@ from megasink.attention import gate_slope, gate_sum
 from megasink.balance.attach import attach_gradient
 from megasink.balance.loss import head_balance_gradient, head_balance_loss, routed_heads
 from megasink.balance.reduce import ImportanceSum, own_heads
+from megasink.balance.tracker import BALANCE_GRADIENT
 from megasink.layers.documents import Documents
 from megasink.layers.head_observer import HeadObserver
 from megasink.layers.parameters import StaysFloat32
@@ -115,7 +116,7 @@ class HeadCounter(StaysFloat32):
         def gradient() -> Tensor:
             sent_h = statistics.balance.scaled(coefficients(), config.head_balance_coeff)
             if slope_h is not None:
-                self._observer.balance_gradient(sent_h * slope_h, tokens)
+                self._observer.add(BALANCE_GRADIENT, sent_h * slope_h, tokens)
             return sent_h
 
         return attach_gradient(out_SBX, gate_sum_h / count, gradient)
