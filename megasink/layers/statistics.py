@@ -10,19 +10,18 @@ from megasink.layers.sink_rate import SinkRate
 
 
 class ModelStatistics:
-    """The statistics of one model, ``config.statistics`` of its MegasinkTransformerConfig.
+    """The statistics of one model: ``config.statistics`` of its MegasinkTransformerConfig.
 
-    The config carries them, since it is what Megatron itself takes for the model's identity: every
-    layer, virtual pipeline stage and recomputed block holds it, ``get_model_config`` finds it from
-    a wrapped model, and what is called for one model hangs on it already (``grad_scale_func``,
-    ``no_sync_func``, ``finalize_model_grads_func``). Models that train in one process need a config
-    each; where two share one, :meth:`HeadTracker.record` refuses it.
+    The config carries them because it is Megatron's own identity of a model: every layer, virtual
+    pipeline stage and recomputed block holds it, ``get_model_config`` finds it from a wrapped
+    model, and what is called for one model hangs on it already (``grad_scale_func``,
+    ``no_sync_func``, ``finalize_model_grads_func``). So models that train in one process need a
+    config each; :meth:`HeadTracker.record` refuses two that share one.
 
-    The layers of a model may hold copies of its config (core/transformer/attention.py:378 makes a
-    deep one where there are fewer groups than tensor-parallel ranks): those share the statistics. A
-    config made anew, by ``dataclasses.replace`` too, has its own, and a pickled one empty ones:
-    sums and messages under way belong to the process. No field, module or buffer holds them, so
-    they are in no checkpoint; what of them is training state is a buffer of ``HeadCounter``.
+    Copies of a config share them, for layers may hold one (core/transformer/attention.py:378 makes
+    a deep copy where there are fewer groups than tensor-parallel ranks). A config made anew, also
+    by ``dataclasses.replace``, has its own, and a pickled one empty ones. No dataclass field,
+    module or buffer holds them, so no checkpoint does: training state is in ``HeadCounter``.
 
     Args:
         layers: of the whole model.
