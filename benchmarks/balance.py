@@ -69,8 +69,6 @@ def stepper(name: str, shape: dict[str, Any], arguments: argparse.Namespace, cud
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megasink.balance.tracker import HeadTracker
-
     config, models = build(name, shape, arguments, cuda)
     transformer = config.transformer
     optimizer = get_megatron_optimizer(
@@ -115,7 +113,9 @@ def stepper(name: str, shape: dict[str, Any], arguments: argparse.Namespace, cud
         )
         optimizer.step()
         if name != WITHOUT:
-            HeadTracker.finish_step(transformer.head_balance_coeff, transformer.head_balance_scope)
+            transformer.statistics.heads.finish_step(
+                transformer.head_balance_coeff, transformer.head_balance_scope
+            )
         if cuda:
             torch.cuda.synchronize()
         return time.perf_counter() - start, time.process_time() - start_cpu

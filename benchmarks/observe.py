@@ -29,8 +29,6 @@ class Trainer:
     """A model, its optimizer and an observer that writes into a folder."""
 
     def __init__(self, folder: Path, sequence: int):
-        from megatron.core import parallel_state
-
         from megasink.train import observer
 
         self.options = {"attention_variant": "sink", "head_balance_coeff": 1e-4}
@@ -41,7 +39,6 @@ class Trainer:
             VOCABULARY, (step_time.BATCH, sequence + 1), generator=generator
         )
         self.positions = torch.arange(sequence)[None]
-        self.tp_group = parallel_state.get_tensor_model_parallel_group()
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(str(folder))
@@ -64,29 +61,26 @@ class Trainer:
         mock.patch.object(observer, "get_tensorboard_writer", return_value=self.writer).start()
         mock.patch.object(observer, "get_wandb_writer", return_value=None).start()
         mock.patch.object(observer.Observer, "_print").start()
-        self.observer = observer.Observer(folder / "metrics.jsonl")
+        self.observer = observer.Observer(self.model.config.statistics, folder / "metrics.jsonl")
         self.iteration = 0
 
     def step(self, kind: str) -> tuple[float, float]:
         """Train one step: its CPU seconds, and those of them that the observer took."""
-        from megasink.balance.tracker import HeadTracker
-
         self.iteration += 1
         self.args.log_interval = 1 if kind in (LOGGED, PICTURE) else 10**9
         self.args.head_heatmap_interval = int(kind == PICTURE)
         start = time.process_time()
-        HeadTracker.observes = kind in (LOGGED, PICTURE)
+        heads = self.model.config.statistics.heads
+        heads.observes = kind in (LOGGED, PICTURE)
         self.optimizer.zero_grad()
         inputs, labels = self.tokens[:, :-1], self.tokens[:, 1:]
         loss = self.model(inputs, self.positions, None, labels=labels).mean()
         loss.backward()
-        HeadTracker.start_reduction(
-            SHAPE["num_layers"], SHAPE["num_attention_heads"], self.tp_group
-        )
+        heads.start_reduction()
         self.optimizer.step()
         middle = time.process_time()
         if kind == OFF:
-            HeadTracker.finish_step(1e-4, "global")  # the loss itself needs it
+            heads.finish_step(1e-4, "global")  # the loss itself needs it
         else:
             call = {
                 "iteration": self.iteration,

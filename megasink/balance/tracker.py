@@ -5,11 +5,10 @@ Shapes: L layers of the model, H query heads, h those of this tensor-parallel ra
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megasink.balance.loss import head_balance_loss
 from megasink.diagnostics.importance import layer_imbalance
@@ -51,55 +50,70 @@ Receiver = Callable[[Tensor], None]
 
 
 class HeadTracker:
-    """Sums per layer, on the device, until the step ends. One per process.
+    """The sums of one model's layers, on the device, until the step ends.
 
-    One all-reduce of one [L, 2 H + 3] tensor per step, whatever the layers, stages and
-    microbatches. It starts when the backward pass ends and is awaited after the optimizer's step.
-    On a step that is observed the tensor has 2 H further columns for each of `SERIES`.
+    They are kept in the table that is sent: one all-reduce of one [L, 2 H + 3] tensor per step,
+    whatever the layers, stages and microbatches. It starts when the backward pass ends and is
+    awaited after the optimizer's step. On a step that is observed the tensor has 2 H further
+    columns for each of `SERIES`.
+
+    Args:
+        layers: L.
+        heads: H.
 
     Attributes:
-        observes: the running step is observed; the same on every rank.
+        observes: the running step is observed; the same on every rank, from its first microbatch.
     """
 
-    observes: ClassVar[bool] = False
+    def __init__(self, layers: int, heads: int):
+        self.layers, self.heads = layers, heads
+        self.observes = False
+        # Of each layer: a sum per head, how often each was routed, then tokens, balance loss at
+        # coefficient 1, microbatches; of each series a sum and a weight per head.
+        self._table: Tensor | None = None
+        self._receivers: dict[int, Receiver] = {}
+        self._pending: tuple[Tensor, Any] | None = None
 
-    # Of each layer: a sum per head, then tokens, balance loss at coefficient 1, microbatches.
-    _rows: ClassVar[dict[int, Tensor]] = {}
-    _layers: ClassVar[dict[int, tuple[Tensor, Receiver]]] = {}
-    _pending: ClassVar[tuple[Tensor, Any, int] | None] = None
-    # (name, layer) -> (first head, sums over [heads of this rank], their weight).
-    _series: ClassVar[dict[tuple[str, int], tuple[int, Tensor, float]]] = {}
-
-    @classmethod
     def record(
-        cls, layer: int, gate_sum_h: Tensor, tokens: int, routed_H: Tensor, receiver: Receiver
+        self,
+        layer: int,
+        first: int,
+        gate_sum_h: Tensor,
+        tokens: int,
+        routed_H: Tensor,
+        receiver: Receiver,
     ) -> None:
         """Add one microbatch of one layer.
 
         Args:
             layer: 0-based index in the whole model.
+            first: index in the layer of the first of this rank's heads.
             gate_sum_h: sum over tokens of the gate of this rank's heads.
             tokens: how many tokens it is the sum of.
             routed_H: the heads that the balance loss evens out, bool.
             receiver: called with the layer's importance [H] when the step has ended.
+
+        Raises:
+            RuntimeError: another module has recorded as this layer in the running step.
         """
-        row = cls._rows.get(layer)
-        if row is None:
-            # float64: sums over thousands of microbatches must not lose digits.
-            row = gate_sum_h.new_zeros(len(gate_sum_h) + 3, dtype=torch.float64)
-            cls._rows[layer] = row
-        row[:-3] += gate_sum_h.detach()
-        row[-3] += tokens
-        row[-1] += 1
-        cls._layers[layer] = (routed_H, receiver)
+        if self._receivers.setdefault(layer, receiver) != receiver:
+            raise RuntimeError(
+                f"two modules record statistics as layer {layer}: models that train in one process "
+                "need a MegasinkTransformerConfig each, for the statistics are the config's"
+            )
+        row = self._row(layer, gate_sum_h.device)
+        row[first : first + len(gate_sum_h)] += gate_sum_h.detach()
+        if first == 0:  # every tensor-parallel rank has these
+            row[self.heads : 2 * self.heads] += routed_H
+            row[2 * self.heads] += tokens
+            row[2 * self.heads + 2] += 1
 
-    @classmethod
-    def record_loss(cls, layer: int, loss: Tensor) -> None:
+    def record_loss(self, layer: int, first: int, loss: Tensor) -> None:
         """Add the layer's term of the balance loss in one microbatch that was recorded."""
-        cls._rows[layer][-2] += loss.detach()
+        if first == 0:
+            self._row(layer, loss.device)[2 * self.heads + 1] += loss.detach()
 
-    @classmethod
-    def add(cls, name: str, layer: int, first: int, sum_h: Tensor, weight: float) -> None:
+    def add(self, name: str, layer: int, first: int, sum_h: Tensor, weight: float) -> None:
         """Add to a series, on a step that is observed; every rank adds its part of the mean.
 
         Args:
@@ -110,40 +124,31 @@ class HeadTracker:
                 together with it.
             weight: how many it is the sum of.
         """
-        sum_h = sum_h.detach().double()
-        if (name, layer) in cls._series:
-            _, before_h, weight_before = cls._series[name, layer]
-            sum_h, weight = before_h + sum_h, weight_before + weight
-        cls._series[name, layer] = first, sum_h, weight
+        at = 2 * self.heads + 3 + 2 * self.heads * SERIES.index(name) + first
+        row = self._row(layer, sum_h.device)
+        row[at : at + len(sum_h)] += sum_h.detach()
+        row[at + self.heads : at + self.heads + len(sum_h)] += weight
 
-    @classmethod
-    def start_reduction(cls, layers: int, heads: int, tp_group: ProcessGroup) -> None:
+    def _row(self, layer: int, device: torch.device) -> Tensor:
+        if self._table is None:
+            width = 2 * self.heads + 3 + (2 * self.heads * len(SERIES) if self.observes else 0)
+            # float64: sums over thousands of microbatches must not lose digits.
+            self._table = torch.zeros(self.layers, width, dtype=torch.float64, device=device)
+        return self._table[layer]
+
+    def start_reduction(self) -> None:
         """Send the sums of the step; call it on every rank when the backward pass has ended.
 
         A forward and backward pass that is run again replaces what the first one sent.
         """
-        if cls._pending is not None:
-            cls._pending[1].wait()
-        device = next(iter(cls._rows.values())).device if cls._rows else torch.device("cuda")
-        width = 2 * heads + 3
-        whole = width + (2 * heads * len(SERIES) if cls.observes else 0)
-        table = torch.zeros(layers, whole, dtype=torch.float64, device=device)
-        for layer, row in cls._rows.items():
-            own = len(row) - 3
-            table[layer].narrow(0, tp_group.rank() * own, own).copy_(row[:-3])
-            if tp_group.rank() == 0:  # every tensor-parallel rank has these
-                table[layer, heads : 2 * heads] = cls._layers[layer][0].double() * row[-1]
-                table[layer, 2 * heads : width] = row[-3:]
-        for (name, layer), (first, sum_h, weight) in cls._series.items():
-            at = width + 2 * heads * SERIES.index(name) + first
-            table[layer, at : at + len(sum_h)] = sum_h
-            table[layer, at + heads : at + heads + len(sum_h)] = weight
-        cls._rows.clear()
-        cls._series.clear()
-        cls._pending = table, torch.distributed.all_reduce(table, async_op=True), heads
+        if self._pending is not None:
+            self._pending[1].wait()
+        self._row(0, torch.device("cuda"))  # a stage without layers sends zeros
+        table, self._table = self._table, None
+        assert table is not None
+        self._pending = table, torch.distributed.all_reduce(table, async_op=True)
 
-    @classmethod
-    def finish_step(cls, coeff: float, scope: str) -> HeadStatistics | None:
+    def finish_step(self, coeff: float, scope: str) -> HeadStatistics | None:
         """The statistics of the step, to every layer's receiver too.
 
         Args:
@@ -153,11 +158,12 @@ class HeadTracker:
         Returns:
             None if nothing was sent.
         """
-        if cls._pending is None:
+        if self._pending is None:
             return None
-        table, work, heads = cls._pending
-        cls._pending = None
+        table, work = self._pending
+        self._pending = None
         work.wait()
+        heads = self.heads
         table, further = table[:, : 2 * heads + 3], table[:, 2 * heads + 3 :]
         importance_LH = (table[:, :heads] / table[:, -3:-2]).float()
         if scope == "global":
@@ -165,9 +171,9 @@ class HeadTracker:
             loss = head_balance_loss(importance_LH.nan_to_num(), coeff, routed_LH)
         else:
             loss = coeff * (table[:, -2] / table[:, -1].clamp_min(1)).sum()
-        for layer, (_, receive) in cls._layers.items():
+        for layer, receive in self._receivers.items():
             receive(importance_LH[layer])
-        cls._layers.clear()
+        self._receivers.clear()
         imbalance_L = layer_imbalance(importance_LH)
         series = {}
         if further.shape[1]:
@@ -175,12 +181,3 @@ class HeadTracker:
             means = (sums / weights).float()
             series = {name: means[:, index] for index, name in enumerate(SERIES)}
         return HeadStatistics(importance_LH, imbalance_L, imbalance_L.nanmean(), loss, series)
-
-    @classmethod
-    def forget(cls) -> None:
-        """Drop everything, as in a new process."""
-        cls._rows.clear()
-        cls._layers.clear()
-        cls._series.clear()
-        cls._pending = None
-        cls.observes = False

@@ -1,19 +1,17 @@
 """The core-attention module inside Megatron's SelfAttention.
 
 What a variant adds is in ``layers/slots.py``; here are Megatron's interface, the parameters and
-what is counted.
+what is counted; what is watched beside it is in ``layers/head_observer.py``.
 
 Shapes: S sequence, B batch, H query heads and G key/value groups of this tensor-parallel rank,
 T = S tokens, D head dim. Megatron hands over [S, B, heads, D] and takes [S, B, H * D]; packed
 documents come as [T, heads, D].
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
@@ -22,20 +20,11 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import (
-    is_layer_window_attention,
-    make_sharded_tensors_for_checkpoint,
-)
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from megasink.attention import (
-    first_key_gate,
-    first_key_share,
-    gate_bias_gradient,
-    gate_slope,
-    similarity_attention,
-)
-from megasink.balance.tracker import OTHER_GRADIENT, SINK, HeadTracker
+from megasink.attention import first_key_gate, similarity_attention
+from megasink.balance.tracker import SINK
 from megasink.config import COMM_TYPES, visible_tokens
 from megasink.gate_options import counts_heads
 from megasink.layers.context_parallel import (
@@ -45,15 +34,16 @@ from megasink.layers.context_parallel import (
     attend_with_scattered_heads,
 )
 from megasink.layers.documents import Documents, documents_of
+from megasink.layers.head_observer import HeadObserver
 from megasink.layers.importance import HeadCounter
+from megasink.layers.parameters import ShardedByHeads, StaysFloat32
 from megasink.layers.position_bias import build_position_bias
 from megasink.layers.similarity import SimilarityMLP
-from megasink.layers.sink_rate import TOKENS, SinkRate
 from megasink.layers.slots import SINK_PARAMETERS, VARIANTS, new_parameter, slot_value
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
-class CoreAttention(MegatronModule):
+class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
     """Attention of any variant, whose gates feed the head-balance loss (P0, P2.23 to P2.38).
 
     Args:
@@ -74,6 +64,8 @@ class CoreAttention(MegatronModule):
         relative_bias: gives the biases of ``attention_bias_type``; None for none.
         similarity_mlp: for the MLP similarity.
         documents: of the batch that ran last; None where it was not packed.
+        observer, attending: record what is observed of this rank's heads, and of those that it
+            attends for: a share of them under "a2a".
 
     Raises:
         ValueError: cross attention, a mask other than the causal one, context parallelism of
@@ -119,6 +111,11 @@ class CoreAttention(MegatronModule):
         # An explicit gate may be the head's importance; then the one of the softmax is not.
         self.counts_heads = not counts_heads(config)
 
+        rank = self.tp_group.rank()
+        self.observer = self.attending = HeadObserver(config, layer_number, rank)
+        if self.scatters_heads:
+            rank = rank * self.cp_group.size() + self.cp_group.rank()
+            self.attending = HeadObserver(config, layer_number, rank)
         self.head_counter = HeadCounter(config, layer_number, self.tp_group, self.cp_group.size())
         self.relative_bias = build_position_bias(config, self.tp_group)
         self.documents: Documents | None = None
@@ -133,23 +130,11 @@ class CoreAttention(MegatronModule):
             value, sharded = new_parameter(name, config, heads, head_dim, device)
             parameter = torch.nn.Parameter(value)
             if sharded:
-                # Without these the gradient norm counts those of tensor-parallel rank 0 only.
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
             self.register_parameter(name, parameter)
         self.similarity_mlp = None
         if config.attention_similarity == "mlp":
             self.similarity_mlp = SimilarityMLP(head_dim, dtype=config.params_dtype, device=device)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CoreAttention":
-        """Move with the module but stay float32: Float16Module turns every parameter into bf16."""
-        kept = {name: p.data for name, p in self._parameters.items() if p is not None}
-        super()._apply(fn, recurse)
-        for name, before in kept.items():
-            parameter = self._parameters[name]
-            assert parameter is not None
-            moved = parameter.data
-            parameter.data = moved.float() if before.is_meta else before.to(moved.device)
-        return self
 
     def forward(
         self,
@@ -186,9 +171,8 @@ class CoreAttention(MegatronModule):
         # Recompute runs forward a first time without gradients: that run counts nothing.
         trains = self.training and torch.is_grad_enabled()
         counts = self.counts_heads and trains
-        if trains and HeadTracker.observes and self.softmax_offset is not None:
-            first = self.tp_group.rank() * len(self.softmax_offset)
-            HeadTracker.add(SINK, self.layer_number - 1, first, self.softmax_offset, 1)
+        if trains and self.softmax_offset is not None:
+            self.observer.add(SINK, self.softmax_offset, 1)
         attend = self._softmax if self.config.attention_similarity == "softmax" else self._similar
         out_SBHD, gate_BHS = self._over_ranks(partial(attend, counts=counts), query, key, value)
         if self.config.attention_scale_alpha != 1.0:
@@ -196,8 +180,7 @@ class CoreAttention(MegatronModule):
         out = out_SBHD.reshape(*out_SBHD.shape[:2], -1)
         if not counts or gate_BHS is None:
             return out
-        slope_BHS = gate_slope(gate_BHS[..., None]) if self._observes else None
-        counted: Tensor = self.head_counter(out, gate_BHS, self.documents, slope_BHS)
+        counted: Tensor = self.head_counter(out, gate_BHS[..., None], self.documents)
         return counted
 
     def _over_ranks(
@@ -250,56 +233,28 @@ class CoreAttention(MegatronModule):
             backend=self.config.attention_kernel,
             with_gate=balances or self.variant.always_gated,
         )
-        if SinkRate.collects and not self.training:
-            first_BH = first_key_share(
+        if self.attending.counts_sinks and not self.training:
+            self.attending.softmax_sinks(
                 query_BHTD,
                 key_BGSD,
                 lse_BHT,
-                TOKENS,
+                gate_BHT if self.variant.always_gated else None,
                 scale=self.softmax_scale,
                 window=self.window,
                 distance_bias_HS=mask.get("distance_bias_HS"),
             )
-            slot_BH = None
-            if self.variant.always_gated and gate_BHT is not None:
-                slot_BH = 1.0 - gate_BHT[..., :TOKENS].mean(-1)
-            self._count_sinks(first_BH, slot_BH)
-        elif counts and gate_BHT is None:
+        if counts and gate_BHT is None:
             gate_BHT = first_key_gate(
                 query_BHTD, key_BGSD, lse_BHT, scale=self.softmax_scale, **mask
             )
-        if counts and self._observes and gate_BHT is not None:
+        if counts and self.attending.compares_gradients and gate_BHT is not None:
             value_BHTD = slot_value(
                 self.config, parameters, value_BGSD, out_BHTD.shape[1], mask.get("cu_seqlens")
             )
-            self._observe_gradient(out_BHTD, gate_BHT, value_BHTD)
+            self.attending.output_gradient(
+                out_BHTD, gate_BHT[..., None], value_BHTD, self.documents
+            )
         return out_BHTD, gate_BHT
-
-    @property
-    def _observes(self) -> bool:
-        """Whether the gradients at the gates are compared on this step."""
-        return HeadTracker.observes and self.config.head_balance_coeff > 0
-
-    def _observe_gradient(
-        self, out_BHTD: Tensor, gate_BHT: Tensor, value_BHTD: Tensor | None
-    ) -> None:
-        """Record in the backward pass what comes through the output to the logit of the gate.
-
-        Here and not where heads are counted: under context parallelism the first value is known
-        here without a further message.
-        """
-        kept_BHTD, gate_BHT1 = out_BHTD.detach(), gate_BHT.detach()[..., None]
-        batch, heads, tokens, _ = out_BHTD.shape
-        count = batch * tokens if self.documents is None else self.documents.real_tokens
-        first = heads * self.tp_group.rank()
-        if self.scatters_heads:
-            first = heads * (self.tp_group.rank() * self.cp_group.size() + self.cp_group.rank())
-
-        def record(grad_BHTD: Tensor) -> None:
-            sum_H = gate_bias_gradient(grad_BHTD, kept_BHTD, gate_BHT1, value_BHTD)
-            HeadTracker.add(OTHER_GRADIENT, self.layer_number - 1, first, sum_H, count)
-
-        out_BHTD.register_hook(record)
 
     def _similar(
         self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, *, counts: bool
@@ -316,13 +271,9 @@ class CoreAttention(MegatronModule):
             window=self.window,
             scale=self.softmax_scale,
         )
-        if SinkRate.collects and not self.training:
-            self._count_sinks(first_weight_BHT[..., :TOKENS].mean(-1))
+        if self.attending.counts_sinks and not self.training:
+            self.attending.similarity_sinks(first_weight_BHT)
         return out_BHTD, 1.0 - first_weight_BHT
-
-    def _count_sinks(self, first_BH: Tensor, slot_BH: Tensor | None = None) -> None:
-        first = self.tp_group.rank() * first_BH.shape[1]
-        SinkRate.record(self.layer_number - 1, first, first_BH, slot_BH)
 
     def _whole(self, name: str) -> Tensor:
         """A parameter; one that all heads share collects the gradients of every rank's heads."""
@@ -331,25 +282,3 @@ class CoreAttention(MegatronModule):
             return self._own_share(parameter)
         shared: Tensor = copy_to_tensor_model_parallel_region(parameter, self.tp_group)
         return shared
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> ShardedStateDict:
-        """Parameters and tables of biases sharded by heads; those that heads share as copies."""
-        state = self.state_dict(prefix="", keep_vars=True)
-        by_heads = {
-            name: parameter.partition_dim
-            for name, parameter in state.items()
-            if getattr(parameter, "tensor_model_parallel", False)
-        }
-        return make_sharded_tensors_for_checkpoint(
-            state,
-            prefix,
-            by_heads,
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )

@@ -4,27 +4,23 @@ Shapes: S sequence, B batch; H heads of this tensor-parallel rank, query heads o
 as the gate's position has it; D head dim; C scores per head and token, 1 or D.
 """
 
-from typing import Any
-
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.jit import jit_fuser
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
-    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megasink.attention import apply_gate, gate_values, head_rms_norm, mean_over_heads
 from megasink.gate_options import gate_shape
+from megasink.layers.parameters import ShardedByHeads, new_parameter
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
-class ExplicitGate(MegatronModule):
+class ExplicitGate(ShardedByHeads, MegatronModule):
     """score -> gate -> gated tensor (P1 Eq. 5), for one position of one layer.
 
     Args:
@@ -48,7 +44,9 @@ class ExplicitGate(MegatronModule):
         self.heads = self.heads_of_layer // (tp_group.size() if self.sharded else 1)
         self.logit = None
         if config.gate_input == "none":
-            self.logit = _vector(self.heads * self.width, 0.0, config, sharded=self.sharded)
+            self.logit = new_parameter(
+                (self.heads * self.width,), 0.0, config, sharded=self.sharded
+            )
 
     def forward(self, x_SBHD: Tensor, score: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Gate a tensor.
@@ -81,17 +79,8 @@ class ExplicitGate(MegatronModule):
         total = reduce_from_tensor_model_parallel_region(total, group=self.tp_group)
         return copy_to_tensor_model_parallel_region(total, group=self.tp_group)
 
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> ShardedStateDict:
-        """The logits, sharded by heads on axis 0."""
-        return _by_heads(self, prefix, sharded_offsets, metadata, "logit" if self.sharded else None)
 
-
-class HeadNorm(MegatronModule):
+class HeadNorm(ShardedByHeads, MegatronModule):
     """RMSNorm (P1.16) or SiLU (P1.17) on the SDPA output of each head.
 
     Attributes:
@@ -108,7 +97,7 @@ class HeadNorm(MegatronModule):
         self.weight = None
         if config.sdpa_output_norm == "rmsnorm":
             heads = config.num_attention_heads // tp_group.size()
-            self.weight = _vector(heads * config.kv_channels, 1.0, config, sharded=True)
+            self.weight = new_parameter((heads * config.kv_channels,), 1.0, config, sharded=True)
 
     def forward(self, x_SBHD: Tensor) -> Tensor:
         """In the dtype of the input."""
@@ -117,49 +106,8 @@ class HeadNorm(MegatronModule):
         weight_HD = self.weight.view(*x_SBHD.shape[-2:])
         return head_rms_norm(x_SBHD, weight_HD, self.config.layernorm_epsilon)
 
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> ShardedStateDict:
-        """The weight, sharded by heads on axis 0."""
-        return _by_heads(self, prefix, sharded_offsets, metadata, "weight")
-
 
 @jit_fuser  # as Megatron's own output gate: one kernel on GPUs, nothing wide is kept for backward
 def _gate(x: Tensor, score: Tensor, activation: str, operation: str) -> tuple[Tensor, Tensor]:
     gate = gate_values(score, activation)
     return apply_gate(x, gate, operation), gate
-
-
-def _vector(
-    size: int, value: float, config: MegasinkTransformerConfig, *, sharded: bool
-) -> torch.nn.Parameter:
-    """A parameter of constant initial value, divided by heads or the same on every rank."""
-    device = None if config.use_cpu_initialization else torch.cuda.current_device()
-    vector = torch.full((size,), value, dtype=config.params_dtype, device=device)
-    parameter = torch.nn.Parameter(vector)
-    if sharded:
-        # Without these the gradient norm counts tensor-parallel rank 0 only.
-        set_tensor_model_parallel_attributes(parameter, True, 0, 1)
-    else:
-        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-    return parameter
-
-
-def _by_heads(
-    module: ExplicitGate | HeadNorm,
-    prefix: str,
-    sharded_offsets: tuple[tuple[int, int, int], ...],
-    metadata: dict[str, Any] | None,
-    name: str | None,
-) -> ShardedStateDict:
-    return make_sharded_tensors_for_checkpoint(
-        module.state_dict(prefix="", keep_vars=True),
-        prefix,
-        {name: 0} if name else {},
-        sharded_offsets,
-        tp_group=module.tp_group,
-        dp_cp_group=(metadata or {}).get("dp_cp_group"),
-    )

@@ -2,11 +2,8 @@
 
 from typing import Any
 
-from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads as finalize_upstream
 from megatron.core.utils import get_model_config
-
-from megasink.balance.tracker import HeadTracker
 
 
 def finalize_model_grads(model: list[Any], *args: Any, **kwargs: Any) -> None:
@@ -15,10 +12,5 @@ def finalize_model_grads(model: list[Any], *args: Any, **kwargs: Any) -> None:
     The sums of the gates go first: they are on their way while gradients are reduced and the
     optimizer steps.
     """
-    config = get_model_config(model[0])
-    HeadTracker.start_reduction(
-        config.num_layers,
-        config.num_attention_heads,
-        parallel_state.get_tensor_model_parallel_group(),
-    )
+    get_model_config(model[0]).statistics.heads.start_reduction()
     finalize_upstream(model, *args, **kwargs)

@@ -12,8 +12,6 @@ import torch
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from torch import Tensor
 
-from megasink.attention import gate_bias_gradient, gate_slope
-from megasink.balance.tracker import GATE, OTHER_GRADIENT, HeadTracker
 from megasink.gate_options import (
     changes_self_attention,
     counts_heads,
@@ -105,48 +103,22 @@ class GatedSelfAttention(SelfAttention):
         if self.position != "sdpa" or self.gate is None:
             return x_SBHD.reshape(x.shape)
         x_SBHD, gate_SBHC = self.gate(x_SBHD, gate)
-        self._observe(gate_SBHC)
-        out = x_SBHD.reshape(x.shape)
+        if not self.counts_heads:
+            self._observe(gate_SBHC)
         # Recompute runs forward a first time without gradients: that run counts nothing.
         if not (self.counts_heads and self.training and torch.is_grad_enabled()):
-            return out
-        slope_BHS = None
-        if HeadTracker.observes and self.config.head_balance_coeff:
-            gate_BHSC = gate_SBHC.detach().permute(1, 2, 0, 3)
-            slope_BHS = gate_slope(gate_BHSC)
-            self._observe_gradient(out, gate_BHSC)
-        gate_BHS = gate_SBHC.mean(-1).permute(1, 2, 0)
-        counted: Tensor = self.core_attention.head_counter(
-            out, gate_BHS, self.core_attention.documents, slope_BHS
-        )
+            return x_SBHD.reshape(x.shape)
+        core, gate_BHSC = self.core_attention, gate_SBHC.permute(1, 2, 0, 3)
+        if core.observer.compares_gradients:
+            x_BHSD = x_SBHD.permute(1, 2, 0, 3)
+            core.observer.output_gradient(x_BHSD, gate_BHSC, documents=core.documents)
+            x_SBHD = x_BHSD.permute(2, 0, 1, 3)
+        counted: Tensor = core.head_counter(x_SBHD.reshape(x.shape), gate_BHSC, core.documents)
         return counted
 
-    def _observe_gradient(self, out: Tensor, gate_BHSC: Tensor) -> None:
-        """Record in the backward pass what comes through the output to the logit of the gate."""
-        batch, heads, tokens, _ = gate_BHSC.shape
-        documents = self.core_attention.documents
-        count = batch * tokens if documents is None else documents.real_tokens
-        kept = out.detach()
-
-        def record(grad: Tensor) -> None:
-            grad_BHSD, out_BHSD = (
-                x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for x in (grad, kept)
-            )
-            sum_H = gate_bias_gradient(grad_BHSD, out_BHSD, gate_BHSC)
-            first = heads * self.tp_group.rank()
-            HeadTracker.add(OTHER_GRADIENT, self.layer_number - 1, first, sum_H, count)
-
-        out.register_hook(record)
-
     def _observe(self, gate_SBHC: Tensor) -> None:
-        """On a step that is observed: the mean of a gate that is not the head importance."""
-        if self.counts_heads or not (HeadTracker.observes and torch.is_grad_enabled()):
-            return
-        sequence, batch, heads, width = gate_SBHC.shape
         # The gate of the layer's output stands on every rank, for the tokens that the rank has.
-        first = 0 if self.position == "output" else heads * self.tp_group.rank()
-        sum_H = gate_SBHC.detach().sum((0, 1, 3)) / width
-        HeadTracker.add(GATE, self.layer_number - 1, first, sum_H, sequence * batch)
+        self.core_attention.observer.explicit_gate(gate_SBHC, replicated=self.position == "output")
 
     def _gate_projected(
         self, linear_qkv: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]

@@ -6,20 +6,19 @@ Shapes: S sequence, B batch, H query heads of this tensor-parallel rank, D head 
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megasink.layers.parameters import ShardedByHeads, new_parameter
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
-class HeadSumProjection(MegatronModule):
+class HeadSumProjection(ShardedByHeads, MegatronModule):
     """O = (sum_h O_h) W_O with one W_O for all heads, in place of attention's ``linear_proj``.
 
     The sum over the heads of all tensor-parallel ranks has the width D of one head: it is reduced
@@ -51,17 +50,9 @@ class HeadSumProjection(MegatronModule):
         super().__init__(config=config)
         self.tp_group = tp_group
         self.sequence_parallel = config.sequence_parallel
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-
-        def parameter(*shape: int) -> torch.nn.Parameter:
-            tensor = torch.zeros(shape, dtype=config.params_dtype, device=device)
-            whole = torch.nn.Parameter(tensor)
-            # Each rank sees a part of the tokens: finalize_model_grads adds the gradients up.
-            whole.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-            return whole
-
-        self.weight = parameter(hidden_size, config.kv_channels)
-        self.bias = parameter(hidden_size) if bias else None
+        shape = (hidden_size, config.kv_channels)
+        self.weight = new_parameter(shape, 0.0, config, sharded=False)
+        self.bias = new_parameter(shape[:1], 0.0, config, sharded=False) if bias else None
         if config.perform_initialization:
             init_method(self.weight)
 
@@ -81,19 +72,3 @@ class HeadSumProjection(MegatronModule):
         else:
             sum_SBD = reduce_from_tensor_model_parallel_region(sum_SBD, group=self.tp_group)
         return torch.nn.functional.linear(sum_SBD, self.weight), self.bias
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> ShardedStateDict:
-        """The weight and the bias, whole on every tensor-parallel rank."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )

@@ -1,10 +1,9 @@
 """From the gates of one layer to its head importance, its statistics and its balance gradient.
 
 Shapes: S sequence, B batch, H query heads of the layer, h those of this tensor-parallel rank,
-T = S tokens.
+T = S tokens, C gates per head and token, 1 or the head dim.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,16 +12,18 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megasink.attention import gate_sum
-from megasink.balance.attach import HeadBalanceScale, attach_gradient
+from megasink.attention import gate_slope, gate_sum
+from megasink.balance.attach import attach_gradient
 from megasink.balance.loss import head_balance_gradient, head_balance_loss, routed_heads
 from megasink.balance.reduce import ImportanceSum, own_heads
-from megasink.balance.tracker import BALANCE_GRADIENT, HeadTracker
+from megasink.balance.tracker import BALANCE_GRADIENT
 from megasink.layers.documents import Documents
+from megasink.layers.head_observer import HeadObserver
+from megasink.layers.parameters import StaysFloat32
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
-class HeadCounter(torch.nn.Module):
+class HeadCounter(StaysFloat32):
     """Counts the gates of one layer and attaches the gradient of the head-balance loss.
 
     Args:
@@ -55,24 +56,19 @@ class HeadCounter(torch.nn.Module):
     ):
         super().__init__()
         self.config = config
+        self._statistics = config.statistics
+        self._observer = HeadObserver(config, layer_number, tp_group.rank())
         self.layer = layer_number - 1
         self.tp_group = tp_group
         self.cp_size = cp_size
         # Not the attention's own config: Megatron gives it another one where groups < ranks.
         heads = config.num_attention_heads
+        self._first = heads // tp_group.size() * tp_group.rank()  # of this rank's heads
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.register_buffer("coefficients", torch.zeros(heads, device=device))
         shares = config.head_balance_shared_heads > 0
         self.register_buffer("routed", torch.full((heads,), not shares, device=device))
         self.register_buffer("steps", torch.zeros(1, dtype=torch.int64, device=device))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HeadCounter":
-        """Move with the module but stay float32: Float16Module turns every tensor into bf16."""
-        kept = self.coefficients
-        super()._apply(fn, recurse)
-        moved = self.coefficients
-        self.coefficients = moved.float() if kept.is_meta else kept.to(moved.device)
-        return self
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -82,11 +78,7 @@ class HeadCounter(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def forward(
-        self,
-        out_SBX: Tensor,
-        gate_BHT: Tensor,
-        documents: Documents | None = None,
-        slope_BHT: Tensor | None = None,
+        self, out_SBX: Tensor, gate_BHTC: Tensor, documents: Documents | None = None
     ) -> Tensor:
         """Record the importance of the layer's heads; attach the gradient of the balance loss.
 
@@ -95,38 +87,39 @@ class HeadCounter(torch.nn.Module):
 
         Args:
             out_SBX: the output that the gate belongs to; its backward runs that of the loss.
-            gate_BHT: one gate per head of this rank and token, in [0, 1]; differentiable where the
-                loss is on.
+            gate_BHTC: gates of this rank's heads, in [0, 1], whose mean over C is that of the
+                token; differentiable where the loss is on.
             documents: of a packed batch, whose padding does not count.
-            slope_BHT: G (1 - G), what a bias on the logit of the gate changes it by, on a step that
-                is observed: the gradient of the balance loss with respect to that is recorded.
 
         Returns:
             a tensor equal to `out_SBX`.
         """
-        config = self.config
-        tokens, real_1T = gate_BHT.shape[0] * gate_BHT.shape[2], None
+        config, statistics = self.config, self._statistics
+        batch, _, tokens, width = gate_BHTC.shape
+        tokens, real_1T = batch * tokens, None
         if documents is not None:
             tokens, real_1T = documents.real_tokens, documents.real_1T
-        gate_sum_h = gate_sum(gate_BHT, real_1T)
-        HeadTracker.record(self.layer, gate_sum_h, tokens, self.routed, self._receive)
+        gate_sum_h = gate_sum(gate_BHTC[..., 0] if width == 1 else gate_BHTC.mean(-1), real_1T)
+        statistics.heads.record(
+            self.layer, self._first, gate_sum_h, tokens, self.routed, self._receive
+        )
         if not config.head_balance_coeff:
             return out_SBX
         coefficients = self._coefficients(gate_sum_h, tokens)
         # This rank's share of the microbatch's importance: Megatron adds up those of the
         # context-parallel ranks, or averages them and has their number in its scale.
         count = tokens * self.cp_size
-        observe = None
-        if slope_BHT is not None:
-            slope_h = gate_sum(slope_BHT, real_1T) / count
-            observe = functools.partial(self._observe, slope_h, tokens)
-        weight = config.head_balance_coeff
-        return attach_gradient(out_SBX, gate_sum_h / count, coefficients, weight, observe)
+        slope_h = None
+        if self._observer.compares_gradients:
+            slope_h = gate_sum(gate_slope(gate_BHTC), real_1T) / count
 
-    def _observe(self, slope_h: Tensor, tokens: int, sent_h: Tensor) -> None:
-        """In the backward pass: the gradient of a microbatch with respect to the gate's logit."""
-        first = self.tp_group.rank() * len(sent_h)
-        HeadTracker.add(BALANCE_GRADIENT, self.layer, first, sent_h * slope_h, tokens)
+        def gradient() -> Tensor:
+            sent_h = statistics.balance.scaled(coefficients(), config.head_balance_coeff)
+            if slope_h is not None:
+                self._observer.add(BALANCE_GRADIENT, sent_h * slope_h, tokens)
+            return sent_h
+
+        return attach_gradient(out_SBX, gate_sum_h / count, gradient)
 
     def _coefficients(self, gate_sum_h: Tensor, tokens: int) -> Callable[[], Tensor]:
         """What gives dL/dImp [h] at coefficient 1 in the backward pass.
@@ -136,7 +129,7 @@ class HeadCounter(torch.nn.Module):
         as it does in the loss of the language model.
         """
         per_token = self.config.calculate_per_token_loss
-        targets = HeadBalanceScale.targets() if per_token else None
+        targets = self._statistics.balance.targets if per_token else None
         if self.config.head_balance_scope == "global":
             of_last_step_h = own_heads(self.coefficients, self.tp_group)
             return lambda: of_last_step_h if targets is None else of_last_step_h * targets
@@ -144,7 +137,8 @@ class HeadCounter(torch.nn.Module):
 
         def of_this_microbatch() -> Tensor:
             importance_H = sums.importance()
-            HeadTracker.record_loss(self.layer, head_balance_loss(importance_H, 1.0, self.routed))
+            loss = head_balance_loss(importance_H, 1.0, self.routed)
+            self._statistics.heads.record_loss(self.layer, self._first, loss)
             gradient_H = head_balance_gradient(importance_H, 1.0, self.routed)
             gradient_h = own_heads(gradient_H, self.tp_group)
             return gradient_h if targets is None else gradient_h * sums.mean_targets()

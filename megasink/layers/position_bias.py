@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megasink.layers.parameters import StaysFloat32
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
@@ -83,7 +84,7 @@ class BucketBias(DistanceBias):
         return self.buckets_of(distances, device).float().expand(self.heads, -1)
 
 
-class RelativeBias(BucketBias):
+class RelativeBias(StaysFloat32, BucketBias):
     """T5's relative embedding: one learned scalar for each head and bucket of distances (P2.20).
 
     Attributes:
@@ -104,14 +105,6 @@ class RelativeBias(BucketBias):
         bucket_S = self.buckets_of(distances, device)
         # Not indexing, whose backward adds in any order on a GPU.
         return torch.nn.functional.embedding(bucket_S, self.weight).T
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RelativeBias":
-        """Move with the module but stay float32: Float16Module turns every parameter into bf16."""
-        kept = self.weight.data
-        super()._apply(fn, recurse)
-        moved = self.weight.data
-        self.weight.data = moved.float() if kept.is_meta else kept.to(moved.device)
-        return self
 
 
 def alibi_slopes(heads: int) -> list[float]:

@@ -3,28 +3,30 @@
 Shapes: B batch, L layers of the model, H query heads, h those of this tensor-parallel rank.
 """
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
 from megasink.definitions import SINK_EPSILON
-from megasink.definitions import SINK_TOKENS as TOKENS  # noqa: F401  # core attention takes it here
 
 
 class SinkRate:
     """Counts, per head, the sequences whose mean attention to one key exceeds `SINK_EPSILON`.
 
+    Args:
+        layers: L.
+        heads: H.
+
     Attributes:
         collects: an evaluation that is counted is running.
     """
 
-    collects: ClassVar[bool] = False
-    # (first head, [2, 2, h]: first key and slot; how many exceed, of how many).
-    _layers: ClassVar[dict[int, tuple[int, Tensor]]] = {}
+    def __init__(self, layers: int, heads: int):
+        self.layers, self.heads = layers, heads
+        self.collects = False
+        # [L, 2, 2, H]: first key and slot; how many sequences exceed it, of how many.
+        self._table: Tensor | None = None
 
-    @classmethod
-    def record(cls, layer: int, first: int, first_BH: Tensor, slot_BH: Tensor | None) -> None:
+    def record(self, layer: int, first: int, first_BH: Tensor, slot_BH: Tensor | None) -> None:
         """Add one microbatch of one layer.
 
         Args:
@@ -33,29 +35,26 @@ class SinkRate:
             first_BH: alpha_1 of each sequence, [B, h] (`attention.first_key_share`).
             slot_BH: alpha_*, the mean attention to the sink beside the keys; None for none.
         """
-        counts = torch.zeros(2, 2, first_BH.shape[1], dtype=torch.float64, device=first_BH.device)
+        if self._table is None:
+            self._table = self._zeros(first_BH.device)
         for index, share_BH in enumerate((first_BH, slot_BH)):
             if share_BH is not None:
-                counts[index, 0] = (share_BH > SINK_EPSILON).sum(0)
-                counts[index, 1] = len(share_BH)
-        if layer in cls._layers:
-            counts += cls._layers[layer][1]
-        cls._layers[layer] = first, counts
+                exceed_h, of_h = self._table[layer, index, :, first : first + share_BH.shape[1]]
+                exceed_h += (share_BH > SINK_EPSILON).sum(0)
+                of_h += len(share_BH)
 
-    @classmethod
-    def finish(cls, layers: int, heads: int) -> tuple[Tensor, Tensor]:
+    def _zeros(self, device: torch.device) -> Tensor:
+        return torch.zeros(self.layers, 2, 2, self.heads, dtype=torch.float64, device=device)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
         """One all-reduce on every rank, when the evaluation has ended.
 
         Returns:
             [L, H] share of the sequences, in [0, 1], whose attention to the first key, and to the
             slot, exceeds `SINK_EPSILON`; NaN where nothing was recorded. float32.
         """
-        device = next((c.device for _, c in cls._layers.values()), torch.device("cuda"))
-        table = torch.zeros(layers, 2, 2, heads, dtype=torch.float64, device=device)
-        for layer, (first, counts) in cls._layers.items():
-            table[layer, :, :, first : first + counts.shape[-1]] = counts
-        cls._layers.clear()
-        cls.collects = False
+        table = self._zeros(torch.device("cuda")) if self._table is None else self._table
+        self._table, self.collects = None, False
         torch.distributed.all_reduce(table)
         rates = (table[:, :, 0] / table[:, :, 1]).float()
         return rates[:, 0], rates[:, 1]

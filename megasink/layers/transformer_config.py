@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megasink.balance.attach import HeadBalanceScale
 from megasink.config import (
     AttentionOptions,
     BiasOptions,
@@ -18,6 +17,7 @@ from megasink.config import (
 from megasink.gate_options import is_megatrons_output_gate
 from megasink.layers.finalize import finalize_model_grads
 from megasink.layers.slots import VARIANTS
+from megasink.layers.statistics import ModelStatistics
 
 # The function of each FFN activation, and whether it is applied to the gate of a gated unit.
 FFN_ACTIVATIONS = {
@@ -46,6 +46,8 @@ class MegasinkTransformerConfig(
     Attributes:
         relative_attention_num_buckets, relative_attention_max_distance: Megatron's flags, which its
             own TransformerConfig does not hold.
+        statistics: of the model that is built from it. No field: it is neither written nor taken
+            over by ``dataclasses.replace``.
 
     Raises:
         ValueError: a head-balance loss on a similarity that has no gate to differentiate.
@@ -66,9 +68,9 @@ class MegasinkTransformerConfig(
             self.activation_func, self.gated_linear_unit = FFN_ACTIVATIONS[self.ffn_activation]
             # The other fused kernels of Megatron know tanh's approximation of gelu alone.
             self.bias_activation_fusion &= self.ffn_activation == "swiglu"
+        self.statistics = ModelStatistics(self.num_layers, self.num_attention_heads)
         if self.head_balance_coeff:
-            # schedules.py:376 calls it for every microbatch on every pipeline stage.
-            self.experimental_attention_variant_loss_scale_func = HeadBalanceScale.set
+            self.experimental_attention_variant_loss_scale_func = self.statistics.set_loss_scale
         self.finalize_model_grads_func = finalize_model_grads
         if is_megatrons_output_gate(self):
             self.attention_output_gate = True

@@ -52,7 +52,7 @@ class FixedBatches:
 def comparable_evaluations() -> Iterator[None]:
     """Within it, Megatron's training loop evaluates so."""
     original = {name: getattr(training, name) for name in EVALUATION.attributes.split()}
-    evaluations = inspect.signature(original["evaluate_and_print_results"])
+    evaluation_call = inspect.signature(original["evaluate_and_print_results"])
     fixed: list[FixedBatches] = []
     evaluated: int | None = None
 
@@ -81,25 +81,21 @@ def comparable_evaluations() -> Iterator[None]:
         fixed.append(FixedBatches(loader))
         return fixed[-1]
 
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
-        for batches in fixed:
-            batches.restart()
-        return original["evaluate"](*args, **kwargs)
-
-    @functools.wraps(original["evaluate_and_print_results"])
+    @functools.wraps(training.evaluate_and_print_results)
     def evaluate_and_print_results(prefix: str, *args: Any, **kwargs: Any) -> Any:
         nonlocal evaluated
         if not prefix.endswith("on test set"):
-            iteration = evaluations.bind(prefix, *args, **kwargs).arguments["iteration"]
+            iteration = evaluation_call.bind(prefix, *args, **kwargs).arguments["iteration"]
             if iteration == evaluated:
                 return None
             evaluated = iteration
+        for batches in fixed:
+            batches.restart()
         return original["evaluate_and_print_results"](prefix, *args, **kwargs)
 
     with EVALUATION.replacing(
         get_train_valid_test_num_samples=get_train_valid_test_num_samples,
         build_pretraining_data_loader=build_pretraining_data_loader,
-        evaluate=evaluate,
         evaluate_and_print_results=evaluate_and_print_results,
     ):
         yield

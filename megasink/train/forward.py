@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import get_args, get_timers
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from torch import Tensor
 
-from megasink.balance.attach import HeadBalanceScale
-from megasink.balance.tracker import HeadTracker
 from megasink.train.dataset import get_batch, token_byte_table
 from megasink.train.packing import enter_stage, leave_stage, pack
 from megasink.train.series import is_observed
@@ -33,19 +31,20 @@ def forward_step(
 ) -> tuple[Tensor, LossFunction]:
     """One microbatch through this pipeline stage, for Megatron's ``pretrain``."""
     timers, args = get_timers(), get_args()
-    HeadBalanceScale.set_step(
+    statistics = get_model_config(model).statistics
+    statistics.balance.set_step(
         args.curr_iteration,
         args.head_balance_warmup_iters,
         args.head_balance_decay_iters,
         args.train_iters,
     )
-    HeadTracker.observes = is_observed(args, args.curr_iteration + 1)
+    statistics.heads.observes = is_observed(args, args.curr_iteration + 1)
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     packed = pack(batch)
     timers("batch-generator").stop()
     if batch["targets"] is not None:
-        HeadBalanceScale.set_targets(batch["targets"])
+        statistics.balance.set_targets(batch["targets"])
     if packed is not None:
         # Megatron's throughput counts what attention really computes.
         update_seqlen_stats_from_cu_seqlens(packed.cu_seqlens_q)
@@ -59,7 +58,7 @@ def forward_step(
     )
     if packed is not None and not get_attr_wrapped_model(model, "post_process"):
         output = leave_stage(output, args.micro_batch_size)
-    output = HeadBalanceScale.keep_targets(output)
+    output = statistics.balance.keep_targets(output)
     of_batch = (batch["labels"], batch["loss_mask"], batch["targets"])
     return output, functools.partial(loss_func, *of_batch, model.training)
 

@@ -17,9 +17,7 @@ import numpy as np
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer, training
 from torch import Tensor
 
-from megasink.balance.attach import HeadBalanceScale
-from megasink.balance.tracker import HeadTracker
-from megasink.layers.sink_rate import SinkRate
+from megasink.layers.statistics import ModelStatistics
 from megasink.report.divergence import Divergence
 from megasink.report.heatmap import importance_picture
 from megasink.report.spikes import SpikeCounter
@@ -49,13 +47,17 @@ class Observer:
     """Writes what a step did. The last rank owns the writers, as in Megatron.
 
     Args:
+        statistics: of the model that trains, ``config.statistics``.
         metrics: path of metrics.jsonl; None to write none. On resume, lines of steps that are run
             again are dropped from it.
         live: the analyses of --analyze-interval; None for none.
     """
 
-    def __init__(self, metrics: Path | None, live: LiveAnalysis | None = None):
+    def __init__(
+        self, statistics: ModelStatistics, metrics: Path | None, live: LiveAnalysis | None = None
+    ):
         args = get_args()
+        self._statistics = statistics
         self._owner = args.rank == args.world_size - 1
         self._file = MetricsFile(metrics if self._owner else None)
         self._live = live
@@ -63,7 +65,7 @@ class Observer:
         self._spikes, self._divergence = SpikeCounter(), Divergence()
         self._clock = time.perf_counter()
         self._mean_seconds: float | None = None
-        self._iteration = 0
+        self._iteration, self._split = 0, "valid"
         self._known: list[dict[str, Any]] = []
 
     def step(self, call: dict[str, Any]) -> None:
@@ -76,8 +78,8 @@ class Observer:
             UserError: on every rank, where the run has diverged.
         """
         args = get_args()
-        coeff = args.head_balance_coeff * HeadBalanceScale.share()
-        statistics = HeadTracker.finish_step(coeff, args.head_balance_scope)
+        coeff = args.head_balance_coeff * self._statistics.balance.share
+        statistics = self._statistics.heads.finish_step(coeff, args.head_balance_scope)
         self._iteration = int(call["iteration"])
         logs = is_observed(args, self._iteration)
         if self._owner:
@@ -98,19 +100,22 @@ class Observer:
         if logs and args.stop_on_divergence is not None:
             stop_if_diverged(self._divergence, args.stop_on_divergence, self._iteration, args.save)
 
-    def start_evaluation(self, iteration: int) -> None:
-        """Before an evaluation after a step, which may have run before this start."""
-        self._iteration = iteration
-        SinkRate.collects = get_args().log_sink_rate
+    def start_evaluation(self, split: str, iteration: int) -> None:
+        """Before an evaluation after a step, which may have run before this start.
 
-    def evaluation(self, split: str, losses: dict[str, Any] | None) -> None:
-        """After an evaluation on a split: its loss, bits per byte and attention sinks."""
-        args = get_args()
+        Args:
+            split: "valid" or "test".
+        """
+        self._split, self._iteration = split, iteration
+        self._statistics.sinks.collects = get_args().log_sink_rate
+
+    def evaluation(self, losses: dict[str, Any] | None) -> None:
+        """After an evaluation: its loss, bits per byte and attention sinks."""
+        split = self._split
         record: dict[str, Any] = {"iteration": self._iteration}
         sinks: dict[str, Any] = {}
-        if args.log_sink_rate:
-            rates = SinkRate.finish(args.num_layers, args.num_attention_heads)
-            sinks = sink_record(split, *rates)
+        if self._statistics.sinks.collects:
+            sinks = sink_record(split, *self._statistics.sinks.finish())
         if not self._owner or not losses:
             return
         record[f"{split}_lm_loss"] = number(losses.get(LM_LOSS))
@@ -224,30 +229,24 @@ class Observer:
 @contextlib.contextmanager
 def observing(observer: Observer) -> Iterator[None]:
     """Let the observer see every step and every evaluation of Megatron's training loop."""
-    originals = {
-        name: getattr(training, name)
-        for name in ("training_log", "evaluate", "evaluate_and_print_results")
-    }
-    signature = inspect.signature(originals["training_log"])
-    evaluations = inspect.signature(originals["evaluate_and_print_results"])
-    split, iteration = "valid", 0
+    step_call = inspect.signature(training.training_log)
+    evaluation_call = inspect.signature(training.evaluate_and_print_results)
 
     def training_log(*args: Any, **kwargs: Any) -> Any:
-        observer.step(signature.bind(*args, **kwargs).arguments)
+        observer.step(step_call.bind(*args, **kwargs).arguments)
         return originals["training_log"](*args, **kwargs)
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
-        observer.start_evaluation(iteration)
         result = originals["evaluate"](*args, **kwargs)
-        observer.evaluation(split, result[0])
+        observer.evaluation(result[0])
         return result
 
-    @functools.wraps(originals["evaluate_and_print_results"])
+    @functools.wraps(training.evaluate_and_print_results)
     def evaluate_and_print_results(prefix: str, *args: Any, **kwargs: Any) -> Any:
-        nonlocal split, iteration
-        call = evaluations.bind(prefix, *args, **kwargs).arguments
+        call = evaluation_call.bind(prefix, *args, **kwargs).arguments
         split = "test" if prefix.endswith("on test set") else "valid"
         iteration = int(call["iteration"])
+        observer.start_evaluation(split, iteration)
         result = originals["evaluate_and_print_results"](prefix, *args, **kwargs)
         if split == "valid":
             observer.analyze(call["model"], iteration)

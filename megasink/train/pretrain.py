@@ -112,13 +112,14 @@ def _run(args: Namespace, store: Any) -> None:
         others = "; ".join(f"not {name}: {why}" for name, why in choice.reasons.items())
         print(f"attention: {args.attention_variant} on {choice.name} ({others})", flush=True)
     with refusals_of_megatron():
-        container = pretrain_cfg_container_from_args(args, model_config(args))
+        model = model_config(args)
+        container = pretrain_cfg_container_from_args(args, model)
     metrics = Path(args.run_dir, "metrics.jsonl") if args.run_dir else None
     live = LiveAnalysis(args) if args.analyze_interval else None
     provider = datasets_provider if live is None else live.listening(datasets_provider)
     seams = (
         loading_without_code(),
-        observing(Observer(metrics, live)),
+        observing(Observer(model.transformer.statistics, metrics, live)),
         comparable_evaluations(),
         grouping_sink_parameters(),
         accepting_megatrons_checkpoints(),

@@ -58,8 +58,7 @@ EVALUATION = Patch(
     "evaluations on the same samples",
     "training",
     _TRAINING,
-    "get_train_valid_test_num_samples build_pretraining_data_loader evaluate "
-    "evaluate_and_print_results",
+    "get_train_valid_test_num_samples build_pretraining_data_loader evaluate_and_print_results",
     "each evaluation reads on from the one before it, and the last step is evaluated twice",
     (
         Q(_TRAINING, "def get_train_valid_test_num_samples()"),

@@ -36,7 +36,7 @@ def _counts(observed: bool, **options: Any) -> Counter[tuple[str, int, int]]:
     with Collectives() as collectives:
         for step in range(2):
             collectives.found.clear()  # the second step counts: the first one sets things up
-            HeadTracker.observes = observed
+            transformer.statistics.heads.observes = observed
             tiny_gpt.run_step(models, optimizer, step)
             optimizer.step()
             tiny_gpt.statistics(transformer)

@@ -8,12 +8,10 @@ from megasink.balance.attach import HeadBalanceScale, attach_gradient
 COEFFICIENTS_H = torch.tensor([0.5, -2.0, 1.0])
 
 
-@pytest.fixture(autouse=True)
-def no_scale(monkeypatch):
-    """A process in which Megatron has set no scale yet."""
-    monkeypatch.setattr(HeadBalanceScale, "_scale", None)
-    monkeypatch.setattr(HeadBalanceScale, "_share", 1.0)
-    monkeypatch.setattr(HeadBalanceScale, "_targets", None)
+@pytest.fixture
+def scale():
+    """Of a model for which Megatron has set no loss scale yet."""
+    return HeadBalanceScale()
 
 
 @pytest.fixture
@@ -38,19 +36,17 @@ def test_importance_gets_the_coefficients_in_float32(importance_H, dtype):
     assert torch.equal(importance_H.grad, COEFFICIENTS_H)
 
 
-def test_weight_and_scale_multiply(importance_H):
-    output = torch.zeros(2, requires_grad=True)
-    HeadBalanceScale.set(torch.tensor([8.0]))  # Megatron hands over one element
-    attach_gradient(output, importance_H, lambda: COEFFICIENTS_H, weight=3.0).sum().backward()
-    assert torch.equal(importance_H.grad, 24.0 * COEFFICIENTS_H)
+def test_coefficient_and_loss_scale_multiply(scale):
+    scale.set_loss_scale(torch.tensor([8.0]))  # Megatron hands over one element
+    assert torch.equal(scale.scaled(COEFFICIENTS_H, 3.0), 24.0 * COEFFICIENTS_H)
 
 
-def test_the_scale_is_that_at_backward(importance_H):
+def test_the_loss_scale_is_that_at_backward(importance_H, scale):
     """Megatron sets the scale of a microbatch after its forward pass."""
     output = torch.zeros(2, requires_grad=True)
-    HeadBalanceScale.set(torch.tensor([100.0]))
-    attached = attach_gradient(output, importance_H, lambda: COEFFICIENTS_H)
-    HeadBalanceScale.set(torch.tensor([0.25]))
+    scale.set_loss_scale(torch.tensor([100.0]))
+    attached = attach_gradient(output, importance_H, lambda: scale.scaled(COEFFICIENTS_H, 1.0))
+    scale.set_loss_scale(torch.tensor([0.25]))
     attached.sum().backward()
     assert torch.equal(importance_H.grad, 0.25 * COEFFICIENTS_H)
 
@@ -64,36 +60,34 @@ def test_the_gradient_does_not_depend_on_the_loss_behind_it(importance_H):
 
 
 @pytest.mark.parametrize(("step", "share"), [(0, 0.25), (1, 0.5), (3, 1.0), (9, 1.0)])
-def test_the_coefficient_warms_up(importance_H, step, share):
-    output = torch.zeros(2, requires_grad=True)
-    HeadBalanceScale.set_step(step, warmup_steps=4)
-    attach_gradient(output, importance_H, lambda: COEFFICIENTS_H).sum().backward()
-    assert torch.equal(importance_H.grad, share * COEFFICIENTS_H)
-    HeadBalanceScale.set_step(step, warmup_steps=0)
-    assert HeadBalanceScale.share() == 1.0
+def test_the_coefficient_warms_up(scale, step, share):
+    scale.set_step(step, warmup_steps=4)
+    assert torch.equal(scale.scaled(COEFFICIENTS_H, 1.0), share * COEFFICIENTS_H)
+    scale.set_step(step, warmup_steps=0)
+    assert scale.share == 1.0
 
 
 @pytest.mark.parametrize(("step", "share"), [(0, 0.5), (1, 1.0), (6, 1.0), (8, 0.5), (9, 0.25)])
-def test_the_coefficient_falls_at_the_end(step, share):
-    HeadBalanceScale.set_step(step, warmup_steps=2, decay_steps=4, total_steps=10)
-    assert HeadBalanceScale.share() == share
+def test_the_coefficient_falls_at_the_end(scale, step, share):
+    scale.set_step(step, warmup_steps=2, decay_steps=4, total_steps=10)
+    assert scale.share == share
 
 
-def test_the_targets_are_those_of_the_microbatch_whose_backward_pass_runs():
+def test_the_targets_are_those_of_the_microbatch_whose_backward_pass_runs(scale):
     """Under 1F1B the forward passes of others lie between, and recompute asks in the backward."""
     seen, outputs = [], []
     for targets in (3.0, 5.0):
-        HeadBalanceScale.set_targets(torch.tensor(targets))
+        scale.set_targets(torch.tensor(targets))
         leaf = torch.zeros(2, requires_grad=True)
-        leaf.register_hook(lambda _: seen.append(float(HeadBalanceScale.targets())))
-        outputs.append(HeadBalanceScale.keep_targets(2.0 * leaf))
+        leaf.register_hook(lambda _: seen.append(float(scale.targets)))
+        outputs.append(scale.keep_targets(2.0 * leaf))
     for output in outputs:
         output.sum().backward()
     assert seen == [3.0, 5.0]
 
 
-def test_targets_that_nobody_gave_are_refused():
+def test_targets_that_nobody_gave_are_refused(scale):
     output = torch.zeros(2, requires_grad=True)
-    assert HeadBalanceScale.keep_targets(output) is output
-    with pytest.raises(RuntimeError, match=r"has to call HeadBalanceScale\.set_targets"):
-        HeadBalanceScale.targets()
+    assert scale.keep_targets(output) is output
+    with pytest.raises(RuntimeError, match=r"has to call config\.statistics\.balance\.set_targets"):
+        scale.targets  # noqa: B018  # a property

@@ -1,46 +1,98 @@
 """Head statistics over the microbatches of a step. Over ranks: tests/distributed."""
 
+import pytest
+import torch
+
+from megasink.balance.tracker import HeadTracker
 from tests.distributed.layout import SINGLE
 
-TASKS = "tests.balance.tasks"
+ROUTED = torch.tensor([True, True])
 
 
-def test_importance_is_weighted_by_tokens_and_the_loss_by_microbatch(pool):
-    (found,) = pool.run(f"{TASKS}:two_microbatches", SINGLE)
-    assert found["importance"] == [[0.5, 0.1]] * 2
-    # mean 0.3, population deviation 0.2
-    assert abs(found["imbalance"] - 2 / 3) < 1e-6
-    assert abs(found["balance_loss"] - 0.5 * ((1 + 3) / 2 + (2 + 3) / 2)) < 1e-6
-    # the global scope has the loss of the importance: 0.5 * sum over 2 layers of 2 * (2/3)^2
-    assert abs(found["global_loss"] - 0.5 * 2 * 2 * 4 / 9) < 1e-6
+@pytest.fixture(scope="module", autouse=True)
+def one_process():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
-def test_a_step_starts_from_nothing(pool):
-    (found,) = pool.run(f"{TASKS}:two_steps", SINGLE)
-    assert found == [[[0.9, 0.9]], [[0.3, 0.3]]]
+def ignore(importance_H):
+    """What a layer does that shares no heads and has no balance loss."""
 
 
-def test_a_pass_that_is_run_again_is_counted_once(pool):
-    (found,) = pool.run(f"{TASKS}:rerun", SINGLE)
-    assert found == {"importance": [[0.3, 0.3]], "received": 1}
+def record(tracker, layer, importance, tokens, receiver=ignore):
+    gate_sum_h = torch.tensor(importance) * tokens
+    tracker.record(layer, 0, gate_sum_h, tokens, ROUTED, receiver)
 
 
-def test_a_layer_without_a_record_is_nan_and_no_zero(pool):
-    (found,) = pool.run(f"{TASKS}:missing_layer", SINGLE)
-    assert found == {"first": True, "second": [0.5, 0.5], "loss": 0.0}
+def finish(tracker, coeff=1.0, scope="global"):
+    tracker.start_reduction()
+    return tracker.finish_step(coeff, scope)
 
 
-def test_sums_over_many_microbatches_keep_their_digits(pool):
-    (found,) = pool.run(f"{TASKS}:many_microbatches", SINGLE)
-    assert found < 1e-7
+# mean 0.3, population deviation 0.2; the global scope has the loss of the importance, summed over
+# two layers of two heads
+@pytest.mark.parametrize(
+    ("scope", "loss"),
+    [("microbatch", 0.5 * ((1 + 3) / 2 + (2 + 3) / 2)), ("global", 0.5 * 2 * 2 * 4 / 9)],
+)
+def test_importance_is_weighted_by_tokens_and_the_loss_by_microbatch(scope, loss):
+    tracker = HeadTracker(layers=2, heads=2)
+    for layer in (0, 1):
+        record(tracker, layer, [0.2, 0.4], 10)
+        tracker.record_loss(layer, 0, torch.tensor(1.0 + layer))
+        record(tracker, layer, [0.6, 0.0], 30)
+        tracker.record_loss(layer, 0, torch.tensor(3.0))
+    statistics = finish(tracker, 0.5, scope)
+    torch.testing.assert_close(statistics.importance_LH, torch.tensor([[0.5, 0.1]] * 2))
+    assert float(statistics.imbalance) == pytest.approx(2 / 3, abs=1e-6)
+    assert float(statistics.balance_loss) == pytest.approx(loss, abs=1e-6)
 
 
-def test_records_hold_no_graph(pool):
-    (found,) = pool.run(f"{TASKS}:graph", SINGLE)
-    assert found is False
+def test_a_step_starts_from_nothing():
+    tracker = HeadTracker(layers=1, heads=2)
+    for value in (0.9, 0.3):
+        record(tracker, 0, [value, value], 8)
+        found_LH = finish(tracker).importance_LH
+        torch.testing.assert_close(found_LH, torch.tensor([[value, value]]))
+
+
+def test_a_pass_that_is_run_again_is_counted_once():
+    received, tracker = [], HeadTracker(layers=1, heads=2)
+    for value in (0.9, 0.3):
+        record(tracker, 0, [value, value], 8, received.append)
+        tracker.start_reduction()
+    tracker.finish_step(1.0, "global")
+    torch.testing.assert_close(received, [torch.tensor([0.3, 0.3])])
+    assert tracker.finish_step(1.0, "global") is None  # one that nobody began
+
+
+def test_a_layer_without_a_record_is_nan_and_no_zero():
+    tracker = HeadTracker(layers=2, heads=2)
+    record(tracker, 1, [0.5, 0.5], 8)
+    statistics = finish(tracker)
+    assert statistics.importance_LH[0].isnan().all()
+    assert statistics.importance_LH[1].tolist() == [0.5, 0.5]
+    assert float(statistics.balance_loss) == 0.0
+
+
+def test_sums_over_many_microbatches_keep_their_digits():
+    value_H, tracker = torch.tensor([0.1, 0.7]), HeadTracker(layers=1, heads=2)
+    for _ in range(3000):
+        tracker.record(0, 0, value_H.double() * 4097, 4097, ROUTED, ignore)
+    assert float((finish(tracker).importance_LH[0] / value_H - 1).abs().max()) < 1e-7
+
+
+def test_records_hold_no_graph():
+    tracker = HeadTracker(layers=1, heads=2)
+    gate_sum_h = torch.tensor([0.5, 0.25], requires_grad=True) * 1
+    tracker.record(0, 0, gate_sum_h, 1, ROUTED, ignore)
+    tracker.record_loss(0, 0, gate_sum_h.sum())
+    assert not tracker._table.requires_grad
 
 
 def test_a_step_without_records(pool):
-    """Its importance is unknown and not 0; and one that nobody ended has no statistics."""
-    (found,) = pool.run(f"{TASKS}:finish_without_records", SINGLE)
-    assert found == {"nan": True, "balance_loss": 0.0, "again": True}
+    """Its importance is unknown and not 0."""
+    (found,) = pool.run("tests.balance.two_models_tasks:nothing_recorded", SINGLE)
+    assert found == {"nan": True, "balance_loss": 0.0}

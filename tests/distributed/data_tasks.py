@@ -15,7 +15,6 @@ from megatron.training import get_args, get_tokenizer
 from megatron.training.datasets.data_samplers import build_pretraining_data_loader
 from megatron.training.global_vars import set_global_variables
 
-from megasink.balance.tracker import HeadTracker
 from megasink.checkpoint.model import model_config
 from megasink.train import arguments, forward
 from megasink.train.dataset import datasets_provider, token_byte_table
@@ -58,7 +57,6 @@ def one_step(argv: Sequence[str]) -> dict[str, Any]:
         micro_batch_size=args.micro_batch_size,
         forward_only=False,
     )
-    HeadTracker.forget()
     sums = sum(r[forward.LM_LOSS] for r in reports) if reports else None
     return {
         "loss": [None if sums is None else sums.tolist()],

@@ -11,11 +11,10 @@ from unittest import mock
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
 from megasink.attention import reference_attention
-from megasink.balance.attach import HeadBalanceScale
 from megasink.layers.builder import MegasinkGPTBuilder
 from megasink.layers.core_attention import CoreAttention
 from megasink.train.dataset import without_prefix
@@ -47,7 +46,8 @@ def train(documents: bool = False, **options: Any) -> dict[str, Any]:
     def forward_step(iterator: Iterator[tuple[int, int]], model: Any) -> tuple[Tensor, Any]:
         data = batch(*next(iterator), documents)
         data["loss_mask"] = without_prefix(data["loss_mask"], prefix)
-        HeadBalanceScale.set_targets(data["loss_mask"].sum())
+        balance = get_model_config(model).statistics.balance
+        balance.set_targets(data["loss_mask"].sum())
         packed = pack(data)
         if packed is not None:
             enter_stage(model)
@@ -66,7 +66,7 @@ def train(documents: bool = False, **options: Any) -> dict[str, Any]:
             loss = (losses.float() * mask).sum()
             return loss, mask.sum().to(torch.int), torch.stack([loss.detach(), mask.sum()])
 
-        return HeadBalanceScale.keep_targets(output), loss_function
+        return balance.keep_targets(output), loss_function
 
     def microbatches(step: int, masked: bool) -> Iterator[tuple[int, int]]:
         state = tiny_gpt.parallel_state

@@ -16,12 +16,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megasink.balance.tracker import BALANCE_GRADIENT, OTHER_GRADIENT, HeadTracker
+from megasink.balance.tracker import BALANCE_GRADIENT, OTHER_GRADIENT, SERIES
 from megasink.layers import sink_rate
 from megasink.layers.builder import MegasinkGPTBuilder
 from megasink.layers.core_attention import CoreAttention
 from megasink.layers.gated_self_attention import GatedSelfAttention
-from megasink.layers.sink_rate import SinkRate
 from tests.distributed import oracle, tiny_gpt
 
 TOKENS = tiny_gpt.MICROBATCHES * tiny_gpt.MICROBATCH * tiny_gpt.SEQUENCE
@@ -43,10 +42,11 @@ def observed_step(**options: Any) -> dict[str, Any]:
     init_num_microbatches_calculator(0, None, rows, tiny_gpt.MICROBATCH, dp)
     transformer.grad_scale_func = optimizer.scale_loss
     sizes = []
-    for HeadTracker.observes in (False, True):
+    heads = transformer.statistics.heads
+    for heads.observes in (False, True):
         tiny_gpt.run_step(models, optimizer, 0)
-        assert HeadTracker._pending is not None
-        sizes.append(HeadTracker._pending[0].numel())
+        assert heads._pending is not None
+        sizes.append(heads._pending[0].numel())
         statistics = tiny_gpt.statistics(transformer)
     report: dict[str, Any] = {"sizes": sizes, "importance": statistics.importance_LH}
     for name, values_LH in statistics.series.items():
@@ -124,11 +124,13 @@ def layer_gradients(packed: bool, **options: Any) -> dict[str, Tensor]:
             qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens
         )
     tensors = [x.squeeze(1) if packed else x for x in (query, key, value)]
-    HeadTracker.observes = True
+    tracker = config.transformer.statistics.heads
+    tracker.observes = True
     out = core(*tensors, None, packed_seq_params=params)
     out.backward(grad)
-    found = {name: HeadTracker._series[name, 0][1] for name in (BALANCE_GRADIENT, OTHER_GRADIENT)}
-    HeadTracker.forget()
+    assert tracker._table is not None
+    series = tracker._table[0, 2 * heads + 3 :].view(len(SERIES), 2, heads)
+    found = {n: series[SERIES.index(n), 0] for n in (BALANCE_GRADIENT, OTHER_GRADIENT)}
 
     bias_H = torch.zeros(heads, requires_grad=True)
     parts = [
@@ -177,13 +179,13 @@ def sink_rates(sequence: int, epsilon: float, **options: Any) -> dict[str, Any]:
     config = tiny_gpt.model_config(**options)
     config.seq_length = sequence
     models = tiny_gpt.build(config)
-    SinkRate.collects = True
+    sinks = config.transformer.statistics.sinks
+    sinks.collects = True
     with mock.patch.object(sink_rate, "EPSILON", epsilon):
         forward(models, sequence)
-    heads = config.transformer.num_attention_heads
-    rates = SinkRate.finish(config.transformer.num_layers, heads)
+    rates = sinks.finish()
     forward(models, sequence)  # does not count any more
-    return {"first": rates[0], "slot": rates[1], "left": len(SinkRate._layers)}
+    return {"first": rates[0], "slot": rates[1], "left": 0 if sinks._table is None else 1}
 
 
 def forward(models: list[Any], sequence: int) -> None:

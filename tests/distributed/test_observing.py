@@ -85,7 +85,7 @@ def test_the_gradients_of_a_layer(pool, options, packed):
         assert np.abs(found[f"defined {name}"]).min() > 0
 
 
-@pytest.mark.parametrize("layout", [TP_SP, PP], ids=str)
+@pytest.mark.parametrize("layout", [TP_SP, PP, CP], ids=str)
 @pytest.mark.parametrize(
     "options",
     [
@@ -96,8 +96,12 @@ def test_the_gradients_of_a_layer(pool, options, packed):
 )
 def test_both_gradients_add_up_to_that_of_the_parameter(pool, layout, options):
     """A gate that is a parameter is the bias itself."""
-    options = MICROBATCH | options | {"sequence_parallel": layout.sp}
-    for report in pool.run(f"{TASKS}:observed_step", layout, **options):
+    reports = [
+        report
+        for kind in kinds_of(layout)
+        for report in pool.run(f"{TASKS}:observed_step", layout, **MICROBATCH, **options, **kind)
+    ]
+    for report in reports:
         assert report["parameter"]
         total_LH = np.asarray(report["balance gradient"]) + np.asarray(report["other gradient"])
         for layer, first, gradient in report["parameter"]:

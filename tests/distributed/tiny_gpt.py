@@ -21,7 +21,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config, unwrap_model
 from torch import Tensor
 
-from megasink.balance.attach import HeadBalanceScale
 from megasink.balance.tracker import HeadTracker
 from megasink.layers.builder import MegasinkGPTBuilder, MegasinkGPTConfig
 from megasink.layers.core_attention import CoreAttention
@@ -165,7 +164,8 @@ def forward_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Ten
     """One microbatch through one stage; the loss as megasink.train.forward gives it."""
     data = next(iterator)
     targets = data["loss_mask"].sum()
-    HeadBalanceScale.set_targets(targets)
+    balance = get_model_config(model).statistics.balance
+    balance.set_targets(targets)
     data = get_batch_on_this_cp_rank(
         data, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
     )
@@ -180,7 +180,7 @@ def forward_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Ten
             return loss, mask_Bs.sum().to(torch.int), reported
         return cp * loss, targets.to(torch.int), reported
 
-    return HeadBalanceScale.keep_targets(output), loss_function
+    return balance.keep_targets(output), loss_function
 
 
 def optimizer_of(
@@ -314,8 +314,17 @@ def run_step(
 
 
 def statistics(transformer: MegasinkTransformerConfig) -> Any:
-    """What HeadTracker collected over the step."""
-    return HeadTracker.finish_step(transformer.head_balance_coeff, transformer.head_balance_scope)
+    """Those of the step."""
+    heads = transformer.statistics.heads
+    return heads.finish_step(transformer.head_balance_coeff, transformer.head_balance_scope)
+
+
+def recorded(transformer: MegasinkTransformerConfig) -> Tensor | None:
+    """The sums of each layer since the last call: as `HeadTracker` keeps them in a step."""
+    statistics = transformer.statistics
+    table = statistics.heads._table
+    statistics.heads = HeadTracker(transformer.num_layers, transformer.num_attention_heads)
+    return table
 
 
 def count_forward_calls(models: list[Any]) -> list[int]:

@@ -127,17 +127,11 @@ def forget() -> None:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.training.global_vars import destroy_global_vars
 
-    from megasink.balance.attach import HeadBalanceScale
-    from megasink.balance.tracker import HeadTracker
-
     num_microbatches_calculator.unset_num_microbatches_calculator()
     rerun_state_machine.destroy_rerun_state_machine()
     destroy_global_vars()
-    HeadTracker.forget()
     get_moe_metrics_tracker().metrics.clear()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
-    HeadBalanceScale._scale = HeadBalanceScale._targets = None
-    HeadBalanceScale.set_step(0)
     parallel_state.destroy_model_parallel()
     if trainer := sys.modules.get("megatron.training.training"):
         # Set by a first start, it makes the next one in this process reduce once more (training.py:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from megasink import specs
 from megasink.attention import reference_attention, reference_gate, reference_head_norm
-from megasink.balance.tracker import HeadTracker
 from megasink.gate_options import gate_shape
 from megasink.layers.builder import MegasinkGPTBuilder
 from megasink.layers.core_attention import CoreAttention
@@ -56,7 +55,8 @@ def against_definition(**options: Any) -> dict[str, float]:
 
     output, bias = attention(hidden_SBM, None)
     found_SBM = output if bias is None else output + bias
-    found = {"output": found_SBM, "importance": HeadTracker._rows[0][: tiny_gpt.HEADS] / (23 * 2)}
+    sums_H = attention.config.statistics.heads._table[0, : tiny_gpt.HEADS]
+    found = {"output": found_SBM, "importance": sums_H / (23 * 2)}
     found |= dict(zip(("hidden", *names), gradients(found_SBM, 0.0), strict=True))
     wanted_SBM, importance_H = definition(attention, hidden_SBM)
     every_head = [list(range(tiny_gpt.HEADS))]
@@ -253,9 +253,9 @@ def counted(**options: Any) -> dict[str, Any]:
         built.train(training)
         with torch.set_grad_enabled(gradients), _calls() as calls:
             built(data["tokens"], data["position_ids"], None, labels=data["labels"])
-        found[name] = int(HeadTracker._rows[0][-1]) if HeadTracker._rows else 0
+        table = tiny_gpt.recorded(built.config)
+        found[name] = 0 if table is None else int(table[0, -1])
         found["with gate"] = sorted({call["with_gate"] for call in calls})
-        HeadTracker.forget()
     return found
 
 

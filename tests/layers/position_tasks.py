@@ -15,7 +15,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megasink.balance.tracker import HeadTracker
 from megasink.layers import documents
 from megasink.layers.builder import MegasinkGPTBuilder
 from megasink.layers.core_attention import CoreAttention
@@ -89,9 +88,9 @@ def repeated_tokens(kind: str) -> dict[str, Any]:
     model = MegasinkGPTBuilder(config).build_model(groups).train()
     tokens = torch.full((1, tiny_gpt.SEQUENCE), 7)
     model(tokens, torch.arange(tiny_gpt.SEQUENCE)[None], None, labels=tokens)
-    rows = [row.clone() for _, row in sorted(HeadTracker._rows.items())]
-    HeadTracker.forget()
-    return {"sums": torch.stack(rows)[:, :4]}
+    table = tiny_gpt.recorded(config.transformer)
+    assert table is not None
+    return {"sums": table[:, :4]}
 
 
 def padded_pack() -> dict[str, Any]:
@@ -120,11 +119,11 @@ def padded_pack() -> dict[str, Any]:
         )
         leaves = [x.clone().requires_grad_() for x in tensors]
         out = layer(*leaves, None, packed_seq_params=params)
-        row = HeadTracker._rows[0].clone()
-        HeadTracker.forget()
+        table = tiny_gpt.recorded(layer.config)
+        assert table is not None
         keep = slice(None) if offsets is None else real
         out[keep].square().sum().backward()
-        found[name] = {"out": out[keep], "sums": row[:4], "tokens": row[4]}
+        found[name] = {"out": out[keep], "sums": table[0, :4], "tokens": table[0, -3]}
         found[name]["grad"] = leaves[0].grad[keep]
         found[name]["pads"] = documents.documents_of(params, len(leaves[0])).cu_seqlens
     return found
@@ -152,7 +151,7 @@ def host_reads() -> dict[str, int]:
                     labels=data["labels"],
                     packed_seq_params=params,
                 )
-        HeadTracker.forget()
+        tiny_gpt.recorded(config.transformer)
         found[name] = read.call_count
     return found
 

@@ -10,7 +10,6 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import unwrap_model
 
-from megasink.balance.tracker import HeadTracker
 from megasink.layers.builder import MegasinkGPTBuilder
 from megasink.layers.core_attention import CoreAttention
 from megasink.layers.init import initialize_weights
@@ -264,8 +263,8 @@ def recorded() -> dict[str, int]:
         model.train(training)
         with torch.set_grad_enabled(gradients):
             model(data["tokens"], data["position_ids"], None, labels=data["labels"])
-        found[name] = int(HeadTracker._rows[0][-1]) if HeadTracker._rows else 0
-        HeadTracker.forget()
+        table = tiny_gpt.recorded(config.transformer)
+        found[name] = 0 if table is None else int(table[0, -1])
     return found
 
 
