@@ -39,9 +39,8 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def pool():
     """Workers of its own: a run with a tokenizer leaves state that others must not meet."""
-    workers = Pool(2)
-    yield workers
-    workers.close()
+    with Pool(2) as workers:
+        yield workers
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import pytest
 from tests.distributed import merging
 from tests.distributed.coverage import FEATURES, MECHANISMS, SCOPES, features, table
 from tests.distributed.layout import SINGLE, Layout
-from tests.distributed.pool import Pool
 from tests.distributed.test_layouts import (
     DISTRIBUTED,
     FULL,
@@ -71,14 +70,6 @@ FOUR_RANKS = [
     ("headwise", "data-parallel", Layout(tp=2, dp=2), FULL),
     ("elementwise", "global", Layout(cp=4), MASKED),
 ]
-
-
-@pytest.fixture(scope="module")
-def four():
-    """Four workers, for the few cases that need them."""
-    workers = Pool(4)
-    yield workers
-    workers.close()
 
 
 @pytest.fixture(scope="module")

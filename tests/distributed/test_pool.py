@@ -14,9 +14,8 @@ WHERE = "tests.distributed.worker:layout_of_task"
 @pytest.fixture(scope="module")
 def bare():
     """A pool whose workers never import torch."""
-    workers = Pool(2)
-    yield workers
-    workers.close()
+    with Pool(2) as workers:
+        yield workers
 
 
 def test_every_layout_runs_in_the_same_processes(pool):
