@@ -1,5 +1,6 @@
 """What all tests share: the pools of workers, the order of the files, the quick slice."""
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,14 @@ from tests import forkserver
 from tests.distributed.coverage import table
 from tests.distributed.pool import Pool
 from tests.schedule import in_order, is_quick
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """As in the workers and forks: sums of more threads differ in a bit, and the tensors of tests
+    are small."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -219,3 +219,9 @@ def close() -> None:
 
 def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+if __name__ == "__main__":  # for shells: MODULE ARGUMENTS
+    process = server().start(sys.argv[1:], cwd=Path.cwd(), stdin=0, stdout=1, stderr=2, tree=True)
+    ended = process.wait() or 0
+    sys.exit(ended if ended >= 0 else 128 - ended)

@@ -175,14 +175,14 @@ class Pool:
             connection.send_bytes(pickle.dumps(rank))
 
     def _accept(self, listener: Listener, rank: int) -> Connection:
-        sock = listener._listener._socket  # type: ignore[attr-defined]
-        sock.settimeout(HANG_SECONDS)
-        try:
-            return listener.accept()
-        except TimeoutError:
-            log = self._log(rank)
-            self._kill()
-            raise TaskFailed(f"worker {rank} did not start:\n{log}") from None
+        listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
+        deadline = time.monotonic() + HANG_SECONDS
+        while self._processes[rank].poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                return listener.accept()
+        log = self._log(rank)
+        self._kill()
+        raise TaskFailed(f"worker {rank} did not start:\n{log}")
 
     def _kill(self) -> None:
         for process in self._processes:

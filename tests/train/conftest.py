@@ -8,9 +8,19 @@ import time
 import psutil
 import pytest
 
-from tests.distributed.pool import free_port
+from megasink.cli import main
+from tests.distributed.pool import ROOT, free_port
 from tests.forkserver import HANG_SECONDS, server
 from tests.train.six_steps import FLAGS
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """Flags of a small data set of real text: this repository's sources."""
+    prefix = tmp_path_factory.mktemp("text") / "sources"
+    arguments = ["data", str(ROOT / "megasink"), "--output", str(prefix)]
+    assert main([*arguments, "--train-tokenizer", "512", "--workers", "1"]) == 0
+    return ["--data-path", str(prefix), "--tokenizer-model", f"{prefix}-tokenizer"]
 
 
 @pytest.fixture(scope="session")
