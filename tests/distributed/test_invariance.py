@@ -75,15 +75,7 @@ FOUR_RANKS = [
 @pytest.fixture(scope="module")
 def oracle(pool):
     """The report of the oracle of a mechanism and scope, computed once."""
-    known = {}
-
-    def report(**options):
-        key = repr(sorted(options.items()))
-        if key not in known:
-            known[key] = pool.run(ORACLE, SINGLE, coeff=1.0, **options)
-        return known[key]
-
-    return report
+    return lambda **options: pool.once(ORACLE, SINGLE, coeff=1.0, **options)
 
 
 @pytest.fixture
