@@ -19,7 +19,7 @@ test: $(READY)
 	$(PYTEST)
 
 quick: $(READY)
-	$(PYTEST) -m quick
+	$(PYTEST) -m quick $$($(BIN)/python -m tests.schedule)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,4 +1,5 @@
-"""In which order the files run, and which tests are quick.
+"""In which order the files run, and which tests are quick: ``python -m tests.schedule`` prints the
+files that those are in.
 
 xdist's workers take whole files (a file's fixtures are made once), in this order: those that take
 longest begin first, so that no worker ends minutes after the other.
@@ -62,3 +63,7 @@ def in_order(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 def is_quick(nodeid: str) -> bool:
     """Whether a test is part of `make quick`."""
     return nodeid.startswith(QUICK)
+
+
+if __name__ == "__main__":
+    print(*sorted({nodeid.split("::")[0] for nodeid in QUICK}))
