@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: env demo test lint
+.PHONY: env demo test quick lint
 
 env: $(READY)
 
@@ -11,9 +11,15 @@ demo: $(READY)
 	$(BIN)/megasink demo
 	@echo "to have megasink on the path: source $(BIN)/activate"
 
-# A file's tests share a worker, and with it the pool of gloo ranks that the worker starts.
+# A file's tests share a worker and its fixtures; the order of the files is that of tests/schedule.py.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+PYTEST += --no-loadscope-reorder
+
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(PYTEST)
+
+quick: $(READY)
+	$(PYTEST) -m quick $$($(BIN)/python -m tests.schedule)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -163,7 +163,7 @@ def _calls_of(block: Block, folder: Path) -> Iterator[Call]:
         },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, f"{block.name}: {done.stderr}"

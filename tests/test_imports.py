@@ -41,9 +41,9 @@ def inside(module: str, room: str) -> bool:
     return module == room or module.startswith(room + ".")
 
 
-def imports(path: Path, module: str, is_package: bool = False) -> Iterator[tuple[int, str]]:
-    """(line, imported module) of every import in a file, those inside functions included."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(tree: ast.AST, module: str, is_package: bool = False) -> Iterator[tuple[int, str]]:
+    """(line, imported module) of every import in a module, those inside functions included."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -61,7 +61,8 @@ def imports(path: Path, module: str, is_package: bool = False) -> Iterator[tuple
 def violations(path: Path, module: str) -> list[str]:
     """What a file imports that its room may not."""
     found = []
-    for line, name in imports(path, module, path.name == "__init__.py"):
+    tree = ast.parse(path.read_text())
+    for line, name in imports(tree, module, path.name == "__init__.py"):
         where = f"{module}:{line} imports {name}"
         if inside(name, "megatron") and not any(inside(module, room) for room in MEGATRON):
             found.append(f"{where}: only {', '.join(MEGATRON)} may import megatron")

@@ -187,7 +187,7 @@ def enter(tmp_path: Path, *line: str) -> subprocess.CompletedProcess[str]:
         env={"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=1200,
     )
 
 
@@ -231,7 +231,7 @@ def make_env(tmp_path: Path, pythons: dict[str, str]) -> subprocess.CompletedPro
         env={"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=1200,
     )
 
 
@@ -272,7 +272,7 @@ def test_question_to_python_is_answered_by_this_one():
     text = (ROOT / "tools/make_env.sh").read_text()
     question = re.search(r"-c '(import ensurepip.+)'", text)
     assert question is not None
-    assert subprocess.run([sys.executable, "-c", question[1]], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", question[1]], timeout=1200).returncode == 0
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
@@ -280,7 +280,7 @@ def test_make_installs_again_when_the_constraints_change(tmp_path: Path):
     def plan() -> str:
         command = ["make", "--dry-run", "--no-print-directory", f"VENV={tmp_path}", "test"]
         return subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+            command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=1200
         ).stdout
 
     assert "make_env.sh" in plan()

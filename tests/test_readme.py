@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megasink.config import OPTIONS
+from tests.forkserver import HANG_SECONDS, server
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -20,8 +21,8 @@ RUN_HERE = [text for cluster, text in BLOCKS if not cluster]
 
 def test_the_first_commands_are_make_targets_of_a_fresh_clone():
     targets = re.findall(r"^make (\w+)", RUN_HERE[0], re.M)
-    assert targets == ["demo", "test"]
-    for target, program in (("demo", "megasink demo"), ("test", "pytest")):
+    assert targets == ["demo", "quick", "test"]
+    for target, program in (("demo", "megasink demo"), ("quick", "pytest"), ("test", "pytest")):
         planned = subprocess.run(
             ["make", "-n", target, "VENV=nothing-here"],
             cwd=ROOT,
@@ -35,13 +36,17 @@ def test_the_first_commands_are_make_targets_of_a_fresh_clone():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the files that the commands read, and megasink on the path."""
+    """A folder with the files that the commands read, and megasink on the path, as a fork."""
     path = tmp_path_factory.mktemp("readme")
     shutil.copy(ROOT / "README.md", path)
     shutil.copytree(ROOT / "docs", path / "docs")
     (path / ".venv" / "bin").mkdir(parents=True)
-    binaries = Path(sys.executable).parent
-    (path / ".venv" / "bin" / "activate").write_text(f'PATH="{binaries}:$PATH"\n')
+    binaries = path / ".venv" / "bin"
+    (binaries / "activate").write_text(f'PATH="{binaries}:$PATH"\n')
+    shim = f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m tests.forkserver megasink "$@"\n'
+    (binaries / "megasink").write_text(shim)
+    (binaries / "megasink").chmod(0o755)
+    server()
     return path
 
 
@@ -54,7 +59,7 @@ def test_the_quick_start_runs_as_it_is_written(folder):
         env={**os.environ, "PATH": "/usr/bin:/bin"},  # megasink is where the environment is
         capture_output=True,
         text=True,
-        timeout=800,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]

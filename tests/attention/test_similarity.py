@@ -195,7 +195,7 @@ def test_nothing_is_tokens_by_tokens():
     The definition makes several of the first, ours a dozen of the second.
     """
     result = subprocess.run(
-        [sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", PEAK], capture_output=True, text=True, check=True
     )
     *ours, reference = map(int, result.stdout.split())
     assert reference > 288  # the measurement sees such tensors

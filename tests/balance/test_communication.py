@@ -10,8 +10,7 @@ import pytest
 from megasink.report.communication import AllReduces, balance_collectives
 from tests.balance.collective_sizes import HEADS, LAYERS, MICROBATCHES
 from tests.distributed.layout import Layout
-from tests.distributed.pool import ROOT, Pool
-from tests.distributed.test_resume import free_port
+from tests.distributed.pool import ROOT, free_port
 
 COUNTS = "tests.balance.collective_tasks"
 TRAINER = "tests.balance.trainer_tasks"
@@ -24,13 +23,6 @@ FLAGS = shlex.split("""
     --tokenizer-type NullTokenizer --vocab-size 255 --mock-data --eval-iters 0
     --eval-interval 100 --log-interval 1 --head-balance-coeff 0.1 --num-workers 0
 """)
-
-
-@pytest.fixture(scope="module")
-def four():
-    workers = Pool(4)
-    yield workers
-    workers.close()
 
 
 def expected(scope, layout, **sizes):

@@ -297,7 +297,6 @@ def python(code, *arguments):
         text=True,
         cwd=ROOT,
         check=False,
-        timeout=120,
     )
 
 

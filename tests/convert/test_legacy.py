@@ -19,7 +19,6 @@ from megasink.convert import to_hf
 from megasink.convert.legacy_weights import legacy_weights
 from megasink.errors import UserError
 from tests.distributed.layout import SINGLE
-from tests.distributed.test_resume import free_port
 
 FLAGS = shlex.split("""
     --num-layers 2 --hidden-size 48 --num-attention-heads 4 --group-query-attention
@@ -40,13 +39,7 @@ def runs(pool, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for name in ("torch", "torch_dist"):
         where = ["--run-dir", str(folder / name), "--ckpt-format", name]
-        pool.run(
-            "tests.distributed.launch_task:train",
-            timeout=300,
-            flags=[*FLAGS, *where],
-            ranks=2,
-            port=free_port(),
-        )
+        pool.train([*FLAGS, *where], 2)
     return folder / "torch", folder / "torch_dist"
 
 

@@ -258,7 +258,6 @@ def test_a_folder_loads_without_megasink(tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=600,
         env={"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"},
     )
     assert done.returncode == 0, done.stderr

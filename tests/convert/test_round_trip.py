@@ -9,7 +9,6 @@ import pytest
 
 from tests.convert.models import MODELS
 from tests.distributed.layout import SINGLE, Layout
-from tests.distributed.pool import Pool
 
 TASKS = "tests.convert.tasks"
 TP, PP, TP_PP = Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2)
@@ -52,14 +51,6 @@ def test_every_target(pool, tmp_path, name):
         for found in served.values():
             assert found["logits"] <= 1e-4
             assert found["generated"]
-
-
-@pytest.fixture(scope="module")
-def four():
-    """Workers for both parallelisms."""
-    workers = Pool(4)
-    yield workers
-    workers.close()
 
 
 def exports(pool, folder, name, *layouts):

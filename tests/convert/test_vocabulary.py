@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from megasink.checkpoint.vocabulary import counted_rows, with_tokens
 from tests.distributed.layout import SINGLE
-from tests.distributed.test_resume import free_port
+from tests.distributed.pool import free_port
 from tests.probe.tiny_models import save_with_tokenizer
 
 TASKS = "tests.convert.vocabulary_tasks"
@@ -31,7 +31,7 @@ TRAINING = shlex.split("""
 def megasink(pool, *commands):
     """Run command lines in a worker; all of them succeed."""
     argvs = [[str(word) for word in command] for command in commands]
-    (answers,) = pool.run(f"{TASKS}:without_figures", SINGLE, timeout=200, commands=argvs)
+    (answers,) = pool.run(f"{TASKS}:without_figures", SINGLE, commands=argvs)
     assert [(code, errors) for code, _, errors in answers if code] == []
 
 
@@ -57,7 +57,7 @@ def seen(pool, folder):
     flags = shlex.split((folder / "run" / "flags.txt").read_text())
     flags += [*TRAINING, "--data-path", str(folder / "text"), "--run-dir", str(folder / "tuned")]
     flags += ["--load", str(folder / "run" / "checkpoints")]
-    return pool.run(f"{TASKS}:train_and_show", timeout=200, flags=flags, port=free_port())
+    return pool.run(f"{TASKS}:train_and_show", flags=flags, port=free_port())
 
 
 def nats(model, batch):

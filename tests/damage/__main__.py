@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
-from tests.distributed.test_resume import free_port
+from tests.distributed.pool import free_port
 
 
 def main() -> int:

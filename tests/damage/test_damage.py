@@ -1,12 +1,7 @@
 """Some of the damaged inputs of every kind; `python -m tests.damage --large` takes all of them."""
 
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
-
 from tests.damage.tables import CASES
+from tests.forkserver import server
 
 CHOSEN = """
 corpus/json-many-keys corpus/kernel-memory corpus/name-in-summary corpus/sparse-text
@@ -18,15 +13,8 @@ folder/weights-offsets/convert folder/config-pipe/analyze folder/config-list/con
 """.split()
 
 
-@pytest.mark.timeout(900)
 def test_damage_is_one_line_and_nothing_is_left_or_lost():
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.damage", *CHOSEN],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = server().run(["tests.damage", *CHOSEN])
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"{len(CHOSEN)} damaged inputs: " in result.stdout
 

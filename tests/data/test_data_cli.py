@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megasink import cli
@@ -115,14 +114,13 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 600  # a hang
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-@pytest.mark.timeout(120)
 def test_a_killed_run_leaves_nothing_that_loads(tmp_path, folder):
     prefix = tmp_path / "out"
     options = ["--output", str(prefix), "--tokenizer", str(folder), "--workers", "2"]
@@ -133,7 +131,7 @@ def test_a_killed_run_leaves_nothing_that_loads(tmp_path, folder):
         assert run.poll() is None
         return partial.exists() and partial.stat().st_size > 0
 
-    wait_until(writing, 90)
+    wait_until(writing)
     workers = children(run.pid)
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
@@ -142,7 +140,7 @@ def test_a_killed_run_leaves_nothing_that_loads(tmp_path, folder):
     assert not [p for p in tmp_path.iterdir() if p.suffix in (".bin", ".idx", ".json")]
     assert len(workers) >= 2
     try:
-        wait_until(lambda: not any(map(alive, workers)), 30)
+        wait_until(lambda: not any(map(alive, workers)))
     finally:
         for pid in filter(alive, workers):
             os.kill(pid, signal.SIGKILL)

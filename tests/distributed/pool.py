@@ -1,30 +1,41 @@
 """A pool of gloo workers that outlives the tests, because importing megatron takes seconds.
 
-Each worker is a process of its own (``tests/distributed/worker.py``) that activates the CPU
-platform once. A task is a function named "module:function"; for every task the workers make the
-process group and Megatron's parallel state anew, in the layout that the task asks for. Workers
-beyond the size of the layout stay idle.
+Each worker is a fork of the session's server (``tests/forkserver.py``) that runs
+``tests/distributed/worker.py``. A task is a function named "module:function"; for every task the
+workers make the process group and Megatron's parallel state anew, in the layout that the task asks
+for. Workers beyond the size of the layout stay idle.
 """
 
+import contextlib
 import os
 import pickle
 import secrets
 import signal
-import subprocess
-import sys
+import socket
 import tempfile
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
 from tests.distributed.layout import Layout
+from tests.forkserver import HANG_SECONDS, ROOT, FreshProcess, Process, server
 
-ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 300.0
+__all__ = ["ROOT", "Pool", "TaskFailed", "free_port"]
+
 # How long the other ranks may take to answer after one of them failed: they are often stuck in a
 # collective with it.
 GRACE_SECONDS = 3.0
+
+
+def free_port() -> int:
+    """A port below those that the system gives to outgoing connections, which might take it."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
 class TaskFailed(Exception):
@@ -36,26 +47,39 @@ class Pool:
 
     Args:
         size: the number of workers, the largest layout that fits.
+        fresh: not forks but processes in which nothing has been imported.
     """
 
-    def __init__(self, size: int = 2):
-        self.size = size
+    def __init__(self, size: int = 2, *, fresh: bool = False):
+        self.size, self._fresh = size, fresh
         self.starts = 0
         self._temporary = tempfile.TemporaryDirectory(prefix="pool-", ignore_cleanup_errors=True)
         self._folder = Path(self._temporary.name)
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Process | FreshProcess] = []
         self._connections: list[Connection] = []
         self._tasks = 0
+        self._known: dict[str, list[Any]] = {}
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def run(
-        self, task: str, layout: Layout | None = None, timeout: float = 120.0, **kwargs: Any
+        self,
+        task: str,
+        layout: Layout | None = None,
+        timeout: float = HANG_SECONDS,
+        **kwargs: Any,
     ) -> list[Any]:
         """Run ``task(**kwargs)`` on every rank of the layout.
 
         Args:
             task: "package.module:function".
             layout: None for the bare function on every worker, without a process group.
-            timeout: seconds until all ranks must have answered.
+            timeout: seconds until all ranks must have answered. The default is for hangs alone, on
+                a busy machine too.
 
         Returns:
             what the function returned, by rank.
@@ -74,14 +98,24 @@ class Pool:
             connection.send_bytes(message)
         return self._collect(task, world, time.monotonic() + timeout)
 
+    def once(self, task: str, layout: Layout | None = None, **kwargs: Any) -> list[Any]:
+        """What :meth:`run` returned when it was asked for the same the first time."""
+        key = f"{task} {layout} {sorted(kwargs.items())}"
+        if key not in self._known:
+            self._known[key] = self.run(task, layout, **kwargs)
+        return self._known[key]
+
+    def train(self, flags: Sequence[str], ranks: int = 1) -> None:
+        """Run the trainer to its end in so many workers."""
+        task = "tests.distributed.launch_task:train"
+        self.run(task, flags=list(flags), ranks=ranks, port=free_port())
+
     def close(self) -> None:
         """End the workers: by asking, then by force."""
         for connection in self._connections:
             connection.close()  # a worker whose connection is closed ends by itself
         for process in self._processes:
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
+            if process.wait(5) is None:
                 process.kill()
                 process.wait()
         self._processes, self._connections = [], []
@@ -139,10 +173,9 @@ class Pool:
         with Listener(address, authkey=key) as listener:
             for rank in range(self.size):
                 with self._log_path(rank).open("wb") as log:
-                    command = [sys.executable, "-W", "ignore", "-m", "tests.distributed.worker"]
-                    process = subprocess.Popen(
-                        [*command, address], cwd=ROOT, env=environment, stdout=log, stderr=log
-                    )
+                    argv = ["tests.distributed.worker", address]
+                    start = FreshProcess if self._fresh else server().start
+                    process = start(argv, env=environment, stdout=log, stderr=log)
                 self._processes.append(process)
                 # One after the other, so that the order of the connections is that of the ranks.
                 self._connections.append(self._accept(listener, rank))
@@ -150,14 +183,14 @@ class Pool:
             connection.send_bytes(pickle.dumps(rank))
 
     def _accept(self, listener: Listener, rank: int) -> Connection:
-        sock = listener._listener._socket  # type: ignore[attr-defined]
-        sock.settimeout(START_SECONDS)
-        try:
-            return listener.accept()
-        except TimeoutError:
-            log = self._log(rank)
-            self._kill()
-            raise TaskFailed(f"worker {rank} did not start:\n{log}") from None
+        listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
+        deadline = time.monotonic() + HANG_SECONDS
+        while self._processes[rank].poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                return listener.accept()
+        log = self._log(rank)
+        self._kill()
+        raise TaskFailed(f"worker {rank} did not start:\n{log}")
 
     def _kill(self) -> None:
         for process in self._processes:

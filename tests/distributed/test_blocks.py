@@ -43,14 +43,8 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def single(pool):
-    known = {}
-
-    def report(model: str):
-        if model not in known:
-            known[model] = pool.run(TRAIN, SINGLE, **MODELS[model])
-        return known[model]
-
-    return report
+    """The report of one process for a model."""
+    return lambda model: pool.once(TRAIN, SINGLE, **MODELS[model])
 
 
 @pytest.mark.parametrize(("model", "layout", "options"), CASES, ids=name_of)

@@ -57,15 +57,8 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def single(pool):
-    """The report of one process for a model, computed once."""
-    known = {}
-
-    def report(model: str):
-        if model not in known:
-            known[model] = pool.run(TRAIN, SINGLE, **STEP | MODELS[model])
-        return known[model]
-
-    return report
+    """The report of one process for a model."""
+    return lambda model: pool.once(TRAIN, SINGLE, **STEP | MODELS[model])
 
 
 @pytest.mark.parametrize(("model", "kind"), CASES)

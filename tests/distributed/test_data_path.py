@@ -39,9 +39,8 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def pool():
     """Workers of its own: a run with a tokenizer leaves state that others must not meet."""
-    workers = Pool(2)
-    yield workers
-    workers.close()
+    with Pool(2) as workers:
+        yield workers
 
 
 @pytest.fixture(scope="module")
@@ -91,15 +90,8 @@ SHARED = [
 @pytest.fixture(scope="module")
 def whole(pool, text):
     """Loss and gradients of one process, by the flags of the loss."""
-    known = {}
-
-    def report(*flags: str):
-        if flags not in known:
-            argv = [*MODEL, *text, *ROPE, *flags]
-            known[flags] = pool.run(f"{TASKS}:one_step", SINGLE, argv=argv)
-        return known[flags]
-
-    return report
+    task, start = f"{TASKS}:one_step", [*MODEL, *text, *ROPE]
+    return lambda *flags: pool.once(task, SINGLE, argv=[*start, *flags])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from tests.distributed import merging
 from tests.distributed.layout import SINGLE, Layout
 from tests.distributed.test_layouts import SP, TOLERANCE, TRAIN, compare
-from tests.distributed.test_resume import FLAGS, TP, free_port
+from tests.distributed.test_resume import FLAGS, TP
 
 ORACLE = "tests.distributed.oracle:train"
 OPTIONS = {
@@ -56,13 +56,7 @@ def test_deterministic_mode_runs_twice_the_same_to_the_bit(pool, tmp_path):
     lines = []
     for name in "ab":
         flags = [*FLAGS, *TP, "--deterministic-mode", "--train-iters", "3", "--run-dir"]
-        pool.run(
-            "tests.distributed.launch_task:train",
-            timeout=300,
-            flags=[*flags, str(tmp_path / name)],
-            ranks=2,
-            port=free_port(),
-        )
+        pool.train([*flags, str(tmp_path / name)], 2)
         text = (tmp_path / name / "metrics.jsonl").read_text()
         keys = ("iteration", "lm_loss", "grad_norm", "importance", "balance_loss")
         lines.append([{k: json.loads(line).get(k) for k in keys} for line in text.splitlines()])

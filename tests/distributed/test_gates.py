@@ -78,15 +78,8 @@ def options_of(model: str) -> dict:
 
 @pytest.fixture(scope="module")
 def single(pool):
-    """The report of one process for a model, computed once."""
-    known = {}
-
-    def report(model: str):
-        if model not in known:
-            known[model] = pool.run(TRAIN, SINGLE, **options_of(model))
-        return known[model]
-
-    return report
+    """The report of one process for a model."""
+    return lambda model: pool.once(TRAIN, SINGLE, **options_of(model))
 
 
 @pytest.mark.parametrize(("model", "layout", "options"), CASES, ids=name_of)

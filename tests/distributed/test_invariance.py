@@ -12,7 +12,6 @@ import pytest
 from tests.distributed import merging
 from tests.distributed.coverage import FEATURES, MECHANISMS, SCOPES, features, table
 from tests.distributed.layout import SINGLE, Layout
-from tests.distributed.pool import Pool
 from tests.distributed.test_layouts import (
     DISTRIBUTED,
     FULL,
@@ -74,25 +73,9 @@ FOUR_RANKS = [
 
 
 @pytest.fixture(scope="module")
-def four():
-    """Four workers, for the few cases that need them."""
-    workers = Pool(4)
-    yield workers
-    workers.close()
-
-
-@pytest.fixture(scope="module")
 def oracle(pool):
     """The report of the oracle of a mechanism and scope, computed once."""
-    known = {}
-
-    def report(**options):
-        key = repr(sorted(options.items()))
-        if key not in known:
-            known[key] = pool.run(ORACLE, SINGLE, coeff=1.0, **options)
-        return known[key]
-
-    return report
+    return lambda **options: pool.once(ORACLE, SINGLE, coeff=1.0, **options)
 
 
 @pytest.fixture

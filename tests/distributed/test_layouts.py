@@ -90,15 +90,8 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def single(pool):
-    """The report of one process for a model, computed once."""
-    known = {}
-
-    def report(model: str):
-        if model not in known:
-            known[model] = pool.run(TRAIN, SINGLE, **MODELS[model])
-        return known[model]
-
-    return report
+    """The report of one process for a model."""
+    return lambda model: pool.once(TRAIN, SINGLE, **MODELS[model])
 
 
 def name_of(value) -> str | None:

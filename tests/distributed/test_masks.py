@@ -64,15 +64,8 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def single(pool):
-    """The report of one process for a model, computed once."""
-    known = {}
-
-    def report(model: str):
-        if model not in known:
-            known[model] = pool.run(TRAIN, SINGLE, steps=2, **MODELS[model])
-        return known[model]
-
-    return report
+    """The report of one process for a model."""
+    return lambda model: pool.once(TRAIN, SINGLE, steps=2, **MODELS[model])
 
 
 @pytest.mark.parametrize(("model", "layout", "options"), CASES, ids=name_of)

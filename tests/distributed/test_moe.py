@@ -13,7 +13,7 @@ from tests.distributed import merging
 from tests.distributed.layout import SINGLE, Layout
 from tests.distributed.pool import Pool
 from tests.distributed.test_layouts import FULL, SP, TOLERANCE, compare, name_of
-from tests.distributed.test_resume import FLAGS, free_port
+from tests.distributed.test_resume import FLAGS
 
 TRAIN = "tests.distributed.tiny_gpt:train"
 ORACLE = "tests.layers.block_oracle:train_once"
@@ -68,14 +68,8 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def single(pool):
-    known = {}
-
-    def report(model: str):
-        if model not in known:
-            known[model] = pool.run(TRAIN, SINGLE, **MODELS[model])
-        return known[model]
-
-    return report
+    """The report of one process for a model."""
+    return lambda model: pool.once(TRAIN, SINGLE, **MODELS[model])
 
 
 @pytest.mark.parametrize(("model", "layout", "options"), CASES, ids=name_of)
@@ -151,9 +145,8 @@ def test_a_checkpoint_loads_under_other_expert_parallelism(pool, tmp_path, first
 @pytest.fixture
 def fresh_pool():
     """Workers of its own: the trainer keeps state for its process, data sets of other tests too."""
-    workers = Pool(2)
-    yield workers
-    workers.close()
+    with Pool(2) as workers:
+        yield workers
 
 
 def test_the_trainer_runs_with_expert_parallelism(fresh_pool, tmp_path):
@@ -162,13 +155,7 @@ def test_the_trainer_runs_with_expert_parallelism(fresh_pool, tmp_path):
     --moe-z-loss-coeff 0.001 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2
     --train-iters 3
     """.split()
-    fresh_pool.run(
-        "tests.distributed.launch_task:train",
-        timeout=300,
-        flags=[*FLAGS, *flags, "--run-dir", str(tmp_path / "run")],
-        ranks=2,
-        port=free_port(),
-    )
+    fresh_pool.train([*FLAGS, *flags, "--run-dir", str(tmp_path / "run")], 2)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [line["lm_loss"] for line in map(json.loads, lines) if "lm_loss" in line]
     assert len(losses) == 3

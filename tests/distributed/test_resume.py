@@ -4,19 +4,14 @@ By RUN/metrics.jsonl. One run of six steps with a checkpoint at three is the run
 stopped; a copy of it that has lost everything after step 3 is the run that was interrupted.
 """
 
-import contextlib
 import json
-import os
-import secrets
 import shlex
 import shutil
-import socket
-import subprocess
-import sys
 
 import pytest
 
-from tests.distributed.pool import ROOT
+from tests.distributed.pool import free_port
+from tests.forkserver import server
 
 FLAGS = shlex.split("""
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention
@@ -36,27 +31,12 @@ PP = ["--pipeline-model-parallel-size", "2"]
 COMPARED = ("lm_loss", "grad_norm", "balance_loss", "imbalance", "importance", "learning_rate")
 
 
-def free_port() -> int:
-    """A port below those that the system gives to outgoing connections, which might take it."""
-    while True:
-        port = 20_000 + secrets.randbelow(12_000)
-        with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.bind(("127.0.0.1", port))
-            return port
-
-
 @pytest.fixture(scope="module")
 def train(pool):
     """Run the trainer in the workers."""
 
     def run(ranks: int, *flags: str) -> None:
-        pool.run(
-            "tests.distributed.launch_task:train",
-            timeout=300,
-            flags=[*FLAGS, *flags],
-            ranks=ranks,
-            port=free_port(),
-        )
+        pool.train([*FLAGS, *flags], ranks)
 
     return run
 
@@ -93,14 +73,10 @@ def steps(run) -> dict[int, dict]:
 
 @pytest.mark.slow
 def test_the_same_layout_resumes_to_the_bit(finished, interrupted):
-    # A new process, started as a user starts it.
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += [f"--master-port={free_port()}", "-m", "megasink.train", *FLAGS, *TP]
-    command += ["--run-dir", str(interrupted), "--resume"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=400, check=False
-    )
+    # New processes, started as a user starts them.
+    command = ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    command += ["-m", "megasink.train", *FLAGS, *TP, "--run-dir", str(interrupted), "--resume"]
+    done = server().run(command, tree=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     before, after = steps(finished), steps(interrupted)
     for iteration in before:

@@ -18,17 +18,16 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config, unwrap_model
+from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 from torch import Tensor
 
 from megasink.balance.tracker import HeadTracker
 from megasink.layers.builder import MegasinkGPTBuilder, MegasinkGPTConfig
 from megasink.layers.core_attention import CoreAttention
-from megasink.layers.gate_projection import named_parts
-from megasink.layers.init import global_names
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 from megasink.specs import block_spec
 from megasink.train.optimizer import with_sink_parameters
+from tests.distributed.shards import gather_gradients, shards
 from tests.distributed.skewed_gates import skew_gates
 
 SEQUENCE, VOCABULARY, MICROBATCH, MICROBATCHES = 32, 128, 2, 4
@@ -338,34 +337,3 @@ def count_forward_calls(models: list[Any]) -> list[int]:
         if isinstance(module, CoreAttention):
             module.register_forward_hook(count)
     return calls
-
-
-def gather_gradients(models: list[Any]) -> None:
-    """Complete the gradient buffers, of which the distributed optimizer reduces a part per rank."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    for buffer in (b for model in models for b in model.buffers):
-        for bucket in buffer.buckets:
-            mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-            torch.distributed.all_gather_into_tensor(bucket.grad_data, mine, group=group)
-
-
-def shards(models: list[Any], attribute: str) -> dict[str, dict[str, Any]]:
-    """{name in the whole model: this rank's part of each parameter}, for ``merging.whole``."""
-    found = {}
-    for model in unwrap_model(models):
-        names = global_names(model)
-        for name, parameter in model.named_parameters():
-            values = getattr(parameter, attribute).detach().float().clone()
-            for part_name, part in named_parts(names[name], parameter, values):
-                found[part_name] = {
-                    "tensor": part,
-                    "tp_rank": (
-                        parallel_state.get_expert_tensor_parallel_rank()
-                        if ".experts." in name
-                        else parallel_state.get_tensor_model_parallel_rank()
-                    ),
-                    "tensor_parallel": bool(getattr(parameter, "tensor_model_parallel", False)),
-                    "axis": getattr(parameter, "partition_dim", -1),
-                    "stride": getattr(parameter, "partition_stride", 1),
-                }
-    return found

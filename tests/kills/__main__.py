@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from tests.forkserver import ForkServer
 from tests.kills.configurations import CONFIGURATIONS, STEPS, Configuration
 from tests.kills.trial import KINDS, Outcome, Run, steps
-from tests.train.nursery import Nursery
 
 COUNTS = ("lost", "hung", "orphans", "unequal")
 
@@ -97,8 +97,8 @@ def unequal(run: Run, expected: dict[int, tuple[object, ...]]) -> int:
 
 
 @contextlib.contextmanager
-def nursing() -> Iterator[Nursery]:
-    nursery = Nursery()
+def nursing() -> Iterator[ForkServer]:
+    nursery = ForkServer()
     try:
         yield nursery
     finally:

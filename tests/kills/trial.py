@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.forkserver import ForkServer, Process
 from tests.kills.configurations import MODEL, STEPS, Configuration
-from tests.train.nursery import Nursery
 
 KINDS = (
     "SIGKILL rank",
@@ -78,13 +78,13 @@ def newest(run: Path) -> int:
 class Run:
     """A run that is killed again and again, and resumed each time by the documented command."""
 
-    def __init__(self, nursery: Nursery, configuration: Configuration, folder: Path, auto: bool):
+    def __init__(self, nursery: ForkServer, configuration: Configuration, folder: Path, auto: bool):
         self._nursery, self.configuration, self._auto = nursery, configuration, auto
         self.folder = folder
         self._starts = 0
 
-    def start(self) -> int:
-        """Start or resume; the launcher's process id."""
+    def start(self) -> Process:
+        """Start or resume: the launcher."""
         flags = [*MODEL, *self.configuration.flags, "--ranks", str(self.configuration.ranks)]
         if self._auto:
             flags += ["--resume", "auto"]
@@ -94,12 +94,12 @@ class Run:
             shutil.rmtree(self.folder, ignore_errors=True)
         self._starts += 1
         argv = ["megasink.cli", "train", "--run-dir", str(self.folder), *flags]
-        return self._nursery.start(argv, str(self._output("stdout")), str(self._output("stderr")))
+        files = {name: self._output(name) for name in ("stdout", "stderr")}
+        return self._nursery.start(argv, tree=True, **files)
 
     def to_the_end(self) -> int | None:
         """Let it run: the exit code."""
-        self.start()
-        return self._nursery.wait(START_SECONDS)
+        return self.start().wait(START_SECONDS)
 
     def begin_anew(self) -> None:
         """In another folder, from step 0."""
@@ -118,15 +118,15 @@ class Run:
         outcome = Outcome(self.configuration.name, kind, 0 if in_start else aim)
         if in_start:
             time.sleep(generator.random() * 5)
-            self._do(kind, launcher, generator)
-        elif not self._reach(launcher, aim):
+            self._do(kind, launcher.pid, generator)
+        elif not self._reach(aim):
             outcome.problems.append("did not start or resume")
             outcome.lost = True
         else:
             time.sleep(generator.random() * 0.5)
-            self._do(kind, launcher, generator)
+            self._do(kind, launcher.pid, generator)
         told_at = time.monotonic()
-        outcome.code = self._nursery.wait(END_SECONDS)
+        outcome.code = launcher.wait(END_SECONDS)
         outcome.seconds = round(time.monotonic() - told_at, 1)
         outcome.hung = outcome.code is None
         deadline = time.monotonic() + ORPHAN_SECONDS
@@ -138,7 +138,7 @@ class Run:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         if outcome.hung:
-            self._nursery.wait(30)
+            launcher.wait(30)
         outcome.said = self.said()
         self._judge(outcome, whole)
         return outcome
@@ -156,7 +156,7 @@ class Run:
         if outcome.code not in (0, -signal.SIGKILL) and not single_line:
             outcome.problems.append("no line of its own")
 
-    def _reach(self, launcher: int, aim: int) -> bool:
+    def _reach(self, aim: int) -> bool:
         """Wait until this start has logged a step."""
         deadline, opened = time.monotonic() + START_SECONDS, self._changed()
         while time.monotonic() < deadline and self._nursery.left():

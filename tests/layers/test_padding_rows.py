@@ -17,15 +17,9 @@ FUSED = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native
 @pytest.fixture(scope="module")
 def definition(pool):
     """Losses and gradients of the unpadded model in float64, by (rows, tied)."""
-    known = {}
-
-    def of(rows: int, tied: bool):
-        if (rows, tied) not in known:
-            options = {"rows": rows, "tokens": TOKENS, "tied": tied}
-            (known[rows, tied],) = pool.run(f"{TASKS}:unpadded", SINGLE, **options)
-        return known[rows, tied]
-
-    return of
+    return lambda rows, tied: pool.once(
+        f"{TASKS}:unpadded", SINGLE, rows=rows, tokens=TOKENS, tied=tied
+    )[0]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import signal
 import traceback
 from typing import Any
 
-SECONDS = 60
+SECONDS = 600
 
 
 def registered() -> tuple[set[str], set[str]]:

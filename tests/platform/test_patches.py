@@ -57,12 +57,9 @@ def answers():
     From workers that have done nothing yet: the probe forks, and a process in which gloo has run
     holds threads whose locks a fork copies in whatever state they are.
     """
-    workers = Pool(2)
-    try:
+    with Pool(2) as workers:
         jobs = [(None, scenario) for scenario in SCENARIOS] + list(NEEDED_BY.items())
-        shares = workers.run(f"{TASKS}:probe", jobs=jobs, timeout=800)
-    finally:
-        workers.close()
+        shares = workers.run(f"{TASKS}:probe", jobs=jobs)
     return shares[0] | shares[1]
 
 

@@ -11,9 +11,8 @@ TASKS = "tests.platform.tasks"
 @pytest.fixture
 def fresh():
     """One process in which nothing has happened."""
-    worker = Pool(1)
-    yield worker
-    worker.close()
+    with Pool(1, fresh=True) as worker:
+        yield worker
 
 
 def test_deactivate_puts_everything_back(fresh):

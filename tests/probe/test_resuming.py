@@ -1,11 +1,8 @@
 """An analysis that is killed, or shared by processes: its numbers do not change by a bit."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -23,14 +20,11 @@ from megasink.probe.inputs import Sample
 from megasink.probe.ranks import Ranks, taking_part
 from megasink.probe.shards import MOST, PartialFolder, plan
 from megasink.report import pages
+from tests.forkserver import HANG_SECONDS, server
 from tests.probe.tiny_models import save_with_tokenizer, tiny_model
 
 ROOT = Path(__file__).parents[2]
 SHARDS = 24
-ENVIRONMENT = os.environ | {
-    "PYTHONPATH": str(ROOT),
-    "OMP_NUM_THREADS": str(torch.get_num_threads()),  # sums of other threads differ in a bit
-}
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +67,8 @@ def results(output):
 def killed(folder):
     """What a process left that was killed with SIGKILL after some of its shards."""
     output = folder / "killed"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "megasink", *command(folder, output).split()],
-        env=ENVIRONMENT,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 120
+    process = server().start(["megasink", *command(folder, output).split()])
+    deadline = time.monotonic() + HANG_SECONDS
     while len(list(output.glob("partial/shard_*.npz"))) < 5 and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
@@ -113,15 +103,8 @@ def test_a_killed_analysis_goes_on_where_it_stopped(folder, killed, tmp_path, ca
 def test_two_ranks_of_torchrun_find_the_same(folder, killed):
     """They share what the killed process has not done."""
     launcher = "torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2"
-    line = f"-m {launcher} -m tests.probe.without_figures {command(folder, killed)}"
-    done = subprocess.run(
-        [sys.executable, *line.split()],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    line = f"{launcher} -m tests.probe.without_figures {command(folder, killed)}"
+    done = server().run(line.split(), tree=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("wrote ") == 1  # the first rank's
     assert done.stderr.count("goes on: ") == 1

@@ -103,7 +103,7 @@ def _chromium(page: Path, folder: Path, *flags: str) -> tuple[str, list[str]]:
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=1200,
         check=True,
     )
     console = [line for line in result.stderr.splitlines() if ":CONSOLE" in line]

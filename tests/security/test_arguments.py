@@ -21,7 +21,7 @@ def run(pool, tmp_path_factory):
     train_tokenizer([Document(text, "test")], 400, folder / "tokenizer")
     options = {"folder": str(folder / "run"), "name": "sink-text"}
     options["tokenizer"] = str(folder / "tokenizer")
-    pool.run("tests.convert.tasks:save_run", SINGLE, timeout=300, **options)
+    pool.run("tests.convert.tasks:save_run", SINGLE, **options)
     return folder / "run"
 
 

@@ -15,7 +15,7 @@ import pytest
 from megasink.data.corpus import Document
 from megasink.data.tokenizer import train_tokenizer
 from tests.distributed.layout import SINGLE
-from tests.distributed.test_resume import free_port
+from tests.distributed.pool import free_port
 from tests.security.crafted import ENTRIES, Mark
 
 TASKS = "tests.security.tasks"
@@ -51,7 +51,7 @@ def runs(pool, tmp_path_factory):
         [*FLAGS, "--run-dir", str(folder / name), "--ckpt-format", name]
         for name in ("torch_dist", "torch")
     ]
-    (answers, _) = pool.run(f"{TASKS}:refusals", timeout=300, command_lines=lines, port=free_port())
+    (answers, _) = pool.run(f"{TASKS}:refusals", command_lines=lines, port=free_port())
     assert answers == [None, None]
     return folder / "torch_dist", folder / "torch"
 
@@ -104,9 +104,7 @@ def test_training_refuses_them_in_one_line(pool, crafted, tmp_path):
         run_dir = folder.parent if resumed else tmp_path / place
         more = flags.split() + ([] if resumed else [str(folder)])
         commands.append([*FLAGS, "--run-dir", str(run_dir), *more])
-    answers, _ = pool.run(
-        f"{TASKS}:refusals", timeout=300, command_lines=commands, port=free_port()
-    )
+    answers, _ = pool.run(f"{TASKS}:refusals", command_lines=commands, port=free_port())
     for command, answer in zip(commands, answers, strict=True):
         assert answer is not None, command
         assert "not to be trusted" in answer
@@ -132,7 +130,7 @@ def test_commands_that_read_models_run_nothing(pool, crafted, tmp_path):
                 command = [part.replace(word, str(value)) for part in command]
             commands.append(command)
         task = "tests.train.generate_tasks:megasink"
-        return zip(lines, pool.run(task, SINGLE, timeout=300, commands=commands)[0], strict=True)
+        return zip(lines, pool.run(task, SINGLE, commands=commands)[0], strict=True)
 
     source = Path(shutil.copy(source, tmp_path / "text.txt"))
     for line, (code, _, errors) in answers(READING, "common state"):

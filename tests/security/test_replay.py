@@ -69,7 +69,7 @@ def test_the_launcher_starts_nothing_with_them(tmp_path, capsys):
 
 def test_every_flag_that_takes_any_text_is_in_one_list(pool):
     """So that a new option of Megatron's is looked at before it is replayed."""
-    (found, _) = pool.run("tests.security.tasks:flags_of_any_text", timeout=300)
+    (found, _) = pool.run("tests.security.tasks:flags_of_any_text")
     lists = [DESCRIBING, READING, WRITING, TOLD]
     assert sum(map(len, lists)) == len(set().union(*lists))
     assert sorted(set(found["text"]) - set().union(*lists)) == []

@@ -1,13 +1,10 @@
 """``megasink.train`` as one real process that dies, or runs out of disk, at a chosen moment.
 
-Usage: python -m tests.train.dying_entry. For every line {"moment", "flags", "environment",
-"stdout", "stderr"} on standard input it forks such a process (importing megatron for each would
-take most of the time), the leader of a session of its own, and writes two lines: its process id,
-and its exit code (-N: signal N) when it has ended. A moment is step:N (SIGKILL after the backward
-pass of step N), save:N (SIGKILL in the N-th save, when the tensors are written and the index is
-not), full:N (before the N-th save the disk runs full) or nan:N (step N has a loss that is no
-number); when the N-th asynchronous save has been handed over async:N (SIGKILL), writer:N (SIGKILL
-to the writer) or term:N (SIGTERM to the whole process group, as torchrun sends it). When a
+Usage: python -m tests.train.dying_entry MOMENT FLAGS. A moment is step:N (SIGKILL after the
+backward pass of step N), save:N (SIGKILL in the N-th save, when the tensors are written and the
+index is not), full:N (before the N-th save the disk runs full) or nan:N (step N has a loss that is
+no number); when the N-th asynchronous save has been handed over async:N (SIGKILL), writer:N
+(SIGKILL to the writer) or term:N (SIGTERM to the whole process group, as torchrun sends it). When a
 function of Megatron's training.py is called for the N-th time, SIGNAL@FUNCTION:N sends this process
 a signal, and the function takes two seconds longer. From the N-th line on metrics:N has no room for
 metrics.jsonl, and board:N none for TensorBoard's file.
@@ -16,7 +13,6 @@ The process that writes asynchronous checkpoints is slow, so that training goes 
 
 import errno
 import functools
-import json
 import os
 import signal
 import subprocess
@@ -165,40 +161,12 @@ def train(moment: str) -> int:
     return main(sys.argv[1:])
 
 
-def begin(request: dict[str, Any]) -> str:
-    """Turn this process, just forked, into the one that was asked for: its moment."""
-    os.setsid()
-    for name, number in (("stdout", 1), ("stderr", 2)):
-        file = os.open(request[name], os.O_WRONLY | os.O_CREAT)
-        os.dup2(file, number)
-        os.close(file)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.environ.update(request["environment"])
-    sys.argv = [sys.argv[0], *request["flags"]]
-    return str(request["moment"])
-
-
-def serve() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # Megatron prints while it is imported
-    prepare_process([])
-    from megasink.checkpoint import model  # noqa: F401
-    from megasink.train import arguments, forward, observer  # noqa: F401
-
-    while line := sys.stdin.readline():
-        child = os.fork()
-        if child == 0:
-            sys.exit(train(begin(json.loads(line))))
-        print(child, file=answers, flush=True)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        print(code, file=answers, flush=True)
-
-
 if __name__ == "__mp_main__":  # in the writer: torch.save is called for every tensor
     import torch
 
     torch.save = slowly(torch.save)
 
 if __name__ == "__main__":
-    serve()
+    prepare_process([])
+    moment = sys.argv.pop(1)
+    sys.exit(train(moment))

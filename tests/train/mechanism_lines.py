@@ -1,148 +1,102 @@
 """Command lines about gates, masks and positions: tables of test_checks.py."""
 
-from tests.train.command_lines import GATED, MOCK, OUTPUT_GATE
+from tests.train.command_lines import GATED, MOCK, accepted, refused
 
-REFUSED = {
-    "unknown-gate": (
-        [*GATED, "--gate-position", "g1", "--gate-granularity", "x", "--sdpa-output-norm", "y"],
-        [
-            "--gate-position 'g1' is unknown: choose sdpa, value, key, query, output",
-            "--gate-granularity 'x' is unknown: choose headwise, elementwise",
-            "--sdpa-output-norm 'y' is unknown: choose none, rmsnorm, silu",
-        ],
-    ),
-    "gate-without-a-gate": (
-        [*MOCK, "--gate-position", "value", "--gate-shared-heads"],
-        ["--gate-position, --gate-shared-heads without a gate: add --attention-variant gated"],
-    ),
-    "gate-of-the-output": (
-        [*GATED, "--gate-position", "output", "--gate-shared-heads"],
-        ["add --gate-granularity elementwise", "--gate-shared-heads with --gate-position output"],
-    ),
-    "gate-inside-transformer-engine": (
-        [*GATED, *OUTPUT_GATE, "--transformer-impl", "transformer_engine"],
-        ["--gate-position output needs the normed hidden state"],
-    ),
-    "gate-of-part-of-a-group": (
-        [
-            *[*GATED, "--gate-position", "key", "--tensor-model-parallel-size", "2"],
-            *["--group-query-attention", "--num-query-groups", "1"],
-        ],
-        ["--gate-position key with 1 key/value groups on --tensor-model-parallel-size 2"],
-    ),
-    "gate-under-a-norm": (
-        [*GATED, "--gate-position", "query", "--qk-layernorm"],
-        ["--gate-position query with a headwise gate and --qk-layernorm"],
-    ),
-    "megatrons-own-gate": (
-        [*MOCK, "--attention-output-gate"],
-        ["--attention-variant gated --gate-granularity elementwise"],
-    ),
-    "norm-of-a-sink": (
-        [*MOCK, "--sdpa-output-norm", "rmsnorm"],
-        ["--sdpa-output-norm rmsnorm with --attention-variant sink"],
-    ),
-    "muon": ([*GATED, "--optimizer", "muon"], ["--optimizer muon takes linear_qkv apart"]),
-    "fp8-gate": ([*GATED, "--fp8-format", "hybrid"], ["the gate adds 4 to each rank"]),
-    "nothing-to-match": (
-        [*MOCK, "--match-ffn-width"],
-        ["--match-ffn-width without a gate has nothing to match"],
-    ),
-    "no-width-left": (
-        [
-            *[*GATED, "--gate-granularity", "elementwise"],
-            *["--match-ffn-width", "--ffn-hidden-size", "64"],
-        ],
-        ["the gate adds 4,160 parameters per layer", "less than 128 would be left"],
-    ),
-    "s-by-s-masks": (
-        [*MOCK, "--reset-attention-mask"],
-        ["--reset-attention-mask: it makes S x S masks: use --dataloader-inter-document-masking"],
-    ),
-    "positions-that-nothing-reads": (
-        [*MOCK, "--reset-position-ids"],
-        ["--reset-position-ids changes nothing under --position-embedding-type rope"],
-    ),
-    "similarity-under-a-mask": (
-        [
-            *[*MOCK, "--attention-variant", "vanilla", "--head-balance-coeff", "0"],
-            *["--attention-similarity", "sigmoid", "--prefix-lm-tokens", "3"],
-        ],
-        ["--attention-similarity sigmoid with --prefix-lm-tokens"],
-    ),
-    "sink-token-of-a-prefix": (
-        [*MOCK, "--sink-token", "--vocab-size", "383", "--prefix-lm-tokens", "3"],
-        ["--sink-token with --prefix-lm-tokens"],
-    ),
-    "negative-prefix": ([*MOCK, "--prefix-lm-tokens", "-1"], ["--prefix-lm-tokens -1 is negative"]),
-    "prefix-without-targets": (
-        [*MOCK, "--prefix-lm-tokens", "64"],
-        ["--prefix-lm-tokens 64 leaves no target in --seq-length 64: use less than 64"],
-    ),
-    "prefix-with-everything": (
-        [
-            *[*MOCK, "--prefix-lm-tokens", "3", "--dataloader-inter-document-masking"],
-            *["--window-size", "15,0", "--attention-bias-type", "alibi"],
-            *["--position-embedding-type", "none"],
-        ],
-        [
-            "--prefix-lm-tokens with --window-size",
-            "--prefix-lm-tokens with --dataloader-inter-document-masking",
-            "--prefix-lm-tokens with --attention-bias-type",
-        ],
-    ),
-    "unknown-bias": (
-        [*MOCK, "--attention-bias-type", "t6"],
-        ["--attention-bias-type 't6' is unknown: choose none, alibi, t5, bucket"],
-    ),
-    "positions-twice": (
-        [*MOCK, "--attention-bias-type", "alibi"],
-        ["would tell positions twice: give --position-embedding-type none"],
-    ),
-    "kernel-without-a-bias": (
-        [
-            *[*MOCK, "--attention-bias-type", "alibi", "--position-embedding-type", "none"],
-            *["--attention-kernel", "flash-cpu"],
-        ],
-        ["'flash-cpu' cannot run", "with a distance bias", "it adds no bias to the scores"],
-    ),
-    "buckets": (
-        [
-            *[*MOCK, "--attention-bias-type", "t5", "--position-embedding-type", "none"],
-            *["--relative-attention-num-buckets", "31", "--relative-attention-max-distance", "12"],
-        ],
-        ["--relative-attention-num-buckets 31", "--relative-attention-max-distance 12 lies in"],
-    ),
-    "relative-of-transformer-engine": (
-        [*MOCK, "--position-embedding-type", "relative"],
-        ["relative: it needs TransformerEngine's attention", "--attention-bias-type t5"],
-    ),
-    "positions-of-pictures": (
-        [*MOCK, "--position-embedding-type", "mrope"],
-        ["mrope: text has one position for each token: use rope"],
-    ),
-    "sinusoids-without-a-table": (
-        [*MOCK, "--sinusoidal-position-embedding", "--hidden-size", "65", "--kv-channels", "16"],
-        ["--sinusoidal-position-embedding with --position-embedding-type rope", "65 is odd"],
-    ),
-}
-
-ACCEPTED = {
-    "gated": GATED,
-    "gated-output": [*GATED, *OUTPUT_GATE],
-    "silu": [*MOCK, "--sdpa-output-norm", "silu"],
-    "matched": [
-        *[*GATED, "--gate-granularity", "elementwise", "--gate-activation", "silu"],
-        *["--match-ffn-width", "--hidden-size", "512", "--ffn-hidden-size", "1536"],
-    ],
-    "prefix": [*MOCK, "--prefix-lm-tokens", "5"],
-    "documents": [*MOCK, "--dataloader-inter-document-masking", "--reset-position-ids"],
-    "documents-t5-window": [
-        *[*MOCK, "--dataloader-inter-document-masking", "--window-size", "15,0"],
-        *["--attention-bias-type", "t5", "--position-embedding-type", "none"],
-    ],
-    "sinusoids": [
-        *[*MOCK, "--sinusoidal-position-embedding", "--reset-position-ids"],
-        *["--position-embedding-type", "learned_absolute"],
-    ],
-}
+REFUSED = refused(
+    GATED,
+    """
+unknown-gate: --gate-position g1 --gate-granularity x --sdpa-output-norm y
+  ! --gate-position 'g1' is unknown: choose sdpa, value, key, query, output
+  ! --gate-granularity 'x' is unknown: choose headwise, elementwise
+  ! --sdpa-output-norm 'y' is unknown: choose none, rmsnorm, silu
+gate-of-the-output: --gate-position output --gate-shared-heads
+  ! add --gate-granularity elementwise
+  ! --gate-shared-heads with --gate-position output
+gate-inside-transformer-engine: --gate-position output --gate-granularity elementwise
+    --transformer-impl transformer_engine
+  ! --gate-position output needs the normed hidden state
+gate-of-part-of-a-group: --gate-position key --tensor-model-parallel-size 2
+    --group-query-attention --num-query-groups 1
+  ! --gate-position key with 1 key/value groups on --tensor-model-parallel-size 2
+gate-under-a-norm: --gate-position query --qk-layernorm
+  ! --gate-position query with a headwise gate and --qk-layernorm
+muon: --optimizer muon
+  ! --optimizer muon takes linear_qkv apart
+fp8-gate: --fp8-format hybrid
+  ! the gate adds 4 to each rank
+no-width-left: --gate-granularity elementwise --match-ffn-width --ffn-hidden-size 64
+  ! the gate adds 4,160 parameters per layer
+  ! less than 128 would be left
+""",
+) | refused(
+    MOCK,
+    """
+gate-without-a-gate: --gate-position value --gate-shared-heads
+  ! --gate-position, --gate-shared-heads without a gate: add --attention-variant gated
+megatrons-own-gate: --attention-output-gate
+  ! --attention-variant gated --gate-granularity elementwise
+norm-of-a-sink: --sdpa-output-norm rmsnorm
+  ! --sdpa-output-norm rmsnorm with --attention-variant sink
+nothing-to-match: --match-ffn-width
+  ! --match-ffn-width without a gate has nothing to match
+s-by-s-masks: --reset-attention-mask
+  ! --reset-attention-mask: it makes S x S masks: use --dataloader-inter-document-masking
+positions-that-nothing-reads: --reset-position-ids
+  ! --reset-position-ids changes nothing under --position-embedding-type rope
+similarity-under-a-mask: --attention-variant vanilla --head-balance-coeff 0
+    --attention-similarity sigmoid --prefix-lm-tokens 3
+  ! --attention-similarity sigmoid with --prefix-lm-tokens
+sink-token-of-a-prefix: --sink-token --vocab-size 383 --prefix-lm-tokens 3
+  ! --sink-token with --prefix-lm-tokens
+negative-prefix: --prefix-lm-tokens -1
+  ! --prefix-lm-tokens -1 is negative
+prefix-without-targets: --prefix-lm-tokens 64
+  ! --prefix-lm-tokens 64 leaves no target in --seq-length 64: use less than 64
+prefix-with-everything: --prefix-lm-tokens 3 --dataloader-inter-document-masking --window-size
+    15,0 --attention-bias-type alibi --position-embedding-type none
+  ! --prefix-lm-tokens with --window-size
+  ! --prefix-lm-tokens with --dataloader-inter-document-masking
+  ! --prefix-lm-tokens with --attention-bias-type
+unknown-bias: --attention-bias-type t6
+  ! --attention-bias-type 't6' is unknown: choose none, alibi, t5, bucket
+positions-twice: --attention-bias-type alibi
+  ! would tell positions twice: give --position-embedding-type none
+kernel-without-a-bias: --attention-bias-type alibi --position-embedding-type none
+    --attention-kernel flash-cpu
+  ! 'flash-cpu' cannot run
+  ! with a distance bias
+  ! it adds no bias to the scores
+buckets: --attention-bias-type t5 --position-embedding-type none
+    --relative-attention-num-buckets 31 --relative-attention-max-distance 12
+  ! --relative-attention-num-buckets 31
+  ! --relative-attention-max-distance 12 lies in
+relative-of-transformer-engine: --position-embedding-type relative
+  ! relative: it needs TransformerEngine's attention
+  ! --attention-bias-type t5
+positions-of-pictures: --position-embedding-type mrope
+  ! mrope: text has one position for each token: use rope
+sinusoids-without-a-table: --sinusoidal-position-embedding --hidden-size 65 --kv-channels 16
+  ! --sinusoidal-position-embedding with --position-embedding-type rope
+  ! 65 is odd
+""",
+)
+ACCEPTED = accepted(
+    GATED,
+    """
+gated:
+gated-output: --gate-position output --gate-granularity elementwise
+matched: --gate-granularity elementwise --gate-activation silu --match-ffn-width --hidden-size
+    512 --ffn-hidden-size 1536
+""",
+) | accepted(
+    MOCK,
+    """
+silu: --sdpa-output-norm silu
+prefix: --prefix-lm-tokens 5
+documents: --dataloader-inter-document-masking --reset-position-ids
+documents-t5-window: --dataloader-inter-document-masking --window-size 15,0
+    --attention-bias-type t5 --position-embedding-type none
+sinusoids: --sinusoidal-position-embedding --reset-position-ids --position-embedding-type
+    learned_absolute
+""",
+)

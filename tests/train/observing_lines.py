@@ -1,66 +1,46 @@
 """Command lines about what is watched while a run trains: tables of test_checks.py."""
 
-from tests.train.command_lines import MOCK
+from tests.train.command_lines import MOCK, accepted, refused
 
-ANALYZED = ["--analyze-interval", "4", "--eval-interval", "2", "--run-dir", "nothing-here/run"]
-
-PACKED = ["--reset-position-ids", "--dataloader-inter-document-masking"]
-
-REFUSED = {
-    "negative-heatmap-interval": (
-        [*MOCK, "--head-heatmap-interval", "-5"],
-        ["--head-heatmap-interval -5 is negative: use 0 for never"],
-    ),
-    "divergence-of-nothing": (
-        [*MOCK, "--stop-on-divergence", "0"],
-        ["--stop-on-divergence 0: use a rise above 0"],
-    ),
-    "divergence-nan": ([*MOCK, "--stop-on-divergence", "nan"], ["--stop-on-divergence nan: use"]),
-    "sink-rate-of-a-sink-token": (
-        [*MOCK, "--log-sink-rate", "--sink-token", "--seq-length", "32"],
-        [
-            "--log-sink-rate with --sink-token: the first token is not one of the text",
-            "--log-sink-rate with --seq-length 32: it is counted over 64 tokens",
-        ],
-    ),
-    "sink-rate-of-a-long-prefix": (
-        [*MOCK, "--log-sink-rate", "--seq-length", "128", "--prefix-lm-tokens", "65"],
-        ["--log-sink-rate with --prefix-lm-tokens 65: its first 64 tokens see later ones"],
-    ),
-    "sink-rate-of-documents": (
-        [*MOCK, "--log-sink-rate", "--dataloader-inter-document-masking"],
-        ["--log-sink-rate with --dataloader-inter-document-masking: documents have other lengths"],
-    ),
-    "analysis-of-nothing": (
-        [*MOCK, "--analyze-interval", "3", "--eval-interval", "2", "--analyze-samples", "0"],
-        [
-            "--analyze-interval without --run-dir: name the folder",
-            "--analyze-interval 3 and --eval-interval 2: use a multiple of it",
-            "--analyze-interval and --analyze-samples 0: use at least 1",
-        ],
-    ),
-    "analysis-before-the-first-step": (
-        [*MOCK, "--analyze-interval", "-1"],
-        ["--analyze-interval -1 is negative: use 0 for never"],
-    ),
-    "analysis-of-a-part": (
-        [*MOCK, *ANALYZED, *PACKED, "--tensor-model-parallel-size", "2", "--eval-iters", "0"],
-        [
-            "--analyze-interval without evaluations: use --eval-iters 1 or more",
-            "--analyze-interval and --reset-position-ids: drop one of the two",
-            "--analyze-interval with --tensor-model-parallel-size 2: no rank has the whole model",
-        ],
-    ),
-    "analysis-of-a-stage": (
-        [*MOCK, *ANALYZED, "--pipeline-model-parallel-size", "2", "--context-parallel-size", "2"],
-        [
-            "--analyze-interval with --pipeline-model-parallel-size 2: no rank has the whole",
-            "--analyze-interval with --context-parallel-size 2: no rank has the whole model",
-        ],
-    ),
-}
-ACCEPTED = {
-    "analysis": [*MOCK, *ANALYZED],
-    "observing": [*MOCK, "--log-sink-rate", "--stop-on-divergence", "1"],
-    "no-heatmap": [*MOCK, "--head-heatmap-interval", "0"],
-}
+REFUSED = refused(
+    MOCK,
+    """
+negative-heatmap-interval: --head-heatmap-interval -5
+  ! --head-heatmap-interval -5 is negative: use 0 for never
+divergence-of-nothing: --stop-on-divergence 0
+  ! --stop-on-divergence 0: use a rise above 0
+divergence-nan: --stop-on-divergence nan
+  ! --stop-on-divergence nan: use
+sink-rate-of-a-sink-token: --log-sink-rate --sink-token --seq-length 32
+  ! --log-sink-rate with --sink-token: the first token is not one of the text
+  ! --log-sink-rate with --seq-length 32: it is counted over 64 tokens
+sink-rate-of-a-long-prefix: --log-sink-rate --seq-length 128 --prefix-lm-tokens 65
+  ! --log-sink-rate with --prefix-lm-tokens 65: its first 64 tokens see later ones
+sink-rate-of-documents: --log-sink-rate --dataloader-inter-document-masking
+  ! --log-sink-rate with --dataloader-inter-document-masking: documents have other lengths
+analysis-of-nothing: --analyze-interval 3 --eval-interval 2 --analyze-samples 0
+  ! --analyze-interval without --run-dir: name the folder
+  ! --analyze-interval 3 and --eval-interval 2: use a multiple of it
+  ! --analyze-interval and --analyze-samples 0: use at least 1
+analysis-before-the-first-step: --analyze-interval -1
+  ! --analyze-interval -1 is negative: use 0 for never
+analysis-of-a-part: --analyze-interval 4 --eval-interval 2 --run-dir nothing-here/run
+    --reset-position-ids --dataloader-inter-document-masking --tensor-model-parallel-size 2
+    --eval-iters 0
+  ! --analyze-interval without evaluations: use --eval-iters 1 or more
+  ! --analyze-interval and --reset-position-ids: drop one of the two
+  ! --analyze-interval with --tensor-model-parallel-size 2: no rank has the whole model
+analysis-of-a-stage: --analyze-interval 4 --eval-interval 2 --run-dir nothing-here/run
+    --pipeline-model-parallel-size 2 --context-parallel-size 2
+  ! --analyze-interval with --pipeline-model-parallel-size 2: no rank has the whole
+  ! --analyze-interval with --context-parallel-size 2: no rank has the whole model
+""",
+)
+ACCEPTED = accepted(
+    MOCK,
+    """
+analysis: --analyze-interval 4 --eval-interval 2 --run-dir nothing-here/run
+observing: --log-sink-rate --stop-on-divergence 1
+no-heatmap: --head-heatmap-interval 0
+""",
+)

@@ -3,8 +3,7 @@
 import heapq
 import json
 import os
-import subprocess
-import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from megasink.errors import ConfigError
 from megasink.train import early, flag_table
 from megasink.train.checks import data_files
 from tests.documented import train_lines
+from tests.forkserver import server
 from tests.train import command_lines, mechanism_lines, observing_lines, shape_lines
 from tests.train.command_lines import MOCK, MODEL
 
@@ -67,16 +67,12 @@ def answers(files):
         accepted[place] = flags
     refused["unsupported"] = [*MOCK, *UNSUPPORTED]
     cases = {**refused, **accepted}
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("parse_worker.py"))],
-        input=json.dumps(list(cases.values())),
-        capture_output=True,
-        text=True,
-        timeout=600,
+    with tempfile.TemporaryFile("w+") as lines:
+        json.dump(list(cases.values()), lines)
+        lines.seek(0)
         # Megatron reads the world size from the environment.
-        env={**os.environ, "WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0"},
-        check=False,
-    )
+        ranks = os.environ | {"WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0"}
+        result = server().run(["tests.train.parse_worker"], env=ranks, stdin=lines)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.startswith("["), result.stdout[:500]
     *told, table, shown = json.loads(result.stdout)

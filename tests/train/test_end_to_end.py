@@ -1,18 +1,15 @@
-"""Real text through the real command lines: launcher, torchrun, bash, run folder, pictures."""
+"""Real text through the real command lines: launcher, ranks, run folder, and what reads it."""
 
 import json
 import math
-import os
-import runpy
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megasink.cli import main as megasink
 from tests.distributed.layout import SINGLE
+from tests.forkserver import server
 
 ROOT = Path(__file__).parents[2]
 FLAGS = (
@@ -23,15 +20,6 @@ FLAGS = (
     "rope --untie-embeddings-and-output-weights --split 80,20,0 --eval-interval 6 "
     "--eval-iters 2 --log-interval 2 --seed 7"
 ).split()
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """Flags of a small data set of real text: this repository's sources."""
-    prefix = tmp_path_factory.mktemp("text") / "sources"
-    arguments = ["data", str(ROOT / "megasink"), "--output", str(prefix)]
-    assert megasink([*arguments, "--train-tokenizer", "512", "--workers", "1"]) == 0
-    return ["--data-path", str(prefix), "--tokenizer-model", f"{prefix}-tokenizer"]
 
 
 @pytest.fixture(scope="module")
@@ -130,106 +118,12 @@ def test_a_second_start_is_refused_and_loses_nothing(pipeline_run, text, capsys)
     assert (pipeline_run / "metrics.jsonl").read_bytes() == before
 
 
-def environment(**extra):
-    binaries = str(Path(sys.executable).parent)
-    return {
-        **os.environ,
-        "PATH": f"{binaries}:{os.environ['PATH']}",
-        "PYTHON": sys.executable,
-        **extra,
-    }
-
-
-SMALL = [
-    *FLAGS,
-    "--train-iters",
-    "2",
-    "--eval-interval",
-    "2",
-    "--eval-iters",
-    "1",
-    "--save-interval",
-    "2",
-]
-
-
-@pytest.mark.parametrize("starter", ["torchrun", "bash"])
-def test_the_example_starts_in_every_way(starter, text, tmp_path):
-    script = str(ROOT / "examples" / "pretrain_gpt_sink.sh")
-    command = {"torchrun": ["torchrun", script], "bash": ["bash", script]}[starter]
-    result = subprocess.run(
-        [*command, *SMALL, "--run-dir", str(tmp_path / "run")],
-        env=environment(DATA_PATH=text[1], TOKENIZER=text[3], RANKS_PER_NODE="1"),
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    steps = [line for line in metrics(tmp_path / "run") if "lm_loss" in line]
-    assert [step["iteration"] for step in steps] == [1, 2]
-
-
-def test_slurm_gives_the_meeting_point(tmp_path):
-    """srun starts one copy on each node; torchrun is stubbed, Slurm's variables are not."""
-    for name, body in {
-        "python": 'printf "%s\\n" "$@"',
-        "scontrol": "printf 'node7\\nnode8\\n'",
-        "nvidia-smi": "printf 'GPU 0\\nGPU 1\\n'",
-    }.items():
-        path = tmp_path / name
-        path.write_text(f"#!/bin/sh\n{body}\n")
-        path.chmod(0o755)
-    variables = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PYTHON": str(tmp_path / "python"),
-        "SLURM_NNODES": "2",
-        "SLURM_JOB_NODELIST": "node[7-8]",
-        "SLURM_JOB_ID": "4711",
-    }
-    script = str(ROOT / "examples" / "pretrain_gpt_sink.sh")
-    result = subprocess.run(
-        ["bash", script, "--lr", "1"],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    words = result.stdout.split()
-    joined = " ".join(words)
-    assert "--nnodes 2 --nproc-per-node 2" in joined
-    assert "--rdzv-backend c10d --rdzv-endpoint node7:29500 --rdzv-id 4711" in joined
-    assert words[-3:] == [script, "--lr", "1"]
-
-
-def test_the_example_is_whole_for_bash_and_for_python():
-    script = ROOT / "examples" / "pretrain_gpt_sink.sh"
-    subprocess.run(["bash", "-n", str(script)], check=True)
-    compile(script.read_text(), str(script), "exec")
-    if checker := shutil.which("shellcheck"):
-        shell_part = script.read_text().split("\n'''\n")[0]
-        subprocess.run([checker, "-s", "bash", "-"], input=shell_part, text=True, check=True)
-
-
-def test_the_example_goes_on_where_it_has_a_run_folder(monkeypatch):
-    """The same line again, as a scheduler gives it."""
-    flags = runpy.run_path(str(ROOT / "examples" / "pretrain_gpt_sink.sh"))["flags"]
-    monkeypatch.setattr(sys, "argv", ["x"])
-    monkeypatch.delenv("RUN_DIR", raising=False)
-    assert "--resume" not in flags()
-    monkeypatch.setattr(sys, "argv", ["x", "--run-dir=a", "--resume"])
-    assert flags()[:2] == ["--resume", "auto"]
-    assert flags()[-1] == "--resume"  # the last one counts
-    monkeypatch.setattr(sys, "argv", ["x"])
-    monkeypatch.setenv("RUN_DIR", "a")
-    assert flags()[:2] == ["--resume", "auto"]
-
-
-def test_nan_ends_in_one_line_and_keeps_the_checkpoint(text, tmp_path, capsys):
+def test_nan_ends_in_one_line_and_keeps_the_checkpoint(text, tmp_path):
     run_dir = tmp_path / "nan"
     flags = ["train", "--run-dir", str(run_dir), *FLAGS, *text, "--lr", "1e30", "--min-lr", "1e30"]
-    assert megasink([*flags, "--clip-grad", "0"]) == 2
-    error = capsys.readouterr().err.strip().splitlines()
+    done = server().run(["megasink", *flags, "--clip-grad", "0"], tree=True)
+    assert done.returncode == 2
+    error = done.stderr.strip().splitlines()
     assert len(error) == 1
     assert "NaN or Inf in the loss or in a gradient" in error[0]
     assert (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").is_file()

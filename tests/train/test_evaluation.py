@@ -7,7 +7,6 @@ import shutil
 import pytest
 
 from tests.distributed.layout import SINGLE
-from tests.distributed.test_resume import free_port
 
 FLAGS = shlex.split("""
     --num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32
@@ -32,8 +31,7 @@ def prefix(pool, tmp_path_factory):
 def train(pool, prefix):
     def run(folder, *flags):
         flags = [*FLAGS, "--data-path", prefix, "--run-dir", str(folder), *flags]
-        task = "tests.distributed.launch_task:train"
-        pool.run(task, timeout=200, flags=flags, ranks=2, port=free_port())
+        pool.train(flags, 2)
         return lines(folder)
 
     return run

@@ -10,7 +10,6 @@ import pytest
 
 from megasink.cli import main
 from megasink.report import pages
-from tests.distributed.test_resume import free_port
 
 FLAGS = shlex.split("""
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
@@ -38,8 +37,7 @@ def runs(pool, tmp_path_factory):
 
     def train(name, ranks, *flags):
         flags = [*FLAGS, "--run-dir", str(root / name), *flags]
-        task = "tests.distributed.launch_task:train"
-        pool.run(task, timeout=200, flags=flags, ranks=ranks, port=free_port())
+        pool.train(flags, ranks)
 
     train("plain", 2)
     train("live", 2, *LIVE)

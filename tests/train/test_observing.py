@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from megasink.train.run_dir import folder_problem
-from tests.distributed.test_resume import free_port
+from tests.distributed.pool import free_port
 
 FLAGS = shlex.split("""
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
@@ -32,9 +32,7 @@ def watched(pool, tmp_path_factory):
     folder = tmp_path_factory.mktemp("watched") / "run"
     flags = [*FLAGS, "--run-dir", str(folder), "--log-sink-rate", "--head-heatmap-interval", "3"]
     flags += ["--wandb-project", "sinks", "--wandb-exp-name", "a"]
-    reports = pool.run(
-        f"{TASKS}:train_with_wandb", timeout=200, flags=flags, ranks=2, port=free_port()
-    )
+    reports = pool.run(f"{TASKS}:train_with_wandb", flags=flags, ranks=2, port=free_port())
     assert (folder / "wandb").is_dir()
     assert [path.name for path in (folder / "checkpoints").glob("wandb")] == []
     return reports, lines(folder)
@@ -120,7 +118,7 @@ def test_sink_rates_of_every_evaluation(watched):
 def test_a_run_that_diverges_stops_on_every_rank(pool, tmp_path):
     def train(folder, *flags):
         flags = [*FLAGS, "--run-dir", str(folder), "--stop-on-divergence", "0.5", *flags]
-        return pool.run(f"{TASKS}:stopped", timeout=200, flags=flags, ranks=2, port=free_port())
+        return pool.run(f"{TASKS}:stopped", flags=flags, ranks=2, port=free_port())
 
     run = tmp_path / "run"
     flags = ["--save-interval", "15", "--eval-interval", "100", "--lr-decay-style", "constant"]

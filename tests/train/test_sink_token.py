@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from megasink.train.sink_token import with_sink_token
-from tests.distributed.pool import Pool
-from tests.distributed.test_resume import free_port
+from tests.distributed.pool import Pool, free_port
 
 FLAGS = """
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16
@@ -47,9 +46,8 @@ def test_the_shift():
 @pytest.fixture(scope="module")
 def pool():
     """Workers of its own: a run with a tokenizer leaves state that others must not meet."""
-    workers = Pool(2)
-    yield workers
-    workers.close()
+    with Pool(2) as workers:
+        yield workers
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +58,6 @@ def runs(pool, tmp_path_factory):
         folder = tmp_path_factory.mktemp(name) / "run"
         reports = pool.run(
             "tests.train.tasks:train_and_record",
-            timeout=300,
             flags=[*FLAGS, *flags, "--run-dir", str(folder)],
             ranks=ranks,
             port=free_port(),

@@ -1,134 +1,20 @@
-"""Kills, full disks, damaged files: training goes on from the newest whole checkpoint, to the bit.
+"""Kills, signals, full disks: training goes on from the newest whole checkpoint, to the bit.
 
 Done to real processes and real files; compared by metrics.jsonl with a run that never stopped.
 """
 
-import contextlib
 import json
 import os
-import random
-import select
-import shlex
 import shutil
 import signal
-import subprocess
-import sys
-import time
 
-import psutil
 import pytest
 
-from megasink.checkpoint.intact import damage, iterations, newest_intact
+from megasink.checkpoint.intact import iterations, newest_intact
 from megasink.train.lease import Lease
-from tests.distributed.pool import ROOT
-from tests.distributed.test_resume import free_port
-
-FLAGS = shlex.split("""
-    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
-    --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4 --train-iters 6
-    --lr 1e-3 --normalization RMSNorm --swiglu --disable-bias-linear
-    --position-embedding-type rope --untie-embeddings-and-output-weights
-    --tokenizer-type NullTokenizer --vocab-size 255 --mock-data --eval-iters 1
-    --eval-interval 100 --log-interval 1 --save-interval 2 --head-balance-coeff 0.1
-    --num-workers 0
-""")
-
-
-@pytest.fixture(scope="module")
-def train(pool):
-    """Run the trainer to its end in a worker."""
-
-    def run(folder, *flags):
-        pool.run(
-            "tests.distributed.launch_task:train",
-            timeout=300,
-            flags=[*FLAGS, "--run-dir", str(folder), *flags],
-            ranks=1,
-            port=free_port(),
-        )
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def finished(train, tmp_path_factory):
-    """A run that never stopped: checkpoints at 2, 4 and 6."""
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    train(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def dying():
-    """Train in a process of its own that dies: its exit code and what it said.
-
-    Nothing that it started may be left a few seconds later.
-    """
-    numbers = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-    entry = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "tests.train.dying_entry"],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-
-    def run(moment, folder, *flags):
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-        environment = {name: str(value) for name, value in (numbers | address).items()}
-        said, errors = folder.with_suffix(".stdout"), folder.with_suffix(".stderr")
-        request = {"moment": moment, "flags": [*FLAGS, "--run-dir", str(folder), *flags]}
-        request |= {"environment": environment, "stdout": str(said), "stderr": str(errors)}
-        entry.stdin.write(json.dumps(request) + "\n")
-        entry.stdin.flush()
-        leader = answer()
-        assert leader > 1
-        try:
-            code = answer()
-            deadline = time.monotonic() + 10
-            while left := session(leader):
-                assert time.monotonic() < deadline, f"still there: {left}"
-                time.sleep(0.1)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(leader, signal.SIGKILL)
-        return code, errors.read_text()
-
-    def answer():
-        assert select.select([entry.stdout], [], [], 200)[0], "no answer"
-        return int(entry.stdout.readline())
-
-    yield run
-    entry.kill()
-    entry.wait()
-
-
-def session(leader):
-    """Command lines of what a process started, itself left out."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(ProcessLookupError, psutil.Error):
-            if process.pid != leader and os.getsid(process.pid) == leader:
-                found.append(" ".join(process.cmdline()))
-    return found
-
-
-def losses(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "lm_loss" in line]
-    assert [line["iteration"] for line in steps] == [1, 2, 3, 4, 5, 6]
-    return [(line["lm_loss"], line["balance_loss"], line["grad_norm"]) for line in steps]
-
-
-def only_line(text):
-    (line,) = [line for line in text.splitlines() if line.startswith("megasink: ")]
-    return line
-
-
-def resumed_from(folder):
-    return json.loads((folder / "starts.jsonl").read_text().splitlines()[-1])["resumed_from"]
+from tests.distributed.pool import free_port
+from tests.forkserver import server
+from tests.train.six_steps import FLAGS, losses, only_line, resumed_from
 
 
 @pytest.mark.parametrize(("moment", "newest"), [("step:5", 4), ("save:2", 2)])
@@ -245,63 +131,6 @@ def test_a_full_disk_under_metrics_ends_in_one_line(dying, tmp_path, moment, nam
     assert f"GB free there): No space left on device; {left}" in line
 
 
-@pytest.mark.parametrize("harm", ["truncated shard", "missing shard", "flipped bit", "no index"])
-def test_a_damaged_checkpoint_is_passed_over(train, finished, tmp_path, harm):
-    run = tmp_path / "run"
-    shutil.copytree(finished, run)
-    newest = run / "checkpoints" / "iter_0000006"
-    shard = newest / "__0_0.distcp"
-    content = shard.read_bytes()
-    if harm == "truncated shard":
-        shard.write_bytes(content[: len(content) // 2])
-    elif harm == "missing shard":
-        shard.unlink()
-    elif harm == "no index":
-        (newest / ".metadata").write_bytes((newest / ".metadata").read_bytes()[:100])
-    else:
-        shard.write_bytes(_flipped(content, 0.5))
-    before = losses(run)
-    flags = ["--verify-checkpoint"] if harm == "flipped bit" else []
-    if harm in ("truncated shard", "flipped bit"):  # the others differ in the reason alone
-        train(run, "--resume", *flags)
-        assert resumed_from(run) == 4
-        assert losses(run) == before
-        assert (run / "checkpoints" / "iter_0000006.damaged").is_dir()
-    else:
-        assert newest_intact(run / "checkpoints")[0] == 4
-
-
-def test_every_flipped_bit_in_a_tensor_is_found(finished, tmp_path):
-    checkpoint = tmp_path / "iter_0000006"
-    shutil.copytree(finished / "checkpoints" / "iter_0000006", checkpoint)
-    assert damage(checkpoint, checksums=True) is None
-    shard = checkpoint / "__0_0.distcp"
-    content = shard.read_bytes()
-    generator = random.Random(0)
-    found = 0
-    for _ in range(20):
-        shard.write_bytes(_flipped(content, generator.random()))
-        found += damage(checkpoint, checksums=True) is not None
-    # The zip format pads between its records: a bit there belongs to no tensor.
-    assert found >= 18
-
-
-def test_no_whole_checkpoint_is_said(train, finished, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(finished, run)
-    for index in run.glob("checkpoints/*/.metadata"):
-        index.unlink()
-    with pytest.raises(Exception, match=r"no checkpoint in .* is whole \(step 6: .*step 2: "):
-        train(run, "--resume")
-    assert len(list(run.glob("checkpoints/iter_*"))) == 3  # nothing was moved
-
-
-def _flipped(content: bytes, where: float) -> bytes:
-    changed = bytearray(content)
-    changed[int(where * len(content))] ^= 0x10
-    return bytes(changed)
-
-
 @pytest.mark.parametrize("moment", ["step:2", "save:1"])
 def test_resume_auto_starts_again_where_no_checkpoint_is_whole(
     dying, train, finished, tmp_path, moment
@@ -338,26 +167,11 @@ def test_resume_auto_goes_on_from_the_newest_whole_checkpoint(dying, train, fini
 def test_torchrun_starts_the_ranks_again_and_they_go_on(pool, tmp_path):
     """--max-restarts: a rank that kills itself is followed by others, by the same command line."""
     run, whole = tmp_path / "run", tmp_path / "whole"
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += [f"--master-port={free_port()}", "--max-restarts=1", "--monitor-interval=0.2"]
-    command += ["-m", "tests.train.restarting_entry", *FLAGS]
-    done = subprocess.run(
-        [*command, "--run-dir", str(run), "--resume", "auto"],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    command = ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    command += ["--max-restarts=1", "--monitor-interval=0.2", "-m", "tests.train.restarting_entry"]
+    done = server().run([*command, *FLAGS, "--run-dir", str(run), "--resume", "auto"], tree=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    pool.run(
-        "tests.distributed.launch_task:train",
-        timeout=300,
-        flags=[*FLAGS, "--run-dir", str(whole)],
-        ranks=2,
-        port=free_port(),
-    )
+    pool.train([*FLAGS, "--run-dir", str(whole)], 2)
     starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
     assert [start["resumed_from"] for start in starts] == [None, 4]
     assert losses(run) == losses(whole)
@@ -370,13 +184,7 @@ def test_every_rank_of_a_second_trainer_is_refused(pool, finished, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     first = Lease(run)
     with pytest.raises(Exception, match="failed on 2 of 2 ranks") as refused:
-        pool.run(
-            "tests.distributed.launch_task:train",
-            timeout=300,
-            flags=[*FLAGS, "--run-dir", str(run), "--resume", "--train-iters", "9"],
-            ranks=2,
-            port=free_port(),
-        )
+        pool.train([*FLAGS, "--run-dir", str(run), "--resume", "--train-iters", "9"], 2)
     assert str(refused.value).count(f"in use by another trainer (process {os.getpid()} on ") == 2
     first.release()
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
@@ -384,12 +192,6 @@ def test_every_rank_of_a_second_trainer_is_refused(pool, finished, tmp_path):
 
 def test_a_run_folder_that_cannot_be_made_is_one_line_of_every_rank(pool):
     with pytest.raises(Exception, match="failed on 2 of 2 ranks") as refused:
-        pool.run(
-            "tests.distributed.launch_task:train",
-            timeout=300,
-            flags=[*FLAGS, "--run-dir", "/proc/run"],
-            ranks=2,
-            port=free_port(),
-        )
+        pool.train([*FLAGS, "--run-dir", "/proc/run"], 2)
     line = "\nmegasink.errors.UserError: --run-dir /proc/run cannot be written: "
     assert str(refused.value).count(line) == 2

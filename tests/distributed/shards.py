@@ -1,0 +1,41 @@
+"""What a rank has of the parameters of the whole model, for ``merging.whole``."""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
+
+from megasink.layers.gate_projection import named_parts
+from megasink.layers.init import global_names
+
+
+def gather_gradients(models: list[Any]) -> None:
+    """Complete the gradient buffers, of which the distributed optimizer reduces a part per rank."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    for buffer in (b for model in models for b in model.buffers):
+        for bucket in buffer.buckets:
+            mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            torch.distributed.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+
+
+def shards(models: list[Any], attribute: str) -> dict[str, dict[str, Any]]:
+    """{name in the whole model: this rank's part of each parameter}, for ``merging.whole``."""
+    found = {}
+    for model in unwrap_model(models):
+        names = global_names(model)
+        for name, parameter in model.named_parameters():
+            values = getattr(parameter, attribute).detach().float().clone()
+            for part_name, part in named_parts(names[name], parameter, values):
+                found[part_name] = {
+                    "tensor": part,
+                    "tp_rank": (
+                        parallel_state.get_expert_tensor_parallel_rank()
+                        if ".experts." in name
+                        else parallel_state.get_tensor_model_parallel_rank()
+                    ),
+                    "tensor_parallel": bool(getattr(parameter, "tensor_model_parallel", False)),
+                    "axis": getattr(parameter, "partition_dim", -1),
+                    "stride": getattr(parameter, "partition_stride", 1),
+                }
+    return found

@@ -1,0 +1,76 @@
+"""In which order the files run, and which tests are quick: ``python -m tests.schedule`` prints the
+files that those are in.
+
+xdist's workers take whole files (a file's fixtures are made once), in this order: those that take
+longest begin first, so that no worker ends minutes after the other.
+"""
+
+from collections.abc import Iterable
+
+import pytest
+
+# CPU seconds of the files that take longest. What is not here runs last.
+LONG = {
+    "tests/train/test_survival.py": 180,
+    "tests/train/test_end_to_end.py": 130,
+    "tests/train/test_dead_rank.py": 100,
+    "tests/distributed/test_gates.py": 85,
+    "tests/platform/test_patches.py": 80,
+    "tests/distributed/test_blocks.py": 65,
+    "tests/convert/test_own_model.py": 60,
+    "tests/test_start_to_end.py": 60,
+    "tests/distributed/test_layouts.py": 60,
+    "tests/train/test_example.py": 60,
+    "tests/distributed/test_resume.py": 55,
+    "tests/convert/test_commands.py": 55,
+    "tests/convert/test_round_trip.py": 50,
+    "tests/distributed/test_moe.py": 50,
+    "tests/distributed/test_data_path.py": 45,
+    "tests/platform/test_platform.py": 45,
+    "tests/train/test_checks.py": 45,
+    "tests/test_readme.py": 40,
+    "tests/distributed/test_oracle.py": 40,
+    "tests/distributed/test_invariance.py": 40,
+    "tests/damage/test_damage.py": 40,
+    "tests/distributed/test_features.py": 35,
+    "tests/distributed/test_checkpoint.py": 35,
+    "tests/distributed/test_masks.py": 35,
+    "tests/distributed/test_context_parallel.py": 30,
+    "tests/distributed/test_observing.py": 30,
+    "tests/convert/test_vocabulary.py": 30,
+    "tests/probe/test_resuming.py": 30,
+    "tests/probe/test_cli.py": 30,
+}
+
+# `make quick`: the op against its definition, the balance loss, layouts, what is refused, and a
+# model from training to its analysis. Beginnings of node ids.
+QUICK = (
+    "tests/attention/test_attention_exact.py",
+    "tests/attention/test_gates.py",
+    "tests/balance/test_loss.py",
+    "tests/diagnostics/test_metrics.py",
+    "tests/diagnostics/test_scores.py",
+    "tests/distributed/test_layouts.py::test_layout_changes_nothing[sink-",
+    "tests/distributed/test_oracle.py",
+    "tests/layers/test_slots.py",
+    "tests/test_cli.py",
+    "tests/test_docs.py",
+    "tests/test_files.py",
+    "tests/test_imports.py",
+    "tests/test_start_to_end.py",
+    "tests/train/test_checks.py",
+)
+
+
+def in_order(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """The same items, the longest files first."""
+    return sorted(items, key=lambda item: -LONG.get(item.nodeid.split("::")[0], 0))
+
+
+def is_quick(nodeid: str) -> bool:
+    """Whether a test is part of `make quick`."""
+    return nodeid.startswith(QUICK)
+
+
+if __name__ == "__main__":
+    print(*sorted({nodeid.split("::")[0] for nodeid in QUICK}))

@@ -1,0 +1,47 @@
+"""From text to a trained model, its export and the analyses of both, by the commands of a shell."""
+
+import json
+
+import pytest
+
+from tests.forkserver import ROOT, server
+from tests.train.test_end_to_end import FLAGS
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """text: data; run: trained on two ranks; hf: its export; run-page and hf-page: analyses."""
+    folder = tmp_path_factory.mktemp("start-to-end")
+    docs, text = str(ROOT / "docs"), folder / "text"
+    layout = ["--tensor-model-parallel-size", "2", "--head-balance-coeff", "0.1"]
+    source = ["--data-path", str(text), "--tokenizer-model", f"{text}-tokenizer"]
+    samples = ["--data", docs, "--seq-length", "32", "--max-samples", "4", "--device", "cpu"]
+
+    def megasink(*argv):
+        done = server().run(["megasink", *map(str, argv)], tree=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    megasink("data", docs, "--output", text, "--train-tokenizer", "400", "--workers", "1")
+    megasink("train", "--run-dir", folder / "run", *FLAGS, *layout, *source)
+    megasink("convert-to-hf", folder / "run", folder / "hf", "--cpu")
+    for name in ("run", "hf"):
+        megasink("analyze", folder / name, *samples, "--output", folder / f"{name}-page")
+    return folder
+
+
+def test_the_model_learned(folder):
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    losses = [line["lm_loss"] for line in lines if "lm_loss" in line]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_the_exported_model_is_the_trained_one(folder):
+    ours, theirs = (
+        json.loads((folder / f"{name}-page" / "results.json").read_text()) for name in ("run", "hf")
+    )
+    for layer, expected in zip(ours["importance"], theirs["importance"], strict=True):
+        assert layer == pytest.approx(expected, abs=1e-5)
+    assert ours["nats_per_token"] == pytest.approx(theirs["nats_per_token"], rel=1e-5)
+    assert (folder / "hf-page" / "report.html").is_file()

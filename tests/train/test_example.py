@@ -1,0 +1,95 @@
+"""The example script: started by torchrun, bash and Slurm, for bash and for Python."""
+
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.pool import ROOT
+from tests.train.test_end_to_end import FLAGS, metrics
+
+SCRIPT = str(ROOT / "examples" / "pretrain_gpt_sink.sh")
+
+
+def environment(**extra):
+    binaries = str(Path(sys.executable).parent)
+    return {
+        **os.environ,
+        "PATH": f"{binaries}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        **extra,
+    }
+
+
+SMALL = [*FLAGS, *"--train-iters 2 --eval-interval 2 --eval-iters 1 --save-interval 2".split()]
+
+
+@pytest.mark.parametrize("starter", ["torchrun", "bash"])
+def test_the_example_starts_in_every_way(starter, text, tmp_path):
+    result = subprocess.run(
+        [starter, SCRIPT, *SMALL, "--run-dir", str(tmp_path / "run")],
+        env=environment(DATA_PATH=text[1], TOKENIZER=text[3], RANKS_PER_NODE="1"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    steps = [line for line in metrics(tmp_path / "run") if "lm_loss" in line]
+    assert [step["iteration"] for step in steps] == [1, 2]
+
+
+def test_slurm_gives_the_meeting_point(tmp_path):
+    """srun starts one copy on each node; torchrun is stubbed, Slurm's variables are not."""
+    for name, body in {
+        "python": 'printf "%s\\n" "$@"',
+        "scontrol": "printf 'node7\\nnode8\\n'",
+        "nvidia-smi": "printf 'GPU 0\\nGPU 1\\n'",
+    }.items():
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHON": str(tmp_path / "python"),
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "node[7-8]",
+        "SLURM_JOB_ID": "4711",
+    }
+    result = subprocess.run(
+        ["bash", SCRIPT, "--lr", "1"],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    words = result.stdout.split()
+    joined = " ".join(words)
+    assert "--nnodes 2 --nproc-per-node 2" in joined
+    assert "--rdzv-backend c10d --rdzv-endpoint node7:29500 --rdzv-id 4711" in joined
+    assert words[-3:] == [SCRIPT, "--lr", "1"]
+
+
+def test_the_example_is_whole_for_bash_and_for_python():
+    subprocess.run(["bash", "-n", SCRIPT], check=True)
+    compile(Path(SCRIPT).read_text(), SCRIPT, "exec")
+    if checker := shutil.which("shellcheck"):
+        shell_part = Path(SCRIPT).read_text().split("\n'''\n")[0]
+        subprocess.run([checker, "-s", "bash", "-"], input=shell_part, text=True, check=True)
+
+
+def test_the_example_goes_on_where_it_has_a_run_folder(monkeypatch):
+    """The same line again, as a scheduler gives it."""
+    flags = runpy.run_path(SCRIPT)["flags"]
+    monkeypatch.setattr(sys, "argv", ["x"])
+    monkeypatch.delenv("RUN_DIR", raising=False)
+    assert "--resume" not in flags()
+    monkeypatch.setattr(sys, "argv", ["x", "--run-dir=a", "--resume"])
+    assert flags()[:2] == ["--resume", "auto"]
+    assert flags()[-1] == "--resume"  # the last one counts
+    monkeypatch.setattr(sys, "argv", ["x"])
+    monkeypatch.setenv("RUN_DIR", "a")
+    assert flags()[:2] == ["--resume", "auto"]
