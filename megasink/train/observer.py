@@ -229,6 +229,7 @@ class Observer:
 @contextlib.contextmanager
 def observing(observer: Observer) -> Iterator[None]:
     """Let the observer see every step and every evaluation of Megatron's training loop."""
+    originals = {name: getattr(training, name) for name in OBSERVER.attributes.split()}
     step_call = inspect.signature(training.training_log)
     evaluation_call = inspect.signature(training.evaluate_and_print_results)
 
