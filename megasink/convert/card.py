@@ -37,7 +37,6 @@ def model_card(
     model: Architecture, target: Target, saved: dict[str, Any], found: Checkpoint
 ) -> str:
     """Markdown with the front matter that the hub reads."""
-    gated = model.attention in ("headwise", "elementwise")
     rows = [
         ("attention", model.attention),
         ("layers", model.layers),
@@ -55,7 +54,7 @@ def model_card(
         *_metrics(found),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows if value is not None)
-    papers = [_PAPERS["gate"]] if gated else []
+    papers = [_PAPERS["gate"]] if model.variant.explicit_gate else []
     if model.has_sink or saved.get("head_balance_coeff"):
         papers.append(_PAPERS["sink"])
     cited = "".join(f"- {paper}\n" for paper in papers)

@@ -1,10 +1,6 @@
 """What a command line gets wrong about the shape of a model and the words for its attention."""
 
 from argparse import Namespace
-from typing import get_args
-
-from megasink.command_line import unknown_name
-from megasink.config import Variant
 
 
 def problems(args: Namespace) -> list[str]:
@@ -20,8 +16,6 @@ def _attention(args: Namespace) -> list[str]:
             f"--window-size {','.join(map(str, window))}: give LEFT,0, the tokens before the token "
             "itself and none after it"
         )
-    if args.attention_variant not in get_args(Variant):
-        found.append(unknown_name("--attention-variant", args.attention_variant, get_args(Variant)))
     if getattr(args, "softmax_type", "vanilla") != "vanilla":
         found.append(
             f"--softmax-type {args.softmax_type}: say it with --attention-variant "
