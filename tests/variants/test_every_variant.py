@@ -21,7 +21,7 @@ def test_analysis_generation_and_export_are_those_of_the_model_that_trained(pool
     trained = pool.run(f"{TASKS}:trained", layout, folder=str(tmp_path / "run"), kind=kind)[0]
     (found,) = pool.run(f"{TASKS}:used", SINGLE, folder=str(tmp_path), kind=kind)
     importance = torch.from_numpy(trained["importance"])
-    assert importance.std() > 0.05  # heads differ
+    assert importance.std() > 0.005  # heads differ
     close(found["importance"], importance)
     record = KINDS[kind]
     if record is None or record.always_gated:
