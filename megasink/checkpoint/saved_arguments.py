@@ -18,8 +18,10 @@ from typing import Any
 import torch
 
 from megasink.checkpoint.identity import MODEL
+from megasink.command_line import unknown_name
 from megasink.errors import UserError
 from megasink.parser import CPU_DEFAULTS, defaults
+from megasink.variants import is_variant, names
 
 # The layout, and how to compute rather than what: the values of this process count.
 _THIS_PROCESS = frozenset(
@@ -76,7 +78,8 @@ def read_arguments(config: Path) -> dict[str, Any]:
     """What a run's config.json says of its arguments.
 
     Raises:
-        UserError: it cannot be read, or is not one of megasink's.
+        UserError: it cannot be read, is not one of megasink's, or names an attention variant that
+            is not registered.
     """
     try:
         saved = dict(json.loads(config.read_text())["arguments"])
@@ -85,6 +88,11 @@ def read_arguments(config: Path) -> dict[str, Any]:
     missing = {"attention_variant", "padded_vocab_size", "ffn_hidden_size"} - set(saved)
     if missing:
         raise UserError(f"{config} is of no run of megasink: no {', '.join(sorted(missing))}")
+    if not is_variant(saved["attention_variant"]):
+        known = unknown_name("--attention-variant", str(saved["attention_variant"]), names())
+        raise UserError(
+            f"{config}: {known}; one that a module of yours registers needs its --plugin"
+        )
     return saved
 
 

@@ -3,12 +3,15 @@
 Shapes: T tokens of the pack.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+
+from megasink.attention.layout import repeat_groups
 
 _CACHE = "megasink_documents"
 
@@ -79,3 +82,16 @@ def _read(params: PackedSeqParams, tokens: int) -> Documents:
     for start, length in zip(padded, lengths, strict=False):
         mask[:, start : start + length] = True
     return Documents(tuple(bounds), sum(lengths), mask.to(queries.device))
+
+
+def first_values(value_BGSD: Tensor, heads: int, cu_seqlens: Sequence[int] | None = None) -> Tensor:
+    """The value of the first key of each token's document, without gradient.
+
+    Returns:
+        [B, H, 1, D]; [B, H, T, D] for packed documents.
+    """
+    first_T = torch.zeros(1, dtype=torch.int64)
+    if cu_seqlens is not None:
+        bounds = torch.tensor(cu_seqlens)
+        first_T = bounds[:-1].repeat_interleave(bounds.diff())
+    return repeat_groups(value_BGSD.detach()[:, :, first_T.to(value_BGSD.device)], heads)

@@ -159,10 +159,10 @@ unknown-names: --attention-similarity cosine --attention-normalization l2 --atte
   ! --attention-normalization 'l2' is unknown: choose row-sum, none
   ! --bias-fixed-value 'two' is unknown: choose none, unit, uniform
 biases-without-their-variant: --bias-shared-heads --bias-fixed-value unit
-  ! --bias-shared-heads: --attention-variant sink has no bias to share: use k-bias
-  ! --bias-fixed-value unit is the value of a key bias: use --attention-variant k-bias
+  ! --bias-shared-heads: not for --attention-variant sink: use k-bias, kv-bias or v-bias
+  ! --bias-fixed-value: not for --attention-variant sink: use k-bias, or drop the flag
 two-values: --attention-variant kv-bias --bias-fixed-value uniform
-  ! use --attention-variant k-bias (the value of kv-bias is learned)
+  ! --bias-fixed-value: not for --attention-variant kv-bias: use k-bias
 norm-without-value: --attention-variant k-bias --bias-fixed-value-norm -5
   ! --bias-fixed-value-norm -5.0 without a value
   ! norm -5.0: use more than 0

@@ -32,11 +32,14 @@ no-width-left: --gate-granularity elementwise --match-ffn-width --ffn-hidden-siz
     MOCK,
     """
 gate-without-a-gate: --gate-position value --gate-shared-heads
-  ! --gate-position, --gate-shared-heads without a gate: add --attention-variant gated
+  ! --gate-position, --gate-shared-heads: not for --attention-variant sink: use gated
 megatrons-own-gate: --attention-output-gate
   ! --attention-variant gated --gate-granularity elementwise
 norm-of-a-sink: --sdpa-output-norm rmsnorm
   ! --sdpa-output-norm rmsnorm with --attention-variant sink
+  ! use vanilla, gated, kv-bias
+norm-of-a-key-of-no-value: --sdpa-output-norm rmsnorm --attention-variant k-bias
+  ! --sdpa-output-norm rmsnorm with --attention-variant k-bias
 nothing-to-match: --match-ffn-width
   ! --match-ffn-width without a gate has nothing to match
 s-by-s-masks: --reset-attention-mask

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megasink.convert.architecture import BIASES, GATES, Architecture
+from megasink.convert.architecture import GATES, Architecture
 from megasink.convert.own import AUTO_MAP, own_options, unknown_values
 from megasink.convert.table import LAYERS, NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SPEC, Row, row
 from megasink.convert.targets import rows
 from megasink.convert.targets.base import Config, Target, layer_types, window_of, windows_from
 from megasink.convert.transforms import GateUp, GroupedQKV, QueryGateKeyValue, Transform
+from megasink.variants import is_variant, variant, variants
 
 _AT = f"{rows.LAYER}self_attn."
 _CORE = f"{rows.ATTENTION}core_attention."
@@ -21,6 +22,8 @@ class OwnTarget(Target):
     def problems(self, model: Architecture) -> list[str]:
         """See `Target`."""
         found = [f"it has no {option}" for option in unknown_values(model.own)]
+        if model.attention not in self.attention:
+            found.append(f"it has no {model.attention} attention")
         if len(set(model.windows) - {None}) > 1:
             found.append("its sliding windows have one size")
         if model.rope_factor is not None and model.own.rotary_percent != 1.0:
@@ -102,18 +105,15 @@ def _attention(model: Architecture) -> tuple[Row, ...]:
         found += rows.sinks(model)
     if model.own.attention_bias_type == "t5":
         found.append(row(f"{_CORE}relative_bias.weight", f"{_AT}position_bias.weight"))
-    if model.attention in ("k-bias", "kv-bias"):
-        found.append(row(f"{_CORE}key_bias", f"{_AT}key_bias"))
-    if model.attention in ("kv-bias", "v-bias"):
-        found.append(row(f"{_CORE}value_bias", f"{_AT}value_bias"))
-    return tuple(found)
+    tensors = model.variant.export.tensors if model.variant.export else {}
+    return (*found, *(row(f"{_CORE}{name}", f"{_AT}{hf}") for name, hf in tensors.items()))
 
 
 def _gate(model: Architecture) -> tuple[Row, ...]:
     found: list[Row] = []
     if model.own.sdpa_output_norm == "rmsnorm":
         found.append(row(f"{rows.ATTENTION}output_norm.weight", f"{_AT}output_norm"))
-    if model.attention not in GATES or model.megatrons_gate:
+    if not model.variant.explicit_gate or model.megatrons_gate:
         return tuple(found)
     if model.own.gate_input == "none":
         return (*found, row(f"{rows.ATTENTION}gate.logit", f"{_AT}gate.logit"))
@@ -151,12 +151,12 @@ def _ffn(model: Architecture) -> tuple[Row, ...]:
 
 
 def _config(model: Architecture) -> Config:
-    gated = model.attention in GATES
     said = model.own.said()
+    option = model.variant.export and model.variant.export.kind_option
     found: Config = {
         "auto_map": AUTO_MAP,
-        "attention_variant": "gated" if gated else model.attention,
-        **({"gate_granularity": model.attention} if gated else {}),
+        "attention_variant": model.variant.name,
+        **({option: model.attention} if option else {}),
         "qk_norm": model.qk_norm,
         "qkv_bias": model.qkv_bias,
         "linear_bias": model.bias,
@@ -176,10 +176,8 @@ def _config(model: Architecture) -> Config:
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
-    variant = config.get("attention_variant", "vanilla")
-    gated = variant == "gated"
     return {
-        "attention": config.get("gate_granularity", "headwise") if gated else variant,
+        "attention": variant(config.get("attention_variant", "vanilla")).kind(config),
         "qk_norm": bool(config.get("qk_norm")),
         "qkv_bias": bool(config.get("qkv_bias")),
         "bias": bool(config.get("linear_bias")),
@@ -194,11 +192,11 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refused(config: Mapping[str, Any]) -> list[str]:
-    variant = config.get("attention_variant", "vanilla")
+    name = config.get("attention_variant", "vanilla")
+    if not is_variant(name):
+        return [f"attention_variant {name!r}"]
     granularity = config.get("gate_granularity", "headwise")
     found = unknown_values(own_options(config))
-    if variant not in ("vanilla", "sink", "off-by-one", "gated", *BIASES):
-        found.append(f"attention_variant {variant!r}")
     if granularity not in GATES:
         found.append(f"gate_granularity {granularity!r}")
     if config.get("hidden_act", "silu") not in ("silu", "gelu", "relu", "gpt-oss"):
@@ -215,7 +213,12 @@ TARGETS = (
         name="megasink",
         architecture="MegasinkForCausalLM",
         since="5.23",
-        attention=("vanilla", "sink", "off-by-one", *GATES, *BIASES),
+        attention=tuple(
+            kind
+            for record in variants()
+            if record.export is not None and record.export.modelling_file
+            for kind in record.kinds
+        ),
         table=_table,
         config=_config,
         read=_read,
