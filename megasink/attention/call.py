@@ -3,10 +3,9 @@
 Shapes: H query heads, S keys, B batch, G key/value groups, T queries, D head dim.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -127,7 +126,11 @@ def op_schema(*records: type[NamedTuple], outputs: int) -> str:
     return f"({', '.join(fields)}) -> ({', '.join(['Tensor'] * outputs)})"
 
 
-def from_op(arguments: Sequence[Any], *records: Any) -> Iterator[Any]:
-    """The records again, from the arguments of such an op."""
-    values = iter(arguments)
-    return (record(*islice(values, len(record._fields))) for record in records)
+def from_op(arguments: Sequence[Any], *records: Any) -> list[Any]:
+    """The records again, from the arguments of such an op. It runs in every call: no iterators."""
+    made, start = [], 0
+    for record in records:
+        stop = start + len(record._fields)
+        made.append(record._make(arguments[start:stop]))
+        start = stop
+    return made
