@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from megasink.config import MODEL_OPTIONS, GateOptions, visible_tokens
-from megasink.convert.own import NAMES, OwnOptions, own_options, unknown_values
+from megasink.convert.megasink_model import NAMES, MegasinkOptions, options_from, unknown_values
 from megasink.gate_options import is_megatrons_output_gate
 
 Attention = Literal[
@@ -65,7 +65,7 @@ _PLAIN_ACTIVATIONS = ("relu", "gelu", "silu")
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A decoder; unless `own` says else, with RoPE, RMSNorm before its parts, gated FFN units.
+    """A decoder; unless `options` says else, with RoPE, RMSNorm before its parts, gated FFN units.
 
     Attributes:
         layers, hidden, heads, groups, head_dim, ffn: sizes; `ffn` is that of one expert, where
@@ -85,7 +85,7 @@ class Architecture:
         renormalize: the chosen experts' probabilities add up to one.
         dtype: of the weights, as torch names it.
         init_std: of the initial weights.
-        own: what only megasink's own modelling file has.
+        options: what only megasink's own modelling file has.
     """
 
     layers: int
@@ -114,7 +114,7 @@ class Architecture:
     renormalize: bool = True
     dtype: str = "float32"
     init_std: float = 0.02
-    own: OwnOptions = dataclasses.field(default_factory=OwnOptions)
+    options: MegasinkOptions = dataclasses.field(default_factory=MegasinkOptions)
 
     @property
     def queries(self) -> int:
@@ -135,7 +135,7 @@ class Architecture:
         """What `megasink.gate_options` asks for."""
         gated = self.attention in GATES
         return SimpleNamespace(
-            **dataclasses.asdict(self.own),
+            **dataclasses.asdict(self.options),
             attention_variant="gated" if gated else self.attention,
             gate_granularity=self.attention,
             hidden_size=self.hidden,
@@ -161,8 +161,10 @@ def architecture_of(
             "its FFN has an activation of Megatron's own: targets have --swiglu or "
             f"--ffn-activation {'|'.join([*_ACTIVATIONS, *_PLAIN_ACTIVATIONS])}"
         )
-    own = own_options(saved, gated_unit=gated_unit)
-    problems += [f"{option} has no counterpart in Hugging Face" for option in unknown_values(own)]
+    options = options_from(saved, gated_unit=gated_unit)
+    problems += [
+        f"{option} has no counterpart in Hugging Face" for option in unknown_values(options)
+    ]
     variant = saved["attention_variant"]
     attention = saved["gate_granularity"] if variant == "gated" else variant
     if variant not in ("vanilla", "sink", "off-by-one", "gated", *BIASES):
@@ -200,7 +202,7 @@ def architecture_of(
         renormalize=not saved.get("moe_router_pre_softmax"),
         dtype="bfloat16" if saved.get("bf16") else "float16" if saved.get("fp16") else "float32",
         init_std=saved.get("init_method_std") or 0.02,
-        own=own,
+        options=options,
     )
     return found, problems
 

@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 
 from megasink.checkpoint.find import find_checkpoint
+from megasink.convert.attention_change import Change
 from megasink.convert.from_hf import HuggingFaceSource, made
-from megasink.convert.gating import Change
 from megasink.convert.hf_config import transformers_has
-from megasink.convert.hf_reader import HuggingFaceWeights
-from megasink.convert.own import changed_files
-from megasink.convert.reader import MegatronCheckpoint
-from megasink.convert.rewritten import loadable
-from megasink.convert.sinks import set_sinks
+from megasink.convert.megasink_model import changed_files
+from megasink.convert.megatron_reader import MegatronCheckpoint
+from megasink.convert.safetensors_reader import HuggingFaceWeights
+from megasink.convert.sink_calibration import set_sinks
 from megasink.convert.table import steps
 from megasink.convert.targets import choose
 from megasink.convert.to_hf import Source, converted
+from megasink.convert.torch_dist_copy import loadable
 from megasink.convert.verify import (
     fits_in_memory,
     verify_logits,
@@ -42,7 +42,7 @@ def check_export(
         verify_tokenizer(source.tokenizer, folder)
     checkpoint = MegatronCheckpoint(source.found.folder)
     target, _ = choose(source.model, target_name)
-    if target.own and (names := changed_files(folder)):
+    if target.custom_code and (names := changed_files(folder)):
         raise UserError(f"{folder}: {', '.join(names)} is not what was written: a broken disk?")
     parameters = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
     if fits_in_memory(parameters):
@@ -86,7 +86,7 @@ def check_import(
     """
     from megasink.data.tokenizer import load_tokenizer
 
-    if source.target.own and (names := changed_files(source.folder)):
+    if source.target.custom_code and (names := changed_files(source.folder)):
         say(f"not run: {', '.join(names)} of {source.folder}, other than this megasink's own")
     tokenizer = load_tokenizer(source.folder) if source.tokenizer else None
     if tokenizer is not None:

@@ -20,16 +20,16 @@ import megasink
 from megasink.checkpoint.identity import SHAPE, plain
 from megasink.checkpoint.intact import TRACKER, checkpoint_path
 from megasink.convert.architecture import Architecture, Attention
+from megasink.convert.attention_change import FLOAT32, Change, added, changed, gated_model
 from megasink.convert.background import one_thread, use_large_pages
-from megasink.convert.flags import model_flags
-from megasink.convert.gating import FLOAT32, Change, added, changed, gated_model
 from megasink.convert.hf_config import architecture_from, read_config
-from megasink.convert.hf_reader import HuggingFaceWeights
 from megasink.convert.megatron_weights import weight_shapes
+from megasink.convert.model_flags import model_flags
 from megasink.convert.output import sync_folder, whole_folder
+from megasink.convert.safetensors_reader import HuggingFaceWeights
 from megasink.convert.safetensors_writer import write_json
 from megasink.convert.table import LAYERS, NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SPEC, Step, steps
-from megasink.convert.targets.base import Target
+from megasink.convert.targets.target import Target
 from megasink.convert.to_hf import refuse_nan
 from megasink.convert.torch_dist_writer import TorchDistWriter
 from megasink.errors import UserError

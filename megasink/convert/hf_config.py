@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from megasink.convert.architecture import Architecture
-from megasink.convert.targets import BY_NAME, TARGETS
-from megasink.convert.targets.base import Config, Target
+from megasink.convert.targets import TARGETS
+from megasink.convert.targets.target import Config, Target
 from megasink.errors import UserError
 from megasink.json_file import read_object
 
@@ -54,7 +54,7 @@ def config_of(model: Architecture, target: Target, special_tokens: Mapping[str, 
         **special_tokens,
         **target.config(model),
     }
-    if not target.own:
+    if not target.custom_code:
         config[OURS] = {"attention": model.attention, "zero_centred": model.zero_centred}
     return config
 
@@ -76,7 +76,7 @@ def architecture_from(config: Mapping[str, Any]) -> tuple[Architecture, Target]:
         fields = _common(config) | target.read(config)
     except KeyError as error:
         raise UserError(f"config.json of a {target.name} without {error}") from error
-    ours = {} if target.own else config.get(OURS) or {}
+    ours = {} if target.custom_code else config.get(OURS) or {}
     fields |= {name: ours[name] for name in ("attention", "zero_centred") if name in ours}
     model = Architecture(**fields)
     if misfits := target.problems(model):
@@ -86,8 +86,8 @@ def architecture_from(config: Mapping[str, Any]) -> tuple[Architecture, Target]:
 
 def _target(config: Mapping[str, Any]) -> Target:
     name = config.get("model_type", "")
-    if name in BY_NAME:
-        return BY_NAME[name]
+    if name in TARGETS:
+        return TARGETS[name]
     reasons = {
         "olmo2": "it norms the outputs of attention and FFN and not their inputs, and its qk-norm "
         "spans all heads: Megatron's is of one head",
@@ -95,9 +95,7 @@ def _target(config: Mapping[str, Any]) -> Target:
         "llama4": "its layers without RoPE and its chunked attention have no counterpart",
     }
     why = f": {reasons[name]}" if name in reasons else ""
-    raise UserError(
-        f"model_type {name!r} cannot be imported{why}. Known: {', '.join(t.name for t in TARGETS)}"
-    )
+    raise UserError(f"model_type {name!r} cannot be imported{why}. Known: {', '.join(TARGETS)}")
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,7 +166,7 @@ def transformers_has(target: Target) -> None:
     """
     import transformers
 
-    if target.own:
+    if target.custom_code:
         return
     if not hasattr(transformers, target.architecture):
         raise UserError(

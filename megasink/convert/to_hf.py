@@ -15,16 +15,16 @@ from megasink.checkpoint.saved_arguments import read_arguments
 from megasink.checkpoint.tokenizer import tokenizer_of
 from megasink.convert.architecture import Architecture, architecture_of
 from megasink.convert.background import ahead, one_thread, use_large_pages
-from megasink.convert.card import model_card
 from megasink.convert.hf_config import config_of
+from megasink.convert.megasink_model import FILES
+from megasink.convert.megatron_reader import MegatronCheckpoint
 from megasink.convert.megatron_weights import leading_axes, weight_shapes
+from megasink.convert.model_card import model_card
 from megasink.convert.output import whole_folder
-from megasink.convert.own import FILES
-from megasink.convert.reader import MegatronCheckpoint
 from megasink.convert.safetensors_writer import SafetensorsWriter, write_json
 from megasink.convert.table import Entry, Row, Step, planned, steps
 from megasink.convert.targets import choose
-from megasink.convert.targets.base import Target
+from megasink.convert.targets.target import Target
 from megasink.errors import UserError
 from megasink.printable import say as say_printable
 
@@ -182,7 +182,7 @@ def _write_beside(source: Source, target: Target, folder: Path) -> None:
         source.tokenizer.save_pretrained(folder)
     card = model_card(source.model, target, source.saved, source.found)
     (folder / "README.md").write_text(card)
-    for path in FILES if target.own else ():
+    for path in FILES if target.custom_code else ():
         shutil.copyfile(path, folder / path.name)
     write_json(folder / "generation_config.json", {"_from_model_config": True, **special})
     write_json(folder / "config.json", config_of(source.model, target, special))

@@ -115,6 +115,7 @@ TOLD = {
     "offload-modules",
     "one-logger-project",
     "one-logger-run-name",
+    "plugin",
     "result-rejected-tracker-filename",
     "rl-inference-parsers",
     "rl-profile-dir",

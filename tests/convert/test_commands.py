@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megasink.convert.sinks import sink_logits
+from megasink.convert.sink_calibration import sink_logits
 from megasink.data.corpus import Document
 from megasink.data.tokenizer import train_tokenizer
 from tests.distributed.layout import SINGLE

@@ -5,6 +5,7 @@ from typing import get_args
 
 from megasink.command_line import unknown_name
 from megasink.config import Variant
+from megasink.plugins import advice
 
 
 def problems(args: Namespace) -> list[str]:
@@ -21,7 +22,8 @@ def _attention(args: Namespace) -> list[str]:
             "itself and none after it"
         )
     if args.attention_variant not in get_args(Variant):
-        found.append(unknown_name("--attention-variant", args.attention_variant, get_args(Variant)))
+        unknown = unknown_name("--attention-variant", args.attention_variant, get_args(Variant))
+        found.append(f"{unknown}; {advice()}")
     if getattr(args, "softmax_type", "vanilla") != "vanilla":
         found.append(
             f"--softmax-type {args.softmax_type}: say it with --attention-variant "

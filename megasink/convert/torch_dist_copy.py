@@ -11,8 +11,8 @@ from megasink.checkpoint.find import Checkpoint
 from megasink.checkpoint.legacy import is_legacy
 from megasink.convert.architecture import Architecture
 from megasink.convert.from_hf import head_counter
+from megasink.convert.megatron_reader import MegatronCheckpoint
 from megasink.convert.megatron_weights import leading_axes
-from megasink.convert.reader import MegatronCheckpoint
 from megasink.convert.table import LAYERS, NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SPEC
 from megasink.convert.torch_dist_writer import TorchDistWriter
 

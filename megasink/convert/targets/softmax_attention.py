@@ -6,7 +6,8 @@ from typing import Any
 from megasink.convert.architecture import Architecture
 from megasink.convert.table import Row
 from megasink.convert.targets import rows
-from megasink.convert.targets.base import Config, Target, layer_types, window_of, windows_from
+from megasink.convert.targets.registry import register
+from megasink.convert.targets.target import Config, Target, layer_types, window_of, windows_from
 
 
 def _dense(model: Architecture) -> tuple[Row, ...]:
@@ -146,7 +147,7 @@ def _qwen3_moe_refused(config: Mapping[str, Any]) -> list[str]:
     return [*_qwen3_refused(config), *some_layers_dense(config), *windows]
 
 
-TARGETS = (
+register(
     Target(
         name="llama",
         architecture="LlamaForCausalLM",
@@ -157,7 +158,9 @@ TARGETS = (
         read=_read_llama,
         refused=_llama_refused,
         bias=True,
-    ),
+    )
+)
+register(
     Target(
         name="qwen2",
         architecture="Qwen2ForCausalLM",
@@ -168,7 +171,9 @@ TARGETS = (
         read=_read_qwen2,
         qkv_bias=True,
         windows="mixed",
-    ),
+    )
+)
+register(
     Target(
         name="qwen3",
         architecture="Qwen3ForCausalLM",
@@ -180,7 +185,9 @@ TARGETS = (
         refused=_qwen3_refused,
         qk_norm=True,
         windows="mixed",
-    ),
+    )
+)
+register(
     Target(
         name="mixtral",
         architecture="MixtralForCausalLM",
@@ -191,7 +198,9 @@ TARGETS = (
         read=_read_mixtral,
         moe=True,
         windows="all",
-    ),
+    )
+)
+register(
     Target(
         name="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
@@ -204,5 +213,5 @@ TARGETS = (
         moe=True,
         qk_norm=True,
         renormalizes=False,
-    ),
+    )
 )

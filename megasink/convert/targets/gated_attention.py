@@ -8,8 +8,13 @@ import torch
 from megasink.convert.architecture import GATES, Architecture
 from megasink.convert.table import Row, row
 from megasink.convert.targets import rows
-from megasink.convert.targets.base import Config, Target, layer_types, window_of, windows_from
-from megasink.convert.targets.plain import qwen_experts, read_qwen_experts, some_layers_dense
+from megasink.convert.targets.registry import register
+from megasink.convert.targets.softmax_attention import (
+    qwen_experts,
+    read_qwen_experts,
+    some_layers_dense,
+)
+from megasink.convert.targets.target import Config, Target, layer_types, window_of, windows_from
 from megasink.convert.transforms import Constant
 
 # Qwen3-Next always adds a shared expert; one of zeros this wide adds nothing.
@@ -141,7 +146,7 @@ def _lfm3_refused(config: Mapping[str, Any]) -> list[str]:
     return found + (["attention_bias"] if config.get("attention_bias") else [])
 
 
-TARGETS = (
+register(
     Target(
         name="lfm3",
         architecture="Lfm3ForCausalLM",
@@ -156,7 +161,9 @@ TARGETS = (
         windows="mixed",
         rope_scaling=False,
         rope_by_layer=True,
-    ),
+    )
+)
+register(
     Target(
         name="qwen3_5_text",
         architecture="Qwen3_5ForCausalLM",
@@ -168,7 +175,9 @@ TARGETS = (
         refused=_qwen_refused,
         qk_norm=True,
         rope_scaling=False,
-    ),
+    )
+)
+register(
     Target(
         name="qwen3_next",
         architecture="Qwen3NextForCausalLM",
@@ -182,5 +191,5 @@ TARGETS = (
         qk_norm=True,
         renormalizes=False,
         rope_scaling=False,
-    ),
+    )
 )

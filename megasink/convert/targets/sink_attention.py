@@ -9,7 +9,8 @@ import torch
 from megasink.convert.architecture import Architecture
 from megasink.convert.table import Row, row
 from megasink.convert.targets import rows
-from megasink.convert.targets.base import Config, Target, layer_types, window_of, windows_from
+from megasink.convert.targets.registry import register
+from megasink.convert.targets.target import Config, Target, layer_types, window_of, windows_from
 from megasink.convert.transforms import Constant, InterleavedGateUp, Transposed
 
 SINKS = ("sink", "off-by-one")
@@ -197,7 +198,7 @@ def _gpt_oss_refused(config: Mapping[str, Any]) -> list[str]:
     return found
 
 
-TARGETS = (
+register(
     Target(
         name="granite_swa",
         architecture="GraniteSWAForCausalLM",
@@ -208,7 +209,9 @@ TARGETS = (
         read=_read_granite,
         refused=_granite_refused,
         windows="mixed",
-    ),
+    )
+)
+register(
     Target(
         name="flint",
         architecture="FlintForCausalLM",
@@ -221,7 +224,9 @@ TARGETS = (
         refused=_flint_refused,
         qk_norm=True,
         windows="all",
-    ),
+    )
+)
+register(
     Target(
         name="granitemoe_swa",
         architecture="GraniteMoeSWAForCausalLM",
@@ -234,7 +239,9 @@ TARGETS = (
         moe=True,
         windows="mixed",
         shared_expert=True,
-    ),
+    )
+)
+register(
     Target(
         name="gpt_oss",
         architecture="GptOssForCausalLM",
@@ -248,5 +255,5 @@ TARGETS = (
         activations=("gpt-oss",),
         windows="mixed",
         rope_scaling=False,
-    ),
+    )
 )

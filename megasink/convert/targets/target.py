@@ -31,7 +31,8 @@ class Target:
         rope_by_layer: its config.json has RoPE parameters for each kind of layer.
         shared_expert: it can have one, ungated.
         renormalizes: the probabilities of its chosen experts always add up to one.
-        own: it is megasink's own modelling file, which has the options of `OwnOptions`.
+        custom_code: its modelling file, megasink's own, lies beside the weights; it has the options
+            of `MegasinkOptions`.
         refused: of a config.json, what Megatron's model here cannot express.
     """
 
@@ -52,13 +53,13 @@ class Target:
     rope_by_layer: bool = False
     shared_expert: bool = False
     renormalizes: bool = True
-    own: bool = False
+    custom_code: bool = False
     refused: Callable[[Mapping[str, Any]], list[str]] = field(default=lambda config: [])
 
     def problems(self, model: Architecture) -> list[str]:
         """Why a model cannot be exported as this; nothing where it can."""
-        found = [] if self.own else [f"it has no {flag}" for flag in model.own.flags()]
-        if not self.own and not model.own.gated_unit:
+        found = [] if self.custom_code else [f"it has no {flag}" for flag in model.options.flags()]
+        if not self.custom_code and not model.options.gated_unit:
             found.append("its FFN has a gated unit")
         if model.attention not in self.attention:
             found.append(f"it has {' or '.join(self.attention)} attention, not {model.attention}")

@@ -77,7 +77,7 @@ def gated_model(model: Architecture, change: Change | None) -> Architecture:
             f"--attention-variant: the model has {model.attention} attention already; only a "
             "vanilla one can be changed"
         )
-    if change.attention == "sink" and model.own.attention_bias_type != "none":
+    if change.attention == "sink" and model.options.attention_bias_type != "none":
         raise UserError("--attention-variant sink: not for a model with biases of positions")
     return dataclasses.replace(model, attention=change.attention)
 

@@ -7,7 +7,7 @@ from typing import Any
 import megasink
 from megasink.checkpoint.find import Checkpoint
 from megasink.convert.architecture import Architecture
-from megasink.convert.targets.base import Target
+from megasink.convert.targets.target import Target
 
 _PAPERS = {
     "sink": "Attention Sink Forges Native MoE in Attention Layers: Sink-Aware Training to Address "
@@ -59,7 +59,7 @@ def model_card(
     if model.has_sink or saved.get("head_balance_coeff"):
         papers.append(_PAPERS["sink"])
     cited = "".join(f"- {paper}\n" for paper in papers)
-    remote = ", trust_remote_code=True" if target.own else ""
+    remote = ", trust_remote_code=True" if target.custom_code else ""
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -70,7 +70,7 @@ tags:
 # {target.architecture}
 
 Trained with Megatron-Core and megasink {megasink.__version__}, and converted from its checkpoint.
-Needs transformers {target.since} or later.{_OWN_CODE if target.own else ""}
+Needs transformers {target.since} or later.{_OWN_CODE if target.custom_code else ""}
 
 | | |
 |---|---|

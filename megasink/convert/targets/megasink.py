@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from megasink.convert.architecture import BIASES, GATES, Architecture
-from megasink.convert.own import AUTO_MAP, own_options, unknown_values
+from megasink.convert.megasink_model import AUTO_MAP, options_from, unknown_values
 from megasink.convert.table import LAYERS, NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SPEC, Row, row
 from megasink.convert.targets import rows
-from megasink.convert.targets.base import Config, Target, layer_types, window_of, windows_from
+from megasink.convert.targets.registry import register
+from megasink.convert.targets.target import Config, Target, layer_types, window_of, windows_from
 from megasink.convert.transforms import GateUp, GroupedQKV, QueryGateKeyValue, Transform
 
 _AT = f"{rows.LAYER}self_attn."
@@ -20,16 +21,16 @@ class OwnTarget(Target):
 
     def problems(self, model: Architecture) -> list[str]:
         """See `Target`."""
-        found = [f"it has no {option}" for option in unknown_values(model.own)]
+        found = [f"it has no {option}" for option in unknown_values(model.options)]
         if len(set(model.windows) - {None}) > 1:
             found.append("its sliding windows have one size")
-        if model.rope_factor is not None and model.own.rotary_percent != 1.0:
+        if model.rope_factor is not None and model.options.rotary_percent != 1.0:
             found.append("its RoPE scaling is of whole heads")
         if model.experts and model.bias:
             found.append("its experts have no biases")
-        if model.experts and not model.own.gated_unit:
+        if model.experts and not model.options.gated_unit:
             found.append("its experts have gated units")
-        if model.experts and model.own.normalization != "RMSNorm":
+        if model.experts and model.options.normalization != "RMSNorm":
             found.append("its experts come after an RMSNorm")
         return found
 
@@ -48,8 +49,7 @@ def _table(model: Architecture) -> tuple[Row, ...]:
 
 
 def _positions(model: Architecture) -> tuple[Row, ...]:
-    own = model.own
-    if own.position_embedding_type != "learned_absolute" or own.sinusoidal_position_embedding:
+    if not model.options.learned_positions:
         return ()
     name = "model.embed_positions.weight"
     return (row("embedding.position_embeddings.weight", name),)
@@ -58,18 +58,18 @@ def _positions(model: Architecture) -> tuple[Row, ...]:
 def _norm(model: Architecture, megatron: str, hf: str) -> tuple[Row, ...]:
     """A norm, whose key in Megatron ends in "weight"."""
     found = [row(megatron, f"{hf}.weight")]
-    if model.own.normalization == "LayerNorm":
+    if model.options.normalization == "LayerNorm":
         found.append(row(f"{megatron.removesuffix('weight')}bias", f"{hf}.bias"))
     return tuple(found)
 
 
 def _layer_norms(model: Architecture) -> tuple[Row, ...]:
     found: list[tuple[str, str]] = []
-    if not model.own.post_norm:
+    if not model.options.post_norm:
         before_ffn = NORM_BEFORE_EXPERTS if model.experts else NORM_OF_LOCAL_SPEC
         found.append((f"{rows.QKV}layer_norm_weight", f"{rows.LAYER}input_layernorm"))
         found.append((before_ffn, f"{rows.LAYER}post_attention_layernorm"))
-    if model.own.post_norm or model.own.sandwich_norm:
+    if model.options.post_norm or model.options.sandwich_norm:
         attention, ffn = f"{LAYERS}post_self_attn_layernorm", f"{LAYERS}post_mlp_layernorm"
         found.append((f"{attention}.weight", f"{rows.LAYER}attention_output_norm"))
         found.append((f"{ffn}.weight", f"{rows.LAYER}mlp_output_norm"))
@@ -79,7 +79,7 @@ def _layer_norms(model: Architecture) -> tuple[Row, ...]:
 
 
 def _last_norm(model: Architecture) -> tuple[Row, ...]:
-    if model.own.post_norm:
+    if model.options.post_norm:
         return ()
     return _norm(model, "decoder.final_layernorm.weight", "model.norm")
 
@@ -100,7 +100,7 @@ def _attention(model: Architecture) -> tuple[Row, ...]:
         found.append(row(f"{rows.ATTENTION}linear_proj.{kind}", f"{_AT}o_proj.{kind}"))
     if model.has_sink:
         found += rows.sinks(model)
-    if model.own.attention_bias_type == "t5":
+    if model.options.attention_bias_type == "t5":
         found.append(row(f"{_CORE}relative_bias.weight", f"{_AT}position_bias.weight"))
     if model.attention in ("k-bias", "kv-bias"):
         found.append(row(f"{_CORE}key_bias", f"{_AT}key_bias"))
@@ -111,11 +111,11 @@ def _attention(model: Architecture) -> tuple[Row, ...]:
 
 def _gate(model: Architecture) -> tuple[Row, ...]:
     found: list[Row] = []
-    if model.own.sdpa_output_norm == "rmsnorm":
+    if model.options.sdpa_output_norm == "rmsnorm":
         found.append(row(f"{rows.ATTENTION}output_norm.weight", f"{_AT}output_norm"))
     if model.attention not in GATES or model.megatrons_gate:
         return tuple(found)
-    if model.own.gate_input == "none":
+    if model.options.gate_input == "none":
         return (*found, row(f"{rows.ATTENTION}gate.logit", f"{_AT}gate.logit"))
     for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
         found.append(row(f"{rows.ATTENTION}linear_gate.{kind}", f"{_AT}gate.proj.{kind}"))
@@ -125,7 +125,7 @@ def _gate(model: Architecture) -> tuple[Row, ...]:
 def _ffn(model: Architecture) -> tuple[Row, ...]:
     at = f"{rows.LAYER}mlp."
     if not model.experts:
-        if model.own.gated_unit:
+        if model.options.gated_unit:
             return rows.ffn(model)
         kinds = ("weight", "bias") if model.bias else ("weight",)
         both = (("linear_fc1", "up_proj"), ("linear_fc2", "down_proj"))
@@ -152,7 +152,7 @@ def _ffn(model: Architecture) -> tuple[Row, ...]:
 
 def _config(model: Architecture) -> Config:
     gated = model.attention in GATES
-    said = model.own.said()
+    said = model.options.said()
     found: Config = {
         "auto_map": AUTO_MAP,
         "attention_variant": "gated" if gated else model.attention,
@@ -189,14 +189,14 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
         "topk": config.get("num_experts_per_tok") or 0,
         "shared_ffn": config.get("shared_expert_intermediate_size") or 0,
         "renormalize": bool(config.get("norm_topk_prob", True)),
-        "own": own_options(config, gated_unit=bool(config.get("gated_unit", True))),
+        "options": options_from(config, gated_unit=bool(config.get("gated_unit", True))),
     }
 
 
 def _refused(config: Mapping[str, Any]) -> list[str]:
     variant = config.get("attention_variant", "vanilla")
     granularity = config.get("gate_granularity", "headwise")
-    found = unknown_values(own_options(config))
+    found = unknown_values(options_from(config))
     if variant not in ("vanilla", "sink", "off-by-one", "gated", *BIASES):
         found.append(f"attention_variant {variant!r}")
     if granularity not in GATES:
@@ -210,7 +210,7 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
     return found
 
 
-TARGETS = (
+register(
     OwnTarget(
         name="megasink",
         architecture="MegasinkForCausalLM",
@@ -220,6 +220,6 @@ TARGETS = (
         config=_config,
         read=_read,
         refused=_refused,
-        own=True,
-    ),
+        custom_code=True,
+    )
 )
