@@ -119,7 +119,7 @@ def _named(argv: Sequence[str]) -> list[str]:
 def _load(module: str, source: str, list_names: bool) -> None:
     if module in LOADED:
         return
-    if not all(name.isidentifier() for name in module.split(".")):
+    if module.endswith(".py") or not all(name.isidentifier() for name in module.split(".")):
         raise UserError(f"{FLAG} {module}: give a module's name as Python imports it: my_module")
     before = _registered() if list_names else {}
     try:

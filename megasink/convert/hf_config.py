@@ -52,7 +52,7 @@ def config_of(model: Architecture, target: Target, special_tokens: Mapping[str, 
         "use_cache": True,
         "dtype": model.dtype,
         **special_tokens,
-        **target.config(model),
+        **target.write_config(model),
     }
     if not target.custom_code:
         config[OURS] = {"attention": model.attention, "zero_centred": model.zero_centred}
@@ -67,13 +67,13 @@ def architecture_from(config: Mapping[str, Any]) -> tuple[Architecture, Target]:
             here cannot express.
     """
     target = _target(config)
-    problems = [*target.refused(config), *_rope_problems(config, target), *_quantized(config)]
+    problems = [*target.refusals(config), *_rope_problems(config, target), *_quantized(config)]
     if problems:
         raise UserError(
             f"this {target.name} has what Megatron's model here has not: {'; '.join(problems)}"
         )
     try:
-        fields = _common(config) | target.read(config)
+        fields = _common(config) | target.read_config(config)
     except KeyError as error:
         raise UserError(f"config.json of a {target.name} without {error}") from error
     ours = {} if target.custom_code else config.get(OURS) or {}

@@ -223,7 +223,7 @@ BY_LAYER = {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor":
         ("gpt_oss", {"attention_bias": True}, "attention_bias"),
         ("qwen3_5_text", {"layer_types": ["linear_attention"] * 2}, "linear attention"),
         ("qwen3_next", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
-        ("qwen3_moe", {"mlp_only_layers": [0]}, "without experts"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
         ("lfm3", {"layer_types": ["conv", "full_attention"]}, "convolutions"),
         ("lfm3", {"use_sandwich_norm": True}, "use_sandwich_norm"),
         ("llama", {"hidden_act": "quick_gelu"}, "quick_gelu"),

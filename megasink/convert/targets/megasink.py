@@ -9,7 +9,7 @@ from megasink.convert.table import LAYERS, NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SP
 from megasink.convert.targets import rows
 from megasink.convert.targets.registry import register
 from megasink.convert.targets.target import Config, Target, layer_types, window_of, windows_from
-from megasink.convert.transforms import GateUp, GroupedQKV, QueryGateKeyValue, Transform
+from megasink.convert.transforms import GateUp, GroupedQKV
 
 _AT = f"{rows.LAYER}self_attn."
 _CORE = f"{rows.ATTENTION}core_attention."
@@ -87,10 +87,9 @@ def _last_norm(model: Architecture) -> tuple[Row, ...]:
 def _attention(model: Architecture) -> tuple[Row, ...]:
     sizes = (model.groups, model.queries, model.head_dim)
     names = [f"{_AT}{x}_proj" for x in "qkv"]
-    transform: Transform = GroupedQKV(*sizes)
+    transform = GroupedQKV(*sizes, gate=model.megatrons_gate)
     if model.megatrons_gate:
         names.insert(1, f"{_AT}gate.proj")
-        transform = QueryGateKeyValue(*sizes)
     kinds = ("weight", "bias") if model.qkv_bias else ("weight",)
     found = [
         row(f"{rows.QKV}{kind}", *(f"{name}.{kind}" for name in names), transform=transform)

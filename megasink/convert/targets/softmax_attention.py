@@ -7,37 +7,35 @@ from megasink.convert.architecture import Architecture
 from megasink.convert.table import Row
 from megasink.convert.targets import rows
 from megasink.convert.targets.registry import register
-from megasink.convert.targets.target import Config, Target, layer_types, window_of, windows_from
+from megasink.convert.targets.target import (
+    EXPERTS,
+    Config,
+    Target,
+    layer_types,
+    window_of,
+    windows_from,
+)
+
+# Of Qwen's mixtures of experts.
+QWEN_EXPERTS = {
+    "moe_intermediate_size": "ffn",
+    "num_experts": "experts",
+    "num_experts_per_tok": "topk",
+    "norm_topk_prob": "renormalize",
+}
+QWEN_EVERY_LAYER = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 def _dense(model: Architecture) -> tuple[Row, ...]:
-    return (
-        *rows.embedding(model),
-        *rows.norms(model),
-        *rows.attention(model),
-        *rows.ffn(model),
-        *rows.head(model),
-    )
+    return rows.decoder(model, rows.ffn(model))
 
 
 def _mixtral(model: Architecture) -> tuple[Row, ...]:
-    return (
-        *rows.embedding(model),
-        *rows.norms(model),
-        *rows.attention(model),
-        *rows.experts("block_sparse_moe.", ("w1", "w3", "w2")),
-        *rows.head(model),
-    )
+    return rows.decoder(model, rows.experts("block_sparse_moe.", ("w1", "w3", "w2")))
 
 
 def _qwen_moe(model: Architecture) -> tuple[Row, ...]:
-    return (
-        *rows.embedding(model),
-        *rows.norms(model),
-        *rows.attention(model),
-        *rows.experts(),
-        *rows.head(model),
-    )
+    return rows.decoder(model, rows.experts())
 
 
 def _llama(model: Architecture) -> Config:
@@ -66,85 +64,25 @@ def _windowed(model: Architecture) -> Config:
 
 
 def _read_windowed(config: Mapping[str, Any]) -> dict[str, Any]:
+    layers = config["num_hidden_layers"]
     if not config.get("use_sliding_window"):
-        return {"windows": (None,) * config["num_hidden_layers"]}
+        return {"windows": (None,) * layers}
     if config.get("layer_types"):
         return {"windows": windows_from(config)}
-    first = config.get("max_window_layers", 28)
-    layers = range(config["num_hidden_layers"])
-    return {"windows": tuple(config["sliding_window"] if n >= first else None for n in layers)}
-
-
-def _read_qwen2(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_read_windowed(config), "qkv_bias": True}
-
-
-def _read_qwen3(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_read_windowed(config), "qk_norm": True}
-
-
-def _mixtral_config(model: Architecture) -> Config:
-    return {
-        "num_local_experts": model.experts,
-        "num_experts_per_tok": model.topk,
-        "sliding_window": window_of(model),
-        "router_jitter_noise": 0.0,
-    }
+    first, window = config.get("max_window_layers", 28), config["sliding_window"]
+    return {"windows": tuple(window if layer >= first else None for layer in range(layers))}
 
 
 def _read_mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "experts": config["num_local_experts"],
-        "topk": config["num_experts_per_tok"],
-        "windows": (config.get("sliding_window"),) * config["num_hidden_layers"],
-    }
-
-
-def _qwen3_moe(model: Architecture) -> Config:
-    return {
-        **qwen_experts(model),
-        "use_sliding_window": False,
-        "attention_bias": False,
-    }
-
-
-def qwen_experts(model: Architecture) -> Config:
-    """The keys of Qwen's mixtures of experts."""
-    return {
-        "moe_intermediate_size": model.ffn,
-        "num_experts": model.experts,
-        "num_experts_per_tok": model.topk,
-        "norm_topk_prob": model.renormalize,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
+    return {"windows": (config.get("sliding_window"),) * config["num_hidden_layers"]}
 
 
 def read_qwen_experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `qwen_experts`."""
+    """What released files leave out, or name otherwise."""
     return {
-        "ffn": config["moe_intermediate_size"],
         "experts": config.get("num_experts") or config["num_local_experts"],
-        "topk": config["num_experts_per_tok"],
         "renormalize": bool(config.get("norm_topk_prob", False)),
-        "qk_norm": True,
     }
-
-
-def some_layers_dense(config: Mapping[str, Any]) -> list[str]:
-    """Layers without experts between others."""
-    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-        return ["mlp_only_layers or decoder_sparse_step: layers without experts between others"]
-    return []
-
-
-def _qwen3_refused(config: Mapping[str, Any]) -> list[str]:
-    return ["attention_bias"] if config.get("attention_bias") else []
-
-
-def _qwen3_moe_refused(config: Mapping[str, Any]) -> list[str]:
-    windows = ["use_sliding_window"] if config.get("use_sliding_window") else []
-    return [*_qwen3_refused(config), *some_layers_dense(config), *windows]
 
 
 register(
@@ -168,7 +106,7 @@ register(
         attention=("vanilla",),
         table=_dense,
         config=_windowed,
-        read=_read_qwen2,
+        read=_read_windowed,
         qkv_bias=True,
         windows="mixed",
     )
@@ -180,9 +118,9 @@ register(
         since="4.51",
         attention=("vanilla",),
         table=_dense,
-        config=lambda model: {**_windowed(model), "attention_bias": False},
-        read=_read_qwen3,
-        refused=_qwen3_refused,
+        fixed={"attention_bias": False},
+        config=_windowed,
+        read=_read_windowed,
         qk_norm=True,
         windows="mixed",
     )
@@ -194,7 +132,8 @@ register(
         since="4.36",
         attention=("vanilla",),
         table=_mixtral,
-        config=_mixtral_config,
+        keys=EXPERTS,
+        config=lambda model: {"sliding_window": window_of(model), "router_jitter_noise": 0.0},
         read=_read_mixtral,
         moe=True,
         windows="all",
@@ -207,9 +146,9 @@ register(
         since="4.51",
         attention=("vanilla",),
         table=_qwen_moe,
-        config=_qwen3_moe,
+        keys=QWEN_EXPERTS,
+        fixed={"attention_bias": False, "use_sliding_window": False, **QWEN_EVERY_LAYER},
         read=read_qwen_experts,
-        refused=_qwen3_moe_refused,
         moe=True,
         qk_norm=True,
         renormalizes=False,
