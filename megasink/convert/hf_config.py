@@ -18,6 +18,22 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+# {key of every config.json: field of Architecture}
+_COMMON = {
+    "vocab_size": "vocabulary",
+    "hidden_size": "hidden",
+    "intermediate_size": "ffn",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "groups",
+    "head_dim": "head_dim",
+    "hidden_act": "activation",
+    "max_position_embeddings": "positions",
+    "initializer_range": "init_std",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tied",
+    "dtype": "dtype",
+}
 # What only megasink reads of a config.json: what the architecture cannot tell apart.
 OURS = "megasink"
 
@@ -34,23 +50,11 @@ def config_of(model: Architecture, target: Target, special_tokens: Mapping[str, 
     config = {
         "architectures": [target.architecture],
         "model_type": target.name,
-        "vocab_size": model.vocabulary,
-        "hidden_size": model.hidden,
-        "intermediate_size": model.ffn,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.groups,
-        "head_dim": model.head_dim,
-        "hidden_act": model.activation,
-        "max_position_embeddings": model.positions,
-        "initializer_range": model.init_std,
-        "rms_norm_eps": model.norm_eps,
+        **{key: getattr(model, name) for key, name in _COMMON.items()},
         "rope_theta": model.rope_base,
         "rope_parameters": rope,
-        "tie_word_embeddings": model.tied,
         "attention_dropout": 0.0,
         "use_cache": True,
-        "dtype": model.dtype,
         **special_tokens,
         **target.write_config(model),
     }
@@ -132,29 +136,25 @@ def _quantized(config: Mapping[str, Any]) -> list[str]:
 
 
 def _common(config: Mapping[str, Any]) -> dict[str, Any]:
-    heads, hidden, layers = (
-        config[name] for name in ("num_attention_heads", "hidden_size", "num_hidden_layers")
-    )
-    rope, vocabulary = _rope(config), config["vocab_size"]
-    activation = config.get("hidden_act", "silu")
+    """The fields of the common keys; what may be missing as transformers 4 and 5 take it."""
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    rope, vocabulary, layers = _rope(config), config["vocab_size"], config["num_hidden_layers"]
+    missing = {
+        "num_key_value_heads": heads,
+        "head_dim": hidden // heads,
+        "dtype": config.get("torch_dtype") or "float32",
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    }
+    said = missing | {key: config[key] for key in _COMMON if config.get(key) is not None}
     return {
-        "layers": layers,
-        "hidden": hidden,
-        "heads": heads,
-        "groups": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or hidden // heads,
-        "ffn": config["intermediate_size"],
-        "vocabulary": vocabulary,
+        **{name: said[key] for key, name in _COMMON.items()},
         "padded": -(-vocabulary // 128) * 128,
-        "tied": bool(config.get("tie_word_embeddings", False)),
-        "positions": config["max_position_embeddings"],
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope_base": float(rope["rope_theta"]),
         "rope_factor": rope["factor"] if rope["rope_type"] == "llama3" else None,
-        "activation": {"gelu": "gelu", "relu": "relu"}.get(activation, activation),
         "windows": (None,) * layers,
-        "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-        "init_std": config.get("initializer_range", 0.02),
     }
 
 

@@ -12,7 +12,7 @@ from megasink.convert.targets.softmax_attention import (
     QWEN_EXPERTS,
     read_qwen_experts,
 )
-from megasink.convert.targets.target import Config, Target, layer_types, window_of, windows_from
+from megasink.convert.targets.target import Config, Target
 
 # A file of theirs holds elementwise gates, which may be a headwise one repeated.
 _GATES = ("elementwise", "headwise")
@@ -81,8 +81,6 @@ def _qwen_refused(config: Mapping[str, Any]) -> list[str]:
 
 def _lfm3_config(model: Architecture) -> Config:
     return {
-        "layer_types": layer_types(model),
-        "sliding_window": window_of(model),
         "use_sandwich_norm": False,
         "rope_parameters": {kind: _rope(model) for kind in ("full_attention", "sliding_attention")},
     }
@@ -90,7 +88,7 @@ def _lfm3_config(model: Architecture) -> Config:
 
 def _read_lfm3(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = config["rope_parameters"]["full_attention"]
-    return {"windows": windows_from(config), "rope_base": float(rope["rope_theta"])}
+    return {"rope_base": float(rope["rope_theta"])}
 
 
 def _lfm3_refused(config: Mapping[str, Any]) -> list[str]:

@@ -5,18 +5,42 @@ from typing import Any
 
 from megasink.convert.architecture import BIASES, GATES, Architecture
 from megasink.convert.megasink_model import AUTO_MAP, options_from, unknown_values
-from megasink.convert.table import LAYERS, NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SPEC, Row, row
+from megasink.convert.megatron_weights import weight_shapes
+from megasink.convert.table import LAYERS, Row, row
 from megasink.convert.targets import rows
 from megasink.convert.targets.registry import register
-from megasink.convert.targets.target import Config, Target, layer_types, window_of, windows_from
-from megasink.convert.transforms import GateUp, GroupedQKV
+from megasink.convert.targets.target import Config, Target
+from megasink.convert.transforms import GateUp, GroupedQKV, Same, Transform
 
-_AT = f"{rows.LAYER}self_attn."
-_CORE = f"{rows.ATTENTION}core_attention."
-_SHARED = ("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj")
+# Of a layer: how a key of Megatron's begins, and the name in our modelling file. The first counts.
+_NAMES = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "post_attention_layernorm.",
+    "pre_mlp_layernorm.": "post_attention_layernorm.",
+    "post_self_attn_layernorm.": "attention_output_norm.",
+    "post_mlp_layernorm.": "mlp_output_norm.",
+    "self_attention.q_layernorm.": "self_attn.q_norm.",
+    "self_attention.k_layernorm.": "self_attn.k_norm.",
+    "self_attention.linear_proj.": "self_attn.o_proj.",
+    "self_attention.linear_gate.": "self_attn.gate.proj.",
+    "self_attention.gate.logit": "self_attn.gate.logit",
+    "self_attention.output_norm.weight": "self_attn.output_norm",
+    "self_attention.core_attention.softmax_offset": "self_attn.sinks",
+    "self_attention.core_attention.relative_bias.": "self_attn.position_bias.",
+    "self_attention.core_attention.key_bias": "self_attn.key_bias",
+    "self_attention.core_attention.value_bias": "self_attn.value_bias",
+    "mlp.linear_fc1.": "mlp.up_proj.",
+    "mlp.linear_fc2.": "mlp.down_proj.",
+    "mlp.router.weight": "mlp.gate.weight",
+    "mlp.experts.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",
+    "mlp.experts.experts.linear_fc2.weight": "mlp.experts.down_proj",
+    "mlp.shared_experts.linear_fc2.": "mlp.shared_expert.down_proj.",
+}
+# Gated units, whose two halves Megatron has in one tensor.
+_UNITS = {"mlp.linear_fc1": "mlp", "mlp.shared_experts.linear_fc1": "mlp.shared_expert"}
 
 
-class OwnTarget(Target):
+class MegasinkTarget(Target):
     """The target with (nearly) everything that a run can switch on."""
 
     def problems(self, model: Architecture) -> list[str]:
@@ -36,142 +60,49 @@ class OwnTarget(Target):
 
 
 def _table(model: Architecture) -> tuple[Row, ...]:
+    """Every weight of Megatron's model, in its order, under its name here."""
+    keys = list(weight_shapes(model))
+    layers = [_layer_row(model, key) for key in keys if key.startswith(LAYERS)]
+    if model.attention == "off-by-one":
+        layers += rows.sinks(model)
+    positions = "embedding.position_embeddings.weight"
+    last_norms = [key for key in keys if key.startswith("decoder.final_layernorm.")]
     return (
         *rows.embedding(model),
-        *_positions(model),
-        *_layer_norms(model),
-        *_attention(model),
-        *_gate(model),
-        *_ffn(model),
-        *_last_norm(model),
+        *([row(positions, "model.embed_positions.weight")] if positions in keys else []),
+        *layers,
+        *(row(key, f"model.norm.{key.rpartition('.')[2]}") for key in last_norms),
         *rows.output_layer(model),
     )
 
 
-def _positions(model: Architecture) -> tuple[Row, ...]:
-    if not model.options.learned_positions:
-        return ()
-    name = "model.embed_positions.weight"
-    return (row("embedding.position_embeddings.weight", name),)
-
-
-def _norm(model: Architecture, megatron: str, hf: str) -> tuple[Row, ...]:
-    """A norm, whose key in Megatron ends in "weight"."""
-    found = [row(megatron, f"{hf}.weight")]
-    if model.options.normalization == "LayerNorm":
-        found.append(row(f"{megatron.removesuffix('weight')}bias", f"{hf}.bias"))
-    return tuple(found)
-
-
-def _layer_norms(model: Architecture) -> tuple[Row, ...]:
-    found: list[tuple[str, str]] = []
-    if not model.options.post_norm:
-        before_ffn = NORM_BEFORE_EXPERTS if model.experts else NORM_OF_LOCAL_SPEC
-        found.append((f"{rows.QKV}layer_norm_weight", f"{rows.LAYER}input_layernorm"))
-        found.append((before_ffn, f"{rows.LAYER}post_attention_layernorm"))
-    if model.options.post_norm or model.options.sandwich_norm:
-        attention, ffn = f"{LAYERS}post_self_attn_layernorm", f"{LAYERS}post_mlp_layernorm"
-        found.append((f"{attention}.weight", f"{rows.LAYER}attention_output_norm"))
-        found.append((f"{ffn}.weight", f"{rows.LAYER}mlp_output_norm"))
-    if model.qk_norm:
-        found += [(f"{rows.ATTENTION}{x}_layernorm.weight", f"{_AT}{x}_norm") for x in "qk"]
-    return tuple(r for megatron, hf in found for r in _norm(model, megatron, hf))
-
-
-def _last_norm(model: Architecture) -> tuple[Row, ...]:
-    if model.options.post_norm:
-        return ()
-    return _norm(model, "decoder.final_layernorm.weight", "model.norm")
-
-
-def _attention(model: Architecture) -> tuple[Row, ...]:
-    sizes = (model.groups, model.queries, model.head_dim)
-    names = [f"{_AT}{x}_proj" for x in "qkv"]
-    transform = GroupedQKV(*sizes, gate=model.megatrons_gate)
-    if model.megatrons_gate:
-        names.insert(1, f"{_AT}gate.proj")
-    kinds = ("weight", "bias") if model.qkv_bias else ("weight",)
-    found = [
-        row(f"{rows.QKV}{kind}", *(f"{name}.{kind}" for name in names), transform=transform)
-        for kind in kinds
-    ]
-    for kind in ("weight", "bias") if model.bias else ("weight",):
-        found.append(row(f"{rows.ATTENTION}linear_proj.{kind}", f"{_AT}o_proj.{kind}"))
-    if model.has_sink:
-        found += rows.sinks(model)
-    if model.options.attention_bias_type == "t5":
-        found.append(row(f"{_CORE}relative_bias.weight", f"{_AT}position_bias.weight"))
-    if model.attention in ("k-bias", "kv-bias"):
-        found.append(row(f"{_CORE}key_bias", f"{_AT}key_bias"))
-    if model.attention in ("kv-bias", "v-bias"):
-        found.append(row(f"{_CORE}value_bias", f"{_AT}value_bias"))
-    return tuple(found)
-
-
-def _gate(model: Architecture) -> tuple[Row, ...]:
-    found: list[Row] = []
-    if model.options.sdpa_output_norm == "rmsnorm":
-        found.append(row(f"{rows.ATTENTION}output_norm.weight", f"{_AT}output_norm"))
-    if model.attention not in GATES or model.megatrons_gate:
-        return tuple(found)
-    if model.options.gate_input == "none":
-        return (*found, row(f"{rows.ATTENTION}gate.logit", f"{_AT}gate.logit"))
-    for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
-        found.append(row(f"{rows.ATTENTION}linear_gate.{kind}", f"{_AT}gate.proj.{kind}"))
-    return tuple(found)
-
-
-def _ffn(model: Architecture) -> tuple[Row, ...]:
-    at = f"{rows.LAYER}mlp."
-    if not model.experts:
-        if model.options.gated_unit:
-            return rows.ffn(model)
-        kinds = ("weight", "bias") if model.bias else ("weight",)
-        both = (("linear_fc1", "up_proj"), ("linear_fc2", "down_proj"))
-        return tuple(
-            row(f"{rows.MLP}{megatron}.{kind}", f"{at}{hf}.{kind}")
-            for megatron, hf in both
-            for kind in kinds
-        )
-    shared: tuple[Row, ...] = ()
-    if model.shared_ffn:
-        gate, up, down = (f"{at}{name}.weight" for name in _SHARED)
-        fc1 = f"{rows.MLP}shared_experts.linear_fc1.weight"
-        shared = (
-            row(fc1, gate, up, transform=GateUp()),
-            row(f"{rows.MLP}shared_experts.linear_fc2.weight", down),
-        )
-    return (
-        row(f"{rows.MLP}router.weight", f"{at}gate.weight"),
-        row(f"{rows.EXPERTS}linear_fc1.weight", f"{at}experts.gate_up_proj"),
-        row(f"{rows.EXPERTS}linear_fc2.weight", f"{at}experts.down_proj"),
-        *shared,
-    )
+def _layer_row(model: Architecture, key: str) -> Row:
+    name = key.removeprefix(LAYERS)
+    module, _, kind = name.rpartition(".")
+    names: tuple[str, ...]
+    transform: Transform = Same()
+    if module == "self_attention.linear_qkv" and kind in ("weight", "bias"):
+        sizes, gate = (model.groups, model.queries, model.head_dim), model.megatrons_gate
+        transform = GroupedQKV(*sizes, gate=gate)
+        parts = ("q_proj", *(["gate.proj"] if gate else []), "k_proj", "v_proj")
+        names = tuple(f"self_attn.{part}.{kind}" for part in parts)
+    elif module in _UNITS and kind in ("weight", "bias") and model.options.gated_unit:
+        transform = GateUp()
+        names = tuple(f"{_UNITS[module]}.{half}_proj.{kind}" for half in ("gate", "up"))
+    else:
+        begin, hf = next((begin, hf) for begin, hf in _NAMES.items() if name.startswith(begin))
+        names = (hf + name.removeprefix(begin),)
+    return row(key, *(rows.LAYER + name for name in names), transform=transform)
 
 
 def _config(model: Architecture) -> Config:
     gated = model.attention in GATES
-    said = model.options.said()
-    found: Config = {
+    return {
         "auto_map": AUTO_MAP,
         "attention_variant": "gated" if gated else model.attention,
         **({"gate_granularity": model.attention} if gated else {}),
-        "qk_norm": model.qk_norm,
-        "qkv_bias": model.qkv_bias,
-        "linear_bias": model.bias,
-        "zero_centred_norms": model.zero_centred,
-        "layer_types": layer_types(model),
-        "sliding_window": window_of(model),
-        **said,
+        **model.options.said(),
     }
-    if model.experts:
-        found |= {
-            "num_experts": model.experts,
-            "num_experts_per_tok": model.topk,
-            "norm_topk_prob": model.renormalize,
-            "shared_expert_intermediate_size": model.shared_ffn,
-        }
-    return found
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,15 +110,6 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     gated = variant == "gated"
     return {
         "attention": config.get("gate_granularity", "headwise") if gated else variant,
-        "qk_norm": bool(config.get("qk_norm")),
-        "qkv_bias": bool(config.get("qkv_bias")),
-        "bias": bool(config.get("linear_bias")),
-        "zero_centred": bool(config.get("zero_centred_norms")),
-        "windows": windows_from(config),
-        "experts": config.get("num_experts") or 0,
-        "topk": config.get("num_experts_per_tok") or 0,
-        "shared_ffn": config.get("shared_expert_intermediate_size") or 0,
-        "renormalize": bool(config.get("norm_topk_prob", True)),
         "options": options_from(config, gated_unit=bool(config.get("gated_unit", True))),
     }
 
@@ -210,15 +132,26 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
 
 
 register(
-    OwnTarget(
+    MegasinkTarget(
         name="megasink",
         architecture="MegasinkForCausalLM",
         since="5.23",
         attention=("vanilla", "sink", "off-by-one", *GATES, *BIASES),
         table=_table,
+        keys={
+            "qk_norm": "qk_norm",
+            "qkv_bias": "qkv_bias",
+            "linear_bias": "bias",
+            "zero_centred_norms": "zero_centred",
+            "num_experts": "experts",
+            "num_experts_per_tok": "topk",
+            "norm_topk_prob": "renormalize",
+            "shared_expert_intermediate_size": "shared_ffn",
+        },
         config=_config,
         read=_read,
         refused=_refused,
+        windows="mixed",
         custom_code=True,
     )
 )

@@ -12,9 +12,7 @@ from megasink.convert.targets.target import (
     EXPERTS,
     Config,
     Target,
-    layer_types,
     window_of,
-    windows_from,
 )
 from megasink.convert.transforms import InterleavedGateUp, Transposed
 
@@ -76,7 +74,6 @@ def _granite(model: Architecture) -> Config:
     return {
         # Its scores are multiplied by this, not by head_dim ** -0.5.
         "attention_multiplier": model.head_dim**-0.5,
-        "layer_types": layer_types(model),
         # A mask of this width is made even where no layer asks for it.
         "sliding_window": window_of(model) or model.positions,
         "layer_rope_theta": [model.rope_base] * model.layers,
@@ -97,13 +94,7 @@ def _granite_refused(config: Mapping[str, Any]) -> list[str]:
 
 def _read_granite(config: Mapping[str, Any]) -> dict[str, Any]:
     thetas = config.get("layer_rope_theta")
-    rope = {"rope_base": float(thetas[0])} if thetas else {}
-    return {"windows": windows_from(config), **rope}
-
-
-def _read_granite_moe(config: Mapping[str, Any]) -> dict[str, Any]:
-    shared = config.get("shared_intermediate_size") or 0
-    return {**_read_granite(config), "shared_ffn": shared}
+    return {"rope_base": float(thetas[0])} if thetas else {}
 
 
 def _flint(model: Architecture) -> Config:
@@ -135,13 +126,8 @@ def _gpt_oss_config(model: Architecture) -> Config:
     return {
         "attention_bias": False,
         "hidden_act": "silu",
-        "layer_types": layer_types(model),
         "sliding_window": window_of(model) or model.positions,
     }
-
-
-def _read_gpt_oss(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"activation": "gpt-oss", "windows": windows_from(config)}
 
 
 def _gpt_oss_refused(config: Mapping[str, Any]) -> list[str]:
@@ -190,7 +176,7 @@ register(
         keys={**EXPERTS, "shared_intermediate_size": "shared_ffn"},
         fixed=GRANITE,
         config=_granite,
-        read=_read_granite_moe,
+        read=_read_granite,
         refused=_granite_refused,
         moe=True,
         windows="mixed",
@@ -207,7 +193,7 @@ register(
         keys=EXPERTS,
         fixed={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         config=_gpt_oss_config,
-        read=_read_gpt_oss,
+        read=lambda config: {"activation": "gpt-oss"},
         refused=_gpt_oss_refused,
         moe=True,
         activations=("gpt-oss",),

@@ -30,7 +30,8 @@ class Target:
         qk_norm: it has RMSNorm of queries and keys; None for either.
         activations: of its FFN.
         qkv_bias, bias: it can have a bias of the query, key and value projections; of all layers.
-        windows: sliding windows: "none"; "mixed", by layer, of one size; "all" layers alike.
+        windows: sliding windows: "none"; "mixed", by layer, of one size, as layer_types and
+            sliding_window say; "all" layers alike.
         rope_scaling: it can have that of Llama 3.
         rope_by_layer: its config.json has RoPE parameters for each kind of layer.
         shared_expert: it can have one, ungated.
@@ -65,17 +66,24 @@ class Target:
     def write_config(self, model: Architecture) -> Config:
         """What its config.json says of a model beside the common keys."""
         keys = {key: getattr(model, name) for key, name in self.keys.items()}
+        if self.windows == "mixed":
+            keys |= {"layer_types": layer_types(model), "sliding_window": window_of(model)}
         return {**keys, **self.fixed, **self.config(model)}
 
     def read_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """{field of Architecture: value} of a config.json, beside the common keys.
 
+        A key that it lacks leaves the field at its default.
+
         Raises:
-            KeyError: a key is missing.
+            KeyError: a key is missing that has none.
         """
         read = self.read(config)
-        keys = {name: config[key] for key, name in self.keys.items() if name not in read}
-        implied = {"attention": self.attention[0], "qkv_bias": self.qkv_bias}
+        said = {name: config.get(key) for key, name in self.keys.items() if name not in read}
+        keys = {name: value for name, value in said.items() if value is not None}
+        implied: dict[str, Any] = {"attention": self.attention[0], "qkv_bias": self.qkv_bias}
+        if self.windows == "mixed":
+            implied["windows"] = windows_from(config)
         return {**implied, "qk_norm": bool(self.qk_norm), **keys, **read}
 
     def refusals(self, config: Mapping[str, Any]) -> list[str]:
