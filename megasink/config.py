@@ -7,7 +7,8 @@ Megatron's ArgumentGroupFactory turns each field into a flag (``softmax_offset_i
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-Variant = Literal["vanilla", "sink", "off-by-one", "gated", "k-bias", "kv-bias", "v-bias"]
+from megasink.variants import variants
+
 FixedValue = Literal["none", "unit", "uniform"]
 Similarity = Literal["softmax", "sigmoid", "elu-plus-one", "elu-kernel", "identity", "mlp"]
 Normalization = Literal["row-sum", "none"]
@@ -38,12 +39,10 @@ def _choice(kind: Any, default: str | None) -> Any:
 class AttentionOptions:
     """How attention heads are gated."""
 
-    attention_variant: Variant = _choice(Variant, "sink")  # noqa: RUF009
-    """vanilla: softmax attention (P0.1). sink: one learnable logit per head in the denominator of
-    the softmax (P0.2). off-by-one: that logit fixed at 0. gated: softmax attention with an explicit
-    gate (P0.3, P1), by default one sigmoid per head and token. k-bias: one learnable key per head
-    whose value is zero, a sink whose logit depends on the query (P2.25). kv-bias: that key with a
-    learnable value (P2.24). v-bias: a learnable vector added to each head's output (P2.26)."""
+    attention_variant: str = field(
+        default="sink", metadata={"argparse_meta": {"type": str}, "records": variants}
+    )
+    """What is added to softmax attention, by its record in megasink.variants."""
 
     softmax_offset_init: float = 0.0
     """Initial sink logit of every head. At 0 a head of a new model starts as off-by-one attention:

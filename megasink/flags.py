@@ -27,6 +27,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         for field in fields(options):
             flag, text = "--" + field.name.replace("_", "-"), escaped(texts[field.name])
             kind, meta = kinds[field.name], field.metadata.get("argparse_meta", {})
+            if "records" in field.metadata:
+                records = field.metadata["records"]()
+                meta = meta | {"metavar": "{" + ",".join(r.name for r in records) + "}"}
+                text += escaped("".join(f" {r.name}: {r.description}." for r in records))
             if kind is bool and not meta:
                 group.add_argument(flag, action="store_true", help=text)
                 continue

@@ -8,6 +8,8 @@ config, or validated arguments.
 from dataclasses import dataclass
 from typing import Any
 
+from megasink.variants import variant
+
 # Divides by every usual tensor-parallel size and leaves the GEMMs of TP=8 a multiple of 16 columns,
 # as fp8 wants. It must not follow the layout: the width is part of the model.
 FFN_MULTIPLE = 128
@@ -15,7 +17,7 @@ FFN_MULTIPLE = 128
 
 def gates_explicitly(options: Any) -> bool:
     """Whether the layers have an explicit gate."""
-    return bool(options.attention_variant == "gated")
+    return variant(options.attention_variant).explicit_gate
 
 
 def changes_self_attention(options: Any) -> bool:

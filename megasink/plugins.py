@@ -133,9 +133,10 @@ def _load(module: str, source: str, list_names: bool) -> None:
 
 def _registered() -> dict[str, Collection[str]]:
     """{kind: names} of everything that is registered now."""
+    from megasink import variants
     from megasink.convert.targets import TARGETS
 
-    return {"target": list(TARGETS)}
+    return {"variant": variants.names(), "target": list(TARGETS)}
 
 
 def _reason(error: BaseException, module: str) -> str:

@@ -13,15 +13,16 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from megasink.checkpoint.identity import MODEL
-from megasink.config import Variant
+from megasink.command_line import unknown_name
 from megasink.errors import UserError
 from megasink.parser import CPU_DEFAULTS, defaults
 from megasink.plugins import advice
+from megasink.variants import is_variant, names
 
 # The layout, and how to compute rather than what: the values of this process count.
 _THIS_PROCESS = frozenset(
@@ -78,8 +79,8 @@ def read_arguments(config: Path) -> dict[str, Any]:
     """What a run's config.json says of its arguments.
 
     Raises:
-        UserError: it cannot be read, is not one of megasink's, or is of a variant that is not known
-            here.
+        UserError: it cannot be read, is not one of megasink's, or names an attention variant that
+            is not registered.
     """
     try:
         saved = dict(json.loads(config.read_text())["arguments"])
@@ -88,11 +89,9 @@ def read_arguments(config: Path) -> dict[str, Any]:
     missing = {"attention_variant", "padded_vocab_size", "ffn_hidden_size"} - set(saved)
     if missing:
         raise UserError(f"{config} is of no run of megasink: no {', '.join(sorted(missing))}")
-    if (variant := saved["attention_variant"]) not in get_args(Variant):
-        raise UserError(
-            f"{config}: the attention variant {str(variant)[:80]!r} is unknown here: "
-            f"{advice(saved.get('plugin'))}"
-        )
+    if not is_variant(saved["attention_variant"]):
+        unknown = unknown_name("--attention-variant", str(saved["attention_variant"]), names())
+        raise UserError(f"{config}: {unknown}; {advice(saved.get('plugin'))}")
     return saved
 
 

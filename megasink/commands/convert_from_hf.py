@@ -7,6 +7,7 @@ from pathlib import Path
 from megasink.commands.convert import not_verified, parser_of, prepare
 from megasink.errors import UserError
 from megasink.json_file import read_object
+from megasink.variants import variants
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("output", type=Path, help="run folder to write; must be empty or missing")
     parser.add_argument(
         "--attention-variant",
-        choices=("gated", "sink"),
+        choices=[record.name for record in variants() if record.export and record.export.start],
         help="turn a model with plain attention into this; default: leave it as it is",
     )
     parser.add_argument(

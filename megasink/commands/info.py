@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
 
     from megasink.attention import AttentionRequest, choose_backend
+    from megasink.variants import variants
 
     console = Console()
     for name, version in versions().items():
@@ -42,13 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = Table(title=f"attention kernels on {device}, with the balance gradient")
     for column in ("variant", "dtype", "runs", "and not"):
         table.add_column(column)
-    for variant in ("vanilla", "sink"):
+    kernels: dict[str, list[str]] = {}
+    for record in variants():
+        kernels.setdefault(record.kernel.variant, []).append(record.name)
+    for kernel, named in kernels.items():
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             request = AttentionRequest(
                 device_type=device,
                 dtype=dtype,
                 head_dim=args.head_dim,
-                variant=variant,
+                variant=kernel,
                 window=args.window,
                 compute_capability=capability,
             )
@@ -57,6 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             for other, reason in choice.reasons.items():
                 others.setdefault(reason, []).append(other)
             why = "\n".join(f"{', '.join(names)}: {reason}" for reason, names in others.items())
-            table.add_row(variant, str(dtype).removeprefix("torch."), choice.name, why)
+            table.add_row("\n".join(named), str(dtype).removeprefix("torch."), choice.name, why)
     console.print(table)
     return 0

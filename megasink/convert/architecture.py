@@ -8,17 +8,14 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, get_args
 
-from megasink.config import MODEL_OPTIONS, GateOptions, visible_tokens
+from megasink.config import MODEL_OPTIONS, GateGranularity, visible_tokens
 from megasink.convert.megasink_model import NAMES, MegasinkOptions, options_from, unknown_values
 from megasink.gate_options import is_megatrons_output_gate
+from megasink.variants import Variant, foreign_options, of_kind, variant
 
-Attention = Literal[
-    "vanilla", "sink", "off-by-one", "headwise", "elementwise", "k-bias", "kv-bias", "v-bias"
-]
-BIASES = ("k-bias", "kv-bias", "v-bias")
-GATES = ("headwise", "elementwise")
+GATES = get_args(GateGranularity)
 
 # Options of megasink that the fields below say, or that leave a trained model as it is.
 _SAID = {
@@ -75,7 +72,7 @@ class Architecture:
         positions: that the model was trained with.
         norm_eps, zero_centred: of the norms; whether Megatron stores their weights minus one.
         rope_base, rope_factor: of RoPE; the factor of Llama 3's scaling, None for none.
-        attention: which heads are gated, and by what.
+        attention: one of the kinds of a variant (`megasink.variants.Variant.kinds`).
         qk_norm: RMSNorm of each query and key head.
         qkv_bias, bias: of linear_qkv; of every linear layer (then also `qkv_bias`).
         windows: by layer, tokens that a token sees, itself included; None for all.
@@ -102,7 +99,7 @@ class Architecture:
     zero_centred: bool = False
     rope_base: float = 10000.0
     rope_factor: float | None = None
-    attention: Attention = "vanilla"
+    attention: str = "vanilla"
     qk_norm: bool = False
     qkv_bias: bool = False
     bias: bool = False
@@ -122,21 +119,26 @@ class Architecture:
         return self.heads // self.groups
 
     @property
+    def variant(self) -> Variant:
+        """The record of its attention."""
+        return of_kind(self.attention)
+
+    @property
     def has_sink(self) -> bool:
-        """Whether the softmax has a sink in its denominator."""
-        return self.attention in ("sink", "off-by-one")
+        """Whether the softmax has a sink in its denominator, which targets hold in a tensor."""
+        export = self.variant.export
+        return export is not None and export.sink_tensor
 
     @property
     def megatrons_gate(self) -> bool:
         """Whether the rows of the gate stand in linear_qkv, as those of Megatron's output gate."""
-        return self.attention in GATES and is_megatrons_output_gate(self.gate_options())
+        return is_megatrons_output_gate(self.gate_options())
 
     def gate_options(self) -> SimpleNamespace:
-        """What `megasink.gate_options` asks for."""
-        gated = self.attention in GATES
+        """What `megasink.gate_options` and the shapes of a variant's parameters ask for."""
         return SimpleNamespace(
             **dataclasses.asdict(self.options),
-            attention_variant="gated" if gated else self.attention,
+            attention_variant=self.variant.name,
             gate_granularity=self.attention,
             hidden_size=self.hidden,
             num_attention_heads=self.heads,
@@ -165,11 +167,16 @@ def architecture_of(
     problems += [
         f"{option} has no counterpart in Hugging Face" for option in unknown_values(options)
     ]
-    variant = saved["attention_variant"]
-    attention = saved["gate_granularity"] if variant == "gated" else variant
-    if variant not in ("vanilla", "sink", "off-by-one", "gated", *BIASES):
-        problems.append(f"--attention-variant {variant} has no counterpart in Hugging Face")
-        attention = "vanilla"
+    record = variant(saved["attention_variant"])
+    attention = record.kind(saved)
+    if record.export is None:
+        problems.append(
+            f"--attention-variant {record.name}: its record has no export rule "
+            "(megasink.variants.Export)"
+        )
+    elif attention not in record.kinds:
+        problems.append(f"--attention-variant {record.name} has no {attention}")
+        attention = record.kinds[0]
     experts = saved.get("num_experts") or 0
     ffn = saved["ffn_hidden_size"]
     bias = bool(saved.get("add_bias_linear"))
@@ -219,12 +226,11 @@ def _tokens(saved: Mapping[str, Any], vocabulary: int | None) -> int:
 def _unknown(saved: Mapping[str, Any]) -> list[str]:
     """Options of megasink that no field says."""
     found = []
+    known = _SAID | NAMES | foreign_options(variant(saved["attention_variant"]))
     for options in MODEL_OPTIONS:
-        if options is GateOptions and saved["attention_variant"] != "gated":
-            continue
         for field in dataclasses.fields(options):
             value = saved.get(field.name, field.default)
-            if field.name not in _SAID | NAMES and value != field.default:
+            if field.name not in known and value != field.default:
                 found.append(f"--{field.name.replace('_', '-')} {value}")
     return [f"{option} has no counterpart in Hugging Face" for option in found]
 

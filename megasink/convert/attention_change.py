@@ -14,21 +14,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megasink.convert.architecture import GATES, Architecture, Attention
+from megasink.convert.architecture import Architecture
 from megasink.errors import UserError
+from megasink.variants import SINK_WEIGHT, ZERO_GATES, parameter_names, variant
 
 LINEAR_QKV = "self_attention.linear_qkv."
 LINEAR_PROJ = "self_attention.linear_proj.weight"
 LINEAR_GATE = "self_attention.linear_gate."
 SOFTMAX_OFFSET = "self_attention.core_attention.softmax_offset"
-FLOAT32 = (
-    SOFTMAX_OFFSET,
-    "core_attention.key_bias",
-    "core_attention.value_bias",
-    "relative_bias.weight",
-)
 # The weight of a sink with this logit is below 1e-12 wherever scores are usual: as good as none.
 NO_SINK = -30.0
+
+
+def is_float32(key: str) -> bool:
+    """Whether a weight is float32 in a model of any data type."""
+    names = (*(f"core_attention.{name}" for name in parameter_names()), "relative_bias.weight")
+    return key.endswith(names)
 
 
 @dataclass(frozen=True)
@@ -36,32 +37,38 @@ class Change:
     """Into which attention a vanilla model is changed.
 
     Attributes:
-        attention: "headwise", "elementwise" or "sink".
+        attention: as `Architecture.attention`.
         sink_weight: mean attention weight of each head's sink; None for gates.
     """
 
-    attention: Attention
+    attention: str
     sink_weight: float | None = None
 
 
-def change_of(variant: str | None, granularity: str | None, sink_weight: float) -> Change | None:
+def change_of(name: str | None, granularity: str | None, sink_weight: float) -> Change | None:
     """What the options of an import ask for.
 
     Raises:
         UserError: they do not fit together.
     """
-    if variant is None:
+    if name is None:
         return None
-    if variant == "gated":
-        return Change("elementwise" if granularity == "elementwise" else "headwise")
+    record = variant(name)
+    start = record.export and record.export.start
+    if start == ZERO_GATES:
+        return Change(record.kind({"gate_granularity": granularity} if granularity else {}))
+    if start != SINK_WEIGHT:
+        raise UserError(
+            f"--attention-variant {name}: its record says no way to start from plain attention"
+        )
     if granularity is not None:
-        raise UserError("--gate-granularity goes with --attention-variant gated")
+        raise UserError(f"--gate-granularity does not go with --attention-variant {name}")
     if not 0 < sink_weight < 1:
         raise UserError(
             f"--sink-weight {sink_weight}: give a weight between 0 and 1; a sink of weight 0 would "
             "get no gradient"
         )
-    return Change("sink", sink_weight)
+    return Change(record.kinds[0], sink_weight)
 
 
 def gated_model(model: Architecture, change: Change | None) -> Architecture:
@@ -72,13 +79,15 @@ def gated_model(model: Architecture, change: Change | None) -> Architecture:
     """
     if change is None:
         return model
-    if model.attention != "vanilla":
+    if not model.variant.is_plain:
         raise UserError(
-            f"--attention-variant: the model has {model.attention} attention already; only a "
-            "vanilla one can be changed"
+            f"--attention-variant: the model has {model.attention} attention already; only plain "
+            "softmax attention can be changed"
         )
-    if change.attention == "sink" and model.options.attention_bias_type != "none":
-        raise UserError("--attention-variant sink: not for a model with biases of positions")
+    if change.sink_weight is not None and model.options.attention_bias_type != "none":
+        raise UserError(
+            f"--attention-variant {change.attention}: not for a model with biases of positions"
+        )
     return dataclasses.replace(model, attention=change.attention)
 
 
@@ -90,7 +99,7 @@ def changed(key: str, tensor: Tensor, model: Architecture, change: Change | None
         tensor: one layer's.
         model: the vanilla one.
     """
-    if change is None or change.attention not in GATES:
+    if change is None or change.sink_weight is not None:
         return tensor
     if key.endswith(LINEAR_PROJ):
         return tensor * 2
@@ -108,7 +117,7 @@ def added(model: Architecture, change: Change | None) -> dict[str, Tensor]:
     if change is None:
         return {}
     dtype = getattr(torch, model.dtype)
-    if change.attention == "sink":
+    if change.sink_weight is not None:
         return {SOFTMAX_OFFSET: torch.full((model.heads,), NO_SINK)}
     if change.attention != "headwise":
         return {}

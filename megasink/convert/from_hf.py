@@ -19,8 +19,8 @@ from torch import Tensor
 import megasink
 from megasink.checkpoint.identity import SHAPE, plain
 from megasink.checkpoint.intact import TRACKER, checkpoint_path
-from megasink.convert.architecture import Architecture, Attention
-from megasink.convert.attention_change import FLOAT32, Change, added, changed, gated_model
+from megasink.convert.architecture import Architecture
+from megasink.convert.attention_change import Change, added, changed, gated_model, is_float32
 from megasink.convert.background import one_thread, use_large_pages
 from megasink.convert.hf_config import architecture_from, read_config
 from megasink.convert.megatron_weights import weight_shapes
@@ -65,7 +65,7 @@ class HuggingFaceSource:
     tokenizer: bool
 
 
-def source_of(folder: Path, granularity: Attention | None = None) -> HuggingFaceSource:
+def source_of(folder: Path, granularity: str | None = None) -> HuggingFaceSource:
     """What is to be imported.
 
     Args:
@@ -208,7 +208,7 @@ def made(
     dtype = getattr(torch, source.dtype)
     for key, tensor in zip(step.row.megatron, converted, strict=True):
         # Sinks and their biases are float32 in a model of any data type.
-        kept = torch.float32 if key.endswith(FLOAT32) else dtype
+        kept = torch.float32 if is_float32(key) else dtype
         yield key, changed(key, tensor, source, change).to(kept)
 
 
@@ -234,7 +234,7 @@ def _rounded(weights: HuggingFaceWeights, todo: list[Step], dtype: str) -> list[
         for step in todo
         for name in step.hf
         if weights.meta(name).dtype.itemsize > size
-        and not any(key.endswith(FLOAT32) for key in step.row.megatron)
+        and not any(is_float32(key) for key in step.row.megatron)
     ]
 
 

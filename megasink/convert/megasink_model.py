@@ -19,6 +19,7 @@ from megasink.config import (
     GatePosition,
     OutputNorm,
 )
+from megasink.variants import foreign_options, variant
 
 FILES = tuple(sorted((Path(__file__).parent / "modeling").glob("*_megasink.py")))
 AUTO_MAP = {
@@ -98,14 +99,16 @@ NAMES = frozenset(field.name for field in dataclasses.fields(MegasinkOptions))
 def options_from(given: Mapping[str, Any], *, gated_unit: bool = True) -> MegasinkOptions:
     """The options that a run's arguments, or a config.json, say.
 
-    Options of the gate, of the bias variants and of buckets count where there are those alone.
+    Options that belong to some variants, and those of buckets, count where there are those alone.
+
+    Raises:
+        UserError: an attention variant that is not registered.
     """
-    variant = given.get("attention_variant", "vanilla")
+    foreign = foreign_options(variant(given.get("attention_variant", "vanilla")))
     has_buckets = given.get("attention_bias_type", "none") in ("t5", "bucket")
     values: dict[str, Any] = {}
     for field in dataclasses.fields(MegasinkOptions):
-        unused = field.name.startswith("gate_") and variant != "gated"
-        unused |= field.name.startswith("bias_") and not variant.endswith("-bias")
+        unused = field.name in foreign
         unused |= field.name.startswith("relative_") and not has_buckets
         values[field.name] = field.default if unused else given.get(field.name, field.default)
     return MegasinkOptions(**values | {"gated_unit": gated_unit})

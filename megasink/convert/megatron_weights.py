@@ -1,6 +1,6 @@
 """The weights of Megatron's model, by key of a torch_dist checkpoint, from its architecture."""
 
-from megasink.convert.architecture import GATES, Architecture
+from megasink.convert.architecture import Architecture
 from megasink.convert.table import LAYERS
 from megasink.gate_options import gate_shape
 
@@ -20,13 +20,11 @@ def weight_shapes(model: Architecture) -> dict[str, Shape]:
         "linear_qkv.weight": (mixed, hidden),
         "linear_proj.weight": (hidden, inputs),
     }
-    if model.attention == "sink":
-        attention["core_attention.softmax_offset"] = (heads,)
     if model.qkv_bias:
         attention["linear_qkv.bias"] = (mixed,)
     if model.bias:
         attention["linear_proj.bias"] = (hidden,)
-    attention |= _gate(model) | _biases(model)
+    attention |= _gate(model) | _core_attention(model)
     layer = {f"self_attention.{key}": shape for key, shape in attention.items()}
     layer |= _ffn(model) | _norms(model)
     shapes: dict[str, Shape] = {"embedding.word_embeddings.weight": (model.padded, hidden)}
@@ -66,7 +64,7 @@ def _gate(model: Architecture) -> dict[str, Shape]:
     found: dict[str, Shape] = {}
     if model.options.sdpa_output_norm == "rmsnorm":
         found["output_norm.weight"] = (model.heads * model.head_dim,)
-    if model.attention not in GATES or model.megatrons_gate:
+    if not model.variant.explicit_gate or model.megatrons_gate:
         return found
     heads, width = gate_shape(model.gate_options())
     if model.options.gate_input == "none":
@@ -77,17 +75,15 @@ def _gate(model: Architecture) -> dict[str, Shape]:
     return found
 
 
-def _biases(model: Architecture) -> dict[str, Shape]:
-    """Of the variants k-bias, kv-bias and v-bias, and T5's of positions."""
-    shape = (model.head_dim,) if model.options.bias_shared_heads else (model.heads, model.head_dim)
+def _core_attention(model: Architecture) -> dict[str, Shape]:
+    """The parameters of its variant, and T5's biases of positions."""
     found: dict[str, Shape] = {}
     if model.options.attention_bias_type == "t5":
         buckets = model.options.relative_attention_num_buckets
         found["core_attention.relative_bias.weight"] = (buckets, model.heads)
-    if model.attention in ("k-bias", "kv-bias"):
-        found["core_attention.key_bias"] = shape
-    if model.attention in ("kv-bias", "v-bias"):
-        found["core_attention.value_bias"] = shape
+    options = model.gate_options()
+    for parameter in model.variant.parameters:
+        found[f"core_attention.{parameter.name}"] = parameter.shape(options)
     return found
 
 

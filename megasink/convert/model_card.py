@@ -9,12 +9,14 @@ from megasink.checkpoint.find import Checkpoint
 from megasink.convert.architecture import Architecture
 from megasink.convert.targets.target import Target
 
-_PAPERS = {
-    "sink": "Attention Sink Forges Native MoE in Attention Layers: Sink-Aware Training to Address "
-    "Head Collapse (Fu et al.)",
-    "gate": "Gated Attention for Large Language Models: Non-linearity, Sparsity, and "
-    "Attention-Sink-Free (Qiu et al.)",
-}
+_OF_SINKS = (
+    "Attention Sink Forges Native MoE in Attention Layers: Sink-Aware Training to Address Head "
+    "Collapse (Fu et al.)"
+)
+_OF_GATES = (
+    "Gated Attention for Large Language Models: Non-linearity, Sparsity, and Attention-Sink-Free "
+    "(Qiu et al.)"
+)
 _OWN_CODE = """
 
 No architecture of transformers is this model: loading it needs `trust_remote_code=True`, which runs
@@ -37,7 +39,6 @@ def model_card(
     model: Architecture, target: Target, saved: dict[str, Any], found: Checkpoint
 ) -> str:
     """Markdown with the front matter that the hub reads."""
-    gated = model.attention in ("headwise", "elementwise")
     rows = [
         ("attention", model.attention),
         ("layers", model.layers),
@@ -55,9 +56,9 @@ def model_card(
         *_metrics(found),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows if value is not None)
-    papers = [_PAPERS["gate"]] if gated else []
+    papers = [_OF_GATES] if model.variant.explicit_gate else []
     if model.has_sink or saved.get("head_balance_coeff"):
-        papers.append(_PAPERS["sink"])
+        papers.append(_OF_SINKS)
     cited = "".join(f"- {paper}\n" for paper in papers)
     remote = ", trust_remote_code=True" if target.custom_code else ""
     return f"""---

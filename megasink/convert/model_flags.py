@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from megasink.convert.architecture import GATES, Architecture
+from megasink.convert.architecture import Architecture
 from megasink.convert.targets.target import window_of
 
 _UNITS = {"silu": ["--swiglu"], "gelu": ["--ffn-activation", "geglu"]}
@@ -15,7 +15,6 @@ _UNITS["gpt-oss"] = [
 
 def model_flags(model: Architecture) -> list[str]:
     """Megatron's and our flags of a model, without those of data, optimizer and layout."""
-    gated = model.attention in GATES
     flags = [
         *("--num-layers", model.layers),
         *("--hidden-size", model.hidden),
@@ -30,12 +29,12 @@ def model_flags(model: Architecture) -> list[str]:
         *("--rotary-base", _number(model.rope_base)),
         *("--init-method-std", model.init_std),
         *(_UNITS[model.activation] if model.options.gated_unit else _plain_ffn(model)),
-        *("--attention-variant", "gated" if gated else model.attention),
+        *("--attention-variant", model.variant.name),
     ]
     if model.groups != model.heads:
         flags += ["--group-query-attention", "--num-query-groups", model.groups]
-    if gated:
-        flags += ["--gate-granularity", model.attention]
+    if (export := model.variant.export) and export.kind_option:
+        flags += [f"--{export.kind_option.replace('_', '-')}", model.attention]
     if not model.bias:
         flags.append("--disable-bias-linear")
     if model.qkv_bias and not model.bias:

@@ -1,14 +1,14 @@
 """The core-attention module inside Megatron's SelfAttention.
 
-What a variant adds is in ``layers/slots.py``; here are Megatron's interface, the parameters and
-what is counted.
+What a variant adds is in its record (``megasink.variants``); here are Megatron's interface, the
+parameters and what is counted.
 
 Shapes: S sequence, B batch, H query heads and G key/value groups of this tensor-parallel rank,
 T = S tokens, D head dim. Megatron hands over [S, B, heads, D] and takes [S, B, H * D]; packed
 documents come as [T, heads, D].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ from megasink.attention import (
     gate_slope,
     similarity_attention,
 )
+from megasink.attention.layout import repeat_groups
 from megasink.balance.tracker import OTHER_GRADIENT, SINK, HeadTracker
 from megasink.config import COMM_TYPES, visible_tokens
 from megasink.gate_options import counts_heads
@@ -49,8 +50,8 @@ from megasink.layers.importance import HeadCounter
 from megasink.layers.position_bias import build_position_bias
 from megasink.layers.similarity import SimilarityMLP
 from megasink.layers.sink_rate import TOKENS, SinkRate
-from megasink.layers.slots import SINK_PARAMETERS, VARIANTS, new_parameter, slot_value
 from megasink.layers.transformer_config import MegasinkTransformerConfig
+from megasink.variants import parameter_names, variant
 
 
 class CoreAttention(MegatronModule):
@@ -67,10 +68,9 @@ class CoreAttention(MegatronModule):
         pg_collection: with the groups ``tp`` and ``cp``.
 
     Attributes:
-        softmax_offset: for the sink variant, the logits s_h of this rank's heads [H]. Megatron's
-            inference and converters know it under this name.
-        key_bias, value_bias: for the bias variants, k* and v* [H, D] of this rank's heads, or [D]
-            for all heads of the layer. These three are float32 also where the model runs in bf16.
+        variant: the record of ``config.attention_variant``. Each of its parameters is an attribute
+            under its name, those of this rank's heads, float32 also where the model runs in bf16;
+            those of other variants are None.
         relative_bias: gives the biases of ``attention_bias_type``; None for none.
         similarity_mlp: for the MLP similarity.
         documents: of the batch that ran last; None where it was not packed.
@@ -79,10 +79,6 @@ class CoreAttention(MegatronModule):
         ValueError: cross attention, a mask other than the causal one, context parallelism of
             another kind, or a prefix under all_gather.
     """
-
-    softmax_offset: torch.nn.Parameter | None
-    key_bias: torch.nn.Parameter | None
-    value_bias: torch.nn.Parameter | None
 
     def __init__(
         self,
@@ -122,20 +118,20 @@ class CoreAttention(MegatronModule):
         self.head_counter = HeadCounter(config, layer_number, self.tp_group, self.cp_group.size())
         self.relative_bias = build_position_bias(config, self.tp_group)
         self.documents: Documents | None = None
-        self.variant = VARIANTS[config.attention_variant]
+        self.variant = variant(config.attention_variant)
         head_dim = config.kv_channels
         # Not torch.cuda.current_device() always, as upstream's: CPU initialisation means the CPU.
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        heads = config.num_attention_heads // self.tp_group.size()
-        for name in SINK_PARAMETERS:
+        for name in parameter_names():
             self.register_parameter(name, None)
-        for name in self.variant.parameters:
-            value, sharded = new_parameter(name, config, heads, head_dim, device)
-            parameter = torch.nn.Parameter(value)
-            if sharded:
+        for added in self.variant.parameters:
+            shape, value = added.local_shape(config, self.tp_group.size()), added.initial(config)
+            start = torch.full(shape, value, dtype=torch.float32, device=device)
+            parameter = torch.nn.Parameter(start)
+            if added.sharded(config):
                 # Without these the gradient norm counts those of tensor-parallel rank 0 only.
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
-            self.register_parameter(name, parameter)
+            self.register_parameter(added.name, parameter)
         self.similarity_mlp = None
         if config.attention_similarity == "mlp":
             self.similarity_mlp = SimilarityMLP(head_dim, dtype=config.params_dtype, device=device)
@@ -186,9 +182,12 @@ class CoreAttention(MegatronModule):
         # Recompute runs forward a first time without gradients: that run counts nothing.
         trains = self.training and torch.is_grad_enabled()
         counts = self.counts_heads and trains
-        if trains and HeadTracker.observes and self.softmax_offset is not None:
-            first = self.tp_group.rank() * len(self.softmax_offset)
-            HeadTracker.add(SINK, self.layer_number - 1, first, self.softmax_offset, 1)
+        if trains and HeadTracker.observes and self.variant.logs_slot_logit:
+            heads = query.shape[2]
+            logit_1H1 = self.slot_logit(query.permute(1, 2, 0, 3))
+            assert logit_1H1 is not None
+            logit_H = logit_1H1.expand(1, heads, 1).flatten()
+            HeadTracker.add(SINK, self.layer_number - 1, self.tp_group.rank() * heads, logit_H, 1)
         attend = self._softmax if self.config.attention_similarity == "softmax" else self._similar
         out_SBHD, gate_BHS = self._over_ranks(partial(attend, counts=counts), query, key, value)
         if self.config.attention_scale_alpha != 1.0:
@@ -238,7 +237,7 @@ class CoreAttention(MegatronModule):
         if self.relative_bias is not None:
             bias_HS = self.relative_bias(longest, query_BHTD.device)
             mask["distance_bias_HS"] = self._own_share(bias_HS)
-        parameters = {name: self._whole(name) for name in self.variant.parameters}
+        parameters = {added.name: self._whole(added.name) for added in self.variant.parameters}
         out_BHTD, lse_BHT, gate_BHT = self.variant.attend(
             self.config,
             parameters,
@@ -264,16 +263,38 @@ class CoreAttention(MegatronModule):
             if self.variant.always_gated and gate_BHT is not None:
                 slot_BH = 1.0 - gate_BHT[..., :TOKENS].mean(-1)
             self._count_sinks(first_BH, slot_BH)
+        elif gate_BHT is None and self.variant.always_gated:
+            raise ValueError(
+                f"attention variant {self.variant.name!r} returned no gate: with a slot it must"
+            )
         elif counts and gate_BHT is None:
             gate_BHT = first_key_gate(
                 query_BHTD, key_BGSD, lse_BHT, scale=self.softmax_scale, **mask
             )
         if counts and self._observes and gate_BHT is not None:
-            value_BHTD = slot_value(
-                self.config, parameters, value_BGSD, out_BHTD.shape[1], mask.get("cu_seqlens")
+            assert self.variant.slot_value is not None  # refused by the config
+            value_BHTD = self.variant.slot_value(
+                self.config,
+                {name: parameter.detach() for name, parameter in parameters.items()},
+                partial(first_values, value_BGSD, out_BHTD.shape[1], mask.get("cu_seqlens")),
             )
             self._observe_gradient(out_BHTD, gate_BHT, value_BHTD)
         return out_BHTD, gate_BHT
+
+    def slot_logit(self, query_BHTD: Tensor) -> Tensor | None:
+        """The slot's logit for queries of all of this rank's heads, without gradient.
+
+        Returns:
+            broadcastable to [B, H, T]; None for a variant without a slot.
+
+        Raises:
+            ValueError: the variant's record does not say.
+        """
+        if self.variant.slot_logit is None:
+            raise ValueError(f"attention variant {self.variant.name!r} has no slot_logit")
+        scale = query_BHTD.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        own = {added.name: getattr(self, added.name).detach() for added in self.variant.parameters}
+        return self.variant.slot_logit(self.config, own, query_BHTD.detach(), scale)
 
     @property
     def _observes(self) -> bool:
@@ -353,3 +374,16 @@ class CoreAttention(MegatronModule):
             tp_group=self.tp_group,
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
+
+
+def first_values(value_BGSD: Tensor, heads: int, cu_seqlens: Sequence[int] | None = None) -> Tensor:
+    """The value of the first key of each token's document, without gradient.
+
+    Returns:
+        [B, H, 1, D]; [B, H, T, D] for packed documents.
+    """
+    first_T = torch.zeros(1, dtype=torch.int64)
+    if cu_seqlens is not None:
+        bounds = torch.tensor(cu_seqlens)
+        first_T = bounds[:-1].repeat_interleave(bounds.diff())
+    return repeat_groups(value_BGSD.detach()[:, :, first_T.to(value_BGSD.device)], heads)

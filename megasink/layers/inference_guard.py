@@ -15,8 +15,8 @@ import torch
 from megasink.config import OPTIONS, HeadBalanceOptions, RunOptions
 from megasink.errors import ConfigError
 from megasink.layers.transformer_config import MegasinkTransformerConfig
+from megasink.variants import variants
 
-_VARIANTS = ("vanilla", "sink", "off-by-one")
 # Options that change nothing of a trained model, or that are looked at by themselves.
 _KNOWN = {"attention_variant", "softmax_offset_init", "attention_kernel"} | {
     option.name for kind in (HeadBalanceOptions, RunOptions) for option in dataclasses.fields(kind)
@@ -36,9 +36,10 @@ def dynamic_inference_problems(config: MegasinkTransformerConfig, device_type: s
         found.append(
             "dynamic inference runs on flash-attn's CUDA kernels, and there is no CUDA device"
         )
-    if config.attention_variant not in _VARIANTS:
+    computed = [record.name for record in variants() if record.dynamic_inference]
+    if config.attention_variant not in computed:
         found.append(
-            f"dynamic inference computes {', '.join(_VARIANTS)} attention, "
+            f"dynamic inference computes {', '.join(computed)} attention, "
             f"not --attention-variant {config.attention_variant}"
         )
     for option in (option for kind in OPTIONS for option in dataclasses.fields(kind)):

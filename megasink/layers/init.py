@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megasink.layers.gate_projection import named_parts
 from megasink.layers.transformer_config import MegasinkTransformerConfig
+from megasink.variants import Parameter, variant
 
 InitMethod = Callable[[Tensor], Tensor]
 _SCALED_OUTPUT = re.compile(r"(linear_proj|linear_fc2)\.weight$")
@@ -31,8 +32,6 @@ _DRAWN = re.compile(
 # Experts one by one, and TransformerEngine's grouped ones: (before, number on this rank, after).
 _EXPERT = re.compile(r"(.*\.mlp\.experts\.)local_experts\.(\d+)\.(.*)")
 _GROUPED_EXPERT = re.compile(r"(.*\.mlp\.experts\.)(linear_fc[12])\.(weight|bias)(\d+)")
-_BIAS = re.compile(r"core_attention\.(key_bias|value_bias)$")
-_BIAS_STD = 0.02  # of the code of P2, whatever --init-method-std is
 
 
 def global_names(model: GPTModel) -> dict[str, str]:
@@ -73,7 +72,7 @@ def initialize_weights(model: GPTModel, seed: int) -> None:
     """Draw every random weight of a freshly built stage again, independently of the layout.
 
     Norms, biases of linear layers, sinks and gates without an input start as constants and are left
-    alone.
+    alone, as are the parameters that an attention variant does not draw.
 
     Args:
         model: one pipeline stage, before Float16Module and DDP; on its final device or the CPU.
@@ -86,7 +85,7 @@ def initialize_weights(model: GPTModel, seed: int) -> None:
     for name, parameter in model.named_parameters():
         method = _init_method(names[name], model.config)
         if method is None:
-            if parameter.dim() > 1:
+            if parameter.dim() > 1 and _of_variant(names[name], model.config) is None:
                 raise ValueError(
                     f"megasink does not know how Megatron initialises {name}: "
                     "its value would depend on the layout"
@@ -104,9 +103,16 @@ def _init_method(name: str, config: MegasinkTransformerConfig) -> InitMethod | N
         method = config.embedding_init_method
     elif _DRAWN.search(name):
         method = config.init_method
-    elif _BIAS.search(name):
-        method = init_method_normal(_BIAS_STD)
+    elif (added := _of_variant(name, config)) is not None and added.std:
+        method = init_method_normal(added.std)  # whatever --init-method-std is
     return method
+
+
+def _of_variant(name: str, config: MegasinkTransformerConfig) -> Parameter | None:
+    """What the attention variant says of a parameter; None for one that is not its own."""
+    module, _, last = name.rpartition(".")
+    added = {p.name: p for p in variant(config.attention_variant).parameters}
+    return added.get(last) if module.endswith(".core_attention") else None
 
 
 @torch.no_grad()

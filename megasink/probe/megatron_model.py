@@ -13,7 +13,6 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megasink.attention.layout import row_dot, statistics_dtype
 from megasink.diagnostics.registry import ATTENTION
 from megasink.errors import ConfigError
 from megasink.layers.core_attention import CoreAttention
@@ -27,6 +26,7 @@ from megasink.probe.statistics import (
     at_least_float32,
     attention_statistics,
 )
+from megasink.variants import variant
 
 
 class Logits(NamedTuple):
@@ -159,7 +159,7 @@ class MegatronProbe:
             scale=scale,
             window=core.window,
             prefix=core.config.prefix_lm_tokens,
-            slot_logit_BHT=slot_logit(core, query, scale),
+            slot_logit_BHT=core.slot_logit(query),
             distance_bias_HT=bias,
             similarity=core.config.attention_similarity,
             mlp=None if mlp is None else (mlp.fc1.weight.detach(), mlp.fc2.weight.detach()),
@@ -197,18 +197,6 @@ class MegatronProbe:
             self.observer.state(sample, half, at_least_float32(state_SBE[:, sample]))
 
 
-def slot_logit(core: CoreAttention, query_BHTD: Tensor, scale: float) -> Tensor | None:
-    """The logit of the sink or key bias, broadcastable to [B, H, T]; None where there is none."""
-    if core.config.attention_variant == "off-by-one":
-        return query_BHTD.new_zeros(1, 1, 1, dtype=statistics_dtype(query_BHTD.dtype))
-    if core.softmax_offset is not None:
-        return core.softmax_offset.detach()[None, :, None]
-    if core.key_bias is not None:
-        bias_HD = core.key_bias.detach().expand(query_BHTD.shape[1], query_BHTD.shape[-1])
-        return scale * row_dot(query_BHTD, bias_HD[None, :, None])
-    return None
-
-
 def model_problems(model: GPTModel) -> list[str]:
     """Why a model cannot be probed: one sentence each."""
     config, problems = model.config, []
@@ -220,6 +208,12 @@ def model_problems(model: GPTModel) -> list[str]:
         size = getattr(config, name, 1)
         if size > 1:
             problems.append(f"the model is cut by {flag} {size}: load it whole into one process")
+    record = variant(config.attention_variant)
+    if record.slot_logit is None:
+        problems.append(
+            f"--attention-variant {record.name}: its record has no slot_logit, without which the "
+            "weights of its heads are unknown: state it (megasink.variants.Variant)"
+        )
     if model.training:
         problems.append("the model is in training mode: call model.eval()")
     for layer in model.decoder.layers:

@@ -17,10 +17,9 @@ from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.training import training
 from torch.nn import Parameter
 
-from megasink.layers.slots import SINK_PARAMETERS
+from megasink.variants import parameter_names
 
 Overrides = dict[ParamKey, ParamGroupOverride]
-_ENDINGS = tuple(f"core_attention.{name}" for name in SINK_PARAMETERS)
 
 
 def with_sink_parameters(
@@ -52,11 +51,12 @@ def with_sink_parameters(
 
 def _key(name: str, inner: ParamKey | None) -> ParamKey:
     """The sink parameters, or what `inner` matches without them."""
+    endings = tuple(f"core_attention.{name}" for name in parameter_names())
 
     def matches(parameter: Parameter, parameter_name: str) -> bool:
         if inner is None:
-            return parameter_name.endswith(_ENDINGS)
-        return inner.matches(parameter, parameter_name) and not parameter_name.endswith(_ENDINGS)
+            return parameter_name.endswith(endings)
+        return inner.matches(parameter, parameter_name) and not parameter_name.endswith(endings)
 
     return ParamKey(with_name_predicate=ParamWithNamePredicate(name=name, fn=matches))
 

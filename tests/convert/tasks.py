@@ -50,19 +50,24 @@ def save_run(
     skew_gates([model])
     _skew_norms(model)
     model.to(args.params_dtype)
-    checkpoints = Path(folder) / "checkpoints"
+    save_checkpoint(Path(folder), args, model)
+    if legacy is not None:
+        _save_legacy(Path(legacy), Path(folder), args, model)
+
+
+def save_checkpoint(folder: Path, args: Namespace, model: Any) -> None:
+    """A run folder with these weights, after step 3."""
+    checkpoints = folder / "checkpoints"
     checkpoint = checkpoints / "iter_0000003"
     if torch.distributed.get_rank() == 0:
         checkpoint.mkdir(parents=True)
         saved = {key: plain(value) for key, value in vars(args).items()}
-        (Path(folder) / "config.json").write_text(json.dumps({"arguments": saved}))
+        (folder / "config.json").write_text(json.dumps({"arguments": saved}))
         (checkpoints / "latest_checkpointed_iteration.txt").write_text("3")
     torch.distributed.barrier()
     groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     state = {"model": model.sharded_state_dict(metadata=groups)}
     dist_checkpointing.save(state, str(checkpoint), ("torch_dist", 1))
-    if legacy is not None:
-        _save_legacy(Path(legacy), Path(folder), args, model)
 
 
 def _save_legacy(folder: Path, other: Path, args: Namespace, model: Any) -> None:
@@ -95,8 +100,8 @@ def _remembered(self: ArgumentGroupFactory, options: type) -> dict[str, str]:
 ArgumentGroupFactory._get_field_docstrings = _remembered
 
 
-def _model_of(args: Namespace) -> Any:
-    """This rank's stage, in the layout that parallel_state holds."""
+def layout_config(args: Namespace) -> Any:
+    """The model's configuration in the layout that parallel_state holds."""
     size = parallel_state.get_tensor_model_parallel_world_size()
     args.tensor_model_parallel_size = args.expert_tensor_parallel_size = size
     args.tensor_parallel_num_weight_shards = None
@@ -106,7 +111,12 @@ def _model_of(args: Namespace) -> Any:
     args.sequence_parallel = bool(args.num_experts) and size > 1
     config = model_config(args)
     config.finalize()
-    return MegasinkGPTBuilder(config).build_model(
+    return config
+
+
+def _model_of(args: Namespace) -> Any:
+    """This rank's stage."""
+    return MegasinkGPTBuilder(layout_config(args)).build_model(
         ProcessGroupCollection.use_mpu_process_groups(),
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megasink.convert.architecture import BIASES, GATES, Architecture
+from megasink.convert.architecture import GATES, Architecture
 from megasink.convert.megasink_model import AUTO_MAP, options_from, unknown_values
 from megasink.convert.megatron_weights import weight_shapes
 from megasink.convert.table import LAYERS, Row, row
@@ -11,6 +11,7 @@ from megasink.convert.targets import rows
 from megasink.convert.targets.registry import register
 from megasink.convert.targets.target import Config, Target
 from megasink.convert.transforms import GateUp, GroupedQKV, Same, Transform
+from megasink.variants import is_variant, variant, variants
 
 # Of a layer: how a key of Megatron's begins, and the name in our modelling file. The first counts.
 _NAMES = {
@@ -27,8 +28,6 @@ _NAMES = {
     "self_attention.output_norm.weight": "self_attn.output_norm",
     "self_attention.core_attention.softmax_offset": "self_attn.sinks",
     "self_attention.core_attention.relative_bias.": "self_attn.position_bias.",
-    "self_attention.core_attention.key_bias": "self_attn.key_bias",
-    "self_attention.core_attention.value_bias": "self_attn.value_bias",
     "mlp.linear_fc1.": "mlp.up_proj.",
     "mlp.linear_fc2.": "mlp.down_proj.",
     "mlp.router.weight": "mlp.gate.weight",
@@ -36,6 +35,7 @@ _NAMES = {
     "mlp.experts.experts.linear_fc2.weight": "mlp.experts.down_proj",
     "mlp.shared_experts.linear_fc2.": "mlp.shared_expert.down_proj.",
 }
+_CORE = "self_attention.core_attention."
 # Gated units, whose two halves Megatron has in one tensor.
 _UNITS = {"mlp.linear_fc1": "mlp", "mlp.shared_experts.linear_fc1": "mlp.shared_expert"}
 
@@ -63,7 +63,7 @@ def _table(model: Architecture) -> tuple[Row, ...]:
     """Every weight of Megatron's model, in its order, under its name here."""
     keys = list(weight_shapes(model))
     layers = [_layer_row(model, key) for key in keys if key.startswith(LAYERS)]
-    if model.attention == "off-by-one":
+    if model.has_sink and not model.variant.parameters:
         layers += rows.sinks(model)
     positions = "embedding.position_embeddings.weight"
     last_norms = [key for key in keys if key.startswith("decoder.final_layernorm.")]
@@ -90,36 +90,36 @@ def _layer_row(model: Architecture, key: str) -> Row:
         transform = GateUp()
         names = tuple(f"{_UNITS[module]}.{half}_proj.{kind}" for half in ("gate", "up"))
     else:
-        begin, hf = next((begin, hf) for begin, hf in _NAMES.items() if name.startswith(begin))
+        tensors = model.variant.export.tensors if model.variant.export else {}
+        known = {_CORE + parameter: f"self_attn.{hf}" for parameter, hf in tensors.items()} | _NAMES
+        begin, hf = next((begin, hf) for begin, hf in known.items() if name.startswith(begin))
         names = (hf + name.removeprefix(begin),)
     return row(key, *(rows.LAYER + name for name in names), transform=transform)
 
 
 def _config(model: Architecture) -> Config:
-    gated = model.attention in GATES
+    option = model.variant.export and model.variant.export.kind_option
     return {
         "auto_map": AUTO_MAP,
-        "attention_variant": "gated" if gated else model.attention,
-        **({"gate_granularity": model.attention} if gated else {}),
+        "attention_variant": model.variant.name,
+        **({option: model.attention} if option else {}),
         **model.options.said(),
     }
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
-    variant = config.get("attention_variant", "vanilla")
-    gated = variant == "gated"
     return {
-        "attention": config.get("gate_granularity", "headwise") if gated else variant,
+        "attention": variant(config.get("attention_variant", "vanilla")).kind(config),
         "options": options_from(config, gated_unit=bool(config.get("gated_unit", True))),
     }
 
 
 def _refused(config: Mapping[str, Any]) -> list[str]:
-    variant = config.get("attention_variant", "vanilla")
+    name = config.get("attention_variant", "vanilla")
+    if not is_variant(name):
+        return [f"attention_variant {name!r}"]
     granularity = config.get("gate_granularity", "headwise")
     found = unknown_values(options_from(config))
-    if variant not in ("vanilla", "sink", "off-by-one", "gated", *BIASES):
-        found.append(f"attention_variant {variant!r}")
     if granularity not in GATES:
         found.append(f"gate_granularity {granularity!r}")
     if config.get("hidden_act", "silu") not in ("silu", "gelu", "relu", "gpt-oss"):
@@ -136,7 +136,12 @@ register(
         name="megasink",
         architecture="MegasinkForCausalLM",
         since="5.23",
-        attention=("vanilla", "sink", "off-by-one", *GATES, *BIASES),
+        attention=tuple(
+            kind
+            for record in variants()
+            if record.export is not None and record.export.modelling_file
+            for kind in record.kinds
+        ),
         table=_table,
         keys={
             "qk_norm": "qk_norm",

@@ -124,9 +124,9 @@ def with_repeated_gate(model: Architecture, rows: tuple[Row, ...]) -> tuple[Row,
 
 
 def sinks(model: Architecture, name: str = "sinks") -> tuple[Row, ...]:
-    """One logit per head; off-by-one attention has zeros."""
+    """One logit per head; zeros for a variant whose logit is fixed there."""
     name = f"{LAYER}self_attn.{name}"
-    if model.attention == "off-by-one":
+    if not model.variant.parameters:
         return (Row((), (name,), Constant((model.heads,), torch.float32)),)
     return (row(f"{ATTENTION}core_attention.softmax_offset", name),)
 

@@ -23,6 +23,7 @@ from megasink.train.checks import (
     schedule,
     similarity,
     unsupported,
+    variants,
 )
 
 # None of them imports torch or Megatron.
@@ -30,6 +31,7 @@ _EARLY = (
     required,
     model,
     layout,
+    variants,
     similarity,
     gates,
     positions,
@@ -53,8 +55,8 @@ def problems(args: Namespace) -> list[str]:
     """Everything wrong with parsed arguments, a sentence each. Reads files, builds nothing."""
     from megasink.train.checks import attention, data_files, device
 
-    found = _of_flags(args)
-    for subject in (attention, device, data, data_files):
+    found = [*_of_flags(args), *attention.problems(variants.with_known_variant(args))]
+    for subject in (device, data, data_files):
         found += subject.problems(args)
     # The others would see what rank 0 has just written; torchrun ends them when rank 0 refuses.
     if args.rank == 0:
@@ -64,6 +66,8 @@ def problems(args: Namespace) -> list[str]:
 
 def _of_flags(args: Namespace) -> list[str]:
     found = with_help(args.flag_problems, "megasink train --full-help lists every flag")
+    found += variants.unknown(args)
+    args = variants.with_known_variant(args)
     for subject in _EARLY:
         found += subject.problems(args)
     return found

@@ -1,22 +1,11 @@
 """What a command line gets wrong about explicit gates."""
 
 from argparse import Namespace
-from dataclasses import fields
 from typing import get_args, get_type_hints
 
 from megasink import gate_options
 from megasink.config import GateOptions
 from megasink.errors import ConfigError
-
-# Options that shape the gate itself, and so need one.
-_OF_THE_GATE = (
-    "gate_position",
-    "gate_granularity",
-    "gate_shared_heads",
-    "gate_operation",
-    "gate_activation",
-    "gate_input",
-)
 
 
 def problems(args: Namespace) -> list[str]:
@@ -29,22 +18,8 @@ def problems(args: Namespace) -> list[str]:
         )
     if found:
         return found
-    if args.sdpa_output_norm == "rmsnorm" and args.attention_variant in ("sink", "off-by-one"):
-        found.append(
-            f"--sdpa-output-norm rmsnorm with --attention-variant {args.attention_variant}: the "
-            "norm divides the sink's gate out again: use vanilla or gated"
-        )
     if gate_options.gates_explicitly(args):
         found += _of_the_gate(args)
-    else:
-        given = [f.name for f in fields(GateOptions) if f.name in _OF_THE_GATE]
-        given = [n for n in given if getattr(args, n) != getattr(GateOptions, n)]
-        if given:
-            flags = ", ".join(f"--{n.replace('_', '-')}" for n in given)
-            found.append(
-                f"{flags} without a gate: add --attention-variant gated or drop "
-                f"{'it' if len(given) == 1 else 'them'}"
-            )
     if args.match_ffn_width:
         found += _width(args)
     return found

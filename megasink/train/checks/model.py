@@ -1,11 +1,8 @@
 """What a command line gets wrong about the shape of a model and the words for its attention."""
 
 from argparse import Namespace
-from typing import get_args
 
-from megasink.command_line import unknown_name
-from megasink.config import Variant
-from megasink.plugins import advice
+from megasink.variants import Variant, variants
 
 
 def problems(args: Namespace) -> list[str]:
@@ -21,14 +18,10 @@ def _attention(args: Namespace) -> list[str]:
             f"--window-size {','.join(map(str, window))}: give LEFT,0, the tokens before the token "
             "itself and none after it"
         )
-    if args.attention_variant not in get_args(Variant):
-        unknown = unknown_name("--attention-variant", args.attention_variant, get_args(Variant))
-        found.append(f"{unknown}; {advice()}")
-    if getattr(args, "softmax_type", "vanilla") != "vanilla":
-        found.append(
-            f"--softmax-type {args.softmax_type}: say it with --attention-variant "
-            "(sink is Megatron's 'learnable')"
-        )
+    kind = getattr(args, "softmax_type", Variant.softmax_type)
+    if kind != Variant.softmax_type:
+        meant = " or ".join(record.name for record in variants() if record.softmax_type == kind)
+        found.append(f"--softmax-type {kind}: say it with --attention-variant {meant}")
     backend = getattr(args.attention_backend, "name", args.attention_backend)
     if backend != "auto":
         found.append(

@@ -1,9 +1,11 @@
-"""What a command line gets wrong about sinks, biases and similarity kernels."""
+"""What a command line gets wrong about fixed values, sink parameters and similarity kernels."""
 
 from argparse import Namespace
 from typing import get_args
 
 from megasink.config import FixedValue, Normalization, Similarity
+from megasink.train.checks.variants import any_of
+from megasink.variants import variant, variants
 
 
 def problems(args: Namespace) -> list[str]:
@@ -13,20 +15,10 @@ def problems(args: Namespace) -> list[str]:
 
 def _biases(args: Namespace) -> list[str]:
     found = []
-    variant, kind, norm = args.attention_variant, args.bias_fixed_value, args.bias_fixed_value_norm
-    if args.bias_shared_heads and variant not in ("k-bias", "kv-bias", "v-bias"):
-        found.append(
-            f"--bias-shared-heads: --attention-variant {variant} has no bias to share: use k-bias, "
-            "kv-bias or v-bias, or drop the flag"
-        )
+    kind, norm = args.bias_fixed_value, args.bias_fixed_value_norm
     if kind not in get_args(FixedValue):
         found.append(
             f"--bias-fixed-value {kind!r} is unknown: choose {', '.join(get_args(FixedValue))}"
-        )
-    elif kind != "none" and variant != "k-bias":
-        found.append(
-            f"--bias-fixed-value {kind} is the value of a key bias: use --attention-variant k-bias"
-            + (" (the value of kv-bias is learned)" if variant == "kv-bias" else "")
         )
     if kind == "none" and norm != 1.0:
         found.append(
@@ -40,15 +32,16 @@ def _biases(args: Namespace) -> list[str]:
 
 def _sinks(args: Namespace) -> list[str]:
     found = []
-    has_parameters = args.attention_variant not in ("vanilla", "off-by-one", "gated")
+    record = variant(args.attention_variant)
     for name, default in (("sink_lr_mult", 1.0), ("sink_weight_decay", 0.0)):
         flag, value = "--" + name.replace("_", "-"), getattr(args, name)
         if value < 0:
             found.append(f"{flag} {value} is negative: use 0 or more")
-        elif value != default and not has_parameters:
+        elif value != default and not record.parameters:
+            with_some = any_of(other for other in variants() if other.parameters)
             found.append(
-                f"{flag} {value}: --attention-variant {args.attention_variant} has no sink "
-                "parameters: use sink, k-bias, kv-bias or v-bias, or drop the flag"
+                f"{flag} {value}: --attention-variant {record.name} has no sink parameters: use "
+                f"{with_some}, or drop the flag"
             )
     if args.sink_lr_mult != 1.0 and getattr(args, "use_mup", False):
         found.append("--sink-lr-mult with --use-mup: muP sets these learning rates: drop one")
@@ -76,10 +69,11 @@ def _similarity(args: Namespace) -> list[str]:
                 "their sum: use --attention-similarity sigmoid or elu-plus-one, or row-sum"
             )
         return found
-    if args.attention_variant != "vanilla":
+    if not variant(args.attention_variant).similarity:
+        instead = any_of(record for record in variants() if record.similarity)
         found.append(
             f"--attention-similarity {similarity} has no softmax for --attention-variant "
-            f"{args.attention_variant} to add to: use --attention-variant vanilla"
+            f"{args.attention_variant} to add to: use --attention-variant {instead}"
         )
     if args.head_balance_coeff:
         found.append(
