@@ -135,8 +135,9 @@ def _registered() -> dict[str, Collection[str]]:
     """{kind: names} of everything that is registered now."""
     from megasink import variants
     from megasink.convert.targets import TARGETS
+    from megasink.diagnostics import metrics
 
-    return {"variant": variants.names(), "target": list(TARGETS)}
+    return {"variant": variants.names(), "metric": list(metrics()), "target": list(TARGETS)}
 
 
 def _reason(error: BaseException, module: str) -> str:

@@ -28,14 +28,17 @@ MEGATRON = (
 TRAIN = ("megasink.train", "megasink.commands")
 # What a room may import beside the standard library and itself.
 ALLOWED = {
-    "megasink.attention": {"torch", "megasink.errors"},
+    "megasink.attention": {"torch", "megasink.errors", "megasink.definitions"},
     "megasink.variants": {
         "megasink.attention",
         "megasink.command_line",
         "megasink.errors",
         "torch",
     },
-    "megasink.diagnostics": {"torch", "numpy", "scipy", "sklearn", "threadpoolctl"},
+    "megasink.diagnostics": {
+        *("torch", "numpy", "scipy", "sklearn", "threadpoolctl"),
+        "megasink.definitions",
+    },
     "megasink.convert.modeling": {"torch", "transformers"},  # copied beside the weights
 }
 

@@ -20,10 +20,10 @@ from torch import Tensor
 from megasink.attention.functional import check_shapes
 from megasink.attention.layout import empty_in_order_of, statistics_dtype
 from megasink.attention.reference import SIGNED_SIMILARITIES, SIMILARITIES
+from megasink.definitions import PROXY_EPSILON
 
 CHUNK = 256
 NORMALIZATIONS = ("row-sum", "none")
-_EPSILON = 1e-8  # the papers' code adds it to every denominator that may be 0
 
 
 class SimilarityOutput(NamedTuple):
@@ -250,7 +250,7 @@ def _derivative(scores: Tensor, weights: Tensor, similarity: str) -> Tensor | fl
 def _denominator(row_sum: Tensor, kind: str) -> Tensor:
     if kind == "none":
         return torch.ones_like(row_sum)
-    return row_sum + _EPSILON if kind == "sum" else row_sum.abs().clamp_min(1.0)
+    return row_sum + PROXY_EPSILON if kind == "sum" else row_sum.abs().clamp_min(1.0)
 
 
 def _first_weight(weights_BGRCK: Tensor, keys: slice, epsilon: bool = True) -> Tensor:
@@ -258,7 +258,7 @@ def _first_weight(weights_BGRCK: Tensor, keys: slice, epsilon: bool = True) -> T
     if keys.start > 0:
         return torch.zeros_like(weights_BGRCK[..., 0])
     row_sum_BGRC = torch.linalg.vector_norm(weights_BGRCK, ord=1, dim=-1)
-    return weights_BGRCK[..., 0].abs() / (row_sum_BGRC + (_EPSILON if epsilon else 0.0))
+    return weights_BGRCK[..., 0].abs() / (row_sum_BGRC + (PROXY_EPSILON if epsilon else 0.0))
 
 
 def _grouped(query_BHTD: Tensor, *keys_BGSD: Tensor) -> tuple[Tensor, ...]:

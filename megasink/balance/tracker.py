@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megasink.balance.loss import head_balance_loss, squared_cv
+from megasink.balance.loss import head_balance_loss
+from megasink.diagnostics.importance import layer_imbalance
 
 # What layers may add on steps that are observed: the sink logit; the mean of an explicit gate that
 # is not the importance; the gradients of the balance loss, and of all that comes behind the layer,
@@ -167,13 +168,13 @@ class HeadTracker:
         for layer, (_, receive) in cls._layers.items():
             receive(importance_LH[layer])
         cls._layers.clear()
-        imbalance_L = squared_cv(importance_LH).sqrt()
+        imbalance_L = layer_imbalance(importance_LH)
         series = {}
         if further.shape[1]:
             sums, weights = further.unflatten(1, (len(SERIES), 2, heads)).unbind(2)
             means = (sums / weights).float()
             series = {name: means[:, index] for index, name in enumerate(SERIES)}
-        return HeadStatistics(importance_LH, imbalance_L, imbalance_L.mean(), loss, series)
+        return HeadStatistics(importance_LH, imbalance_L, imbalance_L.nanmean(), loss, series)
 
     @classmethod
     def forget(cls) -> None:

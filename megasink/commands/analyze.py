@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megasink.checkpoint.find import find_checkpoint
+from megasink.diagnostics.results import Results
 from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.probe import options
@@ -76,12 +77,12 @@ def open_checkpoint(
     args: argparse.Namespace,
     iteration: int | None,
     ranks: Ranks,
-    measure: Callable[..., dict[str, Any] | None],
-) -> dict[str, Any] | None:
+    measure: Callable[..., Results | None],
+) -> Results | None:
     """Load one checkpoint of a run, None for the newest, and measure it.
 
     Returns:
-        what was found; None on every process but the first.
+        what was measured; None on every process but the first.
     """
     from megasink.checkpoint.load import load_model
     from megasink.probe.megatron_model import MegatronProbe

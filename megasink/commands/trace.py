@@ -7,18 +7,17 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from megasink.checkpoint.find import find_checkpoint
 from megasink.checkpoint.intact import checkpoint_path, iterations
 from megasink.commands.analyze import open_checkpoint, prepare
+from megasink.diagnostics.results import Results
 from megasink.errors import UserError
 from megasink.probe import options
 from megasink.probe.analysis import analyze
 from megasink.probe.ranks import Ranks, taking_part
 from megasink.report.analysis import read_analysis
-from megasink.report.csv_file import write_csv
-from megasink.report.trace import ROWS, trace_row, write_trace
+from megasink.report.trace import trace_row, write_trace
 from megasink.train.live_analysis import LIVE
 
 
@@ -35,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = args.name or args.model.resolve().name
         if made and not args.data and args.inputs == ["natural"]:
             if ranks.rank == 0:
-                _write(args.output, [read_analysis(folder).found for folder in made], name)
+                _write(args.output, [read_analysis(folder).results for folder in made], name)
             return 0
         options.check(args, is_run=True)
         newest = find_checkpoint(args.model)
@@ -44,10 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megasink.checkpoint.load import single_process
 
         with single_process():
-            found = _analyze_all(args, steps, ranks)
+            analyses = _analyze_all(args, steps, ranks)
         if ranks.rank == 0:
             links = [f"{checkpoint_path(Path(), step)}/report.html" for step in steps]
-            _write(args.output, found, name, links)
+            _write(args.output, analyses, name, links)
     return 0
 
 
@@ -58,8 +57,9 @@ def _made_in_training(run: Path) -> list[Path]:
     return [path for path in made if (path / "results.json").is_file()]
 
 
-def _analyze_all(args: argparse.Namespace, steps: list[int], ranks: Ranks) -> list[dict[str, Any]]:
-    root, start, found = args.output, time.monotonic(), []
+def _analyze_all(args: argparse.Namespace, steps: list[int], ranks: Ranks) -> list[Results]:
+    root, start = args.output, time.monotonic()
+    analyses: list[Results] = []
     for count, step in enumerate(steps):
         args.output, args.name = checkpoint_path(root, step), f"step {step}"
         if count and ranks.rank == 0:
@@ -70,22 +70,17 @@ def _analyze_all(args: argparse.Namespace, steps: list[int], ranks: Ranks) -> li
             )
         result = open_checkpoint(args, step, ranks, partial(analyze, again=False))
         if result is not None:
-            found.append(result)
+            analyses.append(result)
         gc.collect()
     args.output = root
-    return found
+    return analyses
 
 
-def _write(
-    root: Path, found: Sequence[dict[str, Any]], name: str, links: Sequence[str] = ()
-) -> None:
+def _write(root: Path, analyses: Sequence[Results], name: str, links: Sequence[str] = ()) -> None:
     """trace.csv, trace.png and report.html."""
-    rows = [trace_row(results) for results in found]
-    different = {results["run"]["data_sha256"] for results in found}
+    different = {results.run.data_sha256 for results in analyses}
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        write_csv(root / "trace.csv", ROWS, rows)
-        write_trace(rows, root, name, links)
+        write_trace([trace_row(results) for results in analyses], root, name, links)
     except OSError as error:
         raise UserError(f"--output {root} cannot be written: {error.strerror or error}") from error
     if len(different) > 1:
@@ -94,4 +89,4 @@ def _write(
             "(run.data_sha256): steps can only be compared within one",
             file=sys.stderr,
         )
-    print(f"wrote {root}/report.html, trace.csv and trace.png over {len(rows)} analyses")
+    print(f"wrote {root}/report.html, trace.csv and trace.png over {len(analyses)} analyses")

@@ -3,6 +3,13 @@
 Pure functions on torch and numpy; `registry` says what they may take.
 """
 
-from megasink.diagnostics.registry import AXES, STATISTICS, Metric, metric, metrics
+from megasink.diagnostics.registry import (
+    AXES,
+    STATISTICS,
+    Metric,
+    metric,
+    metrics,
+    metrics_shown,
+)
 
-__all__ = ["AXES", "STATISTICS", "Metric", "metric", "metrics"]
+__all__ = ["AXES", "STATISTICS", "Metric", "metric", "metrics", "metrics_shown"]

@@ -17,39 +17,46 @@ def per_query_head(values_GT: Tensor, heads: int) -> Tensor:
     return values_GT.repeat_interleave(heads // values_GT.shape[0], dim=0)
 
 
-@metric("awft", paper="P3.1, P0.28 (Eq. 9), P2.1", unit="1", axis="head")
+@metric(
+    "awft",
+    source="P3.1, P0.28 (Eq. 9), P2.1",
+    unit="1",
+    axis="head",
+    inactive="above",
+    shown=("table", "wasserstein"),
+)
 def average_weight_of_first_token(first_weight_HT: Tensor) -> Tensor:
     """AWFT: mean over queries of the weight on the first token, row 0 (weight 1) included."""
     return first_weight_HT.mean(-1)
 
 
-@metric("aeqd", paper="P3.2", unit="nats", axis="head")
+@metric("aeqd", source="P3.2", unit="nats", axis="head", inactive="below")
 def average_entropy(entropy_HT: Tensor) -> Tensor:
     """AEQD: mean over queries of the entropy of the attention row; a sink is one more outcome."""
     return entropy_HT.mean(-1)
 
 
-@metric("ftvvn", paper="P3.3", unit="L2 norm", axis="head")
+@metric("ftvvn", source="P3.3", unit="L2 norm", axis="head", inactive="below")
 def first_value_norm(value_GTD: Tensor, first_weight_HT: Tensor) -> Tensor:
     """FTVVN: norm of the first token's value; equal for the query heads of a group."""
     norm_G1 = value_GTD[:, :1].norm(dim=-1)
     return per_query_head(norm_G1, first_weight_HT.shape[0]).squeeze(-1)
 
 
-@metric("avvn", paper="P3.4", unit="L2 norm", axis="head")
+@metric("avvn", source="P3.4", unit="L2 norm", axis="head", inactive="below")
 def average_value_norm(value_GTD: Tensor, first_weight_HT: Tensor) -> Tensor:
     """AVVN: mean over tokens of the value's norm; equal for the query heads of a group."""
     norm_G1 = value_GTD.norm(dim=-1).mean(-1, keepdim=True)
     return per_query_head(norm_G1, first_weight_HT.shape[0]).squeeze(-1)
 
 
-@metric("lthon", paper="P3.5", unit="L2 norm", axis="head")
+@metric("lthon", source="P3.5", unit="L2 norm", axis="head", inactive="below")
 def last_output_norm(gated_out_HTD: Tensor) -> Tensor:
     """LTHON: norm of the head's output at the last real token."""
     return gated_out_HTD[:, -1].norm(dim=-1)
 
 
-@metric("ahon", paper="P3.6", unit="L2 norm", axis="head")
+@metric("ahon", source="P3.6", unit="L2 norm", axis="head", inactive="below")
 def average_output_norm(gated_out_HTD: Tensor) -> Tensor:
     """AHON: mean over tokens of the norm of the head's output, after a gate, before W_O."""
     return gated_out_HTD.norm(dim=-1).mean(-1)
@@ -66,14 +73,14 @@ def circuit_norm(gated_out_HTD: Tensor, output_weight_HDE: Tensor) -> Tensor:
     return square_HT.clamp_(min=0.0).sqrt_()
 
 
-@metric("circuit_ahon", paper="P3.10", unit="L2 norm", axis="head")
+@metric("circuit_ahon", source="P3.10", unit="L2 norm", axis="head", inactive="below")
 def average_circuit_norm(gated_out_HTD: Tensor, output_weight_HDE: Tensor) -> Tensor:
     """Circuit-based AHON: mean over tokens of the norm of z_i W_O^(h)."""
     return circuit_norm(gated_out_HTD, output_weight_HDE).mean(-1)
 
 
 def layer_normalised(scores_NLH: Tensor) -> Tensor:
-    """The (LN) form of a score: over the mean of its layer, the head included (P3.7, Eq. 1).
+    """The (LN) form of a score: over the mean of its layer, the head included.
 
     Args:
         scores_NLH: [..., H]; NaN where a layer has no attention, or fewer heads than others.
@@ -84,8 +91,18 @@ def layer_normalised(scores_NLH: Tensor) -> Tensor:
     return scores_NLH / scores_NLH.nanmean(-1, keepdim=True)
 
 
+@metric(
+    "lthon_hn",
+    source="P3.8",
+    unit="1",
+    axis="head",
+    over_samples="mean",
+    shown=(),
+    title="lthon (HN)",
+    inactive="below",
+)
 def own_average_normalised(lthon_NLH: Tensor, ahon_NLH: Tensor) -> Tensor:
-    """LTHON(HN): the last token's output norm over the head's own average (P3.8)."""
+    """LTHON(HN): the last token's output norm over the head's own average."""
     return lthon_NLH / ahon_NLH
 
 
@@ -95,25 +112,26 @@ def random_scores(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.rand(shape, generator=generator, dtype=torch.float64)
 
 
-NORMALISED = ("awft", "aeqd", "ftvvn", "avvn", "lthon", "ahon", "circuit_ahon")
-"""The scores that have a layer-normalised form."""
+for _score, _inactive in (
+    ("awft", "above"),
+    *((name, "below") for name in ("aeqd", "ftvvn", "avvn", "lthon", "ahon", "circuit_ahon")),
+):
+    metric(
+        f"{_score}_ln",
+        source="P3.7 (Eq. 1)",
+        unit="1",
+        axis="head",
+        over_samples="mean",
+        shown=("wasserstein",) if _score == "ahon" else (),
+        title=f"{_score} (LN)",
+        inactive=_inactive,
+        needs=(f"{_score}_NLH",),
+    )(layer_normalised)
 
-SIX = NORMALISED[:6]
-"""Those of the paper's Table 1; with their (LN) forms they are its twelve."""
 
-
-def derived_scores(scores: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """The scores that follow from others: (LN) forms, LTHON(HN) and the random baseline.
-
-    Args:
-        scores: name -> [N, L, H].
-        seed: of the random scores.
-    """
-    derived = {f"{n}_ln": layer_normalised(scores[n]) for n in NORMALISED if n in scores}
-    if "lthon" in scores and "ahon" in scores:
-        derived["lthon_hn"] = own_average_normalised(scores["lthon"], scores["ahon"])
-    if scores:
-        like = next(iter(scores.values()))
-        random = random_scores(tuple(like.shape), seed)
-        derived["random"] = random.masked_fill(like.isnan(), torch.nan)
-    return derived
+@metric(
+    "random", source="P3.9", unit="1", axis="head", over_samples="mean", shown=(), inactive="below"
+)
+def random_baseline(awft_NLH: Tensor, seed: int) -> Tensor:
+    """Uniform in [0, 1), by the analysis's seed: the random baseline."""
+    return random_scores(tuple(awft_NLH.shape), seed).masked_fill(awft_NLH.isnan(), torch.nan)

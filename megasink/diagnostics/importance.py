@@ -3,8 +3,6 @@
 Shapes: N samples, L layers, H heads, T tokens, X 1 or the head dim.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -14,106 +12,108 @@ BINS = 100
 """Bins of the histogram of gate scores over [0, 1] (P1.29 shows bins of 0.01 to 0.02)."""
 
 
-@metric("importance", paper="P0.10, P0.11", unit="1", axis="head")
+@metric(
+    "importance",
+    source="P0.10, P0.11",
+    unit="share",
+    axis="head",
+    over_samples="mean over tokens",
+    shown=("table", "heatmap", "rank"),
+    title="head importance",
+)
 def mean_gate(gate_HT: Tensor) -> Tensor:
-    """Mean gate of a head over the tokens of one sequence; see `head_importance` over samples."""
+    """Mean gate of a head over all tokens: long samples count for more than short ones."""
     return gate_HT.mean(-1)
 
 
-def head_importance(mean_gate_NLH: Tensor, tokens_N: Tensor) -> Tensor:
-    """[L, H]: the mean gate over all tokens of all samples (P0.10, Eq. 5).
+def squared_cv(importance_LH: Tensor, routed_LH: Tensor | None = None) -> Tensor:
+    """CV^2 of each layer: population variance over squared mean (P0.13, Eq. 6).
 
-    By tokens, not a mean of the samples' means: long samples count for more.
+    What head imbalance and the balance loss are made of; differentiable.
+
+    Args:
+        importance_LH: [..., H] mean gate of each head, float32 or float64.
+        routed_LH: [..., H] True for the heads that count (P0.15); None for all. At least one each.
+
+    Returns:
+        [...], dimensionless; 0 for a layer whose heads are all closed (mean 0).
     """
-    weight_N = tokens_N.to(torch.float64) / tokens_N.sum()
-    return torch.einsum("nlh,n->lh", mean_gate_NLH.to(torch.float64), weight_N)
+    mean, variance, _ = routed_moments(importance_LH, routed_LH)
+    return torch.where(mean > 0, variance / mean.square().clamp_min(1e-38), 0.0).squeeze(-1)
 
 
-def head_imbalance(importance_LH: Tensor) -> Tensor:
-    """Mean over layers of std / mean of the importance, population std (P0.13, Eq. 6).
+def routed_moments(
+    importance_LH: Tensor, routed_LH: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and population variance over the heads that count, each [..., 1], and the mask."""
+    if routed_LH is None:
+        routed_LH = torch.ones_like(importance_LH, dtype=torch.bool)
+    count = routed_LH.sum(-1, keepdim=True, dtype=importance_LH.dtype)
+    mean = importance_LH.where(routed_LH, 0.0).sum(-1, keepdim=True) / count
+    deviation = (importance_LH - mean).where(routed_LH, 0.0)
+    return mean, deviation.square().sum(-1, keepdim=True) / count, routed_LH
 
-    Layers without attention (all NaN) do not count; a layer whose heads are all closed counts 0.
-    """
-    return layer_imbalance(importance_LH).nanmean()
 
-
+@metric(
+    "imbalance",
+    source="P0.13 (Eq. 6)",
+    unit="1",
+    axis="layer",
+    shown=("table", "scalar"),
+    title="head imbalance",
+)
 def layer_imbalance(importance_LH: Tensor) -> Tensor:
-    """[L]: std / mean over the heads of each layer; NaN where it has none."""
-    mean_L1 = importance_LH.nanmean(-1, keepdim=True)
-    std_L = (importance_LH - mean_L1).square().nanmean(-1).sqrt()
-    return torch.where(mean_L1[:, 0] > 0, std_L / mean_L1[:, 0], torch.zeros_like(std_L) * std_L)
+    """Population std / mean of head importance over the heads of a layer.
+
+    NaN for a layer without attention (all NaN), which does not count in the mean over layers; 0
+    for one whose heads are all closed.
+    """
+    present_LH = ~importance_LH.isnan()
+    cv_L = squared_cv(importance_LH, present_LH).sqrt()
+    return cv_L.masked_fill(~present_LH.any(-1), torch.nan)
 
 
-@metric("gate_score", paper="P1.28, P1.30", unit="1", axis="head")
+@metric(
+    "gate_score",
+    source="P1.28, P1.30",
+    unit="share",
+    axis="head",
+    over_samples="mean over tokens",
+    shown=("table", "scalar"),
+)
 def gate_score(explicit_gate_HTX: Tensor) -> Tensor:
     """Mean score of an explicit gate over tokens (and head dim)."""
     return explicit_gate_HTX.mean((-2, -1))
 
 
-@metric("gate_std", paper="P1.30", unit="1", axis="layer")
+@metric("gate_std", source="P1.30", unit="share", axis="layer", shown=())
 def gate_std(explicit_gate_HTX: Tensor) -> Tensor:
     """Population standard deviation of a layer's gate scores in one sample."""
     return explicit_gate_HTX.std(correction=0)
 
 
-@metric("gate_min", paper="P1.30", unit="1", axis="layer")
+@metric("gate_min", source="P1.30", unit="share", axis="layer", over_samples="min")
 def gate_min(explicit_gate_HTX: Tensor) -> Tensor:
     """Lowest gate score of a layer in one sample."""
     return explicit_gate_HTX.amin()
 
 
-@metric("gate_max", paper="P1.30", unit="1", axis="layer")
+@metric("gate_max", source="P1.30", unit="share", axis="layer", over_samples="max")
 def gate_max(explicit_gate_HTX: Tensor) -> Tensor:
     """Highest gate score of a layer in one sample."""
     return explicit_gate_HTX.amax()
 
 
-@metric("abs_mean_before_gate", paper="P1.35", unit="activation", axis="layer")
+@metric("abs_mean_before_gate", source="P1.35", unit="activation", axis="layer")
 def abs_mean_before_gate(out_HTD: Tensor) -> Tensor:
     """Mean |value| of the SDPA output of a layer, before a gate."""
     return out_HTD.abs().mean()
 
 
-@metric("abs_mean_after_gate", paper="P1.35", unit="activation", axis="layer")
+@metric("abs_mean_after_gate", source="P1.35", unit="activation", axis="layer")
 def abs_mean_after_gate(gated_out_HTD: Tensor) -> Tensor:
     """Mean |value| of what enters the output projection."""
     return gated_out_HTD.abs().mean()
-
-
-@metric("sparsity_before_gate", paper="P1.36", unit="share", axis="layer")
-def sparsity_before_gate(out_HTD: Tensor) -> Tensor:
-    """Share of |values| of the SDPA output below 1e-2, before a gate; strictly below."""
-    return below(out_HTD, 1e-2)
-
-
-@metric("sparsity_after_gate", paper="P1.36", unit="share", axis="layer")
-def sparsity_after_gate(gated_out_HTD: Tensor) -> Tensor:
-    """Share of |values| that enter the output projection below 1e-2; strictly below."""
-    return below(gated_out_HTD, 1e-2)
-
-
-@metric("sparsity_of_mean_gate", paper="P1.36", unit="share", axis="layer")
-def sparsity_of_mean_gate(out_HTD: Tensor, explicit_gate_HTX: Tensor) -> Tensor:
-    """The control: share below 1e-2 of the output times its layer's mean gate score."""
-    return below(out_HTD * explicit_gate_HTX.mean(), 1e-2)
-
-
-@metric("sparsity_before_gate_1e-3", paper="P1.36", unit="share", axis="layer")
-def fine_sparsity_before_gate(out_HTD: Tensor) -> Tensor:
-    """Share of |values| of the SDPA output below 1e-3, before a gate; strictly below."""
-    return below(out_HTD, 1e-3)
-
-
-@metric("sparsity_after_gate_1e-3", paper="P1.36", unit="share", axis="layer")
-def fine_sparsity_after_gate(gated_out_HTD: Tensor) -> Tensor:
-    """Share of |values| that enter the output projection below 1e-3; strictly below."""
-    return below(gated_out_HTD, 1e-3)
-
-
-@metric("sparsity_of_mean_gate_1e-3", paper="P1.36", unit="share", axis="layer")
-def fine_sparsity_of_mean_gate(out_HTD: Tensor, explicit_gate_HTX: Tensor) -> Tensor:
-    """The control: share below 1e-3 of the output times its layer's mean gate score."""
-    return below(out_HTD * explicit_gate_HTX.mean(), 1e-3)
 
 
 def below(values: Tensor, limit: float) -> Tensor:
@@ -121,27 +121,42 @@ def below(values: Tensor, limit: float) -> Tensor:
     return (values.abs() < limit).to(torch.float32).mean()
 
 
-class PooledGate(NamedTuple):
-    """Gate scores of each layer over all tokens of all samples (P1.30), [L] each."""
+def _register_sparsity(limit: float, suffix: str) -> None:
+    """P1.36: the share of |values| strictly below a limit, at three places."""
 
-    gate_score: Tensor
-    gate_std: Tensor
-    gate_min: Tensor
-    gate_max: Tensor
+    def before_gate(out_HTD: Tensor) -> Tensor:
+        return below(out_HTD, limit)
+
+    def after_gate(gated_out_HTD: Tensor) -> Tensor:
+        return below(gated_out_HTD, limit)
+
+    def of_mean_gate(out_HTD: Tensor, explicit_gate_HTX: Tensor) -> Tensor:
+        return below(out_HTD * explicit_gate_HTX.mean(), limit)
+
+    for function, what in (
+        (before_gate, "|values| of the SDPA output before a gate"),
+        (after_gate, "|values| that enter the output projection"),
+        (of_mean_gate, "|SDPA output times its layer's mean gate score|, the control,"),
+    ):
+        function.__doc__ = f"Share of {what} below {suffix or '1e-2'}; strictly below."
+        name = f"sparsity_{function.__name__}" + (f"_{suffix}" if suffix else "")
+        metric(name, source="P1.36", unit="share", axis="layer")(function)
 
 
-def pooled_gate(
-    score_NLH: Tensor, std_NL: Tensor, min_NL: Tensor, max_NL: Tensor, tokens_N: Tensor
-) -> PooledGate:
-    """From the samples' statistics to those of all tokens; NaN for layers without a gate.
+_register_sparsity(1e-2, "")
+_register_sparsity(1e-3, "1e-3")
 
-    Not the means of the samples' deviations and extremes: how samples differ counts too.
+
+@metric("gate_spread", source="P1.30", unit="share", axis="layer")
+def gate_spread(gate_score_NLH: Tensor, gate_std_NL: Tensor, tokens_N: Tensor) -> Tensor:
+    """Population standard deviation of a layer's gate scores over all tokens of all samples.
+
+    Not the mean of the samples' deviations: how samples differ counts too.
     """
     weight_N1 = (tokens_N.to(torch.float64) / tokens_N.sum())[:, None]
-    mean_NL = score_NLH.nanmean(-1)
+    mean_NL = gate_score_NLH.nanmean(-1)
     mean_L = (weight_N1 * mean_NL).sum(0)
-    square_L = (weight_N1 * (std_NL.square() + (mean_NL - mean_L).square())).sum(0)
-    return PooledGate(mean_L, square_L.sqrt(), min_NL.amin(0), max_NL.amax(0))
+    return (weight_N1 * (gate_std_NL.square() + (mean_NL - mean_L).square())).sum(0).sqrt()
 
 
 def gate_histogram(explicit_gate_HTX: Tensor) -> Tensor:

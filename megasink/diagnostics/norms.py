@@ -9,25 +9,57 @@ from torch import Tensor
 from megasink.diagnostics.registry import metric
 
 
-@metric("value_norm", paper="P0.5, P2.8, P0.4", unit="L2 norm", axis="layer position")
+@metric(
+    "value_norm",
+    source="P0.5, P2.8, P0.4",
+    unit="L2 norm",
+    axis="layer position",
+    shown=("curve",),
+    title="values, norm(v_i)",
+    figure="values",
+)
 def value_norm(value_GTD: Tensor) -> Tensor:
     """Norm of the value of each token, mean over key/value groups."""
     return value_GTD.norm(dim=-1).mean(0)
 
 
-@metric("key_norm", paper="P2.8", unit="L2 norm", axis="layer position")
+@metric(
+    "key_norm",
+    source="P2.8",
+    unit="L2 norm",
+    axis="layer position",
+    shown=("curve",),
+    title="keys, norm(k_i)",
+    figure="values",
+)
 def key_norm(key_GTD: Tensor) -> Tensor:
     """Norm of the key of each token after rotary embeddings, mean over key/value groups."""
     return key_GTD.norm(dim=-1).mean(0)
 
 
-@metric("query_norm", paper="P2.9", unit="L2 norm", axis="layer position")
+@metric(
+    "query_norm",
+    source="P2.9",
+    unit="L2 norm",
+    axis="layer position",
+    shown=("curve",),
+    title="queries, norm(q_i)",
+    figure="values",
+)
 def query_norm(query_HTD: Tensor) -> Tensor:
     """Norm of the query of each token after rotary embeddings, mean over heads."""
     return query_HTD.norm(dim=-1).mean(0)
 
 
-@metric("first_key_cosine", paper="P2.9", unit="cosine", axis="layer position")
+@metric(
+    "first_key_cosine",
+    source="P2.9",
+    unit="cosine",
+    axis="layer position",
+    shown=("curve",),
+    title="cos(q_i, first key)",
+    figure="values",
+)
 def first_key_cosine(query_HTD: Tensor, key_GTD: Tensor) -> Tensor:
     """cos(q_t, k_0) of each token, mean over heads."""
     query_GRTD = _unit(query_HTD).unflatten(0, (key_GTD.shape[0], -1))
@@ -35,7 +67,15 @@ def first_key_cosine(query_HTD: Tensor, key_GTD: Tensor) -> Tensor:
     return (query_GRTD @ first_G1D1).squeeze(-1).mean((0, 1))
 
 
-@metric("other_key_cosine", paper="P2.9", unit="cosine", axis="layer position")
+@metric(
+    "other_key_cosine",
+    source="P2.9",
+    unit="cosine",
+    axis="layer position",
+    shown=("curve",),
+    title="cos(q_i, other keys)",
+    figure="values",
+)
 def other_key_cosine(query_HTD: Tensor, key_GTD: Tensor) -> Tensor:
     """Mean over keys 1 <= j <= t of cos(q_t, k_j), mean over heads; NaN for t = 0."""
     key_GTD = _unit(key_GTD)
@@ -46,14 +86,14 @@ def other_key_cosine(query_HTD: Tensor, key_GTD: Tensor) -> Tensor:
     return (query_GRTD * mean_G1TD).sum(-1).mean((0, 1))
 
 
-@metric("first_key_product", paper="P2.9", unit="L2 norm ** 2", axis="layer position")
+@metric("first_key_product", source="P2.9", unit="L2 norm ** 2", axis="layer position", shown=())
 def first_key_product(query_HTD: Tensor, key_GTD: Tensor) -> Tensor:
     """norm(q_t) norm(k_0) of each token, mean over heads."""
     norm_GRT = query_HTD.norm(dim=-1).unflatten(0, (key_GTD.shape[0], -1))
     return (norm_GRT * key_GTD[:, :1].norm(dim=-1).unsqueeze(1)).mean((0, 1))
 
 
-@metric("other_key_product", paper="P2.9", unit="L2 norm ** 2", axis="layer position")
+@metric("other_key_product", source="P2.9", unit="L2 norm ** 2", axis="layer position", shown=())
 def other_key_product(query_HTD: Tensor, key_GTD: Tensor) -> Tensor:
     """Mean over keys 1 <= j <= t of norm(q_t) norm(k_j), mean over heads; NaN for t = 0."""
     norm_GT = key_GTD.norm(dim=-1)
@@ -63,7 +103,7 @@ def other_key_product(query_HTD: Tensor, key_GTD: Tensor) -> Tensor:
     return (norm_GRT * mean_G1T).mean((0, 1))
 
 
-@metric("output_norm", paper="P3.25", unit="L2 norm", axis="layer position")
+@metric("output_norm", source="P3.25", unit="L2 norm", axis="layer position", shown=())
 def output_norm(gated_out_HTD: Tensor) -> Tensor:
     """Norm of a head's output at each token, after a gate, before W_O; mean over heads."""
     return gated_out_HTD.norm(dim=-1).mean(0)

@@ -12,12 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megasink.definitions import PROXY_EPSILON
 from megasink.diagnostics.maps import whole_scores
 from megasink.diagnostics.tiles import HIDDEN, tiles
 from megasink.diagnostics.weights import WeightStatistics, column_sums, first_and_others
-
-EPSILON = 1e-8
-"""Which the code of P2 adds to a sum that may be 0."""
 
 # |w| in place of z, and the score of a hidden key, for which it is 0.
 _WEIGHTS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
@@ -66,9 +64,9 @@ def proxy_statistics(
         weight_NRCK = weights_of(score_NRCK)
         first_NRC, others_NRC = first_and_others(weight_NRCK, columns)
         real_NRC = first_NRC + others_NRC
-        total_NRC = real_NRC + EPSILON
+        total_NRC = real_NRC + PROXY_EPSILON
         first[n, :, rows] = first_NRC / total_NRC
-        gate[n, :, rows] = (others_NRC + EPSILON) / total_NRC
+        gate[n, :, rows] = (others_NRC + PROXY_EPSILON) / total_NRC
         column_sum[n, :, columns] += column_sums(weight_NRCK, total_NRC)
         logs_NRC = torch.special.xlogy(weight_NRCK, weight_NRCK).sum(-1)
         entropy[n, :, rows] = (total_NRC.log() * real_NRC - logs_NRC) / total_NRC
@@ -101,4 +99,4 @@ def proxy_maps(
     weight_HTS = weights_of(
         whole_scores(query_HTD, key_GTD, scale=scale, window=window, hidden=hidden)
     )
-    return weight_HTS / (weight_HTS.sum(-1, keepdim=True) + EPSILON)
+    return weight_HTS / (weight_HTS.sum(-1, keepdim=True) + PROXY_EPSILON)

@@ -1,8 +1,15 @@
-"""The registry of metrics: what a metric is, what it may ask for, and where its value goes.
+"""The registry of metrics: one record says what a metric is, how it is computed and where it shows.
 
-A metric is a pure function whose parameters name the statistics that it needs, so that adding one
-takes one function in one file of this folder: the capture computes what some metric asks for and
-nothing else, and tables, files and figures list what is registered.
+A metric is a pure function. The names of its parameters say what it takes:
+
+- *statistics* of one sequence, which a probe captures: the metric is computed for every sample;
+- other *metrics*, their name followed by a shape: `importance_LH` is the importance of the whole
+  analysis, `importance_NLH` that of every sample (N samples). Such a metric is derived;
+- *facts* of the samples, such as `tokens_N`, for a derived metric.
+
+The capture computes the statistics that some metric asks for and nothing else; results.json and its
+schema, samples.npz, tables, figures, the page, the trace, TensorBoard and comparisons list what is
+registered. A metric may be registered by any module: `from megasink.diagnostics import metric`.
 """
 
 import importlib
@@ -12,6 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 ATTENTION: dict[str, str] = {
     "query_HTD": "queries as attention sees them: after rotary embeddings and query norms",
@@ -51,15 +59,63 @@ Floating point, at least float32.
 
 _TOGETHER = (set(ATTENTION), set(STATE), *({name} for name in BRANCHES))
 
-AXES: dict[str, str] = {
-    "head": "[H] per layer and sample",
-    "head column": "[H, T] per layer and sample, by key position; the first few are kept",
-    "layer": "a scalar per layer and sample",
-    "layer position": "[T] per layer and sample, by token position; averaged over samples",
-    "state": "a scalar per state of the residual stream and sample",
-    "state position": "[T] per state and sample, by token position; averaged over samples",
+FACTS: dict[str, str] = {
+    "tokens_N": "tokens of each sample",
+    "nats_N": "summed loss of each sample's targets",
+    "targets_N": "tokens of each sample that are predicted",
+    "bytes_N": "bytes of text that the targets stand for; tokenizers without text have none",
+    "nats_of_bytes_N": "summed loss of the targets that stand for bytes",
+    "cosine_SP": "mean cosine between the states of different samples (P4.5); of all samples only",
+    "seed": "of the analysis, an int",
 }
-"""The shapes that a metric may return."""
+"""What a derived metric may take besides metrics. One that is not known leaves the metric out."""
+
+AXES: dict[str, tuple[str, str]] = {
+    "head": ("LH", "by layer and head"),
+    "head column": ("LHK", "by layer, head and key position; the first few are kept"),
+    "layer": ("L", "by layer"),
+    "layer position": ("LP", "by layer and token position"),
+    "state": ("S", "by state of the residual stream"),
+    "state position": ("SP", "by state and token position"),
+    "key": ("K", "by key position, over all heads; derived metrics only"),
+    "model": ("", "one number; derived metrics only"),
+}
+"""Axis -> (shape of the value of an analysis, in words).
+
+A metric of statistics returns its axis without the layer or state: [H], [H, T], a scalar or [T].
+"""
+
+_DERIVED_ONLY = ("key", "model")
+
+OVER_SAMPLES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda values, tokens_N: values.nanmean(0),
+    "mean over tokens": lambda values, tokens_N: torch.tensordot(
+        tokens_N.to(values.dtype) / tokens_N.sum(), values, 1
+    ),
+    "min": lambda values, tokens_N: values.amin(0),
+    "max": lambda values, tokens_N: values.amax(0),
+    "median": lambda values, tokens_N: values.nanmedian(0).values,
+}
+"""How the values of the samples, [N, ...], become the value of the analysis."""
+
+SCALARS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": torch.nanmean,
+    "first": lambda values: values.flatten()[0],
+    "mean over block outputs": lambda values: values[2::2].nanmean(),
+    "max over block outputs": lambda values: values[2::2].nan_to_num(nan=-torch.inf).amax(),
+}
+"""How the value of an analysis becomes one number, where one is shown."""
+
+SHOWN: dict[str, str] = {
+    "table": "a column in the CSV table of its axis; its number in datasets.csv for one of a model",
+    "curve": "a line in a figure, one for each model",
+    "heatmap": "a [layer, head] picture of each model",
+    "scalar": "its number by data set, by checkpoint (trace), in training (TensorBoard, W&B), and "
+    "for several models side by side",
+    "wasserstein": "distance between every two models of its values of all samples (P3.21)",
+    "rank": "rank correlation and top five of its heads, between every two models (P3.30)",
+}
+"""Where a metric may show. Every metric is in results.json, and in samples.npz by sample."""
 
 
 @dataclass(frozen=True)
@@ -67,55 +123,170 @@ class Metric:
     """One registered metric.
 
     Attributes:
-        name: under which results, tables and figures show it.
-        paper: rows that define it, such as "P3.1".
-        unit: of the value; "1" for a pure number.
+        name: under which files show it.
+        definition: one line.
+        unit: of the value; "1" for a pure number, "share" for one in [0, 1].
         axis: one of `AXES`.
-        compute: the function; takes the statistics of `needs` by name.
-        needs: names out of `STATISTICS`.
-        summary: one line: the definition.
+        source: rows of the papers that define it, such as "P3.1", or where it comes from in words.
+        compute: the function.
+        needs: what its parameters take, in their order.
+        over_samples: one of `OVER_SAMPLES`; None for a derived metric of the whole analysis.
+        shown: out of `SHOWN`.
+        scalar: one of `SCALARS`.
+        title: how the page and figures call it.
+        figure: the figure that has its curve, see `report/figures_curves.py`.
+        number: format of its number.
+        levels: names of the values 0, 1, ... of a metric that is a category.
+        inactive: "above" or "below" a threshold, for a score by which a head is inactive (P3.11).
     """
 
     name: str
-    paper: str
+    definition: str
     unit: str
     axis: str
-    compute: Callable[..., torch.Tensor]
+    source: str
+    compute: Callable[..., Tensor]
     needs: tuple[str, ...]
-    summary: str
+    over_samples: str | None
+    shown: frozenset[str]
+    scalar: str
+    title: str
+    figure: str
+    number: str
+    levels: tuple[str, ...]
+    inactive: str | None
+
+    @property
+    def is_derived(self) -> bool:
+        """Computed from other metrics, not from statistics."""
+        return not set(self.needs) <= STATISTICS.keys()
+
+    @property
+    def is_summarised(self) -> bool:
+        """Whether its number stands in the tables of models and data sets."""
+        return "scalar" in self.shown or ("table" in self.shown and self.axis in _DERIVED_ONLY)
+
+    def number_of(self, value: Tensor) -> float | str | None:
+        """Its number; of a category the name, and None where there is none."""
+        number = float(SCALARS[self.scalar](value))
+        if not torch.isfinite(torch.tensor(number)):
+            return None
+        return self.levels[int(number)] if self.levels else number
+
+    def text(self, number: float | str | None) -> str:
+        """Its number as the page shows it."""
+        return self.number.format(number) if isinstance(number, float | int) else number or ""
 
 
 _REGISTRY: dict[str, Metric] = {}
 
 
 def metric(
-    name: str, *, paper: str, unit: str, axis: str
-) -> Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]:
-    """Register the decorated function; the first line of its docstring is the summary.
+    name: str,
+    *,
+    unit: str,
+    axis: str,
+    source: str,
+    over_samples: str | None = None,
+    shown: Iterable[str] = ("table",),
+    scalar: str | None = None,
+    title: str | None = None,
+    figure: str = "metrics",
+    number: str = "{:.3f}",
+    levels: tuple[str, ...] = (),
+    inactive: str | None = None,
+    needs: tuple[str, ...] | None = None,
+) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Register the decorated function; the first line of its docstring is the definition.
+
+    Args: see `Metric`.
+        over_samples: default "mean" for metrics of statistics, None for derived ones.
+        scalar: default "first" by key position, else "mean".
+        needs: default the names of the function's parameters.
 
     Raises:
-        ValueError: a name that is taken, an unknown axis, or a parameter that is no statistic.
+        ValueError: a name that is taken, no docstring, something that does not exist, or metrics
+            that are registered later.
     """
 
-    def register(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        needs = tuple(inspect.signature(function).parameters)
-        unknown = [need for need in needs if need not in STATISTICS]
-        if unknown:
-            raise ValueError(
-                f"metric {name!r} asks for {', '.join(unknown)}: the statistics are "
-                f"{', '.join(STATISTICS)}"
-            )
-        if not any(set(needs) <= family for family in _TOGETHER):
-            raise ValueError(f"metric {name!r} asks for {', '.join(needs)}: not known together")
-        if axis not in AXES:
-            raise ValueError(f"metric {name!r} has the axis {axis!r}: choose {', '.join(AXES)}")
-        if name in _REGISTRY:
-            raise ValueError(f"two metrics are called {name!r}")
-        summary = (inspect.getdoc(function) or "").partition("\n")[0]
-        _REGISTRY[name] = Metric(name, paper, unit, axis, function, needs, summary)
+    def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        if not function.__module__.startswith("megasink.diagnostics."):
+            _discover()
+        given = tuple(inspect.signature(function).parameters) if needs is None else needs
+        of_statistics = set(given) <= STATISTICS.keys()
+        entry = Metric(
+            name,
+            (inspect.getdoc(function) or "").partition("\n")[0],
+            unit,
+            axis,
+            source,
+            function,
+            given,
+            over_samples or ("mean" if of_statistics else None),
+            frozenset(shown),
+            scalar or ("first" if axis == "key" else "mean"),
+            title or name.replace("_", " "),
+            figure,
+            number,
+            levels,
+            inactive,
+        )
+        if problems := list(_problems(entry)):
+            raise ValueError(f"metric {name!r} " + "; ".join(problems))
+        _REGISTRY[name] = entry
         return function
 
     return register
+
+
+def _problems(entry: Metric) -> Iterable[str]:
+    if entry.name in _REGISTRY:
+        yield f"is registered twice, the first time in {_REGISTRY[entry.name].compute.__module__}"
+    if not entry.definition:
+        yield "has no docstring, whose first line is its definition"
+    if not entry.source:
+        yield "has no source: a row of a paper such as P3.1, or words"
+    for what, value, known in (
+        ("axis", entry.axis, AXES),
+        ("over_samples", entry.over_samples, (None, *OVER_SAMPLES)),
+        ("scalar", entry.scalar, SCALARS),
+        ("inactive", entry.inactive, (None, "above", "below")),
+        *(("shown", where, SHOWN) for where in sorted(entry.shown)),
+    ):
+        if value not in known:
+            yield f"has the {what} {value!r}: choose {', '.join(map(str, known))}"
+    for where in sorted(entry.shown & {"heatmap", "rank", "wasserstein"}):
+        if entry.axis != "head":
+            yield f"is shown as {where}, which takes the axis 'head'"
+    if "curve" in entry.shown and entry.axis == "model":
+        yield "is shown as curve, and is one number"
+    if "wasserstein" in entry.shown and entry.is_derived and not entry.over_samples:
+        yield "is shown as wasserstein, and has no values of the samples: name over_samples"
+    if not entry.is_derived:
+        if not any(set(entry.needs) <= family for family in _TOGETHER):
+            yield f"asks for {', '.join(entry.needs)}: not known together"
+        if entry.axis in _DERIVED_ONLY:
+            yield f"has the axis {entry.axis!r}, which is that of derived metrics"
+        return
+    for need in entry.needs:
+        if need in FACTS:
+            continue
+        base, _, shape = need.rpartition("_")
+        made = _REGISTRY.get(base if shape.isupper() else need)
+        if made is None:
+            yield (
+                f"asks for {need}: it is no statistic ({', '.join(STATISTICS)}), no fact "
+                f"({', '.join(FACTS)}), and no metric that is registered so far"
+            )
+        elif need not in (names := parameter_names(made)):
+            yield f"asks for {need}: write {' or '.join(names)}"
+
+
+def parameter_names(entry: Metric) -> list[str]:
+    """How a derived metric asks for another: of the analysis, and of every sample."""
+    letters = AXES[entry.axis][0]
+    names = [f"{entry.name}_{letters}" if letters else entry.name]
+    return names + ([f"{entry.name}_N{letters}"] if entry.over_samples else [])
 
 
 def metrics(names: Iterable[str] | None = None) -> dict[str, Metric]:
@@ -135,8 +306,16 @@ def metrics(names: Iterable[str] | None = None) -> dict[str, Metric]:
     return {name: _REGISTRY[name] for name in names}
 
 
-def _place(function: Callable[..., torch.Tensor]) -> tuple[str, int]:
-    return function.__module__, inspect.unwrap(function).__code__.co_firstlineno
+def metrics_shown(where: str) -> dict[str, Metric]:
+    """Those that show in one of the places of `SHOWN`."""
+    return {name: entry for name, entry in metrics().items() if where in entry.shown}
+
+
+def _place(function: Callable[..., Tensor]) -> tuple[bool, str, int]:
+    """Metrics of other packages come last."""
+    module = function.__module__
+    is_other = not module.startswith("megasink.diagnostics.")
+    return is_other, module, inspect.unwrap(function).__code__.co_firstlineno
 
 
 def _discover() -> None:

@@ -12,51 +12,83 @@ from torch import Tensor
 from megasink.diagnostics.registry import metric
 
 
-@metric("state_norm", paper="P4.1, P2.8, P4.25", unit="L2 norm", axis="state position")
+@metric("state_norm", source="P4.1, P2.8, P4.25", unit="L2 norm", axis="state position")
 def state_norm(state_TE: Tensor) -> Tensor:
     """Norm of the hidden state of each token."""
     return state_TE.norm(dim=-1)
 
 
-@metric("massive_ratio", paper="P2.10", unit="1", axis="state")
+@metric(
+    "massive_ratio",
+    source="P2.10",
+    unit="ratio",
+    axis="state",
+    shown=("table", "curve", "scalar"),
+    scalar="max over block outputs",
+    title="norm of token 0 over others",
+    figure="activations",
+    number="{:.1f}",
+)
 def massive_ratio(state_TE: Tensor) -> Tensor:
     """Norm of the first token's state over the mean norm of the others; NaN for one token."""
     norm_T = state_TE.norm(dim=-1)
     return norm_T[0] / norm_T[1:].mean()
 
 
-@metric("state_abs_max", paper="P1.32, P1.33", unit="activation", axis="state")
+@metric(
+    "state_abs_max",
+    source="P1.32, P1.33",
+    unit="activation",
+    axis="state",
+    shown=("table", "curve", "scalar"),
+    scalar="mean over block outputs",
+    title="largest activation",
+    figure="activations",
+    number="{:.1f}",
+)
 def state_abs_max(state_TE: Tensor) -> Tensor:
     """Largest |value| of the state in one sample (attn_residual at halves, ffn_residual else)."""
     return state_TE.abs().amax()
 
 
-@metric("attention_abs_max", paper="P1.33", unit="activation", axis="layer")
+@metric(
+    "attention_abs_max",
+    source="P1.33",
+    unit="activation",
+    axis="layer",
+    shown=("table", "curve"),
+    title="largest attention output",
+    figure="activations",
+)
 def attention_abs_max(attention_branch_TE: Tensor) -> Tensor:
     """Largest |value| of what attention returns in one sample."""
     return attention_branch_TE.abs().amax()
 
 
-@metric("mlp_abs_max", paper="P1.33", unit="activation", axis="layer")
+@metric(
+    "mlp_abs_max",
+    source="P1.33",
+    unit="activation",
+    axis="layer",
+    shown=("table", "curve"),
+    title="largest MLP output",
+    figure="activations",
+)
 def mlp_abs_max(mlp_branch_TE: Tensor) -> Tensor:
     """Largest |value| of what the MLP returns in one sample."""
     return mlp_branch_TE.abs().amax()
 
 
-@metric("attention_branch_norm", paper="P4.12", unit="L2 norm", axis="layer position")
+@metric("attention_branch_norm", source="P4.12", unit="L2 norm", axis="layer position", shown=())
 def attention_branch_norm(attention_branch_TE: Tensor) -> Tensor:
     """Norm of what attention returns, after W_O, at each token."""
     return attention_branch_TE.norm(dim=-1)
 
 
-def mean_max_activation(state_abs_max_NL: Tensor) -> Tensor:
-    """M-Act: mean over layers of the largest |value| of a block's output (P1.32).
-
-    Args:
-        state_abs_max_NL: of the block outputs x_1, x_2, ... The maximum is taken per sample and
-            averaged over samples, so that it does not grow with the amount of data.
-    """
-    return state_abs_max_NL.to(torch.float64).mean()
+@metric("cosine_across_inputs", source="P4.5", unit="cosine", axis="state position", shown=())
+def cosine_across_inputs(cosine_SP: Tensor) -> Tensor:
+    """Mean cosine between the states of different samples at one position."""
+    return cosine_SP
 
 
 class MeanCosine:

@@ -3,14 +3,13 @@
 Shapes: N samples, L layers, H heads. Scores are NaN where there is no head.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 Scores = NDArray[np.float64]
 Mask = NDArray[np.bool_]
-
-EXCEEDS = frozenset({"awft", "awft_ln"})
-"""The scores of which a head is inactive above the threshold; of the others below it."""
 
 SHARES = (0.0, 0.05, 0.10, 0.15, 0.20, 0.25, 0.30)
 """The shares of heads that the paper calibrates thresholds for."""
@@ -38,24 +37,28 @@ def published_quantile(scores: Scores, share: float) -> float:
     return float(np.interp(np.clip(share, share_of[0], 1.0), share_of, ordered))
 
 
-def threshold(name: str, scores: Scores, share: float) -> float:
-    """The threshold that calls about `share` of all heads inactive, over all samples (P3.11)."""
-    return published_quantile(scores, 1 - share if name in EXCEEDS else share)
+def threshold(scores: Scores, share: float, side: str) -> float:
+    """The threshold that calls about `share` of all heads inactive, over all samples (P3.11).
+
+    Args:
+        side: "above" where the heads above the threshold are inactive, "below" where those below.
+    """
+    return published_quantile(scores, 1 - share if side == "above" else share)
 
 
-def inactive(name: str, scores: Scores, tau: float) -> Mask:
+def inactive(scores: Scores, tau: float, side: str) -> Mask:
     """The heads that a threshold calls inactive; strictly above or below it. NaN is neither."""
-    return scores > tau if name in EXCEEDS else scores < tau
+    return scores > tau if side == "above" else scores < tau
 
 
-def lowest(name: str, scores: Scores, share: float) -> Mask:
+def least_active(scores: Scores, share: float, side: str) -> Mask:
     """Exactly the `share` (rounded down) of heads that look least active, ties by position.
 
     What a comparison of score functions needs: masks of one size (P3.18).
     """
     flat = scores.ravel()
     present = np.flatnonzero(~np.isnan(flat))
-    values = -flat[present] if name in EXCEEDS else flat[present]
+    values = -flat[present] if side == "above" else flat[present]
     chosen = present[np.argsort(values, kind="stable")[: int(share * len(present))]]
     mask = np.zeros(flat.shape, dtype=bool)
     mask[chosen] = True
@@ -74,14 +77,8 @@ def precision(row: Mask, column: Mask) -> float:
     return int((row & column).sum()) / count if count else float("nan")
 
 
-def agreement(scores: dict[str, Scores], share: float) -> tuple[Scores, Scores]:
-    """IoU and precision between every two score functions, [len(scores)] * 2 each (P3.18, P3.19).
-
-    Args:
-        scores: name -> [N, L, H].
-        share: of heads in each mask; the paper takes about 0.1.
-    """
-    masks = [lowest(name, values, share) for name, values in scores.items()]
+def agreement(masks: Sequence[Mask]) -> tuple[Scores, Scores]:
+    """IoU and precision between every two masks, [len(masks)] * 2 each (P3.18, P3.19)."""
     iou = [[intersection_over_union(a, b) for b in masks] for a in masks]
     return np.asarray(iou), np.asarray([[precision(a, b) for b in masks] for a in masks])
 

@@ -8,13 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-# P2's choice: strict, and little dependent on the length, which all the same must be one and the
-# same for numbers that are compared (alpha_1 falls with it).
-EPSILON, TOKENS = 0.3, 64
+from megasink.definitions import SINK_EPSILON
+from megasink.definitions import SINK_TOKENS as TOKENS  # noqa: F401  # core attention takes it here
 
 
 class SinkRate:
-    """Counts, per head, the sequences whose mean attention to one key exceeds `EPSILON`.
+    """Counts, per head, the sequences whose mean attention to one key exceeds `SINK_EPSILON`.
 
     Attributes:
         collects: an evaluation that is counted is running.
@@ -37,7 +36,7 @@ class SinkRate:
         counts = torch.zeros(2, 2, first_BH.shape[1], dtype=torch.float64, device=first_BH.device)
         for index, share_BH in enumerate((first_BH, slot_BH)):
             if share_BH is not None:
-                counts[index, 0] = (share_BH > EPSILON).sum(0)
+                counts[index, 0] = (share_BH > SINK_EPSILON).sum(0)
                 counts[index, 1] = len(share_BH)
         if layer in cls._layers:
             counts += cls._layers[layer][1]
@@ -49,7 +48,7 @@ class SinkRate:
 
         Returns:
             [L, H] share of the sequences, in [0, 1], whose attention to the first key, and to the
-            slot, exceeds `EPSILON`; NaN where nothing was recorded. float32.
+            slot, exceeds `SINK_EPSILON`; NaN where nothing was recorded. float32.
         """
         device = next((c.device for _, c in cls._layers.values()), torch.device("cuda"))
         table = torch.zeros(layers, 2, 2, heads, dtype=torch.float64, device=device)

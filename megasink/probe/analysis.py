@@ -1,6 +1,7 @@
 """From a model that is open for probing to a folder of results."""
 
 import argparse
+import contextlib
 import hashlib
 import sys
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megasink.diagnostics.importance import head_importance
+from megasink.diagnostics.results import Results
 from megasink.errors import UserError
 from megasink.probe.geometry import project, read_rows
 from megasink.probe.identity import identity
@@ -37,8 +38,8 @@ def analyze(
     model: dict[str, Any],
     first: tuple[int, ...] = (),
     again: bool = True,
-) -> dict[str, Any] | None:
-    """Run the samples that the command line asks for, and write what was found.
+) -> Results | None:
+    """Run the samples that the command line asks for, and write what was measured.
 
     What was measured lies in OUTPUT/partial until everything is written; where an analysis of the
     same model, samples and options left it there, it is taken from there.
@@ -56,7 +57,7 @@ def analyze(
         again: False to keep this very analysis where OUTPUT holds it already.
 
     Returns:
-        results.json; None on every process but the first, which writes.
+        what results.json holds; None on every process but the first, which writes.
 
     Raises:
         UserError: sequences longer than the positions, tokens that the model does not know, no
@@ -84,7 +85,7 @@ def analyze(
         return None if ranks.rank else made
     partial = PartialFolder(args.output / "partial", facts)
     with open_probe(recorder) as probe:
-        captured = run(
+        measurements = run(
             probe,
             recorder,
             samples,
@@ -95,38 +96,37 @@ def analyze(
             partial=partial,
             ranks=ranks,
         )
-    if captured is None:
+    if measurements is None:
         return None
     rows = read_rows(open_probe, samples, device=next(module.parameters()).device)
     points = project(rows, seed=args.seed)
     maps = None
     if args.maps is not None:
-        importance_LH = head_importance(
-            captured.of("importance"), torch.tensor([s["tokens"] for s in captured.samples])
-        )
-        awft_LH = captured.of("awft").nanmean(0)
+        values = measurements.analysis_values(args.seed).whole
         maps = geometry(
             open_probe,
-            [samples[sample["index"]] for sample in captured.samples],
+            [samples[sample.index] for sample in measurements.samples],
             heads,
-            asked or telling_heads(awft_LH.numpy(), importance_LH.numpy()),
+            asked or telling_heads(values["awft"].numpy(), values["importance"].numpy()),
             length=args.map_length + len(first),
             batch_size=args.batch_size,
             device=next(module.parameters()).device,
             text_of=lambda token: tokenizer.decode([token]),
         )
     options = vars(args) | {"identity": digest}
-    found = write_analysis(args.output, captured, samples, model, options, points, maps)
+    results = write_analysis(args.output, measurements, samples, model, options, points, maps)
     partial.remove()
-    return found
+    return results
 
 
-def _made_before(output: Path, digest: str) -> dict[str, Any] | None:
+def _made_before(output: Path, digest: str) -> Results | None:
     """The results of this very analysis, where everything of it was written."""
     if (output / "partial").exists() or not (output / "results.json").is_file():
         return None
-    found: dict[str, Any] = read_analysis(output).found
-    return found if found["run"].get("identity") == digest else None
+    with contextlib.suppress(UserError):  # of another format: it is measured again
+        results = read_analysis(output).results
+        return results if results.run.identity == digest else None
+    return None
 
 
 def _token_bytes(tokenizer: Any, ranks: Ranks) -> np.ndarray[Any, np.dtype[np.int32]] | None:

@@ -5,7 +5,6 @@ E hidden size.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +12,9 @@ from torch import Tensor
 
 from megasink.diagnostics import Metric, metrics
 from megasink.diagnostics.importance import BINS, gate_histogram
+from megasink.diagnostics.results import NonFinite
 from megasink.diagnostics.states import MeanCosine
-from megasink.probe.parts import Floats, NonFinite, Part
+from megasink.probe.measurements import Floats, MeasuredSample, ShardMeasurements
 
 
 class Recorder:
@@ -27,7 +27,7 @@ class Recorder:
 
     Args:
         heads: of each layer, 0 for one without attention.
-        names: of the metrics; None for all.
+        names: of metrics of statistics; None for all.
         positions: P, how many token positions the curves have.
         columns: K, for how many keys alpha is kept.
         directions: positions whose cosine across inputs is measured.
@@ -46,7 +46,9 @@ class Recorder:
         directions: int = 16,
     ):
         self.heads, self.positions, self.columns = heads, positions, columns
-        self.metrics: dict[str, Metric] = metrics(names)
+        self.metrics: dict[str, Metric] = {
+            name: entry for name, entry in metrics(names).items() if not entry.is_derived
+        }
         self.needs = {need for entry in self.metrics.values() for need in entry.needs}
         layers, most = len(heads), max(heads, default=0)
         self._shapes = {
@@ -66,8 +68,8 @@ class Recorder:
 
     def _clear(self) -> None:
         layers = len(self.heads)
-        self._parts: dict[str, list[Floats]] = {name: [] for name in self.metrics}
-        self._samples: list[dict[str, Any]] = []
+        self._batches: dict[str, list[Floats]] = {name: [] for name in self.metrics}
+        self._samples: list[MeasuredSample] = []
         self._non_finite: list[NonFinite] = []
         self._cosines = [MeanCosine(self._directions) for _ in range(2 * layers + 1)]
         self._histogram = np.zeros((layers, BINS), dtype=np.int64)
@@ -114,21 +116,15 @@ class Recorder:
                 cut = tuple(slice(min(a, b)) for a, b in zip(array.shape, room.shape, strict=True))
                 room[cut] = array[cut]
 
-    def end(self, samples: list[dict[str, Any]]) -> None:
-        """The batch has run.
-
-        Args:
-            samples: what to remember of each sequence: "index" and "source" among it.
-        """
+    def end(self, samples: list[MeasuredSample]) -> None:
+        """The batch has run."""
         for sample, (layers, heads) in zip(samples, self._bad, strict=True):
             if layers:
-                entry = NonFinite(
-                    sample["index"], str(sample["source"]), sorted(layers), sorted(heads)
-                )
+                entry = NonFinite(sample.index, sample.source, sorted(layers), sorted(heads))
                 self._non_finite.append(entry)
         good = [i for i, (layers, _) in enumerate(self._bad) if not layers]
         for name, array in self._batch.items():
-            self._parts[name].append(array[good])
+            self._batches[name].append(array[good])
         for i in good:
             for half, state_PE in self._states[i].items():
                 self._cosines[half].add(state_PE)
@@ -137,16 +133,18 @@ class Recorder:
         self._samples += [samples[i] for i in good]
         self._batch, self._states, self._gates = {}, [], []
 
-    def take(self) -> Part:
+    def take(self) -> ShardMeasurements:
         """Everything since the last time, which the recorder forgets."""
         values = {
-            name: np.concatenate(parts) if parts else np.empty((0, *self._shapes[entry.axis]))
-            for (name, entry), parts in zip(self.metrics.items(), self._parts.values(), strict=True)
+            name: np.concatenate(batches) if batches else np.empty((0, *self._shapes[entry.axis]))
+            for (name, entry), batches in zip(
+                self.metrics.items(), self._batches.values(), strict=True
+            )
         }
         sums = [cosine.unit_sum_PE for cosine in self._cosines]
         width = max((len(total[0]) for total in sums if total is not None), default=0)
         blank = torch.zeros(self._directions, width, dtype=torch.float64)
-        part = Part(
+        shard = ShardMeasurements(
             values,
             self._samples,
             torch.stack([blank if total is None else total for total in sums]).numpy(),
@@ -155,4 +153,4 @@ class Recorder:
             self._non_finite,
         )
         self._clear()
-        return part
+        return shard

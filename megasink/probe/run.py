@@ -4,6 +4,7 @@ Shapes: B rows, T tokens, V vocabulary.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +15,12 @@ from torch import Tensor
 
 from megasink.errors import UserError
 from megasink.probe.inputs import Sample
-from megasink.probe.parts import Captured, Part, merge
+from megasink.probe.measurements import (
+    MeasuredSample,
+    Measurements,
+    ShardMeasurements,
+    merge_shards,
+)
 from megasink.probe.progress import progress
 from megasink.probe.ranks import Ranks
 from megasink.probe.recorder import Recorder
@@ -47,7 +53,7 @@ def run(
     console: Console | None = None,
     partial: PartialFolder | None = None,
     ranks: Ranks | None = None,
-) -> Captured | None:
+) -> Measurements | None:
     """Run every sample, and return what was measured.
 
     Only sequences of one length share a batch, so that nothing is padded.
@@ -68,7 +74,7 @@ def run(
     ranks = ranks or Ranks()
     console = console or Console(stderr=True, quiet=bool(ranks.rank))
     shards = plan(samples, batch_size)
-    here: list[Part] = []
+    here: list[ShardMeasurements] = []
     before = _open(partial, shards, ranks, console)
     with progress(len(samples), before, console) as tell:
         for number in ranks.claims(len(shards)):
@@ -78,13 +84,11 @@ def run(
                 ids_BT = torch.tensor([samples[i].tokens for i in batch], device=device)
                 recorder.begin(len(batch))
                 output = probe.forward(ids_BT, logits=loss)
-                told = [_about(samples[i], i) for i in batch]
-                for row, about in enumerate(told):
-                    if loss:
-                        about |= _loss(
-                            output.logits[row], ids_BT[row], token_bytes, samples[batch[row]].scored
-                        )
-                recorder.end(told)
+                measured = []
+                for row, i in enumerate(batch):
+                    logits_TV = output.logits[row] if loss else None
+                    measured.append(_measured(samples[i], i, logits_TV, ids_BT[row], token_bytes))
+                recorder.end(measured)
                 tell(before + ranks.advance(len(batch)))
             if partial is None:
                 here.append(recorder.take())
@@ -94,15 +98,15 @@ def run(
         if ranks.rank:
             return None
         ranks.await_all("measured", lambda done: tell(before + done))
-    parts: Iterable[Part] = here if partial is None else partial.parts(len(shards))
-    captured = merge(parts, recorder.heads)
-    if not captured.samples:
-        first = captured.non_finite[0]
+    done: Iterable[ShardMeasurements] = here if partial is None else partial.read(len(shards))
+    measurements = merge_shards(done, recorder.heads)
+    if not measurements.samples:
+        first = measurements.non_finite[0]
         raise UserError(
             f"activations of every sample are infinite or NaN, first in layer {first.layers[0]}, "
             f"heads {first.heads}: run the model in a wider dtype (--dtype float32)"
         )
-    return captured
+    return measurements
 
 
 def _open(
@@ -123,28 +127,25 @@ def _open(
     return before
 
 
-def _about(sample: Sample, index: int) -> dict[str, Any]:
-    """What is remembered of a sample."""
-    return {
-        "dataset": sample.dataset,
-        "source": sample.source,
-        "index": index,
-        "tokens": len(sample.tokens),
-    }
-
-
-def _loss(
-    logits_TV: Tensor, ids_T: Tensor, token_bytes: NDArray[np.int32] | None, scored: int | None
-) -> dict[str, float | int]:
-    """Nats, targets and bytes of one sequence; for bits per byte, targets of 0 bytes left out."""
-    start = 1 if scored is None else len(ids_T) - scored
+def _measured(
+    sample: Sample,
+    index: int,
+    logits_TV: Tensor | None,
+    ids_T: Tensor,
+    token_bytes: NDArray[np.int32] | None,
+) -> MeasuredSample:
+    """What is remembered of a sample, its loss among it where there are logits."""
+    measured = MeasuredSample(index, sample.source, sample.dataset, len(sample.tokens))
+    if logits_TV is None:
+        return measured
+    start = 1 if sample.scored is None else len(ids_T) - sample.scored
     target_T = ids_T[start:]
     nats_T = torch.nn.functional.cross_entropy(
         logits_TV[start - 1 : -1].float(), target_T, reduction="none"
     ).to("cpu", torch.float64)
-    found: dict[str, float | int] = {"nats": float(nats_T.sum()), "targets": len(target_T)}
-    if token_bytes is not None:
-        bytes_T = torch.from_numpy(token_bytes)[target_T.cpu()]
-        found["bytes"] = int(bytes_T.sum())
-        found["nats_of_bytes"] = float(nats_T[bytes_T > 0].sum())
-    return found
+    measured = replace(measured, nats=float(nats_T.sum()), targets=len(target_T))
+    if token_bytes is None:
+        return measured
+    bytes_T = torch.from_numpy(token_bytes)[target_T.cpu()]
+    of_bytes = float(nats_T[bytes_T > 0].sum())
+    return replace(measured, bytes=int(bytes_T.sum()), nats_of_bytes=of_bytes)

@@ -1,7 +1,7 @@
 """The shards of an analysis, and the folder where those lie that are done.
 
-A shard is a few batches. Its part is written into OUTPUT/partial when it has run, so that an
-analysis that is killed goes on where it stopped, and so that several processes can share one.
+A shard is a few batches. What was measured of it is written into OUTPUT/partial when it has run, so
+that an analysis that is killed goes on where it stopped, and several processes can share one.
 """
 
 import json
@@ -12,10 +12,10 @@ from typing import Any
 
 from megasink.errors import UserError
 from megasink.probe.inputs import Sample
-from megasink.probe.parts import Part
+from megasink.probe.measurements import ShardMeasurements
 
 MOST = 64
-"""Shards of an analysis at most: each holds the sums of `Part`, whatever its number of samples."""
+"""Shards of an analysis at most: each holds the sums of `MeanCosine`, however few its samples."""
 
 Shard = list[list[int]]
 """Indices of samples, by batch."""
@@ -53,11 +53,11 @@ def _batches(order: list[int], samples: Sequence[Sample], batch_size: int) -> It
 
 
 class PartialFolder:
-    """The parts of an analysis that is not finished.
+    """The shards of an analysis that is not finished.
 
     Args:
         folder: OUTPUT/partial.
-        identity: whatever the parts depend on: of another one they are not taken.
+        identity: whatever the shards depend on: of another one they are not taken.
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any]):
@@ -103,25 +103,25 @@ class PartialFolder:
         """Whether a shard is done."""
         return self._path(number).is_file()
 
-    def write(self, number: int, part: Part) -> None:
+    def write(self, number: int, measured: ShardMeasurements) -> None:
         """Keep a shard.
 
         Raises:
             UserError: the disk is full, or the like; the shards before are kept.
         """
         try:
-            part.save(self._path(number))
+            measured.save(self._path(number))
         except OSError as error:
             raise _cannot_write(self._folder, error) from error
 
-    def parts(self, count: int) -> Iterator[Part]:
+    def read(self, count: int) -> Iterator[ShardMeasurements]:
         """All of them, in order.
 
         Raises:
             UserError: one cannot be read.
         """
         for number in range(count):
-            yield Part.load(self._path(number))
+            yield ShardMeasurements.load(self._path(number))
 
     def remove(self) -> None:
         """Delete the folder: the results are written."""

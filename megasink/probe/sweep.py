@@ -16,27 +16,29 @@ import torch
 
 import megasink
 from megasink.data.corpus import Corpus
-from megasink.diagnostics.head_scores import layer_normalised
-from megasink.diagnostics.importance import head_imbalance, head_importance
-from megasink.diagnostics.sinks import first_token_attention, sink_rate
+from megasink.diagnostics import metrics
+from megasink.diagnostics.results import FORMAT, ModelFacts, SweepResults, SweepRow
 from megasink.diagnostics.thresholds import inactive, share_by_layer, threshold
 from megasink.diagnostics.tokens import repeated_first_token
 from megasink.errors import ConfigError, UserError
 from megasink.probe.identity import identity
 from megasink.probe.inputs import BOS, Sample, data_hash, dataset_names, encode
+from megasink.probe.measurements import Measurements
 from megasink.probe.options import check, model_parser
-from megasink.probe.parts import Captured
 from megasink.probe.ranks import Ranks
 from megasink.probe.recorder import Recorder
 from megasink.probe.run import Probe, run
 from megasink.probe.shards import PartialFolder
-from megasink.probe.summary import EPSILONS, LAYER_SHARE, circuit_of, clean, loss_of
+from megasink.probe.summary import LAYER_SHARE, metric_results
 from megasink.report.sweep import write_sweep
+from megasink.typed_json import to_json
 
 COLUMNS = 8
 METRICS = ("alpha", "awft", "ahon", "importance", "massive_ratio")
 SCORES = ("awft", "ahon_ln")
 """Whose inactive heads are counted: those of P3.24."""
+SEED = 0
+"""Of the random baseline, which a sweep does not show."""
 
 
 class Setting(NamedTuple):
@@ -125,13 +127,13 @@ def sweep(
     positions: int | None,
     model: dict[str, Any],
     first: tuple[int, ...] = (),
-) -> dict[str, Any] | None:
-    """Run every combination, and write what was found. Arguments are those of `analyze`.
+) -> SweepResults | None:
+    """Run every combination, and write what was measured. Arguments are those of `analyze`.
 
     The loss is on the same tokens whatever stands before them: all of the text but its first.
 
     Returns:
-        sweep.json; None on every process but the first, which writes.
+        what sweep.json holds; None on every process but the first, which writes.
 
     Raises:
         UserError: texts that are too short, sequences longer than the positions, or no BOS.
@@ -144,7 +146,7 @@ def sweep(
             f"before the text, and {args.model} has {positions} positions: use less"
         )
     contents = contents_of(args, tokenizer)
-    found: list[tuple[Setting, Captured]] = []
+    measured: list[tuple[Setting, Measurements]] = []
     partials = []
     device = next(module.parameters()).device
     for setting in settings:
@@ -154,7 +156,7 @@ def sweep(
         facts = identity(args, module, samples, model, recorder.metrics)
         partial = PartialFolder(args.output / "partial" / setting.label, facts)
         with open_probe(recorder) as probe:
-            captured = run(
+            measurements = run(
                 probe,
                 recorder,
                 samples,
@@ -164,32 +166,32 @@ def sweep(
                 ranks=ranks,
             )
         partials.append(partial)
-        if captured is not None:
-            found.append((setting, captured))
+        if measurements is not None:
+            measured.append((setting, measurements))
     if ranks.rank:
         return None
-    about = {
-        "format": 1,
-        "megasink": megasink.__version__,
-        "model": {**model, "layers": len(heads), "heads": heads},
-        "run": {
-            "data": [str(source) for source in args.data],
-            "max_samples": args.max_samples,
-            "data_sha256": data_hash(contents),
-        },
-        **summarise_sweep(found),
-    }
-    told: dict[str, Any] = clean(about)
+    set_by, thresholds, rows = summarise_sweep(measured)
+    results = SweepResults(
+        format=FORMAT,
+        megasink=megasink.__version__,
+        model=ModelFacts(**model, layers=len(heads), heads=heads),
+        data=[str(source) for source in args.data],
+        max_samples=args.max_samples,
+        data_sha256=data_hash(contents),
+        set_by=set_by,
+        thresholds=thresholds,
+        rows=rows,
+    )
     arrays = {
-        f"{name}/{setting.label}": scores
-        for setting, captured in found
-        for name, scores in scores_of(captured).items()
+        f"{name}/{setting.label}": measurements.analysis_values(SEED).by_sample[name].numpy()
+        for setting, measurements in measured
+        for name in SCORES
     }
-    write_sweep(told, arrays, args.output)
+    write_sweep(results, arrays, args.output)
     for partial in partials:
         partial.remove()
     (args.output / "partial").rmdir()
-    return told
+    return results
 
 
 def settings_of(args: argparse.Namespace, tokenizer: Any) -> list[Setting]:
@@ -220,7 +222,7 @@ def contents_of(args: argparse.Namespace, tokenizer: Any) -> list[Sample]:
         UserError: an input without one.
     """
     longest = max(args.lengths)
-    found = []
+    contents = []
     for name, source in zip(dataset_names(args.data), args.data, strict=True):
         count = most = 0
         for document in Corpus([source], json_key=args.json_key):
@@ -228,7 +230,7 @@ def contents_of(args: argparse.Namespace, tokenizer: Any) -> list[Sample]:
             most = max(most, len(tokens))
             if len(tokens) < longest:
                 continue
-            found.append(Sample(tuple(tokens[:longest]), name, document.source))
+            contents.append(Sample(tuple(tokens[:longest]), name, document.source))
             count += 1
             if count == args.max_samples:
                 break
@@ -237,7 +239,7 @@ def contents_of(args: argparse.Namespace, tokenizer: Any) -> list[Sample]:
                 f"{source} has no text of {longest} tokens, the longest has {most}: use "
                 f"--lengths of at most {most}, or longer texts"
             )
-    return found
+    return contents
 
 
 def samples_of(
@@ -253,49 +255,40 @@ def samples_of(
     return made
 
 
-def scores_of(captured: Captured) -> dict[str, Any]:
-    """P3.24's scores, [N, L, H] each."""
-    ahon = captured.of("ahon")
-    return {"awft": captured.values["awft"], "ahon_ln": layer_normalised(ahon).numpy()}
+def summarise_sweep(
+    measured: Sequence[tuple[Setting, Measurements]],
+) -> tuple[str, dict[str, float], list[SweepRow]]:
+    """What sets the thresholds that all rows share, the thresholds, and the rows.
 
-
-def summarise_sweep(found: Sequence[tuple[Setting, Captured]]) -> dict[str, Any]:
-    """The rows, and the thresholds that all of them share: those of 15 % at the longest texts.
-
-    They are set by the first row among the longest.
+    They are those of 15 % in the first row among the longest texts.
     """
-    reference = max(found, key=lambda entry: entry[0].length)
+    longest = max(measured, key=lambda entry: entry[0].length)
+    reference = longest[1].analysis_values(SEED)
     thresholds = {
-        name: threshold(name, scores, LAYER_SHARE)
-        for name, scores in scores_of(reference[1]).items()
+        name: threshold(
+            reference.by_sample[name].numpy(), LAYER_SHARE, metrics()[name].inactive or ""
+        )
+        for name in SCORES
     }
-    rows = [_row(setting, captured, thresholds) for setting, captured in found]
-    return {"thresholds": {"set_by": reference[0].label, **thresholds}, "rows": rows}
+    return longest[0].label, thresholds, [_row(*entry, thresholds) for entry in measured]
 
 
-def _row(setting: Setting, captured: Captured, thresholds: dict[str, float]) -> dict[str, Any]:
-    alpha_NLHK, awft_NLH = captured.of("alpha"), captured.of("awft")
-    tokens_N = torch.tensor([sample["tokens"] for sample in captured.samples])
-    scores = scores_of(captured)
-    masks = {name: inactive(name, scores[name], tau) for name, tau in thresholds.items()}
-    by_layer = {name: share_by_layer(mask, scores[name]) for name, mask in masks.items()}
-    ratio_S = captured.of("massive_ratio").nanmean(0)
-    return {
+def _row(setting: Setting, measurements: Measurements, thresholds: dict[str, float]) -> SweepRow:
+    analysis = measurements.analysis_values(SEED)
+    registered = metrics()
+    by_layer, by_head = {}, {}
+    for name, tau in thresholds.items():
+        scores = analysis.by_sample[name].numpy()
+        mask = inactive(scores, tau, registered[name].inactive or "")
+        by_layer[name] = share_by_layer(mask, scores)
+        by_head[name] = mask.mean(0)
+    return SweepRow(
         **setting._asdict(),
-        "samples": len(captured.samples),
-        "non_finite": [entry.source for entry in captured.non_finite],
-        "tokens": int(tokens_N[0]),
-        "sink_rate": {
-            f"{e:g}": [sink_rate(alpha_NLHK[..., k], e) for k in range(COLUMNS)] for e in EPSILONS
-        },
-        "first_token_attention": first_token_attention(awft_NLH).nanmean(),
-        "first_token_attention_by_layer": first_token_attention(awft_NLH),
-        "imbalance": head_imbalance(head_importance(captured.of("importance"), tokens_N)),
-        "inactive": {name: np.nanmean(share) for name, share in by_layer.items()},
-        "inactive_by_layer": by_layer,
-        "inactive_by_head": {name: mask.mean(0) for name, mask in masks.items()},
-        "largest_massive_ratio": np.nanmax(ratio_S[2::2].numpy()),
-        "massive_ratio": ratio_S,
-        **circuit_of(captured),
-        **loss_of(captured.samples),
-    }
+        samples=len(measurements.samples),
+        tokens=measurements.samples[0].tokens,
+        non_finite=[entry.source for entry in measurements.non_finite],
+        metrics={n: r for n, r in metric_results(analysis).items() if registered[n].shown},
+        inactive={name: float(np.nanmean(shares)) for name, shares in by_layer.items()},
+        inactive_by_layer=to_json(by_layer),
+        inactive_by_head=to_json(by_head),
+    )

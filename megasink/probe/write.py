@@ -4,70 +4,68 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megasink.diagnostics import metrics
+from megasink.diagnostics.results import Results, RunFacts
 from megasink.errors import UserError
 from megasink.printable import printable, say
 from megasink.probe.geometry import Geometry
 from megasink.probe.inputs import Sample, data_hash
 from megasink.probe.maps import Arrays
-from megasink.probe.parts import Captured
-from megasink.probe.summary import all_scores, summarise
+from megasink.probe.measurements import Measurements
+from megasink.probe.summary import summarise
 from megasink.report.analysis import read_analysis
 from megasink.report.analysis_page import in_words
 from megasink.report.pages import write_report
-
-KEPT = ("data", "inputs", "bos", "seq_length", "max_samples", "seed", "device", "identity")
-"""Options that results.json repeats under "run"."""
+from megasink.typed_json import schema_of, to_json
 
 
 def write_analysis(
     output: Path,
-    captured: Captured,
+    measurements: Measurements,
     samples: Sequence[Sample],
     model: dict[str, Any],
     options: dict[str, Any],
     geometry: Geometry,
     maps: Arrays | None = None,
-) -> dict[str, Any]:
+) -> Results:
     """Write everything about one model into a folder, and print its summary.
 
     Args:
         options, geometry, maps: as `write_numbers`.
 
-    Returns:
-        results.json.
-
     Raises:
         UserError: as `write_numbers`.
     """
-    found = write_numbers(output, captured, samples, model, options, geometry, maps)
+    results = write_numbers(output, measurements, samples, model, options, geometry, maps)
     with _named(output):
         write_report([output], output)
     say(in_words(read_analysis(output)))
-    for entry in captured.non_finite:
+    for entry in measurements.non_finite:
         print(
             f"megasink: warning: {printable(entry.source)} has infinite or NaN values in layers "
             f"{entry.layers}, heads {entry.heads}: left out of every average",
             file=sys.stderr,
         )
-    print(f"wrote {output}/report.html, results.json, *.npz, tables/, figures/")
-    return found
+    print(f"wrote {output}/report.html, results.json and its schema, *.npz, tables/, figures/")
+    return results
 
 
 def write_numbers(
     output: Path,
-    captured: Captured,
+    measurements: Measurements,
     samples: Sequence[Sample],
     model: dict[str, Any],
     options: dict[str, Any],
     geometry: Geometry | None = None,
     maps: Arrays | None = None,
-) -> dict[str, Any]:
-    """Write results.json and the arrays; `megasink report` makes the rest out of them.
+) -> Results:
+    """Write results.json with its schema, and the arrays; `megasink report` makes the rest.
 
     Args:
         options: of the command line, "seed" among them.
@@ -75,36 +73,57 @@ def write_numbers(
         maps: of `megasink.probe.maps.geometry`; None where they were not asked for.
 
     Returns:
-        results.json.
+        what results.json holds.
 
     Raises:
         UserError: the folder cannot be written, or the disk is full.
     """
-    facts = {key: options[key] for key in KEPT if key in options}
-    found = summarise(
-        captured,
+    known = {field.name: options[field.name] for field in fields(RunFacts) if field.name in options}
+    run = RunFacts(**known, data_sha256=data_hash(samples))
+    analysis = measurements.analysis_values(run.seed)
+    results = summarise(
+        measurements,
+        analysis,
         model=model,
-        run={**facts, "data_sha256": data_hash(samples)},
+        run=run,
         inputs=samples,
         geometry=None if geometry is None else geometry.found,
     )
-    scores = all_scores(captured, int(options["seed"]))
-    arrays: dict[str, Any] = {f"score/{name}": values for name, values in scores.items()}
-    arrays |= {f"metric/{name}": values for name, values in captured.values.items()}
-    arrays["tokens"] = np.asarray([sample["tokens"] for sample in captured.samples])
-    arrays["source"] = np.asarray([str(sample["source"]) for sample in captured.samples])
+    arrays: dict[str, Any] = {f"metric/{n}": t.numpy() for n, t in analysis.by_sample.items()}
+    arrays["tokens"] = np.asarray([sample.tokens for sample in measurements.samples])
+    arrays["source"] = np.asarray([sample.source for sample in measurements.samples])
     points = None if geometry is None else geometry.arrays
     with _named(output):
         output.mkdir(parents=True, exist_ok=True)
-        for name, named in (("samples", arrays), ("geometry", points), ("maps", maps)):
-            if named is None:
+        for name, content in (("samples", arrays), ("geometry", points), ("maps", maps)):
+            if content is None:
                 (output / f"{name}.npz").unlink(missing_ok=True)  # of an earlier analysis
                 continue
             with _whole(output / f"{name}.npz") as path, path.open("wb") as file:
-                np.savez_compressed(file, allow_pickle=False, **named)
-        with _whole(output / "results.json") as path:
-            path.write_text(json.dumps(found, indent=1))
-    return found
+                np.savez_compressed(file, allow_pickle=False, **content)
+        for name, told in (("results.schema", results_schema()), ("results", to_json(results))):
+            with _whole(output / f"{name}.json") as path:
+                path.write_text(json.dumps(told, indent=1))
+    return results
+
+
+def results_schema() -> dict[str, Any]:
+    """The JSON schema of results.json: the dataclasses, and a description of each metric."""
+    schema = schema_of(Results)
+    of_datasets = schema["properties"]["datasets"]["additionalProperties"]
+    for part in (schema, of_datasets):
+        of_metrics = part["properties"]["metrics"]
+        result = of_metrics["additionalProperties"]
+        of_metrics["properties"] = {
+            entry.name: result
+            | {
+                "title": entry.title,
+                "description": f"{entry.definition} Unit: {entry.unit}. Axis: {entry.axis}. "
+                f"Source: {entry.source}.",
+            }
+            for entry in metrics().values()
+        }
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 @contextmanager

@@ -10,12 +10,15 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
+from megasink.diagnostics import metrics, metrics_shown
+from megasink.diagnostics.results import FORMAT, MetricResult, Results, SampleResults
 from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.report.csv_file import write_csv
+from megasink.typed_json import from_json
 
-FORMAT = 2
-_PARTS = ("model", "run", "datasets", "sink_rate", "circuit", "curves", "mean_score")
+TABLE_POSITIONS = 8
+"""Token positions that a table of states has columns for."""
 
 Floats = NDArray[np.float64]
 
@@ -26,24 +29,38 @@ class Analysis:
 
     Attributes:
         name: of the model.
-        found: results.json; docs/instruments.md describes every key.
-        scores: P3's scores [samples, layers, heads] of every sample.
+        results: results.json.
+        by_sample: metric -> [samples, layers, heads], of scores of inactive heads and of what is
+            compared by distribution.
         maps: of `megasink.probe.maps.geometry`; empty where `--maps` was not asked for.
         points: geometry.npz, points of tokens by PCA and t-SNE; empty where there is none.
     """
 
     name: str
-    found: dict[str, Any]
-    scores: dict[str, Floats]
+    results: Results
+    by_sample: dict[str, Floats]
     maps: dict[str, NDArray[Any]] = field(default_factory=dict)
     points: dict[str, NDArray[Any]] = field(default_factory=dict)
 
-    def array(self, *keys: str) -> Floats:
-        """A table of results.json, null as NaN."""
-        value: Any = self.found
-        for key in keys:
-            value = value[key]
-        return np.asarray(value, dtype=np.float64)
+    def has(self, metric: str) -> bool:
+        """Whether the model has such numbers: a gate's are of gated models alone."""
+        return metric in self.results.metrics
+
+    def values(self, metric: str, dataset: str | None = None) -> Floats:
+        """A metric along its axis, of all samples or of one data set; NaN for what is missing.
+
+        Raises:
+            UserError: it was not measured.
+        """
+        of = self.results if dataset is None else self.results.datasets[dataset]
+        if metric not in of.metrics:
+            raise UserError(f"the analysis of {self.name} has no {metric}: analyze it again")
+        return array(of.metrics[metric].values)
+
+
+def array(nested: Any) -> Floats:
+    """Nested lists of results.json, null as NaN."""
+    return np.asarray(nested, dtype=np.float64)
 
 
 def read_analysis(folder: Path) -> Analysis:
@@ -54,25 +71,28 @@ def read_analysis(folder: Path) -> Analysis:
     """
     path = folder / "results.json"
     try:
-        found = read_object(path)
+        content = read_object(path)
     except UserError as error:
         raise UserError(f"{folder} holds no analysis: {error}") from error
-    if found.get("format") != FORMAT:
+    if content.get("format") != FORMAT:
         raise UserError(
-            f"{path} has the format {found.get('format')}, this version reads {FORMAT}: analyze "
+            f"{path} has the format {content.get('format')}, this version reads {FORMAT}: analyze "
             "the model again"
         )
-    if missing := [key for key in _PARTS if not isinstance(found.get(key), dict)]:
-        raise UserError(f"{path} has no {' and no '.join(missing)}: analyze the model again")
+    try:
+        results: Results = from_json(Results, content, str(path))
+    except UserError as error:
+        raise UserError(f"{error}: analyze the model again") from error
     if not (folder / "samples.npz").is_file():
         raise UserError(f"{folder} has no samples.npz: analyze the model again")
-    scores = {
-        key.removeprefix("score/"): values
-        for key, values in _arrays(folder / "samples.npz").items()
-        if key.startswith("score/")
+    wanted = {n for n, entry in metrics().items() if entry.inactive or "wasserstein" in entry.shown}
+    by_sample = {
+        name.removeprefix("metric/"): values
+        for name, values in _arrays(folder / "samples.npz").items()
+        if name.removeprefix("metric/") in wanted
     }
     maps, points = _arrays(folder / "maps.npz"), _arrays(folder / "geometry.npz")
-    return Analysis(found["model"]["name"], found, scores, maps, points)
+    return Analysis(results.model.name, results, by_sample, maps, points)
 
 
 def _arrays(path: Path) -> dict[str, NDArray[Any]]:
@@ -89,87 +109,83 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
 def write_tables(analysis: Analysis, folder: Path) -> list[Path]:
     """Write heads.csv, layers.csv, states.csv, scores.csv and datasets.csv.
 
+    The first three have a column for each registered metric of their axis that is shown in tables.
+
     Returns:
         the files.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    results, written = analysis.results, []
+    heads = [(i, head) for i, count in enumerate(results.model.heads) for head in range(count)]
+    layers = range(results.model.layers)
     tables = {
-        "heads": _heads,
-        "layers": _layers,
-        "states": _states,
-        "scores": _scores,
-        "datasets": _datasets,
+        "heads": _indexed({"layer": [i for i, _ in heads], "head": [h for _, h in heads]}),
+        "layers": _indexed({"layer": list(layers)}),
+        # 0 the embedding, 0.5 after attention of block 0.
+        "states": _indexed({"state": [half / 2 for half in range(2 * len(layers) + 1)]}),
+        "scores": _scores(results),
+        "datasets": [
+            {"dataset": name, **summary_cells(of)} for name, of in results.datasets.items()
+        ],
     }
-    written = []
-    for name, rows_of in tables.items():
-        rows = list(rows_of(analysis))
-        path = folder / f"{name}.csv"
+    for name, cells in _columns(analysis, heads):
+        for row, cell in zip(tables[name[0]], cells, strict=True):
+            row[name[1]] = cell
+    for table, rows in tables.items():
+        path = folder / f"{table}.csv"
         write_csv(path, list(rows[0]) if rows else [], rows)
         written.append(path)
     return written
 
 
-def _heads(analysis: Analysis) -> Iterator[dict[str, Any]]:
-    """One row per layer and head; with several datasets the importance on each (P0.22)."""
-    importance = analysis.array("importance")
-    datasets = analysis.found["datasets"]
-    by_dataset = {name: analysis.array("datasets", name, "importance") for name in datasets}
-    if len(datasets) == 1:
-        by_dataset.clear()
-    scores = {k: analysis.array("mean_score", k) for k in analysis.found["mean_score"]}
-    for layer, heads in enumerate(analysis.found["model"]["heads"]):
-        for head in range(heads):
-            yield {
-                "layer": layer,
-                "head": head,
-                "importance": importance[layer, head],
-                **{f"importance_on_{n}": table[layer, head] for n, table in by_dataset.items()},
-                **{name: table[layer, head] for name, table in scores.items()},
-            }
+def _indexed(index: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    """A row for each entry of the index columns."""
+    return [dict(zip(index, cells, strict=True)) for cells in zip(*index.values(), strict=True)]
 
 
-def _layers(analysis: Analysis) -> Iterator[dict[str, Any]]:
-    keys = (
-        "imbalance_by_layer",
-        "first_token_attention_by_layer",
-        "sink_rate_by_layer",
-        "slot_attention_by_layer",
-        "attention_abs_max",
-        "mlp_abs_max",
-    )
-    columns = {key.removesuffix("_by_layer"): analysis.found[key] for key in keys}
-    columns |= analysis.found.get("gate", {})
-    for layer in range(analysis.found["model"]["layers"]):
-        yield {"layer": layer, **{name: column[layer] for name, column in columns.items()}}
+def _columns(
+    analysis: Analysis, heads: list[tuple[int, int]]
+) -> Iterator[tuple[tuple[str, str], list[Any]]]:
+    """((table, column), cells) of each metric that is shown in tables.
+
+    With several data sets head importance, the load of heads, stands there for each (P0.22).
+    """
+    datasets = list(analysis.results.datasets)
+    for name, entry in metrics_shown("table").items():
+        if not analysis.has(name):
+            continue
+        values = analysis.values(name)
+        if entry.axis == "head":
+            yield ("heads", name), [values[head] for head in heads]
+            if len(datasets) > 1 and "heatmap" in entry.shown:
+                for dataset in datasets:
+                    of = analysis.values(name, dataset)
+                    yield ("heads", f"{name}_on_{dataset}"), [of[head] for head in heads]
+        elif entry.axis in ("layer", "state"):
+            yield (f"{entry.axis}s", name), list(values)
+        elif entry.axis in ("layer position", "state position"):
+            for position in range(min(TABLE_POSITIONS, values.shape[1])):
+                column = f"{name}_at_{position}"
+                yield (f"{entry.axis.split()[0]}s", column), list(values[:, position])
 
 
-def _states(analysis: Analysis) -> Iterator[dict[str, Any]]:
-    """One row per state of the residual stream: 0 the embedding, 0.5 after attention of block 0."""
-    norm = analysis.array("curves", "state_norm")
-    for half, (ratio, highest) in enumerate(
-        zip(analysis.found["massive_ratio"], analysis.found["state_abs_max"], strict=True)
-    ):
-        yield {
-            "state": half / 2,
-            "massive_ratio": ratio,
-            "abs_max": highest,
-            **{f"norm_at_{p}": norm[half, p] for p in range(min(8, norm.shape[1]))},
-        }
+def _scores(results: Results) -> list[dict[str, Any]]:
+    """One row per score of inactive heads: its thresholds by share of heads."""
+    return [
+        {"score": name, **{f"threshold_at_{share}": tau for share, tau in taus.items()}}
+        for name, taus in results.inactive_heads.thresholds.items()
+    ]
 
 
-def _scores(analysis: Analysis) -> Iterator[dict[str, Any]]:
-    """One row per score: its thresholds by share of heads."""
-    for name, taus in analysis.found["inactive_heads"]["thresholds"].items():
-        yield {"score": name, **{f"threshold_at_{share}": tau for share, tau in taus.items()}}
-
-
-def _datasets(analysis: Analysis) -> Iterator[dict[str, Any]]:
-    for name, found in analysis.found["datasets"].items():
-        yield {
-            "dataset": name,
-            "samples": found["samples"],
-            "imbalance": found["imbalance"],
-            "first_token_attention": found["first_token_attention"],
-            **{f"sink_rate_{e}": rates[0] for e, rates in found["sink_rate"].items()},
-            **{k: found.get(k) for k in ("nats_per_token", "perplexity", "bits_per_byte")},
-        }
+def summary_cells(of: SampleResults) -> dict[str, Any]:
+    """The number of each metric that has one in tables; None for what was not measured."""
+    nothing = MetricResult(None, None)
+    return {
+        "samples": of.samples,
+        "tokens": of.tokens,
+        **{
+            name: of.metrics.get(name, nothing).number
+            for name, entry in metrics().items()
+            if entry.is_summarised
+        },
+    }

@@ -8,17 +8,17 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from megasink.report import figures_between, figures_heads, figures_maps, figures_sinks
+from megasink.report import figures_between, figures_heads, figures_maps, figures_states
 from megasink.report.analysis import Analysis
 from megasink.report.drawing import SECTIONS, Drawing, Picture
+from megasink.report.figures_metrics import metric_drawings
 from megasink.report.style import STYLE, rendered
 
-DRAWINGS: tuple[Drawing, ...] = (
-    *figures_sinks.DRAWINGS,
-    *figures_heads.DRAWINGS,
-    *figures_maps.DRAWINGS,
-    *figures_between.DRAWINGS,
-)
+
+def drawings() -> list[Drawing]:
+    """Every kind of figure: of the registered metrics, and those with a shape of their own."""
+    own = (figures_states, figures_heads, figures_maps, figures_between)
+    return [*metric_drawings(), *(drawing for module in own for drawing in module.DRAWINGS)]
 
 
 def figures(analyses: Sequence[Analysis], kinds: Sequence[str] = ("png",)) -> list[Picture]:
@@ -50,7 +50,7 @@ class _Job:
 
 def _jobs(analyses: Sequence[Analysis]) -> Iterator[_Job]:
     for section in SECTIONS:
-        for drawing in DRAWINGS:
+        for drawing in drawings():
             if drawing.section != section:
                 continue
             if not drawing.by_model:

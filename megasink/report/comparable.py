@@ -19,19 +19,21 @@ def differences(analyses: Sequence[Analysis]) -> list[str]:
 
     Other token ids alone are no difference: models have tokenizers of their own.
     """
-    same_tokens = len({a.found["run"].get("data_sha256") for a in analyses}) == 1
-    found = []
+    same_tokens = len({a.results.run.data_sha256 for a in analyses}) == 1
+    sentences = []
     for key, what in _OPTIONS.items():
-        values = [_shown(a.found["run"].get(key)) for a in analyses]
+        values = [_shown(getattr(a.results.run, key)) for a in analyses]
         if len(set(values)) == 1 or (same_tokens and key != "seq_length"):
             continue
         named = ", ".join(f"{a.name}: {value}" for a, value in zip(analyses, values, strict=True))
-        found.append(f"{what}: {named}; numbers of one can only be compared with those of its like")
-    counts = [a.found.get("samples") for a in analyses]
-    if not found and len(set(counts)) > 1:
+        sentences.append(
+            f"{what}: {named}; numbers of one can only be compared with those of its like"
+        )
+    counts = [a.results.samples for a in analyses]
+    if not sentences and len(set(counts)) > 1:
         named = ", ".join(f"{a.name}: {n}" for a, n in zip(analyses, counts, strict=True))
-        found.append(f"other numbers of samples: {named}")
-    return found
+        sentences.append(f"other numbers of samples: {named}")
+    return sentences
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,5 @@
-"""What a figure of the report is. To add one, write it into the `DRAWINGS` of a figures file."""
+"""What a figure of the report is. A metric's is made from its record (figures_metrics.py); for
+another one, write it into the `DRAWINGS` of a figures file."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,7 +7,7 @@ from typing import Any
 
 from megasink.report.analysis import Analysis
 
-SECTIONS = ("Sinks", "Heads", "Hidden states", "Geometry", "Between models")
+SECTIONS = ("Sinks", "Heads", "Hidden states", "Geometry", "Other metrics", "Between models")
 """Of the page, in its order."""
 
 

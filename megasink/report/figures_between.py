@@ -5,28 +5,32 @@ from typing import Any
 
 import numpy as np
 
+from megasink.diagnostics import metrics, metrics_shown
 from megasink.diagnostics.distances import wasserstein
 from megasink.report.analysis import Analysis
 from megasink.report.drawing import Drawing
-from megasink.report.figures_heads import pretty
 from megasink.report.style import MAP, heatmap, panels, short, write_cells
 
 
 def _distances(analyses: Sequence[Analysis]) -> Any:
     if len(analyses) < 3:
         return None  # the table says it
-    figure, axes = panels(1, 2, min(9.0, 2.6 + 0.28 * len(analyses)))
+    pooled = [n for n in metrics_shown("wasserstein") if all(n in a.by_sample for a in analyses)]
+    figure, axes = panels(1, len(pooled), min(9.0, 2.6 + 0.28 * len(analyses)))
     names = [short(analysis.name, 24) for analysis in analyses]
-    for axis, score in zip(axes[0], ("awft", "ahon_ln"), strict=True):
+    for axis, score in zip(axes[0], pooled, strict=True):
         table = np.asarray(
-            [[wasserstein(a.scores[score], b.scores[score]) for b in analyses] for a in analyses]
+            [
+                [wasserstein(a.by_sample[score], b.by_sample[score]) for b in analyses]
+                for a in analyses
+            ]
         )
         image = heatmap(axis, table, vmin=0, cmap=MAP)
         if len(names) <= 8:
             write_cells(axis, image, table, 7)
         axis.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
         axis.set_yticks(range(len(names)), names)
-        axis.set_title(pretty(score))
+        axis.set_title(metrics()[score].title)
         figure.colorbar(image, ax=axis, label="Wasserstein distance")
     return figure
 

@@ -5,11 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from megasink.report.analysis import Analysis, Floats
+from megasink.report.analysis import Analysis, Floats, array
 from megasink.report.drawing import Drawing
 from megasink.report.style import (
     MAP,
-    grid,
     heatmap,
     label,
     line,
@@ -23,27 +22,7 @@ from megasink.report.style import (
 
 SIX = ("awft", "aeqd", "ftvvn", "avvn", "lthon", "ahon")
 INACTIVE_SHARE = "0.15"
-_READABLE = 160  # cells whose numbers can still be read
 _BINS = 50
-
-
-def _importance(analyses: Sequence[Analysis]) -> Any:
-    tables = [analysis.array("importance") for analysis in analyses]
-    rows, columns = grid(len(analyses), 3)
-    layers = max(len(table) for table in tables)
-    figure, axes = panels(rows, columns, rows * float(np.clip(0.24 * layers + 1.3, 2.8, 8.0)))
-    # One scale for all of them, down to a round number: gates of a balanced model differ little.
-    lowest = min(0.9, np.floor(10 * min(np.nanmin(table) for table in tables)) / 10)
-    for axis, analysis, table in zip(axes.flat, analyses, tables, strict=False):
-        image = heatmap(axis, table, vmin=lowest, vmax=1, cmap=MAP)
-        imbalance = analysis.found["imbalance"]
-        label(axis, f"{wrapped(analysis.name)}\nhead imbalance {imbalance:.3f}", "layer", "head")
-        if table.size <= _READABLE and len(analyses) <= 3:
-            write_cells(axis, image, table, 6.5 if columns < 3 else 5.5)
-    for axis in axes.flat[len(analyses) :]:
-        axis.set_axis_off()
-    figure.colorbar(image, ax=axes.ravel().tolist(), label="head importance, mean gate")
-    return figure
 
 
 def _scores(analyses: Sequence[Analysis]) -> Any:
@@ -64,7 +43,7 @@ def _scores(analyses: Sequence[Analysis]) -> Any:
 
 
 def _distribution(density: Any, cumulative: Any, name: str, analyses: Sequence[Analysis]) -> None:
-    pools = [analysis.scores[name] for analysis in analyses]
+    pools = [analysis.by_sample[name] for analysis in analyses]
     pools = [pool[np.isfinite(pool)] for pool in pools]
     low = min(float(np.quantile(pool, 0.001)) for pool in pools)
     high = max(float(np.quantile(pool, 0.995)) for pool in pools)
@@ -78,7 +57,7 @@ def _distribution(density: Any, cumulative: Any, name: str, analyses: Sequence[A
         ordered = np.sort(pool)
         share = np.arange(1, len(ordered) + 1) / len(ordered)
         cumulative.plot(ordered, share, color=colour)
-        threshold = analysis.found["inactive_heads"]["thresholds"][name][INACTIVE_SHARE]
+        threshold = analysis.results.inactive_heads.thresholds[name][INACTIVE_SHARE]
         cumulative.axvline(threshold, color=colour, linestyle=":", linewidth=1.1)
     for axis in (density, cumulative):
         axis.set_xlim(edges[0], edges[-1])
@@ -104,7 +83,7 @@ def _inactive_by_layer(analyses: Sequence[Analysis]) -> Any:
     figure, axes = panels(1, 2, 3.2, sharey=True)
     for axis, score in zip(axes[0], ("awft", "ahon_ln"), strict=True):
         for analysis, colour, name in named(analyses):
-            share = 100 * analysis.array("inactive_heads", "share_by_layer", score)
+            share = 100 * array(analysis.results.inactive_heads.share_by_layer[score])
             line(axis, np.arange(len(share)), share, color=colour, label=name)
         label(axis, f"inactive by {pretty(score)}", "% of the layer's heads", "layer")
         axis.set_ylim(-2, 102)
@@ -116,12 +95,12 @@ def _inactive_by_layer(analyses: Sequence[Analysis]) -> Any:
 
 def _agreement(analyses: Sequence[Analysis]) -> Any:
     (analysis,) = analyses
-    found = analysis.found["inactive_heads"]["agreement"]
-    names = [pretty(name) for name in found["scores"]]
+    agreement = analysis.results.inactive_heads.agreement
+    names = [pretty(name) for name in agreement.scores]
     margins = {"left": 0.11, "right": 0.935, "top": 0.95, "bottom": 0.22, "wspace": 0.36}
     figure, axes = panels(1, 2, 5.9, layout=None, gridspec_kw=margins)
-    for axis, key in zip(axes[0], ("iou", "precision"), strict=True):
-        table = analysis.array("inactive_heads", "agreement", key)
+    for axis, shares in zip(axes[0], (agreement.iou, agreement.precision), strict=True):
+        table = array(shares)
         image = heatmap(axis, table, vmin=0, vmax=1, cmap=MAP)
         write_cells(axis, image, table, 5.2)
         axis.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
@@ -134,19 +113,18 @@ def _agreement(analyses: Sequence[Analysis]) -> Any:
 
 
 def _gates(analyses: Sequence[Analysis]) -> Any:
-    gated = [entry for entry in named(analyses) if "gate_histogram" in entry[0].found]
+    gated = [entry for entry in named(analyses) if entry[0].results.gate_histogram]
     if not gated:
         return None
     figure, axes = panels(1, 2, 3.4)
     for analysis, colour, name in gated:
-        counts = np.nansum(analysis.array("gate_histogram"), axis=0)
+        counts = array(analysis.results.gate_histogram).sum(0)
         edges = np.linspace(0, 1, len(counts) + 1)
         density = counts / counts.sum() * len(counts)
         axes[0, 0].stairs(density, edges, color=colour, linewidth=1.4, label=name)
         axes[0, 0].stairs(density, edges, color=colour, fill=True, alpha=0.15)
-        mean, std, low, high = (
-            analysis.array("gate", f"gate_{key}") for key in ("score", "std", "min", "max")
-        )
+        mean = np.ma.masked_invalid(analysis.values("gate_score")).mean(1).filled(np.nan)
+        std, low, high = map(analysis.values, ("gate_spread", "gate_min", "gate_max"))
         there = np.isfinite(mean)
         layers = np.arange(len(mean))
         line(axes[0, 1], layers, mean, color=colour)
@@ -168,20 +146,20 @@ def _datasets(analyses: Sequence[Analysis]) -> Any:
     """The most imbalanced layer of each model, head by head; and AWFT over heads."""
     from matplotlib import colormaps
 
-    analyses = [analysis for analysis in analyses if len(analysis.found["datasets"]) > 1]
+    analyses = [analysis for analysis in analyses if len(analysis.results.datasets) > 1]
     if not analyses:
         return None
     figure, axes = panels(len(analyses), 2, 2.9 * len(analyses))
-    names = list(dict.fromkeys(n for a in analyses for n in a.found["datasets"]))
+    names = list(dict.fromkeys(n for a in analyses for n in a.results.datasets))
     colours = dict(zip(names, colormaps["viridis"](np.linspace(0, 0.85, len(names))), strict=True))
     marks = dict(zip(names, "osD^vP*XdhH<>" * len(names), strict=False))
     for (left, right), analysis in zip(axes, analyses, strict=True):
-        layer = int(np.nanargmax(analysis.array("imbalance_by_layer")))
-        for name in analysis.found["datasets"]:
-            importance = analysis.array("datasets", name, "importance")[layer]
+        layer = int(np.nanargmax(analysis.values("imbalance")))
+        for name in analysis.results.datasets:
+            importance = analysis.values("importance", name)[layer]
             style = {"color": colours[name], "marker": marks[name], "ms": 4}
             left.plot(importance, linewidth=0.9, label=name, **style)
-            awft: Floats = np.sort(analysis.array("datasets", name, "mean_score", "awft"), None)
+            awft: Floats = np.sort(analysis.values("awft", name), None)
             awft = awft[np.isfinite(awft)]
             right.plot(awft, np.arange(1, len(awft) + 1) / len(awft), color=colours[name])
         label(left, f"{wrapped(analysis.name)}: layer {layer}", "head importance", "head")
@@ -195,16 +173,6 @@ def _datasets(analyses: Sequence[Analysis]) -> Any:
 
 
 DRAWINGS = (
-    Drawing(
-        "importance",
-        "Heads",
-        "Head importance",
-        "Imp = 1/T sum_i G_i by layer and head, over all tokens of all samples (P0.12). G is the "
-        "explicit gate, sigmoid(LSE - s) under a sink s, else 1 - A_i0. Head imbalance is the mean "
-        "over layers of std / mean (P0.13). One colour scale for all models; layers without "
-        "softmax attention are blank.",
-        _importance,
-    ),
     Drawing(
         "datasets",
         "Heads",

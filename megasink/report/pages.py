@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megasink.diagnostics import metrics
 from megasink.report.analysis import read_analysis, write_tables
 from megasink.report.analysis_figures import figures
 from megasink.report.analysis_page import page
@@ -19,6 +20,13 @@ def write_report(folders: Sequence[Path], output: Path, *, kinds: Sequence[str] 
     analyses = [read_analysis(folder) for folder in folders]
     for difference in differences(analyses):
         print(f"megasink: warning: the analyses are of {difference}", file=sys.stderr)
+    for analysis in analyses:
+        if unknown := sorted(analysis.results.metrics.keys() - metrics().keys()):
+            print(
+                f"megasink: warning: {analysis.name} has metrics that nothing registers here: "
+                f"{', '.join(unknown)}; load the module that they are of to see them",
+                file=sys.stderr,
+            )
     pictures = figures(analyses, kinds)
     (output / "figures").mkdir(parents=True, exist_ok=True)
     for old in (*output.glob("figures/*.png"), *output.glob("figures/*.pdf")):

@@ -2,77 +2,78 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megasink.definitions import SINK_EPSILON
+from megasink.diagnostics import metrics
+from megasink.diagnostics.results import SweepResults, SweepRow
+from megasink.diagnostics.sinks import EPSILONS
 from megasink.errors import UserError
 from megasink.report.csv_file import write_csv
 from megasink.report.curves import style_axis
-
-EPSILON = "0.3"
+from megasink.typed_json import to_json
 
 _AXES = {"length": "tokens of the text", "copies": "copies of the first token", "bos": "BOS"}
 
 
-def write_sweep(found: dict[str, Any], arrays: dict[str, Any], output: Path) -> None:
+def write_sweep(results: SweepResults, arrays: dict[str, Any], output: Path) -> None:
     """Write a sweep, and print its table.
 
     Args:
-        found: the content of sweep.json.
+        results: the content of sweep.json.
         arrays: of sweep.npz: "score/setting" -> [samples, layers, heads].
 
     Raises:
         UserError: the folder cannot be written, or the disk is full.
     """
-    table = [table_row(row) for row in found["rows"]]
+    table = [table_row(row, results.rows) for row in results.rows]
     try:
         output.mkdir(parents=True, exist_ok=True)
         with (output / "sweep.npz").open("wb") as file:
             np.savez_compressed(file, allow_pickle=False, **arrays)
         write_csv(output / "sweep.csv", list(table[0]), table)
-        draw_sweep(found, output / "sweep.png")
-        draw_masks(found, output / "sweep_masks.png")
-        (output / "sweep.json").write_text(json.dumps(found, indent=1))
+        draw_sweep(results, output / "sweep.png")
+        draw_masks(results, output / "sweep_masks.png")
+        (output / "sweep.json").write_text(json.dumps(to_json(results), indent=1))
     except OSError as error:
         raise UserError(
             f"the sweep cannot be written to {output} ({error.strerror or error}): make room, and "
             "the same command writes it without measuring anything again"
         ) from error
     shown = [
-        *("length", "bos", "copies", "samples", f"sink_rate_{EPSILON}", "inactive_awft"),
+        *("length", "bos", "copies", "samples", "sink_rate", "inactive_awft"),
         *("inactive_ahon_ln", "massive_ratio", "nats_per_token"),
     ]
     print("  ".join(f"{name:>{max(7, len(name))}}" for name in shown))
     for line in table:
         cells = [_short(line[name]) for name in shown]
         print("  ".join(f"{c:>{max(7, len(n))}}" for n, c in zip(shown, cells, strict=True)))
-    for row in found["rows"]:
-        if row["non_finite"]:
-            setting = ", ".join(_name(key, row[key]) for key in _AXES)
+    for row in results.rows:
+        if row.non_finite:
+            setting = ", ".join(_name(key, getattr(row, key)) for key in _AXES)
             print(
-                f"megasink: warning: {len(row['non_finite'])} samples of {setting} have infinite "
-                f"or NaN values, {row['non_finite'][0]} first: left out of every average",
+                f"megasink: warning: {len(row.non_finite)} samples of {setting} have infinite "
+                f"or NaN values, {row.non_finite[0]} first: left out of every average",
                 file=sys.stderr,
             )
     print(f"wrote {output}/sweep.csv, sweep.json, sweep.npz, sweep.png, sweep_masks.png")
 
 
-def table_row(row: dict[str, Any]) -> dict[str, Any]:
-    """One line of sweep.csv."""
+def table_row(row: SweepRow, rows: Sequence[SweepRow]) -> dict[str, Any]:
+    """One line of sweep.csv: the setting, and the numbers of what was measured in some row."""
     keys = ("length", "bos", "copies", "samples", "tokens")
     return {
-        **{key: row[key] for key in keys},
-        **{f"sink_rate_{eps}": rates[0] for eps, rates in row["sink_rate"].items()},
-        "first_token_attention": row["first_token_attention"],
-        "imbalance": row["imbalance"],
-        **{f"inactive_{name}": share for name, share in row["inactive"].items()},
-        "massive_ratio": row["largest_massive_ratio"],
-        "prominent_after_block": row["prominent_after_block"],
-        "stage": row["stage"],
-        "nats_per_token": row["nats_per_token"],
-        "perplexity": row["perplexity"],
+        **{key: getattr(row, key) for key in keys},
+        **{
+            name: row.metrics[name].number if name in row.metrics else None
+            for name, entry in metrics().items()
+            if entry.is_summarised and any(name in of.metrics for of in rows)
+        },
+        **{f"inactive_{name}": share for name, share in row.inactive.items()},
     }
 
 
@@ -80,7 +81,7 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def draw_sweep(found: dict[str, Any], output: Path) -> None:
+def draw_sweep(results: SweepResults, output: Path) -> None:
     """Sink rate, inactive heads, massive activation and loss over what was swept.
 
     The first of length, copies and BOS with several values is the axis; the others are lines.
@@ -90,38 +91,42 @@ def draw_sweep(found: dict[str, Any], output: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = found["rows"]
-    over = next((key for key in _AXES if len({row[key] for row in rows}) > 1), "length")
-    others = [key for key in _AXES if key != over and len({row[key] for row in rows}) > 1]
-    lines: dict[str, list[dict[str, Any]]] = {}
+    rows = results.rows
+    over = next((key for key in _AXES if len({getattr(r, key) for r in rows}) > 1), "length")
+    others = [k for k in _AXES if k != over and len({getattr(row, k) for row in rows}) > 1]
+    lines: dict[str, list[SweepRow]] = {}
     for row in rows:
-        lines.setdefault(", ".join(_name(key, row[key]) for key in others), []).append(row)
+        name = ", ".join(_name(key, getattr(row, key)) for key in others)
+        lines.setdefault(name, []).append(row)
     figure, axes = plt.subplots(1, 4, figsize=(18, 3.8), layout="constrained")
-    rates = list(rows[0]["sink_rate"]) if len(lines) == 1 else [EPSILON]
+    rates = EPSILONS if len(lines) == 1 else {SINK_EPSILON: EPSILONS[SINK_EPSILON]}
     for index, (name, line) in enumerate(lines.items()):
         colour = plt.get_cmap("viridis")(0.9 * index / max(1, len(lines) - 1))
         style = {"color": colour, "marker": "o", "markersize": 4}
-        at = [row[over] for row in line]
-        for rank, eps in enumerate(rates):
+        at = [getattr(row, over) for row in line]
+        for rank, (eps, rate) in enumerate(rates.items()):
             shade = plt.get_cmap("plasma")(0.8 * rank / len(rates)) if len(rates) > 1 else colour
-            values = [100 * row["sink_rate"][eps][0] for row in line]
+            values = 100 * _numbers(line, rate)
             label = f"eps {eps}" if len(rates) > 1 else name
             axes[0].plot(at, values, **style | {"color": shade}, label=label)
-        for score, dash in zip(rows[0]["inactive"], ("-", "--"), strict=True):
-            values = [100 * row["inactive"][score] for row in line]
+        for score, dash in zip(rows[0].inactive, ("-", "--"), strict=True):
+            values = [100 * row.inactive[score] for row in line]
             once = score if index == 0 else "_"  # matplotlib leaves those out of a legend
             axes[1].plot(at, values, **style, linestyle=dash, label=once)
-        axes[2].plot(at, [row["largest_massive_ratio"] for row in line], **style, label=name)
-        axes[3].plot(at, [row["nats_per_token"] for row in line], **style, label=name)
+        axes[2].plot(at, _numbers(line, "massive_ratio"), **style, label=name)
+        axes[3].plot(at, _numbers(line, "nats_per_token"), **style, label=name)
     titles = (
-        ("sink on the first token" + ("" if len(rates) > 1 else f" (eps {EPSILON})"), "% of heads"),
+        (
+            "sink on the first token" + ("" if len(rates) > 1 else f" (eps {SINK_EPSILON})"),
+            "% of heads",
+        ),
         ("inactive heads, thresholds fixed", "% of heads"),
         ("massive activation", "first token / mean of the others"),
         ("loss on all of the text but its first token", "nats per token"),
     )
     for axis, (title, label) in zip(axes, titles, strict=True):
         style_axis(axis, title, label, _AXES[over])
-        values = sorted({row[over] for row in rows})
+        values = sorted({getattr(row, over) for row in rows})
         if over != "bos":
             if over == "length" and max(values) > 4 * min(values):
                 axis.set_xscale("log", base=2)
@@ -131,8 +136,8 @@ def draw_sweep(found: dict[str, Any], output: Path) -> None:
             axis.margins(x=0.3)
     for axis in axes[:2]:
         axis.set_ylim(-3, 103)
-    ratios = [row["largest_massive_ratio"] for row in rows]
-    if max(ratios) > 10 * min(ratios):
+    ratios = _numbers(rows, "massive_ratio")
+    if np.nanmax(ratios) > 10 * np.nanmin(ratios):
         axes[2].set_yscale("log")
     for axis in (axes[0], axes[1]):
         if axis.get_legend_handles_labels()[1] not in ([], [""]):
@@ -141,14 +146,20 @@ def draw_sweep(found: dict[str, Any], output: Path) -> None:
     plt.close(figure)
 
 
-def draw_masks(found: dict[str, Any], output: Path) -> None:
+def _numbers(rows: Sequence[SweepRow], metric: str) -> Any:
+    """Its number in each row; NaN where it was not measured."""
+    numbers = (row.metrics[metric].number if metric in row.metrics else None for row in rows)
+    return np.asarray(list(numbers), dtype=np.float64)
+
+
+def draw_masks(results: SweepResults, output: Path) -> None:
     """How often each head is inactive, [layer, head], setting by setting (P3.24)."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows, scores = found["rows"], list(found["rows"][0]["inactive_by_head"])
+    rows, scores = results.rows, list(results.rows[0].inactive_by_head)
     figure, axes = plt.subplots(
         len(scores),
         1,
@@ -158,7 +169,7 @@ def draw_masks(found: dict[str, Any], output: Path) -> None:
         sharex=True,
     )
     for axis, score in zip(axes[:, 0], scores, strict=True):
-        tables = [np.asarray(row["inactive_by_head"][score], dtype=float) for row in rows]
+        tables = [np.asarray(row.inactive_by_head[score], dtype=float) for row in rows]
         layers, heads = tables[0].shape
         # Side by side in one picture, a blank column between two settings.
         gap = np.full((layers, 1), np.nan)
@@ -167,7 +178,7 @@ def draw_masks(found: dict[str, Any], output: Path) -> None:
         axis.set_title(score, fontsize=10, loc="left")
         axis.set_ylabel("layer")
         axis.yaxis.get_major_locator().set_params(integer=True)
-        names = ["\n".join(_name(key, row[key]) for key in _AXES) for row in rows]
+        names = ["\n".join(_name(key, getattr(row, key)) for key in _AXES) for row in rows]
         axis.set_xticks(np.arange(len(rows)) * (heads + 1) + (heads - 1) / 2, names, fontsize=8)
         axis.tick_params(axis="x", length=0)
     figure.supxlabel("heads, setting by setting", fontsize=10)

@@ -20,6 +20,7 @@ from rich.console import Console
 from megasink.checkpoint.intact import checkpoint_path
 from megasink.data.token_bytes import token_bytes
 from megasink.data.tokenizer import load_tokenizer
+from megasink.diagnostics.results import Results
 from megasink.errors import UserError
 from megasink.probe.identity import identity
 from megasink.probe.inputs import SHORTEST, Sample
@@ -62,11 +63,11 @@ class LiveAnalysis:
         listen.is_distributed = True  # type: ignore[attr-defined]  # as provider is
         return listen
 
-    def __call__(self, model: list[torch.nn.Module], iteration: int) -> dict[str, Any] | None:
+    def __call__(self, model: list[torch.nn.Module], iteration: int) -> Results | None:
         """Analyze, where this step is one of those; called on every rank.
 
         Returns:
-            results.json, on the last rank, which writes it.
+            what results.json holds, on the last rank, which writes it.
         """
         args = self._args
         due = iteration % args.analyze_interval == 0 or iteration == args.train_iters
@@ -85,7 +86,7 @@ class LiveAnalysis:
 
     def _analyze(
         self, gpt: Any, iteration: int, output: Path, ranks: "_ReplicaRanks"
-    ) -> dict[str, Any] | None:
+    ) -> Results | None:
         args, samples = self._args, self._samples
         assert samples is not None
         recorder = Recorder([args.num_attention_heads] * args.num_layers)
@@ -106,7 +107,7 @@ class LiveAnalysis:
         partial = PartialFolder(output / "partial", facts)
         try:
             with MegatronProbe(gpt, recorder, recorder.needs) as probe:
-                captured = run(
+                measurements = run(
                     probe,
                     recorder,
                     samples,
@@ -117,9 +118,9 @@ class LiveAnalysis:
                     partial=partial,
                     ranks=ranks,
                 )
-            if captured is None:
+            if measurements is None:
                 return None
-            found = write_numbers(output, captured, samples, model, vars(options))
+            results = write_numbers(output, measurements, samples, model, vars(options))
             partial.remove()
         except UserError as error:
             if not ranks.are_done:
@@ -127,7 +128,7 @@ class LiveAnalysis:
             # Every rank goes on training, and it is the run that matters.
             print(f"megasink: warning: no analysis of step {iteration}: {error}", file=sys.stderr)
             return None
-        return found
+        return results
 
 
 class _ReplicaRanks(Ranks):

@@ -127,13 +127,12 @@ class Observer:
 
     def analyze(self, model: Any, iteration: int) -> None:
         """After an evaluation: analyze the model, where that is asked for."""
-        if self._live is None or (found := self._live(model, iteration)) is None:
+        if self._live is None or (results := self._live(model, iteration)) is None:
             return
-        record = analysis_record(found)
         self._open()
-        self._file.write({"iteration": iteration} | record)
-        self._write_scalars(analysis_scalars(record))
-        print(f"megasink: analysis of step {iteration}: {in_one_line(record)}", flush=True)
+        self._file.write({"iteration": iteration} | analysis_record(results))
+        self._write_scalars(analysis_scalars(results))
+        print(f"megasink: analysis of step {iteration}: {in_one_line(results)}", flush=True)
 
     def close(self) -> None:
         """Close metrics.jsonl, and let TensorBoard write what it holds back."""
@@ -213,7 +212,8 @@ class Observer:
             parts.append(f"lm loss {record['lm_loss']:.4f}")
         if "imbalance" in record:
             parts.append(f"imbalance {record['imbalance']:.4f}")
-            by_layer = " ".join(f"{cv:.3f}" for cv in record["imbalance_per_layer"])
+            cells = ("-" if cv is None else f"{cv:.3f}" for cv in record["imbalance_per_layer"])
+            by_layer = " ".join(cells)
             parts.append(f"by layer {by_layer}")
         parts.append(f"{args.global_batch_size * args.seq_length / mean:,.0f} tokens/s")
         parts.append(f"eta {int(left // 3600)}:{int(left % 3600 // 60):02}:{int(left % 60):02}")

@@ -19,7 +19,8 @@ from megasink.balance.tracker import (
     SINK,
     HeadStatistics,
 )
-from megasink.diagnostics.circuit import STAGES
+from megasink.diagnostics import metrics_shown
+from megasink.diagnostics.results import Results, scalars_of
 
 RATIO = "balance_gradient_ratio"
 
@@ -110,37 +111,28 @@ def sink_scalars(record: dict[str, Any], split: str) -> dict[str, float]:
     }
 
 
-def analysis_record(found: dict[str, Any]) -> dict[str, Any]:
-    """What is written of an analysis of the model that trains: out of its results.json."""
+def analysis_record(results: Results) -> dict[str, float | str | None]:
+    """The line of metrics.jsonl of an analysis of the model that trains: its scalar metrics."""
+    return {f"analysis_{name}": number for name, number in scalars_of(results).items()}
+
+
+def analysis_scalars(results: Results) -> dict[str, float]:
+    """{name in TensorBoard and W&B: value}; a category by its place among its levels."""
+    entries = metrics_shown("scalar")
     return {
-        "analysis_sink_rate": found["sink_rate"]["0.3"][0],
-        "analysis_first_token_attention": found["first_token_attention"],
-        "analysis_imbalance": found["imbalance"],
-        "analysis_nats_per_token": found.get("nats_per_token"),
-        "analysis_bits_per_byte": found.get("bits_per_byte"),
-        "analysis_circuit_stage": found["circuit"]["stage"],
+        f"analysis/{name.replace('_', ' ')}": float(
+            entries[name].levels.index(number) if isinstance(number, str) else number
+        )
+        for name, number in scalars_of(results).items()
+        if number is not None
     }
 
 
-def analysis_scalars(record: dict[str, Any]) -> dict[str, float]:
-    """{name: value} of what :func:`analysis_record` gave; the stage by its place in `STAGES`."""
-    scalars = {}
-    for key, value in record.items():
-        if isinstance(value, str):
-            value = STAGES.index(value)
-        if value is not None:
-            scalars["analysis/" + key.removeprefix("analysis_").replace("_", " ")] = float(value)
-    return scalars
-
-
-def in_one_line(record: dict[str, Any]) -> str:
-    """The values of a record that are there, by their names."""
-    parts = []
-    for key, value in record.items():
-        name = key.removeprefix("analysis_").replace("_", " ")
-        if value is not None:
-            parts.append(f"{name} {value}" if isinstance(value, str) else f"{name} {value:.4f}")
-    return " | ".join(parts)
+def in_one_line(results: Results) -> str:
+    """The scalar metrics that there are, by their titles."""
+    entries = metrics_shown("scalar")
+    numbers = {name: number for name, number in scalars_of(results).items() if number is not None}
+    return " | ".join(f"{entries[n].title} {entries[n].text(v)}" for n, v in numbers.items())
 
 
 def _ratio(balance: Tensor, other: Tensor) -> Tensor:

@@ -6,10 +6,9 @@ import torch
 from megasink.balance.loss import (
     head_balance_gradient,
     head_balance_loss,
-    head_imbalance,
     routed_heads,
-    squared_cv,
 )
+from megasink.diagnostics.importance import layer_imbalance, squared_cv
 
 
 @pytest.fixture
@@ -22,7 +21,7 @@ def importance_LH():
 def test_the_standard_deviation_is_that_of_the_population():
     importance_LH = torch.tensor([[1.0, 3.0], [2.0, 2.0]])  # means 2, variances 1 and 0
     assert squared_cv(importance_LH).tolist() == [0.25, 0.0]
-    assert head_imbalance(importance_LH).item() == 0.25  # mean of CV 0.5 and 0
+    assert layer_imbalance(importance_LH).mean().item() == 0.25  # mean of CV 0.5 and 0
 
 
 def test_the_loss_sums_over_layers_and_multiplies_by_the_heads():

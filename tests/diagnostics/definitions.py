@@ -223,3 +223,89 @@ STATE: dict[str, Callable[[Tensor], Tensor]] = {
     "attention_branch_norm": lambda x: x.square().sum(-1).sqrt(),
 }
 """Of the metrics that take hidden states."""
+
+
+Values = dict[str, Tensor]
+"""Metric or fact -> what was measured of every sample, [N, ...], float64."""
+
+
+def _over_samples(x: Values, name: str) -> Tensor:
+    return torch.stack(list(x[name])).mean(0)
+
+
+def _importance(x: Values) -> Tensor:
+    shares = x["tokens"] / x["tokens"].sum()
+    return sum(share * table for share, table in zip(shares, x["importance"], strict=True))
+
+
+def _sink_rate(epsilon: float) -> Callable[[Values], Tensor]:
+    def by_key(x: Values) -> Tensor:
+        columns = range(x["alpha"].shape[-1])
+        return torch.stack([(x["alpha"][..., k] > epsilon).double().mean() for k in columns])
+
+    return by_key
+
+
+def _layer_mean(score: str) -> Callable[[Values], Tensor]:
+    return lambda x: (x[score] / x[score].mean(-1, keepdim=True)).mean(0)
+
+
+def _prominent(x: Values) -> Tensor:
+    ratio, attention = _over_samples(x, "massive_ratio"), x["awft"].mean((0, 2))
+    for block in range(len(attention) - 1):
+        if ratio[2 * block + 2] > 5 and attention[block + 1] > 0.3:
+            return torch.tensor(float(block))
+    return torch.tensor(math.nan)
+
+
+def _stage(x: Values) -> Tensor:
+    rates, block = _sink_rate(0.3)(x), float(_prominent(x))
+    most = rates.max()
+    if most < 0.05:
+        return torch.tensor(0.0)
+    if (rates > most / 2).sum() > 1:
+        return torch.tensor(1.0)
+    if rates[0] < most:
+        return torch.tensor(2.0)
+    layers = x["awft"].shape[1]
+    return torch.tensor(3.0 if math.isnan(block) else 5.0 if block < layers / 3 else 4.0)
+
+
+def _spread(x: Values) -> Tensor:
+    """From raw moments: E(g^2) of each sample is its variance and squared mean."""
+    shares = (x["tokens"] / x["tokens"].sum())[:, None]
+    mean = x["gate_score"].mean(-1)
+    square = (shares * (x["gate_std"] ** 2 + mean**2)).sum(0)
+    return (square - (shares * mean).sum(0) ** 2).sqrt()
+
+
+DERIVED: dict[str, Callable[[Values], Tensor]] = {
+    **{
+        f"{score}_ln": _layer_mean(score)
+        for score in ("awft", "aeqd", "ftvvn", "avvn", "lthon", "ahon", "circuit_ahon")
+    },
+    "lthon_hn": lambda x: (x["lthon"] / x["ahon"]).mean(0),
+    "random": lambda x: torch.rand(
+        x["awft"].shape, generator=torch.Generator().manual_seed(int(x["seed"])), dtype=torch.double
+    ).mean(0),
+    "imbalance": lambda x: _importance(x).std(-1, correction=0) / _importance(x).mean(-1),
+    "gate_spread": _spread,
+    "nats_per_token": lambda x: x["nats"].sum() / x["targets"].sum(),
+    "perplexity": lambda x: math.e ** (x["nats"].sum() / x["targets"].sum()),
+    "bits_per_byte": lambda x: x["nats_of_bytes"].sum() / x["bytes"].sum() * math.log2(math.e),
+    "sink_rate_0.2": _sink_rate(0.2),
+    "sink_rate": _sink_rate(0.3),
+    "sink_rate_0.4": _sink_rate(0.4),
+    "sink_rate_0.5": _sink_rate(0.5),
+    "sink_rate_by_layer": lambda x: (x["alpha"][..., 0] > 0.3).double().mean((0, 2)),
+    "first_token_attention": lambda x: x["awft"].mean((0, 2)),
+    "slot_attention": lambda x: x["slot_alpha"].mean((0, 2)),
+    "heads_over_drain_threshold": lambda x: (x["awft"] > 0.75).double().mean(),
+    "sink_rate_anywhere": lambda x: (x["sink_alpha"] > 0.3).double().mean(),
+    "cosine_across_inputs": lambda x: x["cosine"],
+    "prominent_after_block": _prominent,
+    "sink_centre": lambda x: x["alpha"].mean((0, 1, 2)).argmax(),
+    "sink_centre_by_direction": lambda x: x["cosine"][1:, : x["alpha"].shape[-1]].mean(0).argmax(),
+    "circuit_stage": _stage,
+}
+"""Of the metrics that are made of others, over whole samples without blanks."""

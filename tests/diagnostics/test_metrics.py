@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megasink.diagnostics import metric, metrics, tiles
+from megasink.diagnostics import metric, metrics, registry, tiles
+from megasink.diagnostics.analysis_values import AnalysisValues
 from megasink.diagnostics.proxy import SIMILARITIES, proxy_statistics
 from megasink.diagnostics.registry import ATTENTION as ATTENTION_STATISTICS
 from megasink.probe.segments import Segment
@@ -88,12 +89,13 @@ def statistics_of(call: AttentionCall) -> dict[str, torch.Tensor]:
 
 
 def test_every_metric_has_a_definition():
-    assert set(metrics()) == set(definitions.ATTENTION) | set(definitions.STATE)
+    of_statistics = set(definitions.ATTENTION) | set(definitions.STATE)
+    assert {n for n, m in metrics().items() if not m.is_derived} == of_statistics
+    assert {n for n, m in metrics().items() if m.is_derived} == set(definitions.DERIVED)
     page = (Path(__file__).parents[2] / "docs" / "instruments.md").read_text()
     for entry in metrics().values():
-        assert entry.summary.endswith("."), entry.name
-        assert entry.paper.startswith("P"), entry.name
-        row = rf"\| `{entry.name}` \|.*\| {entry.axis} \| {re.escape(entry.paper)} \|"
+        assert entry.definition.endswith("."), entry.name
+        row = rf"\| `{entry.name}` \|.*\| {entry.axis} \| {re.escape(entry.source)} \|"
         assert re.search(row, page), entry
 
 
@@ -183,24 +185,86 @@ def test_a_gate_that_is_almost_shut_keeps_its_digits():
     assert (found["first_weight_HT"] == 1.0).all()
 
 
+@pytest.mark.parametrize("kind", range(4))
+def test_metrics_that_are_made_of_others(kind):
+    """Over values that are drawn; the alphas of each kind make another stage of the circuit."""
+    generator = torch.Generator().manual_seed(kind)
+    samples, layers, heads, keys = 5, 4, 3, 4
+    shape = {"head": (layers, heads), "head column": (layers, heads, keys), "layer": (layers,)}
+    shape |= {"state": (2 * layers + 1,)}
+    values = {
+        entry.name: torch.rand(samples, *shape[entry.axis], generator=generator).double()
+        for entry in metrics().values()
+        if not entry.is_derived and entry.axis in shape
+    }
+    values["alpha"] *= torch.tensor([[0.1] * 4, [0.9, 0.2, 0.2, 0.2], [0.9] * 4, [0.2, 1, 0, 0]])[
+        kind
+    ]
+    values["massive_ratio"] *= 30.0
+    facts = {
+        name: torch.randint(5, 50, (samples,), generator=generator).double()
+        for name in ("tokens_N", "nats_N", "targets_N", "bytes_N", "nats_of_bytes_N")
+    }
+    cosine_SP = torch.rand(2 * layers + 1, 6, generator=generator).double()
+    found = AnalysisValues(values, {**facts, "cosine_SP": cosine_SP, "seed": 7})
+    given = {name.removesuffix("_N"): fact for name, fact in facts.items()}
+    given |= {**values, "cosine": cosine_SP, "seed": torch.tensor(7)}
+    for name, definition in definitions.DERIVED.items():
+        expected = definition(given).double()
+        if expected.isnan().all():
+            assert name not in found.whole
+            continue
+        torch.testing.assert_close(found.whole[name].double(), expected, msg=name)
+
+
+def test_what_was_not_measured_leaves_its_metrics_out():
+    values = {"awft": torch.rand(2, 1, 3).double(), "gate_min": torch.full((2, 1), torch.nan)}
+    found = AnalysisValues(values, {"tokens_N": torch.tensor([3.0, 4.0])})
+    assert set(found.whole) == {
+        *("awft", "awft_ln", "first_token_attention", "heads_over_drain_threshold"),
+    }
+
+
+@pytest.fixture
+def unregistered(monkeypatch):
+    """What a test registers is forgotten."""
+    metrics()
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+
+
+def _new(gate_HT):
+    """A definition."""
+    return gate_HT
+
+
+def _gini(importance_LH, importance_NH):
+    """A definition."""
+
+
+@pytest.mark.usefixtures("unregistered")
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("function", "arguments", "message"),
     [
-        ({"axis": "diagonal"}, "axis 'diagonal'"),
-        ({"name": "awft"}, "two metrics are called 'awft'"),
+        (_new, {"axis": "diagonal"}, "axis 'diagonal'"),
+        (_new, {"axis": "model"}, "axis 'model', which is that of derived metrics"),
+        (_new, {"name": "awft"}, "'awft' is registered twice, the first time in .*head_scores"),
+        (_new, {"source": ""}, "has no source"),
+        (_new, {"shown": ("table", "wall")}, "has the shown 'wall': choose table, curve"),
+        (_new, {"axis": "layer", "shown": ("heatmap",)}, "heatmap, which takes the axis 'head'"),
+        (lambda gate_HT: gate_HT, {}, "has no docstring"),
+        (lambda colour: colour, {}, "asks for colour: it is no statistic"),
+        (lambda gate_HT, state_TE: gate_HT, {}, "not known together"),
+        (_gini, {}, "asks for importance_NH: write importance_LH or importance_NLH"),
+        (_gini, {"shown": ("wasserstein",)}, "no values of the samples: name over_samples"),
     ],
 )
-def test_registering_is_refused(arguments, message):
-    metrics()
-    options = {"name": "new", "paper": "P1.1", "unit": "1", "axis": "head"} | arguments
+def test_registering_is_refused(function, arguments, message):
+    options = {"name": "new", "source": "a test", "unit": "1", "axis": "head"} | arguments
     with pytest.raises(ValueError, match=message):
-        metric(**options)(lambda gate_HT: gate_HT)
+        metric(**options)(function)
+    assert "new" not in metrics()
 
 
-def test_unknown_statistics_and_metrics_are_named():
-    with pytest.raises(ValueError, match="asks for colour"):
-        metric("new", paper="P1.1", unit="1", axis="head")(lambda colour: colour)
-    with pytest.raises(ValueError, match="not known together"):
-        metric("new", paper="P1.1", unit="1", axis="head")(lambda gate_HT, state_TE: gate_HT)
+def test_an_unknown_metric_is_named():
     with pytest.raises(ValueError, match="no metric colour"):
         metrics(["colour"])

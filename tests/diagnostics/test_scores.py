@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from megasink.diagnostics.circuit import STAGES, circuit_stage, prominent_layer, sink_centre
+from megasink.diagnostics.circuit import (
+    STAGES,
+    circuit_stage,
+    prominent_after_block,
+    sink_centre,
+    sink_centre_by_direction,
+)
 from megasink.diagnostics.distances import spearman, top_agreement, wasserstein
 from megasink.diagnostics.geometry import (
     attention_map_components,
@@ -15,20 +21,16 @@ from megasink.diagnostics.geometry import (
     query_key_components,
 )
 from megasink.diagnostics.head_scores import layer_normalised, random_scores
-from megasink.diagnostics.importance import (
-    head_imbalance,
-    head_importance,
-    layer_imbalance,
-    pooled_gate,
-)
+from megasink.diagnostics.importance import gate_spread, layer_imbalance
 from megasink.diagnostics.maps import MAP_TOKENS
+from megasink.diagnostics.registry import OVER_SAMPLES, SCALARS
 from megasink.diagnostics.sinks import sink_rate
-from megasink.diagnostics.states import MeanCosine, mean_max_activation
+from megasink.diagnostics.states import MeanCosine
 from megasink.diagnostics.thresholds import (
     agreement,
     inactive,
     intersection_over_union,
-    lowest,
+    least_active,
     precision,
     published_quantile,
     share_by_layer,
@@ -56,10 +58,10 @@ def test_the_published_quantile_rule():
     ):
         assert published_quantile(scores, share) == pytest.approx(expected)
     assert published_quantile(scores, 0.5) != np.nanquantile(scores, 0.5)
-    assert threshold("ahon", scores, 0.25) == 1.0
-    assert threshold("awft", scores, 0.25) == 4.0  # exceeded by a quarter
-    assert inactive("awft", scores, 4.0).tolist() == [False, False, False, False, True]
-    assert inactive("ahon", scores, 2.0).tolist() == [False, True, False, False, False]
+    assert threshold(scores, 0.25, "below") == 1.0
+    assert threshold(scores, 0.25, "above") == 4.0  # exceeded by a quarter
+    assert inactive(scores, 4.0, "above").tolist() == [False, False, False, False, True]
+    assert inactive(scores, 2.0, "below").tolist() == [False, True, False, False, False]
     with pytest.raises(ValueError, match="share 15"):
         published_quantile(scores, 15)
     with pytest.raises(ValueError, match="no score"):
@@ -68,16 +70,16 @@ def test_the_published_quantile_rule():
 
 def test_masks_and_how_much_they_agree():
     scores = np.array([[[0.1, 0.9], [0.5, NAN]]])
-    assert lowest("ahon", scores, 0.34).tolist() == [[[True, False], [False, False]]]
-    assert lowest("awft", scores, 0.67).tolist() == [[[False, True], [True, False]]]
+    assert least_active(scores, 0.34, "below").tolist() == [[[True, False], [False, False]]]
+    assert least_active(scores, 0.67, "above").tolist() == [[[False, True], [True, False]]]
     a, b = np.array([1, 1, 1, 0], dtype=bool), np.array([0, 1, 1, 1], dtype=bool)
     assert intersection_over_union(a, b) == 0.5
     assert precision(a[:3], b[:3]) == pytest.approx(2 / 3)
     assert precision(np.array([True, True]), np.array([True, False])) == 0.5
     assert precision(np.array([True, False]), np.array([True, True])) == 1.0
     assert np.isnan(intersection_over_union(~a & a, ~a & a))
-    same = {"ahon": scores, "awft": -scores}
-    iou, of_row = agreement(same, 0.67)
+    same = [least_active(scores, 0.67, "below"), least_active(-scores, 0.67, "above")]
+    iou, of_row = agreement(same)
     assert iou.tolist() == of_row.tolist() == [[1.0, 1.0], [1.0, 1.0]]
     assert share_by_layer(scores < 0.3, scores).tolist() == [0.5, 0.0]
 
@@ -93,33 +95,28 @@ def test_normalised_and_random_scores():
 
 def test_importance_imbalance_and_sink_rate():
     gate = torch.tensor([[[0.2, 0.4]], [[0.8, 0.4]]])  # two samples of 1 and 3 tokens
-    importance = head_importance(gate, torch.tensor([1, 3]))
-    torch.testing.assert_close(importance, torch.tensor([[0.65, 0.4]], dtype=torch.float64))
+    importance = OVER_SAMPLES["mean over tokens"](gate, torch.tensor([1, 3]))
+    torch.testing.assert_close(importance, torch.tensor([[0.65, 0.4]]))
     table = torch.tensor([[1.0, 3.0], [2.0, 2.0], [NAN, NAN], [0.0, 0.0]])
     assert layer_imbalance(table)[:2].tolist() == [0.5, 0.0]
     assert layer_imbalance(table)[2].isnan()
     assert layer_imbalance(table)[3] == 0.0
-    assert float(head_imbalance(table)) == pytest.approx(0.5 / 3)
+    assert float(layer_imbalance(table).nanmean()) == pytest.approx(0.5 / 3)
     alpha = torch.tensor([[[0.31, 0.3]], [[0.9, NAN]]])
     assert float(sink_rate(alpha)) == pytest.approx(2 / 3)  # strictly above, blanks left out
-    assert float(mean_max_activation(torch.tensor([[1.0, 3.0], [5.0, 7.0]]))) == 4.0
+    assert float(SCALARS["mean over block outputs"](torch.tensor([9.0, 9.0, 3.0, 9.0, 5.0]))) == 4.0
 
 
 def test_gate_scores_over_all_tokens():
     torch.manual_seed(0)
     gates = [torch.rand(2, 3, tokens, 4).double() ** (i + 1) for i, tokens in enumerate((5, 9, 2))]
-    found = pooled_gate(
+    found = gate_spread(
         torch.stack([g.mean((2, 3)) for g in gates]),
         torch.stack([g.flatten(1).std(-1, correction=0) for g in gates]),
-        torch.stack([g.flatten(1).amin(-1) for g in gates]),
-        torch.stack([g.flatten(1).amax(-1) for g in gates]),
         torch.tensor([5, 9, 2]),
     )
     together = torch.cat(gates, 2).flatten(1)
-    torch.testing.assert_close(found.gate_score, together.mean(-1))
-    torch.testing.assert_close(found.gate_std, together.std(-1, correction=0))
-    assert torch.equal(found.gate_min, together.amin(-1))
-    assert torch.equal(found.gate_max, together.amax(-1))
+    torch.testing.assert_close(found, together.std(-1, correction=0))
 
 
 def test_cosine_across_inputs():
@@ -152,25 +149,28 @@ def test_distances_between_models():
 
 
 def test_where_the_sink_becomes_prominent():
-    ratio, attention = np.array([1.0, 60.0, 80.0]), np.array([0.9, 0.1, 0.7])
-    assert prominent_layer(ratio, attention) == 1
-    assert prominent_layer(ratio, np.array([0.9, 0.1, 0.2])) is None
-    assert prominent_layer(np.array([9.0, 9.0, 9.0]), np.array([0.0, NAN, 0.7])) == 0
-    alpha = np.full((2, 3, 4), 0.1)
+    def after(ratios, attention):
+        states = torch.tensor([9.0, *(r for ratio in ratios for r in (99.0, ratio))])
+        return float(prominent_after_block(states, torch.tensor(attention)))
+
+    assert after([1.0, 60.0, 80.0], [0.9, 0.1, 0.7]) == 1
+    assert np.isnan(after([1.0, 60.0, 80.0], [0.9, 0.1, 0.2]))
+    assert after([9.0, 9.0, 9.0], [0.0, NAN, 0.7]) == 0
+    alpha = torch.full((2, 3, 4), 0.1)
     alpha[:, :, 1] = 0.6
     alpha[1, 2] = NAN
-    cosine = np.array([[1.0, 0.0, 0.0], [0.2, 0.3, NAN], [0.2, 0.4, NAN]])
-    assert sink_centre(alpha, None) == (1, None)
-    assert sink_centre(alpha, cosine) == (1, 1)
+    cosine = torch.tensor([[1.0, 0.0, 0.0], [0.2, 0.3, NAN], [0.2, 0.4, NAN]])
+    assert float(sink_centre(alpha)) == float(sink_centre_by_direction(alpha, cosine)) == 1
+    assert sink_centre_by_direction(alpha, cosine * NAN).isnan()
     stages = [
-        circuit_stage(np.array(rate), prominent, 12)
+        STAGES[int(circuit_stage(torch.tensor(rate), torch.tensor(prominent), torch.ones(12)))]
         for rate, prominent in (
-            ([0.01, 0.0], None),
-            ([0.5, 0.3], 1),
-            ([0.1, 0.6], None),
-            ([0.6, 0.1], None),
-            ([0.6, 0.1], 6),
-            ([0.6, NAN], 2),
+            ([0.01, 0.0], NAN),
+            ([0.5, 0.3], 1.0),
+            ([0.1, 0.6], NAN),
+            ([0.6, 0.1], NAN),
+            ([0.6, 0.1], 6.0),
+            ([0.6, NAN], 2.0),
         )
     ]
     assert tuple(stages) == STAGES

@@ -9,11 +9,12 @@ import torch
 from rich.console import Console
 
 from megasink.diagnostics import STATISTICS
+from megasink.diagnostics.results import RunFacts
 from megasink.errors import UserError
 from megasink.probe.inputs import Sample
 from megasink.probe.recorder import Recorder
 from megasink.probe.run import run
-from megasink.probe.summary import all_scores, summarise
+from megasink.probe.summary import scores_of, summarise
 from megasink.probe.transformers_model import TransformersProbe
 from tests.probe.test_transformers import probed, tokens
 from tests.probe.tiny_models import tiny_model
@@ -46,9 +47,20 @@ def captured(model, samples):
     return analyzed(model, samples, token_bytes=sizes)
 
 
+def summarised(measured, **options):
+    facts = RunFacts(seed=3, data_sha256="0")
+    return summarise(measured, measured.analysis_values(3), run=facts, **options)
+
+
 @pytest.fixture(scope="module")
-def found(captured, samples):
-    return summarise(captured, model={"name": "tiny"}, run={"seed": 3}, inputs=samples)
+def results(captured, samples):
+    return summarised(captured, model={"name": "tiny"}, inputs=samples)
+
+
+@pytest.fixture(scope="module")
+def found(results):
+    """Metric -> its values."""
+    return {name: result.values for name, result in results.metrics.items()}
 
 
 @pytest.fixture(scope="module")
@@ -68,31 +80,33 @@ def alone(model, samples):
 
 
 def test_samples_keep_their_order(captured, samples, alone):
-    assert [s["source"] for s in captured.samples] == [s.source for s in samples]
+    assert [s.source for s in captured.samples] == [s.source for s in samples]
     awft = np.stack([weights[..., 0].mean(-1).numpy() for weights, _, _ in alone])
     np.testing.assert_allclose(captured.values["awft"], awft, rtol=1e-5)
     alpha_1 = np.stack([w[..., 1:, 1].mean(-1).numpy() for w, _, _ in alone])
     np.testing.assert_allclose(captured.values["alpha"][..., 1], alpha_1, rtol=1e-5)
 
 
-def test_importance_counts_tokens_and_not_samples(found, alone):
+def test_importance_counts_tokens_and_not_samples(results, found, alone):
     shut = sum(weights[..., 0].sum(-1) for weights, _, _ in alone) / sum(LENGTHS)
     np.testing.assert_allclose(found["importance"], 1 - shut, rtol=1e-5)
     cv = (1 - shut).std(-1, correction=0) / (1 - shut).mean(-1)
-    np.testing.assert_allclose(found["imbalance_by_layer"], cv, rtol=1e-4)
-    np.testing.assert_allclose(found["imbalance"], cv.mean(), rtol=1e-4)
+    np.testing.assert_allclose(found["imbalance"], cv, rtol=1e-4)
+    np.testing.assert_allclose(results.metrics["imbalance"].number, cv.mean(), rtol=1e-4)
     odd = [weights for i, (weights, _, _) in enumerate(alone) if i % 2]
     shut = sum(weights[..., 0].sum(-1) for weights in odd) / (12 + 5)
-    np.testing.assert_allclose(found["datasets"]["odd"]["importance"], 1 - shut, rtol=1e-5)
+    np.testing.assert_allclose(
+        results.datasets["odd"].metrics["importance"].values, 1 - shut, rtol=1e-5
+    )
 
 
 def test_sink_rates_are_counted_by_sequence(found, alone):
     above = [float((weights[..., 0].mean(-1) > 0.3).double().mean()) for weights, _, _ in alone]
     assert 0 < np.mean(above) < 1
-    assert found["sink_rate"]["0.3"][0] == pytest.approx(np.mean(above))
+    assert found["sink_rate"][0] == pytest.approx(np.mean(above))
     f_attn = [weights[..., 0].mean((1, 2)) for weights, _, _ in alone]
     np.testing.assert_allclose(
-        found["first_token_attention_by_layer"], torch.stack(f_attn).mean(0), rtol=1e-5
+        found["first_token_attention"], torch.stack(f_attn).mean(0), rtol=1e-5
     )
 
 
@@ -107,15 +121,16 @@ def test_loss_perplexity_and_bits_per_byte(found, samples, alone):
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
 
 
-def test_texts_count_once_in_the_average_perplexity(found):
-    nats = [found["datasets"][name]["nats_per_token"] for name in ("even", "odd")]
+def test_texts_count_once_in_the_average_perplexity(results):
+    of = [results.datasets[name].metrics for name in ("even", "odd")]
+    nats = [metrics["nats_per_token"].number for metrics in of]
     assert nats[0] != pytest.approx(nats[1], rel=1e-3)
     mean = (math.exp(nats[0]) + math.exp(nats[1])) / 2
-    assert found["average_perplexity"] == pytest.approx(mean)
-    assert found["perplexity_of_average_nats"] == pytest.approx(math.exp(sum(nats) / 2))
+    assert results.average_perplexity == pytest.approx(mean)
+    assert results.perplexity_of_average_nats == pytest.approx(math.exp(sum(nats) / 2))
 
 
-def test_sinks_on_any_token(found, alone):
+def test_sinks_on_any_token(results, found, alone):
     counts = {}
     for weights, _, _ in alone:
         tokens = weights.shape[-1]
@@ -125,16 +140,16 @@ def test_sinks_on_any_token(found, alone):
                 where = str(int(np.argmax(alpha)))
                 counts[where] = counts.get(where, 0) + 1
     assert set(counts) > {"0"}
-    assert found["sink_positions"] == pytest.approx({k: n / 40 for k, n in counts.items()})
+    assert results.sink_positions == pytest.approx({k: n / 40 for k, n in counts.items()})
     assert found["sink_rate_anywhere"] == pytest.approx(sum(counts.values()) / 40)
 
 
-def test_what_is_told_by_dataset(captured, found, samples):
-    odd = found["datasets"]["odd"]
+def test_what_is_told_by_dataset(captured, results, samples):
+    odd = results.datasets["odd"]
     awft = captured.values["awft"][[1, 3]]
-    assert odd["score_quantiles"]["awft"][50] == pytest.approx(np.median(awft))
+    assert odd.score_quantiles["awft"][50] == pytest.approx(np.median(awft))
     grams = [pair for i in (1, 3) for pair in pairwise(samples[i].tokens)]
-    assert odd["repeat_rate"]["2"] == sum(a == b for a, b in grams) / len(grams)
+    assert odd.repeat_rate["2"] == sum(a == b for a, b in grams) / len(grams)
 
 
 def test_states_by_position(found, captured, alone):
@@ -144,7 +159,7 @@ def test_states_by_position(found, captured, alone):
         norm = states[1][0].double().norm(dim=-1)
         norms[row, : len(norm)] = norm[:10]
         ratios.append(float(norm[0] / norm[1:].mean()))
-    np.testing.assert_allclose(found["curves"]["state_norm"][2], np.nanmean(norms, 0), rtol=1e-5)
+    np.testing.assert_allclose(found["state_norm"][2], np.nanmean(norms, 0), rtol=1e-5)
     assert found["massive_ratio"][2] == pytest.approx(np.mean(ratios), rel=1e-5)
     states = torch.stack([states[1][0, 3] for _, states, _ in alone]).double()
     cosine = torch.nn.functional.cosine_similarity(states[:, None], states[None], dim=-1)
@@ -154,19 +169,19 @@ def test_states_by_position(found, captured, alone):
     assert found["state_abs_max"][2] == pytest.approx(float(maxima.mean()), rel=1e-5)
 
 
-def test_the_twelve_scores_and_their_relatives(captured, found):
-    scores = all_scores(captured, seed=3)
+def test_the_twelve_scores_and_their_relatives(captured, results):
+    scores = scores_of(captured.analysis_values(3))
     assert len(scores) == 16
     ahon = captured.values["ahon"]
     np.testing.assert_allclose(scores["ahon_ln"], ahon / ahon.mean(-1, keepdims=True))
     np.testing.assert_allclose(scores["lthon_hn"], captured.values["lthon"] / ahon)
-    tables = found["inactive_heads"]
-    assert set(tables["thresholds"]) == set(scores)
+    tables = results.inactive_heads
+    assert set(tables.thresholds) == set(scores)
     for name, values in scores.items():
-        share = np.mean(tables["share_by_layer"][name])
+        share = np.mean(tables.share_by_layer[name])
         assert share == pytest.approx(0.15, abs=2.5 / values.size), name  # groups tie
-    assert np.diag(tables["agreement"]["iou"]) == pytest.approx(1.0)
-    again = all_scores(captured, seed=3)
+    assert np.diag(tables.agreement.iou) == pytest.approx(1.0)
+    again = scores_of(captured.analysis_values(3))
     assert np.array_equal(again["random"], scores["random"])
 
 
@@ -177,18 +192,19 @@ def test_hybrid_layers_stay_blank():
     with TransformersProbe(model, recorder, recorder.needs) as probe:
         assert probe.heads == recorder.heads
         captured = run(probe, recorder, samples, batch_size=2)
-    found = summarise(captured, model={}, run={"seed": 0})
+    results = summarised(captured, model={})
+    found = {name: result.values for name, result in results.metrics.items()}
     assert found["importance"][:3] == [[None] * 4] * 3
     assert all(value is not None for value in found["importance"][3])
-    assert found["imbalance"] == found["imbalance_by_layer"][3]
+    assert results.metrics["imbalance"].number == found["imbalance"][3]
     gates = [probed(model, torch.tensor([s.tokens]))[0].layers[0, 3] for s in samples]
     gates = torch.cat([g["explicit_gate_HTX"].flatten() for g in gates])
-    assert found["gate"]["gate_score"][3] == pytest.approx(float(gates.mean()), rel=1e-5)
-    assert found["mean_gate_score"] == found["gate"]["gate_score"][3]
-    assert found["gate"]["gate_std"][3] == pytest.approx(float(gates.std(correction=0)), rel=1e-4)
-    assert found["gate"]["gate_max"][3] == float(gates.max())
-    assert sum(found["gate_histogram"][3]) == len(gates)
-    assert found["gate_histogram"][3][99] == int((gates >= 0.99).sum())
+    assert np.mean(found["gate_score"][3]) == pytest.approx(float(gates.mean()), rel=1e-5)
+    assert results.metrics["gate_score"].number == pytest.approx(float(gates.mean()), rel=1e-5)
+    assert found["gate_spread"][3] == pytest.approx(float(gates.std(correction=0)), rel=1e-4)
+    assert found["gate_max"][3] == float(gates.max())
+    assert sum(results.gate_histogram[3]) == len(gates)
+    assert results.gate_histogram[3][99] == int((gates >= 0.99).sum())
 
 
 def test_a_sample_with_nan_is_named_and_in_no_average(samples, captured):

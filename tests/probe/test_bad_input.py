@@ -207,7 +207,7 @@ def test_one_sample_with_nan_is_named_and_left_out(root, tmp_path, capsys, monke
     assert found["non_finite"][0]["layers"] == [0, 1]
     assert found["non_finite"][0]["heads"] == [0, 1, 2, 3]
     assert found["samples"] == len(TEXTS) - len(bad) > 0
-    assert None not in found["importance"][0]
+    assert None not in found["metrics"]["importance"]["values"][0]
     said = capsys.readouterr().err
     for i in bad:
         assert f"texts.jsonl:{i + 1} has infinite or NaN values in layers [0, 1], heads" in said

@@ -59,7 +59,8 @@ def analyzed(folder):
 
 def test_an_analysis_is_whole(analyzed, folder):
     found = json.loads((analyzed / "llama" / "results.json").read_text())
-    assert found["format"] == 2
+    assert found["format"] == 3
+    metrics = {name: result["values"] for name, result in found["metrics"].items()}
     assert list(found["datasets"]) == ["lines", "prose", "repeated"]
     assert [d["samples"] for d in found["datasets"].values()] == [2, 1, 2]
     assert found["samples"] == 5
@@ -67,21 +68,22 @@ def test_an_analysis_is_whole(analyzed, folder):
     assert found["run"]["seed"] == 1234
     assert re.fullmatch("[0-9a-f]{64}", found["run"]["data_sha256"])
     assert found["model"]["kind"] == "LlamaForCausalLM"
-    assert found["bits_per_byte"] > 0
-    assert np.asarray(found["importance"]).shape == (2, 4)
+    assert metrics["bits_per_byte"] > 0
+    assert np.asarray(metrics["importance"]).shape == (2, 4)
     with (analyzed / "llama" / "tables" / "heads.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 8
     for row in rows:
-        expected = found["importance"][int(row["layer"])][int(row["head"])]
+        expected = metrics["importance"][int(row["layer"])][int(row["head"])]
         assert float(row["importance"]) == expected
-        expected = found["datasets"]["prose"]["importance"][int(row["layer"])][int(row["head"])]
+        of_prose = found["datasets"]["prose"]["metrics"]["importance"]["values"]
+        expected = of_prose[int(row["layer"])][int(row["head"])]
         assert float(row["importance_on_prose"]) == expected
     for table in ("layers", "states", "scores", "datasets"):
         lines = (analyzed / "llama" / "tables" / f"{table}.csv").read_text().splitlines()
         assert len(lines) == 1 + {"layers": 2, "states": 5, "scores": 16, "datasets": 3}[table]
     arrays = np.load(analyzed / "llama" / "samples.npz")
-    assert arrays["score/ahon_ln"].shape == (5, 2, 4)
+    assert arrays["metric/ahon_ln"].shape == (5, 2, 4)
     geometry = np.load(analyzed / "llama" / "geometry.npz")
     assert geometry["mlp0_tsne_N2"].shape == geometry["normed_pca_N2"].shape == (5 * 8, 2)
     assert geometry["normed_state_S"].tolist() == found["geometry"]["normed"]["states"]
@@ -101,16 +103,17 @@ def test_the_page_holds_everything_itself(analyzed):
     assert arrays["map_CTS"].shape[1:] == (16, 17)
     assert "http" not in re.sub(r"base64,[^\"]+", "", page).replace("http-equiv", "")
     found = json.loads((analyzed / "llama" / "results.json").read_text())
-    assert f"<td>{found['imbalance']:.3f}</td>" in page
-    assert f"{100 * found['sink_rate']['0.3'][0]:.1f} % of the heads" in page
+    number = {name: result["number"] for name, result in found["metrics"].items()}
+    assert f"<td>{number['imbalance']:.3f}</td>" in page
+    assert f"{100 * number['sink_rate']:.1f} % of the heads" in page
     anchors = set(re.findall(r'href="#([^"]+)"', page))
     assert anchors == set(re.findall(r'<h[23] id="([^"]+)"', page))
     assert len(re.findall('<img alt="[^"]+:', page)) == len(pictures)
 
 
 def test_two_models_on_one_page(analyzed, tmp_path, capsys, monkeypatch):
-    some = [d for d in analysis_figures.DRAWINGS if d.name in ("importance", "layer_maps")]
-    monkeypatch.setattr(analysis_figures, "DRAWINGS", some)
+    some = [d for d in analysis_figures.drawings() if d.name in ("importance", "layer_maps")]
+    monkeypatch.setattr(analysis_figures, "drawings", lambda: some)
     folders = f"{analyzed}/llama {analyzed}/gpt-oss"
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "head_9.9.png").write_bytes(b"of an earlier report")
@@ -120,7 +123,7 @@ def test_two_models_on_one_page(analyzed, tmp_path, capsys, monkeypatch):
     assert names == {path.stem for path in (tmp_path / "figures").glob("*.pdf")}
     page = (tmp_path / "report.html").read_text()
     arrays = [
-        np.load(analyzed / name / "samples.npz")["score/awft"] for name in ("llama", "gpt-oss")
+        np.load(analyzed / name / "samples.npz")["metric/awft"] for name in ("llama", "gpt-oss")
     ]
     assert f"<td>{wasserstein(*arrays):.4f}</td>" in page
     assert not (tmp_path / "tables").exists()

@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 
 from megasink.cli import main
 from megasink.errors import UserError
-from megasink.probe import parts, ranks
+from megasink.probe import measurements, ranks
 from megasink.probe.identity import weights_hash
 from megasink.probe.inputs import Sample
 from megasink.probe.ranks import Ranks, taking_part
@@ -129,7 +129,7 @@ def test_two_ranks_of_torchrun_find_the_same(folder, killed):
 
 
 def test_a_full_disk_loses_nothing(folder, tmp_path, capsys, monkeypatch):
-    output, save = tmp_path / "full", parts.Part.save
+    output, save = tmp_path / "full", measurements.ShardMeasurements.save
 
     def full(part, path):
         if path.name == "shard_00007.npz":
@@ -137,7 +137,7 @@ def test_a_full_disk_loses_nothing(folder, tmp_path, capsys, monkeypatch):
         save(part, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(parts.Part, "save", full)
+        patch.setattr(measurements.ShardMeasurements, "save", full)
         assert analyze(folder, output) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"megasink: error: {output}/partial cannot be written (No space left")
@@ -157,7 +157,7 @@ def test_a_broken_part_is_named(folder, tmp_path):
     part = tmp_path / "shard_00000.npz"
     part.write_bytes(b"PK\x03\x04 cut short")
     with pytest.raises(UserError, match=r"shard_00000.npz cannot be read .* delete it"):
-        parts.Part.load(part)
+        measurements.ShardMeasurements.load(part)
 
 
 def test_shards_are_few_and_whole():

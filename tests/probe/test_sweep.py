@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from megasink.cli import main
 from megasink.data.corpus import Corpus
 from megasink.data.tokenizer import train_tokenizer
+from megasink.diagnostics.sinks import EPSILONS
 from megasink.errors import UserError
 from megasink.probe.transformers_model import TransformersProbe
 from megasink.report import sweep
@@ -108,8 +109,10 @@ def test_the_loss_is_on_the_same_tokens(swept, by_hand):
     assert list(rows) == list(by_hand)
     for setting, expected in by_hand.items():
         nats = np.mean([x for _, _, nats in expected for x in nats])
-        assert rows[setting]["nats_per_token"] == pytest.approx(nats, rel=1e-5)
-        assert rows[setting]["perplexity"] == pytest.approx(math.exp(nats), rel=1e-4)
+        assert rows[setting]["metrics"]["nats_per_token"]["number"] == pytest.approx(nats, rel=1e-5)
+        assert rows[setting]["metrics"]["perplexity"]["number"] == pytest.approx(
+            math.exp(nats), rel=1e-4
+        )
         assert rows[setting]["samples"] == 2
         length, bos, copies = setting
         assert rows[setting]["tokens"] == length + copies - (bos == "none")
@@ -120,20 +123,23 @@ def test_sinks_by_length_and_threshold(swept, by_hand):
     _, rows = rows_of(swept)
     seen = set()
     for setting, expected in by_hand.items():
-        for eps, rates in rows[setting]["sink_rate"].items():
+        for eps, name in EPSILONS.items():
+            rates = rows[setting]["metrics"][name]["values"]
             for k in (0, 1):
                 alpha = torch.stack([w[..., k:, k].mean(-1) for w, _, _ in expected])
-                rate = float((alpha > float(eps)).double().mean())
+                rate = float((alpha > eps).double().mean())
                 assert rates[k] == pytest.approx(rate), (setting, eps, k)
                 seen.add(rate)
         f_attn = np.mean([float(w[..., 0].mean()) for w, _, _ in expected])
-        assert rows[setting]["first_token_attention"] == pytest.approx(f_attn, rel=1e-5)
+        assert rows[setting]["metrics"]["first_token_attention"]["number"] == pytest.approx(
+            f_attn, rel=1e-5
+        )
     assert len(seen) > 5
 
 
 def test_inactive_heads_by_thresholds_that_stay(swept, by_hand):
     found, rows = rows_of(swept)
-    assert found["thresholds"]["set_by"] == "14-add-x1"
+    assert found["set_by"] == "14-add-x1"
     arrays = np.load(swept / "sweep.npz")
     shares = set()
     for setting, expected in by_hand.items():
@@ -160,7 +166,7 @@ def test_the_files(swept):
         lines = list(csv.DictReader(file))
     assert len(lines) == len(rows) == 8
     for line, row in zip(lines, found["rows"], strict=True):
-        assert float(line["sink_rate_0.3"]) == row["sink_rate"]["0.3"][0]
+        assert float(line["sink_rate"]) == row["metrics"]["sink_rate"]["number"]
         assert line["bos"] == row["bos"]
     for name in ("sweep.png", "sweep_masks.png"):
         assert (swept / name).read_bytes().startswith(b"\x89PNG")

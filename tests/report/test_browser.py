@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from megasink.diagnostics import metrics_shown
 from megasink.probe.geometry import Geometry
 from megasink.probe.inputs import Sample
 from megasink.probe.maps import Head, geometry
@@ -14,7 +15,7 @@ from megasink.probe.run import run
 from megasink.probe.transformers_model import TransformersProbe
 from megasink.probe.write import write_analysis
 from megasink.report import analysis_figures, html, pages
-from megasink.report.trace import ROWS, write_trace
+from megasink.report.trace import TraceRow, write_trace
 from tests.probe.tiny_models import tiny_model
 from tests.report.browser import CHROMIUM, console_of, seen
 
@@ -56,8 +57,8 @@ def report(tmp_path_factory):
     )
     names = ("sinks", "importance", "gates", "norms", "layer_maps", "states")
     with pytest.MonkeyPatch.context() as patch:
-        some = [d for d in analysis_figures.DRAWINGS if d.name in names]
-        patch.setattr(analysis_figures, "DRAWINGS", some)
+        some = [d for d in analysis_figures.drawings() if d.name in names]
+        patch.setattr(analysis_figures, "drawings", lambda: some)
         pages.write_report([root / "gpt-oss", root / "qwen3.5"], root)
     return root / "report.html"
 
@@ -104,9 +105,9 @@ def test_the_report_obeys_its_own_policy(report, tmp_path):
 
 
 def test_a_trace(tmp_path):
-    values = (100, 10_000, 0.1, 0.2, 0.3, 1.0, 2.0, 5.0, 7.0, "forming", 0)
-    first = dict(zip(ROWS, values, strict=True))
-    rows = [first, first | {"step": 200, "tokens": 20_000, "stage": "fixed", "bits_per_byte": None}]
+    numbers = dict.fromkeys(metrics_shown("scalar"), 0.3) | {"circuit_stage": "forming"}
+    later = numbers | {"circuit_stage": "fixed", "bits_per_byte": None}
+    rows = [TraceRow(100, 10_000, numbers), TraceRow(200, 20_000, later)]
     write_trace(rows, tmp_path, NAME)
     found = seen(tmp_path / "report.html", WIDTHS, tmp_path)
     assert sorted(found.measured) == sorted(WIDTHS)

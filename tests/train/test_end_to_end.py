@@ -305,14 +305,17 @@ def test_analyze_and_trace_a_run(pipeline_run, pool, tmp_path):
     swept = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["rows"]
     assert [row["tokens"] for row in swept] == [32, 64]
     for key in ("nats_per_token", "first_token_attention", "imbalance"):
-        assert swept[1][key] == pytest.approx(found[key], rel=1e-5)
-        assert swept[0][key] != pytest.approx(found[key], rel=1e-4)
+        number = found["metrics"][key]["number"]
+        assert swept[1]["metrics"][key]["number"] == pytest.approx(number, rel=1e-5)
+        assert swept[0]["metrics"][key]["number"] != pytest.approx(number, rel=1e-4)
     (hand,) = pool.run(
         "tests.probe.megatron_tasks:by_hand", SINGLE, run=str(run), data=data[1], length=64, count=8
     )
-    for ours, theirs in zip(found["importance"], hand["importance"], strict=True):
+    for ours, theirs in zip(
+        found["metrics"]["importance"]["values"], hand["importance"], strict=True
+    ):
         assert ours == pytest.approx(theirs, rel=1e-3)
-    assert found["nats_per_token"] == pytest.approx(hand["nats"], rel=1e-4)
+    assert found["metrics"]["nats_per_token"]["number"] == pytest.approx(hand["nats"], rel=1e-4)
 
 
 def test_what_is_loaded_is_what_was_saved(pipeline_run, pool):

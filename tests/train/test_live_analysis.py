@@ -63,13 +63,17 @@ def test_what_is_written(runs):
     folders = sorted((runs / "live" / "analysis").iterdir())
     assert [path.name for path in folders] == ["iter_0000004", "iter_0000006"]
     for line, folder in zip(found, folders, strict=True):
-        assert {path.name for path in folder.iterdir()} == {"results.json", "samples.npz"}
+        assert {path.name for path in folder.iterdir()} == {
+            *("results.json", "results.schema.json", "samples.npz"),
+        }
         results = json.loads((folder / "results.json").read_text())
         assert results["samples"] == 7
         assert results["model"]["step"] == line["iteration"]
         assert results["model"]["trained_tokens"] == line["iteration"] * 4 * 64
-        assert results["imbalance"] == line["analysis_imbalance"] > 0
-        assert results["nats_per_token"] == line["analysis_nats_per_token"]
+        for name, result in results["metrics"].items():
+            if f"analysis_{name}" in line:
+                assert result["number"] == line[f"analysis_{name}"]
+        assert results["metrics"]["imbalance"]["number"] == line["analysis_imbalance"] > 0
     first, last = (np.load(folder / "samples.npz") for folder in folders)
     assert not np.array_equal(first["metric/importance"], last["metric/importance"])
 

@@ -3,8 +3,7 @@
 import importlib.util
 from argparse import Namespace
 
-# attention sinks are counted over so many tokens: megasink/layers/sink_rate.py.
-_TOKENS = 64
+from megasink.definitions import SINK_TOKENS
 
 
 def problems(args: Namespace) -> list[str]:
@@ -70,10 +69,10 @@ def _analysis(args: Namespace) -> list[str]:
 
 def _sink_rate(args: Namespace) -> list[str]:
     """What has no Sink^0.3_1, or another one than P2's."""
-    length, prefix = args.seq_length or _TOKENS, args.prefix_lm_tokens
+    length, prefix = args.seq_length or SINK_TOKENS, args.prefix_lm_tokens
     wrong = {
-        f"--seq-length {length}: it is counted over {_TOKENS} tokens, use at least as many": (
-            length < _TOKENS
+        f"--seq-length {length}: it is counted over {SINK_TOKENS} tokens, use at least as many": (
+            length < SINK_TOKENS
         ),
         "--dataloader-inter-document-masking: documents have other lengths, drop one of the two": (
             args.dataloader_inter_document_masking
@@ -81,8 +80,8 @@ def _sink_rate(args: Namespace) -> list[str]:
         "--sink-token: the first token is not one of the text, drop one of the two": (
             args.sink_token
         ),
-        f"--prefix-lm-tokens {prefix}: its first {_TOKENS} tokens see later ones, use at most "
-        f"{_TOKENS}": prefix > _TOKENS,
+        f"--prefix-lm-tokens {prefix}: its first {SINK_TOKENS} tokens see later ones, use at most "
+        f"{SINK_TOKENS}": prefix > SINK_TOKENS,
         f"--context-parallel-size {args.context_parallel_size}: the first tokens are on one rank "
         "alone, use 1": args.context_parallel_size > 1,
     }

@@ -1,0 +1,56 @@
+"""From the values of the samples to those of an analysis, as each metric's record says.
+
+Shapes: N samples; the rest as `AXES` says.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from megasink.diagnostics.registry import FACTS, OVER_SAMPLES, Metric, metrics, parameter_names
+
+
+class AnalysisValues:
+    """Computes what can be computed from what was measured; the rest is left out.
+
+    Args:
+        values: metric of statistics -> its values by sample, NaN where something does not exist.
+        facts: out of `FACTS`, "tokens_N" among them.
+
+    Attributes:
+        by_sample: metric -> [N, ...], of metrics of statistics and of derived ones that have it.
+        whole: metric -> value of the analysis; those without any number are left out.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor], facts: Mapping[str, Any]):
+        self.by_sample = dict(values)
+        self.whole: dict[str, Tensor] = {}
+        self._known: dict[str, Any] = {n: fact for n, fact in facts.items() if n in FACTS}
+        registered = metrics()
+        for name in values:
+            self._aggregate(registered[name])
+        waiting = [entry for entry in registered.values() if entry.is_derived]
+        while ready := [e for e in waiting if set(e.needs) <= self._known.keys()]:
+            for entry in ready:
+                self._derive(entry)
+            waiting = [entry for entry in waiting if entry not in ready]
+
+    def _derive(self, entry: Metric) -> None:
+        value = entry.compute(*(self._known[need] for need in entry.needs))
+        if entry.over_samples:
+            self.by_sample[entry.name] = value
+            self._aggregate(entry)
+        else:
+            self._keep(entry, value)
+
+    def _aggregate(self, entry: Metric) -> None:
+        values = self.by_sample[entry.name]
+        self._known[parameter_names(entry)[1]] = values
+        assert entry.over_samples is not None
+        self._keep(entry, OVER_SAMPLES[entry.over_samples](values, self._known["tokens_N"]))
+
+    def _keep(self, entry: Metric, value: Tensor) -> None:
+        self._known[parameter_names(entry)[0]] = value
+        if bool(value.isfinite().any()):
+            self.whole[entry.name] = value

@@ -1,0 +1,155 @@
+"""Figures that are made from the registry: a panel for each curve, a heatmap of heads.
+
+Several models stand over each other, or side by side.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from megasink.diagnostics import Metric, metrics, metrics_shown
+from megasink.report.analysis import Analysis, Floats
+from megasink.report.drawing import Drawing
+from megasink.report.style import (
+    MAP,
+    grid,
+    heatmap,
+    label,
+    line,
+    log_scale,
+    model_legend,
+    named,
+    panels,
+    share_limit,
+    whole_numbers,
+    wrapped,
+    write_cells,
+)
+
+CURVES = {
+    "sinks": ("Sinks", "Attention sinks"),
+    "values": ("Sinks", "Values, keys and queries by token"),
+    "activations": ("Hidden states", "Largest activations"),
+}
+"""Figure of curves -> its section of the page and its title; others are among "Other metrics"."""
+
+_ABSCISSA = {
+    "head": "layer",
+    "layer": "layer",
+    "state": "layer (half: after attention)",
+    "head column": "k, position of the key",
+    "key": "k, position of the key",
+    "layer position": "i, position of the token",
+    "state position": "i, position of the token",
+}
+_LOGARITHMIC = ("activation", "ratio")
+_READABLE = 160  # cells whose numbers can still be read
+
+
+def metric_drawings() -> list[Drawing]:
+    """A drawing for each figure that a registered metric names."""
+    curves: dict[str, list[Metric]] = {}
+    for entry in metrics_shown("curve").values():
+        curves.setdefault(entry.figure, []).append(entry)
+    drawings = []
+    for figure, entries in curves.items():
+        section, title = CURVES.get(figure, ("Other metrics", figure.replace("_", " ")))
+        caption = " ".join(f"{e.title}: {_definition(e)}" for e in entries)
+        draw = partial(_draw_curves, entries)
+        drawings.append(Drawing(figure, section, title, f"{caption} Means over samples.", draw))
+    for entry in metrics_shown("heatmap").values():
+        caption = (
+            f"{_definition(entry)} By layer and head, one colour scale for all models; layers "
+        )
+        caption += "without attention are blank."
+        draw = partial(_draw_heatmap, entry)
+        drawings.append(Drawing(entry.name, "Heads", entry.title.capitalize(), caption, draw))
+    return drawings
+
+
+def _definition(entry: Metric) -> str:
+    return f"{entry.definition.rstrip('.')} ({entry.source})."
+
+
+def _draw_curves(entries: Sequence[Metric], analyses: Sequence[Analysis]) -> Any:
+    """One panel for each metric that is not 0 for every model, such as the weight on no sink."""
+    shown = [e for e in entries if any(a.has(e.name) and a.values(e.name).any() for a in analyses)]
+    if not shown:
+        return None
+    rows, columns = grid(len(shown), 5)
+    figure, axes = panels(rows, columns, 3.2 * rows)
+    by_unit: dict[str, list[Any]] = {}
+    for axis, entry in zip(axes.flat, shown, strict=False):
+        for analysis, colour, name in named(analyses):
+            if analysis.has(entry.name):
+                x, curve = _curve(entry, analysis.values(entry.name))
+                line(axis, x, curve, color=colour, label=name)
+        label(axis, entry.title, "" if entry.unit == "1" else entry.unit, _ABSCISSA[entry.axis])
+        whole_numbers(axis.xaxis)
+        by_unit.setdefault(entry.unit, []).append(axis)
+    for axis in axes.flat[len(shown) :]:
+        axis.set_axis_off()
+    for unit, those in by_unit.items():
+        if unit == "share":
+            share_limit(*those)
+        elif unit == "cosine":
+            for axis in those:
+                axis.set_ylim(-1.05, 1.05)
+        elif unit in _LOGARITHMIC:
+            log_scale(*those)
+        elif unit.startswith("L2 norm"):
+            for axis in those:
+                axis.set_ylim(bottom=0)
+    model_legend(figure, axes[0, 0], analyses)
+    return figure
+
+
+def _curve(entry: Metric, values: Floats) -> tuple[Any, Any]:
+    """Where the curve's points are, and what they are: means over every other axis."""
+    if entry.axis == "head":
+        curve = np.ma.masked_invalid(values).mean(1)
+    elif entry.axis in ("layer", "state", "key"):
+        curve = np.ma.masked_invalid(values)
+    else:
+        curve = np.ma.masked_invalid(values.reshape(-1, values.shape[-1])).mean(0)
+    step = 0.5 if entry.axis == "state" else 1.0
+    return step * np.arange(len(curve)), np.ma.filled(curve, np.nan)
+
+
+def _draw_heatmap(entry: Metric, analyses: Sequence[Analysis]) -> Any:
+    analyses = [analysis for analysis in analyses if analysis.has(entry.name)]
+    if not analyses:
+        return None
+    tables = [analysis.values(entry.name) for analysis in analyses]
+    rows, columns = grid(len(analyses), 3)
+    layers = max(len(table) for table in tables)
+    figure, axes = panels(rows, columns, rows * float(np.clip(0.24 * layers + 1.3, 2.8, 8.0)))
+    lowest = float(min(np.nanmin(table) for table in tables))
+    highest = float(max(np.nanmax(table) for table in tables))
+    if entry.unit == "share":  # down to a round number: gates of a balanced model differ little
+        lowest, highest = min(0.9, float(np.floor(10 * lowest) / 10)), 1.0
+    for axis, analysis, table in zip(axes.flat, analyses, tables, strict=False):
+        image = heatmap(axis, table, vmin=lowest, vmax=highest, cmap=MAP)
+        about = "\n".join([wrapped(analysis.name), *_made_of(entry, analysis)])
+        label(axis, about, "layer", "head")
+        if table.size <= _READABLE and len(analyses) <= 3:
+            write_cells(axis, image, table, 6.5 if columns < 3 else 5.5)
+    for axis in axes.flat[len(analyses) :]:
+        axis.set_axis_off()
+    bar_label = entry.title if entry.unit == "1" else f"{entry.title}, {entry.unit}"
+    figure.colorbar(image, ax=axes.ravel().tolist(), label=bar_label)
+    return figure
+
+
+def _made_of(entry: Metric, analysis: Analysis) -> list[str]:
+    """The numbers of metrics that are made of this one, such as head imbalance of importance."""
+    numbers = (
+        f"{made.title} {made.text(analysis.results.metrics[made.name].number)}"
+        for made in metrics().values()
+        if made.needs == (f"{entry.name}_LH",)
+        and "scalar" in made.shown
+        and analysis.has(made.name)
+    )
+    return [", ".join(numbers)]

@@ -1,0 +1,93 @@
+"""Figures of hidden states: a panel for each model, a curve for each of some positions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megasink.report.analysis import Analysis
+from megasink.report.drawing import Drawing
+from megasink.report.style import (
+    grid,
+    label,
+    log_scale,
+    named,
+    panels,
+    position_colours,
+    whole_numbers,
+    wrapped,
+)
+
+POSITIONS = (0, 1, 2, 4, 8, 16, 32)
+
+
+def _norms(analyses: Sequence[Analysis]) -> Any:
+    return _by_position(analyses, "state_norm", "mean L2 norm", is_log=True)
+
+
+def _directions(analyses: Sequence[Analysis]) -> Any:
+    analyses = [a for a in analyses if a.has("cosine_across_inputs")]
+    if not analyses:
+        return None
+    return _by_position(analyses, "cosine_across_inputs", "mean cosine", is_log=False)
+
+
+def _by_position(analyses: Sequence[Analysis], key: str, ylabel: str, *, is_log: bool) -> Any:
+    """States along x, one curve for each of some positions; one panel for each model."""
+    rows, columns = grid(len(analyses), 3)
+    figure, axes = panels(rows, columns, 3.1 * rows + 0.3, sharey=True)
+    for axis, (analysis, _, _) in zip(axes.flat, named(analyses), strict=False):
+        table = analysis.values(key)
+        state = np.arange(len(table)) / 2
+        reached = [p for p in POSITIONS if p < table.shape[1] and np.isfinite(table[:, p]).any()]
+        for position, colour in zip(reached, position_colours(len(reached)), strict=True):
+            there = np.isfinite(table[:, position])
+            x, y = state[there], table[there, position]
+            first = position == 0
+            axis.plot(
+                x,
+                y,
+                color=colour,
+                linewidth=2.2 if first else 1.2,
+                zorder=3 if first else 2,
+                label=f"token {position}",
+            )
+            if len(x) <= 81:
+                whole = x == np.floor(x)
+                size = 4 if len(x) <= 33 else 2.2
+                axis.plot(x[whole], y[whole], "o", color=colour, ms=size, zorder=4)
+                axis.plot(
+                    x[~whole], y[~whole], "o", color=colour, mfc="white", mew=0.8, ms=size, zorder=4
+                )
+        label(axis, wrapped(analysis.name), ylabel, "layer (half: after attention)")
+        whole_numbers(axis.xaxis)
+    for axis in axes.flat[len(analyses) :]:
+        axis.set_axis_off()
+    if is_log:
+        log_scale(*axes.flat[: len(analyses)])
+    else:
+        axes[0, 0].set_ylim(-0.25, 1.05)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=len(handles))
+    return figure
+
+
+DRAWINGS = (
+    Drawing(
+        "norms",
+        "Hidden states",
+        "Norm of the hidden state",
+        "norm(x_i) by layer, mean over samples, for some token positions (P4.1, P2.8). x_0 is the "
+        "embedding, x_(l + 1/2) the state after attention of block l (open circles), x_(l + 1) its "
+        "output (filled circles).",
+        _norms,
+    ),
+    Drawing(
+        "directions",
+        "Hidden states",
+        "Direction of the hidden state across inputs",
+        "Mean cosine between the states of different inputs at the same position, over pairs "
+        "i != j (P4.5): 1 means that the state no longer depends on the input. Circles as above.",
+        _directions,
+    ),
+)

@@ -1,0 +1,99 @@
+"""Dataclasses as JSON: written, described by a schema, and read back with a line for what is wrong.
+
+Fields may be dataclasses, dict[str, T], list[T], T | None, int, float, str, bool and Any. NaN and
+infinity, which JSON does not have, are null.
+"""
+
+import dataclasses
+import math
+import types
+import typing
+from typing import Any
+
+from megasink.errors import UserError
+
+_PLAIN = {str: "string", bool: "boolean", int: "integer", float: "number", types.NoneType: "null"}
+
+
+def to_json(value: Any) -> Any:
+    """Dictionaries, lists and plain values of a dataclass, a tensor, an array, or one of those."""
+    if dataclasses.is_dataclass(value):
+        fields = dataclasses.fields(value)
+        return {field.name: to_json(getattr(value, field.name)) for field in fields}
+    if isinstance(value, dict):
+        return {key: to_json(entry) for key, entry in value.items()}
+    if hasattr(value, "tolist"):
+        return to_json(value.tolist())
+    if isinstance(value, list | tuple):
+        return [to_json(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def schema_of(kind: Any) -> dict[str, Any]:
+    """The JSON schema (2020-12) of a dataclass, or of the type of a field."""
+    if kind is Any:
+        return {}
+    if kind in _PLAIN:
+        return {"type": _PLAIN[kind]}
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        names = [field.name for field in dataclasses.fields(kind)]
+        return {
+            "type": "object",
+            "description": (kind.__doc__ or "").partition("\n")[0],
+            "properties": {name: schema_of(hints[name]) for name in names},
+            "required": names,
+            "additionalProperties": False,
+        }
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is dict:
+        return {"type": "object", "additionalProperties": schema_of(inner[1])}
+    if origin is list:
+        return {"type": "array", "items": schema_of(inner[0])}
+    return {"anyOf": [schema_of(choice) for choice in inner]}
+
+
+def from_json(kind: Any, value: Any, where: str) -> Any:
+    """An instance of a dataclass, or of the type of a field.
+
+    Args:
+        where: of the value, for errors.
+
+    Raises:
+        UserError: something is missing, unknown, or of another type; the first of them.
+    """
+    if kind is Any or (kind is float and isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    if kind in _PLAIN:
+        if type(value) is not kind:
+            raise UserError(f"{where} is {_short(value)}, no {_PLAIN[kind]}")
+        return value
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType or origin is typing.Union:
+        for choice in inner:
+            if choice is types.NoneType and value is None:
+                return None
+        choices = [choice for choice in inner if choice is not types.NoneType]
+        fitting = [c for c in choices if type(value) is c] or choices[:1]
+        return from_json(fitting[0], value, where)
+    if origin is list:
+        if not isinstance(value, list):
+            raise UserError(f"{where} is {_short(value)}, no list")
+        return [from_json(inner[0], entry, f"{where}[{i}]") for i, entry in enumerate(value)]
+    if not isinstance(value, dict):
+        raise UserError(f"{where} is {_short(value)}, no object")
+    if origin is dict:
+        return {key: from_json(inner[1], v, f"{where}.{key}") for key, v in value.items()}
+    hints = typing.get_type_hints(kind)
+    names = [field.name for field in dataclasses.fields(kind)]
+    for name in names:
+        if name not in value:
+            raise UserError(f"{where} has no {name}")
+    if unknown := sorted(value.keys() - set(names)):
+        raise UserError(f"{where} has {unknown[0]}, which is unknown")
+    return kind(**{name: from_json(hints[name], value[name], f"{where}.{name}") for name in names})
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
