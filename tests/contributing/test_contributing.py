@@ -1,5 +1,7 @@
 """CONTRIBUTING.md is true: its modules and commands run as they are written, from outside."""
 
+import csv
+import json
 import os
 import re
 import shutil
@@ -8,13 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 MODULES = dict(re.findall(r"^```python (\w+\.py)\n(.*?)^```$", PAGE, re.M | re.S))
 COMMANDS = dict(re.findall(r"^```bash (\w+)\n(.*?)^```$", PAGE, re.M | re.S))
 # How many files of the package and its tests one of them may touch.
-MOST_FILES = {"target": 2}
+MOST_FILES = {"variant": 3, "metric": 2, "target": 2}
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +54,62 @@ def test_a_target_of_ones_own_makes_the_round_trip(folder):
     assert first.read_bytes() == second.read_bytes()
 
 
+@pytest.fixture(scope="module")
+def variant(folder):
+    """What the commands about a variant and a metric print."""
+    done = run(COMMANDS["variant"], folder)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return done.stdout
+
+
+def test_a_variant_of_ones_own_trains_and_resumes(folder, variant):
+    lines = [
+        json.loads(x) for x in (folder / "runs/grouped/metrics.jsonl").read_text().splitlines()
+    ]
+    steps = [line for line in lines if "lm_loss" in line]
+    assert [line["iteration"] for line in steps] == [1, 2, 3, 4]
+    assert all(line["imbalance"] > 0 for line in steps)
+    config = json.loads((folder / "runs/grouped/config.json").read_text())
+    assert config["arguments"]["plugin"] == ["my_variant"]
+    assert "my_variant (--plugin): variant sink-per-group" in variant
+    assert "my_metric (--plugin): metric importance_gini" in variant
+
+
+def test_analyses_and_reports_know_the_variant_and_the_metric(folder, variant):
+    metrics = json.loads((folder / "runs/analysis/results.json").read_text())["metrics"]
+    importance = torch.tensor(metrics["importance"]["values"])
+    # The gate is what the slot leaves of a row.
+    torch.testing.assert_close(importance, 1 - torch.tensor(metrics["slot_alpha"]["values"]))
+    assert 0.5 < importance.min() < importance.max() < 1
+    gini = metrics["importance_gini"]
+    ordered, ranks = importance.sort(dim=1).values, torch.arange(1.0, 5.0)
+    expected = (2 * ranks - 5) @ ordered.T / (4 * ordered.sum(1))
+    torch.testing.assert_close(torch.tensor(gini["values"]), expected, rtol=1e-4, atol=1e-6)
+    with (folder / "runs/trace/trace.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2
+    assert float(rows[-1]["importance_gini"]) == pytest.approx(gini["number"], rel=1e-5)
+    for page in ("analysis", "trace", "report"):
+        assert "importance gini" in (folder / "runs" / page / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("train --run-dir runs/grouped --resume --train-iters 6", "--resume: the last start in "
+         "runs/grouped had --plugin my_variant, which a folder does not decide: give it again"),
+        ("generate runs/grouped --prompt x", "the run was trained with --plugin my_variant"),
+        ("convert-to-hf runs/grouped hf --plugin my_variant", "sink-per-group: its record has no "
+         "export rule"),
+    ],
+)  # fmt: skip
+def test_what_is_not_said_is_refused_by_name(folder, variant, command, said):
+    done = run(f"megasink {command}", folder)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_without_its_plugin_a_target_is_unknown(folder):
     done = run("megasink convert-to-hf RUN OUT --target phi3", folder)
     assert done.returncode == 2
@@ -69,26 +128,34 @@ def test_in_the_package_it_touches_few_files_that_exist(what):
     files = listed(what)
     assert 0 < len(files) <= MOST_FILES[what]
     for file in files:
-        assert (ROOT / file).is_file(), file
+        assert (ROOT / file).is_file() or file == f"megasink/{what}s/my_{what}.py", file
 
 
 @pytest.mark.parametrize(
-    ("what", "registered"),
-    [("target", "from megasink.convert.targets import TARGETS as names")],
+    ("what", "names"),
+    [
+        ("variant", "from megasink.variants import names; names = names()"),
+        ("metric", "from megasink.diagnostics import metrics; names = metrics()"),
+        ("target", "from megasink.convert.targets import TARGETS as names"),
+    ],
 )
-def test_the_same_code_works_inside_of_the_package(tmp_path, what, registered):
+def test_the_same_code_works_inside_of_the_package(tmp_path, what, names):
     shutil.copytree(ROOT / "megasink", tmp_path / "megasink")
     code = MODULES[f"my_{what}.py"]
-    with (tmp_path / listed(what)[0]).open("a") as file:
-        file.write(re.sub(r'^""".*?"""', "", code, flags=re.S))
-    (name,) = re.findall(r'^ *name="([\w-]+)"', code, re.M)
+    first, second = (tmp_path / file for file in listed(what)[:2])
+    if not first.exists():
+        with second.open("a") as file:
+            file.write(f"from megasink.{what}s import {first.stem}\n")
+    with first.open("a") as file:
+        file.write(re.sub(r'\A""".*?"""', "", code, flags=re.S))
+    (name,) = re.findall(r'^(?: *name=|    )"([\w-]+)",$', code, re.M)[:1]
     done = subprocess.run(
-        [sys.executable, "-c", f"{registered}; assert {name!r} in names"],
+        [sys.executable, "-c", f"{names}; assert {name!r} in names"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
