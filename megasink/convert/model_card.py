@@ -43,16 +43,22 @@ def model_card(
         ("attention", model.attention),
         ("layers", model.layers),
         ("hidden size", model.hidden),
-        ("query heads, key/value groups, head dim", _heads(model)),
+        (
+            "query heads, key/value groups, head dim",
+            f"{model.heads}, {model.groups}, {model.head_dim}",
+        ),
         ("FFN width", model.ffn),
         ("experts, chosen", f"{model.experts}, {model.topk}" if model.experts else "none"),
         ("tokens", model.vocabulary),
         ("positions", model.positions),
         ("data type", model.dtype),
         ("steps", found.iteration),
-        ("global batch size, sequence length", _batch(saved)),
+        ("global batch size, sequence length", _both(saved, "global_batch_size", "seq_length")),
         ("learning rate", saved.get("lr")),
-        ("head-balance coefficient, scope", _balance(saved)),
+        (
+            "head-balance coefficient, scope",
+            _both(saved, "head_balance_coeff", "head_balance_scope"),
+        ),
         *_metrics(found),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows if value is not None)
@@ -90,20 +96,9 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 """
 
 
-def _heads(model: Architecture) -> str:
-    return f"{model.heads}, {model.groups}, {model.head_dim}"
-
-
-def _batch(saved: dict[str, Any]) -> str | None:
-    if not saved.get("global_batch_size"):
-        return None
-    return f"{saved['global_batch_size']}, {saved.get('seq_length')}"
-
-
-def _balance(saved: dict[str, Any]) -> str | None:
-    if not saved.get("head_balance_coeff"):
-        return None
-    return f"{saved['head_balance_coeff']}, {saved.get('head_balance_scope')}"
+def _both(saved: dict[str, Any], first: str, second: str) -> str | None:
+    """Two of the run's arguments, where the first one is set."""
+    return f"{saved[first]}, {saved.get(second)}" if saved.get(first) else None
 
 
 def _metrics(found: Checkpoint) -> list[tuple[str, Any]]:
