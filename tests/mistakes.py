@@ -181,7 +181,7 @@ MISTAKES = {
     "from-hf-no-folder": ("convert-from-hf {0}/lama {0}/new/run", "{0}/lama"),
     "from-hf-variant": (
         "convert-from-hf {0}/llama {0}/new/run --attention-variant gate",
-        "--attention-variant 'gate' is unknown: choose gated, sink (did you mean gated?)",
+        "--attention-variant 'gate' is unknown: choose sink, gated (did you mean gated?)",
     ),
     "from-hf-weight": (
         "convert-from-hf {0}/llama {0}/new/run --attention-variant sink --sink-weight 2",

@@ -151,9 +151,8 @@ _OFFSET = Parameter(
     shape=lambda config: (config.num_attention_heads,),
     initial=lambda config: config.softmax_offset_init,
 )
-_PLAIN, _SLOT = (
-    Kernel(variant=v, gate_gradient=g) for v, g in (("vanilla", False), ("sink", True))
-)
+_PLAIN = Kernel(variant="vanilla", gate_gradient=False)
+_SLOT = Kernel(variant="sink", gate_gradient=True)
 _GATE = (
     *("gate_position", "gate_granularity", "gate_shared_heads"),
     *("gate_operation", "gate_activation", "gate_input"),

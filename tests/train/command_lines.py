@@ -214,13 +214,13 @@ REFUSED = {
     "biases-without-their-variant": (
         [*MOCK, "--bias-shared-heads", "--bias-fixed-value", "unit"],
         [
-            "--bias-shared-heads: --attention-variant sink has no bias to share: use k-bias",
-            "--bias-fixed-value unit is the value of a key bias: use --attention-variant k-bias",
+            "--bias-shared-heads: not for --attention-variant sink: use k-bias, kv-bias or v-bias",
+            "--bias-fixed-value: not for --attention-variant sink: use k-bias, or drop the flag",
         ],
     ),
     "two-values": (
         [*MOCK, "--attention-variant", "kv-bias", "--bias-fixed-value", "uniform"],
-        ["use --attention-variant k-bias (the value of kv-bias is learned)"],
+        ["--bias-fixed-value: not for --attention-variant kv-bias: use k-bias"],
     ),
     "norm-without-value": (
         [*MOCK, "--attention-variant", "k-bias", "--bias-fixed-value-norm", "-5"],

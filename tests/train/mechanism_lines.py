@@ -13,7 +13,7 @@ REFUSED = {
     ),
     "gate-without-a-gate": (
         [*MOCK, "--gate-position", "value", "--gate-shared-heads"],
-        ["--gate-position, --gate-shared-heads without a gate: add --attention-variant gated"],
+        ["--gate-position, --gate-shared-heads: not for --attention-variant sink: use gated"],
     ),
     "gate-of-the-output": (
         [*GATED, "--gate-position", "output", "--gate-shared-heads"],
@@ -40,7 +40,11 @@ REFUSED = {
     ),
     "norm-of-a-sink": (
         [*MOCK, "--sdpa-output-norm", "rmsnorm"],
-        ["--sdpa-output-norm rmsnorm with --attention-variant sink"],
+        ["--sdpa-output-norm rmsnorm with --attention-variant sink", "use vanilla, gated, kv-bias"],
+    ),
+    "norm-of-a-key-of-no-value": (
+        [*MOCK, "--sdpa-output-norm", "rmsnorm", "--attention-variant", "k-bias"],
+        ["--sdpa-output-norm rmsnorm with --attention-variant k-bias"],
     ),
     "muon": ([*GATED, "--optimizer", "muon"], ["--optimizer muon takes linear_qkv apart"]),
     "fp8-gate": ([*GATED, "--fp8-format", "hybrid"], ["the gate adds 4 to each rank"]),

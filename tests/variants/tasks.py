@@ -191,7 +191,11 @@ def unstated() -> dict[str, Any]:
     """What is refused of a variant whose record says no more than it must."""
     with mock.patch.dict(registry._VARIANTS):
         plain = variant("vanilla")
-        register(Variant(name="mystery", description="-", attend=plain.attend, kernel=plain.kernel))
+
+        def attend(*args: Any, with_gate: bool, **options: Any) -> Any:
+            return plain.attend(*args, with_gate=False, **options)
+
+        register(Variant(name="mystery", description="-", attend=attend, kernel=plain.kernel))
         refused: dict[str, Any] = {}
         try:
             tiny_gpt.model_config(attention_variant="mystery")

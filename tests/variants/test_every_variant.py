@@ -21,14 +21,14 @@ def test_analysis_generation_and_export_are_those_of_the_model_that_trained(pool
     trained = pool.run(f"{TASKS}:trained", layout, folder=str(tmp_path / "run"), kind=kind)[0]
     (found,) = pool.run(f"{TASKS}:used", SINGLE, folder=str(tmp_path), kind=kind)
     importance = torch.from_numpy(trained["importance"])
-    assert importance.std() > 0.05  # heads differ
+    assert importance.std() > 0.005  # heads differ
     close(found["importance"], importance)
     record = KINDS[kind]
     if record is None or record.always_gated:
         close(found["slot"], 1 - importance)
         assert (found["slot"] > 1e-3).all()
     else:
-        assert torch.from_numpy(found["slot"]).isnan().all()
+        assert (found["slot"] == 0).all()
         close(found["first key"], trained["first key"])
         if not record.explicit_gate:
             close(found["first key"], 1 - importance)

@@ -43,7 +43,7 @@ def problems(args: Namespace) -> list[str]:
         kept = any_of(other for other in variants() if other.norm_keeps_gate(args))
         found.append(
             f"--sdpa-output-norm rmsnorm with --attention-variant {record.name}: the norm divides "
-            f"the sink's gate out again: use {kept}"
+            f"the gate of its slot out again: use {kept}"
         )
     if record.slot_value is None and args.head_balance_coeff:
         found.append(
