@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megasink.diagnostics import metrics
 from megasink.diagnostics.results import Results
 from megasink.errors import UserError
 from megasink.probe.geometry import project, read_rows
@@ -79,7 +80,8 @@ def analyze(
     recorder = Recorder(heads, positions=args.positions, columns=args.columns)
     ranks.enter(str(args.output))
     facts = identity(args, module, samples, model, recorder.metrics)
-    drawn = (args.name, args.seed, args.maps, args.map_length)
+    # A derived metric does not change a shard, but the results.
+    drawn = (args.name, args.seed, args.maps, args.map_length, sorted(metrics()))
     digest = hashlib.sha256(repr((facts, drawn)).encode()).hexdigest()
     if not again and (made := _made_before(args.output, digest)) is not None:
         return None if ranks.rank else made

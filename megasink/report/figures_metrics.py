@@ -60,10 +60,7 @@ def metric_drawings() -> list[Drawing]:
         draw = partial(_draw_curves, entries)
         drawings.append(Drawing(figure, section, title, f"{caption} Means over samples.", draw))
     for entry in metrics_shown("heatmap").values():
-        caption = (
-            f"{_definition(entry)} By layer and head, one colour scale for all models; layers "
-        )
-        caption += "without attention are blank."
+        caption = f"{_definition(entry)} One colour scale; layers without attention are blank."
         draw = partial(_draw_heatmap, entry)
         drawings.append(Drawing(entry.name, "Heads", entry.title.capitalize(), caption, draw))
     return drawings

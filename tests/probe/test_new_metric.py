@@ -50,11 +50,11 @@ def analyzed(registered, tmp_path_factory):
         some = [d for d in analysis_figures.drawings() if d.name in wanted]
         patch.setattr(analysis_figures, "drawings", lambda: some)
         for name in ("llama", "qwen3"):
-            save_with_tokenizer(root, name, TEXTS, 330)
+            folder = save_with_tokenizer(root / f"{name}-files", name, TEXTS, 330)
             (root / "texts.jsonl").write_text(
                 "".join(json.dumps({"text": t}) + "\n" for t in TEXTS)
             )
-            command = f"analyze {root}/{name} --data {root}/texts.jsonl --output {root}/out/{name}"
+            command = f"analyze {folder} --data {root}/texts.jsonl --output {root}/out/{name}"
             assert main([*command.split(), "--seq-length", "16", "--device", "cpu"]) == 0
         both = f"report {root}/out/llama {root}/out/qwen3 --output {root}/out/both"
         assert main(both.split()) == 0
