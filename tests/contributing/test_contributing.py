@@ -22,9 +22,10 @@ MOST_FILES = {"variant": 3, "metric": 2, "target": 2}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the modules, away from the repository."""
+    """A folder with the modules and the texts of the repository, away from it."""
     path = tmp_path_factory.mktemp("contributing")
-    shutil.copy(ROOT / "CONTRIBUTING.md", path)
+    shutil.copy(ROOT / "README.md", path)
+    shutil.copytree(ROOT / "docs", path / "docs")
     for name, text in MODULES.items():
         (path / name).write_text(text)
     return path
