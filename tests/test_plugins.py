@@ -117,6 +117,13 @@ def test_the_flags_of_a_command_line_are_handed_on(argv, wanted):
     assert (words[::2], words[1::2]) == (["--plugin"] * len(wanted), wanted)
 
 
+@pytest.mark.parametrize("command", sorted(set(cli.COMMANDS) - set(cli.WITHOUT_PLUGINS)))
+def test_every_command_that_meets_a_registry_has_the_flag(command, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    assert "--plugin MODULE" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "start", [["-m", "megasink.train"], [str(ROOT / "examples" / "pretrain_gpt_sink.sh")]]
 )

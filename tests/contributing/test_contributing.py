@@ -118,6 +118,12 @@ def test_without_its_plugin_a_target_is_unknown(folder):
     assert "one of your own comes with --plugin MODULE" in done.stderr
 
 
+def test_its_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)#]+)", PAGE)
+    assert len(links) > 3
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
 def listed(what):
     """The files that the page says something of its kind touches in the package."""
     _, _, text = PAGE.partition(f"\nIn the package a {what} touches ")
