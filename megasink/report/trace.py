@@ -86,7 +86,7 @@ def _draw(rows: Sequence[TraceRow]) -> Any:
     """A panel for each metric, against tokens."""
     names, entries = _measured(rows), metrics_shown("scalar")
     height, width = grid(len(names), 4)
-    figure, axes = panels(height, width, 2.8 * height, sharex=True)
+    figure, axes = panels(height, width, 2.8 * height)
     size, unit = _unit(max(row.tokens for row in rows))
     tokens = [row.tokens / size for row in rows]
     for axis, name in zip(axes.flat, names, strict=False):
