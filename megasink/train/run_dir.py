@@ -33,6 +33,8 @@ from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.train.lease import is_part_of_a_lease
 
+LIVE = "analysis"
+"""The folder in a run of the analyses of --analyze-interval."""
 # A run is its model, its data and its loss; layout, length and learning rate may change on resume.
 IDENTITY = (
     *MODEL,
