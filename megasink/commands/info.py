@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from megasink import plugins
 from megasink.command_line import CommandParser
 from megasink.compat import check_versions, versions
 from megasink.errors import UserError
-from megasink.plugins import LOADED, add_flag
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print versions, the platform and the attention kernel of each variant and dtype."""
     parser = CommandParser(prog="megasink info", description=main.__doc__)
-    add_flag(parser)
+    plugins.add_flag(parser)
     parser.add_argument("--head-dim", type=int, default=64, help="head dimension to ask for")
     parser.add_argument(
         "--window", type=int, default=None, help="sliding window, tokens incl. self"
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = "cuda" if cuda else "cpu"
     name = torch.cuda.get_device_name() if cuda else "no CUDA device: the CPU platform is used"
     console.print(f"{'device':20} {name}", highlight=False)
-    for plugin in LOADED.values():
+    for plugin in plugins.LOADED.values():
         console.print(f"{'plugin':20} {plugin}", highlight=False, markup=False)
     capability = torch.cuda.get_device_capability() if cuda else None
     table = Table(title=f"attention kernels on {device}, with the balance gradient")
