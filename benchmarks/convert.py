@@ -70,9 +70,9 @@ def write_run(folder: Path) -> None:
         WriteItemType,
     )
 
-    from megasink.convert.flags import model_flags
     from megasink.convert.from_hf import arguments_of, plain
     from megasink.convert.megatron_weights import weight_shapes
+    from megasink.convert.model_flags import model_flags
 
     class Random(SavePlanner):
         """Makes each shard when it is written."""

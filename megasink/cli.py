@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import megasink
+from megasink import plugins
 from megasink.command_line import CommandParser, unknown_name
 from megasink.errors import Stopped, UserError
 
@@ -26,6 +27,8 @@ COMMANDS = {
     "report": "one page about several analyses",
     "info": "versions, platform, and which attention kernel runs here and why",
 }
+# These meet no variant, metric or conversion target.
+WITHOUT_PLUGINS = ("demo", "data")
 
 
 def main_of(command: str) -> Callable[[Sequence[str]], int]:
@@ -54,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"give a command: {', '.join(COMMANDS)} (megasink --help)")
         if args.command not in COMMANDS:
             raise UserError(unknown_name("the command", args.command, COMMANDS))
+        if args.command not in WITHOUT_PLUGINS:
+            plugins.load(args.arguments, list_names=args.command == "info")
         return main_of(args.command)(args.arguments)
     except Stopped as stop:
         with contextlib.suppress(OSError):  # the terminal was closed

@@ -261,6 +261,12 @@ class RunOptions:
     """With --resume: compare the checksums of everything in a checkpoint before it is loaded, at
     the cost of reading it once more; without it only the sizes of the files are compared."""
 
+    plugin: list[str] | None = field(
+        default=None, metadata={"argparse_meta": {"action": "append", "metavar": "MODULE"}}
+    )
+    """Import this Python module first, which registers variants, metrics or conversion targets of
+    your own; may be repeated. --resume does not repeat it: say it again."""
+
     cpu: bool = False
     """Run on the CPU platform; chosen by itself, and said, where no CUDA device is present."""
 

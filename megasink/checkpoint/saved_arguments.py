@@ -21,6 +21,7 @@ from megasink.checkpoint.identity import MODEL
 from megasink.command_line import unknown_name
 from megasink.errors import UserError
 from megasink.parser import CPU_DEFAULTS, defaults
+from megasink.plugins import advice
 from megasink.variants import is_variant, names
 
 # The layout, and how to compute rather than what: the values of this process count.
@@ -89,10 +90,8 @@ def read_arguments(config: Path) -> dict[str, Any]:
     if missing:
         raise UserError(f"{config} is of no run of megasink: no {', '.join(sorted(missing))}")
     if not is_variant(saved["attention_variant"]):
-        known = unknown_name("--attention-variant", str(saved["attention_variant"]), names())
-        raise UserError(
-            f"{config}: {known}; one that a module of yours registers needs its --plugin"
-        )
+        unknown = unknown_name("--attention-variant", str(saved["attention_variant"]), names())
+        raise UserError(f"{config}: {unknown}; {advice(saved.get('plugin'))}")
     return saved
 
 

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from megasink.command_line import CommandParser
 from megasink.errors import UserError
+from megasink.plugins import add_flag
 from megasink.printable import printable
 from megasink.report.compare import AXES, draw_comparison, summary
 from megasink.report.curves import read_metrics
@@ -17,6 +18,7 @@ from megasink.report.curves import read_metrics
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare runs: their curves on one page, and a table of how they ended."""
     parser = CommandParser(prog="megasink compare", description=main.__doc__)
+    add_flag(parser)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs")
     parser.add_argument("--x", choices=AXES, default="step", help="horizontal axis")
     parser.add_argument("--smoothing", type=float, default=0.9, help="EMA factor, 0 to 1")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megasink.command_line import CommandParser
 from megasink.errors import UserError
+from megasink.plugins import add_flag
 
 
 def parser_of(command: str, main: Callable[..., int]) -> argparse.ArgumentParser:
@@ -21,6 +22,7 @@ def parser_of(command: str, main: Callable[..., int]) -> argparse.ArgumentParser
         "every tensor; default: do it",
     )
     parser.add_argument("--cpu", action="store_true", help="verify there although a GPU is there")
+    add_flag(parser)
     return parser
 
 

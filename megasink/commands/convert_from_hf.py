@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "default: 0.05",
     )
     args = parser.parse_args(argv)
-    from megasink.convert.gating import change_of
+    from megasink.convert.attention_change import change_of
 
     if problem := _not_of_transformers(args.model):
         raise UserError(f"{args.model}: {problem}")

@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megasink.command_line import unknown_name
 from megasink.commands.convert import not_verified, parser_of, prepare
-from megasink.convert.targets import BY_NAME
-from megasink.errors import UserError
+from megasink.convert.targets import TARGETS, named
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("output", type=Path, help="folder to write; must be empty or missing")
     parser.add_argument(
         "--target",
-        help=f"architecture: {', '.join(BY_NAME)}; default: the first that is the same model",
+        help=f"architecture: {', '.join(TARGETS)}; default: the first that is the same model",
     )
     parser.add_argument("--iteration", type=int, help="of the checkpoint; default: the newest")
     parser.add_argument("--tokenizer", type=Path, help="folder; default: the one of the run")
@@ -29,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megasink.convert.safetensors_writer import parse_size
     from megasink.convert.to_hf import export, source_of
 
-    if args.target is not None and args.target not in BY_NAME:
-        raise UserError(unknown_name("--target", args.target, BY_NAME))
+    if args.target is not None:
+        named(args.target)  # before the seconds that the imports take
     shard_bytes = parse_size(args.shard_size)
     source = source_of(args.run, args.iteration, args.tokenizer)
     if not args.verify:

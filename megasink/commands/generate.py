@@ -12,6 +12,7 @@ from megasink.checkpoint.find import find_checkpoint
 from megasink.command_line import CommandParser
 from megasink.errors import ConfigError, UserError
 from megasink.inference.sampling import Sampling
+from megasink.plugins import add_flag
 from megasink.printable import printable
 from megasink.process import prepare_process
 
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     GPU where there is one. Several prompts run as one batch. Speed goes to the error stream.
     """
     parser = CommandParser(prog="megasink generate", description=main.__doc__)
+    add_flag(parser)
     parser.add_argument("run", type=Path, help="a run folder, or a checkpoint folder in it")
     parser.add_argument("--prompt", action="append", required=True, help="text; may be repeated")
     parser.add_argument(

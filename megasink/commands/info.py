@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from megasink import plugins
 from megasink.command_line import CommandParser
 from megasink.errors import ConfigError, UserError
 from megasink.upstream.table import TABLE
@@ -14,6 +15,7 @@ from megasink.upstream.versions import check_versions, versions
 def main(argv: Sequence[str] | None = None) -> int:
     """Print versions, the attention kernel of each variant and dtype, and patches of upstream."""
     parser = CommandParser(prog="megasink info", description=main.__doc__)
+    plugins.add_flag(parser)
     parser.add_argument("--head-dim", type=int, default=64, help="head dimension to ask for")
     parser.add_argument(
         "--window", type=int, default=None, help="sliding window, tokens incl. self"
@@ -36,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = "cuda" if cuda else "cpu"
     name = torch.cuda.get_device_name() if cuda else "no CUDA device: the CPU platform is used"
     console.print(f"{'device':20} {name}", highlight=False)
+    for plugin in plugins.LOADED.values():
+        console.print(f"{'plugin':20} {plugin}", highlight=False, markup=False)
     capability = torch.cuda.get_device_capability() if cuda else None
     table = Table(title=f"attention kernels on {device}, with the balance gradient")
     for column in ("variant", "dtype", "runs", "and not"):

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megasink.command_line import CommandParser
+from megasink.plugins import add_flag
 from megasink.report.pages import write_report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw one page about several analyses: figures over each other, distances between models."""
     parser = CommandParser(prog="megasink report", description=main.__doc__)
+    add_flag(parser)
     parser.add_argument("analyses", type=Path, nargs="+", help="output folders of megasink analyze")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--pdf", action="store_true", help="the figures as PDF too, for papers")

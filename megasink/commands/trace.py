@@ -20,7 +20,7 @@ from megasink.probe.ranks import Ranks, taking_part
 from megasink.progress import tracked
 from megasink.report.analysis import read_analysis
 from megasink.report.trace import trace_row, write_trace
-from megasink.train.live_analysis import LIVE
+from megasink.train.run_dir import LIVE
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 from megasink.config import MODEL_OPTIONS, GateGranularity, visible_tokens
-from megasink.convert.own import NAMES, OwnOptions, own_options, unknown_values
+from megasink.convert.megasink_model import NAMES, MegasinkOptions, options_from, unknown_values
 from megasink.gate_options import is_megatrons_output_gate
 from megasink.variants import Variant, foreign_options, of_kind, variant
 
@@ -62,7 +62,7 @@ _PLAIN_ACTIVATIONS = ("relu", "gelu", "silu")
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A decoder; unless `own` says else, with RoPE, RMSNorm before its parts, gated FFN units.
+    """A decoder; unless `options` says else, with RoPE, RMSNorm before its parts, gated FFN units.
 
     Attributes:
         layers, hidden, heads, groups, head_dim, ffn: sizes; `ffn` is that of one expert, where
@@ -82,7 +82,7 @@ class Architecture:
         renormalize: the chosen experts' probabilities add up to one.
         dtype: of the weights, as torch names it.
         init_std: of the initial weights.
-        own: what only megasink's own modelling file has.
+        options: what only megasink's own modelling file has.
     """
 
     layers: int
@@ -111,7 +111,7 @@ class Architecture:
     renormalize: bool = True
     dtype: str = "float32"
     init_std: float = 0.02
-    own: OwnOptions = dataclasses.field(default_factory=OwnOptions)
+    options: MegasinkOptions = dataclasses.field(default_factory=MegasinkOptions)
 
     @property
     def queries(self) -> int:
@@ -137,7 +137,7 @@ class Architecture:
     def gate_options(self) -> SimpleNamespace:
         """What `megasink.gate_options` and the shapes of a variant's parameters ask for."""
         return SimpleNamespace(
-            **dataclasses.asdict(self.own),
+            **dataclasses.asdict(self.options),
             attention_variant=self.variant.name,
             gate_granularity=self.attention,
             hidden_size=self.hidden,
@@ -163,8 +163,10 @@ def architecture_of(
             "its FFN has an activation of Megatron's own: targets have --swiglu or "
             f"--ffn-activation {'|'.join([*_ACTIVATIONS, *_PLAIN_ACTIVATIONS])}"
         )
-    own = own_options(saved, gated_unit=gated_unit)
-    problems += [f"{option} has no counterpart in Hugging Face" for option in unknown_values(own)]
+    options = options_from(saved, gated_unit=gated_unit)
+    problems += [
+        f"{option} has no counterpart in Hugging Face" for option in unknown_values(options)
+    ]
     record = variant(saved["attention_variant"])
     attention = record.kind(saved)
     if record.export is None:
@@ -207,7 +209,7 @@ def architecture_of(
         renormalize=not saved.get("moe_router_pre_softmax"),
         dtype="bfloat16" if saved.get("bf16") else "float16" if saved.get("fp16") else "float32",
         init_std=saved.get("init_method_std") or 0.02,
-        own=own,
+        options=options,
     )
     return found, problems
 

@@ -21,16 +21,23 @@ from megasink.atomic import sync_folder
 from megasink.checkpoint.identity import SHAPE, plain
 from megasink.checkpoint.intact import TRACKER, checkpoint_path
 from megasink.convert.architecture import Architecture
+from megasink.convert.attention_change import Change, added, changed, gated_model, is_float32
 from megasink.convert.background import one_thread, use_large_pages
-from megasink.convert.flags import model_flags
-from megasink.convert.gating import Change, added, changed, gated_model, is_float32
 from megasink.convert.hf_config import architecture_from, read_config
-from megasink.convert.hf_reader import HuggingFaceWeights
 from megasink.convert.megatron_weights import weight_shapes
+from megasink.convert.model_flags import model_flags
 from megasink.convert.output import whole_folder
+from megasink.convert.safetensors_reader import HuggingFaceWeights
 from megasink.convert.safetensors_writer import write_json
-from megasink.convert.table import LAYERS, NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SPEC, Step, steps
-from megasink.convert.targets.base import Target
+from megasink.convert.table import (
+    LAYERS,
+    NORM_BEFORE_EXPERTS,
+    NORM_OF_LOCAL_SPEC,
+    Step,
+    refuse,
+    steps,
+)
+from megasink.convert.targets.target import Target
 from megasink.convert.to_hf import refuse_nan
 from megasink.convert.torch_dist_writer import TorchDistWriter
 from megasink.errors import UserError
@@ -163,12 +170,7 @@ def _account(weights: HuggingFaceWeights, todo: list[Step], source: HuggingFaceS
     found += [f"{name} has no place in Megatron's model" for name in extra if name not in ignored]
     if not found:
         found = list(_misfits(weights, todo, weight_shapes(source.model)))
-    if found:
-        more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
-        raise UserError(
-            f"{source.folder} does not hold the weights that its config.json describes: "
-            f"{'; '.join(found[:3])}{more}"
-        )
+    refuse(f"{source.folder} does not hold the weights that its config.json describes", found)
     return ignored
 
 

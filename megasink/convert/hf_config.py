@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from megasink.convert.architecture import Architecture
-from megasink.convert.targets import BY_NAME, TARGETS
-from megasink.convert.targets.base import Config, Target
+from megasink.convert.targets import TARGETS
+from megasink.convert.targets.target import Config, Target
 from megasink.errors import UserError
 from megasink.json_file import read_object
 
@@ -17,6 +17,22 @@ _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
+}
+# {key of every config.json: field of Architecture}
+_COMMON = {
+    "vocab_size": "vocabulary",
+    "hidden_size": "hidden",
+    "intermediate_size": "ffn",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "groups",
+    "head_dim": "head_dim",
+    "hidden_act": "activation",
+    "max_position_embeddings": "positions",
+    "initializer_range": "init_std",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tied",
+    "dtype": "dtype",
 }
 # What only megasink reads of a config.json: what the architecture cannot tell apart.
 OURS = "megasink"
@@ -34,27 +50,15 @@ def config_of(model: Architecture, target: Target, special_tokens: Mapping[str, 
     config = {
         "architectures": [target.architecture],
         "model_type": target.name,
-        "vocab_size": model.vocabulary,
-        "hidden_size": model.hidden,
-        "intermediate_size": model.ffn,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.groups,
-        "head_dim": model.head_dim,
-        "hidden_act": model.activation,
-        "max_position_embeddings": model.positions,
-        "initializer_range": model.init_std,
-        "rms_norm_eps": model.norm_eps,
+        **{key: getattr(model, name) for key, name in _COMMON.items()},
         "rope_theta": model.rope_base,
         "rope_parameters": rope,
-        "tie_word_embeddings": model.tied,
         "attention_dropout": 0.0,
         "use_cache": True,
-        "dtype": model.dtype,
         **special_tokens,
-        **target.config(model),
+        **target.write_config(model),
     }
-    if not target.own:
+    if not target.custom_code:
         config[OURS] = {"attention": model.attention, "zero_centred": model.zero_centred}
     return config
 
@@ -67,16 +71,16 @@ def architecture_from(config: Mapping[str, Any]) -> tuple[Architecture, Target]:
             here cannot express.
     """
     target = _target(config)
-    problems = [*target.refused(config), *_rope_problems(config, target), *_quantized(config)]
+    problems = [*target.refusals(config), *_rope_problems(config, target), *_quantized(config)]
     if problems:
         raise UserError(
             f"this {target.name} has what Megatron's model here has not: {'; '.join(problems)}"
         )
     try:
-        fields = _common(config) | target.read(config)
+        fields = _common(config) | target.read_config(config)
     except KeyError as error:
         raise UserError(f"config.json of a {target.name} without {error}") from error
-    ours = {} if target.own else config.get(OURS) or {}
+    ours = {} if target.custom_code else config.get(OURS) or {}
     fields |= {name: ours[name] for name in ("attention", "zero_centred") if name in ours}
     model = Architecture(**fields)
     if misfits := target.problems(model):
@@ -86,8 +90,8 @@ def architecture_from(config: Mapping[str, Any]) -> tuple[Architecture, Target]:
 
 def _target(config: Mapping[str, Any]) -> Target:
     name = config.get("model_type", "")
-    if name in BY_NAME:
-        return BY_NAME[name]
+    if name in TARGETS:
+        return TARGETS[name]
     reasons = {
         "olmo2": "it norms the outputs of attention and FFN and not their inputs, and its qk-norm "
         "spans all heads: Megatron's is of one head",
@@ -95,9 +99,7 @@ def _target(config: Mapping[str, Any]) -> Target:
         "llama4": "its layers without RoPE and its chunked attention have no counterpart",
     }
     why = f": {reasons[name]}" if name in reasons else ""
-    raise UserError(
-        f"model_type {name!r} cannot be imported{why}. Known: {', '.join(t.name for t in TARGETS)}"
-    )
+    raise UserError(f"model_type {name!r} cannot be imported{why}. Known: {', '.join(TARGETS)}")
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,29 +136,25 @@ def _quantized(config: Mapping[str, Any]) -> list[str]:
 
 
 def _common(config: Mapping[str, Any]) -> dict[str, Any]:
-    heads, hidden, layers = (
-        config[name] for name in ("num_attention_heads", "hidden_size", "num_hidden_layers")
-    )
-    rope, vocabulary = _rope(config), config["vocab_size"]
-    activation = config.get("hidden_act", "silu")
+    """The fields of the common keys; what may be missing as transformers 4 and 5 take it."""
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    rope, vocabulary, layers = _rope(config), config["vocab_size"], config["num_hidden_layers"]
+    missing = {
+        "num_key_value_heads": heads,
+        "head_dim": hidden // heads,
+        "dtype": config.get("torch_dtype") or "float32",
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    }
+    said = missing | {key: config[key] for key in _COMMON if config.get(key) is not None}
     return {
-        "layers": layers,
-        "hidden": hidden,
-        "heads": heads,
-        "groups": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or hidden // heads,
-        "ffn": config["intermediate_size"],
-        "vocabulary": vocabulary,
+        **{name: said[key] for key, name in _COMMON.items()},
         "padded": -(-vocabulary // 128) * 128,
-        "tied": bool(config.get("tie_word_embeddings", False)),
-        "positions": config["max_position_embeddings"],
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope_base": float(rope["rope_theta"]),
         "rope_factor": rope["factor"] if rope["rope_type"] == "llama3" else None,
-        "activation": {"gelu": "gelu", "relu": "relu"}.get(activation, activation),
         "windows": (None,) * layers,
-        "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-        "init_std": config.get("initializer_range", 0.02),
     }
 
 
@@ -168,7 +166,7 @@ def transformers_has(target: Target) -> None:
     """
     import transformers
 
-    if target.own:
+    if target.custom_code:
         return
     if not hasattr(transformers, target.architecture):
         raise UserError(

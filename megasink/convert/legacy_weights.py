@@ -14,7 +14,7 @@ from typing import Any
 
 from megasink.checkpoint.legacy import RankFile, read_ranks
 from megasink.checkpoint.stored_tensor import StoredTensor
-from megasink.convert.parts import Part, Weight
+from megasink.convert.stored_weights import Part, Weight
 from megasink.convert.table import LAYERS
 from megasink.errors import UserError
 from megasink.gate_options import is_megatrons_output_gate

@@ -15,7 +15,7 @@ def weight_shapes(model: Architecture) -> dict[str, Shape]:
     hidden, head_dim, heads = model.hidden, model.head_dim, model.heads
     gates = heads if model.megatrons_gate else 0
     mixed = (heads + gates + 2 * model.groups) * head_dim
-    inputs = head_dim if model.own.multi_head_addition else heads * head_dim
+    inputs = head_dim if model.options.multi_head_addition else heads * head_dim
     attention: dict[str, Shape] = {
         "linear_qkv.weight": (mixed, hidden),
         "linear_proj.weight": (hidden, inputs),
@@ -27,12 +27,11 @@ def weight_shapes(model: Architecture) -> dict[str, Shape]:
     attention |= _gate(model) | _core_attention(model)
     layer = {f"self_attention.{key}": shape for key, shape in attention.items()}
     layer |= _ffn(model) | _norms(model)
-    own, positions = model.own, (model.positions, hidden)
     shapes: dict[str, Shape] = {"embedding.word_embeddings.weight": (model.padded, hidden)}
-    if own.position_embedding_type == "learned_absolute" and not own.sinusoidal_position_embedding:
-        shapes["embedding.position_embeddings.weight"] = positions
+    if model.options.learned_positions:
+        shapes["embedding.position_embeddings.weight"] = (model.positions, hidden)
     shapes |= {LAYERS + key: shape for key, shape in layer.items()}
-    if not own.post_norm:
+    if not model.options.post_norm:
         shapes |= _norm(model, "decoder.final_layernorm.", hidden)
     if not model.tied:
         shapes["output_layer.weight"] = (model.padded, hidden)
@@ -40,18 +39,18 @@ def weight_shapes(model: Architecture) -> dict[str, Shape]:
 
 
 def _norm(model: Architecture, prefix: str, size: int) -> dict[str, Shape]:
-    kinds = ("weight", "bias") if model.own.normalization == "LayerNorm" else ("weight",)
+    kinds = ("weight", "bias") if model.options.normalization == "LayerNorm" else ("weight",)
     return {f"{prefix}{kind}": (size,) for kind in kinds}
 
 
 def _norms(model: Architecture) -> dict[str, Shape]:
     """Of a layer."""
     found: dict[str, Shape] = {}
-    if not model.own.post_norm:
+    if not model.options.post_norm:
         before_ffn = "pre_mlp_layernorm." if model.experts else "mlp.linear_fc1.layer_norm_"
         for prefix in ("self_attention.linear_qkv.layer_norm_", before_ffn):
             found |= _norm(model, prefix, model.hidden)
-    if model.own.post_norm or model.own.sandwich_norm:
+    if model.options.post_norm or model.options.sandwich_norm:
         for prefix in ("post_self_attn_layernorm.", "post_mlp_layernorm."):
             found |= _norm(model, prefix, model.hidden)
     if model.qk_norm:
@@ -63,12 +62,12 @@ def _norms(model: Architecture) -> dict[str, Shape]:
 def _gate(model: Architecture) -> dict[str, Shape]:
     """The explicit gate, where its rows are not in linear_qkv, and the norm of the SDPA output."""
     found: dict[str, Shape] = {}
-    if model.own.sdpa_output_norm == "rmsnorm":
+    if model.options.sdpa_output_norm == "rmsnorm":
         found["output_norm.weight"] = (model.heads * model.head_dim,)
     if not model.variant.explicit_gate or model.megatrons_gate:
         return found
     heads, width = gate_shape(model.gate_options())
-    if model.own.gate_input == "none":
+    if model.options.gate_input == "none":
         return found | {"gate.logit": (heads * width,)}
     found["linear_gate.weight"] = (heads * width, model.hidden)
     if model.qkv_bias:
@@ -79,8 +78,8 @@ def _gate(model: Architecture) -> dict[str, Shape]:
 def _core_attention(model: Architecture) -> dict[str, Shape]:
     """The parameters of its variant, and T5's biases of positions."""
     found: dict[str, Shape] = {}
-    if model.own.attention_bias_type == "t5":
-        buckets = model.own.relative_attention_num_buckets
+    if model.options.attention_bias_type == "t5":
+        buckets = model.options.relative_attention_num_buckets
         found["core_attention.relative_bias.weight"] = (buckets, model.heads)
     options = model.gate_options()
     for parameter in model.variant.parameters:
@@ -91,7 +90,7 @@ def _core_attention(model: Architecture) -> dict[str, Shape]:
 def _ffn(model: Architecture) -> dict[str, Shape]:
     hidden, width = model.hidden, model.ffn
     if not model.experts:
-        rows = 2 * width if model.own.gated_unit else width
+        rows = 2 * width if model.options.gated_unit else width
         found: dict[str, Shape] = {
             "mlp.linear_fc1.weight": (rows, hidden),
             "mlp.linear_fc2.weight": (hidden, width),

@@ -6,7 +6,6 @@ are known before the first tensor is, so the headers are written first.
 """
 
 import json
-import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -16,15 +15,17 @@ from torch import Tensor
 
 from megasink.atomic import sync
 from megasink.convert.background import BackgroundWriter
-from megasink.convert.table import Entry
 from megasink.errors import UserError
 
+Entry = tuple[str, Tensor]
+"""A name and an empty tensor, on the device "meta", of what will be written under it."""
 DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
 }
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Written at once: a large tensor is freed piece by piece.
 _PIECE_BYTES = 16 * 2**20
 
@@ -47,14 +48,14 @@ class SafetensorsWriter(BackgroundWriter):
         self._shards = _cut(entries, shard_bytes)
         self._names = _file_names(len(self._shards))
         self._position = (0, 0)  # shard, entry in it
-        self.total_bytes = sum(_bytes(entry) for entry in entries)
+        self.total_bytes = sum(tensor.nbytes for _, tensor in entries)
 
     def write(self, name: str, tensor: Tensor) -> None:
         """The next tensor of the plan."""
         shard, place = self._position
-        entry = self._shards[shard][place]
-        if (name, tensor.dtype, tuple(tensor.shape)) != (entry.name, entry.dtype, entry.shape):
-            raise ValueError(f"{name} {tensor.dtype} {list(tensor.shape)}: next is {entry}")
+        wanted, like = self._shards[shard][place]
+        if (name, tensor.dtype, tensor.shape) != (wanted, like.dtype, like.shape):
+            raise ValueError(f"{name} {tensor.dtype} {list(tensor.shape)}: next is {wanted} {like}")
         if tensor.numel():
             content = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
         else:
@@ -90,9 +91,9 @@ class SafetensorsWriter(BackgroundWriter):
             index = {
                 "metadata": {"total_size": self.total_bytes},
                 "weight_map": {
-                    entry.name: name
-                    for shard, name in zip(self._shards, self._names, strict=True)
-                    for entry in shard
+                    name: file
+                    for shard, file in zip(self._shards, self._names, strict=True)
+                    for name, _ in shard
                 },
             }
             write_json(self._folder / "model.safetensors.index.json", index)
@@ -130,26 +131,23 @@ def _cut(entries: Sequence[Entry], shard_bytes: int) -> list[list[Entry]]:
     shards: list[list[Entry]] = [[]]
     filled = 0
     for entry in entries:
-        if shards[-1] and filled + _bytes(entry) > shard_bytes:
+        size = entry[1].nbytes
+        if shards[-1] and filled + size > shard_bytes:
             shards.append([])
             filled = 0
         shards[-1].append(entry)
-        filled += _bytes(entry)
+        filled += size
     return shards
-
-
-def _bytes(entry: Entry) -> int:
-    return entry.dtype.itemsize * math.prod(entry.shape)
 
 
 def _header(entries: Sequence[Entry]) -> bytes:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
-    for entry in entries:
-        end = start + _bytes(entry)
-        header[entry.name] = {
-            "dtype": DTYPES[entry.dtype],
-            "shape": list(entry.shape),
+    for name, tensor in entries:
+        end = start + tensor.nbytes
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
         start = end

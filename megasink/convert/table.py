@@ -87,24 +87,8 @@ def steps(table: Sequence[Row], layers: int, experts: int) -> Iterator[Step]:
         yield Step(r, (), r.hf)
 
 
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor that will be written.
-
-    Attributes:
-        name, dtype, shape: of it.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: Shape
-
-
-def planned(step: Step, tensors: Sequence[torch.Tensor]) -> list[Entry]:
-    """What a step will write, from meta tensors of Megatron's shapes.
+def planned(step: Step, tensors: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """(name, empty tensor of its shape) of what a step will write, from such ones of Megatron.
 
     Raises:
         UserError: a shape does not fit the row.
@@ -116,4 +100,11 @@ def planned(step: Step, tensors: Sequence[torch.Tensor]) -> list[Entry]:
         raise UserError(
             f"{' and '.join(step.row.megatron)} {shapes} does not fit {step.hf[0]}: {error}"
         ) from error
-    return [Entry(n, t.dtype, tuple(t.shape)) for n, t in zip(step.hf, made, strict=True)]
+    return [(name, t.to("meta")) for name, t in zip(step.hf, made, strict=True)]
+
+
+def refuse(what: str, problems: Sequence[str]) -> None:
+    """Raise a UserError with the first few problems of something, if there are any."""
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise UserError(f"{what}: {'; '.join(problems[:3])}{more}")

@@ -15,16 +15,16 @@ from megasink.checkpoint.saved_arguments import read_arguments
 from megasink.checkpoint.tokenizer import tokenizer_of
 from megasink.convert.architecture import Architecture, architecture_of
 from megasink.convert.background import ahead, one_thread, use_large_pages
-from megasink.convert.card import model_card
 from megasink.convert.hf_config import config_of
+from megasink.convert.megasink_model import FILES
+from megasink.convert.megatron_reader import MegatronCheckpoint
 from megasink.convert.megatron_weights import leading_axes, weight_shapes
+from megasink.convert.model_card import model_card
 from megasink.convert.output import whole_folder
-from megasink.convert.own import FILES
-from megasink.convert.reader import MegatronCheckpoint
 from megasink.convert.safetensors_writer import SafetensorsWriter, write_json
-from megasink.convert.table import Entry, Row, Step, planned, steps
+from megasink.convert.table import Row, Step, planned, refuse, steps
 from megasink.convert.targets import choose
-from megasink.convert.targets.base import Target
+from megasink.convert.targets.target import Target
 from megasink.errors import UserError
 from megasink.printable import say as say_printable
 from megasink.progress import tracked
@@ -96,7 +96,9 @@ def export(
     table = target.table(source.model)
     _account(checkpoint, table, source.model)
     todo = list(steps(table, source.model.layers, source.model.experts))
-    entries = _plan(checkpoint, todo)
+    entries = []
+    for step in todo:
+        entries += planned(step, [checkpoint.meta(k, step.index) for k in step.row.megatron])
     with whole_folder(output) as folder:
         begin = time.perf_counter()
         with one_thread(), SafetensorsWriter(folder, entries, shard_bytes) as writer:
@@ -120,29 +122,17 @@ def export(
 def _account(checkpoint: MegatronCheckpoint, table: tuple[Row, ...], model: Architecture) -> None:
     """Every weight has a row and every row has its weights, of the model's shapes."""
     known = {key for row in table for key in row.megatron}
-    missing = sorted(known - checkpoint.shapes.keys())
-    extra = sorted(checkpoint.shapes.keys() - known)
-    found = [f"{key} is missing" for key in missing]
-    found += [f"{key} has no place in the target" for key in extra]
+    stored_keys = checkpoint.shapes.keys()
+    found = [f"{key} is missing" for key in sorted(known - stored_keys)]
+    found += [f"{key} has no place in the target" for key in sorted(stored_keys - known)]
     for key, shape in sorted(weight_shapes(model).items()):
         axes = (model.layers, model.experts)[: leading_axes(key)]
         stored = checkpoint.shapes.get(key, (*axes, *shape))
         if stored != (*axes, *shape):
             found.append(f"{key} is {list(stored)}, not {[*axes, *shape]}")
-    if found:
-        more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
-        raise UserError(
-            f"{checkpoint.folder} is a checkpoint of another model than config.json describes: "
-            f"{'; '.join(found[:3])}{more}"
-        )
-
-
-def _plan(checkpoint: MegatronCheckpoint, todo: list[Step]) -> list[Entry]:
-    entries: list[Entry] = []
-    for step in todo:
-        tensors = [checkpoint.meta(key, step.index) for key in step.row.megatron]
-        entries += planned(step, tensors)
-    return entries
+    refuse(
+        f"{checkpoint.folder} is a checkpoint of another model than config.json describes", found
+    )
 
 
 def converted(checkpoint: MegatronCheckpoint, step: Step) -> Iterator[Tensor]:
@@ -184,7 +174,7 @@ def _write_beside(source: Source, target: Target, folder: Path) -> None:
         source.tokenizer.save_pretrained(folder)
     card = model_card(source.model, target, source.saved, source.found)
     (folder / "README.md").write_text(card)
-    for path in FILES if target.own else ():
+    for path in FILES if target.custom_code else ():
         shutil.copyfile(path, folder / path.name)
     write_json(folder / "generation_config.json", {"_from_model_config": True, **special})
     write_json(folder / "config.json", config_of(source.model, target, special))

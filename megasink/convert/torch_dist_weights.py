@@ -11,7 +11,7 @@ from typing import Any
 from megasink.checkpoint.intact import damage
 from megasink.checkpoint.stored_tensor import find_tensor
 from megasink.checkpoint.torch_metadata import read_metadata
-from megasink.convert.parts import Part, Weight
+from megasink.convert.stored_weights import Part, Weight
 from megasink.convert.table import LAYERS
 from megasink.errors import UserError
 

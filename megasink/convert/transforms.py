@@ -40,17 +40,21 @@ class Same:
 
 @dataclass(frozen=True)
 class GroupedQKV:
-    """linear_qkv, by group [q ... | k | v] -> q_proj [H * D, ...], k_proj, v_proj [G * D, ...]."""
+    """linear_qkv, by group [q ... | k | v] -> q_proj [H * D, ...], k_proj, v_proj [G * D, ...].
+
+    With Megatron's output gate, by group [q ... | gate ... | k | v] -> q, gate [H * D, ...], k, v.
+    """
 
     groups: int
     queries: int
     head_dim: int
+    gate: bool = False
 
     def to_hf(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         (mixed,) = tensors
-        by_group = mixed.reshape(self.groups, self.queries + 2, self.head_dim, *mixed.shape[1:])
-        parts = by_group.split([self.queries, 1, 1], dim=1)
-        return tuple(part.flatten(0, 2) for part in parts)
+        by_group = mixed.reshape(self.groups, -1, self.head_dim, *mixed.shape[1:])
+        sizes = [self.queries, self.queries, 1, 1] if self.gate else [self.queries, 1, 1]
+        return tuple(part.flatten(0, 2) for part in by_group.split(sizes, dim=1))
 
     def to_megatron(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         parts = [t.reshape(self.groups, -1, self.head_dim, *t.shape[1:]) for t in tensors]
@@ -59,9 +63,9 @@ class GroupedQKV:
 
 @dataclass(frozen=True)
 class GatedGroupedQKV:
-    """linear_qkv with Megatron's output gate, by group [q ... | gate ... | k | v].
+    """As `GroupedQKV` with a gate, for q_proj [H * 2D, ...] that is by head [q; gate].
 
-    q_proj is [H * 2D, ...], by head [q; gate], as Qwen3-Next and Qwen3.5 have it.
+    Qwen3-Next and Qwen3.5 have it so.
     """
 
     groups: int
@@ -69,44 +73,16 @@ class GatedGroupedQKV:
     head_dim: int
 
     def to_hf(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        (mixed,) = tensors
-        by_group = mixed.reshape(self.groups, 2 * self.queries + 2, self.head_dim, *mixed.shape[1:])
-        query, gate, key, value = by_group.split([self.queries, self.queries, 1, 1], dim=1)
-        return (
-            torch.stack([query, gate], dim=2).flatten(0, 3),
-            key.flatten(0, 2),
-            value.flatten(0, 2),
-        )
+        query, gate, key, value = self._grouped.to_hf(*tensors)
+        return _interleaved(query, gate, self.head_dim), key, value
 
     def to_megatron(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         query_gate, key, value = tensors
-        shape = (self.groups, self.queries, 2, self.head_dim, *query_gate.shape[1:])
-        query, gate = query_gate.reshape(shape).unbind(dim=2)
-        by_group = (self.groups, 1, self.head_dim)
-        parts = [query, gate, *(t.reshape(*by_group, *t.shape[1:]) for t in (key, value))]
-        return (torch.cat(parts, dim=1).flatten(0, 2),)
+        return self._grouped.to_megatron(*_separated(query_gate, self.head_dim), key, value)
 
-
-@dataclass(frozen=True)
-class QueryGateKeyValue:
-    """linear_qkv with Megatron's output gate -> query, gate [H * D, ...], key, value [G * D, ...].
-
-    As `GatedGroupedQKV`, for a target whose gate is a projection of its own.
-    """
-
-    groups: int
-    queries: int
-    head_dim: int
-
-    def to_hf(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        (mixed,) = tensors
-        by_group = mixed.reshape(self.groups, 2 * self.queries + 2, self.head_dim, *mixed.shape[1:])
-        parts = by_group.split([self.queries, self.queries, 1, 1], dim=1)
-        return tuple(part.flatten(0, 2) for part in parts)
-
-    def to_megatron(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        parts = [t.reshape(self.groups, -1, self.head_dim, *t.shape[1:]) for t in tensors]
-        return (torch.cat(parts, dim=1).flatten(0, 2),)
+    @property
+    def _grouped(self) -> GroupedQKV:
+        return GroupedQKV(self.groups, self.queries, self.head_dim, gate=True)
 
 
 @dataclass(frozen=True)
@@ -122,28 +98,36 @@ class RepeatedGateQKV:
 
     def to_hf(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         mixed, gate = tensors
-        plain = GroupedQKV(self.groups, self.queries, self.head_dim)
-        query, key, value = plain.to_hf(mixed)
-        heads = self.groups * self.queries
-        by_head = query.reshape(heads, self.head_dim, *query.shape[1:])
-        repeated = gate.unsqueeze(1).expand_as(by_head)
-        return torch.stack([by_head, repeated], dim=1).flatten(0, 2), key, value
+        query, key, value = GroupedQKV(self.groups, self.queries, self.head_dim).to_hf(mixed)
+        repeated = gate.repeat_interleave(self.head_dim, dim=0)
+        return _interleaved(query, repeated, self.head_dim), key, value
 
     def to_megatron(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         query_gate, key, value = tensors
-        shape = (self.groups * self.queries, 2, self.head_dim, *query_gate.shape[1:])
-        query, repeated = query_gate.reshape(shape).unbind(dim=1)
-        gate = repeated[:, 0]
+        query, repeated = _separated(query_gate, self.head_dim)
+        gate = repeated[:: self.head_dim]
         if repeated.device.type != "meta" and not torch.equal(
-            repeated, gate.unsqueeze(1).expand_as(repeated)
+            repeated, gate.repeat_interleave(self.head_dim, dim=0)
         ):
             raise UserError(
                 "the gate rows of a head differ from each other: it is no headwise gate; "
                 "import it with --gate-granularity elementwise"
             )
         plain = GroupedQKV(self.groups, self.queries, self.head_dim)
-        (mixed,) = plain.to_megatron(query.flatten(0, 1), key, value)
-        return mixed, gate.contiguous()
+        return *plain.to_megatron(query, key, value), gate.contiguous()
+
+
+def _interleaved(query: Tensor, gate: Tensor, head_dim: int) -> Tensor:
+    """[H * D, ...] of each -> [H * 2D, ...], by head [q; gate]."""
+    by_head = [t.reshape(-1, head_dim, *t.shape[1:]) for t in (query, gate)]
+    return torch.stack(by_head, dim=1).flatten(0, 2)
+
+
+def _separated(query_gate: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """The inverse of `_interleaved`."""
+    by_head = query_gate.reshape(-1, 2, head_dim, *query_gate.shape[1:])
+    query, gate = by_head.unbind(dim=1)
+    return query.flatten(0, 1), gate.flatten(0, 1)
 
 
 @dataclass(frozen=True)

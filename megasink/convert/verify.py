@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megasink.checkpoint.find import Checkpoint
 from megasink.convert.architecture import Architecture
-from megasink.convert.own import model_class
+from megasink.convert.megasink_model import model_class
 from megasink.errors import UserError
 from megasink.printable import say as say_printable
 

@@ -11,6 +11,7 @@ from megasink.command_line import CommandParser
 from megasink.data.corpus import STDLIB
 from megasink.diagnostics.maps import MAP_TOKENS
 from megasink.errors import ConfigError, UserError
+from megasink.plugins import add_flag
 from megasink.probe.inputs import BOS, KINDS, Sample, text_samples, token_samples
 from megasink.probe.maps import map_problems
 
@@ -89,6 +90,7 @@ def model_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
         "--attn-implementation", choices=("sdpa", "eager"), help="default: the model's own"
     )
     parser.add_argument("--seed", type=int, default=1234, help="of random tokens and scores")
+    add_flag(parser)
     return parser
 
 

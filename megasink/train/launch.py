@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megasink import plugins
 from megasink.command_line import Reading
 from megasink.config import RESUME
 from megasink.errors import ConfigError, Stopped, UserError
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.exit()
     if args.full_help:
         return subprocess.run(
-            [sys.executable, "-m", "megasink.train", "--help"], check=False
+            [sys.executable, "-m", "megasink.train", *plugins.flags(flags), "--help"], check=False
         ).returncode
     if args.resume and args.run_dir is None:
         raise UserError("--resume needs --run-dir")

@@ -31,11 +31,9 @@ from megasink.probe.run import run
 from megasink.probe.shards import PartialFolder
 from megasink.probe.write import write_numbers
 from megasink.train.model_facts import model_facts
+from megasink.train.run_dir import LIVE
 
 Provider = Callable[..., Any]
-
-LIVE = "analysis"
-"""The folder in a run of the analyses of --analyze-interval."""
 
 
 class LiveAnalysis:

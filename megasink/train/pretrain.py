@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megasink import platform
+from megasink import platform, plugins
 from megasink.errors import Stopped, UserError
 from megasink.process import prepare_process
 from megasink.train import early, heartbeat, stop
@@ -151,6 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.simplefilter("ignore")
     code = 0
     try:
+        plugins.load(argv)
         flags = early.read(argv)
         Told.run_dir = flags.run_dir and Path(flags.run_dir)
         early.refuse(flags, int(os.environ.get("WORLD_SIZE", "1")))

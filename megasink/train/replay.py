@@ -51,7 +51,7 @@ TOLD = set(
     inference-shards langrl-env-config logits-load-dir logits-save-dir memory-snapshot-path
     moe-routing-trace-path mtp-hybrid-override-pattern nccl-communicator-config-path
     non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir object-storage-cache-path
-    offload-modules one-logger-project one-logger-run-name result-rejected-tracker-filename
+    offload-modules one-logger-project one-logger-run-name plugin result-rejected-tracker-filename
     rl-inference-parsers rl-profile-dir run-dir sft-tokenizer-prompt-format spec
     te-precision-config-file titles-data-path tokenizer-metadata tokenizer-special-tokens
     tp-comm-overlap-cfg yaml-cfg enable-ft-package enable-msc inprocess-restart

@@ -34,6 +34,8 @@ from megasink.json_file import read_object
 from megasink.train.lease import is_part_of_a_lease
 from megasink.upstream.versions import versions
 
+LIVE = "analysis"
+"""The folder in a run of the analyses of --analyze-interval."""
 # A run is its model, its data and its loss; layout, length and learning rate may change on resume.
 IDENTITY = (
     *MODEL,

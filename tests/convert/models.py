@@ -1,7 +1,7 @@
 """Tiny models of every target, as Architecture: importable without megatron."""
 
 from megasink.convert.architecture import Architecture
-from megasink.convert.own import OwnOptions
+from megasink.convert.megasink_model import MegasinkOptions
 
 # head_dim is not hidden / heads; 101 tokens leave 27 padded rows.
 SMALL = {
@@ -74,7 +74,7 @@ MODELS = {
 
 
 def _own(own, **options):
-    return ("megasink", model(own=OwnOptions(**own), **options))
+    return ("megasink", model(options=MegasinkOptions(**own), **options))
 
 
 # {name: (target, model)} of what no architecture of transformers is.

@@ -5,7 +5,7 @@ import torch
 from megasink.convert.hf_config import config_of
 from megasink.convert.modeling.configuration_megasink import MegasinkConfig
 from megasink.convert.modeling.modeling_megasink import MegasinkForCausalLM
-from megasink.convert.targets import BY_NAME
+from megasink.convert.targets import TARGETS
 from tests.convert.models import OWN
 
 TOKENS = torch.randint(101, (2, 21), generator=torch.Generator().manual_seed(5))
@@ -18,7 +18,7 @@ def tiny(name):
     """The model of `OWN` with random weights, and sinks, gates and norms that differ by head."""
     torch.manual_seed(3)
     architecture = OWN[name][1]
-    config = MegasinkConfig(**config_of(architecture, BY_NAME["megasink"], {}))
+    config = MegasinkConfig(**config_of(architecture, TARGETS["megasink"], {}))
     model = MegasinkForCausalLM(config).eval()
     for key, parameter in model.named_parameters():
         if key.endswith("position_bias.weight"):

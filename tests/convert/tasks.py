@@ -13,8 +13,8 @@ from megatron.training.argument_utils import ArgumentGroupFactory
 
 from megasink.checkpoint.identity import plain
 from megasink.checkpoint.model import model_config
-from megasink.convert.flags import model_flags
 from megasink.convert.from_hf import arguments_of
+from megasink.convert.model_flags import model_flags
 from megasink.errors import UserError
 from megasink.layers.builder import MegasinkGPTBuilder
 from megasink.layers.gate_projection import named_parts
@@ -194,7 +194,7 @@ def own_round_trip(folder: str, name: str, bf16: bool = False) -> dict[str, Any]
 
     from megasink.convert import from_hf, to_hf
     from megasink.convert.checking import check_export, check_import
-    from megasink.convert.own import FILES
+    from megasink.convert.megasink_model import FILES
     from megasink.convert.verify import Difference, verify_logits
 
     transformers.logging.set_verbosity_error()
@@ -251,7 +251,7 @@ def loaded_weights(checkpoint: str, name: str) -> list[str]:
     """Load a checkpoint as Megatron does, into a model of this layout; what differs, by name."""
     import numpy as np
 
-    from megasink.convert.reader import MegatronCheckpoint
+    from megasink.convert.megatron_reader import MegatronCheckpoint
 
     args, _ = arguments_of(model_flags(MODELS[name][1]))
     model = _model_of(args)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megasink.convert.sinks import sink_logits
+from megasink.convert.sink_calibration import sink_logits
 from megasink.data.corpus import Document
 from megasink.data.tokenizer import train_tokenizer
 from tests.distributed.layout import SINGLE
@@ -248,7 +248,11 @@ def test_bad_imports_are_one_clear_line(pool, plain, tmp_path):
     bad(other, "400 tokens", "300")
     sink = ["--attention-variant", "sink"]
     bad(plain, "between 0 and 1", flags=[*sink, "--sink-weight", "0"])
-    bad(plain, "--gate-granularity goes with", flags=[*sink, "--gate-granularity", "headwise"])
+    bad(
+        plain,
+        "--gate-granularity does not go with",
+        flags=[*sink, "--gate-granularity", "headwise"],
+    )
 
 
 def test_weights_that_differ_are_found_and_nothing_is_kept(pool, runs, tmp_path):

@@ -24,11 +24,11 @@ from megasink.attention.reference import (
     reference_head_norm,
 )
 from megasink.convert.hf_config import architecture_from, config_of
+from megasink.convert.megasink_model import FILES, changed_files
 from megasink.convert.modeling import attention_megasink
 from megasink.convert.modeling.configuration_megasink import MegasinkConfig
 from megasink.convert.modeling.modeling_megasink import MegasinkForCausalLM
-from megasink.convert.own import FILES, changed_files
-from megasink.convert.targets import BY_NAME
+from megasink.convert.targets import TARGETS
 from tests.convert.models import OWN
 from tests.convert.own_models import BIASED, POSITIONED, SINKS, TOKENS, tiny
 from tests.distributed.layout import SINGLE
@@ -153,7 +153,7 @@ def test_zero_centred_norms_store_the_weight_minus_one(name):
     with torch.no_grad():
         assert torch.allclose(centred(TOKENS).logits, model(TOKENS).logits, atol=2e-5)
     config = config_of(
-        dataclasses.replace(OWN[name][1], zero_centred=True), BY_NAME["megasink"], {}
+        dataclasses.replace(OWN[name][1], zero_centred=True), TARGETS["megasink"], {}
     )
     assert config["zero_centred_norms"]
     assert architecture_from(config)[0].zero_centred

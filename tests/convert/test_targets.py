@@ -8,17 +8,19 @@ import pytest
 from megasink.config import OPTIONS
 from megasink.convert.architecture import architecture_of
 from megasink.convert.hf_config import OURS, architecture_from, config_of
+from megasink.convert.megasink_model import MegasinkOptions
 from megasink.convert.megatron_weights import weight_shapes
 from megasink.convert.modeling.configuration_megasink import MegasinkConfig
-from megasink.convert.own import OwnOptions
 from megasink.convert.table import steps
-from megasink.convert.targets import BY_NAME, TARGETS, choose
+from megasink.convert.targets import TARGETS, choose
 from megasink.errors import UserError
 from tests.convert.models import MODELS, MOE, OWN, model
 
 DEFAULTS = {
     field.name: field.default for options in OPTIONS for field in dataclasses.fields(options)
 }
+PLAIN_FFN = MegasinkOptions(gated_unit=False)
+HALF_ROPE = MegasinkOptions(rotary_percent=0.5)
 # Arguments of a run of a small Llama, as config.json has them.
 SAVED = DEFAULTS | {
     "attention_variant": "vanilla",
@@ -53,8 +55,8 @@ def test_the_first_target_that_fits_is_taken(name):
 @pytest.mark.parametrize("name", MODELS | OWN)
 def test_a_config_says_the_whole_model(name):
     target, architecture = (MODELS | OWN)[name]
-    config = config_of(architecture, BY_NAME[target], {"eos_token_id": 1})
-    assert architecture_from(config) == (architecture, BY_NAME[target])
+    config = config_of(architecture, TARGETS[target], {"eos_token_id": 1})
+    assert architecture_from(config) == (architecture, TARGETS[target])
     if architecture.attention in ("off-by-one", "headwise") and target not in ("lfm3", "megasink"):
         # Not without what only we read: Qwen's gates are elementwise, Granite's sinks learned.
         del config[OURS]
@@ -65,7 +67,7 @@ def test_a_config_says_the_whole_model(name):
 @pytest.mark.parametrize("name", MODELS | OWN)
 def test_every_weight_has_one_row_and_every_name_one_weight(name):
     target, architecture = (MODELS | OWN)[name]
-    table = BY_NAME[target].table(architecture)
+    table = TARGETS[target].table(architecture)
     keys = [key for row in table for key in row.megatron]
     assert sorted(keys) == sorted(weight_shapes(architecture))
     todo = steps(table, architecture.layers, architecture.experts)
@@ -96,11 +98,19 @@ def test_every_weight_has_one_row_and_every_name_one_weight(name):
             "no RoPE scaling",
         ),
         ({"attention": "headwise", "qk_norm": True, "activation": "relu"}, "lfm3", "silu, not"),
-        ({"own": OwnOptions(sandwich_norm=True)}, "llama", "it has no --sandwich-norm"),
-        ({"own": OwnOptions(gated_unit=False)}, "llama", "its FFN has a gated unit"),
-        ({**MOE, "own": OwnOptions(gated_unit=False)}, "megasink", "experts have gated units"),
+        ({"options": MegasinkOptions(sandwich_norm=True)}, "llama", "it has no --sandwich-norm"),
+        ({"options": PLAIN_FFN}, "llama", "its FFN has a gated unit"),
+        (
+            {**MOE, "options": PLAIN_FFN},
+            "megasink",
+            "experts have gated units",
+        ),
         ({"windows": (5, 6)}, "megasink", "windows have one size"),
-        ({"rope_factor": 8.0, "own": OwnOptions(rotary_percent=0.5)}, "megasink", "whole heads"),
+        (
+            {"rope_factor": 8.0, "options": HALF_ROPE},
+            "megasink",
+            "whole heads",
+        ),
     ],
 )
 def test_what_does_not_fit_a_target_is_said(change, target, reason):
@@ -155,7 +165,7 @@ def test_what_transformers_has_not_is_refused_by_name(option, value, said):
 def test_the_modelling_file_has_the_options_and_defaults_of_the_package():
     """It stands alone beside the weights, so it names them once more."""
     config = MegasinkConfig()
-    for field in dataclasses.fields(OwnOptions):
+    for field in dataclasses.fields(MegasinkOptions):
         assert getattr(config, field.name) == field.default, field.name
 
 
@@ -173,7 +183,7 @@ def test_every_option_of_a_gate_is_said_or_refused():
     ):
         found, problems = architecture_of(gated | {option: value}, 101)
         assert problems == []
-        assert found.own.said() == {option: value}
+        assert found.options.said() == {option: value}
         _, why = choose(found)
         assert f"--{option.replace('_', '-')}" in why
     found, problems = architecture_of(gated | {"gate_activation": "tanh"}, 101)
@@ -213,7 +223,7 @@ BY_LAYER = {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor":
         ("gpt_oss", {"attention_bias": True}, "attention_bias"),
         ("qwen3_5_text", {"layer_types": ["linear_attention"] * 2}, "linear attention"),
         ("qwen3_next", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
-        ("qwen3_moe", {"mlp_only_layers": [0]}, "without experts"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
         ("lfm3", {"layer_types": ["conv", "full_attention"]}, "convolutions"),
         ("lfm3", {"use_sandwich_norm": True}, "use_sandwich_norm"),
         ("llama", {"hidden_act": "quick_gelu"}, "quick_gelu"),
@@ -238,13 +248,13 @@ BY_LAYER = {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor":
 )
 def test_what_megatron_cannot_express_is_refused_by_name(target, change, said):
     architecture = next(m for name, m in (MODELS | OWN).values() if name == target)
-    config = config_of(architecture, BY_NAME[target], {}) | change
+    config = config_of(architecture, TARGETS[target], {}) | change
     with pytest.raises(UserError, match=said):
         architecture_from(config)
 
 
 def test_configs_of_before_transformers_5_are_read():
-    config = config_of(model(rope_base=500000.0, rope_factor=32.0), BY_NAME["llama"], {})
+    config = config_of(model(rope_base=500000.0, rope_factor=32.0), TARGETS["llama"], {})
     rope = config.pop("rope_parameters")
     theta = rope.pop("rope_theta")
     old = {"rope_theta": theta, "rope_scaling": rope, "torch_dtype": config.pop("dtype")}
@@ -257,6 +267,6 @@ def test_the_names_of_targets_are_those_of_transformers():
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    for target in (t for t in TARGETS if not t.own):
+    for target in (t for t in TARGETS.values() if not t.custom_code):
         assert target.name in CONFIG_MAPPING_NAMES
         assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[target.name] == target.architecture

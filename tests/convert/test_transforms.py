@@ -10,7 +10,6 @@ from megasink.convert.transforms import (
     GroupedQKV,
     InterleavedGateUp,
     PaddedRows,
-    QueryGateKeyValue,
     RepeatedGateQKV,
     Same,
     Shifted,
@@ -71,7 +70,7 @@ def test_an_elementwise_gate_goes_beside_its_query_head():
 
 
 def test_an_elementwise_gate_has_a_projection_of_its_own():
-    transform = QueryGateKeyValue(GROUPS, QUERIES, DIM)
+    transform = GroupedQKV(GROUPS, QUERIES, DIM, gate=True)
     found = transform.to_hf(rows(*GATED))
     gates = named("g0", "g1", "g2", "g3")
     for tensor, names in zip(found, (PARTS[0], gates, *PARTS[1:]), strict=True):
@@ -154,7 +153,7 @@ def test_meta_tensors_go_through_every_transform():
     cases = [
         (GroupedQKV(GROUPS, QUERIES, DIM), (weight,)),
         (GatedGroupedQKV(GROUPS, QUERIES, DIM), (gated,)),
-        (QueryGateKeyValue(GROUPS, QUERIES, DIM), (gated,)),
+        (GroupedQKV(GROUPS, QUERIES, DIM, gate=True), (gated,)),
         (RepeatedGateQKV(GROUPS, QUERIES, DIM), (weight, gated[:4])),
         (GateUp(), (weight,)),
         (InterleavedGateUp(), (experts,)),

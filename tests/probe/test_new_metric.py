@@ -1,4 +1,4 @@
-"""A metric of one's own, as docs/instruments.md shows it: one function, and it is everywhere."""
+"""A metric of one's own, as CONTRIBUTING.md shows it: one function, and it is everywhere."""
 
 import base64
 import csv
@@ -28,16 +28,11 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def registered(tmp_path_factory):
-    """A module of one's own with the metric of the docs, which has no row of a paper."""
-    (snippet,) = (
-        block
-        for block in re.findall(
-            r"```python\n(.*?)```", (ROOT / "docs/instruments.md").read_text(), re.S
-        )
-        if NAME in block
-    )
+    """A module of one's own with the metric of CONTRIBUTING.md, which has no row of a paper."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    (snippet,) = re.findall(r"^```python my_metric.py\n(.*?)^```$", page, re.M | re.S)
     folder = tmp_path_factory.mktemp("own")
-    (folder / "my_metrics.py").write_text("import torch\n" + snippet)
+    (folder / "my_metrics.py").write_text(snippet)
     metrics()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))

@@ -40,6 +40,7 @@ def test_a_crafted_run_names_no_place_and_no_module(pool, run, tmp_path):
     config["arguments"] |= {
         "config_logger_dir": str(tmp_path / "written"),
         "spec": ["crafted_module", "spec"],
+        "plugin": ["crafted_module"],
         "fp8_quantizer_factory": "crafted_module.spec",
         "normalization": "../RMSNorm",
         "data_cache_path": str(tmp_path / "written"),

@@ -34,6 +34,8 @@ def test_the_flags_of_ones_own_run_are_taken(tmp_path):
         "--tensorboard-dir=~/x",
         "--data-cache-path /home/user/.config",
         "--spec module function",
+        "--plugin module",
+        "--plugin=one --plugin two",
         "--yaml-cfg RUN/model.yaml",
         "--fp8-quantizer-factory module.function",
         "--trust-remote-code",

@@ -21,9 +21,8 @@ from megasink.attention import attention
 from megasink.checkpoint.find import find_checkpoint
 from megasink.checkpoint.load import load_without_tokenizer
 from megasink.convert import from_hf, to_hf
-from megasink.convert.flags import model_flags
+from megasink.convert.model_flags import model_flags
 from megasink.convert.verify import verify_logits
-from megasink.diagnostics.importance import head_importance
 from megasink.errors import ConfigError, UserError
 from megasink.inference.decoding import generate
 from megasink.layers.core_attention import CoreAttention
@@ -140,12 +139,9 @@ def _analyzed(model: Any) -> dict[str, Tensor]:
     with MegatronProbe(model, recorder, recorder.needs) as probe:
         found = run(probe, recorder, samples, batch_size=4, loss=False, console=Console(quiet=True))
     assert found is not None
-    lengths_N = torch.tensor([len(sample.tokens) for sample in samples])
-    return {
-        "importance": head_importance(found.of("importance"), lengths_N),
-        "slot": found.of("slot_alpha").mean(0),
-        "first key": found.of("awft").mean(0),
-    }
+    values = found.analysis_values(seed=0).whole
+    names = {"importance": "importance", "slot": "slot_alpha", "first key": "awft"}
+    return {name: values[metric] for name, metric in names.items()}
 
 
 def _round_trip(root: Path) -> dict[str, Any] | str:

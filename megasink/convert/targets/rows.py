@@ -4,6 +4,8 @@ Under TransformerEngine's spec and Megatron's own the keys are the same: the nor
 and FFN have the names that they have where they are fused into the linear layers after them.
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from megasink.convert.architecture import Architecture
@@ -34,19 +36,40 @@ def norm_weight(model: Architecture, zero_centred: bool) -> Transform:
     return Shifted(1 if model.zero_centred else -1)
 
 
+def decoder(
+    model: Architecture,
+    ffn: tuple[Row, ...],
+    attention_rows: tuple[Row, ...] | None = None,
+    *,
+    zero_centred: bool = False,
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
+    last_norm: str = "norm",
+) -> tuple[Row, ...]:
+    """The whole table: embedding, layers, output layer.
+
+    Args:
+        ffn, attention_rows: of a layer; None for `attention`.
+        zero_centred: the weights of its norms are stored minus one.
+        norms: names of those before attention and before the FFN.
+        last_norm: name of the one after the last layer.
+    """
+    weight = norm_weight(model, zero_centred)
+    before_ffn = NORM_BEFORE_EXPERTS if model.experts else NORM_OF_LOCAL_SPEC
+    return (
+        *embedding(model),
+        row(f"{QKV}layer_norm_weight", f"{LAYER}{norms[0]}.weight", transform=weight),
+        row(before_ffn, f"{LAYER}{norms[1]}.weight", transform=weight),
+        *(attention(model, zero_centred) if attention_rows is None else attention_rows),
+        *ffn,
+        row("decoder.final_layernorm.weight", f"model.{last_norm}.weight", transform=weight),
+        *output_layer(model),
+    )
+
+
 def embedding(model: Architecture) -> tuple[Row, ...]:
     """The tokens' embeddings."""
     rows = PaddedRows(model.vocabulary, model.padded)
     return (row("embedding.word_embeddings.weight", "model.embed_tokens.weight", transform=rows),)
-
-
-def head(
-    model: Architecture, zero_centred: bool = False, norm: str = "model.norm.weight"
-) -> tuple[Row, ...]:
-    """The last norm and the output layer."""
-    weight = norm_weight(model, zero_centred)
-    last = row("decoder.final_layernorm.weight", norm, transform=weight)
-    return (last, *output_layer(model))
 
 
 def output_layer(model: Architecture) -> tuple[Row, ...]:
@@ -57,18 +80,10 @@ def output_layer(model: Architecture) -> tuple[Row, ...]:
     return (row("output_layer.weight", "lm_head.weight", transform=kept),)
 
 
-def norms(
-    model: Architecture,
-    zero_centred: bool = False,
-    names: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
-) -> tuple[Row, ...]:
-    """The norms before attention and before the FFN."""
-    weight = norm_weight(model, zero_centred)
-    before_ffn = NORM_BEFORE_EXPERTS if model.experts else NORM_OF_LOCAL_SPEC
-    return (
-        row(f"{QKV}layer_norm_weight", f"{LAYER}{names[0]}.weight", transform=weight),
-        row(before_ffn, f"{LAYER}{names[1]}.weight", transform=weight),
-    )
+def zeros(model: Architecture, at: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Row, ...]:
+    """Tensors that the target has and Megatron's model has not: {name behind `at`: shape}."""
+    dtype = getattr(torch, model.dtype)
+    return tuple(Row((), (at + name,), Constant(shape, dtype)) for name, shape in shapes.items())
 
 
 def attention(

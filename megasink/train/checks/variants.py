@@ -6,6 +6,7 @@ from dataclasses import fields
 
 from megasink.command_line import unknown_name
 from megasink.config import MODEL_OPTIONS, AttentionOptions
+from megasink.plugins import advice
 from megasink.train.checks.gates import with_shape
 from megasink.variants import (
     Variant,
@@ -23,7 +24,8 @@ def unknown(args: Namespace) -> list[str]:
     """The sentence for a variant that is not registered."""
     if is_variant(args.attention_variant):
         return []
-    return [unknown_name("--attention-variant", args.attention_variant, names())]
+    said = unknown_name("--attention-variant", args.attention_variant, names())
+    return [f"{said}; {advice()}"]
 
 
 def with_known_variant(args: Namespace) -> Namespace:

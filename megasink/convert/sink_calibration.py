@@ -19,7 +19,7 @@ from megasink.attention import attention
 from megasink.checkpoint.find import Checkpoint
 from megasink.checkpoint.torch_metadata import read_metadata
 from megasink.convert.architecture import Architecture
-from megasink.convert.gating import SOFTMAX_OFFSET
+from megasink.convert.attention_change import SOFTMAX_OFFSET
 from megasink.convert.table import LAYERS
 from megasink.convert.verify import sample_tokens
 from megasink.printable import say as say_printable

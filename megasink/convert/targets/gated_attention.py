@@ -3,15 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from megasink.convert.architecture import GATES, Architecture
+from megasink.convert.architecture import Architecture
 from megasink.convert.table import Row, row
-from megasink.convert.targets import rows
-from megasink.convert.targets.base import Config, Target, layer_types, window_of, windows_from
-from megasink.convert.targets.plain import qwen_experts, read_qwen_experts, some_layers_dense
-from megasink.convert.transforms import Constant
+from megasink.convert.targets import register, rows
+from megasink.convert.targets.softmax_attention import (
+    QWEN_EVERY_LAYER,
+    QWEN_EXPERTS,
+    read_qwen_experts,
+)
+from megasink.convert.targets.target import Config, Target
 
+# A file of theirs holds elementwise gates, which may be a headwise one repeated.
+_GATES = ("elementwise", "headwise")
 # Qwen3-Next always adds a shared expert; one of zeros this wide adds nothing.
 _NO_SHARED_EXPERT = 16
 
@@ -22,42 +25,28 @@ def _gated_attention(model: Architecture) -> tuple[Row, ...]:
 
 
 def _qwen3_5(model: Architecture) -> tuple[Row, ...]:
-    return (
-        *rows.embedding(model),
-        *rows.norms(model, zero_centred=True),
-        *_gated_attention(model),
-        *rows.ffn(model),
-        *rows.head(model, zero_centred=True),
-    )
+    return rows.decoder(model, rows.ffn(model), _gated_attention(model), zero_centred=True)
 
 
 def _qwen3_next(model: Architecture) -> tuple[Row, ...]:
-    dtype, at = getattr(torch, model.dtype), f"{rows.LAYER}mlp."
-    zeros = (
-        ("shared_expert.gate_proj", (_NO_SHARED_EXPERT, model.hidden)),
-        ("shared_expert.up_proj", (_NO_SHARED_EXPERT, model.hidden)),
-        ("shared_expert.down_proj", (model.hidden, _NO_SHARED_EXPERT)),
-        ("shared_expert_gate", (1, model.hidden)),
-    )
-    return (
-        *rows.embedding(model),
-        *rows.norms(model, zero_centred=True),
-        *_gated_attention(model),
-        *rows.experts(),
-        *(Row((), (f"{at}{name}.weight",), Constant(shape, dtype)) for name, shape in zeros),
-        *rows.head(model, zero_centred=True),
-    )
+    zeros = {
+        "shared_expert.gate_proj.weight": (_NO_SHARED_EXPERT, model.hidden),
+        "shared_expert.up_proj.weight": (_NO_SHARED_EXPERT, model.hidden),
+        "shared_expert.down_proj.weight": (model.hidden, _NO_SHARED_EXPERT),
+        "shared_expert_gate.weight": (1, model.hidden),
+    }
+    ffn = (*rows.experts(), *rows.zeros(model, f"{rows.LAYER}mlp.", zeros))
+    return rows.decoder(model, ffn, _gated_attention(model), zero_centred=True)
 
 
 def _lfm3(model: Architecture) -> tuple[Row, ...]:
-    gate = f"{rows.LAYER}self_attn.g_proj.weight"
-    return (
-        *rows.embedding(model),
-        *rows.norms(model, names=("operator_norm", "ffn_norm")),
-        *rows.attention(model),
-        row(f"{rows.ATTENTION}linear_gate.weight", gate),
-        *rows.ffn(model, "feed_forward.", ("w1", "w3", "w2")),
-        *rows.head(model, norm="model.embedding_norm.weight"),
+    gate = row(f"{rows.ATTENTION}linear_gate.weight", f"{rows.LAYER}self_attn.g_proj.weight")
+    return rows.decoder(
+        model,
+        rows.ffn(model, "feed_forward.", ("w1", "w3", "w2")),
+        (*rows.attention(model), gate),
+        norms=("operator_norm", "ffn_norm"),
+        last_norm="embedding_norm",
     )
 
 
@@ -67,7 +56,6 @@ def _rope(model: Architecture) -> Config:
 
 def _qwen_config(model: Architecture) -> Config:
     return {
-        "attention_bias": False,
         "layer_types": ["full_attention"] * model.layers,
         # llama.cpp's converter reads this one, and takes 4 where it is not said.
         "full_attention_interval": 1,
@@ -77,16 +65,7 @@ def _qwen_config(model: Architecture) -> Config:
 
 
 def _qwen3_next_config(model: Architecture) -> Config:
-    shared = {"shared_expert_intermediate_size": _NO_SHARED_EXPERT}
-    return {**_qwen_config(model), **qwen_experts(model), **shared}
-
-
-def _read_qwen3_5(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"attention": "elementwise", "qk_norm": True}
-
-
-def _read_qwen3_next(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**read_qwen_experts(config), "attention": "elementwise"}
+    return {**_qwen_config(model), "shared_expert_intermediate_size": _NO_SHARED_EXPERT}
 
 
 def _qwen_refused(config: Mapping[str, Any]) -> list[str]:
@@ -96,34 +75,19 @@ def _qwen_refused(config: Mapping[str, Any]) -> list[str]:
     rope = config.get("rope_parameters") or {}
     if config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 0.25)) != 1.0:
         found.append("partial_rotary_factor other than 1")
-    return found + (["attention_bias"] if config.get("attention_bias") else [])
-
-
-def _qwen3_next_refused(config: Mapping[str, Any]) -> list[str]:
-    return [*_qwen_refused(config), *some_layers_dense(config)]
+    return found
 
 
 def _lfm3_config(model: Architecture) -> Config:
     return {
-        "norm_eps": model.norm_eps,
-        "layer_types": layer_types(model),
-        "sliding_window": window_of(model),
         "use_sandwich_norm": False,
-        "use_attention_gate": True,
-        "attention_bias": False,
         "rope_parameters": {kind: _rope(model) for kind in ("full_attention", "sliding_attention")},
     }
 
 
 def _read_lfm3(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = config["rope_parameters"]["full_attention"]
-    return {
-        "attention": "headwise",
-        "qk_norm": True,
-        "norm_eps": config["norm_eps"],
-        "windows": windows_from(config),
-        "rope_base": float(rope["rope_theta"]),
-    }
+    return {"rope_base": float(rope["rope_theta"])}
 
 
 def _lfm3_refused(config: Mapping[str, Any]) -> list[str]:
@@ -132,22 +96,22 @@ def _lfm3_refused(config: Mapping[str, Any]) -> list[str]:
         found.append("layer_types: convolutions")
     if config.get("use_sandwich_norm", True):
         found.append("use_sandwich_norm")
-    if not config.get("use_attention_gate", True):
-        found.append("use_attention_gate false")
     parameters = config.get("rope_parameters") or {}
     ropes = [parameters.get(kind) for kind in set(config.get("layer_types") or [])]
     if any(r != ropes[0] or not r or r.get("rope_type") != "default" for r in ropes):
         found.append("rope_parameters: other than one plain RoPE for every layer")
-    return found + (["attention_bias"] if config.get("attention_bias") else [])
+    return found
 
 
-TARGETS = (
+register(
     Target(
         name="lfm3",
         architecture="Lfm3ForCausalLM",
         since="5.23",
         attention=("headwise",),
         table=_lfm3,
+        keys={"norm_eps": "norm_eps"},
+        fixed={"use_attention_gate": True, "attention_bias": False},
         config=_lfm3_config,
         read=_read_lfm3,
         refused=_lfm3_refused,
@@ -156,31 +120,37 @@ TARGETS = (
         windows="mixed",
         rope_scaling=False,
         rope_by_layer=True,
-    ),
+    )
+)
+register(
     Target(
         name="qwen3_5_text",
         architecture="Qwen3_5ForCausalLM",
         since="5.2",
-        attention=GATES,
+        attention=_GATES,
         table=_qwen3_5,
+        fixed={"attention_bias": False},
         config=_qwen_config,
-        read=_read_qwen3_5,
         refused=_qwen_refused,
         qk_norm=True,
         rope_scaling=False,
-    ),
+    )
+)
+register(
     Target(
         name="qwen3_next",
         architecture="Qwen3NextForCausalLM",
         since="4.57",
-        attention=GATES,
+        attention=_GATES,
         table=_qwen3_next,
+        keys=QWEN_EXPERTS,
+        fixed={"attention_bias": False, **QWEN_EVERY_LAYER},
         config=_qwen3_next_config,
-        read=_read_qwen3_next,
-        refused=_qwen3_next_refused,
+        read=read_qwen_experts,
+        refused=_qwen_refused,
         moe=True,
         qk_norm=True,
         renormalizes=False,
         rope_scaling=False,
-    ),
+    )
 )

@@ -84,7 +84,7 @@ def gated_model(model: Architecture, change: Change | None) -> Architecture:
             f"--attention-variant: the model has {model.attention} attention already; only plain "
             "softmax attention can be changed"
         )
-    if change.sink_weight is not None and model.own.attention_bias_type != "none":
+    if change.sink_weight is not None and model.options.attention_bias_type != "none":
         raise UserError(
             f"--attention-variant {change.attention}: not for a model with biases of positions"
         )

@@ -3,7 +3,7 @@
 import dataclasses
 
 from megasink.convert.architecture import Architecture
-from megasink.convert.targets.base import window_of
+from megasink.convert.targets.target import window_of
 
 _UNITS = {"silu": ["--swiglu"], "gelu": ["--ffn-activation", "geglu"]}
 _UNITS["relu"] = ["--ffn-activation", "reglu"]
@@ -23,12 +23,12 @@ def model_flags(model: Architecture) -> list[str]:
         *("--kv-channels", model.head_dim),
         *("--max-position-embeddings", model.positions),
         *("--padded-vocab-size", model.padded),
-        *("--normalization", model.own.normalization),
+        *("--normalization", model.options.normalization),
         *("--norm-epsilon", model.norm_eps),
-        *("--position-embedding-type", model.own.position_embedding_type),
+        *("--position-embedding-type", model.options.position_embedding_type),
         *("--rotary-base", _number(model.rope_base)),
         *("--init-method-std", model.init_std),
-        *(_UNITS[model.activation] if model.own.gated_unit else _plain_ffn(model)),
+        *(_UNITS[model.activation] if model.options.gated_unit else _plain_ffn(model)),
         *("--attention-variant", model.variant.name),
     ]
     if model.groups != model.heads:
@@ -48,8 +48,10 @@ def model_flags(model: Architecture) -> list[str]:
     if model.rope_factor is not None:
         flags += ["--use-rope-scaling", "--rope-scaling-factor", _number(model.rope_factor)]
     flags += [*_windows(model), *_experts(model)]
-    said = dataclasses.replace(model.own, normalization="RMSNorm", position_embedding_type="rope")
-    flags += [word for flag in said.flags() for word in flag.split()]
+    others = dataclasses.replace(
+        model.options, normalization="RMSNorm", position_embedding_type="rope"
+    )
+    flags += [word for flag in others.flags() for word in flag.split()]
     if model.dtype != "float32":
         flags.append({"bfloat16": "--bf16", "float16": "--fp16"}[model.dtype])
     return [str(flag) for flag in flags]

@@ -7,6 +7,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megasink.convert.safetensors_writer import DTYPES
 from megasink.errors import UserError
 
 
@@ -47,11 +48,11 @@ class HuggingFaceWeights:
             UserError: its numbers are of another kind than weights have here.
         """
         part = self._files[self._where[name]].get_slice(name)
-        dtype = _DTYPES.get(part.get_dtype())
+        dtype = DTYPES.get(part.get_dtype())
         if dtype is None:
             raise UserError(
                 f"{self.folder}: {name} is {part.get_dtype()}, which no weight is here: save it "
-                f"as one of {', '.join(_DTYPES)} first"
+                f"as one of {', '.join(DTYPES)} first"
             )
         return torch.empty(part.get_shape(), dtype=dtype, device="meta")
 
@@ -59,14 +60,6 @@ class HuggingFaceWeights:
         """One tensor."""
         tensor: Tensor = self._files[self._where[name]].get_tensor(name)
         return tensor
-
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-}
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

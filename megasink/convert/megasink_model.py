@@ -42,7 +42,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnOptions:
+class MegasinkOptions:
     """Options of a run, by name; the defaults are what every architecture of transformers has.
 
     `gated_unit` alone is no option: False where --ffn-activation is relu, gelu or silu.
@@ -71,6 +71,12 @@ class OwnOptions:
     relative_attention_max_distance: int = 128
     gated_unit: bool = True
 
+    @property
+    def learned_positions(self) -> bool:
+        """Whether positions have a learned embedding."""
+        learned = self.position_embedding_type == "learned_absolute"
+        return learned and not self.sinusoidal_position_embedding
+
     def said(self) -> dict[str, Any]:
         """The options that are not at their defaults."""
         fields = dataclasses.fields(self)
@@ -87,10 +93,10 @@ class OwnOptions:
         return found
 
 
-NAMES = frozenset(field.name for field in dataclasses.fields(OwnOptions))
+NAMES = frozenset(field.name for field in dataclasses.fields(MegasinkOptions))
 
 
-def own_options(given: Mapping[str, Any], *, gated_unit: bool = True) -> OwnOptions:
+def options_from(given: Mapping[str, Any], *, gated_unit: bool = True) -> MegasinkOptions:
     """The options that a run's arguments, or a config.json, say.
 
     Options that belong to some variants, and those of buckets, count where there are those alone.
@@ -101,14 +107,14 @@ def own_options(given: Mapping[str, Any], *, gated_unit: bool = True) -> OwnOpti
     foreign = foreign_options(variant(given.get("attention_variant", "vanilla")))
     has_buckets = given.get("attention_bias_type", "none") in ("t5", "bucket")
     values: dict[str, Any] = {}
-    for field in dataclasses.fields(OwnOptions):
+    for field in dataclasses.fields(MegasinkOptions):
         unused = field.name in foreign
         unused |= field.name.startswith("relative_") and not has_buckets
         values[field.name] = field.default if unused else given.get(field.name, field.default)
-    return OwnOptions(**values | {"gated_unit": gated_unit})
+    return MegasinkOptions(**values | {"gated_unit": gated_unit})
 
 
-def unknown_values(options: OwnOptions) -> list[str]:
+def unknown_values(options: MegasinkOptions) -> list[str]:
     """Options with a value that the modelling file has not."""
     said = options.said()
     return [

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megasink.checkpoint.legacy import is_legacy
 from megasink.convert.legacy_weights import legacy_weights
-from megasink.convert.parts import Part
+from megasink.convert.stored_weights import Part
 from megasink.convert.table import LAYERS, NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SPEC
 from megasink.convert.torch_dist_weights import torch_dist_weights
 from megasink.errors import UserError

@@ -7,7 +7,7 @@ from typing import Any
 import megasink
 from megasink.checkpoint.find import Checkpoint
 from megasink.convert.architecture import Architecture
-from megasink.convert.targets.base import Target
+from megasink.convert.targets.target import Target
 
 _OF_SINKS = (
     "Attention Sink Forges Native MoE in Attention Layers: Sink-Aware Training to Address Head "
@@ -43,16 +43,22 @@ def model_card(
         ("attention", model.attention),
         ("layers", model.layers),
         ("hidden size", model.hidden),
-        ("query heads, key/value groups, head dim", _heads(model)),
+        (
+            "query heads, key/value groups, head dim",
+            f"{model.heads}, {model.groups}, {model.head_dim}",
+        ),
         ("FFN width", model.ffn),
         ("experts, chosen", f"{model.experts}, {model.topk}" if model.experts else "none"),
         ("tokens", model.vocabulary),
         ("positions", model.positions),
         ("data type", model.dtype),
         ("steps", found.iteration),
-        ("global batch size, sequence length", _batch(saved)),
+        ("global batch size, sequence length", _both(saved, "global_batch_size", "seq_length")),
         ("learning rate", saved.get("lr")),
-        ("head-balance coefficient, scope", _balance(saved)),
+        (
+            "head-balance coefficient, scope",
+            _both(saved, "head_balance_coeff", "head_balance_scope"),
+        ),
         *_metrics(found),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows if value is not None)
@@ -60,7 +66,7 @@ def model_card(
     if model.has_sink or saved.get("head_balance_coeff"):
         papers.append(_OF_SINKS)
     cited = "".join(f"- {paper}\n" for paper in papers)
-    remote = ", trust_remote_code=True" if target.own else ""
+    remote = ", trust_remote_code=True" if target.custom_code else ""
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -71,7 +77,7 @@ tags:
 # {target.architecture}
 
 Trained with Megatron-Core and megasink {megasink.__version__}, and converted from its checkpoint.
-Needs transformers {target.since} or later.{_OWN_CODE if target.own else ""}
+Needs transformers {target.since} or later.{_OWN_CODE if target.custom_code else ""}
 
 | | |
 |---|---|
@@ -90,20 +96,9 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 """
 
 
-def _heads(model: Architecture) -> str:
-    return f"{model.heads}, {model.groups}, {model.head_dim}"
-
-
-def _batch(saved: dict[str, Any]) -> str | None:
-    if not saved.get("global_batch_size"):
-        return None
-    return f"{saved['global_batch_size']}, {saved.get('seq_length')}"
-
-
-def _balance(saved: dict[str, Any]) -> str | None:
-    if not saved.get("head_balance_coeff"):
-        return None
-    return f"{saved['head_balance_coeff']}, {saved.get('head_balance_scope')}"
+def _both(saved: dict[str, Any], first: str, second: str) -> str | None:
+    """Two of the run's arguments, where the first one is set."""
+    return f"{saved[first]}, {saved.get(second)}" if saved.get(first) else None
 
 
 def _metrics(found: Checkpoint) -> list[tuple[str, Any]]:

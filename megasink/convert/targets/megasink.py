@@ -1,0 +1,161 @@
+"""megasink's own modelling file, for models that no architecture of transformers is."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megasink.convert.architecture import GATES, Architecture
+from megasink.convert.megasink_model import AUTO_MAP, options_from, unknown_values
+from megasink.convert.megatron_weights import weight_shapes
+from megasink.convert.table import LAYERS, Row, row
+from megasink.convert.targets import register, rows
+from megasink.convert.targets.target import Config, Target
+from megasink.convert.transforms import GateUp, GroupedQKV, Same, Transform
+from megasink.variants import is_variant, variant, variants
+
+# Of a layer: how a key of Megatron's begins, and the name in our modelling file. The first counts.
+_NAMES = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "post_attention_layernorm.",
+    "pre_mlp_layernorm.": "post_attention_layernorm.",
+    "post_self_attn_layernorm.": "attention_output_norm.",
+    "post_mlp_layernorm.": "mlp_output_norm.",
+    "self_attention.q_layernorm.": "self_attn.q_norm.",
+    "self_attention.k_layernorm.": "self_attn.k_norm.",
+    "self_attention.linear_proj.": "self_attn.o_proj.",
+    "self_attention.linear_gate.": "self_attn.gate.proj.",
+    "self_attention.gate.logit": "self_attn.gate.logit",
+    "self_attention.output_norm.weight": "self_attn.output_norm",
+    "self_attention.core_attention.softmax_offset": "self_attn.sinks",
+    "self_attention.core_attention.relative_bias.": "self_attn.position_bias.",
+    "mlp.linear_fc1.": "mlp.up_proj.",
+    "mlp.linear_fc2.": "mlp.down_proj.",
+    "mlp.router.weight": "mlp.gate.weight",
+    "mlp.experts.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",
+    "mlp.experts.experts.linear_fc2.weight": "mlp.experts.down_proj",
+    "mlp.shared_experts.linear_fc2.": "mlp.shared_expert.down_proj.",
+}
+_CORE = "self_attention.core_attention."
+# Gated units, whose two halves Megatron has in one tensor.
+_UNITS = {"mlp.linear_fc1": "mlp", "mlp.shared_experts.linear_fc1": "mlp.shared_expert"}
+
+
+class MegasinkTarget(Target):
+    """The target with (nearly) everything that a run can switch on."""
+
+    def problems(self, model: Architecture) -> list[str]:
+        """See `Target`."""
+        found = [f"it has no {option}" for option in unknown_values(model.options)]
+        if len(set(model.windows) - {None}) > 1:
+            found.append("its sliding windows have one size")
+        if model.rope_factor is not None and model.options.rotary_percent != 1.0:
+            found.append("its RoPE scaling is of whole heads")
+        if model.experts and model.bias:
+            found.append("its experts have no biases")
+        if model.experts and not model.options.gated_unit:
+            found.append("its experts have gated units")
+        if model.experts and model.options.normalization != "RMSNorm":
+            found.append("its experts come after an RMSNorm")
+        return found
+
+
+def _table(model: Architecture) -> tuple[Row, ...]:
+    """Every weight of Megatron's model, in its order, under its name here."""
+    keys = list(weight_shapes(model))
+    layers = [_layer_row(model, key) for key in keys if key.startswith(LAYERS)]
+    if model.has_sink and not model.variant.parameters:
+        layers += rows.sinks(model)
+    positions = "embedding.position_embeddings.weight"
+    last_norms = [key for key in keys if key.startswith("decoder.final_layernorm.")]
+    return (
+        *rows.embedding(model),
+        *([row(positions, "model.embed_positions.weight")] if positions in keys else []),
+        *layers,
+        *(row(key, f"model.norm.{key.rpartition('.')[2]}") for key in last_norms),
+        *rows.output_layer(model),
+    )
+
+
+def _layer_row(model: Architecture, key: str) -> Row:
+    name = key.removeprefix(LAYERS)
+    module, _, kind = name.rpartition(".")
+    names: tuple[str, ...]
+    transform: Transform = Same()
+    if module == "self_attention.linear_qkv" and kind in ("weight", "bias"):
+        sizes, gate = (model.groups, model.queries, model.head_dim), model.megatrons_gate
+        transform = GroupedQKV(*sizes, gate=gate)
+        parts = ("q_proj", *(["gate.proj"] if gate else []), "k_proj", "v_proj")
+        names = tuple(f"self_attn.{part}.{kind}" for part in parts)
+    elif module in _UNITS and kind in ("weight", "bias") and model.options.gated_unit:
+        transform = GateUp()
+        names = tuple(f"{_UNITS[module]}.{half}_proj.{kind}" for half in ("gate", "up"))
+    else:
+        tensors = model.variant.export.tensors if model.variant.export else {}
+        known = {_CORE + parameter: f"self_attn.{hf}" for parameter, hf in tensors.items()} | _NAMES
+        begin, hf = next((begin, hf) for begin, hf in known.items() if name.startswith(begin))
+        names = (hf + name.removeprefix(begin),)
+    return row(key, *(rows.LAYER + name for name in names), transform=transform)
+
+
+def _config(model: Architecture) -> Config:
+    option = model.variant.export and model.variant.export.kind_option
+    return {
+        "auto_map": AUTO_MAP,
+        "attention_variant": model.variant.name,
+        **({option: model.attention} if option else {}),
+        **model.options.said(),
+    }
+
+
+def _read(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "attention": variant(config.get("attention_variant", "vanilla")).kind(config),
+        "options": options_from(config, gated_unit=bool(config.get("gated_unit", True))),
+    }
+
+
+def _refused(config: Mapping[str, Any]) -> list[str]:
+    name = config.get("attention_variant", "vanilla")
+    if not is_variant(name):
+        return [f"attention_variant {name!r}"]
+    granularity = config.get("gate_granularity", "headwise")
+    found = unknown_values(options_from(config))
+    if granularity not in GATES:
+        found.append(f"gate_granularity {granularity!r}")
+    if config.get("hidden_act", "silu") not in ("silu", "gelu", "relu", "gpt-oss"):
+        found.append(f"hidden_act {config['hidden_act']!r}")
+    share, rope = config.get("rotary_percent", 1.0), config.get("rope_parameters") or {}
+    factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", share))
+    if factor != share:
+        found.append(f"partial_rotary_factor {factor} and rotary_percent {share}: two shares")
+    return found
+
+
+register(
+    MegasinkTarget(
+        name="megasink",
+        architecture="MegasinkForCausalLM",
+        since="5.23",
+        attention=tuple(
+            kind
+            for record in variants()
+            if record.export is not None and record.export.modelling_file
+            for kind in record.kinds
+        ),
+        table=_table,
+        keys={
+            "qk_norm": "qk_norm",
+            "qkv_bias": "qkv_bias",
+            "linear_bias": "bias",
+            "zero_centred_norms": "zero_centred",
+            "num_experts": "experts",
+            "num_experts_per_tok": "topk",
+            "norm_topk_prob": "renormalize",
+            "shared_expert_intermediate_size": "shared_ffn",
+        },
+        config=_config,
+        read=_read,
+        refused=_refused,
+        windows="mixed",
+        custom_code=True,
+    )
+)
