@@ -1,1 +1,1 @@
-"""Checkpoints from outside the training loop: which one, is it whole, what is in it, load it."""
+"""Find, verify, inspect and load checkpoints outside the training loop."""

@@ -1,4 +1,4 @@
-"""Which checkpoint a user means by a folder, and the weights that it holds."""
+"""Resolve a folder to a checkpoint, and list the weights in it."""
 
 import re
 from pathlib import Path
@@ -14,8 +14,8 @@ class Checkpoint(NamedTuple):
 
     Attributes:
         config: the run's config.json.
-        folder: with the .distcp files of one iteration.
-        iteration: the step after which it was saved.
+        folder: the .distcp files of one iteration.
+        iteration: the step after which the checkpoint was saved.
     """
 
     config: Path
@@ -24,7 +24,7 @@ class Checkpoint(NamedTuple):
 
 
 def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
-    """The checkpoint that a user means by a folder.
+    """Resolve a run, checkpoint or iteration folder to a checkpoint.
 
     Raises:
         UserError: no such folder, no finished checkpoint in it, or not that iteration.
@@ -53,10 +53,10 @@ def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """{key: shape} of the model's weights in a torch_dist checkpoint, without optimizer states.
+    """Return {key: shape} of the weights in a torch_dist checkpoint, without optimizer states.
 
     Raises:
-        UserError: the checkpoint is not whole, or not to be trusted.
+        UserError: the checkpoint is incomplete or untrusted.
     """
     entries = read_metadata(folder).state_dict_metadata
     if problem := damage(folder):
@@ -66,7 +66,7 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def newest_checkpoint(folder: Path) -> int | None:
-    """The iteration of the newest finished checkpoint in a checkpoint folder, or None."""
+    """Return the iteration of the newest finished checkpoint in a folder, or None."""
     tracker = folder / TRACKER
     if not tracker.is_file():
         return None

@@ -1,4 +1,4 @@
-"""The arguments that say which model a run has: a checkpoint is loaded only where they agree."""
+"""Arguments that define a run's model: they must match for a checkpoint to be loaded."""
 
 import dataclasses
 from typing import Any
@@ -23,9 +23,9 @@ SHAPE = (
     "attention_variant",
     "gate_granularity",
 )
-"""Those that the flags of a converted model say; data and tokenizer are free there."""
+"""Arguments that a converted model fixes; its data and tokenizer are free."""
 
-# How to compute and to train, not what the model is.
+# These select how to compute and train, not the model.
 _NOT_THE_MODEL = {"attention_kernel", "sink_lr_mult", "sink_weight_decay"}
 _OPTIONS = tuple(
     entry.name
@@ -49,7 +49,7 @@ CONTEXT = (
     "window_size",
     "window_attn_skip_freq",
 )
-"""Those that fine-tuning may change: the weights fit, and the model learns the rest (P1.37)."""
+"""Arguments that fine-tuning may change: the weights fit, and the model learns the rest (P1.37)."""
 
 MODEL = (
     *SHAPE,
@@ -75,15 +75,15 @@ MODEL = (
     "vocab_size",
     "make_vocab_size_divisible_by",
 )
-"""All of them, whatever options are added."""
+"""Every argument that defines the model."""
 
 
 def same(name: str, before: Any, now: Any, *, finetune: bool = False) -> bool:
-    """Whether an argument of `MODEL` lets weights of one run start another.
+    """Whether two values of a `MODEL` argument allow one run to start from another's weights.
 
     Args:
-        finetune: a longer context and another reading of the positions are allowed. RoPE and YaRN
-            have no weights, so that one may follow the other.
+        finetune: allow a different context length and position encoding. RoPE and YaRN have no
+            weights, so either can replace the other.
     """
     if before == now:
         return True
@@ -95,7 +95,7 @@ def same(name: str, before: Any, now: Any, *, finetune: bool = False) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """A value of an argument as JSON gives it back."""
+    """Convert an argument value to what JSON would return for it."""
     if isinstance(value, list | tuple):
         return [plain(v) for v in value]
     if value is None or isinstance(value, bool | int | float | str):

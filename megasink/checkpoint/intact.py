@@ -1,8 +1,8 @@
-"""Which checkpoints of a run are whole: the newest of them is where a resume goes on.
+"""Check checkpoints for damage, and resume from the newest intact one.
 
-A kill in the middle of a save, a full disk or a bad copy leave a folder that looks like a
-checkpoint. Its index names the bytes that each file must hold, and every tensor in them carries the
-CRC-32 of its bytes: nothing has to be stored beside the checkpoint to check it.
+A kill during a save, a full disk or a bad copy leaves a folder that looks like a checkpoint. The
+index lists the bytes each file must hold, and each stored tensor has a CRC-32, so verification
+needs no extra files.
 """
 
 import io
@@ -23,23 +23,23 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def iterations(folder: Path) -> list[int]:
-    """The iterations of which a checkpoint folder holds a checkpoint, whole or not; ascending."""
+    """Return the iterations with a checkpoint folder, intact or not, in ascending order."""
     names = (_ITERATION.fullmatch(path.name) for path in folder.glob("iter_*"))
     return sorted(int(name[1]) for name in names if name)
 
 
 def checkpoint_path(folder: Path, iteration: int) -> Path:
-    """Where Megatron keeps the checkpoint of an iteration."""
+    """Return the folder in which Megatron stores the checkpoint of an iteration."""
     return folder / f"iter_{iteration:07d}"
 
 
 def damage(checkpoint: Path, *, checksums: bool = False) -> str | None:
-    """What is wrong with a torch_dist checkpoint; None if nothing is.
+    """Describe the damage to a torch_dist checkpoint; None if it is intact.
 
     Args:
-        checkpoint: a folder iter_NNNNNNN.
-        checksums: read every byte and compare checksums, not the sizes of the files alone. Takes
-            about as long as reading the files.
+        checkpoint: an iter_NNNNNNN folder.
+        checksums: verify checksums in addition to file sizes. Takes about as long as reading the
+            files.
     """
     try:
         json.loads((checkpoint / "metadata.json").read_text())
@@ -79,10 +79,10 @@ def _wrong_checksum(checkpoint: Path, entries: list[Any]) -> str | None:
 
 
 def newest_intact(folder: Path, *, checksums: bool = False) -> tuple[int, dict[int, str]]:
-    """The newest whole checkpoint of a folder, and what is wrong with each newer one.
+    """Return the newest intact checkpoint, and the damage to each newer one.
 
     Raises:
-        UserError: none is whole.
+        UserError: no checkpoint is intact.
     """
     iteration, damaged = _search(folder, checksums)
     if iteration is None:
@@ -111,21 +111,21 @@ def _none_is_whole(folder: Path, damaged: dict[int, str]) -> UserError:
 def go_back_to_intact(
     folder: Path, *, checksums: bool = False, or_start: bool = False
 ) -> int | None:
-    """Make the newest whole checkpoint the one that Megatron loads; on one rank only.
+    """Make Megatron load the newest intact checkpoint. Call on one rank only.
 
-    Damaged ones that are newer are renamed to iter_NNNNNNN.damaged, and said: training writes new
-    ones in their place and nothing is overwritten.
+    Newer, damaged checkpoints are reported and renamed to iter_NNNNNNN.damaged, so training does
+    not overwrite them.
 
     Args:
-        folder: of the checkpoints.
+        folder: the checkpoint folder.
         checksums: see `damage`.
-        or_start: where none is whole, leave none for Megatron to load.
+        or_start: if no checkpoint is intact, leave none for Megatron to load.
 
     Returns:
-        its iteration; None where none is whole.
+        the iteration; None if no checkpoint is intact.
 
     Raises:
-        UserError: none is whole, and `or_start` is not given.
+        UserError: no checkpoint is intact, and `or_start` is False.
     """
     iteration, damaged = _search(folder, checksums)
     if iteration is None and not or_start:

@@ -1,9 +1,9 @@
-"""Megatron's old checkpoints (``--ckpt-format torch``): a pickle of every rank, read without code.
+"""Read Megatron's legacy checkpoints (``--ckpt-format torch``) without running pickled code.
 
-iter_NNNNNNN/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt holds, beside the weights, arguments, random
-states and optimizers as objects of many classes. None of them is made: each class or function that
-a pickle names is taken for an empty stand-in, but for those that describe tensors. What no such
-checkpoint names (os.system, eval, ...) is refused.
+iter_NNNNNNN/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt is one pickle per rank. Besides the weights
+it holds arguments, random states and optimizers as objects of many classes. None of these is
+instantiated: every class or function in the pickle, except those that describe tensors, becomes an
+empty stand-in. Names that no such checkpoint needs (os.system, eval, ...) are refused.
 """
 
 import pickle
@@ -35,8 +35,8 @@ class RankFile(NamedTuple):
     """What one rank saved.
 
     Attributes:
-        arguments: of the run.
-        chunks: {name in the module: tensor} of each of its virtual pipeline stages.
+        arguments: the run's arguments.
+        chunks: {parameter name: tensor} for each virtual pipeline stage.
     """
 
     arguments: dict[str, Any]
@@ -44,15 +44,15 @@ class RankFile(NamedTuple):
 
 
 def is_legacy(folder: Path) -> bool:
-    """Whether a folder iter_NNNNNNN is of the old format."""
+    """Whether an iter_NNNNNNN folder has the legacy format."""
     return not (folder / ".metadata").is_file() and any(folder.glob("mp_rank_*"))
 
 
 def read_ranks(folder: Path) -> dict[tuple[int, int, int], RankFile]:
-    """{(tensor rank, pipeline rank, expert rank): what it saved}, without the bytes of tensors.
+    """Return {(tensor rank, pipeline rank, expert rank): contents}, without reading tensor data.
 
     Raises:
-        UserError: a file is missing, broken or not to be trusted.
+        UserError: a file is missing, corrupt or untrusted.
     """
     files = {path.name: path / FILE for path in sorted(folder.glob("mp_rank_*"))}
     first = _read(next(iter(files.values())))
@@ -75,10 +75,10 @@ def read_ranks(folder: Path) -> dict[tuple[int, int, int], RankFile]:
 
 
 def _read(path: Path) -> RankFile:
-    """The description of one file.
+    """Read one rank's file, without tensor data.
 
     Raises:
-        UserError: it is missing, broken or not to be trusted.
+        UserError: the file is missing, corrupt or untrusted.
     """
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
@@ -88,7 +88,7 @@ def _read(path: Path) -> RankFile:
         arguments = vars(state["args"])
         names = sorted((k for k in state if re.fullmatch(r"model\d*", k)), key=_number)
         chunks = [_tensors(state[name]) for name in names]
-    except Exception as error:  # unpickling random bytes raises anything
+    except Exception as error:  # unpickling random bytes can raise anything
         why = str(error) or type(error).__name__
         raise UserError(f"{path} is broken or not to be trusted: {why}") from error
     return RankFile(arguments, chunks)
@@ -99,7 +99,7 @@ def _number(name: str) -> int:
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, StoredTensor]:
-    """Without TransformerEngine's states of fp8."""
+    """Return the tensors, without TransformerEngine's FP8 states."""
     found = {}
     for name, value in state.items():
         if isinstance(value, StoredTensor):
@@ -110,7 +110,7 @@ def _tensors(state: dict[str, Any]) -> dict[str, StoredTensor]:
 
 
 class _Storage(NamedTuple):
-    """Bytes that tensors may share: their dtype, place and CRC-32."""
+    """Bytes that tensors may share: dtype, location and CRC-32."""
 
     dtype: torch.dtype | None
     start: int
@@ -145,7 +145,7 @@ class _Unpickler(pickle.Unpickler):
     ) -> StoredTensor | StandIn:
         shape = tuple(size)
         if storage.dtype is None or stride != torch.empty(shape, device="meta").stride():
-            return StandIn()  # of optimizers and random states, or in another order
+            return StandIn()  # optimizer or random state, or not contiguous
         start = storage.start + offset * storage.dtype.itemsize
         whole = torch.Size(shape).numel() * storage.dtype.itemsize == storage.size
         crc = storage.crc if whole else None
@@ -160,7 +160,7 @@ def _rebuilt(function: Any, _: Any, arguments: Any, *__: Any) -> Any:
     return function(*arguments)
 
 
-# What torch.save names for tensors, parameters, and tensors with attributes.
+# Functions that torch.save uses for tensors, parameters, and tensors with attributes.
 _REBUILDING = {
     "_rebuild_tensor_v2": None,
     "_rebuild_parameter": _same_data,

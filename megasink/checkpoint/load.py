@@ -1,7 +1,7 @@
-"""A trained model in one process, from a run folder or its checkpoints, whatever its layout was.
+"""Load a trained model into one process from a run folder or checkpoint, whatever its layout.
 
-Arguments come from the run's config.json, weights from the checkpoint, and neither runs code that
-the files hold (see torch_metadata.py).
+Arguments come from the run's config.json and weights from the checkpoint. Neither runs code stored
+in the files (see torch_metadata.py).
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from megasink.checkpoint.without_code import loading_without_code
 from megasink.errors import UserError
 from megasink.layers.builder import MegasinkGPTBuilder
 
-# An imported model with experts has the norm before them under the names of both layer specs.
+# In an imported MoE model, the norm before the experts has the names of both layer specs.
 _NORMS = (
     "decoder.layers.pre_mlp_layernorm.weight",
     "decoder.layers.mlp.linear_fc1.layer_norm_weight",
@@ -39,11 +39,11 @@ _TWINS = dict([_NORMS, _NORMS[::-1]])
 
 
 class LoadedModel(NamedTuple):
-    """What :func:`load_model` returns.
+    """A model loaded by :func:`load_model`.
 
     Attributes:
-        model: in evaluation mode, in the dtype it was trained in, on the device of this process.
-        tokenizer: of transformers.
+        model: in evaluation mode, in its training dtype, on this process's device.
+        tokenizer: a transformers tokenizer.
         args: Megatron's arguments.
         iteration: the step after which the checkpoint was saved.
     """
@@ -57,18 +57,18 @@ class LoadedModel(NamedTuple):
 def load_model(
     checkpoint_or_run: str | Path, iteration: int | None = None, tokenizer: str | Path | None = None
 ) -> LoadedModel:
-    """Load the weights of a run, without optimizer states, whole into this process.
+    """Load all weights of a run, without optimizer states, into this process.
 
-    Uses the process group and Megatron's parallel state that are there, and makes those of one
-    process where there are none (:func:`single_process` ends them in time).
+    Uses the existing process group and Megatron parallel state, or creates single-process ones
+    (:func:`single_process` destroys them).
 
     Args:
         checkpoint_or_run: a run folder, its checkpoint folder, or the folder of one iteration.
-        iteration: which checkpoint; None for the newest.
-        tokenizer: a Hugging Face folder in place of the one that the run names.
+        iteration: the checkpoint to load; None for the newest.
+        tokenizer: a Hugging Face folder that replaces the run's tokenizer.
 
     Raises:
-        UserError: there is no such run, checkpoint or tokenizer, or they do not fit together.
+        UserError: the run, checkpoint or tokenizer is missing, or they do not match.
     """
     found = find_checkpoint(Path(checkpoint_or_run), iteration)
     saved = read_arguments(found.config)
@@ -85,12 +85,11 @@ def load_model(
 def load_without_tokenizer(
     found: Checkpoint, dtype: torch.dtype | None = None, tokens: int | None = None
 ) -> tuple[GPTModel, Namespace]:
-    """As :func:`load_model`, for those that have tokens already.
+    """Load a model as :func:`load_model` does, but no tokenizer.
 
     Args:
-        dtype: torch.float32 for a model that computes in it whatever it was trained in; None for
-            what it was trained in.
-        tokens: of its tokenizer: its config.json may not say how many there are.
+        dtype: torch.float32 to compute in float32; None for the training dtype.
+        tokens: the tokenizer's size, which config.json may not record.
     """
     saved = with_tokens(read_arguments(found.config), tokens)
     if dtype is torch.float32:
@@ -102,7 +101,7 @@ def load_without_tokenizer(
     model = MegasinkGPTBuilder(config).build_model(
         ProcessGroupCollection.use_mpu_process_groups(), pre_process=True, post_process=True
     )
-    # Float16Module's: what must stay float32 sees to it itself.
+    # As Float16Module does: modules that must stay in float32 handle this themselves.
     model.to(args.params_dtype)
     load_weights(model, found.folder)
     if not platform.is_active():
@@ -111,13 +110,13 @@ def load_without_tokenizer(
 
 
 def load_weights(model: GPTModel, folder: Path) -> None:
-    """Copy the weights of a torch_dist checkpoint into a model, resharded.
+    """Copy and reshard the weights of a torch_dist checkpoint into a model.
 
-    dist_checkpointing.load is not used: it unpickles the arguments and states that lie beside the
+    dist_checkpointing.load is not used: it unpickles the arguments and states stored with the
     weights (serialization.py:229, torch's default_planner.py:388).
 
     Raises:
-        UserError: the checkpoint is broken, or of another model.
+        UserError: the checkpoint is corrupt, or belongs to a different model.
     """
     stored = stored_shapes(folder)
     groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
@@ -130,14 +129,14 @@ def load_weights(model: GPTModel, folder: Path) -> None:
             state = TorchDistLoadShardedStrategy().load(tensors, folder)
     except (OSError, RuntimeError, ValueError, EOFError) as error:
         raise UserError(f"{folder} cannot be read: {error}") from error
-    except CheckpointException as error:  # torch's, no Exception, with those of each rank
+    except CheckpointException as error:  # torch's BaseException, with each rank's errors
         kinds = ", ".join(sorted({type(e).__name__ for e, _ in error.failures.values()}))
         raise UserError(
             f"{folder} is damaged: its tensors cannot be read ({kinds}); name another one with "
             "--iteration"
         ) from error
     state = apply_factory_merges(state, factories)
-    # What is not a tensor is TransformerEngine's state of fp8, which nothing here uses.
+    # Entries that are not tensors are TransformerEngine's FP8 state, which is unused here.
     missing, unexpected = model.load_state_dict(state, strict=False)
     if unexpected or [name for name in missing if not name.endswith("_extra_state")]:
         raise UserError(
@@ -168,7 +167,7 @@ def _compare(
 
 
 def _make_parallel_state() -> None:
-    """The process group of one process, without a port, where there is none."""
+    """Create a single-process group, without a port, if there is no process group."""
     if not platform.is_active() and not torch.cuda.is_available():
         raise UserError(
             "no CUDA device: call megasink.platform.activate() before anything imports megatron"
@@ -189,7 +188,7 @@ def _make_parallel_state() -> None:
 
 @contextlib.contextmanager
 def single_process() -> Iterator[None]:
-    """End the process group that :func:`load_model` makes: gloo may abort an exit without it."""
+    """Destroy :func:`load_model`'s process group on exit, or gloo may abort the process."""
     ours = not torch.distributed.is_initialized()
     try:
         yield

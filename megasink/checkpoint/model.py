@@ -1,4 +1,4 @@
-"""Arguments -> the model configuration that Megatron's training loop builds from."""
+"""Build the model configuration for Megatron's training loop from arguments."""
 
 from argparse import Namespace
 
@@ -11,7 +11,7 @@ from megasink.specs import block_spec
 
 
 def model_config(args: Namespace) -> MegasinkGPTConfig:
-    """The GPT of these arguments, with our layers; its initial weights depend on the seed only."""
+    """Return the GPT configuration, with our layers; initial weights depend only on the seed."""
     transformer = core_transformer_config_from_args(args, MegasinkTransformerConfig)
     config: MegasinkGPTConfig = gpt_config_from_args(
         args, config=transformer, model_config_cls=MegasinkGPTConfig
@@ -19,6 +19,6 @@ def model_config(args: Namespace) -> MegasinkGPTConfig:
     config.transformer_layer_spec = block_spec
     config.init_seed = args.seed
     config.tokens = counted_rows(vars(args))
-    # Upstream leaves it at 8 whatever --rope-scaling-factor says (argument_utils.py:464).
+    # Upstream ignores --rope-scaling-factor and leaves it at 8 (argument_utils.py:464).
     config.rope_scaling_factor = args.rope_scaling_factor
     return config

@@ -1,8 +1,8 @@
-"""The arguments of a run, read back from its config.json for a single process.
+"""Read a run's arguments from its config.json for a single process.
 
-config.json, and not the checkpoint, is read: a checkpoint holds its arguments as a pickle, and
-unpickling runs whatever code the file asks for. Of them those that describe the model are taken:
-a run that somebody else made says neither where this process writes nor which modules it imports.
+The checkpoint's own arguments are not used: they are pickled, and unpickling can run arbitrary
+code. Only arguments that describe the model are taken, so an untrusted run cannot choose where this
+process writes or which modules it imports.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from megasink.parser import CPU_DEFAULTS, defaults
 from megasink.plugins import advice
 from megasink.variants import is_variant, names
 
-# The layout, and how to compute rather than what: the values of this process count.
+# Layout and compute options: this process keeps its own values.
 _THIS_PROCESS = frozenset(
     """
     rank world_size local_rank data_parallel_size inprocess_active_world_size
@@ -44,8 +44,8 @@ _THIS_PROCESS = frozenset(
     attention_kernel flash_decode perform_initialization unknown_flags run_dir resume cpu
     """.split()
 )
-# What the model's configuration is made from under other names than its own (tests/security
-# compares this with what is read), what stands before every sequence, and how long it was trained.
+# Arguments that the model configuration reads under other names (tests/security checks the list),
+# the sink token, and the length of training.
 _OTHER_NAMES = frozenset(
     """
     num_experts group_query_attention padded_vocab_size untie_embeddings_and_output_weights
@@ -57,7 +57,7 @@ _OTHER_NAMES = frozenset(
     variable_seq_lengths sink_token_id global_batch_size
     """.split()
 )
-# Read for a model too, but they name files, folders and modules to import.
+# Also read for a model, but these name files, folders and modules to import.
 _NOT_TAKEN = frozenset(
     """
     spec config_logger_dir fp8_quantizer_factory fp4_quantizer_factory kitchen_config_file
@@ -65,22 +65,22 @@ _NOT_TAKEN = frozenset(
     hybrid_layer_pattern mtp_hybrid_override_pattern
     """.split()
 )
-# A folder: it is loaded apart from the model (tokenizer.py).
+# A folder, loaded separately (tokenizer.py).
 _TOKENIZER = frozenset({"tokenizer_model"})
-# Of a text: a name out of a list, never a path, a module or an expression.
+# String values must be names of choices, never a path, module or expression.
 _NAME = re.compile(r"[\w+-]*")
-# A model trained with TransformerEngine's fused modules, or in fp8, runs on Megatron's own modules
-# and in its own dtype on any machine; a checkpoint is the same for both.
+# A model trained with TransformerEngine's fused modules or in FP8 runs on Megatron's own modules
+# and in its own dtype on any machine; the checkpoint format is the same.
 _PLAIN_MODULES = {**CPU_DEFAULTS, "fp8": None, "fp4": None}
 _PLAIN_MODULES |= {"fp8_param_gather": False, "fp4_param_gather": False}
 
 
 def read_arguments(config: Path) -> dict[str, Any]:
-    """What a run's config.json says of its arguments.
+    """Read the arguments from a run's config.json.
 
     Raises:
-        UserError: it cannot be read, is not one of megasink's, or names an attention variant that
-            is not registered.
+        UserError: the file cannot be read, was not written by megasink, or names an attention
+            variant that is not registered.
     """
     try:
         saved = dict(json.loads(config.read_text())["arguments"])
@@ -96,18 +96,18 @@ def read_arguments(config: Path) -> dict[str, Any]:
 
 
 def single_process_arguments(saved: Mapping[str, Any]) -> Namespace:
-    """Megatron's arguments for the same model, whole in one process.
+    """Return Megatron's arguments for the same model, unsharded in one process.
 
     Args:
-        saved: of :func:`read_arguments`, as a finished validation left them.
+        saved: validated arguments, from :func:`read_arguments`.
     """
     args = defaults()
     wanted, refused = describing(), []
     for name, value in saved.items():
-        # Data types: that of the parameters follows below, the others are the optimizer's.
+        # Data types: params_dtype is set below, the others belong to the optimizer.
         if str(value).startswith("torch."):
             continue
-        # What has no default was derived, or is no argument at all.
+        # A name without a default was derived, or is not an argument.
         if name in wanted and name not in _OTHER_NAMES and not hasattr(args, name):
             continue
         if name in wanted and _is_plain(value):
@@ -132,7 +132,7 @@ def single_process_arguments(saved: Mapping[str, Any]) -> Namespace:
 
 
 def describing() -> frozenset[str]:
-    """The names of the arguments that say which model a run has."""
+    """Return the names of the arguments that define a run's model."""
     from megasink.layers.transformer_config import MegasinkTransformerConfig
 
     fields = {field.name for field in dataclasses.fields(MegasinkTransformerConfig)}
@@ -148,7 +148,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _typed(default: Any, value: Any) -> Any:
-    """A value of JSON as argparse would have made it."""
+    """Convert a JSON value to the type that argparse would produce."""
     if isinstance(default, enum.Enum) and isinstance(value, str):
         return type(default)[value]
     if isinstance(default, tuple) and isinstance(value, list):

@@ -1,19 +1,19 @@
-"""Classes that a pickle names and that are not made: an empty stand-in takes their place.
+"""Empty stand-ins for the classes named in a pickle.
 
-Arguments of a run, random states and optimizers come as objects of many classes, of which only
-plain values are ever read. What no checkpoint has a use for (os.system, eval, ...) is refused.
+A run's arguments, random states and optimizers are pickled as objects of many classes, but only
+plain values are read. Names that no checkpoint needs (os.system, eval, ...) are refused.
 """
 
 import sys
 from typing import Any
 
-# Modules of Python that arguments, random states and enumerations come from; others are refused.
+# Standard library modules that arguments, random states and enums need; others are refused.
 _KNOWN = {"argparse", "collections", "types", "enum", "signal", "pathlib", "io", "_codecs"}
 _KNOWN_BUILTINS = {"set", "frozenset", "bytearray", "complex", "slice", "range", "getattr"}
 
 
 class StandIn:
-    """Instead of an object of any class: remembers its fields, and does nothing."""
+    """Placeholder for an object of any class: keeps its fields, and does nothing."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "StandIn":
         return object.__new__(cls)
@@ -29,19 +29,19 @@ class StandIn:
         pass
 
     def append(self, value: Any) -> None:
-        """Of a list."""
+        """Ignore a list item."""
 
     def extend(self, values: Any) -> None:
-        """Of a list."""
+        """Ignore list items."""
 
     def add(self, value: Any) -> None:
-        """Of a set."""
+        """Ignore a set item."""
 
 
 def stand_in(module: str, name: str) -> type[StandIn] | None:
-    """A class to make in place of ``module.name``; None for what no checkpoint names."""
+    """Return a class to replace ``module.name``; None if no checkpoint should name it."""
     top = module.partition(".")[0]
-    if top in ("builtins", "__builtin__"):  # the latter in the pickles of torch.save
+    if top in ("builtins", "__builtin__"):  # the latter is in torch.save's pickles
         allowed = name in _KNOWN_BUILTINS
     else:
         allowed = top in _KNOWN or top not in sys.stdlib_module_names

@@ -1,8 +1,7 @@
-"""Tensors in files that ``torch.save`` wrote, read to where they are needed.
+"""Read tensors from ``torch.save`` files directly into their destination.
 
-``torch.load`` would read one into memory of its own, from which it would be copied. The format is a
-zip without compression: data.pkl says shape and strides, data/0, data/1, ... hold the bytes, and
-the index of the zip their CRC-32.
+``torch.load`` would allocate a second copy. The format is an uncompressed zip: data.pkl holds the
+shape and strides, data/0, data/1, ... the bytes, and the zip's index their CRC-32.
 """
 
 import struct
@@ -16,21 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Of a zip's local header: where the lengths of name and extra field stand, and its own length.
+# A zip's local header: the offset of the name and extra-field lengths, and the header's length.
 _LENGTHS, _HEADER_BYTES = 26, 30
-# CRC-32 of a piece while it is still in the processor's cache.
+# Small enough for the CRC-32 to run while the piece is in the CPU cache.
 _PIECE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where the bytes of a tensor are, in the order of its shape.
+    """The location of a contiguous tensor's bytes in a file.
 
     Attributes:
-        path: of the file.
+        path: the file.
         shape, dtype: of the tensor.
-        start: of its bytes in the file.
-        crc: CRC-32 of them; None where it is not known.
+        start: file offset of the tensor's bytes.
+        crc: CRC-32 of the bytes; None if unknown.
     """
 
     path: Path
@@ -41,22 +40,22 @@ class StoredTensor:
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Size in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def rows(self, begin: int, count: int) -> "StoredTensor":
-        """Some of its rows, which have no checksum of their own."""
+        """Return a range of rows, without a checksum."""
         start = self.start + begin * (self.size // self.shape[0])
         return replace(self, shape=(count, *self.shape[1:]), start=start, crc=None)
 
     def read_into(self, at: tuple[int, ...], target: Tensor) -> None:
-        """Fill a tensor with this one, or with what is at some leading indices of it.
+        """Fill `target` with this tensor, or with its slice at the leading indices `at`.
 
-        Read whole, its bytes are compared with their CRC-32.
+        The CRC-32 is verified when the whole tensor is read.
 
         Raises:
-            OSError: it cannot be read.
-            ValueError: the checksum differs, or there are fewer bytes than there should be.
+            OSError: the file cannot be read.
+            ValueError: the checksum or the shape does not match, or the file is truncated.
         """
         start, step = 0, self.size
         for index, size in zip(at, self.shape, strict=False):
@@ -74,14 +73,14 @@ class StoredTensor:
 
 
 def find_tensor(path: Path, offset: int, length: int) -> StoredTensor:
-    """The tensor in `length` bytes at an offset of a file.
+    """Locate the tensor in `length` bytes at an offset of a file.
 
     Raises:
-        Exception: of many kinds, where it is no tensor or its description is broken.
+        Exception: of any type, if the bytes are not a tensor or its description is corrupt.
     """
     with path.open("rb", buffering=0) as file:
         view = BufferedReader(_Window(file, offset, length))
-        # Its bytes are not read; what is no plain tensor is refused.
+        # Tensor data is not read; anything but a plain tensor is refused.
         meta = torch.load(view, map_location="meta", weights_only=True)
         if not isinstance(meta, Tensor):
             raise ValueError(f"it is no tensor but {type(meta).__name__}")
@@ -94,10 +93,10 @@ def find_tensor(path: Path, offset: int, length: int) -> StoredTensor:
 
 
 def content_start(file: Any, entry: zipfile.ZipInfo) -> int:
-    """Where the bytes of a zip's entry begin in its file.
+    """Return the file offset of a zip entry's data.
 
     Raises:
-        ValueError: they are compressed.
+        ValueError: the data is compressed.
     """
     if entry.compress_type != zipfile.ZIP_STORED:
         raise ValueError("its bytes are compressed")
@@ -106,7 +105,7 @@ def content_start(file: Any, entry: zipfile.ZipInfo) -> int:
 
 
 def _read(path: Path, start: int, target: Tensor) -> int:
-    """Fill a contiguous tensor from a position on; the CRC-32 of the bytes."""
+    """Fill a contiguous tensor from a file offset, and return the CRC-32 of the bytes."""
     content = memoryview(target.view(-1).view(torch.uint8).numpy())
     done, crc = 0, 0
     with path.open("rb", buffering=0) as file:
@@ -122,7 +121,7 @@ def _read(path: Path, start: int, target: Tensor) -> int:
 
 
 class _Window(RawIOBase):
-    """Some bytes of a file as a file."""
+    """A byte range of a file, as a file."""
 
     def __init__(self, file: RawIOBase, offset: int, length: int):
         self._file, self._offset, self._length, self._at = file, offset, length, 0

@@ -1,4 +1,4 @@
-"""The tokenizer of a trained model: a run holds a copy of its files."""
+"""The tokenizer of a trained model, which each run keeps a copy of."""
 
 import hashlib
 import shutil
@@ -10,9 +10,9 @@ from megasink.atomic import atomic_folder
 from megasink.errors import UserError
 
 OWN = "tokenizer"
-"""Folder of the copy, beside config.json; that of an imported model is there too."""
+"""Folder of the copy, next to config.json; imported models use the same folder."""
 
-# What transformers reads for a tokenizer; weights may lie beside it.
+# Files that transformers reads for a tokenizer; the folder may also hold weights.
 _FILES = (
     "tokenizer*.json tokenizer*.model special_tokens_map.json added_tokens.json vocab*.json "
     "vocab*.txt merges.txt spiece.model sentencepiece*.model *.bpe.model *.tiktoken "
@@ -21,10 +21,10 @@ _FILES = (
 
 
 def copy_tokenizer(folder: Path, run: Path) -> None:
-    """Copy a tokenizer into a run that has none; said, where the copy is not the same tokenizer.
+    """Copy a tokenizer into a run that has none, and warn if the copy would differ.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the copy cannot be written.
     """
     own = run / OWN
     if own.exists():
@@ -40,10 +40,10 @@ def copy_tokenizer(folder: Path, run: Path) -> None:
 
 
 def same_tokenizer(config: Path, before: str | None, now: str | None) -> bool:
-    """Whether two names of a tokenizer, that of a run and another one, mean the same.
+    """Whether a run's tokenizer and another one are the same.
 
     Args:
-        config: the run's config.json. Its own copy counts, where there is one.
+        config: the run's config.json. The run's own copy takes precedence, if it exists.
         before: the run's ``--tokenizer-model``.
         now: the other ``--tokenizer-model``.
     """
@@ -64,7 +64,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def _mean_the_same(one: Path, other: Path) -> bool:
-    """Whether their ids mean the same, in whatever files they are kept."""
+    """Whether two tokenizers assign the same ids, regardless of file format."""
     from megasink.data.tokenizer import load_tokenizer, tokenizer_hash
 
     try:
@@ -74,18 +74,18 @@ def _mean_the_same(one: Path, other: Path) -> bool:
 
 
 def tokenizer_of(saved: Mapping[str, Any], given: str | Path | None, config: Path) -> Any:
-    """The tokenizer of transformers that a run was trained with.
+    """Load the transformers tokenizer that a run was trained with.
 
     Args:
-        saved: the arguments of the run.
-        given: a folder in place of the one that they name.
-        config: the file that they come from, for messages.
+        saved: the run's arguments.
+        given: a folder that overrides the run's tokenizer.
+        config: the run's config.json, for messages.
 
     Returns:
-        None where the run had none of transformers and none is given.
+        None if the run did not use a transformers tokenizer and none is given.
 
     Raises:
-        UserError: its folder is gone, or it has more tokens than the model.
+        UserError: the tokenizer folder is gone, or has more tokens than the model.
     """
     from megasink.data.tokenizer import load_tokenizer
 

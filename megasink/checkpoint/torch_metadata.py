@@ -1,7 +1,7 @@
-"""The index of a torch_dist checkpoint, read without running code that it names.
+"""Read the index of a torch_dist checkpoint without running code from it.
 
-``.metadata`` is a pickle, as torch.distributed.checkpoint writes it, and unpickling a file of
-unknown origin runs whatever it asks for. Here it may name the classes of that format alone.
+torch.distributed.checkpoint pickles ``.metadata``, and unpickling an untrusted file can run
+arbitrary code. Only the classes of that format are allowed here.
 """
 
 import pickle
@@ -36,34 +36,34 @@ _CLASSES_OF_METADATA = {
         "_MEM_FORMAT_ENCODING",
     },
 }
-# Of megatron-core before 0.19; importing Megatron for them would be too early in most commands.
+# From megatron-core before 0.19; most commands must not import Megatron this early.
 _MEGATRONS = "megatron.core.dist_checkpointing.strategies.torch"
 _CLASSES_OF_MEGATRON = {"MCoreMetadata", "MCoreSavePlan"}
 
 
 def read_metadata(checkpoint: Path) -> Any:
-    """torch.distributed.checkpoint's ``Metadata`` of a folder iter_NNNNNNN.
+    """Return torch.distributed.checkpoint's ``Metadata`` of an iter_NNNNNNN folder.
 
     Raises:
-        UserError: it is missing or broken, asks for anything else, or names files elsewhere.
+        UserError: the index is missing or corrupt, names another class, or a file elsewhere.
     """
     path = checkpoint / ".metadata"
     try:
         with path.open("rb") as file:
             return load_metadata(file)
-    except Exception as error:  # unpickling random bytes raises anything
+    except Exception as error:  # unpickling random bytes can raise anything
         raise UserError(f"{path} is broken or not to be trusted: {error}") from error
 
 
 def load_metadata(file: Any) -> Any:
-    """As :func:`read_metadata`, of an open file.
+    """Return the ``Metadata`` in an open file; see :func:`read_metadata`.
 
     Raises:
-        Exception: of many kinds, where it is broken or not to be trusted.
+        Exception: of any type, if the file is corrupt or untrusted.
     """
     metadata = _Unpickler(file).load()
     for entry in (metadata.storage_data or {}).values():
-        # Files of a checkpoint lie in its folder, side by side.
+        # All files of a checkpoint are directly in its folder.
         if PurePath(entry.relative_path).name != entry.relative_path:
             raise pickle.UnpicklingError(f"it names the file {entry.relative_path!r}")
     return metadata
@@ -83,6 +83,6 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _is_dtype(value: Any) -> bool:
-    import torch  # which is there by now, and else costs every start seconds
+    import torch  # imported by now; importing it earlier costs every start seconds
 
     return isinstance(value, torch.dtype)

@@ -1,14 +1,14 @@
-"""How many rows of a run's embedding are tokens: the others pad it, and no softmax counts them."""
+"""Count the embedding rows that are tokens; the rest are padding, excluded from every softmax."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def counted_rows(arguments: Mapping[str, Any]) -> int:
-    """Rows that take part in a softmax, the first of the vocabulary; all where it is not known.
+    """Return the number of leading rows that the softmax covers; all rows if unknown.
 
     Args:
-        arguments: of a run, as `pin_vocabulary` or `with_tokens` left them.
+        arguments: a run's arguments, after `pin_vocabulary` or `with_tokens`.
     """
     rows = int(arguments["padded_vocab_size"])
     tokens = named_tokens(arguments)
@@ -16,11 +16,11 @@ def counted_rows(arguments: Mapping[str, Any]) -> int:
 
 
 def named_tokens(arguments: Mapping[str, Any]) -> int | None:
-    """The tokens that the arguments of a run name; None where they name none.
+    """Return the number of tokens that a run's arguments specify; None if they do not.
 
-    Those of the tokenizer; of an imported model all rows that it has in transformers, which may be
-    more; and the sink token, which is no target of any text but was always among them. Of other
-    kinds of tokenizers only Megatron knows how many tokens they add.
+    Counts the tokenizer's tokens, or for an imported model all its rows in transformers (which may
+    be more), and the sink token, which is never a target. For other tokenizer types only Megatron
+    knows how many tokens they add.
     """
     tokens, kind = arguments.get("vocab_size"), arguments.get("tokenizer_type")
     if not tokens or kind not in ("HuggingFaceTokenizer", "NullTokenizer"):
@@ -32,10 +32,10 @@ def named_tokens(arguments: Mapping[str, Any]) -> int | None:
 
 
 def with_tokens(arguments: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:
-    """The arguments of a run with at least the tokens of its tokenizer in `vocab_size`.
+    """Return a run's arguments with `vocab_size` at least the tokenizer's size.
 
     Args:
-        tokens: of a tokenizer of transformers; None where it is not known.
+        tokens: size of a transformers tokenizer; None if unknown.
     """
     if tokens is None or arguments.get("tokenizer_type") != "HuggingFaceTokenizer":
         return dict(arguments)

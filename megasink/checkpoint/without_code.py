@@ -1,13 +1,13 @@
-"""Megatron's and torch's own loading of checkpoints, without running code that the files name.
+"""Load checkpoints through Megatron and torch without running code from the files.
 
-Upstream unpickles whatever a checkpoint asks for: its index, what is no tensor in it (common state,
-random states, extra states), and TransformerEngine's states of FP8. Every other ``torch.load`` is
-safe unless the environment says TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD. Each is replaced while a run
-loads (upstream/training.py quotes the lines).
+Upstream unpickles whatever a checkpoint names: its index, its non-tensor entries (common state,
+random states, extra states), and TransformerEngine's FP8 states. Every other ``torch.load`` is
+safe unless TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set. Each is replaced while a run loads
+(upstream/training.py quotes the lines).
 
-torch's own reader of weights then makes the classes that Megatron lists in core/safe_globals.py and
-nothing else. A class that is not on the list may stand among the saved arguments (forks of Megatron
-put theirs there): an empty stand-in takes its place, as nobody reads it.
+torch's weights-only loader then creates only the classes listed in Megatron's core/safe_globals.py.
+Other classes among the saved arguments (Megatron forks add their own) become empty stand-ins,
+because nothing reads them.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ _NAMED = re.compile(r"GLOBAL ([\w.]+)")
 
 @contextlib.contextmanager
 def loading_without_code() -> Iterator[None]:
-    """Within it, Megatron's and torch's loading makes nothing but what a checkpoint consists of.
+    """Restrict Megatron's and torch's loading to the contents of a checkpoint.
 
     Raises:
-        UserError: a file is broken or asks for something else, whatever upstream made of it.
+        UserError: a file is corrupt or names anything else, however upstream handled it.
     """
     from megatron.core.safe_globals import SafeUnpickler
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -56,9 +56,9 @@ def loading_without_code() -> Iterator[None]:
         with self.fs.create_stream(path, "rb") as file:
             try:
                 metadata = load_metadata(file)
-            except Exception as error:  # unpickling random bytes raises anything
+            except Exception as error:  # unpickling random bytes can raise anything
                 raise refuse(path, error) from error
-        if getattr(metadata, "storage_meta", None) is None:  # as upstream goes on
+        if getattr(metadata, "storage_meta", None) is None:  # as upstream does next
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -84,7 +84,7 @@ def loading_without_code() -> Iterator[None]:
     def loads(content: bytes, **_: Any) -> Any:
         try:
             return SafeUnpickler(io.BytesIO(content)).load()
-        except Exception as error:  # unpickling random bytes raises anything
+        except Exception as error:  # unpickling random bytes can raise anything
             raise refuse(f"{reading['folder']}: a state of FP8", error) from error
 
     with contextlib.ExitStack() as stack:
@@ -98,14 +98,14 @@ def loading_without_code() -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            # Upstream turns it into a CheckpointException, or prints it and exits with 0.
+            # Upstream raises CheckpointException instead, or prints the error and exits with 0.
             if refused and error is not refused[0]:
                 raise refused[0] from error
             raise
 
 
 def _reason(error: Exception) -> str:
-    """What it asks for, out of torch's long explanation."""
+    """Extract the name that was refused from torch's long message."""
     named = _NAMED.search(str(error))
     if named:
         return f"it asks for {named[1]}"
@@ -114,10 +114,10 @@ def _reason(error: Exception) -> str:
 
 
 def _load(upstream: Callable[..., Any], file: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch.load for weights, with stand-ins among the arguments of a run.
+    """Call torch.load for weights only, with stand-ins for classes among the arguments.
 
     Raises:
-        pickle.UnpicklingError: it asks for anything else.
+        pickle.UnpicklingError: the file names anything else.
     """
     start = file.tell() if hasattr(file, "tell") else 0
     try:
@@ -132,7 +132,7 @@ def _load(upstream: Callable[..., Any], file: Any, *args: Any, **kwargs: Any) ->
             file.seek(start)
         with torch.serialization.safe_globals(list(made)):
             content = upstream(file, *args, **kwargs)
-    # Common state is a list of one, as every entry that is no tensor.
+    # Common state, like every non-tensor entry, is a list of one.
     state = content[0] if isinstance(content, list) and len(content) == 1 else content
     arguments = state.get("args") if isinstance(state, dict) else None
     if not isinstance(arguments, Namespace) or (found := _first_stand_in(state, arguments)):
@@ -142,18 +142,18 @@ def _load(upstream: Callable[..., Any], file: Any, *args: Any, **kwargs: Any) ->
 
 
 def _stand_ins(file: Any) -> list[tuple[Any, str]]:
-    """(class, name) for each name in a file of torch.save that torch would refuse; [] where one of
-    them is none of a class that might be an argument."""
+    """Return (class, name) for each name in a torch.save file that torch would refuse; [] if one of
+    them cannot be an argument's class."""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    except Exception:  # not of torch.save, or broken: what torch.load says of it counts
+    except Exception:  # corrupt, or not from torch.save: report torch.load's error
         return []
     made = [(stand_in(*name.rpartition(".")[::2]), name) for name in sorted(names)]
     return [] if any(one is None for one, _ in made) else made
 
 
 def _first_stand_in(state: Any, arguments: Namespace) -> str | None:
-    """The name of a class that stands elsewhere than among the arguments; None if none does."""
+    """Return the first class name found outside the arguments, or None."""
     left, seen = [state], {id(arguments)}
     while left:
         value = left.pop()

@@ -1,13 +1,12 @@
-"""Megatron on a machine without CUDA: opt-in, every rank a gloo process on the CPU.
+"""Run Megatron without CUDA: opt-in, with every rank a gloo process on the CPU.
 
 Megatron-Core asks ``torch.cuda`` for devices, streams, memory and random states, and builds its
-tensors on ``"cuda"``. This package answers those questions for a CPU, so that the unmodified
-training loop runs on a laptop. One file per upstream subsystem; patches.py declares every
-replacement with the upstream lines that make it necessary, and ``tests/platform`` runs that
-upstream code.
+tensors on ``"cuda"``. This package handles those calls on the CPU, so that the unmodified training
+loop runs on a laptop. It has one file per upstream subsystem; patches.py declares every replacement
+with the upstream lines that make it necessary, and ``tests/platform`` runs that upstream code.
 
-It replaces functions of ``torch.cuda`` for the whole process: call :func:`activate` in a process
-of its own, before megatron is imported, and never on a machine that has a CUDA device.
+Functions of ``torch.cuda`` are replaced for the whole process: call :func:`activate` in a dedicated
+process, before megatron is imported, and never on a machine with a CUDA device.
 """
 
 import os
@@ -22,7 +21,7 @@ _dynamo_before: str | None = None
 
 
 def cuda_present() -> bool:
-    """Whether a CUDA device is there (asked before anything is replaced)."""
+    """Whether a CUDA device is present (queried before anything is replaced)."""
     import torch
 
     return False if _active else torch.cuda.is_available()
@@ -34,7 +33,7 @@ def is_active() -> bool:
 
 
 def describe() -> str:
-    """One line for the log: which platform this process runs on."""
+    """Return one line for the log that names this process's platform."""
     if _active:
         return "platform: CPU (no CUDA device found): gloo ranks, local modules, no fused kernels"
     return "platform: CUDA"
@@ -44,7 +43,7 @@ def activate() -> None:
     """Make Megatron run on the CPU in this process. Idempotent.
 
     Raises:
-        UserError: a CUDA device is present, or Megatron was imported before.
+        UserError: a CUDA device is present, or Megatron is already imported.
     """
     global _active, _dynamo_before
     if _active:
@@ -63,14 +62,14 @@ def activate() -> None:
         )
     from megasink.platform import cuda_api, devices, patches
 
-    # In processes that are started from here, too.
+    # For child processes, too.
     _dynamo_before = os.environ.get(_DYNAMO)
     os.environ[_DYNAMO] = "1"
     patches.COMPILE.apply(disable=True)
     cuda_api.install()
     devices.install()
     _active = True
-    # These import megatron, which asks torch.cuda while it is imported.
+    # These import megatron, which queries torch.cuda at import.
     from megasink.platform import megatron_core
 
     megatron_core.install()

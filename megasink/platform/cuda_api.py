@@ -1,4 +1,4 @@
-"""``torch.cuda`` answered for a CPU: queries, memory statistics, streams, random states."""
+"""CPU versions of ``torch.cuda``: queries, memory statistics, streams, random states."""
 
 import contextlib
 from collections import defaultdict
@@ -13,7 +13,7 @@ from megasink.platform import patches
 
 
 class CpuEvent:
-    """An event that has happened when it is recorded."""
+    """An event that completes when it is recorded."""
 
     def synchronize(self) -> None: ...
 
@@ -33,7 +33,7 @@ class CpuStream:
 
 
 _STREAM = CpuStream()
-# validate_args asks for the generation where tensor parallelism is used: A100's.
+# validate_args checks the compute capability with tensor parallelism: use A100's.
 _PROPERTIES = SimpleNamespace(major=8, minor=0)
 
 
@@ -83,7 +83,7 @@ RANDOM: dict[str, Callable[..., Any]] = {
     "seed_all": _seed,
     "initial_seed": _initial_seed,
 }
-"""What torch.cuda.random does, by the generator of the CPU."""
+"""The functions of torch.cuda.random, on the CPU generator."""
 
 
 def install() -> None:

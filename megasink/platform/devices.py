@@ -1,8 +1,8 @@
-"""Tensors asked for on ``"cuda"`` are made on the CPU.
+"""Create tensors requested on ``"cuda"`` on the CPU.
 
-Megatron writes ``device="cuda"`` or ``device=torch.cuda.current_device()`` at each place where it
-makes a tensor. The factories of torch are wrapped one by one (rather than by a TorchFunctionMode)
-so that only those calls pay for it, in every thread.
+Megatron passes ``device="cuda"`` or ``device=torch.cuda.current_device()`` wherever it creates a
+tensor. torch's factories are wrapped one by one, not with a TorchFunctionMode, so that only those
+calls pay for it, in every thread.
 """
 
 import functools
@@ -16,8 +16,8 @@ from megasink.platform import patches
 
 _CPU = torch.device("cpu")
 
-# Everything in torch that makes a tensor on a device that it is given; tests/platform compares the
-# list with torch's own schemas.
+# Every torch function that creates a tensor on a given device; tests/platform compares the list
+# with torch's schemas.
 _TORCH = """
     arange as_tensor asarray bartlett_window blackman_window empty empty_like empty_permuted
     empty_quantized empty_strided eye from_file full full_like hamming_window hann_window
@@ -36,7 +36,7 @@ FACTORIES: tuple[tuple[Any, str], ...] = tuple(
 
 
 def _to_cpu(device: Any) -> Any:
-    """The device to use where ``device`` was asked for."""
+    """Return the device to use instead of ``device``."""
     if device is None or isinstance(device, torch.dtype | torch.Tensor):
         return device
     if isinstance(device, int) and not isinstance(device, bool):
@@ -61,7 +61,7 @@ def _redirected(function: Any) -> Callable[..., Any]:
 
 
 def _moved(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For ``.to``, whose device may be the first positional argument."""
+    """Wrap ``.to``, whose device may be the first positional argument."""
 
     @functools.wraps(function)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def _type_name(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _generator() -> type[torch.Generator]:
-    """torch.Generator, whose device may be CUDA."""
+    """Return a torch.Generator that accepts a CUDA device."""
     original = torch.Generator
 
     class AnyGenerator(type(original)):  # type: ignore[misc]
@@ -104,7 +104,7 @@ def _generator() -> type[torch.Generator]:
         def __new__(cls, device: Any = _CPU) -> Any:
             return original(_to_cpu(device))
 
-    # So are those in files, which another process reads without this one.
+    # Pickle as torch.Generator: a process without this platform may read the file.
     Generator.__module__, Generator.__qualname__ = "torch", "Generator"
     return Generator
 
@@ -118,9 +118,9 @@ def _context(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def install() -> None:
-    """Wrap the factories and the moves of torch."""
-    # ``with torch.device("meta")`` knows factories by identity and looks them up once: it must find
-    # the original ones, which the wrappers call. Else transformers leaves buffers uninitialised.
+    """Wrap torch's tensor factories and device moves."""
+    # ``with torch.device("meta")`` looks factories up by identity, once: it must find the
+    # originals, which the wrappers call. Otherwise transformers leaves buffers uninitialized.
     _device_constructors()
     for owner in dict.fromkeys(owner for owner, _ in FACTORIES):
         names = [name for other, name in FACTORIES if other is owner]

@@ -1,4 +1,4 @@
-"""The places of megatron.core that ask for CUDA in a way that ``torch.cuda`` cannot answer."""
+"""Replace the parts of megatron.core that need CUDA beyond what ``torch.cuda`` can emulate."""
 
 import functools
 import logging
@@ -12,7 +12,7 @@ from megasink.platform import patches
 def _get_state(
     device: Any = "cuda", clone: bool = False, graph_safe: bool = False
 ) -> torch.Tensor | torch.Generator:
-    if graph_safe:  # upstream's is a generator that shares the state; whoever forks puts it back
+    if graph_safe:  # upstream's shares the state; callers that fork restore it
         return torch.default_generator.clone_state()
     return torch.default_generator.get_state()
 
@@ -26,7 +26,7 @@ def _set_state(
 
 
 class _DropForkWarning(logging.Filter):
-    """Upstream warns whenever the CPU generator moves inside fork(): here it must."""
+    """Filter out upstream's warning that the CPU generator moves inside fork(): here it must."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "CPU RNG state changed" not in record.getMessage()
@@ -50,7 +50,7 @@ def _unpinned_loader() -> type:
 
 
 def install() -> None:
-    """Replace them. Imports megatron."""
+    """Install the replacements. Imports megatron."""
     from megatron.core.tensor_parallel import random
 
     patches.RNG_TRACKER.apply(_get_cuda_rng_state=_get_state, _set_cuda_rng_state=_set_state)

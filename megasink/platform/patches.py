@@ -1,6 +1,6 @@
-"""What the CPU platform replaces, and the upstream lines that make it necessary.
+"""Patches of the CPU platform, and the upstream lines that make them necessary.
 
-The replacements are made in cuda_api.py, devices.py and megatron_core.py.
+The replacements are in cuda_api.py, devices.py and megatron_core.py.
 """
 
 from megasink.upstream.register import Patch

@@ -1,1 +1,1 @@
-"""The trainer: arguments, Megatron's training loop, the loss hook, logging. Entry points only."""
+"""The trainer: arguments, Megatron's training loop, the loss hook, logging."""

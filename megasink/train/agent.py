@@ -1,7 +1,7 @@
-"""``python -m megasink.train.agent PID ARGUMENTS``: torchrun, which ends when its launcher does.
+"""``python -m megasink.train.agent PID ARGUMENTS``: torchrun, tied to the life of its launcher.
 
-The launcher's death, by SIGKILL as well, is the agent's (prctl(2), PR_SET_PDEATHSIG: when the
-thread that started it has gone, and the launcher has one); ranks look after the agent themselves.
+The agent dies with the launcher, even on SIGKILL (prctl(2), PR_SET_PDEATHSIG, which follows the
+parent thread; the launcher has only one). The ranks monitor the agent themselves.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ def main() -> None:
     """Run torchrun with the arguments after the launcher's process id."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[1]):
-        sys.exit(1)  # it has gone in between
+        sys.exit(1)  # the launcher ended in between
     os.environ[AGENT] = str(os.getpid())
     from torch.distributed.run import main as torchrun
 

@@ -1,4 +1,4 @@
-"""Command line -> Megatron's arguments and ours, with every problem in one message."""
+"""Parse a command line into Megatron's and megasink's arguments; report all problems at once."""
 
 import contextlib
 import io
@@ -21,18 +21,18 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
     """Parse and validate a command line.
 
     Args:
-        argv: flags without the program's name.
+        argv: flags without the program name.
 
     Returns:
-        the namespace, with ``padded_vocab_size`` pinned to the tokenizer, and the arguments by
-        which the run is known, as they were given (Megatron derives some of them).
+        the namespace, with ``padded_vocab_size`` pinned to the tokenizer, and the arguments that
+        identify the run, as given (Megatron derives some of them).
 
     Raises:
-        ConfigError: every problem found, before anything is built.
+        ConfigError: lists every problem, before anything is built.
     """
     from megatron.training import arguments
 
-    # Required by Megatron for tensor parallelism on GPUs before Blackwell.
+    # Megatron requires it for tensor parallelism on GPUs before Blackwell.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     args = parse_known(argv)
     run_dir.use_own_tokenizer(args)
@@ -52,10 +52,10 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
 
 @contextlib.contextmanager
 def refusals_of_megatron() -> Iterator[None]:
-    """Whatever is raised while Megatron looks at flags alone is what it has against them.
+    """Convert any error that Megatron raises while it validates flags.
 
     Raises:
-        ConfigError: with its message.
+        ConfigError: with Megatron's message.
     """
     try:
         yield
@@ -66,7 +66,7 @@ def refusals_of_megatron() -> Iterator[None]:
 
 
 def _text(error: BaseException) -> str:
-    """The message on one line, or, for a bare assertion, the line that it stands on."""
+    """Return the message on one line, or the source line of a bare assertion."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{Path(last.filename).name}:{last.lineno}: {last.line}"
     return " ".join(str(error).split()) or place
@@ -74,7 +74,7 @@ def _text(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _without_argument_list() -> Iterator[None]:
-    """validate_args prints all 600 arguments: they are in config.json, so they are not repeated."""
+    """Drop validate_args's printout of all 600 arguments: config.json holds them."""
     sink = io.StringIO()
     with contextlib.redirect_stdout(sink):
         yield

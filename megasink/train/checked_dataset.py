@@ -1,7 +1,7 @@
-"""Megatron's GPTDataset, which names the file and the document where data are damaged.
+"""Megatron's GPTDataset with errors that name the file and document of damaged data.
 
-The checks before the first step look at a bounded part of a large data set; this one at every
-sample, when it is read, in the workers of the data loader.
+The checks before the first step read a bounded part of a large dataset. This class checks every
+sample when the data loader's workers read it.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from megasink.train.checks.vocabulary import known_ids
 
 
 class GPTDataset(gpt_dataset.GPTDataset):
-    """As upstream's, whose name it has: the sample indices that are cached have it in theirs."""
+    """Upstream's class with checks. The names of cached sample indices contain the class name."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.vocabulary = known_ids(get_args())
@@ -31,7 +31,7 @@ class GPTDataset(gpt_dataset.GPTDataset):
         return super()._build_document_sample_shuffle_indices()
 
     def _remove_damaged_indices(self) -> None:
-        """Megatron writes its sample indices in place: a kill leaves them cut short."""
+        """Remove truncated indices: Megatron writes them in place, and a kill cuts them short."""
         prefix = self.dataset.path_prefix
         folder = Path(self.config.path_to_cache or Path(prefix, "cache", "GPTDataset_indices"))
         for path in folder.glob(f"{self.unique_description_hash}-*.npy"):
@@ -71,7 +71,7 @@ class GPTDataset(gpt_dataset.GPTDataset):
 
 
 def read_batch(data_iterator: Iterator[Any]) -> Any:
-    """The next batch; an error of a worker of the data loader as the one line that it was.
+    """Return the next batch, with a data loader worker's error reduced to its one line.
 
     Raises:
         UserError: a sample is damaged.
@@ -79,6 +79,6 @@ def read_batch(data_iterator: Iterator[Any]) -> Any:
     try:
         return next(data_iterator)
     except UserError as error:
-        # torch puts the worker's traceback before it (torch/_utils.py, ExceptionWrapper.reraise)
+        # torch prepends the worker's traceback (torch/_utils.py, ExceptionWrapper.reraise)
         message = str(error).rpartition("UserError: ")[2].removesuffix("\\n").strip()
         raise UserError(message) from None

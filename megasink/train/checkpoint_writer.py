@@ -1,10 +1,10 @@
-"""The processes that write asynchronous checkpoints: they end with their rank, and it with them.
+"""Helper processes for asynchronous checkpoints: they end with their rank, and it ends with them.
 
-With --async-save Megatron hands a checkpoint to a process of its own, and hears from it through a
-manager, which is another process. Upstream's outlive a rank that is killed (they hold its memory,
-and may still write into the folder that a resumed run writes to), die of a SIGTERM that is meant
-for the rank (torchrun and Slurm send it to everything that a rank has started), and when one of
-them dies the rank waits for ever.
+With --async-save Megatron hands a checkpoint to a writer process, and gets results through a
+manager, which is another process. Upstream's helpers outlive a rank that is killed (they hold its
+memory, and may still write into the folder of a resumed run), die from a SIGTERM meant for the rank
+(torchrun and Slurm send it to all children of a rank), and leave the rank waiting forever if one of
+them dies.
 """
 
 import functools
@@ -25,14 +25,14 @@ from megasink.train.guard import end, guard
 from megasink.train.stop import SIGNALS
 from megasink.upstream.training import CHECKPOINT_WRITER, PRELOADED_TENSORS, RESULTS_QUEUE
 
-_SECONDS = 1.0  # how often a rank looks for its writer
+_SECONDS = 1.0  # how often a rank checks its writer
 
 
 def live_with_rank() -> None:
-    """Called first in a helper: end it when its rank has ended, and not by a signal before.
+    """Tie a helper to its rank: end with the rank, and ignore signals. Called first in a helper.
 
-    A helper that outlived its rank might still write into the folder of a resumed run. What to do
-    about a signal is for the rank to decide: it may have a checkpoint to save.
+    A helper that outlives its rank might still write into the folder of a resumed run. The rank
+    handles signals: it may have a checkpoint to save.
     """
     rank = multiprocessing.parent_process()
     assert rank is not None
@@ -48,7 +48,7 @@ def live_with_rank() -> None:
 
 
 def write(*args: Any) -> None:
-    """The writer, in a process of its own; arguments as upstream's PersistentAsyncCaller's loop."""
+    """Run the writer process, with the arguments of PersistentAsyncCaller's loop."""
     live_with_rank()
     if not platform.cuda_present():
         platform.activate()
@@ -61,10 +61,10 @@ def write(*args: Any) -> None:
 
 
 def with_own_memory(preload: Callable[..., Any]) -> Callable[..., Any]:
-    """Upstream's copying of a checkpoint to the host, for tensors that lie there already, too.
+    """Make upstream's copy of a checkpoint to the host also copy tensors already on the host.
 
-    Upstream's leaves those where they are, and the writer saves memory that training changes
-    meanwhile. The rank waits for this function.
+    Upstream shares those, so the writer would save memory that training is changing. The rank
+    waits for this function.
     """
 
     @functools.wraps(preload)
@@ -79,9 +79,9 @@ def with_own_memory(preload: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def checkpoint_helpers(args: Namespace) -> Iterator[None]:
-    """Start what Megatron's checkpoints need, in its place; end it however training ends.
+    """Start the checkpoint helpers in Megatron's place, and end them however training ends.
 
-    Without --async-save there is no helper: upstream starts a manager even so, only to hand results
+    Without --async-save there are none. Upstream starts a manager even then, only to return results
     from a function to its caller.
     """
     with ExitStack() as stack:
@@ -95,7 +95,7 @@ def checkpoint_helpers(args: Namespace) -> Iterator[None]:
 
 @contextmanager
 def _without_signals() -> Iterator[None]:
-    """A process that is started now hears of no signal before `live_with_rank` ignores them."""
+    """Block signals in processes started in the block, until `live_with_rank` ignores them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -105,7 +105,7 @@ def _without_signals() -> Iterator[None]:
 
 @contextmanager
 def _started_manager(args: Namespace) -> Iterator[SyncManager]:
-    # Forked, as upstream's: it needs nothing but what is there.
+    # Forked, as upstream does: the manager needs nothing else.
     manager = SyncManager(ctx=multiprocessing.get_context("fork"))
     with _without_signals():
         manager.start(live_with_rank)
@@ -124,15 +124,15 @@ def _started_writer(args: Namespace) -> Iterator[None]:
     upstream = PersistentAsyncCaller.schedule_async_call
 
     def schedule(self: Any, *call: Any) -> None:
-        # The rank waits until the writer has copied its tensors. A writer that has ended after
-        # the last step is started once more for the checkpoint after it.
+        # The rank waits until the writer has copied its tensors. A writer that ended after the
+        # last step is restarted for the checkpoint after it.
         with guard.bounded("handing a checkpoint to its writer"), _without_signals():
             upstream(self, *call)
 
     with CHECKPOINT_WRITER.replacing(async_loop=staticmethod(write), schedule_async_call=schedule):
         try:
-            # initialize_megatron finds it and starts none: a server that forks writers on demand
-            # (upstream's "forkserver") would die of a SIGTERM, and the writer's exit code with it.
+            # initialize_megatron then starts none: upstream's "forkserver", which forks writers on
+            # demand, would die from a SIGTERM, and the writer's exit code would be lost.
             with _without_signals():
                 PersistentAsyncCaller._get_process(
                     args.rank, "spawn", args.async_ckpt_cpu_priority, args.async_ckpt_io_priority
@@ -157,16 +157,16 @@ def _abort(writer: Any) -> None:
     caller.close(abort=True)
     AsyncCallsQueue._persistent_caller = None
     for queue_to_writer in queues:
-        # Python would wait at its end until somebody has read what is in the queue.
+        # Otherwise Python waits at exit until the queue has been read.
         queue_to_writer.cancel_join_thread()
 
 
 @contextmanager
 def _watched(helper: Callable[[], Any], name: str, args: Namespace) -> Iterator[None]:
-    """End this rank when its helper has died or is stopped: upstream would wait for ever.
+    """End this rank when its helper dies or is stopped: upstream would wait forever.
 
     Args:
-        helper: the process that is there now, or None once it was asked to end.
+        helper: returns the current process, or None once it was asked to end.
     """
     ended = threading.Event()
 
@@ -176,7 +176,7 @@ def _watched(helper: Callable[[], Any], name: str, args: Namespace) -> Iterator[
             if process is None:
                 ended.wait(_SECONDS)
             elif multiprocessing.connection.wait([process.sentinel], _SECONDS):
-                ended.wait(_SECONDS)  # one that was asked to end is forgotten at once
+                ended.wait(_SECONDS)  # a helper that was asked to end is cleared at once
                 if helper() is process and not ended.is_set():
                     end(
                         f"{name} (process {process.pid}) ended, and with it the checkpoint that "

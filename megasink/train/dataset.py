@@ -1,6 +1,6 @@
-"""Megatron's data sets from arguments, and one batch from them on each rank.
+"""Build Megatron's datasets from arguments, and read a batch on each rank.
 
-Shapes: B microbatch, S sequence, s = S / cp the tokens of a context-parallel rank.
+Shapes: B microbatch, S sequence, s = S / cp tokens per context-parallel rank.
 """
 
 from argparse import Namespace
@@ -20,14 +20,14 @@ from megasink.train.checked_dataset import GPTDataset, read_batch
 from megasink.train.sink_token import with_sink_token
 
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids")
-# What --dataloader-inter-document-masking adds: every pipeline stage needs it.
+# Keys that --dataloader-inter-document-masking adds; every pipeline stage needs them.
 _PACKED = ("cu_seqlens", "max_seqlen")
 _TARGETS = "targets"
 _UNUSED = ("attention_mask", "cu_seqlens_padded", "local_cp_size", "hybrid_cp_group")
 
 
 def dataset_config(args: Namespace) -> GPTDatasetConfig:
-    """The options of Megatron's GPTDataset; attention masks are left to the kernels."""
+    """Return the options of Megatron's GPTDataset; the kernels apply attention masks."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     return GPTDatasetConfig(
         random_seed=args.seed,
@@ -52,10 +52,10 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
 
 
 def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
-    """(train, validation, test) for Megatron's ``pretrain``.
+    """Build the (train, validation, test) datasets for Megatron's ``pretrain``.
 
     Args:
-        samples: how many of each.
+        samples: number of samples in each.
         vp_stage: the virtual pipeline stage.
     """
     args = get_args()
@@ -68,17 +68,17 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
     return builder.build()
 
 
-# Megatron asks for it: every rank calls the provider, which builds where it is needed.
+# Megatron reads this: every rank calls the provider, which builds where needed.
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
 def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict[str, Any]:
-    """The microbatch on this rank: tensor-parallel rank 0 reads it and broadcasts.
+    """Return this rank's microbatch: tensor-parallel rank 0 reads and broadcasts it.
 
     Returns:
         tokens, labels, position_ids [B, s] int64 and loss_mask [B, s] float32, with the s tokens of
         this context-parallel rank; None for what this pipeline stage does not need. targets [],
-        the sum of the loss mask over all S tokens; None where nobody asks for it. With
+        the sum of the loss mask over all S tokens; None if unused. With
         --dataloader-inter-document-masking also cu_seqlens [B, S + 1] and max_seqlen [B] int32, on
         every stage.
     """
@@ -92,8 +92,8 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
     if mpu.get_tensor_model_parallel_rank() == 0:
         assert data_iterator is not None
         read = read_batch(data_iterator)
-        # All of it even where a virtual stage in the middle needs the boundaries alone: Megatron
-        # broadcasts by the rank's place in the pipeline, not by that of the virtual stage.
+        # All of it, even if a middle virtual stage needs only the boundaries: Megatron broadcasts
+        # by the rank's pipeline stage, not the virtual stage.
         keys = _KEYS + _PACKED if packed else _KEYS
         batch |= {key: read[key].cuda(non_blocking=True) for key in keys}
         if args.prefix_lm_tokens:
@@ -130,10 +130,10 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
 
 
 def counts_targets(args: Namespace) -> bool:
-    """Whether every pipeline stage asks for the number of targets of a microbatch.
+    """Whether every pipeline stage needs the number of targets in a microbatch.
 
-    The gradient of the head-balance loss is multiplied by it where Megatron divides every gradient
-    by that of the global batch; only the last stage would know it.
+    The head-balance loss scales its gradient by this number when Megatron divides every gradient by
+    the global batch's number; otherwise only the last stage would know it.
     """
     return bool(args.calculate_per_token_loss and args.head_balance_coeff)
 
@@ -145,7 +145,7 @@ def _reads(args: Namespace, vp_stage: int | None) -> bool:
 
 
 def _from_first_tensor_parallel_rank(number: Tensor | None) -> Tensor:
-    """A float32 scalar that tensor-parallel rank 0 has, on every rank."""
+    """Broadcast a float32 scalar from tensor-parallel rank 0."""
     if number is None:
         number = torch.empty((), device=torch.cuda.current_device())
     group = mpu.get_tensor_model_parallel_group()
@@ -156,17 +156,17 @@ def _from_first_tensor_parallel_rank(number: Tensor | None) -> Tensor:
 
 
 def without_prefix(loss_mask: Tensor, prefix: int) -> Tensor:
-    """[B, S] loss mask of a prefix language model: targets from the first after the prefix on.
+    """Return the [B, S] loss mask of a prefix language model: only targets after the prefix.
 
     P2.18: the target of position i is token i + 1 (0-based), so positions before prefix - 1 do not
-    count. All sums of the loss are taken over this mask, bits per byte included.
+    count. Every sum of the loss uses this mask, bits per byte included.
     """
     inside = torch.arange(loss_mask.shape[1], device=loss_mask.device) < prefix - 1
     return loss_mask.masked_fill(inside, 0.0)
 
 
 def token_byte_table() -> Tensor | None:
-    """[V] int64 bytes of text per token id, or None for a tokenizer without text (P0.18)."""
+    """Return [V] int64 bytes of text per token id; None for a tokenizer without text (P0.18)."""
     args = get_args()
     if args.tokenizer_type != "HuggingFaceTokenizer":
         return None

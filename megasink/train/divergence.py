@@ -1,4 +1,4 @@
-"""--stop-on-divergence: every rank ends the run at the same step."""
+"""--stop-on-divergence: end the run on every rank at the same step."""
 
 import math
 from pathlib import Path
@@ -13,22 +13,22 @@ from megasink.report.divergence import Divergence
 def stop_if_diverged(
     divergence: Divergence, nats: float, iteration: int, folder: str | None
 ) -> None:
-    """End the run on all ranks if the rank that knows the loss says so.
+    """End the run on all ranks if the rank that has the loss detects divergence.
 
-    One all-reduce of four numbers; to be called on every rank.
+    Performs one all-reduce of four numbers. Call on every rank.
 
     Args:
-        divergence: on the rank that knows the loss what it followed, elsewhere without a loss.
-        nats: of --stop-on-divergence.
+        divergence: tracks the loss on the rank that has it; empty elsewhere.
+        nats: value of --stop-on-divergence.
         iteration: the step that has ended.
-        folder: of the checkpoints, None for none.
+        folder: the checkpoint folder, or None.
 
     Raises:
         UserError: the run has diverged. No checkpoint of this step is written.
     """
     found = [-math.inf] * 4
     if divergence.exceeds(nats):
-        # A maximum over ranks need not keep a NaN.
+        # A maximum over ranks may drop a NaN.
         smoothed = divergence.smoothed if math.isfinite(divergence.smoothed) else math.inf
         found = [1.0, smoothed, divergence.lowest, float(divergence.lowest_step)]
     numbers = torch.tensor(found, dtype=torch.float64, device="cuda")
@@ -49,7 +49,7 @@ def _advice(folder: str | None, step: int) -> str:
     before = [i for i in iterations(Path(folder)) if i <= step] if folder else []
     if not before:
         return "No checkpoint is as old as that: start again with a lower --lr"
-    # Megatron finds the optimizer's state by its learning rate: another one takes none over.
+    # Megatron matches optimizer state by learning rate: with a different one, no state is loaded.
     return (
         f"The newest checkpoint from before is that of step {before[-1]}: start a new run from it "
         f"with --load {folder} --ckpt-step {before[-1]}, and, for a lower --lr, "

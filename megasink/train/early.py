@@ -1,8 +1,7 @@
-"""A command line of training, read before Megatron is imported, which takes seconds.
+"""Read a training command line before importing Megatron, which takes seconds.
 
-Nothing is refused here that a rank would accept: flags are those of the table of Megatron's flags
-(flag_table.py), and what depends on the device, on kernels or on the content of files is left to
-the ranks.
+Nothing is refused here that a rank would accept: flags come from the table of Megatron's flags
+(flag_table.py), and the ranks check what depends on the device, kernels or file contents.
 """
 
 import argparse
@@ -22,13 +21,13 @@ _SIZES = ("tensor_model", "pipeline_model", "context")
 
 
 def read(flags: Sequence[str]) -> Namespace:
-    """The flags of a rank, with their defaults.
+    """Parse a rank's flags, with their defaults.
 
-    Where there is no table of the installed Megatron: megasink's own, and Megatron's that the
-    launcher looks at.
+    Without a table for the installed Megatron: only megasink's flags, and the Megatron flags that
+    the launcher uses.
 
     Raises:
-        ConfigError: nothing could be read.
+        ConfigError: the flags cannot be parsed.
     """
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     table = read_table()
@@ -43,7 +42,7 @@ def read(flags: Sequence[str]) -> Namespace:
     parser.set_defaults(**DEFAULTS)
     add_options(parser)
     args = read_flags(parser, flags)
-    # There are flags for Kitchen where that package is installed.
+    # Kitchen's flags exist only if that package is installed.
     args.flag_problems = [text for text in args.flag_problems if "kitchen" not in text]
     unset = vars(parser.parse_args([]))
     for name in (*opaque, *(name for name in CPU_DEFAULTS if getattr(args, name) == unset[name])):
@@ -52,14 +51,14 @@ def read(flags: Sequence[str]) -> Namespace:
 
 
 def refuse(args: Namespace, ranks: int | None) -> None:
-    """Refuse flags that are wrong whatever the device.
+    """Refuse flags that are wrong on any device.
 
     Args:
-        args: of `read`.
-        ranks: processes of the run; None where their number follows from the flags.
+        args: from `read`.
+        ranks: processes of the run; None to derive the number from the flags.
 
     Raises:
-        ConfigError: with every problem that shows here.
+        ConfigError: lists every problem.
     """
     if not hasattr(args, "flag_problems"):
         return
@@ -70,24 +69,24 @@ def refuse(args: Namespace, ranks: int | None) -> None:
 
 
 def check(flags: Sequence[str], ranks: int | None) -> Namespace:
-    """`read` and `refuse`."""
+    """Call `read`, then `refuse`."""
     args = read(flags)
     refuse(args, ranks)
     return args
 
 
 def replica_ranks(args: Namespace) -> int:
-    """Ranks that hold one replica of the model; 1 where the flags are wrong."""
+    """Return the number of ranks per model replica; 1 if the flags are wrong."""
     return math.prod(getattr(args, f"{kind}_parallel_size") for kind in _SIZES) or 1
 
 
 def default_ranks(args: Namespace) -> int:
-    """Ranks to start on this machine: one for each CUDA device, else one replica of the model."""
+    """Return the ranks to start here: one per CUDA device, or else one model replica."""
     return cuda_devices(args) or replica_ranks(args)
 
 
 def cuda_devices(args: Namespace) -> int:
-    """How many CUDA devices the ranks would use."""
+    """Return the number of CUDA devices that the ranks would use."""
     if args.cpu:
         return 0
     import torch

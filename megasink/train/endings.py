@@ -1,4 +1,4 @@
-"""How a run ended, in one line: for the ways in which Megatron, torch and the system end it."""
+"""Explain in one line how Megatron, torch or the system ended a run."""
 
 import contextlib
 import errno
@@ -17,14 +17,14 @@ _first: bool | None = None
 
 
 def speaks() -> bool:
-    """Whether this rank prints the line: the first that met an error, else rank 0."""
+    """Whether this rank prints the line: the first rank with an error, or else rank 0."""
     return os.environ.get("RANK", "0") == "0" if _first is None else _first
 
 
 def explained(error: BaseException, args: Namespace) -> BaseException:
-    """What the user can mend, in place of an error; or the error itself.
+    """Replace an error with one that the user can act on, or return it unchanged.
 
-    Asked before the process groups are closed: other ranks meet errors of their own from then on.
+    Call before the process groups are closed: after that, other ranks fail too.
     """
     global _first
     if isinstance(error, SystemExit) and not error.code and Told.signal:
@@ -42,7 +42,7 @@ def explained(error: BaseException, args: Namespace) -> BaseException:
 
 
 def _lost(error: BaseException) -> BaseException:
-    """Another rank could not be reached: which, and why."""
+    """Explain which rank could not be reached, and why."""
     if not _first:
         return UserError("another rank has said why")
     if missing := heartbeat.missing_ranks():
@@ -53,7 +53,7 @@ def _lost(error: BaseException) -> BaseException:
 
 
 def not_written(error: OSError, args: Namespace, path: str | Path | None = None) -> str:
-    """A file of the run could not be written: which, how much room there is, what is whole."""
+    """Explain a failed write: the file, the free space, and the newest intact checkpoint."""
     path = path or error.filename
     folder = Path(args.run_dir or args.save or ".")
     if path is None and _in_tensorboard(error):
@@ -81,7 +81,7 @@ def _whole(args: Namespace) -> str:
 
 
 def _of_megatron(stop: BaseException, args: Namespace) -> BaseException:
-    # torch's exception for a checkpoint; while one is loaded no step has run.
+    # torch's checkpoint exception; during loading no step has run yet.
     if type(stop).__name__ == "CheckpointException" and args.save and args.curr_iteration:
         reason = [line for line in str(stop).splitlines() if line.strip()][-1]
         free = shutil.disk_usage(args.save).free / 1e9

@@ -1,9 +1,8 @@
-"""Evaluations that can be compared: always on the same samples, and of each step once.
+"""Comparable evaluations: always on the same samples, and once per step.
 
-Megatron reads on through the validation set from one evaluation to the next, in an order that
-depends on --train-iters, and evaluates the last step a
-second time after training. Here every evaluation takes the first --eval-iters
-global batches, whatever came before it, the layout, or the length of the run.
+Megatron continues through the validation set from one evaluation to the next, in an order that
+depends on --train-iters, and evaluates the last step again after training. Here every evaluation
+uses the first --eval-iters global batches, regardless of history, layout or length of the run.
 """
 
 import contextlib
@@ -20,10 +19,10 @@ from megasink.upstream.training import EVALUATION
 
 
 class FixedBatches:
-    """An iterator over the batches of a data loader that can begin again.
+    """A restartable iterator over the batches of a data loader.
 
     Args:
-        loader: its order is fixed.
+        loader: a data loader with a fixed order.
     """
 
     def __init__(self, loader: Any):
@@ -43,14 +42,14 @@ class FixedBatches:
         return next(self._batches)
 
     def restart(self) -> None:
-        """The next batch is the first one."""
-        if self._begun:  # else workers would read it twice
+        """Return to the first batch."""
+        if self._begun:  # otherwise workers would read it twice
             self._batches, self._begun = iter(self._loader), False
 
 
 @contextlib.contextmanager
 def comparable_evaluations() -> Iterator[None]:
-    """Within it, Megatron's training loop evaluates so."""
+    """Make Megatron's training loop evaluate on fixed batches."""
     original = {name: getattr(training, name) for name in EVALUATION.attributes.split()}
     evaluation_call = inspect.signature(original["evaluate_and_print_results"])
     fixed: list[FixedBatches] = []
@@ -58,7 +57,7 @@ def comparable_evaluations() -> Iterator[None]:
 
     def get_train_valid_test_num_samples() -> tuple[int, int | None, int]:
         train, valid, test = original["get_train_valid_test_num_samples"]()
-        # The number for the test set is that of one evaluation.
+        # The test set's number covers one evaluation.
         return train, None if valid is None else test, test
 
     def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
@@ -73,8 +72,8 @@ def comparable_evaluations() -> Iterator[None]:
             loader = build(dataset, consumed_samples)
         finally:
             args.dataloader_type = order
-        # It draws a seed for its workers whenever it begins. On a CPU that would be from the
-        # generator of dropout, whose state a resumed run has to find as it was.
+        # Each pass draws a seed for the workers. On a CPU this would use dropout's generator, whose
+        # state a resumed run must reproduce.
         loader.generator = torch.Generator()
         if not evaluates:
             return loader
@@ -102,5 +101,5 @@ def comparable_evaluations() -> Iterator[None]:
 
 
 def _split(dataset: Any) -> Any:
-    """Which part of the data it is: a blend and a single data set name it differently."""
+    """Return a dataset's split: blends and single datasets name it differently."""
     return getattr(dataset, "split", None) or getattr(dataset, "index_split", None)

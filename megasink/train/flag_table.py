@@ -1,8 +1,8 @@
-"""Megatron's flags as a table, so that a command line can be read without importing Megatron.
+"""A table of Megatron's flags, to read a command line without importing Megatron.
 
-``python -m megasink.train.flag_table`` writes megatron_flags.json anew, for the release of
-Megatron that is installed. The table holds for those source files alone, to the byte, that it was
-made from: with others there is no table, and flags are checked by the ranks.
+``python -m megasink.train.flag_table`` rewrites megatron_flags.json for the installed release of
+Megatron. The table is valid only for the exact source files that it was made from; with any others,
+the ranks check the flags.
 """
 
 import argparse
@@ -19,7 +19,7 @@ _TYPES: dict[str, Any] = {"int": int, "float": float, "str": str}
 
 
 def read_table() -> list[dict[str, Any]] | None:
-    """An entry for each flag of the installed Megatron; None where the table is of another."""
+    """Return an entry for each flag of the installed Megatron; None if the table does not match."""
     table = json.loads(TABLE.read_text())
     spec = importlib.util.find_spec("megatron")
     if spec is None or not spec.submodule_search_locations:
@@ -37,7 +37,7 @@ def add_flags(parser: argparse.ArgumentParser, table: list[dict[str, Any]]) -> l
     """Add the flags of a table to a parser.
 
     Returns:
-        the dests of those whose values only Megatron can read; here they are text.
+        the dests of flags whose values only Megatron can parse; they stay text here.
     """
     opaque = []
     for entry in table:
@@ -57,7 +57,7 @@ def add_flags(parser: argparse.ArgumentParser, table: list[dict[str, Any]]) -> l
 
 
 def make_table() -> dict[str, Any]:
-    """The table of the installed Megatron. Imports it."""
+    """Make the table for the installed Megatron, which is imported."""
     from megatron.training import argument_utils, arguments
 
     from megasink.upstream.training import FLAG_SOURCES
@@ -101,7 +101,7 @@ def _digest(path: Path) -> str:
 
 
 def main() -> None:
-    """Write the table of the installed Megatron."""
+    """Write the table for the installed Megatron."""
     from megasink.process import prepare_process
 
     prepare_process([])

@@ -1,8 +1,8 @@
-"""Checkpoints that no run of megasink wrote: Megatron's own, and those converted from elsewhere.
+"""Load checkpoints that megasink did not train: Megatron's own, and converted ones.
 
-Megatron's hold no state of the head-balance loss, converted ones none of TransformerEngine's FP8.
-Everything else in them has the name and layout that our model gives it (attention_output_gate and
-softmax_type=learnable included), so ``--load`` takes them unchanged and the state starts anew.
+Megatron's have no head-balance state, and converted ones no TransformerEngine FP8 state. Everything
+else has the names and layout of our model (attention_output_gate and softmax_type=learnable
+included), so ``--load`` takes them unchanged and the missing state is initialized.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ _STATE = ".head_counter."
 
 @contextlib.contextmanager
 def accepting_megatrons_checkpoints() -> Iterator[None]:
-    """Within it, ``dist_checkpointing.load`` does not ask for what only megasink writes.
+    """Let ``dist_checkpointing.load`` accept the absence of state that only megasink writes.
 
-    Upstream has a non-strict load, but that would accept a missing weight too.
+    Upstream's non-strict load would accept a missing weight too.
     """
     original = dist_checkpointing.load
 
@@ -51,7 +51,7 @@ def _without_missing_state(
         return isinstance(value, ShardedBase) and _STATE in f".{value.key}"
 
     ours, others = extract_matching_values(sharded_state_dict, is_ours)
-    # A run of megasink has all of it; reading the index once more would cost every resume.
+    # A megasink run has all of it; skip the index, which every resume would read again.
     config = Path(checkpoint_dir).resolve().parent.parent / "config.json"
     if not ours or (config.is_file() and "converted_from" not in read_object(config)):
         return sharded_state_dict
@@ -60,7 +60,7 @@ def _without_missing_state(
         sharded_state_dict = dict(others)
 
     def own_where_missing(value: Any) -> Any:
-        # What TransformerEngine needs for FP8, and nothing here: the model keeps its own.
+        # TransformerEngine's FP8 state: the model keeps its own.
         if not (isinstance(value, ShardedObject) and value.key.endswith("_extra_state")):
             return value
         return value if value.unique_key in known else LocalNonpersistentObject(value.data)

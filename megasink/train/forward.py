@@ -1,4 +1,4 @@
-"""The forward step: model, loss, and the sums that validation needs for bits per byte.
+"""The forward step: model, loss, and validation's sums for bits per byte.
 
 Shapes: B microbatch, S sequence, V vocabulary.
 """
@@ -29,7 +29,7 @@ LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 def forward_step(
     data_iterator: Iterator[Any] | None, model: GPTModel
 ) -> tuple[Tensor, LossFunction]:
-    """One microbatch through this pipeline stage, for Megatron's ``pretrain``."""
+    """Run one microbatch through this pipeline stage, for Megatron's ``pretrain``."""
     timers, args = get_timers(), get_args()
     statistics = get_model_config(model).statistics
     statistics.balance.set_step(
@@ -46,7 +46,7 @@ def forward_step(
     if batch["targets"] is not None:
         statistics.balance.set_targets(batch["targets"])
     if packed is not None:
-        # Megatron's throughput counts what attention really computes.
+        # Megatron's throughput then counts what attention actually computes.
         update_seqlen_stats_from_cu_seqlens(packed.cu_seqlens_q)
         enter_stage(model)
     output = model(
@@ -66,18 +66,18 @@ def forward_step(
 def loss_func(
     labels: Tensor, loss_mask: Tensor, targets: Tensor, training: bool, token_losses: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Summed loss of a microbatch.
+    """Return the summed loss of a microbatch.
 
     Args:
-        labels: [B, S] int64 targets, of this context-parallel rank as all that follows.
+        labels: [B, S] int64 targets, like the rest local to this context-parallel rank.
         loss_mask: [B, S] float32, 1 for targets that count.
-        targets: scalar, how many count on all context-parallel ranks.
-        training: False in evaluation, where bits per byte are summed too.
+        targets: scalar, number of such targets on all context-parallel ranks.
+        training: False in evaluation, which also sums bits per byte.
         token_losses: [B, S] nats per target.
 
     Returns:
-        (sum of nats, number of targets as int32, {name: [numerator, denominator]}): Megatron adds
-        the pairs over microbatches and ranks and divides: token-weighted means.
+        (sum of nats, number of targets as int32, {name: [numerator, denominator]}): Megatron sums
+        the pairs over microbatches and ranks, and divides to get token-weighted means.
     """
     mask = loss_mask.view(-1).float()
     losses = token_losses.view(-1).float()
@@ -87,13 +87,13 @@ def loss_func(
     report = {LM_LOSS: torch.stack([loss.detach(), count.float()])}
     if not training and (table := _byte_table()) is not None:
         size = table[labels.view(-1)].float() * mask
-        # Special tokens stand for no bytes: neither their nats nor their bytes count (P0.18).
+        # Special tokens have no bytes: neither their nats nor their bytes count (P0.18).
         nats = (losses.detach() * mask * (size > 0)).sum()
         report[BITS_PER_BYTE] = torch.stack([nats / math.log(2), size.sum()])
     args = get_args()
     if args.context_parallel_size > 1 and not args.calculate_per_token_loss:
-        # Megatron divides by the count and averages over the context-parallel ranks. Ranks have
-        # different counts where targets are masked: the mean of their means is not the mean.
+        # Megatron divides by the count and averages over context-parallel ranks. With masked
+        # targets, counts differ between ranks: the mean of their means is not the mean.
         return loss * args.context_parallel_size, targets.to(torch.int), report
     return loss, count, report
 
@@ -104,7 +104,7 @@ def _byte_table() -> Tensor | None:
 
 
 def _refuse_nan(loss: Tensor) -> None:
-    """Megatron's own check, before the loss is reduced: stops the run with the rank's name."""
+    """Run Megatron's NaN check before the loss is reduced, so that the error names the rank."""
     if not get_args().check_for_nan_in_loss_and_grad:
         return
     machine = get_rerun_state_machine()

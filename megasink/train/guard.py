@@ -1,7 +1,7 @@
-"""A thread of each rank that ends it where it would wait for ever.
+"""A watchdog thread that ends a rank that would otherwise wait forever.
 
-It ends the rank when what started it has gone (a rank is a session of its own: nothing else would
-tell it), when one of its helpers is stopped, and when a wait that we put a bound on takes longer.
+It ends the rank when its parent process is gone (the rank is a session leader, so no signal
+arrives), when one of its helpers is stopped, or when a bounded wait exceeds its limit.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import psutil
 from megasink.train.stop import Told, left, write_to_stderr
 
 TICK = 1.0  # seconds
-AGENT = "MEGASINK_AGENT"  # the process of torchrun, where the launcher started it
+AGENT = "MEGASINK_AGENT"  # torchrun's process id, if the launcher started it
 HAS_ENDED = "has ended"
 _STATES = {
     psutil.STATUS_STOPPED: "is stopped (kill -CONT {pid})",
@@ -27,14 +27,14 @@ _STATES = {
 
 
 class Clock:
-    """Seconds that this process was running: not those in which it was stopped itself."""
+    """Count the seconds that this process was running, excluding those when it was stopped."""
 
     def __init__(self, tick: float = TICK):
         self.seconds = 0.0
         self._tick, self._last = tick, time.monotonic()
 
     def __call__(self) -> float:
-        """Called once per tick; a gap of many ticks counts as two."""
+        """Update and return the count. Call once per tick; longer gaps count as two ticks."""
         now = time.monotonic()
         self.seconds += min(now - self._last, 2 * self._tick)
         self._last = now
@@ -42,11 +42,11 @@ class Clock:
 
 
 class _Guard:
-    """What the thread looks at.
+    """The state that the watchdog thread checks.
 
     Attributes:
-        timeout: seconds that a rank waits for another, --distributed-timeout-minutes.
-        is_looking: whether the thread runs.
+        timeout: seconds that a rank waits for another (--distributed-timeout-minutes).
+        is_looking: whether the thread is running.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class _Guard:
         self.is_looking = False
 
     def start(self) -> None:
-        """Look every second, from now until the process ends."""
+        """Start the thread, which checks every second until the process ends."""
         if self.is_looking:
             return
         self.is_looking = True
@@ -66,7 +66,7 @@ class _Guard:
 
     @contextlib.contextmanager
     def bounded(self, doing: str, seconds: float | None = None) -> Iterator[None]:
-        """End the process if the body takes longer than the timeout, or than some seconds."""
+        """End the process if the body takes longer than `seconds`, by default the timeout."""
         key = self.bound(doing, seconds)
         try:
             yield
@@ -74,18 +74,18 @@ class _Guard:
             self._bounds.pop(key, None)
 
     def bound(self, doing: str, seconds: float | None = None) -> object:
-        """As `bounded`, until the process ends."""
+        """Apply the limit of `bounded` until the process ends."""
         key = object()
         self._bounds[key] = (doing, self._clock.seconds, seconds or self.timeout)
         return key
 
     @contextlib.contextmanager
     def helping(self, pid: Callable[[], int | None], name: str) -> Iterator[None]:
-        """End the process if one that it needs is stopped for longer than the timeout.
+        """End the process if a helper is stopped for longer than the timeout.
 
         Args:
-            pid: of the one that is there now; None for none.
-            name: what it is called.
+            pid: returns the current helper's process id, or None.
+            name: the helper's name, for messages.
         """
         self._helpers[name] = pid
         try:
@@ -116,7 +116,7 @@ guard = _Guard()
 
 
 def state_of(pid: int) -> str | None:
-    """Why a process of this machine does not go on, if the system knows: "is stopped" etc."""
+    """Describe why a local process makes no progress ("is stopped" etc.); None if unknown."""
     try:
         status = psutil.Process(pid).status()
     except psutil.NoSuchProcess:
@@ -125,7 +125,7 @@ def state_of(pid: int) -> str | None:
 
 
 def end(why: str, code: int = 2) -> NoReturn:
-    """One line, and the end of the process: what it waits for will not come."""
+    """Print one line and exit: this rank waits for something that will not happen."""
     rank = os.environ.get("RANK", "0")
     write_to_stderr(f"megasink: error: rank {rank} ended: {why}; {left(Told.run_dir)}")
     os._exit(code)

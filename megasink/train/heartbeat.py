@@ -1,9 +1,8 @@
-"""Each rank tells the others every few seconds where it is: so the one that does not can be named.
+"""Heartbeats: each rank reports its progress every few seconds, so a silent rank can be named.
 
-Collectives end with an error of their own after --distributed-timeout-minutes, which says neither
-which rank was waited for nor why; some waits have no end at all. What ranks tell is kept in the
-store through which they found each other. Every rank looks after the next one alone, so that the
-cost does not grow with their number.
+Collectives fail after --distributed-timeout-minutes without saying which rank is missing or why,
+and some waits have no timeout. Heartbeats are kept in the rendezvous store. Each rank monitors only
+the next one, so that the cost does not grow with the number of ranks.
 """
 
 import contextlib
@@ -19,10 +18,10 @@ from typing import Any
 from megasink.train.guard import HAS_ENDED, Clock, end, guard, state_of
 from megasink.train.stop import Told
 
-SECONDS = 2.0  # between two beats of a small run
-_LEAVE_SECONDS = 5.0  # for a beat that is on its way
+SECONDS = 2.0  # between two beats in a small run
+_LEAVE_SECONDS = 5.0  # for a beat in progress
 ENDED = "ended"
-# What torch's communication libraries say when a rank has gone, or does not answer.
+# Messages of torch's communication libraries when a rank is gone or does not respond.
 _LOST = re.compile(
     r"gloo/transport|gloo::|connection (was )?(closed|reset|refused) by|timed out (waiting|after) "
     r"|broken pipe|NCCL (error|watchdog)|TCPStore|socketStartConnect",
@@ -31,12 +30,12 @@ _LOST = re.compile(
 
 
 class Heartbeat:
-    """The beats of this rank, and what those of the others tell.
+    """Send this rank's heartbeats, and read those of the others.
 
     Args:
-        store: shared by the ranks, with ``set``, ``get``, ``check`` and ``add``; a connection of
-            its own, because another thread may wait in that of torch.
-        rank, world: this rank, and how many there are.
+        store: shared by the ranks, with ``set``, ``get``, ``check`` and ``add``. It needs its own
+            connection, because another thread may block in torch's.
+        rank, world: this rank, and the number of ranks.
         interval: seconds between two beats.
     """
 
@@ -45,17 +44,17 @@ class Heartbeat:
         self._count = 0
         self._step: int | None = None
         self._clock = Clock(interval)
-        self._seen: tuple[int, float] = (0, 0.0)  # the next rank's last beat, and when it was new
+        self._seen: tuple[int, float] = (0, 0.0)  # the next rank's last beat, and when it arrived
 
     def beat(self) -> None:
-        """Tell the others where this rank is."""
+        """Send this rank's state to the others."""
         self._count += 1
         beat: dict[str, Any] = {"count": self._count, "step": progress.step, "phase": Told.phase}
         beat |= {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
         self._store.set(str(self._rank), json.dumps(beat))
 
     def silent_next(self, timeout: float) -> str | None:
-        """Who the next rank is and where it was last, if it was silent for longer."""
+        """Describe the next rank if it has been silent for longer than `timeout`."""
         now = self._clock()
         neighbour = (self._rank + 1) % self._world
         beat = self._beat_of(neighbour)
@@ -67,7 +66,7 @@ class Heartbeat:
         return self._describe(neighbour, beat)
 
     def missing(self) -> str | None:
-        """Which ranks are gone, stopped or silent, now that this one cannot reach some."""
+        """Describe ranks that are gone, stopped or silent, after a lost connection."""
         before = {rank: self._beat_of(rank) for rank in range(self._world) if rank != self._rank}
         known: dict[int, dict[str, Any] | None] = {
             rank: beat
@@ -82,12 +81,12 @@ class Heartbeat:
         return "; ".join(texts) + more or None
 
     def where(self) -> str:
-        """Where every rank is, for as many as fit in a line."""
+        """Describe the state of the first 8 ranks, in one line."""
         beats = {rank: self._beat_of(rank) for rank in range(min(self._world, 8))}
         return ", ".join(f"rank {rank} {_place(beat)}" for rank, beat in beats.items() if beat)
 
     def first(self, what: str) -> bool:
-        """Whether this rank is the first to ask for something."""
+        """Whether this rank is the first to claim `what`."""
         return bool(self._store.add(what, 1) == 1)
 
     def _beat_of(self, rank: int) -> dict[str, Any] | None:
@@ -110,7 +109,7 @@ class Heartbeat:
 
 
 class _Progress:
-    """The step that this rank has finished last."""
+    """The last step that this rank finished."""
 
     step: int | None = None
 
@@ -122,7 +121,7 @@ _leaving = threading.Event()
 
 
 def start() -> None:
-    """Beat from now on; in a run of one rank there is nobody to tell. torch is imported."""
+    """Start the heartbeat thread, if there is more than one rank. Imports torch."""
     global _thread
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         _thread = threading.Thread(target=_live, name="heartbeat", daemon=True)
@@ -133,7 +132,7 @@ def _live() -> None:
     import torch.distributed as dist
 
     global _heart
-    # Where torchrun does not keep the store, rank 0 opens it with the first process group.
+    # If torchrun does not host the store, rank 0 opens it with the first process group.
     while os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and not dist.is_initialized():
         if _leaving.wait(1.0):
             return
@@ -145,11 +144,11 @@ def _live() -> None:
             heart.beat()
             if text := heart.silent_next(guard.timeout):
                 if not heart.first("said"):
-                    time.sleep(1.0)  # the other rank is saying it
+                    time.sleep(1.0)  # the other rank is reporting it
                     os._exit(2)
                 end(text)
             silent = clock()
-        except RuntimeError as error:  # torch's: the store does not answer
+        except RuntimeError as error:  # from torch: the store does not respond
             if clock() - silent > guard.timeout:
                 host = os.environ["MASTER_ADDR"]
                 end(f"the store that ranks share, on {host}, is gone ({_first_line(error)})")
@@ -171,11 +170,11 @@ def _connect() -> Any:
 
 
 def farewell() -> bool:
-    """This rank has done its work: nobody need wait for its beats, and its thread ends.
+    """Announce that this rank is done, and end its thread.
 
     Returns:
-        whether the thread has ended. One that is inside the store while Python ends aborts the
-        process (it wants the interpreter back, finds none, and is unwound through C++).
+        whether the thread has ended. A thread inside the store at interpreter exit aborts the
+        process: it cannot take the GIL again, and is unwound through C++.
     """
     Told.phase = ENDED
     _leaving.set()
@@ -191,9 +190,9 @@ def farewell() -> bool:
 
 
 def first_to_speak() -> bool:
-    """Whether this rank is the one to say why the run ends: what others meet follows from it."""
+    """Whether this rank reports why the run ends: errors on other ranks follow from its own."""
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    if _heart is None:  # nothing has begun: all ranks meet the same
+    if _heart is None:  # not started yet: all ranks fail alike
         return alone or os.environ["RANK"] == "0"
     try:
         return _heart.first("said")
@@ -202,7 +201,7 @@ def first_to_speak() -> bool:
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether an error of torch's says that another rank could not be reached."""
+    """Whether a torch error means that another rank could not be reached."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -214,7 +213,7 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def missing_ranks() -> str | None:
-    """Which ranks are gone, stopped or silent; None if all answer or nothing is known."""
+    """Describe ranks that are gone, stopped or silent; None if all respond or nothing is known."""
     try:
         return _heart.missing() if _heart else None
     except RuntimeError:
@@ -222,7 +221,7 @@ def missing_ranks() -> str | None:
 
 
 def where() -> str:
-    """Where every rank is; empty if nothing is known."""
+    """Describe the state of every rank; empty if nothing is known."""
     try:
         return _heart.where() if _heart else ""
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""No whole checkpoint is written a second time."""
+"""Never overwrite an intact checkpoint."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +11,11 @@ from megasink.upstream.training import WHOLE_CHECKPOINTS
 
 @contextmanager
 def keeping_whole_checkpoints() -> Iterator[None]:
-    """Let Megatron's training loop leave the checkpoint of an iteration alone where it is whole.
+    """Make Megatron's training loop skip saving an iteration whose checkpoint is intact.
 
-    It saves an iteration twice where the step after it gave NaN or Inf
-    (core/rerun_state_machine.py:411), over the files of the first time: a kill while it does so,
-    or a full disk, would take the newest good checkpoint away.
+    Megatron saves an iteration again if the next step gives NaN or Inf
+    (core/rerun_state_machine.py:411), over the first files: a kill or a full disk during that save
+    would destroy the newest good checkpoint.
     """
     import torch
     from megatron.training import get_args, training
@@ -26,7 +26,7 @@ def keeping_whole_checkpoints() -> Iterator[None]:
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
         options = get_args()
         path = checkpoint_path(Path(options.save), iteration)
-        # The same on every rank: the file system may show rank 0's folder to others later.
+        # Broadcast, because the file system may show rank 0's folder to other ranks later.
         found = torch.tensor([path.is_dir()], dtype=torch.int32, device=torch.cuda.current_device())
         torch.distributed.broadcast(found, 0)
         if found.item() and not kwargs.get("non_persistent_ckpt"):

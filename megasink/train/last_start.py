@@ -1,4 +1,4 @@
-"""What a run folder says about the run's last start, and where a resume goes on."""
+"""Read a run's last start from its folder, and where it will resume."""
 
 import json
 from argparse import Namespace
@@ -15,7 +15,7 @@ from megasink.train.run_dir import has_finished_step
 
 
 def from_where(run_dir: Path) -> str:
-    """What the ranks of a start with --resume auto will find."""
+    """Describe where the ranks will start with --resume auto."""
     try:
         return f"going on from step {newest_intact(run_dir / 'checkpoints')[0]}"
     except UserError:
@@ -23,29 +23,29 @@ def from_where(run_dir: Path) -> str:
 
 
 def last_start(run_dir: Path) -> dict[str, Any]:
-    """The last line of starts.jsonl; empty where there is none."""
+    """Return the last record of starts.jsonl; empty if there is none."""
     starts = run_dir / "starts.jsonl"
     lines = starts.read_text(errors="replace").splitlines() if starts.is_file() else []
     for line in reversed(lines):
-        with suppress(ValueError, TypeError, RecursionError):  # cut short by a kill
+        with suppress(ValueError, TypeError, RecursionError):  # truncated by a kill
             return dict(json.loads(line))
-    return {}  # the ranks will say that there is no run
+    return {}  # the ranks will report that there is no run
 
 
 def flags_of_last_start(run_dir: Path, given: Sequence[str] = ()) -> list[str]:
-    """What the run was started with, so that a resume need not repeat it: to go before `given`."""
+    """Return the flags of the last start, to prepend to `given` on resume."""
     words = last_start(run_dir).get("command", [])[1:]
     kept = [flag for flag in named_values(words) if flag[0] not in ("run-dir", "resume")]
     repeated = list(named_values(given))
     if repeated and kept[-len(repeated) :] == repeated:
-        kept = kept[: -len(repeated)]  # the same line once more, as a scheduler gives it
+        kept = kept[: -len(repeated)]  # the same command line again, as schedulers do
     elif repeated and not has_finished_step(run_dir):
-        kept = []  # the corrected line of a start that failed
+        kept = []  # a corrected command line after a failed start
     return [word for name, values in kept for word in (f"--{name}", *values)]
 
 
 def ranks_of_last_start(run_dir: Path, args: Namespace) -> int | None:
-    """As many as the last start had, if it was on one machine and these flags allow it here."""
+    """Return the last start's rank count, if it was one machine and these flags allow it here."""
     last = last_start(run_dir)
     ranks = int(last.get("world_size", 0))
     if not ranks or last.get("local_world_size", ranks) != ranks:

@@ -1,4 +1,4 @@
-"""``megasink train``: start the ranks of this node through torchrun and show how they get on."""
+"""``megasink train``: start the ranks of this node through torchrun and show their progress."""
 
 import argparse
 import inspect
@@ -31,15 +31,15 @@ from megasink.train.stop import SIGNALS, left, name_of
 from megasink.train.tail import NewLines
 
 _ERROR = "megasink: error: "
-_SMALL = 1 << 16  # bytes: a disk with no more is full
+_SMALL = 1 << 16  # bytes; a disk with less free space is full
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train on this machine: one rank per CUDA device, or gloo ranks on the CPU.
 
-    Any flag of Megatron's pre-training is accepted, and those of megasink, which are below;
-    --full-help lists them all. With --resume the flags of the run's last start need not be
-    repeated. For several nodes use torchrun, as examples/pretrain_gpt_sink.sh does.
+    Accepts all of Megatron's pre-training flags and the megasink flags below; --full-help lists
+    every flag. --resume reuses the flags of the run's last start. For several nodes use torchrun,
+    as examples/pretrain_gpt_sink.sh does.
     """
     parser = _parser()
     parser.add_argument("--run-dir")
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.resume and args.run_dir is None:
         raise UserError("--resume needs --run-dir")
     run_dir = Path(args.run_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
-    # Asked here too, so that a refused start leaves nothing in the folder.
+    # Also checked here, so that a refused start leaves nothing in the folder.
     if problem := folder_problem(run_dir, resume=args.resume):
         raise UserError(problem)
     if args.ranks is not None and args.ranks < 1:
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ranks = args.ranks
     if args.resume and ranks is None:
         ranks = ranks_of_last_start(run_dir, options)
-    # Here too: the ranks need seconds until they can say it.
+    # Also checked here: the ranks take seconds to report it.
     early.refuse(options, ranks)
     wait_until_expired(run_dir, say)
     if args.resume == "auto" and not options.verify_checkpoint:
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return launch(flags, run_dir, ranks, options.train_iters)
     finally:
-        clear(run_dir)  # of a rank that was killed
+        clear(run_dir)  # left by a killed rank
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,20 +103,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def launch(flags: Sequence[str], run_dir: Path, ranks: int, steps: int | None) -> int:
-    """Run the ranks to their end, with a progress bar (or lines, where there is no terminal).
+    """Run the ranks to completion, with a progress bar (or lines, without a terminal).
 
     Args:
-        flags: Megatron's and megasink's, without ``--run-dir``.
-        run_dir: folder of the run.
+        flags: Megatron's and megasink's flags, without ``--run-dir``.
+        run_dir: the run folder.
         ranks: processes on this machine.
-        steps: --train-iters; None where the run has another length.
+        steps: --train-iters; None if the length is given differently.
 
     Returns:
         0.
 
     Raises:
-        Stopped: a signal ended it.
-        UserError: a rank failed; the message is the rank's own, and where its log is.
+        Stopped: a signal ended the run.
+        UserError: a rank failed; with the rank's message, or the location of its log.
     """
     logs = run_dir / "logs" / time.strftime("%Y%m%d-%H%M%S")
     console = Console()
@@ -134,7 +134,7 @@ def launch(flags: Sequence[str], run_dir: Path, ranks: int, steps: int | None) -
     if code:
         failure = _failure(running, logs, run_dir, code)
         if not (run_dir / "config.json").is_file():
-            # Refused before it began: the folder is as it was.
+            # Refused before the run began: restore the folder.
             shutil.rmtree(logs)
             for folder in (logs.parent, run_dir):
                 if folder.is_dir() and not any(folder.iterdir()):
@@ -144,9 +144,9 @@ def launch(flags: Sequence[str], run_dir: Path, ranks: int, steps: int | None) -
 
 
 def _failure(running: Ranks, logs: Path, run_dir: Path, code: int) -> UserError:
-    """What ended the ranks: what we were told, a signal to one of them, or their own error."""
+    """Explain what ended the ranks: a signal to us, a signal to one of them, or an error."""
     if running.told:
-        # What a rank said of it counts: it may have failed to save.
+        # A rank's own message takes precedence: it may have failed to save.
         told, said = running.told[0], _said(logs)
         twice = " twice" if running.pressed_again else ""
         return Stopped(told, f"{twice}; {said or left(run_dir)}")
@@ -157,26 +157,26 @@ def _failure(running: Ranks, logs: Path, run_dir: Path, code: int) -> UserError:
     if said := _said(logs):
         return UserError(said)
     if failed := _last_line_of_a_traceback(logs):
-        # What torchrun told the others then is no reason.
+        # Takes precedence over signals that torchrun then sent to the others.
         return UserError(f"{failed}; {left(run_dir)}")
     for log in sorted(logs.rglob("stderr.log")):
         for number in SIGNALS:
             if f"megasink: stopped by {name_of(number)}" in log.read_text(errors="replace"):
                 return Stopped(number, f" (told to a rank); {left(run_dir)}")
     if shutil.disk_usage(logs).free < _SMALL:
-        # The ranks had no room for their last words either.
+        # There was no space for the ranks' messages either.
         return UserError(f"the disk under {logs} is full: make room and use --resume")
     return UserError(f"the ranks ended with exit code {code}; logs in {logs}; {left(run_dir)}")
 
 
 def _killed(logs: Path) -> str | None:
-    """Which rank a signal ended first, by torchrun's log; it terminated the others then."""
+    """Find the rank that a signal ended first in torchrun's log; torchrun then ended the others."""
     text = (logs / "torchrun.log").read_text(errors="replace")
-    # Its table of failures; the others may have seen the lost connection before torchrun did.
+    # The table of failures; other ranks may have seen the lost connection before torchrun did.
     row = r"rank +: (\d+) \(local_rank: \d+\)\s+exitcode +: -(\d+) \(pid: (\d+)\)"
     for rank, number, pid in re.findall(row, text):
         if int(number) == signal.SIGTERM or f"Unable to shutdown process {pid} " in text:
-            continue  # torchrun's own doing
+            continue  # sent by torchrun itself
         name = signal.Signals(int(number)).name
         why = " (was there no memory left? dmesg says so)" if name == "SIGKILL" else ""
         return f"rank {rank} was killed by {name}{why}"
@@ -184,7 +184,7 @@ def _killed(logs: Path) -> str | None:
 
 
 def _follow(running: Ranks, new_lines: NewLines, total: int | None, console: Console) -> int:
-    """Show new lines of metrics.jsonl until the ranks have ended: torchrun's exit code."""
+    """Show new lines of metrics.jsonl until the ranks end; return torchrun's exit code."""
     with progress("training", total, "steps", console=console, every=10.0) as tell:
         tell(0, "starting")
         while True:
@@ -214,18 +214,18 @@ def _state(line: dict[str, Any]) -> str:
 
 
 def _said(logs: Path) -> str | None:
-    """The error that a rank met, in its own words."""
+    """Return a rank's own error message, or None."""
     for path in sorted(logs.rglob("stderr.log")):
         text = path.read_text(errors="replace")
         if _ERROR in text:
-            # With the list of a ConfigError, and without what others printed after it.
+            # Include a ConfigError's list, but not later output of others.
             message = text.rpartition(_ERROR)[2]
             return message[: re.match(r".*(\n  \d+\. .*)*", message).end()].strip()  # type: ignore[union-attr]
     return None
 
 
 def _last_line_of_a_traceback(logs: Path) -> str | None:
-    """Of the first rank that printed one."""
+    """Return the last line of the first rank's traceback, or None."""
     line = r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception|Interrupt)\b.*)$"
     for path in sorted(logs.rglob("stderr.log")):
         if lines := re.findall(line, path.read_text(errors="replace"), re.M):

@@ -1,13 +1,13 @@
-"""The lease of a run folder: one trainer at a time writes to it.
+"""The lease of a run folder: only one trainer at a time writes to it.
 
-RUN/lease.json names its owner, rank 0 of the trainer, and is there for as long as that trains. The
-owner touches it every 15 seconds: its last beat is the file's modification time, which is set by
-the clock of the file server, so that clocks of two hosts are never compared. The lease of an owner
-that died has expired at once on the owner's own host, and elsewhere 120 seconds after its last
-beat: attributes of files on NFS may be 60 seconds old.
+RUN/lease.json names its owner, rank 0 of the trainer, and exists while that rank trains. The owner
+touches it every 15 seconds. The last beat is the file's modification time by the file server's
+clock, so clocks of different hosts are never compared. A dead owner's lease expires immediately on
+the owner's host, and on other hosts 120 seconds after its last beat: file attributes on NFS may be
+60 seconds old.
 
-An owner that stood still for longer (a suspended machine, a file server that was away) finds that
-its lease was taken over at its next beat, and ends itself.
+An owner that stalled for longer (a suspended machine, an unavailable file server) finds at its next
+beat that its lease was taken over, and ends.
 """
 
 import atexit
@@ -33,7 +33,7 @@ _SAY_SECONDS = 30.0
 
 
 class _Seen(NamedTuple):
-    """A lease as it is on the disk: its owner, which file it is, and when it was touched."""
+    """A lease on disk: its owner, inode, and last beat."""
 
     owner: dict[str, Any]
     file: int
@@ -41,14 +41,14 @@ class _Seen(NamedTuple):
 
 
 class Lease:
-    """The lease of a run folder, held until `release` or the end of the process.
+    """The lease of a run folder, held until `release` or process exit.
 
     Args:
-        folder: of the run; made where it does not exist.
-        say: gets a line now and then while another host's lease expires; None: print it.
+        folder: the run folder; created if missing.
+        say: reports progress while another host's lease expires; None to print.
 
     Raises:
-        UserError: a trainer that is alive holds it, or the folder cannot be written.
+        UserError: a live trainer holds the lease, or the folder cannot be written.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None] | None = None):
@@ -67,7 +67,7 @@ class Lease:
         atexit.register(self.release)
 
     def release(self) -> None:
-        """Give the folder back. Nothing happens the second time, or in a child of the owner."""
+        """Release the folder. Does nothing the second time, or in a child of the owner."""
         if self._released.is_set() or os.getpid() != self._owner["pid"]:
             return
         self._released.set()
@@ -78,7 +78,7 @@ class Lease:
                 self._path.unlink()
 
     def _create(self) -> bool:
-        """Whether the lease is ours now. Linking a finished file is atomic, on NFS too."""
+        """Try to create the lease. Linking a complete file is atomic, even on NFS."""
         text = json.dumps(self._owner) + "\n"
         own = self._path.with_name(f"lease.{self._owner['token']}")
         try:
@@ -86,10 +86,10 @@ class Lease:
             try:
                 os.link(own, self._path)
             except FileExistsError:
-                # Where the file server's answer was lost, a link that was made looks refused.
+                # If the file server's reply was lost, a successful link looks refused.
                 return own.stat().st_nlink == 2
             except OSError:
-                return self._create_exclusively(text)  # a file system without links
+                return self._create_exclusively(text)  # no hard links on this file system
         finally:
             own.unlink(missing_ok=True)
         return True
@@ -108,13 +108,13 @@ class Lease:
 
     def _beat(self) -> None:
         while not self._released.wait(BEAT_SECONDS):
-            with contextlib.suppress(OSError):  # the file server is away: until the next beat
+            with contextlib.suppress(OSError):  # file server unavailable: retry at the next beat
                 if not self._is_mine() and not self._create():
                     self._end()
                 os.utime(self._path)
 
     def _end(self) -> None:
-        """Another trainer writes to the folder: not even a checkpoint may follow."""
+        """Exit without saving: another trainer now writes to the folder."""
         seen = _read(self._path)
         print(
             f"megasink: error: {self._path.parent} was taken over by "
@@ -126,10 +126,10 @@ class Lease:
 
 
 def wait_until_expired(folder: Path, say: Callable[[str], None] | None = None) -> _Seen | None:
-    """Wait for the lease of a dead owner to expire; None where there is no lease.
+    """Wait until a dead owner's lease expires; return it, or None if there is no lease.
 
     Raises:
-        UserError: its owner is alive, or the folder cannot be read.
+        UserError: the owner is alive, or the folder cannot be read.
     """
     try:
         return _expired(folder, say)
@@ -167,7 +167,7 @@ def _print(line: str) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Remove the lease of an owner that died on this machine, without its own `release`."""
+    """Remove the lease of an owner that died on this machine without releasing it."""
     path = folder / LEASE
     with contextlib.suppress(OSError):
         seen = _read(path)
@@ -176,13 +176,13 @@ def clear(folder: Path) -> None:
 
 
 def is_part_of_a_lease(name: str) -> bool:
-    """Whether a file of a run folder is a lease, or one in the making."""
+    """Whether a file in a run folder is a lease, or a temporary file of one."""
     return name.startswith("lease.")
 
 
 def _read(path: Path) -> _Seen | None:
     try:
-        # To open a file asks the file server anew; its attributes alone may come from a cache.
+        # Opening a file queries the file server; attributes alone may come from a cache.
         with path.open("rb") as file:
             status, text = os.fstat(file.fileno()), file.read(1 << 16)
     except FileNotFoundError:
@@ -194,16 +194,16 @@ def _read(path: Path) -> _Seen | None:
 
 
 def _remove(path: Path, dead: _Seen) -> None:
-    """Remove a lease that has expired, unless another trainer took it over meanwhile."""
+    """Remove an expired lease, unless another trainer has taken it over."""
     with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
-        with contextlib.suppress(OSError):  # no locks there: the owners find out at their beats
+        with contextlib.suppress(OSError):  # no file locks: owners find out at their next beat
             fcntl.flock(file, fcntl.LOCK_EX)
         if _read(path) == dead:
             path.unlink()
 
 
 def _age(path: Path, seen: _Seen) -> float:
-    """Seconds since the last beat, both by the clock of the file server."""
+    """Return the seconds since the last beat, by the file server's clock."""
     probe = path.with_name(f"lease.{secrets.token_hex(8)}")
     try:
         probe.touch()
@@ -221,7 +221,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _machine() -> dict[str, Any]:
-    """Where a process id means the same process: containers of one host have their own."""
+    """Identify the scope of process ids: each container on a host has its own."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = str(Path("/proc/self/ns/pid").readlink())
@@ -236,7 +236,7 @@ def _on_this_machine(owner: dict[str, Any]) -> bool:
 
 
 def _is_dead(owner: dict[str, Any]) -> bool:
-    """Whether the owner is a process of this machine that has ended."""
+    """Whether the owner was a process of this machine and has ended."""
     if not _on_this_machine(owner):
         return False
     pid = int(owner.get("pid", 0))
@@ -247,7 +247,7 @@ def _is_dead(owner: dict[str, Any]) -> bool:
 
 
 def _start(pid: int) -> int | None:
-    """When a process started, in ticks since the machine did; None where it has ended."""
+    """Return a process's start time in ticks since boot; None if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -256,7 +256,7 @@ def _start(pid: int) -> int | None:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Whether a process is there that /proc does not show: another user's, under hidepid."""
+    """Whether a process exists but is hidden from /proc: another user's, under hidepid."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -270,7 +270,7 @@ def _name(owner: dict[str, Any]) -> str:
     if not owner:
         return "a trainer that cannot be named"
     text = f"process {owner.get('pid')} on {owner.get('host')}, since {owner.get('since')}"
-    # The file may be anybody's.
+    # The file is untrusted.
     return "".join(letter if letter.isprintable() else "?" for letter in text)[:200]
 
 

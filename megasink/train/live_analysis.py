@@ -1,7 +1,7 @@
-"""`megasink analyze` of the model that trains, at its evaluations (--analyze-interval).
+"""Run `megasink analyze` on the model during training, at evaluations (--analyze-interval).
 
-Nothing of the run is touched: samples are read beside the data iterators, the forward pass is in
-evaluation mode and draws no random number, and no gradient, weight or buffer changes.
+Training is not affected: samples do not come from the data iterators, the forward pass is in
+evaluation mode and draws no random numbers, and no gradient, weight or buffer changes.
 """
 
 import contextlib
@@ -37,10 +37,10 @@ Provider = Callable[..., Any]
 
 
 class LiveAnalysis:
-    """Analyzes the model at the steps that are asked for.
+    """Analyze the model at the requested steps.
 
     Args:
-        args: of the run.
+        args: the run's arguments.
     """
 
     def __init__(self, args: Namespace):
@@ -51,7 +51,7 @@ class LiveAnalysis:
         self._latest = 0
 
     def listening(self, provider: Provider) -> Provider:
-        """A data sets provider whose validation set is analyzed, too."""
+        """Wrap a datasets provider to keep its validation set for analysis."""
 
         def listen(*args: Any, **kwargs: Any) -> Any:
             sets = provider(*args, **kwargs)
@@ -62,10 +62,10 @@ class LiveAnalysis:
         return listen
 
     def __call__(self, model: list[torch.nn.Module], iteration: int) -> Results | None:
-        """Analyze, where this step is one of those; called on every rank.
+        """Analyze if this step is due. Call on every rank.
 
         Returns:
-            what results.json holds, on the last rank, which writes it.
+            the contents of results.json, on the last rank, which writes it.
         """
         args = self._args
         due = iteration % args.analyze_interval == 0 or iteration == args.train_iters
@@ -77,7 +77,7 @@ class LiveAnalysis:
         ranks = _ReplicaRanks()
         output = checkpoint_path(self._folder, iteration)
         if ranks.rank == 0:
-            shutil.rmtree(output, ignore_errors=True)  # of a step that is run again
+            shutil.rmtree(output, ignore_errors=True)  # left from an earlier run of this step
         gpt: Any = unwrap_model(model)[0]
         with _evaluating(gpt):
             return self._analyze(gpt, iteration, output, ranks)
@@ -123,16 +123,16 @@ class LiveAnalysis:
         except UserError as error:
             if not ranks.are_done:
                 raise
-            # Every rank goes on training, and it is the run that matters.
+            # Every rank continues: a failed analysis must not stop training.
             print(f"megasink: warning: no analysis of step {iteration}: {error}", file=sys.stderr)
             return None
         return results
 
 
 class _ReplicaRanks(Ranks):
-    """Data-parallel ranks, in step already: each takes its turn, and barriers are those of the run.
+    """Data-parallel ranks, already in sync: they share samples and use the run's barriers.
 
-    The last one is the first here: it owns the writers of the run.
+    The order is reversed: the last rank owns the run's writers.
     """
 
     def __init__(self) -> None:
@@ -150,15 +150,15 @@ class _ReplicaRanks(Ranks):
         torch.distributed.barrier()
 
     def await_all(self, point: str, tell: Callable[[int], None] | None = None) -> None:
-        """They are there: `reach` is a barrier."""
+        """Return at once: `reach` is already a barrier."""
         self.are_done = True
 
 
 def validation_samples(validation: Any, args: Namespace) -> list[Sample]:
-    """The first samples of the validation set, each document for itself where they are packed.
+    """Return the first samples of the validation set, with packed documents separated.
 
     Raises:
-        UserError: there is no validation set.
+        UserError: the validation set is empty.
     """
     if validation is None or not len(validation):
         raise UserError("--analyze-interval: the validation set is empty (--split)")
@@ -191,7 +191,7 @@ def _evaluating(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _token_bytes(args: Namespace) -> Any:
-    """For bits per byte; None for a tokenizer without text."""
+    """Return the bytes per token, for bits per byte; None for a tokenizer without text."""
     if args.tokenizer_type != "HuggingFaceTokenizer":
         return None
     return token_bytes(load_tokenizer(args.tokenizer_model))

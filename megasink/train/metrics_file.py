@@ -1,4 +1,4 @@
-"""metrics.jsonl: a line of JSON for every step and every evaluation of a run."""
+"""metrics.jsonl: one line of JSON for every step and evaluation of a run."""
 
 import json
 from contextlib import suppress
@@ -9,10 +9,10 @@ from megasink.atomic import atomic_text
 
 
 class MetricsFile:
-    """Appends records; a run that goes on drops those of the steps that it runs again.
+    """Append records; a resumed run drops those of the steps that it repeats.
 
     Args:
-        path: of the file; None to write none.
+        path: the file; None to write none.
     """
 
     def __init__(self, path: Path | None):
@@ -20,13 +20,13 @@ class MetricsFile:
         self._file: TextIO | None = None
 
     def open(self, iteration: int) -> list[dict[str, Any]]:
-        """Open for the steps after an iteration; returns the records up to it."""
+        """Open the file for steps after an iteration, and return the records up to it."""
         if self._path is None:
             return []
         kept = []
         if self._path.is_file():
             for line in self._path.read_text().splitlines():
-                with suppress(ValueError, KeyError, TypeError, RecursionError):  # cut by a kill
+                with suppress(ValueError, KeyError, TypeError, RecursionError):  # truncated
                     record = json.loads(line)
                     if record["iteration"] <= iteration:
                         kept.append(record)
@@ -35,10 +35,10 @@ class MetricsFile:
         return kept
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a record, for others to read at once.
+        """Append a record and flush it.
 
         Raises:
-            OSError: it is not written; with the name of the file, which the system does not give.
+            OSError: the write failed; with the file's name, which the system's error lacks.
         """
         if self._file is None:
             return
@@ -46,14 +46,14 @@ class MetricsFile:
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
         except OSError as error:
-            # Closing would try once more to write what it holds back.
+            # Closing would retry the buffered data.
             with suppress(OSError):
                 self._file.close()
             self._file = None
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
-        """Nothing is written afterwards."""
+        """Close the file; later records are ignored."""
         if self._file is not None:
             self._file.close()
             self._file = None

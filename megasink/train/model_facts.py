@@ -1,4 +1,4 @@
-"""What results.json says about a model of Megatron, and how far it was trained."""
+"""Describe a Megatron model and its training progress for results.json."""
 
 from argparse import Namespace
 from typing import Any
@@ -11,11 +11,11 @@ _PADDED = ("word_embeddings.weight", "output_layer.weight")
 
 
 def model_facts(args: Namespace, model: GPTModel, iteration: int, name: str) -> dict[str, Any]:
-    """The key "model" of results.json.
+    """Return the value of the key "model" in results.json.
 
     Args:
-        args: of the run.
-        iteration: the step after which the model is what it is.
+        args: the run's arguments.
+        iteration: the number of steps trained.
     """
     return {
         "name": name,
@@ -29,7 +29,7 @@ def model_facts(args: Namespace, model: GPTModel, iteration: int, name: str) -> 
 
 
 def _parameters(args: Namespace, model: GPTModel) -> int:
-    """As a model of transformers counts them: rows that pad the vocabulary are none."""
+    """Count parameters as transformers does, without vocabulary padding."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     padding = args.padded_vocab_size - counted_rows(vars(args))
     padded = sum(name.endswith(_PADDED) for name in sizes)
@@ -37,7 +37,7 @@ def _parameters(args: Namespace, model: GPTModel) -> int:
 
 
 def _attention_name(args: Namespace) -> str:
-    """Whose weights are no softmax is said: their scores are proxies (P2.37)."""
+    """Name the attention, and mark non-softmax weights: their scores are proxies (P2.37)."""
     similarity = getattr(args, "attention_similarity", "softmax")
     variant: str = args.attention_variant
     return variant if similarity == "softmax" else f"{similarity} (proxy weights)"

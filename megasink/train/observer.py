@@ -1,8 +1,8 @@
-"""When what a run does is written: after every step, and after every evaluation.
+"""Write a run's metrics after every step and every evaluation; series.py defines the records.
 
-What is written is in series.py. Megatron 0.19 has no per-step callback. It calls ``training_log``
-on every rank after every step and ``evaluate`` for every evaluation
-(megatron/training/training.py:3985,4408): they are wrapped, and not changed.
+Megatron 0.19 has no per-step callback. It calls ``training_log`` on every rank after every step and
+``evaluate`` for every evaluation (megatron/training/training.py:3985,4408). Both are wrapped, not
+changed.
 """
 
 import contextlib
@@ -44,13 +44,13 @@ HEATMAP = "head importance"
 
 
 class Observer:
-    """Writes what a step did. The last rank owns the writers, as in Megatron.
+    """Write the metrics of each step. The last rank owns the writers, as in Megatron.
 
     Args:
-        statistics: of the model that trains, ``config.statistics``.
-        metrics: path of metrics.jsonl; None to write none. On resume, lines of steps that are run
-            again are dropped from it.
-        live: the analyses of --analyze-interval; None for none.
+        statistics: the model's ``config.statistics``.
+        metrics: path of metrics.jsonl; None to write none. On resume, lines of repeated steps are
+            dropped.
+        live: the analyses of --analyze-interval, or None.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class Observer:
         self._known: list[dict[str, Any]] = []
 
     def step(self, call: dict[str, Any]) -> None:
-        """Before Megatron logs a step: reduce the statistics and add them to its losses.
+        """Reduce a step's statistics and add them to Megatron's losses, before it logs them.
 
         Args:
             call: the arguments of ``training_log``.
 
         Raises:
-            UserError: on every rank, where the run has diverged.
+            UserError: the run has diverged; raised on every rank.
         """
         args = get_args()
         coeff = args.head_balance_coeff * self._statistics.balance.share
@@ -87,7 +87,7 @@ class Observer:
             lm_loss = float(losses[LM_LOSS]) if LM_LOSS in losses else None
             record = self._record(call, lm_loss)
             if statistics is not None and not bool(statistics.importance_LH.isnan().all()):
-                # From here Megatron prints and writes them as it does the language model's loss.
+                # Megatron then prints and writes these like the language model loss.
                 losses[BALANCE_LOSS] = statistics.balance_loss.reshape(1)
                 losses[IMBALANCE] = statistics.imbalance.reshape(1)
                 record |= head_record(statistics, details=logs)
@@ -101,7 +101,7 @@ class Observer:
             stop_if_diverged(self._divergence, args.stop_on_divergence, self._iteration, args.save)
 
     def start_evaluation(self, split: str, iteration: int) -> None:
-        """Before an evaluation after a step, which may have run before this start.
+        """Prepare for an evaluation. Its step may have run before this start.
 
         Args:
             split: "valid" or "test".
@@ -110,7 +110,7 @@ class Observer:
         self._statistics.sinks.collects = get_args().log_sink_rate
 
     def evaluation(self, losses: dict[str, Any] | None) -> None:
-        """After an evaluation: its loss, bits per byte and attention sinks."""
+        """Write an evaluation's loss, bits per byte and attention sinks."""
         split = self._split
         record: dict[str, Any] = {"iteration": self._iteration}
         sinks: dict[str, Any] = {}
@@ -123,7 +123,7 @@ class Observer:
             record[f"{split}_bits_per_byte"] = number(losses[BITS_PER_BYTE])
         self._open()
         record |= sinks
-        if record not in self._known:  # a run that had ended already is evaluated again
+        if record not in self._known:  # resuming a finished run evaluates it again
             self._file.write(record)
         if sinks:
             scalars = sink_scalars(sinks, split)
@@ -132,7 +132,7 @@ class Observer:
             print(f"megasink: {text}", flush=True)
 
     def analyze(self, model: Any, iteration: int) -> None:
-        """After an evaluation: analyze the model, where that is asked for."""
+        """Analyze the model after an evaluation, if requested."""
         if self._live is None or (results := self._live(model, iteration)) is None:
             return
         self._open()
@@ -141,13 +141,13 @@ class Observer:
         print(f"megasink: analysis of step {iteration}: {in_one_line(results)}", flush=True)
 
     def close(self) -> None:
-        """Close metrics.jsonl, and let TensorBoard write what it holds back."""
+        """Close metrics.jsonl and flush TensorBoard."""
         self._file.close()
         if writer := get_tensorboard_writer():
             writer.flush()
 
     def _record(self, call: dict[str, Any], lm_loss: float | None) -> dict[str, Any]:
-        """What is known of every step."""
+        """Return the part of the record that every step has."""
         args = get_args()
         self._open()
         skipped = int(call["skipped_iter"])
@@ -165,7 +165,7 @@ class Observer:
         }
 
     def _open(self) -> None:
-        """Open metrics.jsonl, and follow on from the losses in it."""
+        """Open metrics.jsonl, and replay its losses."""
         if self._opened:
             return
         self._opened = True
@@ -180,7 +180,7 @@ class Observer:
         self._divergence.add(iteration, lm_loss)
 
     def _draw(self, importance_LH: Tensor) -> None:
-        """The heatmap, where one is due and somebody takes it."""
+        """Draw the heatmap, if it is due and a writer exists."""
         args, interval = get_args(), get_args().head_heatmap_interval
         last = self._iteration == args.train_iters
         if not interval or (self._iteration % interval and not last):
@@ -228,7 +228,7 @@ class Observer:
 
 @contextlib.contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """Let the observer see every step and every evaluation of Megatron's training loop."""
+    """Call the observer on every step and evaluation of Megatron's training loop."""
     originals = {name: getattr(training, name) for name in OBSERVER.attributes.split()}
     step_call = inspect.signature(training.training_log)
     evaluation_call = inspect.signature(training.evaluate_and_print_results)

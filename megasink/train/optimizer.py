@@ -1,8 +1,8 @@
-"""Learning rate and weight decay of the sink parameters, in Megatron's parameter groups.
+"""Set the learning rate and weight decay of the sink parameters in Megatron's parameter groups.
 
-Megatron 0.19 has the seam, ``config_overrides`` of ``get_megatron_optimizer``, but its training
-loop offers no hook to fill it: it asks ``get_megatron_optimizer_config`` for them, which says that
-users may add to what it returns. So that function is wrapped, and not changed.
+``get_megatron_optimizer`` of Megatron 0.19 takes ``config_overrides``, but the training loop has no
+hook to set them: they come from ``get_megatron_optimizer_config``, which documents that users may
+extend its result. That function is wrapped, not changed.
 """
 
 import contextlib
@@ -25,17 +25,17 @@ Overrides = dict[ParamKey, ParamGroupOverride]
 def with_sink_parameters(
     overrides: Overrides, config: OptimizerConfig, lr_mult: float, weight_decay: float
 ) -> Overrides:
-    """The overrides, with the sink parameters in a group of their own.
+    """Return the overrides with a separate group for the sink parameters.
 
-    Without a multiplier and without weight decay that is the group of the other vectors.
+    Without a multiplier or weight decay, the group is the same as that of other vectors.
 
     Args:
-        overrides: Megatron's standard ones, by which vectors take no weight decay.
-        config: with ``lr`` and ``min_lr``.
+        overrides: Megatron's standard overrides, which exempt vectors from weight decay.
+        config: holds ``lr`` and ``min_lr``.
         lr_mult: factor on both.
-        weight_decay: absolute, constant.
+        weight_decay: absolute and constant.
     """
-    # A second value for wd_mult would be a conflict: the standard keys must not match ours.
+    # Two values for wd_mult would conflict: the standard keys must not match sink parameters.
     others: Overrides = {
         _key(f"{index}-but-sinks", key): value
         for index, (key, value) in enumerate(overrides.items())
@@ -50,7 +50,7 @@ def with_sink_parameters(
 
 
 def _key(name: str, inner: ParamKey | None) -> ParamKey:
-    """The sink parameters, or what `inner` matches without them."""
+    """Match the sink parameters, or the parameters that `inner` matches except them."""
     endings = tuple(f"core_attention.{name}" for name in parameter_names())
 
     def matches(parameter: Parameter, parameter_name: str) -> bool:
@@ -63,7 +63,7 @@ def _key(name: str, inner: ParamKey | None) -> ParamKey:
 
 @contextlib.contextmanager
 def grouping_sink_parameters() -> Iterator[None]:
-    """Let Megatron's training loop build its optimizer with --sink-lr-mult and its sibling."""
+    """Apply --sink-lr-mult and --sink-weight-decay in Megatron's training loop."""
     original = training.get_megatron_optimizer_config
 
     def get_megatron_optimizer_config(args: Namespace) -> tuple[OptimizerConfig, Any]:

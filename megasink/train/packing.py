@@ -1,7 +1,7 @@
-"""Packed documents from the data loader to the layers (--dataloader-inter-document-masking).
+"""Pass packed documents from the data loader to the layers (--dataloader-inter-document-masking).
 
-As Megatron's own pretrain_gpt does it: the samples of a microbatch become one row of documents,
-and every pipeline stage gets their boundaries. Between stages the schedules expect [S, B, d].
+As in Megatron's pretrain_gpt, the samples of a microbatch become one row of documents, and every
+pipeline stage receives the boundaries. Between stages the schedules expect [S, B, d].
 
 Shapes: B microbatch, S sequence, T = B * S, d hidden size.
 """
@@ -20,14 +20,14 @@ _PER_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 def pack(batch: dict[str, Any]) -> PackedSeqParams | None:
-    """Make one row of the samples of a microbatch, in place; None where it is not packed.
+    """Merge the samples of a microbatch into one row, in place.
 
     Args:
-        batch: with ``cu_seqlens`` [B, S + 1] int32, each row filled up with S at its end; or None.
+        batch: with ``cu_seqlens`` [B, S + 1] int32, each row padded with S at the end; or None.
 
     Returns:
-        what Megatron's layers take; the boundaries are on the host with it, so that a microbatch
-        waits for the device once.
+        Megatron's packing parameters, with the boundaries also on the host, so that a microbatch
+        synchronizes with the device only once; None if the batch is not packed.
     """
     if batch.get("cu_seqlens") is None:
         return None
@@ -53,7 +53,7 @@ def pack(batch: dict[str, Any]) -> PackedSeqParams | None:
 
 
 def enter_stage(model: Any) -> None:
-    """Show a stage what it received, [S, B, d], as the [T, 1, d] that was sent."""
+    """Reshape a stage's input from [S, B, d] back to [T, 1, d]."""
     decoder = get_attr_wrapped_model(model, "decoder")
     if decoder.input_tensor is not None:
         received = decoder.input_tensor
@@ -61,12 +61,12 @@ def enter_stage(model: Any) -> None:
 
 
 def leave_stage(output: Tensor, samples: int) -> Tensor:
-    """[T, 1, d] as the [S, B, d] that the next stage receives, byte for byte.
+    """Reshape [T, 1, d] to the [S, B, d] that the next stage expects, with identical bytes.
 
     Args:
         samples: B.
     """
-    # The schedules free the memory of what they have sent, and refuse to of a view.
+    # The schedules free the memory of sent tensors, and refuse views.
     result: Tensor = make_viewless_tensor(
         output.view(-1, samples, output.shape[-1]), requires_grad=True, keep_graph=True
     )

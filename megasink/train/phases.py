@@ -1,4 +1,4 @@
-"""What a rank is doing, followed through Megatron's training loop, which does not tell."""
+"""Track what a rank is doing in Megatron's training loop."""
 
 import functools
 from argparse import Namespace
@@ -66,14 +66,14 @@ def _during(words: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def agreeing_on_signals(told: Callable[[], int], tell: Callable[[int], None]) -> Iterator[None]:
-    """Ask all ranks at once which signal told one of them to end.
+    """Agree on the signal that any rank received, with one all-reduce.
 
-    Upstream reads one number after another from the device; with thousands of ranks that takes
-    longer than the statistics of the heads. Its handler knows one signal, that of --exit-signal.
+    Upstream reads the ranks' values from the device one by one, which with thousands of ranks takes
+    longer than the head statistics. Its handler only supports --exit-signal.
 
     Args:
-        told: the signal that this rank got; 0: none.
-        tell: called with the signal that any rank got.
+        told: returns the signal that this rank received, or 0.
+        tell: called with the signal that any rank received.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""What every rank runs: arguments, model configuration, Megatron's ``pretrain``."""
+"""The entry point of each rank: arguments, model configuration, Megatron's ``pretrain``."""
 
 import atexit
 import contextlib
@@ -21,15 +21,15 @@ from megasink.train.endings import explained, speaks
 from megasink.train.guard import guard
 from megasink.train.stop import Told
 
-# A rank that ends has nothing to do that takes longer.
+# Limit for a rank's shutdown.
 _END_SECONDS = 60.0
 
 
 def pretrain(argv: Sequence[str]) -> None:
-    """Train. Called on every rank, with torchrun's variables in the environment.
+    """Train. Call on every rank, with torchrun's environment variables.
 
     Args:
-        argv: Megatron's and our flags.
+        argv: Megatron's and megasink's flags.
 
     Raises:
         UserError: the configuration, the data or the checkpoint is wrong.
@@ -63,19 +63,19 @@ def _train(args: Namespace, store: Any) -> None:
     finally:
         with guard.bounded("the end of the process", _END_SECONDS):
             _end_loader_workers()
-            # Without it gloo aborts a process now and then while it exits.
+            # Otherwise gloo sometimes aborts a process at exit.
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
 
 
 def _end_loader_workers() -> None:
-    """Let Python end, however training did.
+    """Kill data loader workers, so that Python can exit.
 
-    Workers of data loaders pass over a SIGTERM, which is meant for their rank
-    (megatron/training/datasets/data_samplers.py:94). It is also by a SIGTERM that multiprocessing
-    ends them when Python exits, and then it waits for them: a rank that failed would never be gone.
+    The workers ignore SIGTERM, which is meant for their rank
+    (megatron/training/datasets/data_samplers.py:94). At exit, multiprocessing sends them SIGTERM
+    and then waits for them, so a failed rank would never end.
     """
-    # torch's own handler raises an error where a worker was killed.
+    # torch's own handler raises an error if a worker was killed.
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in multiprocessing.active_children():
         child.kill()
@@ -139,10 +139,10 @@ def _run(args: Namespace, store: Any) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of one rank: one line on the error stream for what the user can mend.
+    """Run one rank. Errors that the user can fix are one line on stderr.
 
-    Does not return after an error: what waits for other ranks or for helpers when Python ends
-    might wait for ever.
+    Does not return after an error: Python's exit handlers might wait forever for other ranks or
+    helpers.
     """
     argv = sys.argv[1:] if argv is None else argv
     stop.listen()
@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         code = 2
         _say(f"megasink: error: {error}")
-    except SystemExit as error:  # Megatron's, for example at --exit-interval
+    except SystemExit as error:  # from Megatron, for example at --exit-interval
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
             _say(error.code)

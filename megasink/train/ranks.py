@@ -1,4 +1,4 @@
-"""torchrun and the ranks that it started: told to end by what tells us, and gone when we are."""
+"""Run torchrun and its ranks: forward our signals to them, and leave none behind."""
 
 import contextlib
 import os
@@ -15,23 +15,23 @@ from rich.console import Console
 
 from megasink.train.stop import SIGNALS, name_of
 
-# What ranks that are told to end have for the step that they are in and a checkpoint.
+# Time for signaled ranks to finish the current step and save a checkpoint.
 SAVE_SECONDS = 600.0
 
 
 class Ranks:
-    """A context: the processes run inside it, and none of them does after it.
+    """Context manager for torchrun and its ranks; all have ended when it exits.
 
-    They are no part of our terminal's process group. Its Ctrl-C comes to us alone, and we tell the
-    ranks: torchrun, told twice, would leave them behind, and told once it may not notice.
+    They are not in the terminal's process group. Ctrl-C reaches only the launcher, which signals
+    the ranks: torchrun would leave them behind after two signals, and may miss a single one.
 
     Args:
-        arguments: of torchrun.
-        logs: folder for its output, and for ours when the terminal is closed.
-        console: where it is said that the ranks were told to end.
+        arguments: torchrun's arguments.
+        logs: folder for torchrun's output, and for ours once the terminal is closed.
+        console: where signals are reported.
 
     Attributes:
-        told: the signals that we got, in order.
+        told: the signals that we received, in order.
     """
 
     def __init__(self, arguments: Sequence[str], logs: Path, console: Console):
@@ -65,7 +65,7 @@ class Ranks:
             signal.signal(number, handler)
 
     def poll(self) -> int | None:
-        """torchrun's exit code, or None; and hand on what we were told. Called often."""
+        """Forward our signals, and return torchrun's exit code or None. Call often."""
         code = self._torchrun.poll()
         if code is None and self.told:
             self._hand_on()
@@ -77,7 +77,7 @@ class Ranks:
         return self.told.count(signal.SIGINT) > 1
 
     def closed_terminal(self) -> None:
-        """Nobody reads what we write: as SIGHUP, which may come later or not at all."""
+        """Treat a closed terminal as SIGHUP, which may come later or not at all."""
         self.told.append(signal.SIGHUP)
         self._write_to_log()
 
@@ -103,7 +103,7 @@ class Ranks:
                     rank.send_signal(self.told[0])
         if ranks:
             return
-        # torchrun is about to start them, or has ended with them.
+        # torchrun is about to start the ranks, or has ended with them.
         if self._torchrun.pid not in self._asked:
             self._asked.add(self._torchrun.pid)
             self._torchrun.terminate()
@@ -119,7 +119,7 @@ class Ranks:
                         yield child
 
     def _kill(self) -> None:
-        """End what is left, whatever it is doing; helpers of ranks end with them."""
+        """Kill all remaining processes, including the ranks' helpers."""
         left: Iterable[psutil.Process] = ()
         with contextlib.suppress(psutil.Error):
             left = psutil.Process(self._torchrun.pid).children(recursive=True)
@@ -130,7 +130,7 @@ class Ranks:
                 process.kill()
 
     def _write_to_log(self) -> None:
-        """The terminal is gone: what we have to say is in the folder of the logs."""
+        """Redirect our output to the log folder: the terminal is gone."""
         with (self._logs / "launcher.log").open("a") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)

@@ -1,9 +1,8 @@
-"""Which flags of a run's last start ``--resume`` takes from the folder without being told again.
+"""Select the flags of a run's last start that ``--resume`` reuses.
 
-A run folder may come from somebody else, and its starts.jsonl is a command line. What it says about
-the model, its data and its training is replayed: numbers, names out of a list, files to read. What
-names a place to write outside of the folder, a module to import or a service to talk to is not: it
-is asked for on the command line, once, by whoever wants it.
+A run folder may be untrusted, and its starts.jsonl holds a command line. Flags of the model, the
+data and training are replayed: numbers, names of choices, files to read. Flags that write outside
+the folder, import a module or connect to a service are not: they must be given again.
 """
 
 import re
@@ -13,9 +12,9 @@ from pathlib import Path
 from megasink.errors import UserError
 
 _NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"
-# A choice out of a list, which argparse or a check knows.
+# The name of a choice, which argparse or a check validates.
 _WORD = r"[A-Za-z0-9][\w.-]*"
-# Of flags whose value may be any text, those whose value does nothing but describe.
+# Flags with free-form values that only describe.
 DESCRIBING = set(
     """
     attention-bias-type attention-kernel attention-normalization attention-similarity
@@ -26,17 +25,17 @@ DESCRIBING = set(
     validation-set-names wandb-entity wandb-exp-name wandb-project window-attn-skip-freq window-size
     """.split()
 )
-"""Lists and patterns of numbers and names, without the dashes before the flag."""
+"""Flags, without dashes, whose values are lists or patterns of numbers and names."""
 READING = set(
     """
     data-args-path data-path load merge-file per-dataset-sequences-path per-split-data-args-path
     pretrained-checkpoint test-data-path tokenizer-model train-data-path valid-data-path vocab-file
     """.split()
 )
-"""Files that are read, and run no code."""
+"""Flags that name files to read, which run no code."""
 WRITING = {"data-cache-path", "save", "tensorboard-dir", "wandb-save-dir"}
-"""Folders that are written: taken where they lie in the run's own."""
-# The last eight have no value.
+"""Flags that name folders to write, replayed if inside the run folder."""
+# The last eight take no value.
 TOLD = set(
     """
     app-tag-run-name app-tag-run-version bert-load block-data-path chat-template ckpt-convert-save
@@ -59,14 +58,14 @@ TOLD = set(
     use-mp-args-from-checkpoint-args
     """.split()
 )
-"""Flags that are not replayed: they write elsewhere, import, connect, or megasink refuses them."""
+"""Flags not replayed: they write elsewhere, import, connect, or megasink refuses them."""
 
 
 def replayed(last: Sequence[str], given: Sequence[str], run_dir: Path) -> list[str]:
-    """The flags of the last start, to go before those that are given now.
+    """Return the flags of the last start, to prepend to those given now.
 
     Raises:
-        UserError: one of them has to be said again, and is not among those given.
+        UserError: a flag must be given again, and was not.
     """
     said = {name for name, _ in named_values(given)}
     refused = [
@@ -84,7 +83,7 @@ def replayed(last: Sequence[str], given: Sequence[str], run_dir: Path) -> list[s
 
 
 def named_values(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """(name without dashes, values) of each; what stands before the first has no name."""
+    """Yield (name without dashes, values) per flag; leading values have an empty name."""
     name, values = "", list[str]()
     for word in words:
         if word.startswith("--"):

@@ -1,14 +1,14 @@
-"""The folder of a run: what started it, where its files are, and who may write to it.
+"""The run folder: its configuration, its files, and who may write to it.
 
-RUN/config.json       every resolved argument, those that make the run as given, versions, git hash
+RUN/config.json       every resolved argument, the run's identity as given, versions, git hash
 RUN/starts.jsonl      one line per start: time, command line, layout, versions
 RUN/metrics.jsonl     one line per step, one per evaluation
 RUN/checkpoints/      torch_dist checkpoints
 RUN/tensorboard/
-RUN/logs/             output of every rank, when started by ``megasink train``
-RUN/tokenizer/        a copy of the files of the tokenizer
-RUN/lease.json        the trainer that writes to the folder, while one does
-RUN/analysis/         analyses of the model while it trained (--analyze-interval)
+RUN/logs/             output of every rank, if started by ``megasink train``
+RUN/tokenizer/        a copy of the tokenizer files
+RUN/lease.json        the trainer that is writing to the folder
+RUN/analysis/         analyses during training (--analyze-interval)
 RUN/curves.png        loss, imbalance and head importance
 """
 
@@ -35,8 +35,8 @@ from megasink.train.lease import is_part_of_a_lease
 from megasink.upstream.versions import versions
 
 LIVE = "analysis"
-"""The folder in a run of the analyses of --analyze-interval."""
-# A run is its model, its data and its loss; layout, length and learning rate may change on resume.
+"""Folder of the --analyze-interval analyses in a run."""
+# The model, data and loss define a run; layout, length and learning rate may change on resume.
 IDENTITY = (
     *MODEL,
     "head_balance_coeff",
@@ -51,7 +51,7 @@ IDENTITY = (
 
 
 def problems(args: Namespace) -> list[str]:
-    """What forbids to start, or to resume, in ``args.run_dir``."""
+    """Return the problems that prevent a start or resume in ``args.run_dir``."""
     if args.run_dir is None:
         found = ["--resume needs --run-dir"] if args.resume else []
         return found + _checkpoint_problems(args, args.load)
@@ -89,18 +89,18 @@ def problems(args: Namespace) -> list[str]:
 
 
 def folder_problem(folder: Path, *, resume: str | None) -> str | None:
-    """What forbids any run to start, or to resume, in a folder; None if nothing does.
+    """Return why no run can start, or resume, in a folder; None if one can.
 
     Args:
-        folder: of the run.
-        resume: ``args.resume``. With "auto" there may be a run in the folder, or none.
+        folder: the run folder.
+        resume: ``args.resume``. With "auto" the folder may or may not hold a run.
     """
     if folder.exists() and not folder.is_dir():
         return f"--run-dir {folder} is a file"
     if not (folder / "config.json").is_file():
         if resume == "newest":
             return f"--resume: {folder} holds no run; drop --resume to start one there"
-        # What a start leaves that ended before it wrote config.json.
+        # Left by a start that ended before it wrote config.json.
         left = {p.name for p in folder.glob("*") if not is_part_of_a_lease(p.name)}
         if left - {"logs", "tensorboard", "wandb", "config.json.partial"}:
             return f"--run-dir {folder} is not empty and holds no run: choose another folder"
@@ -124,7 +124,7 @@ def folder_problem(folder: Path, *, resume: str | None) -> str | None:
 
 
 def has_finished_step(folder: Path) -> bool:
-    """Whether the run in a folder came as far as a step, or a checkpoint: else it is free."""
+    """Whether the run in a folder finished a step or a checkpoint; if not, the folder is free."""
     if iterations(folder / "checkpoints"):
         return True
     metrics = folder / "metrics.jsonl"
@@ -135,7 +135,7 @@ def has_finished_step(folder: Path) -> bool:
 
 
 def _elsewhere(saved: dict[str, Any], args: Namespace) -> str | None:
-    """Data that are not found because their relative paths count from another folder."""
+    """Report data that is missing because its path is relative to another folder."""
     before, here = saved.get("cwd"), str(Path.cwd())
     if before is None or before == here:
         return None
@@ -150,7 +150,7 @@ def _elsewhere(saved: dict[str, Any], args: Namespace) -> str | None:
 
 
 def _checkpoint_problems(args: Namespace, load: str | None) -> list[str]:
-    """Whether ``--load`` names a checkpoint of this architecture."""
+    """Report a ``--load`` that is not a checkpoint of this architecture."""
     if not load:
         return []
     if newest_checkpoint(Path(load)) is None:
@@ -159,7 +159,7 @@ def _checkpoint_problems(args: Namespace, load: str | None) -> list[str]:
         ]
     config = Path(load).parent / "config.json"
     if not config.is_file():
-        return []  # not from a run folder: Megatron compares the arguments that it saved
+        return []  # not a run folder: Megatron compares its saved arguments
     try:
         saved, names = read_object(config), MODEL
     except UserError as error:
@@ -170,7 +170,7 @@ def _checkpoint_problems(args: Namespace, load: str | None) -> list[str]:
                 f"--load {load} was converted from Hugging Face and holds no state of an "
                 "optimizer: add --finetune"
             ]
-        # Data and tokenizer may be others than those of the folder it came from.
+        # Data and tokenizer may differ from those of the original model.
         names = tuple(name for name in MODEL if name in saved["identity"])
     differences = _differences(config, saved, args, names, finetune=args.finetune)
     if not differences:
@@ -189,7 +189,7 @@ def _differences(
     *,
     finetune: bool = False,
 ) -> list[str]:
-    """What makes another run, or model, of the arguments than of those in a config.json."""
+    """Describe how the arguments differ from those in a config.json."""
     before = {**saved["arguments"], **saved.get("identity", {})}
     now = {name: plain(getattr(args, name)) for name in names if hasattr(args, name)}
 
@@ -211,12 +211,12 @@ def _differences(
 
 
 def _absolute(paths: list[str] | None, start: str) -> list[str] | None:
-    """Prefixes of data, and weights between them, with paths that count from no folder."""
+    """Make the paths of data prefixes absolute; weights between them are kept."""
     return paths and [os.path.normpath(Path(start, path)) for path in paths]
 
 
 def use_own_tokenizer(args: Namespace) -> None:
-    """On resume the run's own copy, where the tokenizer is gone, or is not found from here."""
+    """On resume, use the run's copy of the tokenizer if the original is not found."""
     given = args.tokenizer_model
     if not (args.run_dir and args.resume and args.tokenizer_type == "HuggingFaceTokenizer"):
         return
@@ -226,13 +226,13 @@ def use_own_tokenizer(args: Namespace) -> None:
 
 
 def set_paths(args: Namespace) -> None:
-    """Point Megatron's own options into the run folder where they were not given."""
+    """Point Megatron's path options into the run folder, unless given."""
     if args.run_dir is None:
         return
     folder = Path(args.run_dir)
     args.save = args.save or str(folder / "checkpoints")
     args.tensorboard_dir = args.tensorboard_dir or str(folder / "tensorboard")
-    # Megatron's own place for it is inside --save.
+    # Megatron's default is inside --save.
     args.wandb_save_dir = args.wandb_save_dir or str(folder / "wandb")
     args.data_cache_path = args.data_cache_path or str(folder / "data-cache")
     if args.save_interval is None:
@@ -240,29 +240,29 @@ def set_paths(args: Namespace) -> None:
 
 
 def go_on(args: Namespace) -> None:
-    """Let Megatron load the run's newest checkpoint and go on from there; on every rank."""
+    """Make Megatron resume from the run's newest checkpoint. Call on every rank."""
     if args.load:
-        # What was asked for the checkpoint that the run began with.
+        # These applied to the checkpoint that the run started from.
         args.no_load_optim = args.no_load_rng = None
         args.ckpt_step = None
     args.finetune = False
     args.load = str(Path(args.run_dir, "checkpoints"))
-    # Without it Megatron starts anew, with a warning, where the checkpoint does not load.
+    # Otherwise Megatron only warns and starts over if the checkpoint does not load.
     args.exit_on_missing_checkpoint = True
 
 
 def write_start(args: Namespace, identity: dict[str, Any]) -> int | None:
-    """Record this start; on the rank that owns the folder, after validation.
+    """Record this start. Call on the rank that owns the folder, after validation.
 
     Args:
         args: validated arguments.
-        identity: the arguments as they were given, before Megatron derived others.
+        identity: the arguments as given, before Megatron derived others.
 
     Returns:
-        the step from which the run goes on; None where it starts at step 0.
+        the step that the run resumes from; None if it starts at step 0.
 
     Raises:
-        UserError: no checkpoint is whole; the folder cannot be written.
+        UserError: no checkpoint is intact, or the folder cannot be written.
     """
     folder = Path(args.run_dir)
     try:
@@ -284,7 +284,7 @@ def write_start(args: Namespace, identity: dict[str, Any]) -> int | None:
 
 
 def _keep_tokenizer(folder: Path, args: Namespace, *, new: bool) -> None:
-    """Copy the tokenizer into the run; a new one drops what a start before it left there."""
+    """Copy the tokenizer into the run; a new run replaces the copy of an earlier start."""
     given = args.tokenizer_type == "HuggingFaceTokenizer" and Path(args.tokenizer_model)
     own = folder / OWN
     if new and own.is_dir() and not (given and given.resolve() == own.resolve()):
@@ -320,12 +320,12 @@ def _write_config(
 
 
 def identity_of(args: Namespace) -> dict[str, Any]:
-    """The arguments by which a run is known, as they were given."""
+    """Return the arguments that identify a run, as given."""
     return {name: plain(getattr(args, name)) for name in IDENTITY if hasattr(args, name)}
 
 
 def git_hash() -> str | None:
-    """The commit of megasink's checkout, '+dirty' with local changes; None outside a checkout."""
+    """Return the checkout's commit, '+dirty' with local changes; None outside a checkout."""
     where = Path(megasink.__file__).parent
     try:
         commit, state = (

@@ -1,7 +1,7 @@
-"""What is written about a step: the record of metrics.jsonl, and the scalars made from it.
+"""Build the records of metrics.jsonl, and the TensorBoard and W&B scalars derived from them.
 
-Scalars are made from the record alone, so that TensorBoard and W&B show nothing that metrics.jsonl
-does not hold. docs/observing.md says what each means.
+Scalars come only from the records, so TensorBoard and W&B show nothing that metrics.jsonl lacks.
+docs/observing.md defines each.
 
 Shapes: L layers, H query heads.
 """
@@ -26,12 +26,12 @@ RATIO = "balance_gradient_ratio"
 
 
 def is_observed(args: Namespace, iteration: int) -> bool:
-    """Whether a step's details are gathered and written: each --log-interval-th and the last."""
+    """Whether to record a step's details: every --log-interval steps, and the last step."""
     return bool(iteration % args.log_interval == 0 or iteration == args.train_iters)
 
 
 def head_record(statistics: HeadStatistics, *, details: bool) -> dict[str, Any]:
-    """The part of a step's record that is about heads; `details` only on observed steps."""
+    """Return the head metrics of a step's record; `details` only on observed steps."""
     record: dict[str, Any] = {
         "balance_loss": number(statistics.balance_loss),
         "imbalance": number(statistics.imbalance),
@@ -44,7 +44,7 @@ def head_record(statistics: HeadStatistics, *, details: bool) -> dict[str, Any]:
     if SINK in series:
         record["softmax_offset"] = rounded(series[SINK])
     if GATE in series:
-        # As many heads as the gate has: the groups of a key or value gate, one for the output's.
+        # As many heads as the gate has: the groups for a key or value gate, one for the output.
         record["explicit_gate"] = rounded(series[GATE][:, ~series[GATE].isnan().all(0)])
     if BALANCE_GRADIENT in series:
         balance_LH, other_LH = series[BALANCE_GRADIENT], series[OTHER_GRADIENT]
@@ -56,11 +56,11 @@ def head_record(statistics: HeadStatistics, *, details: bool) -> dict[str, Any]:
 def sink_record(
     prefix: str, first_key_LH: Tensor, slot_LH: Tensor
 ) -> dict[str, float | list[Any] | None]:
-    """Sink^0.3 of an evaluation in percent: of all heads, and of those of each layer (P2.2).
+    """Return Sink^0.3 of an evaluation in percent, over all heads and per layer (P2.2).
 
     Args:
         prefix: of the keys, "valid" or "test".
-        first_key_LH, slot_LH: share of the sequences, NaN where nothing was recorded.
+        first_key_LH, slot_LH: fraction of sequences; NaN where nothing was recorded.
     """
     record: dict[str, float | list[Any] | None] = {}
     for name, rate_LH in (("first_key", first_key_LH), ("slot", slot_LH)):
@@ -71,9 +71,9 @@ def sink_record(
 
 
 def head_scalars(record: dict[str, Any]) -> dict[str, float]:
-    """{name in TensorBoard and W&B: value} of a record with details.
+    """Return {name in TensorBoard and W&B: value} for a record with details.
 
-    Megatron itself writes the totals that are among its losses.
+    Megatron itself writes the totals among its losses.
     """
     scalars = {}
     for key, name in (("loss_spikes", "loss spikes"), (RATIO, "balance gradient ratio")):
@@ -102,7 +102,7 @@ def head_scalars(record: dict[str, Any]) -> dict[str, float]:
 
 
 def sink_scalars(record: dict[str, Any], split: str) -> dict[str, float]:
-    """{name: value} of what :func:`sink_record` gave, in percent."""
+    """Return {name: value} for the result of :func:`sink_record`, in percent."""
     prefix, word = f"{split}_sink_rate_", "validation" if split == "valid" else split
     return {
         f"sink rate {key.removeprefix(prefix).replace('_', ' ')} {word}": value
@@ -112,12 +112,12 @@ def sink_scalars(record: dict[str, Any], split: str) -> dict[str, float]:
 
 
 def analysis_record(results: Results) -> dict[str, float | str | None]:
-    """The line of metrics.jsonl of an analysis of the model that trains: its scalar metrics."""
+    """Return the scalar metrics of an analysis during training, for metrics.jsonl."""
     return {f"analysis_{name}": number for name, number in scalars_of(results).items()}
 
 
 def analysis_scalars(results: Results) -> dict[str, float]:
-    """{name in TensorBoard and W&B: value}; a category by its place among its levels."""
+    """Return {name in TensorBoard and W&B: value}; a category is its index among the levels."""
     entries = metrics_shown("scalar")
     return {
         f"analysis/{name.replace('_', ' ')}": float(
@@ -129,14 +129,14 @@ def analysis_scalars(results: Results) -> dict[str, float]:
 
 
 def in_one_line(results: Results) -> str:
-    """The scalar metrics that there are, by their titles."""
+    """Format the available scalar metrics in one line, by title."""
     entries = metrics_shown("scalar")
     numbers = {name: number for name, number in scalars_of(results).items() if number is not None}
     return " | ".join(f"{entries[n].title} {entries[n].text(v)}" for n, v in numbers.items())
 
 
 def _ratio(balance: Tensor, other: Tensor) -> Tensor:
-    """Norm over norm, over the last dimension; NaN where the other gradient is 0."""
+    """Return the ratio of norms over the last dimension; NaN where the other gradient is 0."""
     other_norm = other.double().norm(dim=-1)
     return (balance.double().norm(dim=-1) / other_norm).where(other_norm > 0, math.nan)
 
@@ -146,7 +146,7 @@ def _recorded(values: Tensor) -> bool:
 
 
 def number(value: Any) -> float | None:
-    """A float for JSON; None for what is none."""
+    """Convert to a float for JSON; None if missing or not finite."""
     if value is None:
         return None
     found = float(value)
@@ -154,7 +154,7 @@ def number(value: Any) -> float | None:
 
 
 def rounded(tensor: Tensor) -> list[Any]:
-    """Nested lists for JSON. Six digits: more than a gate's mean is known to, half the bytes."""
+    """Convert to nested lists for JSON, with six digits: enough for a gate mean, half the bytes."""
     if tensor.dim() > 1:
         return [rounded(row) for row in tensor.cpu()]
     values = tensor.double().tolist()

@@ -1,7 +1,7 @@
-"""The learnable sink token (P2.23): every sequence starts with a token of its own.
+"""The learnable sink token (P2.23): every sequence starts with a dedicated token.
 
-Its embedding row is what is learned, so it composes with every attention variant, every position
-embedding and every layout. Its id is one past the tokenizer's vocabulary.
+Only its embedding row is learned, so it works with every attention variant, position embedding and
+layout. Its id is one past the tokenizer's vocabulary.
 
 Shapes: B microbatch, S sequence.
 """
@@ -13,21 +13,21 @@ from torch import Tensor
 
 
 def with_sink_token(batch: Mapping[str, Tensor | None], token: int) -> dict[str, Tensor | None]:
-    """[x_0 .. x_S-1] predicting [x_1 .. x_S] becomes [sink, x_0 .. x_S-2] predicting [.. x_S-1].
+    """Prepend the sink: inputs become [sink, x_0 .. x_S-2], and targets [x_0, x_1 .. x_S-1].
 
-    The target of the sink's own position, x_0, is masked out of the loss (and so counts neither as
-    nats nor as bytes); the last target of the sample has no room. Positions count from the sink.
+    The sink's own target, x_0, is masked out of the loss (so it counts neither as nats nor as
+    bytes), and the sample's last target is dropped. Positions count from the sink.
 
     Args:
         batch: ``tokens``, ``labels``, ``position_ids`` [B, S] int64 and ``loss_mask`` [B, S];
-            None for what a pipeline stage does not have. Other entries are passed on.
+            None for what a pipeline stage does not have. Other entries are kept.
         token: id of the sink token.
     """
     result = dict(batch)
     if (tokens_BS := batch.get("tokens")) is not None:
         result["tokens"] = _shifted(tokens_BS, torch.full_like(tokens_BS[:, :1], token))
     if (labels_BS := batch.get("labels")) is not None:
-        # x_0 is not here where a pipeline stage has no tokens; any id will do under a mask of 0.
+        # A pipeline stage without tokens does not have x_0; any id works under a mask of 0.
         result["labels"] = _shifted(labels_BS, labels_BS[:, :1])
     if (mask_BS := batch.get("loss_mask")) is not None:
         result["loss_mask"] = _shifted(mask_BS, torch.zeros_like(mask_BS[:, :1]))

@@ -1,7 +1,7 @@
-"""How a run begins on every rank: rank 0 looks into the run folder, the others do as it found.
+"""Start a run on every rank: rank 0 inspects the run folder, and the others follow its decision.
 
-None of them may look for itself: rank 0 moves damaged checkpoints aside meanwhile, and a shared
-file system shows one host's changes to another later.
+Other ranks must not inspect it themselves: rank 0 may be moving damaged checkpoints aside, and a
+shared file system shows one host's changes to others later.
 """
 
 import json
@@ -19,7 +19,7 @@ from megasink.train import run_dir
 from megasink.train.lease import Lease
 from megasink.train.stop import Told
 
-# Checksums of a large checkpoint, or the lease of another host, may take rank 0 some time.
+# Verifying a large checkpoint, or waiting for another host's lease, may take rank 0 a while.
 _WAIT_SECONDS = 3600.0
 _HEARD_SECONDS = 10.0
 _START, _HEARD = "start", "heard"
@@ -27,21 +27,20 @@ _START, _HEARD = "start", "heard"
 
 @contextmanager
 def starting(args: Namespace, identity: dict[str, Any]) -> Iterator[Any]:
-    """Within it the run folder is this run's alone; ``args`` say from where every rank goes on.
+    """Hold the run folder's lease, and set ``args`` to resume from the same step on every rank.
 
     Args:
         args: validated arguments.
         identity: see `run_dir.write_start`.
 
     Yields:
-        the store that Megatron's process groups are to meet in, of this attempt alone: torchrun's
-        lives on while ranks are started again (torch/distributed/rendezvous.py:205 says that it
-        does not), and gloo would take the addresses of ranks that are gone from it. None for a
-        single rank.
+        the store for Megatron's process groups, separate for each attempt: torchrun's store
+        survives a restart of the ranks (torch/distributed/rendezvous.py:205 says that it does not),
+        and gloo would read the addresses of dead ranks from it. None for a single rank.
 
     Raises:
-        UserError: on every rank, where rank 0 may not start: another trainer is in the folder, it
-            cannot be written, or no checkpoint in it is whole.
+        UserError: on every rank, if rank 0 cannot start: another trainer uses the folder, it cannot
+            be written, or it has no intact checkpoint.
     """
     store = _store(args)
     if args.run_dir is None:
@@ -65,9 +64,9 @@ def starting(args: Namespace, identity: dict[str, Any]) -> Iterator[Any]:
 
 
 def _begin(store: Any, args: Namespace, identity: dict[str, Any]) -> None:
-    """On rank 0, which holds the lease."""
+    """Record the start on rank 0, which holds the lease, and tell the other ranks."""
     try:
-        # Another trainer may have been there since the arguments were checked.
+        # Another trainer may have used the folder since the arguments were checked.
         if problem := run_dir.folder_problem(Path(args.run_dir), resume=args.resume):
             raise UserError(problem)
         resumed_from = run_dir.write_start(args, identity)
@@ -79,7 +78,7 @@ def _begin(store: Any, args: Namespace, identity: dict[str, Any]) -> None:
 
 
 def _follow(store: Any, args: Namespace) -> None:
-    """On the other ranks. A wait within the store would not let signals through."""
+    """Wait for rank 0, on the other ranks. Polls, because a wait in the store blocks signals."""
     import torch
 
     end = time.monotonic() + _WAIT_SECONDS
@@ -99,7 +98,7 @@ def _follow(store: Any, args: Namespace) -> None:
 
 
 def _store(args: Namespace) -> Any:
-    """Where the ranks of this attempt meet before there are process groups."""
+    """Return the store that this attempt's ranks share before process groups exist."""
     if args.world_size == 1 or args.fake_process_group:
         return None
     import torch
@@ -112,7 +111,7 @@ def _store(args: Namespace) -> Any:
 
 
 def _refuse(store: Any, args: Namespace, error: UserError) -> None:
-    """Tell the others, and wait a little: the store may end with this rank."""
+    """Tell the other ranks, and wait briefly: the store may end with this rank."""
     if store is None:
         return
     store.set(_START, json.dumps({"refused": str(error)}))

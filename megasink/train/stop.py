@@ -1,8 +1,8 @@
-"""Signals that end training: at once where there is nothing to save, else after a checkpoint.
+"""Signals that end training: immediately if there is nothing to save, else after a checkpoint.
 
-Python runs a signal's handler when its main thread gets back to Python: a rank that waits in a
-collective, or for the data sets that another rank builds, would not hear of it. Here a thread hears
-of every signal at once, through the pipe that the interpreter writes their numbers to.
+Python runs signal handlers only when the main thread executes Python code, so a rank that waits in
+a collective, or for another rank to build datasets, would not react. A thread receives every signal
+immediately instead, through the interpreter's wakeup pipe.
 """
 
 import contextlib
@@ -16,20 +16,20 @@ from typing import Any, NoReturn
 
 from megasink.errors import Stopped
 
-# Ctrl-C, the end of a job, a closed terminal.
+# End of a job, Ctrl-C, closed terminal.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Told:
-    """What this rank was told, and how far it is.
+    """The signal that this rank received, and its progress.
 
     Attributes:
-        signal: the first signal that this rank, or any other, got; 0: none.
-        saves: whether the training loop looks for it after each step, and saves a checkpoint.
+        signal: the first signal that any rank received, or 0.
+        saves: whether the training loop checks for it after each step, and saves a checkpoint.
         phase: what the rank is doing, in words.
-        run_dir: folder of the run, or None.
-        by: the signals after which the training loop saves; any other ends the rank at once.
-        release: gives the run folder back.
+        run_dir: the run folder, or None.
+        by: the signals after which the training loop saves; others end the rank immediately.
+        release: releases the run folder.
     """
 
     signal = 0
@@ -41,7 +41,7 @@ class Told:
 
 
 def left(run_dir: Path | None) -> str:
-    """What of a run is left, and how to go on."""
+    """Describe what is saved of a run, and how to resume it."""
     if run_dir is None:
         return "without --run-dir no checkpoint is known"
     tracker = run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
@@ -53,15 +53,15 @@ def left(run_dir: Path | None) -> str:
 
 
 def name_of(number: int) -> str:
-    """Of a signal, as it is written: Ctrl-C is SIGINT."""
+    """Return a signal's name: Ctrl-C is SIGINT."""
     return signal.Signals(number).name
 
 
 def listen() -> None:
-    """From here on the signals that end a rank are its own to decide about.
+    """Start handling the signals that end a rank.
 
-    A signal that is ignored (``nohup``) stays so. Called once, in the main thread, as early as
-    can be: importing Megatron takes seconds.
+    Ignored signals (``nohup``) stay ignored. Call once, in the main thread, as early as possible:
+    importing Megatron takes seconds.
     """
     receiving, sending = os.pipe()
     os.set_blocking(sending, False)
@@ -69,36 +69,36 @@ def listen() -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _do_nothing)
     signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
-    # What is forked shares the pipe.
+    # Forked processes share the pipe.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     threading.Thread(target=_hear, args=(receiving,), name="signals", daemon=True).start()
 
 
 def training_begins(exit_signal: int) -> None:
-    """From here on there is something to save."""
+    """Save on signals from now on."""
     Told.by = tuple({*SIGNALS, exit_signal} - ({signal.SIGTERM} - {exit_signal}))
     Told.saves = True
 
 
 def training_ended() -> None:
-    """From here on everything is saved."""
+    """End immediately on signals from now on: everything is saved."""
     Told.saves, Told.phase = False, "ending"
     if Told.signal:
         leave(Told.signal)
 
 
 def all_told(number: int) -> None:
-    """Some rank got a signal: the loop saves and ends."""
+    """Record a signal that some rank received: the loop saves and ends."""
     Told.signal = number
 
 
 def leave(number: int) -> NoReturn:
-    """End this process here and now."""
+    """End this process immediately."""
     if os.environ.get("RANK", "0") == "0":
         text = f"stopped by {name_of(number)} while {Told.phase}; {left(Told.run_dir)}"
         write_to_stderr(f"megasink: {text}")
     if Told.release is not None:
-        # In a thread: a file server that is away must not keep us.
+        # In a thread: an unavailable file server must not block the exit.
         giving_back = threading.Thread(target=Told.release, daemon=True)
         giving_back.start()
         giving_back.join(5.0)
@@ -106,16 +106,16 @@ def leave(number: int) -> NoReturn:
 
 
 def write_to_stderr(line: str) -> None:
-    """Write a line of an error, whatever becomes of it: from any thread, and to a closed end."""
+    """Write a line to stderr from any thread, even if stderr is closed."""
     with contextlib.suppress(OSError):
         os.write(2, f"{line}\n".encode())
 
 
 @contextlib.contextmanager
 def ending_at_once(doing: str) -> Iterator[None]:
-    """The launcher before it has started anything: one line, and no way to swallow it.
+    """End the launcher with one line on a signal, before it has started anything.
 
-    A KeyboardInterrupt that falls into an import may be caught by what is imported.
+    A KeyboardInterrupt during an import could be caught by the imported module.
     """
 
     def end(number: int, frame: Any) -> None:
@@ -137,7 +137,7 @@ def ending_at_once(doing: str) -> Iterator[None]:
 
 
 def _do_nothing(number: int, frame: Any) -> None:
-    """A handler must be there, or the system ends the process."""
+    """Do nothing: without a handler the system would end the process."""
 
 
 def _hear(receiving: int) -> None:

@@ -1,4 +1,4 @@
-"""Reads a growing file of JSON lines, each line once."""
+"""Read a growing JSON-lines file, each line once."""
 
 import json
 from contextlib import suppress
@@ -7,10 +7,10 @@ from typing import Any
 
 
 class NewLines:
-    """The records that a JSON-lines file gained since the last call.
+    """Read the records appended to a JSON-lines file since the last call.
 
     Args:
-        path: the file, which need not exist yet. What it holds now counts as read.
+        path: the file, which may not exist yet. Its current contents count as read.
     """
 
     def __init__(self, path: Path):
@@ -19,13 +19,13 @@ class NewLines:
         self()
 
     def __call__(self) -> list[dict[str, Any]]:
-        """Whole lines only; those that a kill cut short are passed over."""
+        """Return the new complete lines, without those truncated by a kill."""
         try:
             size = self._path.stat().st_size
         except FileNotFoundError:
             return []
         if size < self._read:
-            # A resumed run drops the steps that it runs again; what is left was read before.
+            # A resumed run drops the steps that it repeats; the rest was read before.
             self._read = size
             return []
         with self._path.open("rb") as file:

@@ -1,6 +1,6 @@
-"""What megasink asks of Megatron, torch and TransformerEngine: versions, patches, mends.
+"""Requirements on Megatron, torch and TransformerEngine: versions, patches, fixes.
 
-``versions`` what is installed, and whether it was tested; ``source`` finds a quoted line in an
-upstream file; ``register`` replaces upstream attributes; ``table`` declares every such patch; and
-``mends`` repairs the defects that stand in the way on every platform.
+``versions`` checks the installed versions; ``source`` finds a quoted line in an upstream file;
+``register`` replaces upstream attributes; ``table`` lists every patch; and ``mends`` fixes upstream
+defects that matter on every platform.
 """

@@ -1,9 +1,9 @@
-"""AdamW with one ``step`` per parameter group, as TransformerEngine's and apex's FusedAdam keep it.
+"""AdamW with one ``step`` per parameter group, like FusedAdam of TransformerEngine and apex.
 
-Megatron's distributed optimizer saves and loads its state in the form of FusedAdam. With torch's
-AdamW, which keeps a ``step`` tensor per parameter, its resharding checkpoints do not load
-(megatron/core/optimizer/distrib_optimizer.py:838,1025). Where neither library is installed this
-class takes FusedAdam's place.
+Megatron's distributed optimizer saves and loads FusedAdam's state format. Its resharding
+checkpoints do not load with torch's AdamW, which has a ``step`` tensor per parameter
+(megatron/core/optimizer/distrib_optimizer.py:838,1025). This class replaces FusedAdam if neither
+library is installed.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,14 +13,13 @@ import torch
 
 
 class GroupStepAdam(torch.optim.Optimizer):
-    """Adam (``adam_w_mode=False``) or AdamW (``True``), multi-tensor, step kept per group.
+    """Adam (``adam_w_mode=False``) or AdamW (``True``), multi-tensor, with one step per group.
 
     Args:
-        params: parameters or groups; the parameters may be of any floating dtype, states have
-            the parameter's dtype.
+        params: parameters or groups, of any floating dtype; states have the parameter's dtype.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW.
-        adam_w_mode: decoupled weight decay.
-        capturable: accepted for FusedAdam's signature; must be False.
+        adam_w_mode: use decoupled weight decay.
+        capturable: for compatibility with FusedAdam; must be False.
     """
 
     def __init__(
@@ -41,11 +40,11 @@ class GroupStepAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update; parameters without a gradient are left alone."""
+        """Perform one update; skip parameters without a gradient."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            # A rank that holds none of the group's parameters counts too: its number is saved.
+            # Count even on a rank with none of the group's parameters: its step is saved too.
             group["step"] = group.get("step", 0) + 1
             if not params:
                 continue

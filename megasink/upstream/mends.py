@@ -1,4 +1,4 @@
-"""Defects of megatron-core 0.19 that stand in the way on every platform, mended."""
+"""Fixes for defects of megatron-core 0.19 that matter on every platform."""
 
 import functools
 import itertools
@@ -114,10 +114,10 @@ CHAINED_STATES = Patch(
 
 
 def mend_upstream() -> None:
-    """Apply what is declared above, where it was not yet: in every process that uses Megatron.
+    """Apply the patches above once, in every process that uses Megatron.
 
     Raises:
-        UserError: upstream's source has changed; or its dataset helpers cannot be imported.
+        UserError: upstream's source has changed, or its dataset helpers cannot be imported.
     """
     from megatron.core import optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -166,7 +166,7 @@ def _float32_first(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_every_parameter(method: Callable[..., Any]) -> Callable[..., Any]:
-    """While it saves and loads, float32 parameters are shown as main parameters of their own."""
+    """Treat float32 parameters as their own main parameters while `method` saves or loads."""
 
     @functools.wraps(method)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -196,23 +196,23 @@ def _for_any_expert_parallelism(upstream: Callable[..., Any]) -> Callable[..., A
 
 
 def for_optimizers(state: dict[Any, Any], own: list[list[dict[str, Any]]]) -> dict[Any, Any]:
-    """The loaded state of one optimizer for several, or of several for one.
+    """Convert the loaded state of one optimizer for several, or of several for one.
 
-    A distributed checkpoint puts the tensors where the model that loads has them; what is common
-    to all ranks, the settings of the parameter groups, comes as it was saved: for several
-    optimizers under their numbers 0, 1, ..., for one beside the tensors.
+    A distributed checkpoint loads tensors in the layout of the current model. The parameter group
+    settings, which all ranks share, keep the saved layout: under the numbers 0, 1, ... of several
+    optimizers, or next to the tensors of a single one.
 
     Args:
-        state: as megatron.core.dist_checkpointing loads it; not changed.
-        own: the parameter groups of each optimizer of the model that loads.
+        state: from megatron.core.dist_checkpointing; not modified.
+        own: the parameter groups of each optimizer of the current model.
 
     Returns:
-        the state, under the numbers of several optimizers or without them, as the model has them.
+        the state in the current model's layout: numbered for several optimizers, else not.
     """
     numbered = {key: piece for key, piece in state.items() if isinstance(key, int)}
     whole = {key: piece for key, piece in state.items() if not isinstance(key, int)}
     if not numbered or not whole:
-        return state  # saved with as many optimizers as there are now
+        return state  # the layout is unchanged
     if len(own) == 1:
         saved = [group for piece in numbered.values() for group in _groups_in(piece)]
         return numbered[0] | _with_groups(whole, saved, own[0], "optimizer" in numbered[0])
@@ -232,17 +232,17 @@ def _groups_in(piece: dict[str, Any]) -> list[dict[str, Any]]:
 def _with_groups(
     piece: dict[str, Any], saved: list[dict[str, Any]], own: list[dict[str, Any]], nested: bool
 ) -> dict[str, Any]:
-    """The state of one optimizer with the saved settings of its groups; experts have no others."""
+    """Add the saved group settings to one optimizer's state; experts have the same settings."""
     from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
     keys = [key for key in param_group_identifier_keys if key != "is_expert_parallel"]
     inner = piece.get("optimizer", {}) if nested else piece
-    # Where the tensors are sharded by parameter these numbers say which belong to a group.
+    # If tensors are sharded by parameter, these numbers assign them to groups.
     numbers = inner.get("param_groups", [{}] * len(own))
     groups = []
     for mine, number in zip(own, numbers, strict=True):
         same = (g for g in saved if all(g.get(key) == mine.get(key) for key in keys))
-        # Without any upstream says which group is missing.
+        # If none matches, upstream reports the missing group.
         for group in itertools.islice(same, 1):
             expert = {"is_expert_parallel": mine["is_expert_parallel"]}
             groups.append(group | expert | number)

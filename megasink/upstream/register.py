@@ -1,9 +1,9 @@
-"""The one way in which megasink replaces an attribute of an upstream package.
+"""The only mechanism by which megasink replaces attributes of upstream packages.
 
-Before anything is replaced, the lines of upstream's source that a patch rests on are looked up in
-the installed source (`source.Quote`). Where one has gone, the run is refused in one line with the
-package, its version and what was expected: a replacement for code that has changed would fail
-later, or do something else without a word.
+Before a replacement, the upstream lines that a patch depends on are looked up in the installed
+source (`source.Quote`). If one is missing, the run is refused in one line with the package, its
+version and the expected code: replacing changed code would fail later, or silently do something
+else.
 """
 
 import pkgutil
@@ -24,14 +24,14 @@ class Patch:
     """Attributes of an upstream module or class that megasink replaces.
 
     Attributes:
-        name: as `megasink info` lists it.
-        room: when it is in force: "platform" where Megatron runs on a CPU, "always" in every
-            process that uses Megatron, "training" in a run, "loading" while one is loaded.
-        owner: dotted name of the module or class; of the first, where there are several.
-        attributes: what is replaced there, separated by spaces.
-        reason: why, in one sentence.
-        quotes: the upstream lines that make it necessary, and the headers of what it replaces.
-        test: file of the test in which upstream code runs with it, or fails without it.
+        name: the name in `megasink info`.
+        room: when the patch is active: "platform" if Megatron runs on a CPU, "always" in every
+            process that uses Megatron, "training" in a run, "loading" while a run is loaded.
+        owner: dotted name of the module or class; the first, if there are several.
+        attributes: the replaced attributes, separated by spaces.
+        reason: why the patch is needed, in one sentence.
+        quotes: the upstream lines that make it necessary, and the signatures that it replaces.
+        test: the test file in which upstream code runs with the patch, or fails without it.
     """
 
     name: str
@@ -43,10 +43,10 @@ class Patch:
     test: str
 
     def where(self) -> list[str]:
-        """``file:line`` of each quotation in the installed source, for those that are installed.
+        """Return ``file:line`` for each quote whose package is installed.
 
         Raises:
-            UserError: a line has gone.
+            UserError: a quoted line is missing.
         """
         places = []
         for quote in self.quotes:
@@ -61,15 +61,15 @@ class Patch:
 
     @property
     def is_active(self) -> bool:
-        """Whether it is in force in this process."""
+        """Whether the patch is active in this process."""
         return any(replacement.patch is self for replacement in _active)
 
     def apply(self, on: Any = None, /, **new: Any) -> list["Replacement"]:
         """Replace attributes from now on.
 
         Args:
-            on: the object that has them, if it is not `owner`.
-            new: replacement of each attribute.
+            on: the object to patch, if not `owner`.
+            new: the replacement of each attribute.
 
         Raises:
             UserError: upstream's source has changed.
@@ -82,7 +82,7 @@ class Patch:
 
     @contextmanager
     def replacing(self, on: Any = None, /, **new: Any) -> Iterator[None]:
-        """As `apply`, until the end of the block."""
+        """Apply the patch until the end of the block."""
         made = self.apply(on, **new)
         try:
             yield
@@ -102,7 +102,7 @@ class Replacement:
 
     @classmethod
     def make(cls, patch: Patch, owner: Any, name: str, new: Any) -> "Replacement":
-        """Replace it."""
+        """Replace an attribute."""
         if not hasattr(owner, name):
             raise UserError(
                 f"{patch.quotes[0].distribution}: {getattr(owner, '__name__', owner)} no longer "
@@ -120,19 +120,19 @@ class Replacement:
 
     @property
     def target(self) -> str:
-        """As Python writes it."""
+        """The dotted name of the attribute."""
         owner = getattr(self.owner, "__name__", None) or getattr(self.owner, "name", self.owner)
         return f"{owner}.{self.name}"
 
     def undo(self) -> None:
-        """Put the original back."""
+        """Restore the original."""
         if self.original is _MISSING:
             delattr(self.owner, self.name)
         else:
             setattr(self.owner, self.name, self.original)
 
     def redo(self) -> None:
-        """Put the replacement back."""
+        """Reapply the replacement."""
         setattr(self.owner, self.name, self.replacement)
 
 
@@ -140,12 +140,12 @@ _active: list[Replacement] = []
 
 
 def active(room: Room | None = None) -> list[Replacement]:
-    """What is replaced in this process, in order; of one room alone where one is given."""
+    """Return this process's replacements in order, optionally of one room only."""
     return [r for r in _active if room in (None, r.patch.room)]
 
 
 def undo(replacements: list[Replacement]) -> None:
-    """Put the originals back, the latest first."""
+    """Restore the originals, latest first."""
     for replacement in reversed(replacements):
         replacement.undo()
         _active.remove(replacement)
@@ -153,7 +153,7 @@ def undo(replacements: list[Replacement]) -> None:
 
 @contextmanager
 def suspended(room: Room = "platform") -> Iterator[None]:
-    """Every original is back inside the block: what a step costs without the replacements."""
+    """Restore every original within the block, to measure the cost of the replacements."""
     replacements = active(room)
     with ExitStack() as stack:
         for replacement in replacements:

@@ -1,8 +1,8 @@
-"""Lines of upstream's source files, quoted and found again: by what they say, not by number.
+"""Find quoted lines in upstream's source files by content, not line number.
 
-Files are read and parsed, never imported. A quotation is compared as a syntax tree, so comments,
-docstrings, annotations, line breaks and quotation marks may change, and lines may move within
-their function.
+Files are read and parsed, never imported. Quotes are compared as syntax trees, so comments,
+docstrings, annotations, line breaks and quotation marks may change, and lines may move within their
+function.
 """
 
 import ast
@@ -20,7 +20,7 @@ _DISTRIBUTIONS = {"megatron": "megatron-core", "transformer_engine": "transforme
 
 
 class MovedError(Exception):
-    """Upstream's source does not hold what is quoted; the message says what and where."""
+    """Raised if upstream's source lacks a quoted line; the message says which, and where."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Quote:
 
     Attributes:
         where: ``package.module``, or ``package.module:Class.method`` for a line inside one.
-        code: a statement or an expression; ``f(...)`` is a call with any arguments. Or a header,
-            ``def f(a, b)``: the names of the parameters; ``*_`` at its end allows more of them.
+        code: a statement or an expression; ``f(...)`` matches a call with any arguments. Or a
+            signature, ``def f(a, b)``, of parameter names; a final ``*_`` allows more parameters.
     """
 
     where: str
@@ -38,20 +38,20 @@ class Quote:
 
     @property
     def distribution(self) -> str:
-        """The package on PyPI, and its installed version."""
+        """The PyPI name and installed version of the package."""
         top = self.where.partition(".")[0]
         name = _DISTRIBUTIONS.get(top, top)
         return f"{name} {version_of(name)}"
 
     def is_installed(self) -> bool:
-        """Whether there is a source to look into."""
+        """Whether the package is installed."""
         return importlib.util.find_spec(self.where.partition(".")[0]) is not None
 
     def find(self) -> str:
-        """``file:line`` in the installed source.
+        """Return ``file:line`` in the installed source.
 
         Raises:
-            MovedError: it is not there any more.
+            MovedError: the line is missing.
         """
         module, _, scope = self.where.partition(":")
         quoted: ast.AST = ast.parse(f"{self.code}: ..." if self._is_header else self.code).body[0]
@@ -84,7 +84,7 @@ class Quote:
 
 @cache
 def _read(module: str) -> tuple[str, str]:
-    """(path from the top of the package, text) of a module's file."""
+    """Return (path with the package name, text) of a module's file."""
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
     for folder in (spec and spec.submodule_search_locations) or ():
@@ -97,12 +97,12 @@ def _read(module: str) -> tuple[str, str]:
 
 @cache
 def _block(text: str, scope: str) -> tuple[int, ast.Module]:
-    """(lines before it, tree) of a function, of the class or function it is in, or of a module.
+    """Return (number of lines before it, tree) of a function, class or module.
 
-    Only its own lines are parsed: Megatron's files have thousands.
+    Only the block's own lines are parsed: Megatron's files have thousands.
 
     Raises:
-        LookupError: there is none of that name.
+        LookupError: the name does not exist.
     """
     if not scope:
         return 0, ast.parse(text)
@@ -114,7 +114,7 @@ def _block(text: str, scope: str) -> tuple[int, ast.Module]:
             if head.match(lines[number]):
                 start = number
                 break
-            # A method of the next class is another one.
+            # A method of the next class does not match.
             if indent == r"\s+" and lines[number].startswith("class "):
                 raise LookupError(name)
         else:
@@ -132,7 +132,7 @@ def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
 
 
 def _same(quoted: object, there: object) -> bool:
-    """Whether two syntax trees say the same; ``...`` as the arguments of a call is any."""
+    """Whether two syntax trees match; ``...`` as a call's arguments matches any."""
     if isinstance(quoted, ast.expr_context):
         return True
     if type(quoted) is not type(there):

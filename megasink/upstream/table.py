@@ -1,6 +1,6 @@
-"""Every attribute of an upstream package that megasink replaces, in one list.
+"""The list of all upstream attributes that megasink replaces.
 
-`megasink info` shows it; tests/upstream breaks each of its quotations on purpose.
+`megasink info` shows it; tests/upstream breaks each of its quotes on purpose.
 """
 
 from megasink.platform import patches
@@ -13,4 +13,4 @@ TABLE: tuple[Patch, ...] = tuple(
     for value in vars(room).values()
     if isinstance(value, Patch)
 )
-"""In the order of their rooms."""
+"""All patches, ordered by room."""

@@ -1,6 +1,6 @@
-"""What is replaced of Megatron's training loop, and of the loading of checkpoints.
+"""Patches of Megatron's training loop and checkpoint loading.
 
-The replacements are made where they are used, in train/ and checkpoint/.
+The replacements are in train/ and checkpoint/, where they are used.
 """
 
 from megasink.upstream.register import Patch
@@ -202,7 +202,7 @@ FLAG_SOURCES = Patch(
     "tests/test_mistakes.py",
 )
 
-# Loading of checkpoints, without running code that the files name.
+# Loading checkpoints without running code from the files.
 METADATA = Patch(
     "index of a checkpoint",
     "loading",

@@ -1,4 +1,4 @@
-"""Versions present, and one clear error for each that does not fit."""
+"""Installed versions, and a clear error for each unsupported one."""
 
 import importlib.metadata
 import importlib.util
@@ -7,7 +7,7 @@ import sys
 
 from megasink.errors import UserError
 
-# What was tested; a release outside may move the places that layers and patches hold on to.
+# Tested versions; others may change the code that layers and patches depend on.
 SUPPORTED = {"megatron-core": ((0, 19), (0, 20)), "torch": ((2, 11), None)}
 REPORTED = (
     "megatron-core",
@@ -24,7 +24,7 @@ REPORTED = (
 
 
 def version_of(package: str) -> str | None:
-    """The installed version of a distribution, or None."""
+    """Return the installed version of a distribution, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -32,7 +32,7 @@ def version_of(package: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Python and every package of interest that is installed, with its version."""
+    """Return the versions of Python and of every relevant installed package."""
     installed = {"python": ".".join(map(str, sys.version_info[:3]))}
     installed |= {name: v for name in REPORTED if (v := version_of(name)) is not None}
     if not have_apex():
@@ -45,10 +45,10 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def check_versions() -> None:
-    """Refuse an environment in which the hooks of megasink do not fit.
+    """Refuse an environment that megasink's hooks do not support.
 
     Raises:
-        UserError: Python below 3.12, or a package that is missing or outside the tested range.
+        UserError: Python is below 3.12, or a package is missing or outside the tested range.
     """
     if sys.version_info < (3, 12):  # noqa: UP036  (run from a checkout, pip has not checked)
         raise UserError(
@@ -67,12 +67,12 @@ def check_versions() -> None:
 
 
 def have_transformer_engine() -> bool:
-    """Whether TransformerEngine can be imported (its modules need CUDA besides)."""
+    """Whether TransformerEngine can be imported (its modules also need CUDA)."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
 def have_apex() -> bool:
-    """Whether NVIDIA's apex is there: the package of that name on PyPI is another one."""
+    """Whether NVIDIA's apex is installed: the PyPI package of that name is unrelated."""
     return importlib.util.find_spec("apex") is not None and (
         importlib.util.find_spec("amp_C") is not None
     )

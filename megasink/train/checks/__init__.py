@@ -1,6 +1,6 @@
-"""What a command line gets wrong, found before anything is built.
+"""Checks of a command line, before anything is built.
 
-A file for each subject, each with ``problems(args)``: a sentence for everything wrong there.
+Each file covers one subject with ``problems(args)``, which returns one message per problem.
 """
 
 from argparse import Namespace
@@ -47,18 +47,18 @@ _EARLY = (
 
 
 def early_problems(args: Namespace) -> list[str]:
-    """What is wrong whatever the device and the files hold, a sentence each."""
+    """Return one message per problem that is independent of devices and files."""
     return [*_of_flags(args), *data.problems(args)]
 
 
 def problems(args: Namespace) -> list[str]:
-    """Everything wrong with parsed arguments, a sentence each. Reads files, builds nothing."""
+    """Return one message per problem with the parsed arguments. Reads files, builds nothing."""
     from megasink.train.checks import attention, data_files, device, vocabulary
 
     found = [*_of_flags(args), *attention.problems(variants.with_known_variant(args))]
     for subject in (device, data, vocabulary, data_files):
         found += subject.problems(args)
-    # The others would see what rank 0 has just written; torchrun ends them when rank 0 refuses.
+    # Other ranks would see files that rank 0 has just written; torchrun ends them if rank 0 fails.
     if args.rank == 0:
         found += run_dir.problems(args)
     return found

@@ -1,4 +1,4 @@
-"""What a command line asks of attention kernels."""
+"""Checks of attention kernels."""
 
 from argparse import Namespace
 
@@ -13,12 +13,12 @@ from megasink.variants import variant
 
 
 def problems(args: Namespace) -> list[str]:
-    """A sentence for each kernel that was asked for and cannot run, or that nothing can run."""
+    """Return messages if the requested kernel cannot run, or if no kernel can."""
     heads = args.num_attention_heads
-    # Without a shape, which others ask for, there is no call to ask a kernel about.
+    # Without a shape, which other checks report, there is no call to check.
     if not heads or heads < 1 or not (args.hidden_size or args.kv_channels):
         return []
-    # Another similarity has a computation of its own, and its own sentence about kernels.
+    # Other similarities have their own implementation, and their own message about kernels.
     softmax = args.attention_similarity == "softmax"
     try:
         choose_backend(attention_request(args), args.attention_kernel if softmax else "eager")
@@ -28,7 +28,7 @@ def problems(args: Namespace) -> list[str]:
 
 
 def attention_request(args: Namespace) -> AttentionRequest:
-    """The attention call that the model of these arguments makes."""
+    """Return the attention call that the model makes."""
     kernel = variant(args.attention_variant).kernel
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     return AttentionRequest(

@@ -1,4 +1,4 @@
-"""What a command line gets wrong about the head-balance loss."""
+"""Checks of the head-balance loss."""
 
 from argparse import Namespace
 from typing import get_args
@@ -7,7 +7,7 @@ from megasink.config import Scope
 
 
 def problems(args: Namespace) -> list[str]:
-    """A sentence for each."""
+    """Return one message per problem."""
     found = []
     coeff = args.head_balance_coeff
     if coeff < 0:

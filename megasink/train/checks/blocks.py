@@ -1,4 +1,4 @@
-"""What a command line gets wrong about the layers around attention."""
+"""Checks of the layers around attention."""
 
 from argparse import Namespace
 from typing import get_args
@@ -9,17 +9,17 @@ from megasink.flags import flag_of
 GATED_UNITS = ("reglu", "geglu", "swiglu")
 # Megatron's flags that choose the activation of the FFN.
 _ACTIVATIONS = ("swiglu", "squared_relu", "quick_geglu", "openai_gelu", "onnx_safe")
-# TransformerEngine's own FFN: its gelu is the approximation by tanh, its norms cannot be taken out.
+# TransformerEngine's FFN: its gelu is the tanh approximation, and its norms cannot be removed.
 _FUSED_FFN = ("use_te_activation_func", "use_transformer_engine_op_fuser")
 
 
 def problems(args: Namespace) -> list[str]:
-    """A sentence for each."""
+    """Return one message per problem."""
     return [*_residual(args), *_activation(args), *_multi_head_addition(args)]
 
 
 def set_gated_unit(args: Namespace) -> None:
-    """Tell Megatron of a gated unit: the default size of its FFN and its FLOPs follow --swiglu."""
+    """Set --swiglu for a gated unit: Megatron's default FFN size and FLOPs depend on it."""
     args.swiglu = args.swiglu or args.ffn_activation in GATED_UNITS
 
 

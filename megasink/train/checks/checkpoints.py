@@ -1,10 +1,10 @@
-"""What a command line gets wrong about writing checkpoints."""
+"""Checks of checkpoint saving."""
 
 from argparse import Namespace
 
 
 def problems(args: Namespace) -> list[str]:
-    """A sentence for each."""
+    """Return one message per problem."""
     found = []
     if args.exit_signal_handler_for_training:
         found.append(

@@ -1,4 +1,4 @@
-"""What a command line gets wrong about context parallelism."""
+"""Checks of context parallelism."""
 
 from argparse import Namespace
 
@@ -6,7 +6,7 @@ from megasink.config import COMM_TYPES
 
 
 def problems(args: Namespace) -> list[str]:
-    """A sentence for each."""
+    """Return one message per problem."""
     found = []
     if args.hybrid_context_parallel:
         found.append(
@@ -60,12 +60,12 @@ def _comm_type(args: Namespace) -> list[str]:
 
 
 def _shares(args: Namespace) -> list[str]:
-    """Whether every rank gets a share of the heads and of the key/value groups."""
+    """Report heads or key/value groups that do not divide among the ranks."""
     size, tensor = args.context_parallel_size, args.tensor_model_parallel_size
     heads = args.num_attention_heads
     counts = {"--num-attention-heads": heads}
     if args.group_query_attention:
-        # Where groups are fewer than the tensor-parallel ranks, each of these has a copy of one.
+        # With fewer groups than tensor-parallel ranks, each rank has a copy of one group.
         counts["--num-query-groups"] = max(args.num_query_groups or heads, tensor)
     return [
         f"--cp-comm-type a2a: {flag} {count} is not divisible by --tensor-model-parallel-size "

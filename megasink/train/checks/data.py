@@ -1,4 +1,4 @@
-"""Data sets and tokenizers that a command line does not name, or that are not there."""
+"""Checks for datasets and tokenizers that are not given, or do not exist."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ _FLAGS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-
 
 
 def problems(args: Namespace) -> list[str]:
-    """A sentence for each. Imports neither torch nor Megatron."""
+    """Return one message per problem. Imports neither torch nor Megatron."""
     found = []
     given = args.data_path or args.train_data_path or args.data_args_path
     given = given or args.per_split_data_args_path
@@ -35,14 +35,14 @@ def problems(args: Namespace) -> list[str]:
 
 
 def named_prefixes(args: Namespace) -> Iterator[tuple[str, str]]:
-    """Flag and prefix of every data set on the command line."""
+    """Yield the flag and prefix of every dataset on the command line."""
     for flag in _FLAGS:
         words = getattr(args, flag.removeprefix("--").replace("-", "_"))
         yield from ((flag, prefix) for prefix in without_weights(words or []))
 
 
 def without_weights(words: list[str]) -> Iterator[str]:
-    """The prefixes of a blend, which may have weights between them."""
+    """Return the prefixes of a blend, without the weights between them."""
     for word in words:
         try:
             float(word)
@@ -54,5 +54,5 @@ def without_weights(words: list[str]) -> Iterator[str]:
 
 
 def missing_files(prefix: str) -> list[str]:
-    """The files of a data set that are not there."""
+    """Return the missing files of a dataset."""
     return [prefix + s for s in (".bin", ".idx") if not Path(prefix + s).is_file()]

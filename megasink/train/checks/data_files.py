@@ -1,4 +1,4 @@
-"""What is wrong inside the data sets of a command line, found before anything is built."""
+"""Checks of dataset contents, before anything is built."""
 
 import json
 from argparse import Namespace
@@ -16,7 +16,7 @@ _DEFAULT_SPLIT = "969,30,1"  # Megatron's (arguments.py:651), set after these ch
 
 
 def problems(args: Namespace) -> list[str]:
-    """A sentence for each. Sizes, and at most 50 MB of each data set, are read."""
+    """Return one message per problem. Reads sizes, and at most 50 MB of each dataset."""
     if args.mock_data:
         return []
     found = []
@@ -34,7 +34,7 @@ def problems(args: Namespace) -> list[str]:
     try:
         tokenizer = transformers_tokenizer(args)
     except UserError:
-        tokenizer = None  # `vocabulary` says why
+        tokenizer = None  # `vocabulary` reports why
     for flag, prefix in dict.fromkeys([*named_prefixes(args), *listed]):
         if missing_files(prefix):
             continue
@@ -46,10 +46,10 @@ def problems(args: Namespace) -> list[str]:
 
 
 def _listed_prefixes(args: Namespace) -> Iterator[tuple[str, str]]:
-    """Flag and prefix of every data set that stands in a file.
+    """Yield the flag and prefix of every dataset that is listed in a file.
 
     Raises:
-        UserError: the file cannot be read, or holds something else.
+        UserError: the file cannot be read, or is not a list of datasets.
     """
     if args.data_args_path:
         flag, path = "--data-args-path", args.data_args_path
@@ -76,7 +76,7 @@ def _read(flag: str, path: str) -> str:
 
 
 def _empty_parts(prefix: str, given: str | None) -> list[str]:
-    """Parts of a split that get no document: Megatron counts epochs over them without an end.
+    """Report parts of a split without a document: Megatron counts their epochs in an endless loop.
 
     gpt_dataset.py:694 adds the tokens of one epoch, here 0, until there are enough.
     """
@@ -87,7 +87,7 @@ def _empty_parts(prefix: str, given: str | None) -> list[str]:
 
     lengths = sequence_lengths(prefix)
     if lengths is None:
-        return []  # `data_problem` says what is wrong
+        return []  # `data_problem` reports the error
     documents = len(lengths)
     split = given or _DEFAULT_SPLIT
     try:
@@ -111,7 +111,7 @@ def _empty_parts(prefix: str, given: str | None) -> list[str]:
 
 
 def _split_that_fits(documents: int) -> str:
-    """The smallest share for validation that holds a document; one document is for training."""
+    """Suggest the smallest validation share that holds a document and leaves one for training."""
     for percent in (1, 5, 10, 20, 30, 50):
         if 0 < round((100 - percent) / 100 * documents) < documents:
             return f"{100 - percent},{percent},0"

@@ -1,11 +1,11 @@
-"""What a command line asks of a device that is not there."""
+"""Checks for options that need a missing device."""
 
 from argparse import Namespace
 
 from megasink import platform
 from megasink.upstream.versions import have_transformer_engine
 
-# Parts of the trainer that ask the CUDA driver themselves.
+# Parts of the trainer that call the CUDA driver directly.
 _NEED_CUDA = {
     "profile": "--profile",
     "record_memory_history": "--record-memory-history",
@@ -14,7 +14,7 @@ _NEED_CUDA = {
 
 
 def problems(args: Namespace) -> list[str]:
-    """A sentence for each."""
+    """Return one message per problem."""
     found = []
     if platform.is_active():
         if args.distributed_backend != "gloo":

@@ -1,4 +1,4 @@
-"""What a command line gets wrong about MoE layers and what recomputes them."""
+"""Checks of MoE layers and their recomputation."""
 
 from argparse import Namespace
 
@@ -6,15 +6,15 @@ from megasink import platform
 from megasink.flags import flag_of
 from megasink.upstream.versions import have_transformer_engine
 
-# Kernels for experts that are TransformerEngine's.
+# TransformerEngine's kernels for experts.
 _FUSED = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
-# Selective recomputation that frees outputs is written for TransformerEngine alone
+# Selective recomputation that frees outputs supports only TransformerEngine
 # (megatron/core/tensor_parallel/random.py:693).
 _RECOMPUTED_BY_TE = ("layernorm", "moe_act", "mla_up_proj")
 
 
 def problems(args: Namespace) -> list[str]:
-    """A sentence for each."""
+    """Return one message per problem."""
     return [*_experts(args), *_recompute(args)]
 
 

@@ -1,4 +1,4 @@
-"""What a command line gets wrong about explicit gates."""
+"""Checks of explicit gates."""
 
 from argparse import Namespace
 from typing import get_args, get_type_hints
@@ -9,7 +9,7 @@ from megasink.errors import ConfigError
 
 
 def problems(args: Namespace) -> list[str]:
-    """A sentence for each."""
+    """Return one message per problem."""
     found = _unknown_names(args)
     if getattr(args, "attention_output_gate", False):
         found.append(
@@ -56,7 +56,7 @@ def _of_the_gate(args: Namespace) -> list[str]:
                 "--gate-position output needs the normed hidden state, which TransformerEngine "
                 "keeps inside linear_qkv: use --transformer-impl local or --gate-position sdpa"
             )
-    # One factor for a head, or one summand under LayerNorm, is what such a norm takes out.
+    # Such a norm cancels a factor per head, or under LayerNorm a constant summand.
     removed = args.gate_operation == "multiply" or args.normalization == "LayerNorm"
     normed = position in ("key", "query") and (args.qk_layernorm or args.qk_l2_norm)
     if normed and removed and args.gate_granularity == "headwise":
@@ -104,14 +104,14 @@ def _width(args: Namespace) -> list[str]:
 
 
 def with_shape(args: Namespace) -> Namespace:
-    """The arguments with what Megatron derives later: groups and head dim."""
+    """Return the arguments with what Megatron derives later: groups and head dim."""
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     head_dim = args.kv_channels or args.hidden_size // args.num_attention_heads
     return Namespace(**{**vars(args), "num_query_groups": groups, "kv_channels": head_dim})
 
 
 def match_ffn_width(args: Namespace) -> None:
-    """Make the FFN of validated arguments narrower (P1.21) and print by how much, on rank 0.
+    """Narrow the FFN to offset the gate's parameters (P1.21); rank 0 prints the change.
 
     Raises:
         ConfigError: no width is left.

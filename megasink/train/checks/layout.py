@@ -1,7 +1,7 @@
-"""What does not divide: a model over ranks, layers over stages, a batch over replicas.
+"""Divisibility checks: model over ranks, layers over stages, batch over replicas.
 
-Each is an assertion of Megatron's (training/arguments.py:validate_args and
-core/transformer/transformer_config.py), met there one at a time, or in the first forward.
+Megatron asserts each of these (training/arguments.py:validate_args and
+core/transformer/transformer_config.py), but one at a time, or only in the first forward.
 """
 
 from argparse import Namespace
@@ -10,10 +10,10 @@ _PARALLEL = ("tensor_model", "pipeline_model", "context")
 
 
 def problems(args: Namespace) -> list[str]:
-    """A sentence for each."""
+    """Return one message per problem."""
     sizes = [getattr(args, f"{kind}_parallel_size") for kind in _PARALLEL]
     if any(size < 1 for size in sizes):
-        return _groups(args)  # said elsewhere
+        return _groups(args)  # reported elsewhere
     return [*_groups(args), *_ranks(args), *_stages(args), *_overlap(args)]
 
 

@@ -1,4 +1,4 @@
-"""What a command line gets wrong about the shape of a model and the words for its attention."""
+"""Checks of the model's shape and its attention options."""
 
 from argparse import Namespace
 
@@ -6,7 +6,7 @@ from megasink.variants import Variant, variants
 
 
 def problems(args: Namespace) -> list[str]:
-    """A sentence for each."""
+    """Return one message per problem."""
     return [*_attention(args), *_shape(args), *_precision(args)]
 
 

@@ -1,4 +1,4 @@
-"""What a command line gets wrong about what is watched while a run trains."""
+"""Checks of monitoring during training."""
 
 import importlib.util
 from argparse import Namespace
@@ -7,7 +7,7 @@ from megasink.definitions import SINK_TOKENS
 
 
 def problems(args: Namespace) -> list[str]:
-    """A sentence for each."""
+    """Return one message per problem."""
     found = []
     if args.head_heatmap_interval < 0:
         found.append(
@@ -23,7 +23,7 @@ def problems(args: Namespace) -> list[str]:
 
 
 def _wandb(args: Namespace) -> list[str]:
-    """What the last rank would find when it opens W&B."""
+    """Report problems that the last rank would meet when it opens W&B."""
     if not args.wandb_project:
         given = [name for name in ("entity", "exp_name") if getattr(args, f"wandb_{name}")]
         return [
@@ -42,7 +42,7 @@ def _wandb(args: Namespace) -> list[str]:
 
 
 def _analysis(args: Namespace) -> list[str]:
-    """What an analysis of the model that trains cannot do."""
+    """Report what an analysis during training does not support."""
     interval, evaluations = args.analyze_interval, args.eval_interval
     if interval < 0:
         return [f"--analyze-interval {interval} is negative: use 0 for never"]
@@ -68,7 +68,7 @@ def _analysis(args: Namespace) -> list[str]:
 
 
 def _sink_rate(args: Namespace) -> list[str]:
-    """What has no Sink^0.3_1, or another one than P2's."""
+    """Report models without a Sink^0.3_1, or with a different one than P2's."""
     length, prefix = args.seq_length or SINK_TOKENS, args.prefix_lm_tokens
     wrong = {
         f"--seq-length {length}: it is counted over {SINK_TOKENS} tokens, use at least as many": (

@@ -1,11 +1,11 @@
-"""What a command line gets wrong about masks and positions."""
+"""Checks of masks and positions."""
 
 from argparse import Namespace
 from typing import get_args
 
 from megasink.config import AttentionBias
 
-# Of Megatron's --position-embedding-type.
+# Values of Megatron's --position-embedding-type.
 _SUPPORTED = ("learned_absolute", "rope", "yarn", "none")
 _INSTEAD = {
     "relative": "it needs TransformerEngine's attention: use none with --attention-bias-type t5",
@@ -14,7 +14,7 @@ _INSTEAD = {
 
 
 def problems(args: Namespace) -> list[str]:
-    """A sentence for each."""
+    """Return one message per problem."""
     return [
         *_embedding(args),
         *_bias(args),

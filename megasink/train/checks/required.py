@@ -1,4 +1,4 @@
-"""What a command line leaves out, flags that are gone, and numbers that are none."""
+"""Checks for missing flags, removed flags, and invalid numbers."""
 
 import math
 from argparse import Namespace
@@ -27,7 +27,7 @@ _NOT_NEGATIVE = """
     lr_warmup_init lr_wsd_decay_iters lr_wsd_decay_samples init_method_std seed
 """.split()
 _FRACTIONS = ("attention_dropout", "hidden_dropout")
-# Megatron's own of earlier years, and what is said today.
+# Flags that Megatron has removed, and their replacements.
 _GONE = {
     "batch_size": "--micro-batch-size",
     "warmup": "--lr-warmup-fraction",
@@ -37,7 +37,7 @@ _GONE = {
 
 
 def problems(args: Namespace) -> list[str]:
-    """A sentence for each."""
+    """Return one message per problem."""
     return [*_missing(args), *_gone(args), *_numbers(args)]
 
 
@@ -85,5 +85,5 @@ def _numbers(args: Namespace) -> list[str]:
 
 
 def _is_off(name: str, value: float) -> bool:
-    """num_experts 0 is a dense model to Megatron."""
+    """Whether a value turns its option off: num_experts 0 is a dense model in Megatron."""
     return name == "num_experts" and value == 0

@@ -1,10 +1,10 @@
-"""What a command line gets wrong about the length of a run and its learning-rate schedule."""
+"""Checks of the length of a run and its learning-rate schedule."""
 
 from argparse import Namespace
 
 
 def problems(args: Namespace) -> list[str]:
-    """A sentence for each."""
+    """Return one message per problem."""
     found = _units(args)
     # core/optimizer_param_scheduler.py:160 is a bare assertion.
     for unit in ("iters", "samples"):
@@ -26,7 +26,7 @@ def problems(args: Namespace) -> list[str]:
 
 
 def _units(args: Namespace) -> list[str]:
-    """Steps and samples in one schedule."""
+    """Report a schedule that mixes steps and samples."""
     if args.skip_train:
         return []
     if args.train_iters and args.train_samples:
@@ -45,7 +45,7 @@ def _units(args: Namespace) -> list[str]:
 
 
 def _wsd(args: Namespace) -> list[str]:
-    """training/training.py:get_optimizer_param_scheduler multiplies it by the batch size."""
+    """Check WSD; training/training.py:get_optimizer_param_scheduler scales its decay by batch."""
     unit = "samples" if args.train_samples else "iters"
     length = getattr(args, f"lr_decay_{unit}") or getattr(args, f"train_{unit}")
     decay = getattr(args, f"lr_wsd_decay_{unit}")
@@ -57,7 +57,7 @@ def _wsd(args: Namespace) -> list[str]:
 
 
 def _intervals(args: Namespace) -> list[str]:
-    """How often things happen, each in steps."""
+    """Check the intervals, each in steps."""
     save, retain = args.save_interval, args.save_retain_interval
     memory, log = args.log_memory_interval, args.log_interval
     wrong = {

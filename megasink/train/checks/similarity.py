@@ -1,4 +1,4 @@
-"""What a command line gets wrong about fixed values, sink parameters and similarity kernels."""
+"""Checks of fixed values, sink parameters and similarity kernels."""
 
 from argparse import Namespace
 from typing import get_args
@@ -9,7 +9,7 @@ from megasink.variants import variant, variants
 
 
 def problems(args: Namespace) -> list[str]:
-    """A sentence for each."""
+    """Return one message per problem."""
     return [*_biases(args), *_sinks(args), *_similarity(args)]
 
 

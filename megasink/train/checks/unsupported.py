@@ -1,17 +1,17 @@
-"""Options of Megatron that megasink refuses, with the reason."""
+"""Megatron options that megasink refuses, with the reason."""
 
 from argparse import Namespace
 from typing import Any
 
 from megasink.flags import flag_of
 
-_FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format"}  # where the attribute is named otherwise
+_FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format"}  # where the attribute has a different name
 _GRAPHS = "the statistics of the heads are gathered outside of a graph"
 _OFFLOADING = "use --recompute-granularity to save memory"
 _GROUPED = "experts in one tensor start from weights that depend on the layout"
 
-# Options of Megatron that change attention, the loss or the weights in ways that are not covered
-# by a test here: (attribute, value that is fine, what to do).
+# Megatron options that change attention, the loss or the weights in ways that no test here covers:
+# (attribute, allowed value, what to do).
 _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("multi_latent_attention", False, "MLA has no sink here"),
     ("mtp_num_layers", None, "its blocks ignore the layer spec"),
@@ -63,7 +63,7 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("moe_single_grouped_bias", False, _GROUPED),
     ("logits_save_dir", None, "the forward step of megasink has no logits"),
     ("logits_load_dir", None, "the forward step does not distil"),
-    # megatron/training/training.py:4365,4382: the test part, or a single validation part, ends it.
+    # megatron/training/training.py:4365,4382: a test set, or a single validation set, stops it.
     ("full_validation", False, "Megatron's ends in an error; use --eval-iters"),
     ("multiple_validation_sets", False, "Megatron has it with --full-validation alone"),
     ("perform_rl_step", False, "pre-training only"),
@@ -75,7 +75,7 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
 
 
 def problems(args: Namespace) -> list[str]:
-    """A sentence for each."""
+    """Return one message per problem."""
     return [
         f"{_FLAGS.get(name) or flag_of(name)}: {advice}"
         for name, fine, advice in _UNSUPPORTED

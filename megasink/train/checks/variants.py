@@ -1,4 +1,4 @@
-"""What a command line gets wrong by what the record of its attention variant says."""
+"""Checks against the record of the attention variant."""
 
 from argparse import Namespace
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ _DEFAULTS = {field.name: field.default for kind in MODEL_OPTIONS for field in fi
 
 
 def unknown(args: Namespace) -> list[str]:
-    """The sentence for a variant that is not registered."""
+    """Return the message for a variant that is not registered."""
     if is_variant(args.attention_variant):
         return []
     said = unknown_name("--attention-variant", args.attention_variant, names())
@@ -29,14 +29,14 @@ def unknown(args: Namespace) -> list[str]:
 
 
 def with_known_variant(args: Namespace) -> Namespace:
-    """The arguments with the default in place of an unknown variant: the other checks go on."""
+    """Replace an unknown variant with the default, so that the other checks can run."""
     if is_variant(args.attention_variant):
         return args
     return Namespace(**vars(args) | {"attention_variant": AttentionOptions.attention_variant})
 
 
 def problems(args: Namespace) -> list[str]:
-    """A sentence for each. The variant is registered."""
+    """Return one message per problem. The variant must be registered."""
     record = variant(args.attention_variant)
     found = [*_options(args, record), *_parameters(args, record)]
     if args.sdpa_output_norm == "rmsnorm" and not record.norm_keeps_gate(args):
@@ -61,7 +61,7 @@ def problems(args: Namespace) -> list[str]:
 
 
 def _options(args: Namespace, record: Variant) -> list[str]:
-    """Options that belong to other variants, those of the same ones in one sentence."""
+    """Report options of other variants, one message per set of variants."""
     groups: dict[str, list[str]] = {}
     for name in sorted(foreign_options(record), key=list(_DEFAULTS).index):
         if getattr(args, name) != _DEFAULTS[name]:
@@ -75,12 +75,12 @@ def _options(args: Namespace, record: Variant) -> list[str]:
 
 
 def _parameters(args: Namespace, record: Variant) -> list[str]:
-    """Parameters whose heads or groups the tensor-parallel ranks do not divide."""
+    """Report parameters whose heads or groups do not divide among tensor-parallel ranks."""
     ranks = args.tensor_model_parallel_size
     heads, grouped = args.num_attention_heads, args.group_query_attention
     unsaid = not (heads and args.hidden_size and (args.num_query_groups or not grouped))
     if unsaid or ranks < 1 or heads % ranks:
-        return []  # said elsewhere
+        return []  # reported elsewhere
     found = []
     for parameter in record.parameters:
         try:
@@ -94,6 +94,6 @@ def _parameters(args: Namespace, record: Variant) -> list[str]:
 
 
 def any_of(records: Iterable[Variant]) -> str:
-    """Names of variants, as "use" takes them."""
+    """Format names of variants for a "use ..." hint."""
     *others, last = [record.name for record in records]
     return f"{', '.join(others)} or {last}" if others else last

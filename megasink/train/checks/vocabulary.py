@@ -1,4 +1,4 @@
-"""The tokenizer of a command line, and the rows of the embedding that it takes."""
+"""The tokenizer of a command line, and the number of embedding rows."""
 
 import functools
 from argparse import Namespace
@@ -10,7 +10,7 @@ from megasink.errors import ConfigError, UserError
 
 
 def problems(args: Namespace) -> list[str]:
-    """A sentence for each thing that is wrong with them."""
+    """Return one message per problem."""
     try:
         tokenizer = transformers_tokenizer(args)
     except UserError as error:
@@ -26,10 +26,10 @@ def problems(args: Namespace) -> list[str]:
 
 
 def transformers_tokenizer(args: Namespace) -> Any:
-    """The tokenizer of transformers that a command line names; None where it names none.
+    """Load the transformers tokenizer of a command line; None if it has none.
 
     Raises:
-        UserError: it cannot be loaded.
+        UserError: the tokenizer cannot be loaded.
     """
     folder = args.tokenizer_model
     if args.tokenizer_type != "HuggingFaceTokenizer" or not folder or not Path(folder).is_dir():
@@ -45,36 +45,36 @@ def _loaded(folder: str) -> Any:
 
 
 def known_ids(args: Namespace) -> int | None:
-    """How many ids the tokenizer has; None where only Megatron knows."""
+    """Return the number of ids in the tokenizer; None if only Megatron knows."""
     if args.tokenizer_type == "NullTokenizer" and args.vocab_size:
         return int(args.vocab_size) + 1  # its end-of-document token
     try:
         tokenizer = transformers_tokenizer(args)
     except UserError:
-        return None  # `problems` says so
+        return None  # `problems` reports it
     # not len(tokenizer): some vocabularies have holes
     return None if tokenizer is None else max(tokenizer.get_vocab().values()) + 1
 
 
 def pin_vocabulary(args: Namespace) -> None:
-    """Set the rows of the embedding, those that count, and the sink token from the tokenizer alone.
+    """Derive the embedding rows, the token count and the sink token from the tokenizer alone.
 
-    Megatron pads to a multiple of 128 * TP, so that a checkpoint trained under one layout has
-    another softmax under the next (core/tokenizers/utils/build_tokenizer.py:124).
+    Megatron pads to a multiple of 128 * TP, which would give a checkpoint a different softmax under
+    a different layout (core/tokenizers/utils/build_tokenizer.py:124).
 
     Raises:
-        ConfigError: the rows do not divide by the tensor-parallel size.
+        ConfigError: the rows are not divisible by the tensor-parallel size.
     """
     size = args.vocab_size
     if args.tokenizer_type == "HuggingFaceTokenizer":
         size = len(_loaded(args.tokenizer_model))
-        # More than the tokenizer's where a model of transformers has more: they all count.
+        # More than the tokenizer's if an imported transformers model has more: all of them count.
         args.vocab_size = max(size, args.vocab_size or 0, _tokens_of_checkpoint(args))
     elif size is not None and args.tokenizer_type == "NullTokenizer":
         size += 1  # its end-of-document token
     if size is None and (args.padded_vocab_size is None or args.sink_token):
         raise ConfigError([f"--tokenizer-type {args.tokenizer_type} needs --vocab-size"])
-    # One past the tokenizer's last token: no text holds it.
+    # One past the tokenizer's last token: no text contains it.
     args.sink_token_id = size if args.sink_token else None
     if args.padded_vocab_size is None:
         multiple = args.make_vocab_size_divisible_by
@@ -98,8 +98,8 @@ def pin_vocabulary(args: Namespace) -> None:
 
 
 def _tokens_of_checkpoint(args: Namespace) -> int:
-    """Those of the model that training starts from; 0 where they are not known."""
-    # Checks of flags do without torch, which this imports.
+    """Return the token count of the model that training starts from; 0 if unknown."""
+    # Imported late: it imports torch, which flag checks avoid.
     from megasink.checkpoint.saved_arguments import read_arguments
 
     config = Path(args.load).parent / "config.json" if args.load else None
