@@ -34,7 +34,7 @@ class Document:
 
 @dataclass
 class Skipped:
-    """What an iteration skipped: counts, and the first few sources that are not UTF-8 text."""
+    """Skipped documents: counts, and the first few sources that are not UTF-8 text."""
 
     invalid_utf8: int = 0
     empty: int = 0

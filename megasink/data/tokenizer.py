@@ -69,8 +69,8 @@ def train_tokenizer(
 ) -> TrainedTokenizer:
     """Train a byte-fallback BPE with sentencepiece and write it as a Hugging Face folder.
 
-    No text is lost: decode(encode(x)) == x, with no normalisation and no added space. Digits are
-    tokens of their own. The folder appears whole or not at all.
+    No text is lost: decode(encode(x)) == x, without normalization or an added space. Every digit is
+    a separate token. The folder appears whole or not at all.
 
     Args:
         documents: training corpus; about `sample_bytes` bytes of it are sampled uniformly.

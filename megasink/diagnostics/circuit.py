@@ -25,7 +25,7 @@ STAGES = ("none", "broad", "shifted", "forming", "middle", "fixed")
 
 @metric("prominent_after_block", source="P4.15", unit="block", axis="model", number="{:.0f}")
 def prominent_after_block(massive_ratio_S: Tensor, first_token_attention_L: Tensor) -> Tensor:
-    """First block whose output has norm(x_0) > 5 times the others' and is read by over 0.3.
+    """First block whose output has norm(x_0) > 5 times the others' mean, read with weight > 0.3.
 
     The first block l whose output has norm(first token) > `NORM_RATIO` * mean norm of the others,
     and is read by a layer (l + 1 or the next one with attention) that gives the first token more
@@ -53,7 +53,7 @@ def prominent_after_block(massive_ratio_S: Tensor, first_token_attention_L: Tens
     number="{:.0f}",
 )
 def sink_centre(alpha_LHK: Tensor) -> Tensor:
-    """The position of the highest mean alpha_k over layers and heads."""
+    """Position of the highest mean alpha_k over layers and heads."""
     return _highest(alpha_LHK.flatten(0, 1))
 
 

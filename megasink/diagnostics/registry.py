@@ -36,19 +36,19 @@ ATTENTION: dict[str, str] = {
     "square_HT": "sum over keys of A_ij ** 2",
     "column_sum_HT": "for each key j the sum over the queries i >= j of A_ij",
 }
-"""Of one sequence in one attention layer; padding is removed before any computation.
+"""Statistics of one sequence in one attention layer, after padding is removed.
 
 For non-softmax weights, the weight statistics are the proxies of P2.37.
 """
 
 STATE = {"state_TE": "x_0 the embedding, x_(l + 1/2) after attention, x_(l + 1) block l's output"}
-"""Of one sequence in one state of the residual stream."""
+"""Statistics of one sequence in one state of the residual stream."""
 
 BRANCHES = {
     "attention_branch_TE": "what attention returns, before any norm of it",
     "mlp_branch_TE": "what the MLP returns, before any norm of it",
 }
-"""Of one sequence in one block."""
+"""Statistics of one sequence in one block."""
 
 STATISTICS: dict[str, str] = {**ATTENTION, **STATE, **BRANCHES}
 """Statistics that a metric may take, by parameter name; all from one table, or one branch.
@@ -136,7 +136,7 @@ class Metric:
         title: name on the page and in figures.
         figure: the figure with its curve, see `report/figures_metrics.py`.
         number: format of its number.
-        levels: names of the values 0, 1, ... of a metric that is a category.
+        levels: names of the values 0, 1, ... of a categorical metric.
         inactive: "above" or "below", for a score whose threshold marks inactive heads (P3.11).
     """
 

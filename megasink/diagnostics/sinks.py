@@ -16,7 +16,7 @@ EPSILONS = {0.2: "sink_rate_0.2", 0.3: "sink_rate", 0.4: "sink_rate_0.4", 0.5: "
 """Threshold -> the metric of its sink rate (P2.3)."""
 
 DRAIN = 0.75
-"""The tau of P0's Eq. 9."""
+"""tau of Eq. 9 in P0."""
 
 
 @metric("alpha", source="P2.1, P3.31", unit="1", axis="head column", shown=())
@@ -29,7 +29,7 @@ def alpha(column_sum_HT: Tensor) -> Tensor:
 
 @metric("sink_position", source="P3.31", unit="token", axis="head", over_samples="median")
 def sink_position(column_sum_HT: Tensor) -> Tensor:
-    """The key of the highest alpha_k in the first half of the sequence: late keys have few rows."""
+    """Key of the highest alpha_k in the first half of the sequence: late keys have few rows."""
     return alpha(column_sum_HT)[:, : max(1, column_sum_HT.shape[-1] // 2)].argmax(-1)
 
 

@@ -17,7 +17,7 @@ class AllReduces:
     """All-reduces of one kind that a rank joins in one step.
 
     Attributes:
-        what: what is summed.
+        what: the summed quantity.
         ranks: group size; groups of one rank send nothing and are left out.
         count: number of all-reduces.
         bytes_each: tensor size of one all-reduce.

@@ -15,7 +15,7 @@ _OPTIONS = {
 
 
 def differences(analyses: Sequence[Analysis]) -> list[str]:
-    """Return one sentence per difference between the analyses' samples; none for one analysis.
+    """Return one phrase per difference between the analyses' samples; none for one analysis.
 
     Different token ids alone do not count: models have their own tokenizers.
     """

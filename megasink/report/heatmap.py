@@ -18,7 +18,7 @@ def draw_importance(figure: Any, axis: Any, importance_LH: NDArray[np.float64], 
     """Draw a heatmap with labels and a color bar on an axis of a matplotlib figure.
 
     Args:
-        importance_LH: mean gates; NaN, drawn grey, for layers without any.
+        importance_LH: mean gates; NaN, drawn gray, for layers without any.
     """
     # Rounded down, so that similar runs mostly share a scale.
     known = importance_LH[np.isfinite(importance_LH)]
