@@ -80,7 +80,7 @@ def average_circuit_norm(gated_out_HTD: Tensor, output_weight_HDE: Tensor) -> Te
 
 
 def layer_normalised(scores_NLH: Tensor) -> Tensor:
-    """Return the (LN) form of a score: divided by its layer's mean, this head included.
+    """The (LN) form of a score: divided by its layer's mean, this head included.
 
     Args:
         scores_NLH: [..., H]; NaN if a layer has no attention, or fewer heads than others.
