@@ -1,1 +1,1 @@
-"""What ``megasink COMMAND`` does: one module a command, with its flags and its ``main``."""
+"""The ``megasink`` commands: one module per command, with its flags and its ``main``."""

@@ -1,4 +1,4 @@
-"""``megasink analyze``: one pass over a model, of transformers or of megasink."""
+"""``megasink analyze``: one pass over a Hugging Face or Megatron model."""
 
 import argparse
 import contextlib
@@ -22,11 +22,10 @@ from megasink.process import prepare_process
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure a model's attention sinks, heads and hidden states on texts, in one pass.
 
-    MODEL is a folder of transformers, or a run of megasink and its checkpoints, trained under any
-    layout; nothing is downloaded, and no code of the folder runs. Writes results.json, samples.npz,
-    tables/*.csv, figures/*.png and report.html into the output folder. A run that was killed goes
-    on where it stopped when the same command runs again, and torchrun shares the samples among the
-    processes that it starts.
+    MODEL is a Hugging Face model folder, or a megasink run with checkpoints of any parallel layout;
+    nothing is downloaded, and no code from the folder runs. Writes results.json, samples.npz,
+    tables/*.csv, figures/*.png and report.html to the output folder. A killed analysis resumes when
+    the same command runs again, and torchrun shares the samples among its processes.
     """
     with taking_part() as ranks:
         args = options.parser(description=main.__doc__).parse_args(argv)
@@ -39,11 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure_model(
     args: argparse.Namespace, is_ours: bool, ranks: Ranks, measure: Callable[..., Any]
 ) -> None:
-    """Load what the command line names, of either kind, and measure it."""
+    """Load the model that the command line names, of either kind, and measure it."""
     if not is_ours:
         open_transformers(args, ranks, measure)
         return
-    find_checkpoint(args.model)  # before the seconds that the imports take
+    find_checkpoint(args.model)  # before the slow imports
     prepare(args)
     from megasink.checkpoint.load import single_process
 
@@ -52,10 +51,10 @@ def measure_model(
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is a run of megasink, or a checkpoint of one; else one of transformers.
+    """Return whether a folder is a megasink run or checkpoint; otherwise it is a Hugging Face one.
 
     Raises:
-        UserError: a config.json that is no JSON object.
+        UserError: config.json is not a JSON object.
     """
     config = path / "config.json"
     if config.is_file():
@@ -67,7 +66,7 @@ def is_run(path: Path) -> bool:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Choose the platform, before anything imports Megatron."""
+    """Choose the platform before anything imports Megatron."""
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     prepare_process(["--cpu"] if args.device == "cpu" else [])
@@ -79,10 +78,10 @@ def open_checkpoint(
     ranks: Ranks,
     measure: Callable[..., Results | None],
 ) -> Results | None:
-    """Load one checkpoint of a run, None for the newest, and measure it.
+    """Load one checkpoint of a run, None for the latest, and measure it.
 
     Returns:
-        what was measured; None on every process but the first.
+        the results; None on every process except rank 0.
     """
     from megasink.checkpoint.load import load_model
     from megasink.probe.megatron_model import MegatronProbe

@@ -1,4 +1,4 @@
-"""``megasink compare``: several runs over each other."""
+"""``megasink compare``: the curves of several runs in one figure."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from megasink.report.curves import read_metrics
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare runs: their curves on one page, and a table of how they ended."""
+    """Compare runs: their curves on one page, and a table of their final numbers."""
     parser = CommandParser(prog="megasink compare", description=main.__doc__)
     add_flag(parser)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs")
@@ -46,7 +46,7 @@ def _text(key: str, value: float) -> str:
 
 
 def _names(paths: Sequence[Path]) -> dict[str, Path]:
-    """The shortest ends of the paths that tell the runs apart."""
+    """Return the shortest path suffixes that tell the runs apart."""
     resolved = [path.resolve() for path in paths]
     if len(set(resolved)) < len(resolved):
         raise UserError("compare: a run is named twice")

@@ -1,4 +1,4 @@
-"""What ``megasink convert-to-hf`` and ``megasink convert-from-hf`` share."""
+"""Code shared by ``megasink convert-to-hf`` and ``megasink convert-from-hf``."""
 
 import argparse
 import logging
@@ -31,7 +31,7 @@ def not_verified(folder: Path) -> None:
 
 
 def prepare(cpu: bool) -> None:
-    """Make Megatron importable, and let it and transformers be silent."""
+    """Make Megatron importable, and silence Megatron and transformers."""
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -1,4 +1,4 @@
-"""``megasink convert-from-hf``: a Hugging Face folder becomes a run to train on from."""
+"""``megasink convert-from-hf``: convert a Hugging Face folder to a run to continue from."""
 
 import shlex
 from collections.abc import Callable, Sequence
@@ -11,10 +11,10 @@ from megasink.variants import variants
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """A Hugging Face folder -> a run folder whose checkpoint `megasink train --load` takes.
+    """Convert a Hugging Face folder to a run folder that `megasink train --load` takes.
 
-    The checkpoint fits every layout. A model with plain attention can become one with gates that
-    gives the same logits, or one with sinks of a chosen weight, to be fine-tuned.
+    The checkpoint fits every parallel layout. For fine-tuning, a model with plain attention can be
+    converted to one with gates and the same logits, or to one with sinks of a chosen weight.
     """
     parser = parser_of("convert-from-hf", main)
     parser.add_argument("model", type=Path, help="a Hugging Face folder with safetensors")
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train_line(folder: Path) -> str:
-    """The command that goes on from an imported model; what is its user's in capitals."""
+    """Return the command that continues from an imported model, with placeholders in capitals."""
     flags = shlex.split((folder / "flags.txt").read_text())
     positions = int(flags[flags.index("--max-position-embeddings") + 1])
     return (
@@ -70,7 +70,7 @@ def train_line(folder: Path) -> str:
 
 
 def _not_of_transformers(folder: Path) -> str | None:
-    """Why a folder is none of transformers, before the seconds that the imports take."""
+    """Return why a folder is not a Hugging Face model, before the slow imports."""
     config = folder / "config.json"
     if not folder.is_dir():
         return "no such folder"
@@ -79,5 +79,5 @@ def _not_of_transformers(folder: Path) -> str | None:
     try:
         arguments = "arguments" in read_object(config)
     except UserError:
-        return None  # the import says what is wrong with it
+        return None  # the conversion reports the problem
     return "a run of megasink: megasink convert-to-hf writes one out" if arguments else None

@@ -1,4 +1,4 @@
-"""``megasink convert-to-hf``: a checkpoint becomes a Hugging Face folder."""
+"""``megasink convert-to-hf``: convert a checkpoint to a Hugging Face folder."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,10 +8,10 @@ from megasink.convert.targets import TARGETS, named
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """A checkpoint of a run -> a Hugging Face folder that stock transformers loads.
+    """Convert a checkpoint of a run to a Hugging Face folder that stock transformers loads.
 
-    Whatever the run's layout was, nothing of it is built: tensors go over one by one. Then the
-    folder is loaded with transformers and its logits are compared with Megatron's.
+    Tensors are converted one by one for any parallel layout, without building the model. Then
+    transformers loads the folder, and its logits are compared with Megatron's.
     """
     parser = parser_of("convert-to-hf", main)
     parser.add_argument("run", type=Path, help="a run folder, or a checkpoint folder in it")

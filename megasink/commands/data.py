@@ -1,4 +1,4 @@
-"""`megasink data`: a corpus to tokenized files, with a given tokenizer or one trained on it."""
+"""`megasink data`: tokenize a corpus, with a given tokenizer or one trained on it."""
 
 import argparse
 import signal
@@ -81,11 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> PreprocessReport:
-    """Do what the parsed `args` ask for, and print a summary.
+    """Execute the parsed `args`, and print a summary.
 
     Raises:
-        ConfigError: every problem of the command line that shows before reading, in one message.
-        UserError: a problem of the data, of the tokenizer, or of writing.
+        ConfigError: every problem of the command line found before reading, in one message.
+        UserError: a problem with the data, the tokenizer, or writing.
     """
     corpus, folder = _checked(args)
     if args.train_tokenizer is not None:
@@ -106,10 +106,10 @@ def run(args: argparse.Namespace) -> PreprocessReport:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`megasink data`.
+    """Run `megasink data`.
 
     Raises:
-        UserError: as `run`.
+        UserError: as in `run`.
     """
     parser = CommandParser(prog="megasink data", description=DESCRIPTION)
     add_arguments(parser)
@@ -121,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
-    """Within it, SIGTERM and a closed terminal end the command as Ctrl-C does: nothing stays."""
+    """Treat SIGTERM and SIGHUP like Ctrl-C inside the context, so that nothing is left behind."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -136,7 +136,7 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 
 
 def _checked(args: argparse.Namespace) -> tuple[Corpus, Path]:
-    """The corpus, and the folder of the tokenizer to use or to train."""
+    """Return the corpus, and the folder of the tokenizer to use or to train."""
     problems = output_problems(args.output, args.inputs, overwrite=args.overwrite)
     corpus = None
     try:

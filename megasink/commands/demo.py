@@ -1,4 +1,4 @@
-"""``megasink demo``: real text to a trained sink-attention GPT on this machine, in minutes."""
+"""``megasink demo``: from real text to a trained sink-attention GPT on this machine, in minutes."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from megasink.train.launch import launch
 
 VOCABULARY = 4096
 STEPS = 160
-# A GPT that two laptop cores train in about three minutes, over two tensor-parallel ranks.
+# A GPT that two laptop cores train in about three minutes, on two tensor-parallel ranks.
 FLAGS = """
     --num-layers 4 --hidden-size 256 --num-attention-heads 8
     --seq-length 256 --max-position-embeddings 256
@@ -37,9 +37,9 @@ SAMPLE = ["--prompt", "def ", "--max-new-tokens", "96", "--temperature", "0.7", 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Tokenizer, data, two gloo or CUDA ranks, curves, a sample: four minutes on two CPU cores.
+    """Run tokenizer, data, two gloo or CUDA ranks, curves, a sample: 4 minutes on two CPU cores.
 
-    The text is the source of Python's standard library: every machine has it.
+    The text is the source of Python's standard library, which every machine has.
     """
     parser = CommandParser(prog="megasink demo", description=main.__doc__)
     parser.add_argument("--dir", type=Path, default=Path("runs/demo"), help="folder to write to")
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (prefix.with_suffix(".idx").is_file() and prefix.with_suffix(".json").is_file()):
         console.print("[bold]1. the Python standard library -> tokenizer -> tokens[/bold]")
         data = ["stdlib:", "--output", str(prefix), "--train-tokenizer", str(VOCABULARY)]
-        data += ["--overwrite"]  # what an interrupted demo left
+        data += ["--overwrite"]  # files left by an interrupted demo
         parser = CommandParser()
         data_command.add_arguments(parser)
         data_command.run(parser.parse_args(data))
@@ -68,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in summary(run_dir):
         console.print(line, soft_wrap=True, markup=False)
     console.print("\n[bold]4. a sample of it[/bold]")
-    # In a process of its own: this one may not turn into a rank of Megatron. On one thread: for a
-    # single token of so small a model more do not help, and on a busy machine they wait.
+    # In a separate process, as this one must not become a Megatron rank. On one thread: more do not
+    # speed up single tokens of so small a model, and on a busy machine they wait.
     command = [sys.executable, "-m", "megasink.cli", "generate", str(run_dir), *SAMPLE]
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     console.print(f"\ndone in {time.monotonic() - began:.0f} s")
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def summary(run_dir: Path) -> list[str]:
-    """What a finished run did, in lines of text."""
+    """Return lines of text that summarize a finished run."""
     lines = read_metrics(run_dir)
     steps = [line for line in lines if "lm_loss" in line]
     evaluations = [line for line in lines if line.get("valid_lm_loss") is not None]

@@ -22,8 +22,8 @@ _NEW_TOKENS = 64
 def main(argv: Sequence[str] | None = None) -> int:
     """Print each prompt with its continuation, token by token on a terminal.
 
-    The model may have been trained under any layout: it is loaded whole into this process, on the
-    GPU where there is one. Several prompts run as one batch. Speed goes to the error stream.
+    The model may have been trained under any parallel layout: it is loaded whole into this process,
+    on the GPU if there is one. Several prompts run as one batch. Speed is printed to stderr.
     """
     parser = CommandParser(prog="megasink generate", description=main.__doc__)
     add_flag(parser)
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cpu", action="store_true", help="although a GPU is there")
     args = parser.parse_args(argv)
     sampling = _sampling(args)
-    find_checkpoint(args.run, args.iteration)  # before the seconds that the imports take
+    find_checkpoint(args.run, args.iteration)  # before the slow imports
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     prepare_process(["--cpu"] if args.cpu else [])
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with single_process():
         model, tokenizer, trained, iteration = load_model(args.run, args.iteration, args.tokenizer)
         prompts = [tokenizer.encode(text, add_special_tokens=False) for text in args.prompt]
-        # Every sequence that the model has seen starts with it (P2.23).
+        # Every training sequence starts with it (P2.23).
         first = [trained.sink_token_id] if trained.sink_token else []
         first += leading_ids(tokenizer)
         count = _new_tokens(prompts, args.max_new_tokens, trained, len(first))
@@ -116,15 +116,15 @@ def _sampling(args: argparse.Namespace) -> Sampling:
 def _new_tokens(
     prompts: list[list[int]], asked: int | None, trained: argparse.Namespace, first: int
 ) -> int:
-    """How many tokens to add to each prompt.
+    """Return the number of tokens to add to each prompt.
 
     Args:
         trained: the arguments of the run.
-        first: tokens before each prompt.
+        first: number of tokens before each prompt.
 
     Raises:
-        UserError: they do not fit into the positions that the model was trained with, or a prompt
-            is shorter than the prefix, whose tokens have to see each other.
+        UserError: the tokens exceed the positions that the model was trained with, or a prompt is
+            shorter than the prefix, whose tokens must see each other.
     """
     longest, shortest = max(map(len, prompts)), min(map(len, prompts))
     positions = trained.max_position_embeddings - first
@@ -149,10 +149,10 @@ def _new_tokens(
 
 
 class _Shown:
-    """The texts, as tokens are added to them.
+    """The texts, growing token by token.
 
     Args:
-        stream: show the first one while it grows.
+        stream: show the first text while it grows.
     """
 
     def __init__(self, tokenizer: Any, prompts: list[list[int]], *, stream: bool):
@@ -163,13 +163,13 @@ class _Shown:
         self._show(whole=False)
 
     def add(self, row: int, token: int) -> None:
-        """One more token of a text."""
+        """Add one token to a text."""
         if token != self.tokenizer.eos_token_id:
             self.tokens[row].append(token)
             self._show(whole=False)
 
     def finish(self) -> None:
-        """Show what is not shown yet."""
+        """Show the rest of the texts."""
         if self.stream:
             self._show(whole=True)
             print(flush=True)
@@ -177,7 +177,7 @@ class _Shown:
         print("\n---\n".join(self._for_output(row) for row in range(len(self.tokens))), flush=True)
 
     def _for_output(self, row: int) -> str:
-        """A model writes what it has read: a terminal gets its control characters escaped."""
+        """Return a text for output; a terminal gets its control characters escaped."""
         text = self._text(row)
         return printable(text) if sys.stdout.isatty() else text
 
@@ -189,7 +189,7 @@ class _Shown:
         if not self.stream:
             return
         text = self._text(0)
-        # Bytes that do not make a character yet are decoded to U+FFFD.
+        # Incomplete characters decode to U+FFFD.
         ready = text if whole else text.rstrip("\N{REPLACEMENT CHARACTER}")
         print(printable(ready[len(self.shown) :]), end="", flush=True)
         self.shown = ready

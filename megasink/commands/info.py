@@ -1,4 +1,4 @@
-"""``megasink info``: what is installed, and what will run."""
+"""``megasink info``: installed versions, and the kernels that will run."""
 
 from collections.abc import Sequence
 
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_patches(console: Console, cuda: bool) -> list[str]:
-    """The patches of upstream and where their lines are; those whose lines have gone."""
+    """Print the upstream patches and their upstream lines; return the problems found."""
     in_force = {
         "platform": "off: there is a CUDA device" if cuda else "on: there is no CUDA device",
         "always": "on, in every process that uses Megatron",

@@ -1,4 +1,4 @@
-"""``megasink report``: one page about several analyses."""
+"""``megasink report``: one page for several analyses."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from megasink.report.pages import write_report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw one page about several analyses: figures over each other, distances between models."""
+    """Draw one page for several analyses: shared figures, and distances between models."""
     parser = CommandParser(prog="megasink report", description=main.__doc__)
     add_flag(parser)
     parser.add_argument("analyses", type=Path, nargs="+", help="output folders of megasink analyze")

@@ -1,4 +1,4 @@
-"""``megasink sweep``: the same texts at several lengths and beginnings."""
+"""``megasink sweep``: the same texts at several lengths and with several beginnings."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,11 @@ from megasink.probe.sweep import check_sweep, sweep, sweep_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure a model on the same texts at several lengths, with BOS, without, and repeated.
+    """Measure a model on the same texts at several lengths, with and without BOS, and repeated.
 
     Every combination of --lengths, --bos and --first-token-copies is one row of sweep.csv: sink
-    rates, inactive heads by thresholds that stay the same, massive activations, and the loss on the
-    same tokens. Beside it sweep.json, sweep.npz and sweep.png; a sweep that was killed goes on.
+    rates, inactive heads by fixed thresholds, massive activations, and the loss on the same tokens.
+    Also writes sweep.json, sweep.npz and sweep.png; a killed sweep resumes.
     """
     with taking_part() as ranks:
         args = sweep_parser(main.__doc__).parse_args(argv)

@@ -1,4 +1,4 @@
-"""`megasink trace`: the analyses of a run's checkpoints, or those made while it trained."""
+"""`megasink trace`: analyses of a run's checkpoints, or those made during its training."""
 
 import argparse
 import gc
@@ -24,11 +24,11 @@ from megasink.train.run_dir import LIVE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Follow sinks, head imbalance, norms and the circuit's stage over a run.
+    """Trace sinks, head imbalance, norms and the circuit's stage over a run.
 
-    With --data every checkpoint is analyzed, unless OUTPUT holds its analysis already; without, the
-    analyses that the run made while it trained (--analyze-interval) are taken. Writes report.html,
-    trace.csv and trace.png over all of them.
+    With --data, every checkpoint is analyzed unless OUTPUT already holds its analysis; without it,
+    the analyses made during training (--analyze-interval) are used. Writes report.html, trace.csv
+    and trace.png.
     """
     with taking_part() as ranks:
         args = options.parser("megasink trace", main.__doc__).parse_args(argv)
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _made_in_training(run: Path) -> list[Path]:
-    """The finished analyses that a run made of itself, by step."""
+    """Return the finished analyses that a run made during training, by step."""
     folder = run / LIVE
     made = [checkpoint_path(folder, step) for step in iterations(folder)]
     return [path for path in made if (path / "results.json").is_file()]
@@ -63,7 +63,7 @@ def _analyze_all(args: argparse.Namespace, steps: list[int], ranks: Ranks) -> li
     root = args.output
     analyses: list[Results] = []
     console = Console(stderr=True, quiet=bool(ranks.rank))
-    # A line for each of them, as every analysis has a bar of its own.
+    # One line per checkpoint, as every analysis has its own progress bar.
     for step in tracked(steps, "trace", len(steps), "checkpoints", console=console, every=0):
         args.output, args.name = checkpoint_path(root, step), f"step {step}"
         result = open_checkpoint(args, step, ranks, partial(analyze, again=False))
@@ -75,7 +75,7 @@ def _analyze_all(args: argparse.Namespace, steps: list[int], ranks: Ranks) -> li
 
 
 def _write(root: Path, analyses: Sequence[Results], name: str, links: Sequence[str] = ()) -> None:
-    """trace.csv, trace.png and report.html."""
+    """Write trace.csv, trace.png and report.html."""
     different = {results.run.data_sha256 for results in analyses}
     try:
         write_trace([trace_row(results) for results in analyses], root, name, links)

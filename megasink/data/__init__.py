@@ -1,1 +1,1 @@
-"""From text to what Megatron trains on: corpus -> tokenizer -> .bin/.idx."""
+"""Convert text to Megatron's training data: corpus -> tokenizer -> .bin/.idx."""

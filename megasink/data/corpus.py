@@ -1,6 +1,6 @@
-"""Documents out of files, folders, JSON Lines, parquet and the Python standard library.
+"""Read documents from files, folders, JSON Lines, parquet and the Python standard library.
 
-The order is fixed: inputs as given, folders by sorted relative path, records as in their file.
+The order is fixed: inputs as given, folders by sorted relative path, records in file order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,14 +19,14 @@ __all__ = ["MAX_DOCUMENT_BYTES", "STDLIB", "Corpus", "Document", "Skipped"]
 InvalidUtf8 = Literal["skip", "error"]
 
 MAX_DOCUMENT_BYTES = 128 << 20
-"""Of a text file, a line or a cell; up to ten times as much memory is needed while it is read."""
-_RATIO = 1000  # gzip reaches 1032, with zeros alone
+"""Per text file, line or cell; reading one takes up to ten times as much memory."""
+_RATIO = 1000  # gzip reaches 1032, but only for zeros
 _EXAMPLES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document: its text, and where it came from (`path`, `path:line` or `path#row`)."""
+    """One document: its text, and its origin (`path`, `path:line` or `path#row`)."""
 
     text: str
     source: str
@@ -34,45 +34,45 @@ class Document:
 
 @dataclass
 class Skipped:
-    """What an iteration left out: counts, and the first few sources that are not UTF-8 text."""
+    """Skipped documents: counts, and the first few sources that are not UTF-8 text."""
 
     invalid_utf8: int = 0
     empty: int = 0
     examples: list[str] = field(default_factory=list)
 
 
-# A reader yields: source, text (None where the bytes are not UTF-8), bytes read of the file so far.
+# A reader yields: source, text (None if the bytes are not UTF-8), bytes read of the file so far.
 _Item = tuple[str, str | None, int]
 
 
 class Corpus:
-    """The documents of `inputs`; every iteration starts over and gives the same ones.
+    """The documents of `inputs`; every iteration starts over and yields the same documents.
 
-    A file is one document unless its name ends in `.jsonl` or `.ndjson`: one per line; or in
-    `.parquet`: one per row. A `.json` file is read as JSON Lines when it is named
-    as an input or when, in a folder, its first line is an object holding `json_key`; else it is
-    text. All but parquet may end in `.gz` or `.zst` too. Folders are read recursively, without
-    `__pycache__` and names that start with a dot.
+    A file is one document unless its name ends in `.jsonl` or `.ndjson` (one per line) or in
+    `.parquet` (one per row). A `.json` file is read as JSON Lines if it is named as an input, or if
+    it is in a folder and its first line is an object with `json_key`; otherwise it is text. All but
+    parquet may also end in `.gz` or `.zst`. Folders are read recursively, except `__pycache__` and
+    names that start with a dot.
 
     Memory is bounded, whatever a file decompresses to: a document, or a run of blank lines, of
-    more than `max_document_bytes` is an error, and so is a file of more than that which holds a
-    thousand times its size.
+    more than `max_document_bytes` is an error, and so is a file that decompresses to more than that
+    and to over a thousand times its size.
 
     Args:
         inputs: files, folders, or `stdlib:` (see `STDLIB`).
         json_key: the key of a JSON object, or the column of a parquet file, that holds the text.
-        on_invalid_utf8: what to do with a document that is not UTF-8 text (or a text file with NUL
-            bytes): `skip` counts it in `skipped`, `error` raises UserError.
-        max_document_bytes: of a text file, a line or a cell, decompressed.
+        on_invalid_utf8: `skip` counts documents that are not UTF-8 text (or text files with NUL
+            bytes) in `skipped`, `error` raises UserError.
+        max_document_bytes: maximum size of a text file, line or cell, decompressed.
 
     Attributes:
         total_bytes: size on disk of all files, in bytes.
-        read_bytes: how many of them the current iteration has read.
-        skipped: what the current iteration has left out so far.
+        read_bytes: bytes of them that the current iteration has read.
+        skipped: what the current iteration has skipped so far.
 
     Raises:
-        ConfigError: inputs that are missing, or are or hold pipes, sockets and devices, all of
-            them in one message.
+        ConfigError: inputs that are missing, or are or contain pipes, sockets or devices; one
+            message lists all of them.
         UserError: while iterating: a file that cannot be read, a line that is not a JSON object, a
             missing key or column, a document that is too long, or no document at all.
     """
@@ -131,14 +131,14 @@ class Corpus:
             )
 
     def tracked(self, what: str) -> Iterator[Document]:
-        """The documents, with rate and time left shown on stderr meanwhile."""
+        """Yield the documents, showing rate and time left on stderr."""
         with progress(what, self.total_bytes, "bytes") as tell:
             for document in self:
                 tell(self.read_bytes)
                 yield document
 
     def _expanded(self, file: File, characters: int) -> None:
-        """Refuse a small file that goes on for ever: no text is as repetitive as that."""
+        """Reject a small file that decompresses without end: real text is not that repetitive."""
         if characters > max(self.max_document_bytes, _RATIO * file.size):
             raise UserError(
                 f"{file.path} holds more than {_RATIO:,} times its {file.size:,} bytes: it is "
@@ -158,7 +158,7 @@ class Corpus:
         source = str(file.path)
         with open_file(file.path, file.compression) as (stream, _):
             data = stream.read(self.max_document_bytes + 1)
-        # NUL is valid UTF-8, but no text file holds it: this keeps archives in a folder out.
+        # NUL is valid UTF-8, but no text file has it: this skips archives in a folder.
         if b"\0" in data:
             return source, None, file.size
         if len(data) > self.max_document_bytes:

@@ -1,6 +1,6 @@
-"""Encode batches of documents, here or in worker processes, and give them back in order.
+"""Encode batches of documents, in this process or in workers, and return them in order.
 
-Workers import this file alone: no torch, no transformers, no Megatron.
+Workers import only this file: no torch, transformers or Megatron.
 """
 
 import multiprocessing
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from megasink.errors import UserError
 
-# `tokenizers` needs some hundred bytes per token of one text, and a character may be four tokens:
-# a longer document goes in segments.
+# `tokenizers` needs hundreds of bytes per token of one text, and a character may be four tokens:
+# longer documents are split into segments.
 _SEGMENT = 1 << 20  # characters
 _SEARCH = 1 << 16
 _WORD_START = re.compile(r"(?<=\S) (?=\S)")
@@ -28,7 +28,7 @@ _WORD_START = re.compile(r"(?<=\S) (?=\S)")
 
 @dataclass(frozen=True, slots=True)
 class EncoderSettings:
-    """What a worker needs: the tokenizer as JSON, and the ids put around every document."""
+    """Worker settings: the tokenizer as JSON, and the ids put around every document."""
 
     tokenizer_json: str
     before: list[int]
@@ -38,7 +38,7 @@ class EncoderSettings:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A batch: `tokens` [sum of lengths], document after document; the UTF-8 size of its text."""
+    """A batch: `tokens` [sum of lengths], documents concatenated; the UTF-8 size of its text."""
 
     tokens: NDArray[np.integer]
     lengths: list[int]
@@ -46,7 +46,7 @@ class Encoded:
 
 
 class Encoder:
-    """Turns a list of texts into an `Encoded`. Text that spells a special token stays text."""
+    """Turns a list of texts into an `Encoded`. Special tokens spelled out in a text stay text."""
 
     def __init__(self, settings: EncoderSettings):
         from tokenizers import Tokenizer
@@ -56,7 +56,7 @@ class Encoder:
         self.tokenizer.encode_special_tokens = True
 
     def __call__(self, texts: list[str]) -> Encoded:
-        # Not one list of all ids: each would take ten times the memory of its place in an array.
+        # Not one list of all ids: each would take ten times the memory of an array entry.
         pieces: list[NDArray[np.integer]] = []
         lengths = []
         for text in texts:
@@ -74,9 +74,9 @@ class Encoder:
 
 
 def segments(text: str, limit: int = _SEGMENT) -> Iterator[str]:
-    """`text` in pieces of at most `limit` characters, cut where a word starts with its space.
+    """Split `text` into pieces of at most `limit` characters, at the space before a word.
 
-    Every common tokenizer cuts there too, so the ids are those of the whole text.
+    Every common tokenizer splits there too, so the ids equal those of the whole text.
     """
     start = 0
     while len(text) - start > limit:
@@ -91,7 +91,7 @@ def segments(text: str, limit: int = _SEGMENT) -> Iterator[str]:
 def encode_in_order(
     batches: Iterable[list[str]], settings: EncoderSettings, workers: int
 ) -> Iterator[Encoded]:
-    """Encode `batches` with `workers` processes (1: in this one); results in the order given.
+    """Encode `batches` in `workers` processes (1: in this one); yield results in order.
 
     Raises:
         UserError: a worker process died.
@@ -101,7 +101,7 @@ def encode_in_order(
         return
     pool = ProcessPoolExecutor(
         workers,
-        # not fork: the caller has threads (torch's, rich's), and a forked child can deadlock
+        # not fork: the caller has threads (torch, rich), so a forked child can deadlock
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
         initargs=(settings,),
@@ -110,7 +110,7 @@ def encode_in_order(
     try:
         for batch in batches:
             pending.append(pool.submit(_encode, batch))
-            # bounded: a corpus is read no faster than it is encoded
+            # bounded: reading does not run ahead of encoding
             if len(pending) > 3 * workers:
                 yield pending.popleft().result()
         while pending:
@@ -129,7 +129,7 @@ _encoder: Encoder | None = None
 
 def _start_worker(settings: EncoderSettings) -> None:
     global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it ends the pool
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and ends the pool
     _encoder = Encoder(settings)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -138,7 +138,7 @@ def _start_worker(settings: EncoderSettings) -> None:
         parent.join()
         os._exit(1)
 
-    # A parent killed by SIGKILL cannot end its pool, and workers would wait for work forever.
+    # A parent killed by SIGKILL cannot end its pool, and the workers would wait forever.
     threading.Thread(target=follow_parent, daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""Which files an input stands for, how each is read, and opening them without waiting."""
+"""Resolve inputs to files, choose how to read each file, and open files without blocking."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from typing import Literal, cast
 from megasink.errors import UserError
 
 STDLIB = "stdlib:"
-"""The input that stands for the sources of the running interpreter's standard library."""
+"""Input name for the sources of the running interpreter's standard library."""
 
 _STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -30,7 +30,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of a corpus: how it is read, and its size on disk in bytes."""
+    """A file of a corpus: its format, and its size on disk in bytes."""
 
     path: Path
     kind: Literal["text", "lines", "parquet"]
@@ -39,15 +39,15 @@ class File:
 
 
 def expand(item: str, json_key: str, max_bytes: int) -> list[File]:
-    """The files that an input stands for, in their order.
+    """Return the files of an input, in order.
 
     Args:
         item: a file, a folder, or `stdlib:`.
-        json_key: by which a `.json` file of a folder is known as JSON Lines.
-        max_bytes: of a line that is read to find out.
+        json_key: key that identifies a `.json` file in a folder as JSON Lines.
+        max_bytes: maximum length of the line read to find out.
 
     Raises:
-        UserError: an input that is missing, or no file, or holds what is no file.
+        UserError: the input is missing, or is or contains neither a regular file nor a folder.
     """
     if item == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
@@ -112,11 +112,11 @@ def _first_line_has(path: Path, compression: str | None, key: str, max_bytes: in
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Within it, what the system refuses is one line about `path`."""
+    """Turn an OSError raised inside the context into a one-line error about `path`."""
     try:
         yield
     except OSError as error:
-        # pyarrow raises OSError without strerror, for a damaged .gz or .zst too
+        # pyarrow raises OSError without strerror, also for a damaged .gz or .zst
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
@@ -124,10 +124,10 @@ def readable(path: Path) -> Iterator[None]:
 def open_file(
     path: Path, compression: str | None
 ) -> Iterator[tuple[BufferedReader, Callable[[], int]]]:
-    """The decompressed stream of `path`, and a function that says how far its file was read.
+    """Yield the decompressed stream of `path`, and a function that returns the file offset.
 
     Raises:
-        UserError: it is no file any more.
+        UserError: the path is no longer a regular file.
     """
     with open(path, "rb", opener=_at_once) as raw:
         if not stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
@@ -137,11 +137,11 @@ def open_file(
             return
         import pyarrow as pa
 
-        # pyarrow refuses a truncated zstd stream; zstandard's own reader just ends there.
+        # pyarrow rejects a truncated zstd stream; zstandard's own reader silently ends there.
         stream = pa.CompressedInputStream(pa.PythonFile(raw, "r"), compression)
         yield BufferedReader(cast("BufferedReader", stream)), raw.tell
 
 
 def _at_once(path: str, flags: int) -> int:
-    """Opens a pipe that took the place of a file without waiting for a writer."""
+    """Open without blocking, in case a pipe has replaced the file."""
     return os.open(path, flags | os.O_NONBLOCK)

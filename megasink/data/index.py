@@ -1,7 +1,7 @@
-"""What is wrong with a `.bin` and its `.idx`, by sizes and a bounded look inside.
+"""Find damage in a `.bin` and its `.idx`, by their sizes and a bounded look inside.
 
-Megatron maps both files and believes them: a `.bin` that is cut short, a pointer outside of it or
-an id that the model has no row for ends a run whenever training comes to that place.
+Megatron maps both files without checks: a truncated `.bin`, a pointer outside of it, or an id that
+the model has no row for ends a run only when training gets there.
 """
 
 import stat
@@ -20,8 +20,8 @@ _HEADER = struct.Struct("<9sQBQQ")  # indexed_dataset.py:157: magic, version, dt
 _MAGIC = b"MMIDIDX\x00\x00"
 _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 _ENTRIES = 1 << 20
-"""Entries of an index, and tokens of a data set, that are looked at: all of a smaller one, else so
-many from the start, the end and places between."""
+"""Maximum number of index entries and of tokens to check: all of a smaller file, else a sample of
+the start, the end and places between."""
 _PLACES = 16
 
 
@@ -47,24 +47,23 @@ class _Index:
 
     @property
     def ends(self) -> NDArray[Any]:
-        """[documents] int64 first sequence of each document, and the number of sequences."""
+        """[documents] int64 first sequence of each document, then the number of sequences."""
         return self.map("<i8", self.documents, 12 * self.sequences)
 
 
 def data_problem(prefix: str, vocabulary: int | None) -> str | None:
-    """Why Megatron could not train on a data set; None where nothing is found.
+    """Return why Megatron could not train on a data set; None if nothing is found.
 
-    The sizes of both files are compared with the index, and its first, last and some other entries
-    with each other. Ids are known from the `PREFIX.json` that `megasink data` writes; without it
-    the tokens at both ends and at some places between are read. At most 50 MB are read, whatever
-    the size.
+    The check compares both file sizes with the index, and its first, last and some other entries
+    with each other. The `PREFIX.json` of `megasink data` gives the ids; without it, tokens at both
+    ends and at some places between are read. At most 50 MB are read, regardless of the size.
 
     Args:
-        prefix: path without `.bin`; both files are there.
-        vocabulary: how many ids the model knows; None not to ask.
+        prefix: path without `.bin`; both files exist.
+        vocabulary: number of ids that the model knows; None skips this check.
 
     Returns:
-        a sentence that names file and place.
+        a sentence that names the file and the place.
     """
     try:
         index = _read_header(Path(f"{prefix}.idx"))
@@ -83,7 +82,7 @@ def data_problem(prefix: str, vocabulary: int | None) -> str | None:
 
 
 def sequence_lengths(prefix: str) -> NDArray[Any] | None:
-    """[sequences] int32 tokens of each sequence; None where `data_problem` has something to say."""
+    """Return [sequences] int32 tokens of each sequence; None if `data_problem` finds a problem."""
     try:
         index = _read_header(Path(f"{prefix}.idx"))
         return None if isinstance(index, str) else index.lengths
@@ -99,7 +98,7 @@ def _size(path: Path) -> int:
 
 
 def _read_header(path: Path) -> _Index | str:
-    """The index, or what is wrong with it."""
+    """Return the index, or a description of its problem."""
     size = _size(path)
     with path.open("rb") as file:
         head = file.read(_HEADER.size)
@@ -112,7 +111,7 @@ def _read_header(path: Path) -> _Index | str:
     if code not in _DTYPES:
         return f"{path} has the token type {code}, which is none of integers: {again}"
     needed = _HEADER.size + 12 * sequences + 8 * documents
-    # Multimodal indices have a byte more for each sequence.
+    # Multimodal indices have one more byte per sequence.
     if size not in (needed, needed + sequences):
         return (
             f"{path} has {size:,} bytes, and the {sequences:,} sequences and {documents:,} "
@@ -140,7 +139,7 @@ def _entries_problem(index: _Index, tokens: Path, size: int) -> str | None:
     for part in _sampled_slices(index.sequences):
         begins = pointers[part].astype(np.int64)
         counts = lengths[part].astype(np.int64)
-        # Not begins + counts * width, which a large pointer makes overflow.
+        # Not begins + counts * width, which overflows for a large pointer.
         wrong = (counts < 0) | (begins < 0) | (begins > size) | (counts > (size - begins) // width)
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
@@ -153,7 +152,7 @@ def _entries_problem(index: _Index, tokens: Path, size: int) -> str | None:
 
 
 def _sampled_slices(count: int, budget: int = _ENTRIES) -> Iterator[slice]:
-    """Slices of `count` entries: one of all, or as much as the budget at evenly spaced places."""
+    """Yield slices of `count` entries: a single one, or evenly spaced ones within the budget."""
     if count <= budget:
         yield slice(0, count)
         return
@@ -164,7 +163,7 @@ def _sampled_slices(count: int, budget: int = _ENTRIES) -> Iterator[slice]:
 
 
 def _sidecar_problem(prefix: str, index: _Index, size: int) -> str | None:
-    """Whether the tokens are as many as they were when the data set was made."""
+    """Check the number of tokens against that of the sidecar."""
     tokens = read_sidecar(prefix).get("tokens")
     if not isinstance(tokens, int) or tokens * index.dtype.itemsize == size:
         return None

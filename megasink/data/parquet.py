@@ -1,4 +1,4 @@
-"""The rows of parquet files, read by a process whose memory is limited (see `parquet_rows`)."""
+"""Read the rows of parquet files in a process with limited memory (see `parquet_rows`)."""
 
 import json
 import signal
@@ -13,10 +13,10 @@ from megasink.errors import UserError
 
 
 class ParquetReader:
-    """Reads columns of text. Its process starts with the first file, and ends with the context.
+    """Reads text columns. Its process starts with the first file, and ends with the context.
 
     Args:
-        max_bytes: of one cell.
+        max_bytes: maximum size of one cell.
     """
 
     def __init__(self, max_bytes: int):
@@ -33,12 +33,12 @@ class ParquetReader:
             self._process = None
 
     def rows(self, path: Path, key: str) -> Iterator[tuple[bytes | None, float]]:
-        """The cells of column `key` (b"" for null, None for one that is too long), and the part of
-        the file that has been read.
+        """Yield the cells of column `key` (b"" for null, None for a cell that is too long), and the
+        share of the file that has been read.
 
         Raises:
-            UserError: no parquet file, no such column, one of another type, or more memory than a
-                file of documents of `max_bytes` has need of.
+            UserError: not a parquet file, a missing column or one of another type, or a file that
+                needs more memory than documents of `max_bytes` do.
         """
         self._process = process = self._process or self._start()
         assert process.stdin is not None
@@ -63,7 +63,7 @@ class ParquetReader:
 
     def _start(self) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
-            # -P: nothing is imported from the folder of the program, or from the current one
+            # -P: import nothing from the program's folder, or from the current one
             [sys.executable, "-P", parquet_rows.__file__, str(self.max_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -1,11 +1,11 @@
-"""The program that reads parquet for `megasink.data.parquet`, in a process of its own.
+"""The program that reads parquet for `megasink.data.parquet`, in a separate process.
 
-A small file can ask for any amount of memory (one dictionary value for every row, a page that
-decompresses to gigabytes), and Arrow has no limit to set; the kernel has one, for a process. What
-Arrow cannot survive ends this process, not the caller's.
+A small file can require any amount of memory (one dictionary value for every row, a page that
+decompresses to gigabytes). Arrow has no memory limit, but the kernel has one per process. A failure
+that Arrow cannot survive ends this process, not the caller's.
 
-Reads a JSON line {"path", "key"} per file from standard input, and answers with frames on standard
-output: a byte for the kind, eight for the size (big-endian), then so many bytes.
+Reads one JSON line {"path", "key"} per file from standard input, and answers with frames on
+standard output: one byte for the kind, eight for the size (big-endian), then the content.
 """
 
 import json
@@ -21,21 +21,21 @@ _ROWS_PER_BATCH = 256
 _BATCH_BYTES = 16 << 20
 _MEMORY = 512 << 20
 _COPIES = 4
-"""Of the longest document, in a page, its decompressed form, the values and a batch of them."""
+"""Copies of the longest document: in a page, decompressed, as values and as a batch of them."""
 
 
 def memory_limit(max_document_bytes: int) -> int:
-    """Bytes that reading may take beside what Python and Arrow take themselves."""
+    """Return the bytes that reading may take on top of Python and Arrow."""
     return _COPIES * max_document_bytes + _MEMORY
 
 
 def main() -> None:
-    """Answer until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's: it ends this process
+    """Serve requests until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C, and ends this process
     import pyarrow as pa
 
     limit = int(sys.argv[1])
-    # Arrow's own pools, and each of its threads, reserve more than they use.
+    # Arrow's own pools, and each of its threads, reserve more memory than they use.
     pa.set_memory_pool(pa.system_memory_pool())
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def _warm_up() -> None:
-    """Load what Arrow loads late: that is not what a file takes."""
+    """Load Arrow's lazy parts, so that they do not count toward a file's memory."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -98,9 +98,9 @@ def _read(path: str, key: str, limit: int, out: BinaryIO) -> None:
 
 
 def _cells(file: Any, key: str, batch_rows: int) -> Iterator[Any]:
-    """The values of a column; where a batch is too large for memory, row by row from there on.
+    """Yield the values of a column; once a batch exceeds the memory, continue row by row.
 
-    A value that a dictionary holds once is as many in a batch, and the file does not say so.
+    A batch repeats a value that the dictionary holds once, and the file does not say so.
     """
     import pyarrow.parquet as pq
 
@@ -124,7 +124,7 @@ def _cells(file: Any, key: str, batch_rows: int) -> Iterator[Any]:
 
 
 def _batch_rows(metadata: Any, key: str) -> int:
-    """As many rows as are about 16 MiB, by what the file says of itself."""
+    """Return the number of rows that take about 16 MiB, according to the file's metadata."""
     size = 0
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         columns = map(group.column, range(group.num_columns))
@@ -134,7 +134,7 @@ def _batch_rows(metadata: Any, key: str) -> int:
 
 
 class _Refused(Exception):
-    """A file that can be read, but does not hold what was asked for."""
+    """A readable file that does not hold the requested data."""
 
 
 def _explained(path: str, error: Exception) -> str:

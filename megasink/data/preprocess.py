@@ -1,4 +1,4 @@
-"""A corpus to the `.bin` and `.idx` files that Megatron's GPTDataset reads."""
+"""Convert a corpus to the `.bin` and `.idx` files that Megatron's GPTDataset reads."""
 
 import fcntl
 import json
@@ -23,14 +23,14 @@ from megasink.errors import ConfigError, UserError
 _BATCH_CHARACTERS = 1 << 19
 _BATCH_DOCUMENTS = 512
 _SUFFIXES = (".json", ".bin", ".idx")
-"""In the order they appear: Megatron loads nothing without the `.idx`."""
+"""In order of publication: Megatron loads nothing without the `.idx`."""
 _COUNTS = ("documents", "tokens", "text_bytes", "largest_id")
 
 
 @dataclass(frozen=True)
 class PreprocessReport:
-    """What was written. `tokens` counts EOD (and BOS) too; `text_bytes` is the documents' UTF-8;
-    `largest_id` is that of a token which occurs."""
+    """Counts of the files written. `tokens` includes EOD (and BOS); `text_bytes` is the UTF-8 size
+    of the documents; `largest_id` is the largest token id that occurs."""
 
     output_prefix: Path
     tokenizer_folder: Path
@@ -49,7 +49,7 @@ class PreprocessReport:
 
     @property
     def megatron_flags(self) -> list[str]:
-        """The flags that train on it."""
+        """The flags that train on this data."""
         return [
             *("--data-path", str(self.output_prefix)),
             *("--tokenizer-type", "HuggingFaceTokenizer"),
@@ -58,7 +58,7 @@ class PreprocessReport:
 
 
 def default_workers() -> int:
-    """The processors this process may run on."""
+    """Return the number of processors available to this process."""
     return len(os.sched_getaffinity(0))
 
 
@@ -70,23 +70,23 @@ def preprocess(
     workers: int | None = None,
     overwrite: bool = False,
 ) -> PreprocessReport:
-    """Tokenize `corpus` into `PREFIX.bin`, `PREFIX.idx` and `PREFIX.json` (of what).
+    """Tokenize `corpus` into `PREFIX.bin`, `PREFIX.idx` and `PREFIX.json` (metadata).
 
-    Every document is one Megatron document: the BOS token if the tokenizer puts one itself, its
-    text, and EOD. The files appear when they are complete: a run that is killed leaves nothing that
-    loads, and the next one clears what it left. The bytes do not depend on `workers`.
+    Every document is one Megatron document: BOS if the tokenizer adds it itself, the text, and EOD.
+    The files appear only when complete: a killed run leaves nothing that loads, and the next run
+    removes its remains. The bytes do not depend on `workers`.
 
     Args:
         corpus: the documents.
-        output_prefix: path of the files without their suffix; its folder is created.
+        output_prefix: path of the files without suffix; its folder is created.
         tokenizer_folder: a Hugging Face folder, see `load_tokenizer`.
-        workers: processes that tokenize; None takes every processor, 1 starts none.
+        workers: number of tokenizing processes; None uses every processor, 1 starts no process.
         overwrite: replace files of the same prefix.
 
     Raises:
-        ConfigError: files that exist, a prefix that is none or lies in an input, `workers` below 1.
-        UserError: what iterating `corpus` and `load_tokenizer` raise; another run writing the same
-            prefix; a file that cannot be written.
+        ConfigError: existing files, an invalid prefix or one inside an input, or `workers` below 1.
+        UserError: errors of iterating `corpus` and of `load_tokenizer`, another run that writes the
+            same prefix, or a file that cannot be written.
     """
     start = time.perf_counter()
     prefix, folder = Path(output_prefix), Path(tokenizer_folder)
@@ -124,14 +124,14 @@ def preprocess(
 
 
 def output_problems(prefix: Path, inputs: Sequence[str], *, overwrite: bool) -> list[str]:
-    """Why `prefix` cannot be written to when `inputs` are read, one sentence each."""
+    """Return why `prefix` cannot be written to, given `inputs`, one sentence per problem."""
     if prefix.suffix in (".bin", ".idx"):
         return [f"--output {prefix} is a prefix: leave {prefix.suffix} off"]
     written = {_file(prefix, s).resolve() for s in _SUFFIXES}
     problems = [
         f"--output {prefix} is written to what is read, {i}: put it elsewhere"
         for i in map(Path, inputs)
-        # the next run would take what this one wrote in a folder for documents
+        # the next run would read this run's output in the folder as documents
         if i.resolve() in written or (i.is_dir() and prefix.resolve().is_relative_to(i.resolve()))
     ]
     if problems:
@@ -164,9 +164,9 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[str]]:
 
 
 def _builder(path: Path, vocab_size: int) -> tuple[str, Any]:
-    """Megatron's writer of `path`, and the name of the token type it takes for the vocabulary."""
+    """Create Megatron's writer for `path`; return the name of its token type, and the writer."""
     with warnings.catch_warnings():
-        # importing megatron.core warns of every NVIDIA package that is not there; none is needed
+        # importing megatron.core warns of every missing NVIDIA package; none is needed
         warnings.simplefilter("ignore")
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
@@ -208,10 +208,10 @@ def _sidecar(
 
 @contextmanager
 def _writing(prefix: Path) -> Iterator[None]:
-    """Hold `prefix` for this run alone; leave no partial file, of this run or an older one.
+    """Lock `prefix` for this run, and remove partial files of this run or an older one.
 
-    The lock is the kernel's, so that of a dead process holds nothing. A file of that name which is
-    not empty is somebody else's: it is locked, and left as it is.
+    The lock is the kernel's, so a dead process holds none. A non-empty file of that name belongs to
+    someone else: it is locked, and left as it is.
     """
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -231,7 +231,7 @@ def _writing(prefix: Path) -> Iterator[None]:
 @contextmanager
 def _locked(lock: Path, prefix: Path) -> Iterator[None]:
     while True:
-        # Not waiting where the name is that of a pipe.
+        # Do not block if the name is a pipe.
         file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
         try:
             try:
@@ -240,7 +240,7 @@ def _locked(lock: Path, prefix: Path) -> Iterator[None]:
                 raise UserError(f"another run is writing {prefix}: wait for it") from None
             except OSError:
                 pass  # a file system without locks
-            # The run before may have removed the file between our opening and locking it.
+            # The previous run may have removed the file between our open and lock.
             if lock.exists() and os.path.samestat(os.fstat(file), lock.stat()):
                 yield
                 return
@@ -257,9 +257,9 @@ def _publish(prefix: Path) -> None:
     for suffix in _SUFFIXES:
         with _partial(prefix, suffix).open("rb") as file:
             sync(file)
-    # Before the old .bin goes, so that its .idx never stands beside the new one.
+    # Before replacing the old .bin, so that its .idx never goes with the new one.
     _file(prefix, ".idx").unlink(missing_ok=True)
-    # Megatron caches sample indices under the prefix's name, whatever the files hold.
+    # Megatron caches sample indices by prefix, regardless of the content.
     shutil.rmtree(prefix / "cache" / "GPTDataset_indices", ignore_errors=True)
     for suffix in _SUFFIXES:
         _partial(prefix, suffix).rename(_file(prefix, suffix))

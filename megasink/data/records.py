@@ -1,4 +1,4 @@
-"""One line of JSON Lines to its text, with bounded memory."""
+"""Extract the text of one JSON Lines record, with bounded memory."""
 
 import itertools
 import json
@@ -7,20 +7,20 @@ import re
 from megasink.errors import UserError
 
 _VALUES = 1 << 22
-"""Values of one record at most: parsed, each takes up to some 200 bytes of memory."""
+"""Maximum number of values per record; parsed, each takes up to some 200 bytes of memory."""
 _STRING_OR_VALUE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[{,]', re.DOTALL)
 
 
 def text_of(line: bytes, source: str, key: str) -> str | None:
-    """The text of a record: "" for null, None where it is not UTF-8.
+    """Return the text of a record: "" for null, None if it is not UTF-8.
 
     Args:
-        line: of a file.
-        source: path and number of the line, for errors.
-        key: of the text.
+        line: one line of a file.
+        source: path and line number, for errors.
+        key: key that holds the text.
 
     Raises:
-        UserError: no JSON object, one without the key, or one that is too deep or too large.
+        UserError: no JSON object, no such key, or a record that is too deep or too large.
     """
     if _values_beyond(line):
         raise UserError(
@@ -46,7 +46,7 @@ def text_of(line: bytes, source: str, key: str) -> str | None:
 
 
 def _values_beyond(line: bytes) -> bool:
-    """Whether a line has more values than memory is for; commas inside of strings do not count."""
+    """Return whether a line has more than `_VALUES` values; commas inside strings do not count."""
     if len(line) <= _VALUES or sum(map(line.count, (b",", b"[", b"{"))) <= _VALUES:
         return False
     found = (m for m in _STRING_OR_VALUE.finditer(line) if m.end() - m.start() == 1)
@@ -59,7 +59,7 @@ def _keys(record: dict[str, object]) -> str:
 
 
 def _checked(value: object, source: str, key: str) -> str | None:
-    """A record's text: "" for null, None for text with lone surrogates, which UTF-8 has not."""
+    """Return a record's text: "" for null, None for lone surrogates, which are not UTF-8."""
     if value is None:
         return ""
     if not isinstance(value, str):

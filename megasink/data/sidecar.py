@@ -1,4 +1,4 @@
-"""The PREFIX.json beside a data set: what it was made with, read back before training on it."""
+"""The PREFIX.json of a data set: how it was made, checked before training on it."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from megasink.json_file import read_object
 
 
 def mismatch(prefix: str, tokenizer: Any) -> str | None:
-    """Why a data set was not made with this tokenizer; None if it was, or has no sidecar.
+    """Return why a data set does not match this tokenizer; None if it does or has no sidecar.
 
     Args:
         prefix: path of the data set without ``.bin``.
@@ -30,7 +30,7 @@ def mismatch(prefix: str, tokenizer: Any) -> str | None:
 
 
 def read_sidecar(prefix: str) -> dict[str, Any]:
-    """What stands in it; nothing where there is none, or something else of that name."""
+    """Return its contents; empty if it is missing, or not a sidecar."""
     try:
         return read_object(Path(f"{prefix}.json"))
     except UserError:

@@ -1,4 +1,4 @@
-"""How many bytes of text each token stands for: what turns a loss per token into bits per byte."""
+"""Bytes of text per token, which convert a loss per token to bits per byte."""
 
 import json
 import re
@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from megasink.errors import UserError
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-# Any text would do; these hold what tokenizers treat differently: runs of spaces, newlines, tabs,
-# digits, contractions, several scripts, and characters that few vocabularies hold.
+# Any text would do; this one has what tokenizers treat differently: runs of spaces, newlines,
+# tabs, digits, contractions, several scripts, and characters that few vocabularies hold.
 _PROBES = (
     "a",
     "two words, it's 2048.",
@@ -21,21 +21,21 @@ _PROBES = (
 
 
 def token_bytes(tokenizer: Any) -> NDArray[np.int32]:
-    """The bytes of text that each token of a loaded tokenizer stands for.
+    """Return the bytes of text that each token of a tokenizer stands for.
 
     The sum over the tokens of `tokenizer.encode(x, add_special_tokens=False)` is the UTF-8 size of
-    x as normalised by the tokenizer, plus `dummy_prefix_bytes(tokenizer)`. Bits per byte of a loss
-    are then: nats summed over the targets that are no special tokens / (ln 2 * sum of their bytes).
+    x as normalized by the tokenizer, plus `dummy_prefix_bytes(tokenizer)`. Bits per byte of a loss
+    are then: nats summed over the non-special targets / (ln 2 * sum of their bytes).
 
     Args:
         tokenizer: a transformers tokenizer with a `backend_tokenizer` (see `load_tokenizer`).
 
     Returns:
-        [V] int32, V the largest id + 1. Special tokens, and ids that no token has, count 0.
+        [V] int32, V the largest id + 1. Special tokens, and ids without a token, have 0 bytes.
 
     Raises:
-        UserError: a tokenizer that is neither byte-level nor of the sentencepiece kind with byte
-            fallback, or one whose counts do not add up to the text (it drops or rewrites some).
+        UserError: the tokenizer is neither byte-level nor sentencepiece with byte fallback, or its
+            counts do not add up to the text (it drops or rewrites characters).
     """
     lengths = _lengths(tokenizer)
     extra = _extra_bytes(tokenizer, lengths, _PROBES[0])
@@ -49,10 +49,10 @@ def token_bytes(tokenizer: Any) -> NDArray[np.int32]:
 
 
 def dummy_prefix_bytes(tokenizer: Any) -> int:
-    """1 if the tokenizer puts a space before a text (Llama 2 does), else 0.
+    """Return 1 if the tokenizer puts a space before a text (as Llama 2 does), else 0.
 
-    `token_bytes` counts that space; it is no byte of the text. Some tokenizers put it only
-    where the text does not start with one.
+    `token_bytes` counts that space, which is not part of the text. Some tokenizers add it only if
+    the text does not start with a space.
     """
     return _extra_bytes(tokenizer, token_bytes(tokenizer), _PROBES[0])
 
@@ -67,16 +67,16 @@ def _lengths(tokenizer: Any) -> NDArray[np.int32]:
         if i not in added:
             lengths[i] = spell(token)
         elif not added[i].special:
-            lengths[i] = len(token.encode())  # added tokens are matched as they are written
+            lengths[i] = len(token.encode())  # added tokens match literally
     return lengths
 
 
 def _speller(backend: Any) -> Any:
-    """The function that gives a token's bytes, by the kind of decoder the tokenizer has."""
+    """Return the function that maps a token to its bytes, by the tokenizer's kind of decoder."""
     decoder = json.loads(backend.to_str())["decoder"] or {"type": "no"}
     steps = {step["type"]: step for step in decoder.get("decoders", [decoder])}
     if set(steps) == {"ByteLevel"}:
-        return len  # each character of a token is the stand-in of one byte
+        return len  # each character of a token stands for one byte
     if "ByteFallback" in steps and set(steps) <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
         space = steps.get("Replace", {}).get("pattern", {}).get("String", " ")
         return lambda t: 1 if _BYTE_TOKEN.fullmatch(t) else len(t.replace(space, " ").encode())

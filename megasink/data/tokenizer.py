@@ -1,4 +1,4 @@
-"""Train a byte-pair tokenizer once, as a Hugging Face folder, and load any such folder offline."""
+"""Train a byte-pair tokenizer as a Hugging Face folder, and load any such folder offline."""
 
 import hashlib
 import io
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 UNK, EOD, PAD = "<|unk|>", "<|endoftext|>", "<|pad|>"
-"""Ids 0, 1 and 2. Padding has an id of its own: Megatron masks the loss wherever it stands."""
+"""Ids 0, 1 and 2. Padding has its own id, as Megatron masks the loss at every padding token."""
 
 BOS = "<|bos|>"
-"""Id 3, of tokenizers that are trained with one: they put it before every text."""
+"""Id 3, for tokenizers trained with a BOS, which they put before every text."""
 
 MIN_VOCAB_SIZE = 320
 """256 bytes, 3 special tokens, and room for some characters and merges."""
@@ -36,16 +36,16 @@ _CONFIG = {
     "eos_token": EOD,
     "pad_token": PAD,
 }
-_CHUNK = 4096  # characters of a training sample's piece
+_CHUNK = 4096  # characters per piece of the training sample
 _FOLDER_FILES = {"tokenizer.json", "tokenizer_config.json"}
-# sentencepiece drops a text that holds U+2585, its own mark, and takes U+2581 for a space; a NUL
-# ends strings in C. No token is learned across them, and encoding spells them in bytes.
+# sentencepiece drops a text with U+2585, its own mark, and reads U+2581 as a space; a NUL ends
+# strings in C. No token is learned across them, and encoding spells them in bytes.
 _UNLEARNABLE = re.compile("[\0\u2585\u2581]+")
 
 
 @dataclass(frozen=True)
 class TrainedTokenizer:
-    """Where a trained tokenizer is, and what it was trained on.
+    """Location of a trained tokenizer, and the size of its training sample.
 
     `sample_bytes` is the UTF-8 size of the sample of `corpus_bytes` it saw; `seconds` is wall time.
     """
@@ -69,22 +69,22 @@ def train_tokenizer(
 ) -> TrainedTokenizer:
     """Train a byte-fallback BPE with sentencepiece and write it as a Hugging Face folder.
 
-    No text is lost: decode(encode(x)) == x, with no normalisation and no added space. Digits are
-    tokens of their own. The folder appears whole or not at all.
+    No text is lost: decode(encode(x)) == x, without normalization or an added space. Every digit is
+    a separate token. The folder appears whole or not at all.
 
     Args:
-        documents: what to learn from; a uniform sample of about `sample_bytes` bytes of it is used.
-        vocab_size: tokens in all, special tokens and the 256 bytes included.
+        documents: training corpus; about `sample_bytes` bytes of it are sampled uniformly.
+        vocab_size: total number of tokens, including special tokens and the 256 bytes.
         folder: where to write `tokenizer.json` and `tokenizer_config.json`.
-        sample_bytes: bounds memory and time; a corpus below it is used whole.
-        seed: of the sample; the same documents and seed give the same files.
-        bos: with a BOS token of id 3, which the tokenizer puts before every text by itself: data
-            sets, prompts, analyses and exported folders have it then.
-        overwrite: replace a tokenizer that is there already.
+        sample_bytes: bounds memory and time; a smaller corpus is used whole.
+        seed: for sampling; the same documents and seed give the same files.
+        bos: add a BOS token with id 3, which the tokenizer puts before every text by itself, hence
+            in data sets, prompts, analyses and exported folders.
+        overwrite: replace an existing tokenizer.
 
     Raises:
-        UserError: the folder exists (or, with `overwrite`, holds anything but a tokenizer of ours),
-            it cannot be written, or `vocab_size` is too small or too large for the corpus.
+        UserError: the folder exists (or, with `overwrite`, holds anything but a megasink tokenizer)
+            or cannot be written, or `vocab_size` is too small or too large for the corpus.
     """
     start = time.perf_counter()
     folder = Path(folder)
@@ -112,7 +112,7 @@ def train_tokenizer(
 
 
 def folder_problem(folder: Path, *, overwrite: bool) -> str | None:
-    """Why a tokenizer cannot be written to `folder`, in one line; None where it can."""
+    """Return why a tokenizer cannot be written to `folder`, in one line; None if it can."""
     if not folder.exists():
         return None
     if not overwrite:
@@ -125,7 +125,7 @@ def folder_problem(folder: Path, *, overwrite: bool) -> str | None:
 def _sample(
     documents: Iterable[Document], budget: int, rng: random.Random
 ) -> tuple[int, list[str]]:
-    """The corpus size in bytes, and a uniform sample of its chunks (reservoir sampling)."""
+    """Return the corpus size in bytes, and a uniform reservoir sample of its chunks."""
     chunks: list[str] = []
     total = seen = kept = 0
     for document in documents:
@@ -143,24 +143,24 @@ def _sample(
 
 
 def chunked(text: str) -> Iterator[str]:
-    """`text` in lines of at most 4096 characters, without what sentencepiece cannot learn."""
+    """Split `text` into lines of at most 4096 characters, without unlearnable characters."""
     for part in _UNLEARNABLE.split(text):
         start = 0
         while start < len(part):
             end = start + _CHUNK
             if end < len(part):
-                # +1: the newline ends its chunk; 0 where there is none
+                # +1: the newline ends its chunk; 0 if there is none
                 end = part.rfind("\n", start, end) + 1 or end
             yield part[start:end]
             start = end
 
 
 def train_sentencepiece(chunks: list[str], vocab_size: int, *, bos: bool = False) -> bytes:
-    """Train a sentencepiece BPE on `chunks` (see `chunked`); returns the serialized model.
+    """Train a sentencepiece BPE on `chunks` (see `chunked`); return the serialized model.
 
     Raises:
-        UserError: `vocab_size` is too small for the characters of the sample, or larger than what
-            the sample has merges for.
+        UserError: `vocab_size` is too small for the sample's characters, or larger than its merges
+            allow.
     """
     import sentencepiece
 
@@ -198,7 +198,7 @@ def train_sentencepiece(chunks: list[str], vocab_size: int, *, bos: bool = False
 
 
 def _limit(message: str) -> str:
-    """sentencepiece's refusal of a vocabulary size, in the words of our options."""
+    """Rephrase sentencepiece's error about a vocabulary size in terms of our options."""
     if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
         return f"its characters alone need a vocabulary size of at least {match[1]}"
     if match := re.search(r"set it to a value <= (\d+)", message):
@@ -207,10 +207,10 @@ def _limit(message: str) -> str:
 
 
 def to_tokenizers(model: bytes) -> "Tokenizer":
-    """The `tokenizers` twin of a model of `train_sentencepiece`: the same ids for every text.
+    """Convert a model of `train_sentencepiece` to `tokenizers`: the same ids for every text.
 
-    Its tokens hold real spaces where sentencepiece writes U+2581, so that a U+2581 of the text
-    itself (which sentencepiece turns into a space) is spelled in bytes and survives.
+    Its tokens hold real spaces where sentencepiece writes U+2581, so that a U+2581 in the text
+    (which sentencepiece turns into a space) is spelled in bytes and survives.
     """
     import sentencepiece
     from tokenizers import (
@@ -233,8 +233,8 @@ def to_tokenizers(model: bytes) -> "Tokenizer":
         else:
             learned[piece.replace("\u2581", " ")] = i
     vocab |= learned
-    # sentencepiece merges any neighbours whose union is a piece, lowest id first: every split of a
-    # piece into two pieces is a merge of that piece's rank.
+    # sentencepiece merges any neighbors whose union is a piece, lowest id first: every split of a
+    # piece into two pieces is a merge with that piece's rank.
     merges = [
         (token[:k], token[k:])
         for token in sorted(learned, key=learned.__getitem__)
@@ -242,8 +242,8 @@ def to_tokenizers(model: bytes) -> "Tokenizer":
         if token[:k] in learned and token[k:] in learned
     ]
     tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token=UNK, byte_fallback=True))
-    # No piece holds a space after anything but a space, so no merge crosses this split: it changes
-    # no id, and makes the words that `tokenizers` caches.
+    # A piece has a space only after other spaces, so no merge crosses this split: it changes no id,
+    # and yields the words that `tokenizers` caches.
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(" +[^ ]*|[^ ]+"), "isolated")
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     special = [UNK, EOD, PAD, *([BOS] if sp.bos_id() >= 0 else [])]
@@ -258,15 +258,15 @@ def to_tokenizers(model: bytes) -> "Tokenizer":
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """Load a Hugging Face tokenizer folder, offline and without running code from it.
+    """Load a Hugging Face tokenizer folder, offline and without running its code.
 
     Returns:
         A transformers tokenizer backed by `tokenizers` (`.backend_tokenizer`), with an
-        `eos_token_id`, which is what Megatron takes for EOD.
+        `eos_token_id`, which Megatron uses as EOD.
 
     Raises:
-        UserError: no such folder, no tokenizer in it, one that needs code of its own or has no fast
-            form, or no EOD token.
+        UserError: no such folder, or its tokenizer is missing, needs its own code, has no fast form
+            or has no EOD token.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -294,7 +294,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def leading_ids(tokenizer: Any) -> list[int]:
-    """The ids that a loaded tokenizer puts before any text by itself: BOS, or nothing."""
+    """Return the ids that a tokenizer puts before any text by itself: BOS, or nothing."""
     bare = tokenizer("x", add_special_tokens=False).input_ids
     full = tokenizer("x").input_ids
     found: list[int] = full[: full.index(bare[0])]
@@ -302,6 +302,6 @@ def leading_ids(tokenizer: Any) -> list[int]:
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """SHA-256 (hex) of what a loaded tokenizer's ids mean: its vocabulary and its EOD token."""
+    """Return the SHA-256 (hex) of what a tokenizer's ids mean: vocabulary and EOD token."""
     meaning = [sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id]
     return hashlib.sha256(json.dumps(meaning).encode()).hexdigest()

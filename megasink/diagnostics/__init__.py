@@ -1,6 +1,6 @@
-"""From statistics of attention, values and states to the scores of the papers.
+"""Compute the papers' scores from statistics of attention, values and states.
 
-Pure functions on torch and numpy; `registry` says what they may take.
+All are pure functions on torch and numpy; `registry` defines their inputs.
 """
 
 from megasink.diagnostics.registry import (

@@ -1,6 +1,6 @@
-"""From the values of the samples to those of an analysis, as each metric's record says.
+"""Reduce sample values to the values of an analysis, as each metric's record defines.
 
-Shapes: N samples; the rest as `AXES` says.
+Shapes: N samples; the rest as in `AXES`.
 """
 
 from collections.abc import Mapping
@@ -12,15 +12,15 @@ from megasink.diagnostics.registry import FACTS, OVER_SAMPLES, Metric, metrics, 
 
 
 class AnalysisValues:
-    """Computes what can be computed from what was measured; the rest is left out.
+    """Computes every metric whose inputs were measured; the others are left out.
 
     Args:
-        values: metric of statistics -> its values by sample, NaN where something does not exist.
-        facts: out of `FACTS`, "tokens_N" among them.
+        values: metric of statistics -> its values by sample, NaN for missing entries.
+        facts: a subset of `FACTS`, including "tokens_N".
 
     Attributes:
-        by_sample: metric -> [N, ...], of metrics of statistics and of derived ones that have it.
-        whole: metric -> value of the analysis; those without any number are left out.
+        by_sample: metric -> [N, ...], for metrics of statistics and derived metrics by sample.
+        whole: metric -> value of the analysis; metrics without any number are left out.
     """
 
     def __init__(self, values: Mapping[str, Tensor], facts: Mapping[str, Any]):

@@ -1,9 +1,9 @@
-"""The P0-sink circuit of P4: where the sink becomes prominent, where its centre is, and its stage.
+"""The P0-sink circuit of P4: where the sink becomes prominent, its center, and its stage.
 
-The paper reads all three from plots. The rules here are operational; look at the curves beside
-them.
+The paper reads all three from plots. The rules here are operational; check them against the
+curves.
 
-Shapes: L layers, H heads, K first token positions, P token positions, S states.
+Shapes: L layers, H heads, K leading token positions, P token positions, S states.
 """
 
 import math
@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from megasink.diagnostics import sinks, states  # noqa: F401  # whose metrics are read here
+from megasink.diagnostics import sinks, states  # noqa: F401  # registers the metrics used here
 from megasink.diagnostics.registry import metric
 
 NORM_RATIO = 5.0
@@ -20,16 +20,16 @@ SINK = 0.05
 EARLY = 1 / 3
 
 STAGES = ("none", "broad", "shifted", "forming", "middle", "fixed")
-"""In the order of the tests in `circuit_stage`."""
+"""In the order of the checks in `circuit_stage`."""
 
 
 @metric("prominent_after_block", source="P4.15", unit="block", axis="model", number="{:.0f}")
 def prominent_after_block(massive_ratio_S: Tensor, first_token_attention_L: Tensor) -> Tensor:
-    """First block whose output has norm(x_0) > 5 times the others' and is read by over 0.3.
+    """First block whose output has norm(x_0) > 5 times the others' mean, read with weight > 0.3.
 
-    The first block l whose output has norm(first token) > `NORM_RATIO` * mean norm of the others
+    The first block l whose output has norm(first token) > `NORM_RATIO` * mean norm of the others,
     and is read by a layer (l + 1 or the next one with attention) that gives the first token more
-    than `ATTENTION` of its weight; NaN where no block is.
+    than `ATTENTION` of its weight; NaN if there is none.
 
     Args:
         massive_ratio_S: by state (P2.10).
@@ -53,7 +53,7 @@ def prominent_after_block(massive_ratio_S: Tensor, first_token_attention_L: Tens
     number="{:.0f}",
 )
 def sink_centre(alpha_LHK: Tensor) -> Tensor:
-    """The position of the highest mean alpha_k over layers and heads."""
+    """Position of the highest mean alpha_k over layers and heads."""
     return _highest(alpha_LHK.flatten(0, 1))
 
 
@@ -61,16 +61,16 @@ def sink_centre(alpha_LHK: Tensor) -> Tensor:
     "sink_centre_by_direction", source="P4.24, P4.5", unit="token", axis="model", number="{:.0f}"
 )
 def sink_centre_by_direction(alpha_LHK: Tensor, cosine_SP: Tensor) -> Tensor:
-    """The position whose states point the same way in every input most, by the mean over states.
+    """Position whose states are most aligned across inputs, by the mean cosine over states.
 
-    It need not agree with `sink_centre`; NaN where fewer than two samples ran.
+    It need not match `sink_centre`; NaN if fewer than two samples ran.
     """
-    # Without the embedding, where a BOS always agrees with itself.
+    # Without the embedding, where a BOS always matches itself.
     return _highest(cosine_SP[1:, : alpha_LHK.shape[2]])
 
 
 def _highest(rows_RK: Tensor) -> Tensor:
-    """The column of the highest mean; columns and rows may hold NaN. NaN where all of them do."""
+    """Return the column with the highest mean, ignoring NaN; NaN if all entries are NaN."""
     if bool(rows_RK.isnan().all()):
         return torch.tensor(math.nan)
     return rows_RK.nanmean(0).nan_to_num(nan=-math.inf).argmax().double()
@@ -90,16 +90,16 @@ def circuit_stage(
 ) -> Tensor:
     """Stage of the P0-sink circuit: none, broad, shifted, forming, middle or fixed.
 
-    A signal of convergence in training:
+    The stage is a signal of convergence in training:
 
     - "none": no position's sink rate reaches `SINK`;
     - "broad": the second highest rate is more than half of the highest: several first tokens;
-    - "shifted": one centre, which is not the first token;
+    - "shifted": one center, which is not the first token;
     - "forming": the first token, without a massive norm yet;
     - "middle": prominent only after the first third of the blocks;
     - "fixed": prominent within the first third.
     """
-    rates_K = sink_rate_K.nan_to_num()  # positions that no sequence reached
+    rates_K = sink_rate_K.nan_to_num()  # NaN: positions that no sequence reached
     highest, *others = rates_K.sort(descending=True).values
     if not highest >= SINK:
         stage = "none"

@@ -1,6 +1,6 @@
-"""How far two models' scores are apart (P3.21, P3.30).
+"""Distances between the scores of two models (P3.21, P3.30).
 
-Scores of any shape; NaN are left out. scipy.stats takes a second to import, hence inside.
+Scores have any shape; NaN is ignored. scipy.stats is imported late, as it takes a second.
 """
 
 import warnings
@@ -12,13 +12,13 @@ Scores = NDArray[np.float64]
 
 
 def wasserstein(a: Scores, b: Scores) -> float:
-    """W1 between the distributions of two sets of scores, in the unit of the score (P3.21).
+    """Return W1 between the distributions of two sets of scores, in the score's unit (P3.21).
 
-    Samples, layers and heads of a model are pooled. Norms scale with the model: compare their
-    layer-normalised forms.
+    All samples, layers and heads of a model are pooled. Norms scale with the model: compare their
+    layer-normalized forms.
 
     Raises:
-        ValueError: no score in one of them.
+        ValueError: one of them has no score.
     """
     from scipy.stats import wasserstein_distance
 
@@ -29,12 +29,12 @@ def wasserstein(a: Scores, b: Scores) -> float:
 
 
 def spearman(a: Scores, b: Scores) -> float:
-    """Rank correlation of the same heads in two models of one shape (P3.30).
+    """Return the rank correlation of the same heads in two models of one shape (P3.30).
 
-    NaN where all scores of one of them are equal.
+    NaN if all scores of one model are equal.
 
     Raises:
-        ValueError: other shapes.
+        ValueError: the shapes differ.
     """
     from scipy.stats import ConstantInputWarning, spearmanr
 
@@ -45,10 +45,10 @@ def spearman(a: Scores, b: Scores) -> float:
 
 
 def top_agreement(a: Scores, b: Scores, count: int = 5) -> float:
-    """IoU of the `count` highest heads of two models of one shape (P3.30).
+    """Return the IoU of the `count` highest heads of two models of one shape (P3.30).
 
     Raises:
-        ValueError: other shapes.
+        ValueError: the shapes differ.
     """
     together = _same_heads(a, b)
     first, second = (set(np.argsort(-x[together], kind="stable")[:count].tolist()) for x in (a, b))

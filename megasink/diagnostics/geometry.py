@@ -1,4 +1,4 @@
-"""Points in a plane: principal components of queries, keys, maps and states, and t-SNE.
+"""Points in a plane: PCA of queries, keys, maps and states, and t-SNE.
 
 Shapes: T tokens, D head dim, M matrices, C components.
 """
@@ -18,8 +18,8 @@ class Components(NamedTuple):
     """The first principal components of some rows.
 
     Attributes:
-        points: [rows, count] coordinates. The sign of an axis is set so that the entry of largest
-            magnitude in its direction is positive.
+        points: [rows, count] coordinates. Each axis is signed so that the largest-magnitude entry
+            of its direction is positive.
         explained: [count] shares of the variance.
     """
 
@@ -28,12 +28,12 @@ class Components(NamedTuple):
 
 
 def principal_components(rows: Floats, count: int = 2) -> Components:
-    """PCA of centred rows.
+    """PCA of centered rows.
 
     Raises:
         ValueError: fewer than two rows, or rows that are all equal.
     """
-    from sklearn.decomposition import PCA  # seconds, which only what draws points need spend
+    from sklearn.decomposition import PCA  # slow import, needed only for points
 
     if len(rows) < 2:
         raise ValueError(f"principal components of {len(rows)} row: two or more are needed")
@@ -46,7 +46,7 @@ def principal_components(rows: Floats, count: int = 2) -> Components:
 def query_key_components(query_TD: Floats, key_TD: Floats) -> tuple[Floats, Floats, Floats]:
     """Joint PCA of one head's queries and keys, after rotary embeddings (P0.26).
 
-    One fit on both, centred at their common mean, so that distances compare.
+    A single fit on both, centered at their common mean, so that distances are comparable.
 
     Returns:
         points of the queries [T, 2] and of the keys [T, 2], whose first row is k_0, and the
@@ -62,8 +62,8 @@ class MapComponents(NamedTuple):
     Attributes:
         points_MC: coordinates of each matrix.
         explained_C: shares of the variance.
-        images_CTT: the directions, each of norm 1, as matrices. The sign is set so that the entry
-            of largest magnitude is positive.
+        images_CTT: the directions, each of norm 1, as matrices, signed so that the
+            largest-magnitude entry is positive.
     """
 
     points_MC: Floats
@@ -72,11 +72,11 @@ class MapComponents(NamedTuple):
 
 
 def attention_map_components(maps_MTT: NDArray[Any], count: int = 2) -> MapComponents:
-    """PCA over attention matrices, each one flattened and the mean matrix taken off (P3.27).
+    """PCA over attention matrices, each one flattened, minus the mean matrix (P3.27).
 
-    Not scikit-learn's, which would copy the matrices to centre them and take the singular values of
-    [M, T * T]: the eigenvectors of the [M, M] matrix of inner products, centred afterwards and in
-    float64, need neither.
+    Unlike scikit-learn, which copies the matrices to center them and takes the singular values of
+    [M, T * T], this takes the eigenvectors of the [M, M] Gram matrix, centered afterwards in
+    float64.
 
     Raises:
         ValueError: matrices of more than `MAP_TOKENS` tokens, fewer than two, or all equal.
@@ -93,7 +93,7 @@ def attention_map_components(maps_MTT: NDArray[Any], count: int = 2) -> MapCompo
     mean_M = inner_MM.mean(0)
     inner_MM += mean_M.mean() - mean_M[:, None] - mean_M
     total, count = float(np.trace(inner_MM)), min(count, matrices - 1)
-    # Centred products are differences: what is left of equal matrices is rounding.
+    # Centered products are differences: equal matrices leave only rounding errors.
     if not total > 1e-6 * float(np.square(rows, dtype=np.float64).sum()):
         raise ValueError("principal components of matrices that are all equal")
     values, vectors = eigh(inner_MM, subset_by_index=[matrices - count, matrices - 1])
@@ -109,19 +109,19 @@ def attention_map_components(maps_MTT: NDArray[Any], count: int = 2) -> MapCompo
 
 
 PERPLEXITY = 30.0
-"""Of t-SNE where there are rows enough; scikit-learn's default, the paper gives none."""
+"""Perplexity of t-SNE, given enough rows; scikit-learn's default, as the paper gives none."""
 
 FEWEST = 8
-"""Rows that t-SNE needs here: with fewer there is no neighbourhood to keep."""
+"""Minimum number of rows for t-SNE: with fewer there is no neighborhood to preserve."""
 
 
 class Embedding(NamedTuple):
-    """What t-SNE made of some rows.
+    """t-SNE of some rows.
 
     Attributes:
         points: [rows, 2]; distances within a cluster mean something, axes and signs nothing.
-        perplexity: that was used.
-        divergence: Kullback-Leibler divergence that is left; nats.
+        perplexity: the perplexity used.
+        divergence: final Kullback-Leibler divergence; nats.
     """
 
     points: Floats
@@ -130,11 +130,11 @@ class Embedding(NamedTuple):
 
 
 def neighbour_embedding(rows: Floats, seed: int) -> Embedding:
-    """t-SNE of some rows by scikit-learn (P4.6), exact, from their principal components.
+    """Compute the exact t-SNE of some rows with scikit-learn (P4.6), from their PCA.
 
     Args:
         rows: [rows, features]; time grows with the square of their number.
-        seed: of scikit-learn; the same rows and seed give the same points on one machine.
+        seed: for scikit-learn; the same rows and seed give the same points on one machine.
 
     Raises:
         ValueError: fewer than `FEWEST` rows, or rows that are all equal.
@@ -147,9 +147,9 @@ def neighbour_embedding(rows: Floats, seed: int) -> Embedding:
     if not np.ptp(rows, axis=0).any():
         raise ValueError("t-SNE of rows that are all equal")
     perplexity = min(PERPLEXITY, (len(rows) - 1) / 3)
-    # Exact: the tree of the approximation goes wrong where rows are equal, as first tokens may be.
+    # Exact, as the tree approximation fails for equal rows, which first tokens may have.
     options = {"perplexity": perplexity, "random_state": seed, "init": "pca", "method": "exact"}
-    with threadpool_limits(1):  # its threads spin: with fewer idle cores it takes many times longer
+    with threadpool_limits(1):  # its threads spin, and slow it down many times on busy cores
         fitted = TSNE(2, **options, n_jobs=1).fit(rows)
     points = fitted.embedding_.astype(np.float64)
     return Embedding(points, perplexity, float(fitted.kl_divergence_))

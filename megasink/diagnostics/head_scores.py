@@ -1,7 +1,7 @@
 """P3's scores of inactive heads: six definitions, and the circuit-based output norms.
 
-A head of a sequence is called inactive where its score falls below a threshold (attention to the
-first token: exceeds it); see `thresholds`. Each score is over the real tokens of one sequence.
+A head of a sequence is inactive if its score is below a threshold (first-token attention: above
+it); see `thresholds`. Each score covers the real tokens of one sequence.
 
 Shapes: H query heads, G key/value groups, T tokens, D head dim, E hidden size.
 """
@@ -13,7 +13,7 @@ from megasink.diagnostics.registry import metric
 
 
 def per_query_head(values_GT: Tensor, heads: int) -> Tensor:
-    """[H, T]: each group's values once for every one of its query heads."""
+    """Return [H, T]: each group's values repeated for its query heads."""
     return values_GT.repeat_interleave(heads // values_GT.shape[0], dim=0)
 
 
@@ -63,9 +63,9 @@ def average_output_norm(gated_out_HTD: Tensor) -> Tensor:
 
 
 def circuit_norm(gated_out_HTD: Tensor, output_weight_HDE: Tensor) -> Tensor:
-    """[H, T]: the norm of what a head adds to the residual stream, z_i W_O^(h).
+    """Return [H, T]: the norm of what a head adds to the residual stream, z_i W_O^(h).
 
-    By the D x D Gram matrix of each head's rows of W_O, so that nothing [H, T, E] is made.
+    Uses the D x D Gram matrix of each head's rows of W_O, so that no [H, T, E] tensor is made.
     """
     weight_HDE = output_weight_HDE.to(gated_out_HTD.dtype)
     gram_HDD = weight_HDE @ weight_HDE.transpose(-1, -2)
@@ -80,10 +80,10 @@ def average_circuit_norm(gated_out_HTD: Tensor, output_weight_HDE: Tensor) -> Te
 
 
 def layer_normalised(scores_NLH: Tensor) -> Tensor:
-    """The (LN) form of a score: over the mean of its layer, the head included.
+    """The (LN) form of a score: divided by its layer's mean, this head included.
 
     Args:
-        scores_NLH: [..., H]; NaN where a layer has no attention, or fewer heads than others.
+        scores_NLH: [..., H]; NaN if a layer has no attention, or fewer heads than others.
 
     Returns:
         the same shape; NaN for a layer whose scores are all 0.
@@ -107,7 +107,7 @@ def own_average_normalised(lthon_NLH: Tensor, ahon_NLH: Tensor) -> Tensor:
 
 
 def random_scores(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Uniform in [0, 1): the random baseline (P3.9). float64, drawn in bf16 it would be coarse."""
+    """Return uniform scores in [0, 1): the random baseline (P3.9). float64, as bf16 is coarse."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(shape, generator=generator, dtype=torch.float64)
 

@@ -1,4 +1,4 @@
-"""Head importance, head imbalance, and what the scores of explicit gates look like.
+"""Head importance, head imbalance, and statistics of explicit gate scores.
 
 Shapes: N samples, L layers, H heads, T tokens, X 1 or the head dim.
 """
@@ -27,13 +27,13 @@ def mean_gate(gate_HT: Tensor) -> Tensor:
 
 
 def squared_cv(importance_LH: Tensor, routed_LH: Tensor | None = None) -> Tensor:
-    """CV^2 of each layer: population variance over squared mean (P0.13, Eq. 6).
+    """Return CV^2 of each layer: population variance over squared mean (P0.13, Eq. 6).
 
-    What head imbalance and the balance loss are made of; differentiable.
+    Head imbalance and the balance loss are based on it; it is differentiable.
 
     Args:
         importance_LH: [..., H] mean gate of each head, float32 or float64.
-        routed_LH: [..., H] True for the heads that count (P0.15); None for all. At least one each.
+        routed_LH: [..., H] True for the heads that count (P0.15), one or more each; None for all.
 
     Returns:
         [...], dimensionless; 0 for a layer whose heads are all closed (mean 0).
@@ -45,7 +45,7 @@ def squared_cv(importance_LH: Tensor, routed_LH: Tensor | None = None) -> Tensor
 def routed_moments(
     importance_LH: Tensor, routed_LH: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and population variance over the heads that count, each [..., 1], and the mask."""
+    """Return mean and population variance over the heads that count, [..., 1], and the mask."""
     if routed_LH is None:
         routed_LH = torch.ones_like(importance_LH, dtype=torch.bool)
     count = routed_LH.sum(-1, keepdim=True, dtype=importance_LH.dtype)
@@ -65,8 +65,8 @@ def routed_moments(
 def layer_imbalance(importance_LH: Tensor) -> Tensor:
     """Population std / mean of head importance over the heads of a layer.
 
-    NaN for a layer without attention (all NaN), which does not count in the mean over layers; 0
-    for one whose heads are all closed.
+    NaN for a layer without attention (all NaN), which the mean over layers ignores; 0 for a layer
+    whose heads are all closed.
     """
     present_LH = ~importance_LH.isnan()
     cv_L = squared_cv(importance_LH, present_LH).sqrt()
@@ -106,23 +106,23 @@ def gate_max(explicit_gate_HTX: Tensor) -> Tensor:
 
 @metric("abs_mean_before_gate", source="P1.35", unit="activation", axis="layer")
 def abs_mean_before_gate(out_HTD: Tensor) -> Tensor:
-    """Mean |value| of the SDPA output of a layer, before a gate."""
+    """Mean |value| of the SDPA output of a layer, before any gate."""
     return out_HTD.abs().mean()
 
 
 @metric("abs_mean_after_gate", source="P1.35", unit="activation", axis="layer")
 def abs_mean_after_gate(gated_out_HTD: Tensor) -> Tensor:
-    """Mean |value| of what enters the output projection."""
+    """Mean |value| of the output projection's input."""
     return gated_out_HTD.abs().mean()
 
 
 def below(values: Tensor, limit: float) -> Tensor:
-    """Share of |values| strictly below a limit."""
+    """Return the share of |values| strictly below a limit."""
     return (values.abs() < limit).to(torch.float32).mean()
 
 
 def _register_sparsity(limit: float, suffix: str) -> None:
-    """P1.36: the share of |values| strictly below a limit, at three places."""
+    """Register the share of |values| strictly below a limit, at three places (P1.36)."""
 
     def before_gate(out_HTD: Tensor) -> Tensor:
         return below(out_HTD, limit)
@@ -151,7 +151,7 @@ _register_sparsity(1e-3, "1e-3")
 def gate_spread(gate_score_NLH: Tensor, gate_std_NL: Tensor, tokens_N: Tensor) -> Tensor:
     """Population standard deviation of a layer's gate scores over all tokens of all samples.
 
-    Not the mean of the samples' deviations: how samples differ counts too.
+    Unlike the mean of the samples' deviations, it includes differences between samples.
     """
     weight_N1 = (tokens_N.to(torch.float64) / tokens_N.sum())[:, None]
     mean_NL = gate_score_NLH.nanmean(-1)

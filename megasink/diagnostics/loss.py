@@ -1,4 +1,4 @@
-"""The language-model loss of the samples: sums over sums.
+"""The language-model loss of the samples, as sums over sums.
 
 Shapes: N samples.
 """

@@ -1,4 +1,4 @@
-"""Attention maps of short sequences: the one S x S statistic, made on request only.
+"""Attention maps of short sequences: the only S x S statistic, computed only on request.
 
 Shapes: H query heads, G key/value groups, T tokens, S = T keys, D head dim.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from megasink.diagnostics.tiles import HIDDEN, tiles
 
 MAP_TOKENS = 256
-"""The longest sequence whose attention maps are made."""
+"""Maximum sequence length for attention maps."""
 
 
 def attention_maps(
@@ -25,14 +25,14 @@ def attention_maps(
     distance_bias_HT: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """A = softmax(scale * q k^T) of one causal layer, whole (P0.26, P1.34, P3.26, P4.2).
+    """Compute A = softmax(scale * q k^T) of one causal layer (P0.26, P1.34, P3.26, P4.2).
 
     Args:
         query_HTD, key_GTD: any float dtype; computed in float32, or float64 for float64.
-        scale, window, prefix, distance_bias_HT, softcap: as
+        scale, window, prefix, distance_bias_HT, softcap: as in
             `megasink.diagnostics.weights.weight_statistics`.
-        slot_logit_HT: the logit of a sink or key bias. Its weight is missing from the rows, whose
-            sums are then the gate (P0.2).
+        slot_logit_HT: the logit of a sink or key bias. Its weight is left out of the rows, so that
+            they sum to the gate (P0.2).
 
     Returns:
         weights [H, T, S]; 0 for keys that a row does not see.
@@ -58,11 +58,11 @@ def attention_maps(
 def whole_scores(
     query_HTD: Tensor, key_GTD: Tensor, *, hidden: float = HIDDEN, **options: Any
 ) -> Tensor:
-    """The tiles of `megasink.diagnostics.tiles.tiles`, put together.
+    """Assemble the tiles of `megasink.diagnostics.tiles.tiles` into one tensor.
 
     Args:
         query_HTD, key_GTD: of one sequence.
-        hidden, options: as `tiles`.
+        hidden, options: as in `tiles`.
 
     Returns:
         scores [H, T, S]; `hidden` for keys that a row does not see.

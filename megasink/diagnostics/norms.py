@@ -105,7 +105,7 @@ def other_key_product(query_HTD: Tensor, key_GTD: Tensor) -> Tensor:
 
 @metric("output_norm", source="P3.25", unit="L2 norm", axis="layer position", shown=())
 def output_norm(gated_out_HTD: Tensor) -> Tensor:
-    """Norm of a head's output at each token, after a gate, before W_O; mean over heads."""
+    """Norm of a head's output at each token, after any gate, before W_O; mean over heads."""
     return gated_out_HTD.norm(dim=-1).mean(0)
 
 

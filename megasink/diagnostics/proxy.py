@@ -1,8 +1,8 @@
-"""Statistics of attention whose weights are no softmax, by proxy weights (P2.37), streamed.
+"""Streamed attention statistics for non-softmax similarities, through proxy weights (P2.37).
 
-A_ij = |w_ij| / (sum_j |w_ij| + 1e-8), whatever the output of the layer is divided by: the sink
-metrics of P2 for the similarities of P2.30 to P2.36. A row whose weights are all 0 (a ReLU that is
-dead) attends to nothing.
+A_ij = |w_ij| / (sum_j |w_ij| + 1e-8), independent of the normalization of the layer's output: the
+sink metrics of P2 for the similarities of P2.30 to P2.36. A row whose weights are all 0 (a dead
+ReLU) attends to nothing.
 
 Shapes: B batch, H query heads, G key/value groups, T tokens, D head dim; tiles as in `tiles`.
 """
@@ -17,7 +17,7 @@ from megasink.diagnostics.maps import whole_scores
 from megasink.diagnostics.tiles import HIDDEN, tiles
 from megasink.diagnostics.weights import WeightStatistics, column_sums, first_and_others
 
-# |w| in place of z, and the score of a hidden key, for which it is 0.
+# |w| as a function of z, and the score of a hidden key, for which |w| is 0.
 _WEIGHTS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "sigmoid": (torch.sigmoid_, HIDDEN),
     "elu-plus-one": (lambda z: z.clamp(max=0.0).exp_().add_(z.relu_()), HIDDEN),
@@ -37,18 +37,18 @@ def proxy_statistics(
     scale: float,
     window: int | None = None,
 ) -> WeightStatistics:
-    """Statistics of the proxy weights of causal attention, without an S x S matrix.
+    """Compute statistics of the proxy weights of causal attention, without an S x S matrix.
 
     Args:
-        query_BHTD, key_BGTD: any float dtype; computed in float32, or float64 for float64. Where
-            the similarity has a feature map ("elu-kernel", "mlp"), phi(q) and phi(k).
+        query_BHTD, key_BGTD: any float dtype; computed in float32, or float64 for float64. If the
+            similarity has a feature map ("elu-kernel", "mlp"), phi(q) and phi(k).
         similarity: a name of `SIMILARITIES`.
         scale: factor of the scores.
         window: tokens visible to a token, itself included; None for all.
 
     Returns:
-        see `WeightStatistics`: no slot; the gate is 1 - A_i0, by sums; a row's entropy is
-        -sum_j A_ij ln A_ij. Work O(T^2 D), memory O(T) and two tiles.
+        `WeightStatistics` without a slot; the gate is 1 - A_i0, by sums; the entropy of a row is
+        -sum_j A_ij ln A_ij. Takes O(T^2 D) work, and O(T) memory plus two tiles.
 
     Raises:
         ValueError: an unknown similarity, or shapes that do not fit together.
@@ -84,10 +84,10 @@ def proxy_maps(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """The proxy weights themselves, as `megasink.diagnostics.maps.attention_maps` (P2.37).
+    """Compute the proxy weights, like `megasink.diagnostics.maps.attention_maps` (P2.37).
 
     Args:
-        query_HTD, key_GTD, similarity, scale, window: as `proxy_statistics`, of one sequence.
+        query_HTD, key_GTD, similarity, scale, window: as in `proxy_statistics`, for one sequence.
 
     Returns:
         weights [H, T, S]; 0 for keys that a row does not see.

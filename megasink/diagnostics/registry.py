@@ -1,15 +1,15 @@
-"""The registry of metrics: one record says what a metric is, how it is computed and where it shows.
+"""The registry of metrics: one record per metric, with its definition, function and outputs.
 
-A metric is a pure function. The names of its parameters say what it takes:
+A metric is a pure function. Its parameter names declare its inputs:
 
-- *statistics* of one sequence, which a probe captures: the metric is computed for every sample;
-- other *metrics*, their name followed by a shape: `importance_LH` is the importance of the whole
-  analysis, `importance_NLH` that of every sample (N samples). Such a metric is derived;
+- *statistics* of one sequence, captured by a probe: the metric is computed for every sample;
+- other *metrics*, by name and shape: `importance_LH` is the importance of the whole analysis,
+  `importance_NLH` that of every sample (N samples). Such a metric is derived;
 - *facts* of the samples, such as `tokens_N`, for a derived metric.
 
-The capture computes the statistics that some metric asks for and nothing else; results.json and its
-schema, samples.npz, tables, figures, the page, the trace, TensorBoard and comparisons list what is
-registered. A metric may be registered by any module: `from megasink.diagnostics import metric`.
+The capture computes only the statistics that some metric requests. results.json and its schema,
+samples.npz, tables, figures, the page, the trace, TensorBoard and comparisons list every registered
+metric. Any module may register one: `from megasink.diagnostics import metric`.
 """
 
 import importlib
@@ -36,22 +36,22 @@ ATTENTION: dict[str, str] = {
     "square_HT": "sum over keys of A_ij ** 2",
     "column_sum_HT": "for each key j the sum over the queries i >= j of A_ij",
 }
-"""Of one sequence in one attention layer; padding is cut off before anything is computed.
+"""Statistics of one sequence in one attention layer, after padding is removed.
 
-Where the weights are no softmax, those of the statistics are the proxies of P2.37.
+For non-softmax weights, the weight statistics are the proxies of P2.37.
 """
 
 STATE = {"state_TE": "x_0 the embedding, x_(l + 1/2) after attention, x_(l + 1) block l's output"}
-"""Of one sequence in one state of the residual stream."""
+"""Statistics of one sequence in one state of the residual stream."""
 
 BRANCHES = {
     "attention_branch_TE": "what attention returns, before any norm of it",
     "mlp_branch_TE": "what the MLP returns, before any norm of it",
 }
-"""Of one sequence in one block."""
+"""Statistics of one sequence in one block."""
 
 STATISTICS: dict[str, str] = {**ATTENTION, **STATE, **BRANCHES}
-"""The statistics that a metric may take, by parameter name; those of one table, or one branch.
+"""Statistics that a metric may take, by parameter name; all from one table, or one branch.
 
 Shapes: H query heads, G key/value groups, T tokens of the sequence, D head dim, E hidden size.
 Floating point, at least float32.
@@ -68,7 +68,7 @@ FACTS: dict[str, str] = {
     "cosine_SP": "mean cosine between the states of different samples (P4.5); of all samples only",
     "seed": "of the analysis, an int",
 }
-"""What a derived metric may take besides metrics. One that is not known leaves the metric out."""
+"""Facts that a derived metric may take. A metric whose fact is unknown is left out."""
 
 AXES: dict[str, tuple[str, str]] = {
     "head": ("LH", "by layer and head"),
@@ -80,9 +80,9 @@ AXES: dict[str, tuple[str, str]] = {
     "key": ("K", "by key position, over all heads; derived metrics only"),
     "model": ("", "one number; derived metrics only"),
 }
-"""Axis -> (shape of the value of an analysis, in words).
+"""Axis -> (shape of an analysis value, description).
 
-A metric of statistics returns its axis without the layer or state: [H], [H, T], a scalar or [T].
+A metric of statistics returns its axis without layer or state: [H], [H, T], a scalar or [T].
 """
 
 _DERIVED_ONLY = ("key", "model")
@@ -96,7 +96,7 @@ OVER_SAMPLES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "max": lambda values, tokens_N: values.amax(0),
     "median": lambda values, tokens_N: values.nanmedian(0).values,
 }
-"""How the values of the samples, [N, ...], become the value of the analysis."""
+"""How sample values, [N, ...], reduce to the value of the analysis."""
 
 SCALARS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": torch.nanmean,
@@ -104,7 +104,7 @@ SCALARS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean over block outputs": lambda values: values[2::2].nanmean(),
     "max over block outputs": lambda values: values[2::2].nan_to_num(nan=-torch.inf).amax(),
 }
-"""How the value of an analysis becomes one number, where one is shown."""
+"""How the value of an analysis reduces to one number, where one is shown."""
 
 SHOWN: dict[str, str] = {
     "table": "a column in the CSV table of its axis; its number in datasets.csv for one of a model",
@@ -115,7 +115,7 @@ SHOWN: dict[str, str] = {
     "wasserstein": "distance between every two models of its values of all samples (P3.21)",
     "rank": "rank correlation and top five of its heads, between every two models (P3.30)",
 }
-"""Where a metric may show. Every metric is in results.json, and in samples.npz by sample."""
+"""Where a metric may appear. results.json has every metric, and samples.npz its sample values."""
 
 
 @dataclass(frozen=True)
@@ -123,21 +123,21 @@ class Metric:
     """One registered metric.
 
     Attributes:
-        name: under which files show it.
-        definition: one line.
+        name: identifier in files.
+        definition: one-line definition.
         unit: of the value; "1" for a pure number, "share" for one in [0, 1].
         axis: one of `AXES`.
-        source: rows of the papers that define it, such as "P3.1", or where it comes from in words.
+        source: paper rows that define it, such as "P3.1", or its origin in words.
         compute: the function.
-        needs: what its parameters take, in their order.
+        needs: inputs of its parameters, in order.
         over_samples: one of `OVER_SAMPLES`; None for a derived metric of the whole analysis.
-        shown: out of `SHOWN`.
+        shown: subset of `SHOWN`.
         scalar: one of `SCALARS`.
-        title: how the page and figures call it.
-        figure: the figure that has its curve, see `report/figures_curves.py`.
+        title: name on the page and in figures.
+        figure: the figure with its curve, see `report/figures_metrics.py`.
         number: format of its number.
-        levels: names of the values 0, 1, ... of a metric that is a category.
-        inactive: "above" or "below" a threshold, for a score by which a head is inactive (P3.11).
+        levels: names of the values 0, 1, ... of a categorical metric.
+        inactive: "above" or "below", for a score whose threshold marks inactive heads (P3.11).
     """
 
     name: str
@@ -158,23 +158,23 @@ class Metric:
 
     @property
     def is_derived(self) -> bool:
-        """Computed from other metrics, not from statistics."""
+        """Whether it is computed from other metrics, not from statistics."""
         return not set(self.needs) <= STATISTICS.keys()
 
     @property
     def is_summarised(self) -> bool:
-        """Whether its number stands in the tables of models and data sets."""
+        """Whether the tables of models and datasets show its number."""
         return "scalar" in self.shown or ("table" in self.shown and self.axis in _DERIVED_ONLY)
 
     def number_of(self, value: Tensor) -> float | str | None:
-        """Its number; of a category the name, and None where there is none."""
+        """Return its number: a name for a category, None if there is none."""
         number = float(SCALARS[self.scalar](value))
         if not torch.isfinite(torch.tensor(number)):
             return None
         return self.levels[int(number)] if self.levels else number
 
     def text(self, number: float | str | None) -> str:
-        """Its number as the page shows it."""
+        """Format its number for the page."""
         return self.number.format(number) if isinstance(number, float | int) else number or ""
 
 
@@ -205,8 +205,8 @@ def metric(
         needs: default the names of the function's parameters.
 
     Raises:
-        ValueError: a name that is taken, no docstring, something that does not exist, or metrics
-            that are registered later.
+        ValueError: a duplicate name, no docstring, an unknown option, or metrics that are
+            registered later.
     """
 
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -283,21 +283,21 @@ def _problems(entry: Metric) -> Iterable[str]:
 
 
 def parameter_names(entry: Metric) -> list[str]:
-    """How a derived metric asks for another: of the analysis, and of every sample."""
+    """Return the parameter names for a metric's analysis value and its sample values."""
     letters = AXES[entry.axis][0]
     names = [f"{entry.name}_{letters}" if letters else entry.name]
     return names + ([f"{entry.name}_N{letters}"] if entry.over_samples else [])
 
 
 def metrics(names: Iterable[str] | None = None) -> dict[str, Metric]:
-    """The registered metrics, or those of `names`, by name, in the order of files and lines.
+    """Return the registered metrics, or those in `names`, by name, in file and line order.
 
     Raises:
-        ValueError: a name that no metric has.
+        ValueError: an unknown name.
     """
     _discover()
     if names is None:
-        # Not in that of imports, which depends on what else a process does.
+        # Not in import order, which depends on what else a process does.
         return dict(sorted(_REGISTRY.items(), key=lambda entry: _place(entry[1].compute)))
     names = list(names)
     unknown = [name for name in names if name not in _REGISTRY]
@@ -307,19 +307,19 @@ def metrics(names: Iterable[str] | None = None) -> dict[str, Metric]:
 
 
 def metrics_shown(where: str) -> dict[str, Metric]:
-    """Those that show in one of the places of `SHOWN`."""
+    """Return the metrics shown in one of the places of `SHOWN`."""
     return {name: entry for name, entry in metrics().items() if where in entry.shown}
 
 
 def _place(function: Callable[..., Tensor]) -> tuple[bool, str, int]:
-    """Metrics of other packages come last."""
+    """Return the sort key of a metric; other packages come last."""
     module = function.__module__
     is_other = not module.startswith("megasink.diagnostics.")
     return is_other, module, inspect.unwrap(function).__code__.co_firstlineno
 
 
 def _discover() -> None:
-    """Import every file of this folder, so that its metrics register."""
+    """Import every module of this package, which registers its metrics."""
     package = importlib.import_module("megasink.diagnostics")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"megasink.diagnostics.{module.name}")

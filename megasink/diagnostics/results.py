@@ -1,6 +1,6 @@
-"""What results.json holds, as dataclasses; docs/instruments.md explains it.
+"""Dataclasses of results.json; docs/instruments.md explains them.
 
-Values by layer, head and so on are nested lists, null where something does not exist.
+Values by layer, head and so on are nested lists, with null for missing entries.
 """
 
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ from typing import Any
 from megasink.diagnostics.registry import metrics_shown
 
 FORMAT = 3
-"""Raised when something in results.json changes its place or its meaning."""
+"""Incremented when an entry of results.json moves or changes its meaning."""
 
 
 @dataclass
 class MetricResult:
-    """One metric: its values along its axis, and its number (of a category the name)."""
+    """One metric: its values along its axis, and its summary number (a name for a category)."""
 
     values: Any
     number: float | str | None
@@ -22,11 +22,11 @@ class MetricResult:
 
 @dataclass(kw_only=True)
 class SampleResults:
-    """What was measured of some samples.
+    """Results over some samples.
 
     Attributes:
-        tokens: of all of them.
-        metrics: registered metric -> its result; those without any number are absent.
+        tokens: total number of tokens.
+        metrics: registered metric -> its result; metrics without any number are absent.
         sink_positions: token -> share of the heads that have a sink on it (P3.31).
     """
 
@@ -38,10 +38,10 @@ class SampleResults:
 
 @dataclass(kw_only=True)
 class DatasetResults(SampleResults):
-    """The samples of one data set, by themselves.
+    """Results of one dataset.
 
     Attributes:
-        score_quantiles: score of inactive heads -> its 101 percentiles (P3.23).
+        score_quantiles: inactive-head score -> its 101 percentiles (P3.23).
         repeat_rate: n -> share of n-grams whose tokens are equal (P4.14).
     """
 
@@ -51,7 +51,7 @@ class DatasetResults(SampleResults):
 
 @dataclass
 class Agreement:
-    """How far scores call the same heads inactive: [score][score] (P3.18, P3.19)."""
+    """Agreement between scores on which heads are inactive: [score][score] (P3.18, P3.19)."""
 
     scores: list[str]
     iou: list[list[float | None]]
@@ -64,7 +64,7 @@ class InactiveHeads:
 
     Attributes:
         thresholds: score -> share of heads -> threshold (P3.11).
-        share_by_layer: score -> share of each layer's heads, 15 % of all being inactive (P3.20).
+        share_by_layer: score -> share of each layer's heads if 15 % of all are inactive (P3.20).
         quantiles: score -> its 101 percentiles.
     """
 
@@ -76,11 +76,11 @@ class InactiveHeads:
 
 @dataclass(frozen=True)
 class NonFinite:
-    """A sample with values that are no numbers: it is in no average.
+    """A sample with non-finite values, which is left out of all averages.
 
     Attributes:
-        sample: its index; source: where it came from.
-        layers: the layers concerned; heads: of the first one.
+        sample: index of the sample; source: where it came from.
+        layers: the affected layers; heads: those of the first one.
     """
 
     sample: int
@@ -91,7 +91,7 @@ class NonFinite:
 
 @dataclass(kw_only=True)
 class ModelFacts:
-    """The model, and how far it was trained where that is known."""
+    """The model, and how far it was trained, if known."""
 
     name: str = ""
     kind: str = ""
@@ -106,10 +106,10 @@ class ModelFacts:
 
 @dataclass(kw_only=True)
 class RunFacts:
-    """Options of the command line, and what it was run on.
+    """Command-line options and inputs of an analysis.
 
     Attributes:
-        identity: hash of whatever changes a result; of `megasink analyze` alone.
+        identity: hash of everything that changes a result; only for `megasink analyze`.
         data_sha256: of the token ids of all samples in order.
     """
 
@@ -126,13 +126,13 @@ class RunFacts:
 
 @dataclass(kw_only=True)
 class Results(SampleResults):
-    """The content of results.json.
+    """Contents of results.json.
 
     Attributes:
         format: `FORMAT`; megasink, torch, python: versions.
-        datasets: data set -> its results.
-        geometry: about the points of geometry.npz.
-        average_perplexity, perplexity_of_average_nats: over the texts, each counted once (P1.26).
+        datasets: dataset -> its results.
+        geometry: facts about the points of geometry.npz.
+        average_perplexity, perplexity_of_average_nats: over texts, each counted once (P1.26).
         gate_histogram: counts of explicit gate scores by layer, in 100 bins over [0, 1] (P1.29).
     """
 
@@ -156,12 +156,12 @@ class SweepRow:
     """One setting of a sweep.
 
     Attributes:
-        length: tokens of the text; tokens: of the sequences, with BOS and copies before the text.
+        length: text tokens; tokens: sequence tokens, including BOS and copies before the text.
         bos: "add" or "none".
-        copies: of BOS, or without BOS of the first token of the text.
-        samples: in the averages.
-        non_finite: sources of the samples that are in none.
-        metrics: as in `SampleResults`, those that are shown somewhere.
+        copies: copies of BOS or, without BOS, of the first token of the text.
+        samples: number of samples in the averages.
+        non_finite: sources of the samples left out of them.
+        metrics: as in `SampleResults`, for metrics that are shown somewhere.
         inactive: score -> share of inactive heads; also by [layer] and by [layer][head].
     """
 
@@ -179,10 +179,10 @@ class SweepRow:
 
 @dataclass(kw_only=True)
 class SweepResults:
-    """The content of sweep.json.
+    """Contents of sweep.json.
 
     Attributes:
-        max_samples: of each input; data_sha256: of the texts' token ids.
+        max_samples: per input; data_sha256: hash of the texts' token ids.
         thresholds: score -> threshold of inactive heads in every row; set by the row `set_by`.
     """
 
@@ -198,6 +198,6 @@ class SweepResults:
 
 
 def scalars_of(of: SampleResults) -> dict[str, float | str | None]:
-    """The number of each registered metric that is shown as a scalar; None where there is none."""
+    """Return the number of each registered scalar metric; None if there is none."""
     nothing = MetricResult(None, None)
     return {name: of.metrics.get(name, nothing).number for name in metrics_shown("scalar")}

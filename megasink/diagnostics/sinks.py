@@ -1,27 +1,27 @@
-"""Attention sinks: how much the tokens attend to token k, and how many heads have a sink (P2).
+"""Attention sinks: attention to token k, and the share of heads with a sink (P2).
 
 Positions count from 0 here: alpha_0 is the paper's alpha_1.
 
-Shapes: N samples, L layers, H heads, T tokens, K the positions that were kept.
+Shapes: N samples, L layers, H heads, T tokens, K kept positions.
 """
 
 import torch
 from torch import Tensor
 
 from megasink.definitions import SINK_EPSILON
-from megasink.diagnostics import head_scores  # noqa: F401  # awft, of which metrics are made here
+from megasink.diagnostics import head_scores  # noqa: F401  # awft, used by metrics here
 from megasink.diagnostics.registry import metric
 
 EPSILONS = {0.2: "sink_rate_0.2", 0.3: "sink_rate", 0.4: "sink_rate_0.4", 0.5: "sink_rate_0.5"}
 """Threshold -> the metric of its sink rate (P2.3)."""
 
 DRAIN = 0.75
-"""The tau of P0's Eq. 9."""
+"""tau of Eq. 9 in P0."""
 
 
 @metric("alpha", source="P2.1, P3.31", unit="1", axis="head column", shown=())
 def alpha(column_sum_HT: Tensor) -> Tensor:
-    """alpha_k: mean weight on key k of the queries from k on, k itself included."""
+    """alpha_k: mean weight on key k over the queries from k on, k itself included."""
     tokens = column_sum_HT.shape[-1]
     queries_T = torch.arange(tokens, 0, -1, device=column_sum_HT.device)
     return column_sum_HT / queries_T
@@ -29,19 +29,19 @@ def alpha(column_sum_HT: Tensor) -> Tensor:
 
 @metric("sink_position", source="P3.31", unit="token", axis="head", over_samples="median")
 def sink_position(column_sum_HT: Tensor) -> Tensor:
-    """The key of the highest alpha_k in the first half of the sequence: late keys have few rows."""
+    """Key of the highest alpha_k in the first half of the sequence: late keys have few rows."""
     return alpha(column_sum_HT)[:, : max(1, column_sum_HT.shape[-1] // 2)].argmax(-1)
 
 
 @metric("sink_alpha", source="P3.31", unit="1", axis="head")
 def sink_alpha(column_sum_HT: Tensor) -> Tensor:
-    """The highest alpha_k in the first half of the sequence, wherever it is."""
+    """Highest alpha_k in the first half of the sequence, at any position."""
     return alpha(column_sum_HT)[:, : max(1, column_sum_HT.shape[-1] // 2)].amax(-1)
 
 
 @metric("slot_alpha", source="P2.27", unit="1", axis="head")
 def slot_alpha(slot_weight_HT: Tensor) -> Tensor:
-    """alpha_*: mean weight on the sink or key bias over the T queries; 0 where there is none."""
+    """alpha_*: mean weight on the sink or key bias over the T queries; 0 if there is none."""
     return slot_weight_HT.mean(-1)
 
 
@@ -58,10 +58,10 @@ def first_weight(first_weight_HT: Tensor) -> Tensor:
 
 
 def sink_rate(alpha_NLH: Tensor, epsilon: float = SINK_EPSILON) -> Tensor:
-    """Sink^eps_k: the share of heads with alpha_k > eps, per sequence and then averaged (P2.2).
+    """Return Sink^eps_k: the share of heads with alpha_k > eps, averaged over sequences (P2.2).
 
     Args:
-        alpha_NLH: alpha_k of one k; NaN where there is no head.
+        alpha_NLH: alpha_k of one k; NaN for missing heads.
         epsilon: strict threshold.
 
     Returns:
@@ -71,7 +71,7 @@ def sink_rate(alpha_NLH: Tensor, epsilon: float = SINK_EPSILON) -> Tensor:
 
 
 def layer_sink_rate(alpha_NLH: Tensor, epsilon: float = SINK_EPSILON) -> Tensor:
-    """[L]: as `sink_rate`, of each layer; NaN where it has no attention."""
+    """Return [L]: `sink_rate` of each layer; NaN for layers without attention."""
     above_NLH = (alpha_NLH > epsilon).to(torch.float64)
     return above_NLH.masked_fill(alpha_NLH.isnan(), torch.nan).nanmean((0, 2))
 

@@ -1,9 +1,9 @@
-"""The residual stream: norms, massive activations, and directions that inputs share.
+"""The residual stream: norms, massive activations, and directions shared by inputs.
 
-States are numbered by halves: x_0 the embedding, x_(l + 1/2) after attention and residual of block
-l, x_(l + 1) its output; the last one is before the final norm.
+States are numbered by halves: x_0 is the embedding, x_(l + 1/2) the state after the attention
+residual of block l, x_(l + 1) its output; the last one is before the final norm.
 
-Shapes: N samples, T tokens, E hidden size, P positions that are kept.
+Shapes: N samples, T tokens, E hidden size, P kept positions.
 """
 
 import torch
@@ -61,7 +61,7 @@ def state_abs_max(state_TE: Tensor) -> Tensor:
     figure="activations",
 )
 def attention_abs_max(attention_branch_TE: Tensor) -> Tensor:
-    """Largest |value| of what attention returns in one sample."""
+    """Largest |value| of the attention output in one sample."""
     return attention_branch_TE.abs().amax()
 
 
@@ -75,13 +75,13 @@ def attention_abs_max(attention_branch_TE: Tensor) -> Tensor:
     figure="activations",
 )
 def mlp_abs_max(mlp_branch_TE: Tensor) -> Tensor:
-    """Largest |value| of what the MLP returns in one sample."""
+    """Largest |value| of the MLP output in one sample."""
     return mlp_branch_TE.abs().amax()
 
 
 @metric("attention_branch_norm", source="P4.12", unit="L2 norm", axis="layer position", shown=())
 def attention_branch_norm(attention_branch_TE: Tensor) -> Tensor:
-    """Norm of what attention returns, after W_O, at each token."""
+    """Norm of the attention output, after W_O, at each token."""
     return attention_branch_TE.norm(dim=-1)
 
 
@@ -92,16 +92,16 @@ def cosine_across_inputs(cosine_SP: Tensor) -> Tensor:
 
 
 class MeanCosine:
-    """Mean cosine between the states of different inputs at one position (P4.5), streamed.
+    """Streamed mean cosine between the states of different inputs at one position (P4.5).
 
     The mean over pairs i != j of u_i . u_j is (|sum u|^2 - N) / (N (N - 1)) for unit vectors u.
 
     Args:
-        positions: P, the first positions of a sequence.
+        positions: P, number of leading positions of a sequence.
 
     Attributes:
         unit_sum_PE: float64 sums of unit vectors; None before the first sample.
-        count_P: samples that reached a position.
+        count_P: number of samples that reached each position.
     """
 
     def __init__(self, positions: int):
@@ -118,14 +118,14 @@ class MeanCosine:
         self.count_P[: len(state_PE)] += 1
 
     def result(self) -> Tensor:
-        """[P]: the mean cosine; NaN where fewer than two samples reached the position."""
+        """Return [P]: the mean cosine; NaN if fewer than two samples reached the position."""
         if self.unit_sum_PE is None:
             return torch.full(self.count_P.shape, torch.nan, dtype=torch.float64)
         return mean_cosine(self.unit_sum_PE, self.count_P)
 
 
 def mean_cosine(unit_sum_PE: Tensor, count_P: Tensor) -> Tensor:
-    """`MeanCosine`'s result out of its sums; any dimensions may stand before P."""
+    """Compute the result of `MeanCosine` from its sums; any dimensions may precede P."""
     count_P = count_P.to(torch.float64)
     square_P = unit_sum_PE.square().sum(-1)
     pairs_P = count_P * (count_P - 1)

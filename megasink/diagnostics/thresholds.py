@@ -1,6 +1,6 @@
-"""From scores to masks of inactive heads, and how much masks agree (P3.11 to P3.20).
+"""Masks of inactive heads from scores, and the agreement of masks (P3.11 to P3.20).
 
-Shapes: N samples, L layers, H heads. Scores are NaN where there is no head.
+Shapes: N samples, L layers, H heads. Scores are NaN for missing heads.
 """
 
 from collections.abc import Sequence
@@ -12,19 +12,19 @@ Scores = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 SHARES = (0.0, 0.05, 0.10, 0.15, 0.20, 0.25, 0.30)
-"""The shares of heads that the paper calibrates thresholds for."""
+"""Shares of heads for which the paper calibrates thresholds."""
 
 
 def published_quantile(scores: Scores, share: float) -> float:
-    """The quantile rule of the released code (P3.11), which is not `numpy.quantile`'s default.
+    """Return a quantile by the rule of the released code (P3.11), not `numpy.quantile`'s default.
 
     The empirical CDF is F(x_(i)) = i / n at the i-th smallest score; its inverse is linear between
-    them, and `share` is clamped to [1 / n, 1]. It is numpy's "interpolated_inverted_cdf", whose
-    n * share - 1 however misses whole numbers by a rounding: here a share of i / n gives x_(i)
-    itself, so that a strict comparison never counts that head.
+    them, and `share` is clamped to [1 / n, 1]. This is numpy's "interpolated_inverted_cdf", except
+    that its n * share - 1 can miss whole numbers by rounding: here a share of i / n gives x_(i)
+    exactly, so that a strict comparison never counts that head.
 
     Args:
-        scores: any shape; NaN are left out.
+        scores: any shape; NaN is ignored.
         share: in [0, 1].
 
     Raises:
@@ -40,23 +40,23 @@ def published_quantile(scores: Scores, share: float) -> float:
 
 
 def threshold(scores: Scores, share: float, side: str) -> float:
-    """The threshold that calls about `share` of all heads inactive, over all samples (P3.11).
+    """Return the threshold that makes about `share` of all heads, over samples, inactive (P3.11).
 
     Args:
-        side: "above" where the heads above the threshold are inactive, "below" where those below.
+        side: "above" if heads above the threshold are inactive, "below" if heads below are.
     """
     return published_quantile(scores, 1 - share if side == "above" else share)
 
 
 def inactive(scores: Scores, tau: float, side: str) -> Mask:
-    """The heads that a threshold calls inactive; strictly above or below it. NaN is neither."""
+    """Return the heads strictly above or below a threshold; NaN is neither."""
     return scores > tau if side == "above" else scores < tau
 
 
 def least_active(scores: Scores, share: float, side: str) -> Mask:
-    """Exactly the `share` (rounded down) of heads that look least active, ties by position.
+    """Return exactly the `share` (rounded down) of least active heads, ties by position.
 
-    What a comparison of score functions needs: masks of one size (P3.18).
+    Comparing score functions needs masks of one size (P3.18).
     """
     flat = scores.ravel()
     present = np.flatnonzero(~np.isnan(flat))
@@ -68,25 +68,25 @@ def least_active(scores: Scores, share: float, side: str) -> Mask:
 
 
 def intersection_over_union(a: Mask, b: Mask) -> float:
-    """|a and b| / |a or b| of two masks, all samples pooled (P3.18); NaN where both are empty."""
+    """Return |a and b| / |a or b|, all samples pooled (P3.18); NaN if both masks are empty."""
     union = int((a | b).sum())
     return int((a & b).sum()) / union if union else float("nan")
 
 
 def precision(row: Mask, column: Mask) -> float:
-    """|row and column| / |row|: the column is the truth (P3.19); NaN for an empty row."""
+    """Return |row and column| / |row|, with column as the truth (P3.19); NaN for an empty row."""
     count = int(row.sum())
     return int((row & column).sum()) / count if count else float("nan")
 
 
 def agreement(masks: Sequence[Mask]) -> tuple[Scores, Scores]:
-    """IoU and precision between every two masks, [len(masks)] * 2 each (P3.18, P3.19)."""
+    """Return IoU and precision for all pairs of masks, [len(masks)] * 2 each (P3.18, P3.19)."""
     iou = [[intersection_over_union(a, b) for b in masks] for a in masks]
     return np.asarray(iou), np.asarray([[precision(a, b) for b in masks] for a in masks])
 
 
 def share_by_layer(mask_NLH: Mask, scores_NLH: Scores) -> Scores:
-    """[L]: the share of a layer's heads that are inactive, over samples (P3.13, P3.20).
+    """Return [L]: the share of each layer's heads that are inactive, over samples (P3.13, P3.20).
 
     NaN for layers without attention.
     """

@@ -1,4 +1,4 @@
-"""The scores of causal attention in tiles of rows: what statistics are read off, nothing S x S.
+"""The scores of causal attention in tiles of rows, so that statistics need nothing S x S.
 
 Shapes: B batch, H query heads, G key/value groups, R heads per group, N = B * G, T tokens, C rows
 of a tile, K columns of a tile, D head dim.
@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 SIZE = 2**20
-"""Elements of one buffer of a tile; in float32 4 MiB."""
+"""Elements per tile buffer; 4 MiB in float32."""
 
-HIDDEN = -1e30  # finite: 0 * (z - max) must be 0, and exp of it is
+HIDDEN = -1e30  # finite, so that 0 * (z - max) is 0; its exp is 0
 
 
 class Tile(NamedTuple):
     """Scores of some rows.
 
     Attributes:
-        n: which of the N; rows, columns: of the T x T scores.
-        score_NRCK: in the statistics dtype; free to be written over.
+        n: slice of N; rows, columns: slices of the T x T scores.
+        score_NRCK: in the statistics dtype; may be overwritten.
     """
 
     n: slice
@@ -41,12 +41,12 @@ def tiles(
     softcap: float | None = None,
     hidden: float = HIDDEN,
 ) -> Iterator[Tile]:
-    """The scores that each row sees, tile by tile.
+    """Yield the scores that each row sees, tile by tile.
 
     Args:
         query_BHTD, key_BGTD: any float dtype; computed in float32, or float64 for float64.
-        scale, window, prefix, distance_bias_HT, softcap: as `weights.weight_statistics`.
-        hidden: stands for the scores that a row does not see.
+        scale, window, prefix, distance_bias_HT, softcap: as in `weights.weight_statistics`.
+        hidden: value of the scores that a row does not see.
 
     Raises:
         ValueError: shapes that do not fit together, or a prefix with a window.
@@ -81,7 +81,7 @@ def tiles(
 
 
 def _scores(query_NRCD: Tensor, key_NKD: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """z of one tile."""
+    """Compute z of one tile."""
     count, repeats, rows, head_dim = query_NRCD.shape
     query = (query_NRCD.to(key_NKD.dtype) * scale).reshape(count, repeats * rows, head_dim)
     score = torch.bmm(query, key_NKD.transpose(1, 2)).view(count, repeats, rows, -1)
@@ -91,8 +91,8 @@ def _scores(query_NRCD: Tensor, key_NKD: Tensor, scale: float, softcap: float | 
 def _hide(
     score_NRCK: Tensor, rows: slice, columns: slice, window: int | None, prefix: int, hidden: float
 ) -> None:
-    """Write what a row does not see. Only the columns from its tile's first row on can lie in its
-    future."""
+    """Overwrite what a row does not see. Only columns from the tile's first row on can be future
+    keys."""
     device, left = score_NRCK.device, columns.start
     row_C1 = torch.arange(rows.start, rows.stop, device=device)[:, None]
     first = max(rows.start, left)
@@ -112,7 +112,7 @@ def _bias(
     columns: slice,
     dtype: torch.dtype,
 ) -> Tensor:
-    """[N, R, C, K]: the bias of each distance; future keys, hidden later, get that of 0."""
+    """Return [N, R, C, K]: the bias of each distance; future keys, hidden later, get that of 0."""
     device = distance_bias_HT.device
     row_C1 = torch.arange(rows.start, rows.stop, device=device)[:, None]
     column_K = torch.arange(columns.start, columns.stop, device=device)

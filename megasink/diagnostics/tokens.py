@@ -1,4 +1,4 @@
-"""Token sequences to probe with, and how often a text repeats itself (P2.5, P4.4, P4.14)."""
+"""Token sequences for probing, and the repetition rate of a text (P2.5, P4.4, P4.14)."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,10 +8,10 @@ import torch
 def random_sequences(
     count: int, length: int, vocabulary: int, seed: int, exclude: Sequence[int] = ()
 ) -> list[list[int]]:
-    """Sequences of tokens drawn uniformly from the vocabulary (P2.5).
+    """Draw sequences of tokens uniformly from the vocabulary (P2.5).
 
     Args:
-        exclude: ids that are not drawn: special tokens, and ids that no token has.
+        exclude: ids that are not drawn: special tokens, and ids without a token.
 
     Raises:
         ValueError: every id is excluded.
@@ -28,19 +28,19 @@ def random_sequences(
 def repeated_sequences(
     count: int, length: int, vocabulary: int, seed: int, exclude: Sequence[int] = ()
 ) -> list[list[int]]:
-    """Sequences of one random token, `length` times (P2.5)."""
+    """Return sequences of one random token, repeated `length` times (P2.5)."""
     return [[t] * length for (t,) in random_sequences(count, 1, vocabulary, seed, exclude)]
 
 
 def repeated_first_token(content: Sequence[int], copies: int, bos: int | None) -> list[int]:
-    """A sequence whose first token stands there `copies` times (P4.4).
+    """Return a sequence whose first token is repeated `copies` times (P4.4).
 
     Args:
         content: the text's tokens, without BOS.
         copies: n, 1 or more.
-        bos: repeated where given, else the first token of the content.
+        bos: token to repeat; None repeats the first token of the content.
 
-    The loss is on content[1:] in both settings and for every n, so that the same tokens count: the
+    The loss covers content[1:] in both settings and for every n, so that the same tokens count: the
     last len(content) - 1 targets.
     """
     if copies < 1 or len(content) < 2:
@@ -50,7 +50,7 @@ def repeated_first_token(content: Sequence[int], copies: int, bos: int | None) -
 
 
 def repeat_rate(documents: Iterable[Sequence[int]], n: int) -> float:
-    """The share of n-grams whose tokens are all equal (P4.14); none spans two documents.
+    """Return the share of n-grams with equal tokens (P4.14); none spans two documents.
 
     Raises:
         ValueError: n below 2, or no document of n tokens.

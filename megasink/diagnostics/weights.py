@@ -1,11 +1,10 @@
-"""Statistics of attention weights, streamed: tiles of rows, nothing S x S.
+"""Streamed statistics of attention weights: tiles of rows, and nothing of size S x S.
 
-The scores of a tile of rows are computed once; first-token weights, gates, entropies, sums of
-squares and column sums are all read off them. That is one matrix product where the same numbers
-from kernel calls (a forward with other values for the entropy, a backward for the column sums, a
-forward at twice the scale for the squares) are nine, and it has none of the cancellation of the
-first. It holds with windows, prefixes, biases and soft caps too, and leaves the model's own kernel
-alone.
+The scores of a tile of rows are computed once, and give first-token weights, gates, entropies, sums
+of squares and column sums. That takes one matrix product; kernel calls (a forward with other values
+for the entropy, a backward for the column sums, a forward at twice the scale for the squares) would
+take nine, with cancellation in the entropy. It also supports windows, prefixes, biases and soft
+caps, and leaves the model's own kernel alone.
 
 Shapes: B batch, H query heads, G key/value groups, R heads per group, N = B * G, T tokens, C rows
 of a tile, K columns of a tile, D head dim.
@@ -20,16 +19,16 @@ from megasink.diagnostics.tiles import tiles
 
 
 class WeightStatistics(NamedTuple):
-    """What :func:`weight_statistics` returns; all in the statistics dtype but the column sums.
+    """Return value of :func:`weight_statistics`; all but the column sums in the statistics dtype.
 
     Attributes:
-        first_weight_BHT: A_i0, 0 where a window hides key 0.
-        slot_weight_BHT: the weight of the slot, 0 without one.
-        gate_BHT: 1 - slot weight, or without a slot 1 - A_i0; by sums, not by subtraction, so that
-            a gate of 1e-20 is not rounded to 0. Row 0 without a slot is exactly 0.
-        entropy_BHT: of keys and slot as outcomes; nats.
+        first_weight_BHT: A_i0; 0 if a window hides key 0.
+        slot_weight_BHT: weight of the slot; 0 without one.
+        gate_BHT: 1 - slot weight, or 1 - A_i0 without a slot; summed, not subtracted, so that a
+            gate of 1e-20 is not rounded to 0. Row 0 without a slot is exactly 0.
+        entropy_BHT: entropy over keys and slot; nats.
         square_BHT: sum over the keys of A_ij ** 2.
-        column_sum_BHT: float64: for key j the sum over the queries i >= j of A_ij.
+        column_sum_BHT: float64; for key j the sum of A_ij over the queries i >= j.
     """
 
     first_weight_BHT: Tensor
@@ -41,7 +40,7 @@ class WeightStatistics(NamedTuple):
 
     @classmethod
     def room_for(cls, query_BHTD: Tensor, key_BGTD: Tensor) -> "WeightStatistics":
-        """Zeros, [N, R, T] each."""
+        """Return zeros, [N, R, T] each."""
         (batch, heads, tokens, _), groups = query_BHTD.shape, key_BGTD.shape[1]
         shape = (batch * groups, heads // groups, tokens)
         dtype = torch.promote_types(query_BHTD.dtype, torch.float32)
@@ -49,7 +48,7 @@ class WeightStatistics(NamedTuple):
         return cls(*(torch.zeros(shape, dtype=d, device=query_BHTD.device) for d in dtypes))
 
     def by_head(self, batch: int) -> "WeightStatistics":
-        """[B, H, T] of [N, R, T]."""
+        """Reshape [N, R, T] to [B, H, T]."""
         return type(self)(*(x.reshape(batch, -1, x.shape[-1]) for x in self))
 
 
@@ -65,7 +64,7 @@ def weight_statistics(
     distance_bias_HT: Tensor | None = None,
     softcap: float | None = None,
 ) -> WeightStatistics:
-    """Statistics of A = softmax(scale * q k^T) of causal attention, without A.
+    """Compute statistics of A = softmax(scale * q k^T) of causal attention, without A.
 
     Args:
         query_BHTD, key_BGTD: any float dtype; computed in float32, or float64 for float64.
@@ -73,11 +72,11 @@ def weight_statistics(
         window: tokens visible to a token, itself included; None for all.
         prefix: keys that every token sees (P2.18).
         slot_logit_BHT: broadcastable; the logit of one more key, such as a sink (P0.2).
-        distance_bias_HT: entry [h, i - j] is added to the score of key j <= i (P2.20).
-        softcap: scores are cap * tanh(score / cap), as Gemma 2 has them.
+        distance_bias_HT: entry [h, i - j], added to the score of key j <= i (P2.20).
+        softcap: scores become cap * tanh(score / cap), as in Gemma 2.
 
     Returns:
-        see `WeightStatistics`. Work O(T^2 D), memory O(T) and two tiles.
+        `WeightStatistics`. Takes O(T^2 D) work, and O(T) memory plus two tiles.
 
     Raises:
         ValueError: shapes that do not fit together, or a prefix with a window.
@@ -98,7 +97,7 @@ def weight_statistics(
         distance_bias_HT=distance_bias_HT,
         softcap=softcap,
     ):
-        # Softmax by hand: every statistic is a reduction of these two buffers.
+        # Explicit softmax: every statistic is a reduction of these two buffers.
         highest_NRC = score_NRCK.amax(-1)
         logit_NRC = None
         if slot_NRT is not None:
@@ -130,12 +129,12 @@ def weight_statistics(
 
 
 def first_and_others(weight_NRCK: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """[N, R, C] twice: the weight of key 0, and the sum over the others that the tile sees."""
+    """Return [N, R, C] twice: the weight of key 0, and the sum over the other keys of the tile."""
     if columns.start > 0:
         return torch.zeros_like(weight_NRCK[..., 0]), weight_NRCK.sum(-1)
     return weight_NRCK[..., 0].clone(), weight_NRCK[..., 1:].sum(-1)
 
 
 def column_sums(weight_NRCK: Tensor, total_NRC: Tensor) -> Tensor:
-    """[N, R, K]: the sum over a tile's rows of weight / total."""
+    """Return [N, R, K]: the sum over a tile's rows of weight / total."""
     return ((1.0 / total_NRC)[..., None, :] @ weight_NRCK).squeeze(-2)

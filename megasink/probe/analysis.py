@@ -1,4 +1,4 @@
-"""From a model that is open for probing to a folder of results."""
+"""Run an analysis of a model that is ready for probing, and write its results."""
 
 import argparse
 import contextlib
@@ -40,30 +40,30 @@ def analyze(
     first: tuple[int, ...] = (),
     again: bool = True,
 ) -> Results | None:
-    """Run the samples that the command line asks for, and write what was measured.
+    """Run the samples that the command line selects, and write the measurements.
 
-    What was measured lies in OUTPUT/partial until everything is written; where an analysis of the
-    same model, samples and options left it there, it is taken from there.
+    Measurements stay in OUTPUT/partial until everything is written; an analysis of the same model,
+    samples and options resumes from there.
 
     Args:
-        args: of `parser`.
-        open_probe: makes the probe that reports to an observer.
+        args: parsed by `parser`.
+        open_probe: creates a probe that reports to the given observer.
         module: the model, whose weights are part of the analysis's identity.
-        ranks: the processes that share the samples.
-        heads: of each layer.
-        vocabulary: ids that the model knows.
-        positions: that it was trained with; None for no limit.
-        model: what results.json says about it.
+        ranks: processes that share the samples.
+        heads: number of heads in each layer.
+        vocabulary: number of ids that the model knows.
+        positions: number of positions it was trained with; None for no limit.
+        model: model facts for results.json.
         first: tokens before every sequence, such as a sink token (P2.23).
-        again: False to keep this very analysis where OUTPUT holds it already.
+        again: False returns the existing results if OUTPUT already holds this analysis.
 
     Returns:
-        what results.json holds; None on every process but the first, which writes.
+        contents of results.json; None on every process except rank 0.
 
     Raises:
-        UserError: sequences longer than the positions, tokens that the model does not know, no
-            text, `--maps` of a head that is not, or a folder that cannot be written or holds
-            another unfinished analysis.
+        UserError: sequences exceed the positions, token ids exceed the vocabulary, there is no
+            text, `--maps` names a missing head, or the folder cannot be written or holds another
+            unfinished analysis.
     """
     asked = asked_heads(args.maps or [], heads)
     if args.seq_length is None:
@@ -80,7 +80,7 @@ def analyze(
     recorder = Recorder(heads, positions=args.positions, columns=args.columns)
     ranks.enter(str(args.output))
     facts = identity(args, module, samples, model, recorder.metrics)
-    # A derived metric does not change a shard, but the results.
+    # A derived metric changes the results, but no shard.
     drawn = (args.name, args.seed, args.maps, args.map_length, sorted(metrics()))
     digest = hashlib.sha256(repr((facts, drawn)).encode()).hexdigest()
     if not again and (made := _made_before(args.output, digest)) is not None:
@@ -122,17 +122,17 @@ def analyze(
 
 
 def _made_before(output: Path, digest: str) -> Results | None:
-    """The results of this very analysis, where everything of it was written."""
+    """Return the results of this very analysis, if everything of it was written."""
     if (output / "partial").exists() or not (output / "results.json").is_file():
         return None
-    with contextlib.suppress(UserError):  # of another format: it is measured again
+    with contextlib.suppress(UserError):  # another format: measure again
         results = read_analysis(output).results
         return results if results.run.identity == digest else None
     return None
 
 
 def _token_bytes(tokenizer: Any, ranks: Ranks) -> np.ndarray[Any, np.dtype[np.int32]] | None:
-    """For bits per byte; None, with a line, where the tokens do not add up to bytes."""
+    """Return the bytes of each token; None, with a message, if they do not add up."""
     from megasink.data.token_bytes import token_bytes
 
     try:

@@ -1,4 +1,4 @@
-"""The parts of a transformers decoder that are read: by what they are called, never by model.
+"""Find the parts of a transformers decoder to read, by module name and never by model.
 
 Shapes: B rows, T tokens, H query heads, D head dim, E hidden size, X 1 or D.
 """
@@ -16,10 +16,10 @@ _LAYERS = ("layers", "h", "blocks")
 _ATTENTION = ("self_attn", "attn", "attention")
 _OUTPUT = ("o_proj", "c_proj", "dense", "out_proj")
 _MLP = ("mlp", "feed_forward", "block_sparse_moe")
-# Whose input is the state between attention and MLP. In blocks that have one of these,
-# post_attention_layernorm normalises what attention returns.
+# The input of these modules is the state between attention and MLP. In blocks that have one,
+# post_attention_layernorm normalizes the attention output.
 _MIDDLE = ("pre_feedforward_layernorm", "pre_mlp_layernorm", "ln_2", "ffn_norm")
-# The gate scores of these are rows of q_proj, by head [q | gate].
+# In these classes the gate scores are rows of q_proj, by head [q | gate].
 _GATED_QUERY = {"Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"}
 
 Reader = Callable[[Tensor, int], Tensor]
@@ -31,10 +31,10 @@ class Block:
 
     Attributes:
         module: the layer.
-        attention, output: its softmax attention and output projection; None in a layer without.
-        mlp: its MLP or experts; None where none is found.
-        middle: the module whose input is the state after attention; None where that is not known.
-        parallel: attention and MLP both read the block's input, so that there is no such module.
+        attention, output: softmax attention and its output projection; None in a layer without.
+        mlp: its MLP or experts; None if not found.
+        middle: the module whose input is the state after attention; None if unknown.
+        parallel: attention and MLP both read the block's input, so there is no such module.
     """
 
     module: torch.nn.Module
@@ -46,10 +46,10 @@ class Block:
 
 
 def find_blocks(model: torch.nn.Module) -> list[Block]:
-    """The decoder layers of a model, in order.
+    """Return the decoder layers of a model, in order.
 
     Raises:
-        UserError: no list of them, or attention whose output projection is not found.
+        UserError: no layer list, or no output projection of an attention, is found.
     """
     config: Any = model.config
     count = config.get_text_config().num_hidden_layers
@@ -78,7 +78,7 @@ def _block(layer: torch.nn.Module, name: str) -> Block:
         return Block(layer, attention, output, mlp, None, True)
     middle = _child(layer, _MIDDLE)
     if middle is None:
-        # With norms on what the branches return, and none before, the MLP reads the state itself.
+        # With norms on the branch outputs only, the MLP reads the state itself.
         post_norm = hasattr(layer, "post_feedforward_layernorm")
         middle = mlp if post_norm else _child(layer, ("post_attention_layernorm",))
     return Block(layer, attention, output, mlp, middle, False)
@@ -90,7 +90,7 @@ def _child(module: torch.nn.Module, names: tuple[str, ...]) -> torch.nn.Module |
 
 
 def output_weight(output: torch.nn.Module, heads: int) -> Tensor:
-    """[H, D, E]: the rows of the output projection that each query head's output meets."""
+    """Return [H, D, E]: the rows of the output projection for each query head."""
     weight: Any = output.weight
     if type(output).__name__ != "Conv1D":  # GPT-2 keeps [in, out]
         weight = weight.t()
@@ -99,13 +99,12 @@ def output_weight(output: torch.nn.Module, heads: int) -> Tensor:
 
 
 def gate_reader(attention: torch.nn.Module) -> tuple[torch.nn.Module, Reader] | None:
-    """The module that makes the explicit gate's logits, and what reads scores off its output.
+    """Return the module that computes the explicit gate's logits, and a reader of its scores.
 
-    The reader takes the module's output [B, T, ...] and the number of heads, and returns the scores
-    [B, H, T, X].
+    The reader maps the module's output [B, T, ...] and the number of heads to scores [B, H, T, X].
 
     Returns:
-        None for attention without a gate that is known.
+        None for attention without a known gate.
     """
     projection = getattr(attention, "g_proj", None)
     if isinstance(projection, torch.nn.Module):
@@ -120,16 +119,16 @@ def gate_reader(attention: torch.nn.Module) -> tuple[torch.nn.Module, Reader] | 
 
 
 def _headwise(logits_BTX: Tensor, heads: int) -> Tensor:
-    """LFM3: one logit per head."""
+    """Read LFM3's scores: one logit per head."""
     return logits_BTX.sigmoid().unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def _scores(gate_BTHX: Tensor, heads: int) -> Tensor:
-    """megasink's own modelling file: the scores themselves; shared heads have one."""
+    """Read the scores of megasink's modeling file; shared heads have one."""
     return gate_BTHX.expand(-1, -1, heads, -1).transpose(1, 2)
 
 
 def _second_half(logits_BTX: Tensor, heads: int) -> Tensor:
-    """Qwen3-Next and Qwen3.5: of each head's 2 * D rows of q_proj the second half."""
+    """Read the scores of Qwen3-Next and Qwen3.5: the second half of a head's 2 * D q_proj rows."""
     by_head_BTHX = logits_BTX.unflatten(-1, (heads, -1))
     return by_head_BTHX.chunk(2, -1)[1].sigmoid().transpose(1, 2)

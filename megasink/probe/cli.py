@@ -1,4 +1,4 @@
-"""`megasink analyze` of a folder of transformers."""
+"""Run `megasink analyze` on a Hugging Face model folder."""
 
 import argparse
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from megasink.probe.ranks import Ranks
 def open_transformers(
     args: argparse.Namespace, ranks: Ranks, measure: Callable[..., object] = analyze
 ) -> None:
-    """Load a folder of transformers, and measure it.
+    """Load a Hugging Face model folder and measure it.
 
     Args:
-        args: of a checked command line.
-        measure: `analyze`, or another that takes what it takes.
+        args: parsed and checked command line.
+        measure: `analyze`, or a function with the same parameters.
     """
     from megasink.probe.blocks import find_blocks
     from megasink.probe.load import load

@@ -1,24 +1,23 @@
-"""Where the first token stands apart: MLP activations of block 0 and normed states (P4.6, P4.9).
+"""Separation of the first token: MLP activations of block 0 and normed states (P4.6, P4.9).
 
-A pass of its own over the first tokens of a few samples: attention is causal, so that what stands
-at these positions is what the whole sequence has there. At most `SAMPLES` * `POSITIONS` rows are
-kept, whatever the data.
+This is a separate pass over the first tokens of a few samples. Attention is causal, so the values
+at these positions are those of the full sequence. At most `SAMPLES` * `POSITIONS` rows are kept.
 
-What `project` returns is written as geometry.npz, for figures to read; N points, the same in every
+`project` returns the arrays of geometry.npz, which the figures read; N points, the same in every
 array, S states:
 
     mlp0_tsne_N2        t-SNE of act(gate) * up of block 0, what its down projection reads
     mlp0_up_tsne_N2     t-SNE of its up projection alone, before any activation or gate
-    normed_pca_SN2      principal components of the states after the norm that a half block reads
-                        them through, its gain included, by state
+    normed_pca_SN2      PCA of the states after the norm in front of a half block, gain included,
+                        per state
     normed_state_S      the states of normed_pca_SN2: 0 the embedding, 0.5 after attention, ...
-    normed_pca_N2       that of the last of them: before the MLP of block 1, where there is one
+    normed_pca_N2       the last of normed_pca_SN2: before the MLP of block 1, if there is one
     position_N          token position of each point
-    sample_N            index of its sample
-    first_state_SE      mean state of the first token over these samples (P4.5), of the states
-    first_state_S       as normed_state_S counts them
+    sample_N            sample index of each point
+    first_state_SE      mean state of the first token over these samples (P4.5)
+    first_state_S       the states of first_state_SE, numbered as in normed_state_S
 
-An array is absent where the model has no such tensor; "geometry" in results.json says why.
+An array is absent if the model has no such tensor; "geometry" in results.json gives the reason.
 
 Shapes: B rows, T tokens, F intermediate size of the MLP, E hidden size, X one of the two.
 """
@@ -38,7 +37,7 @@ from megasink.probe.inputs import Sample
 
 SAMPLES, POSITIONS = 16, 8
 BLOCKS = 2
-"""The blocks whose normed states are kept: the circuit takes two."""
+"""Number of leading blocks whose normed states are kept; the circuit needs two."""
 
 PRODUCT, UP = "mlp0", "mlp0_up"
 
@@ -47,12 +46,12 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Site:
-    """A tensor of the forward pass.
+    """A tensor of the forward pass that the probe reads.
 
     Attributes:
-        name: `PRODUCT`, `UP`, or the half of the state whose norm it is, such as "3".
-        module: whose call makes it or takes it.
-        read: of the module's first input and its output, as [B, T, X].
+        name: `PRODUCT`, `UP`, or for a norm the half of its state, such as "3".
+        module: the module whose call produces or consumes the tensor.
+        read: maps the module's first input and output to the tensor, [B, T, X].
     """
 
     name: str
@@ -62,13 +61,13 @@ class Site:
 
 @dataclass
 class Sites:
-    """Where a model has the tensors.
+    """The sites of a model.
 
     Attributes:
-        found: what there is.
-        missing: name -> why there is none.
-        context: tokens that the first positions may depend on, such as a prefix that is seen both
-            ways; 0 where attention is causal throughout.
+        found: available sites.
+        missing: name -> reason the site is absent.
+        context: number of tokens that the first positions may depend on, such as a bidirectional
+            prefix; 0 if attention is fully causal.
     """
 
     found: list[Site] = field(default_factory=list)
@@ -80,14 +79,14 @@ class Subject(Protocol):
     """A probe that knows its model's sites."""
 
     def sites(self) -> Sites:
-        """Where they are."""
+        """Return the sites."""
 
     def forward(self, input_ids_BT: Tensor, *, logits: bool = True) -> Any:
         """Run the model."""
 
 
 class _FirstStates:
-    """An observer that asks for the states alone, and sums those of the first token."""
+    """Observer that needs only the states, and sums those of the first token."""
 
     def __init__(self) -> None:
         self.needs = {"state_TE"}
@@ -102,13 +101,13 @@ class _FirstStates:
 
 @dataclass
 class Rows:
-    """What was read.
+    """The rows that were read.
 
     Attributes:
         by_site: name -> float32 [N, X].
-        position_N, sample_N: of each row.
-        missing: name -> why there is none.
-        first_state_SE, first_state_S: see above.
+        position_N, sample_N: token position and sample index of each row.
+        missing: name -> reason the site is absent.
+        first_state_SE, first_state_S: as in the module docstring.
     """
 
     by_site: dict[str, NDArray[np.float32]]
@@ -126,10 +125,10 @@ def read_rows(
     *,
     device: torch.device | str = "cpu",
 ) -> Rows:
-    """Run the first tokens of some of the samples, spread evenly over all, one by one.
+    """Run the first tokens of some samples, evenly spaced over all, one sample at a time.
 
     Args:
-        open_probe: makes the probe that reports to an observer.
+        open_probe: creates a probe that reports to the given observer.
     """
     kept: dict[str, list[Tensor]] = {}
     states = _FirstStates()
@@ -170,7 +169,7 @@ def _hook(site: Site, kept: dict[str, list[Tensor]]) -> Any:
 
 
 def fused_norm(linear: Any, state: Tensor) -> Tensor:
-    """The norm inside a LayerNormLinear, in float32.
+    """Apply the norm inside a LayerNormLinear, in float32.
 
     Args:
         linear: with `layer_norm_weight`, `layer_norm_bias` or None, `eps`, `normalization`
@@ -187,11 +186,11 @@ def fused_norm(linear: Any, state: Tensor) -> Tensor:
 
 
 class Geometry(NamedTuple):
-    """What `project` returns.
+    """Return value of `project`.
 
     Attributes:
-        arrays: of geometry.npz.
-        found: what results.json says about them.
+        arrays: contents of geometry.npz.
+        found: the "geometry" entry of results.json.
     """
 
     arrays: dict[str, NDArray[Any]]
@@ -199,10 +198,10 @@ class Geometry(NamedTuple):
 
 
 def project(rows: Rows, *, seed: int) -> Geometry:
-    """Put the rows into a plane.
+    """Project the rows to two dimensions.
 
     Args:
-        seed: of t-SNE.
+        seed: random seed of t-SNE.
     """
     arrays: dict[str, NDArray[Any]] = {"position_N": rows.position_N, "sample_N": rows.sample_N}
     if rows.first_state_SE is not None and rows.first_state_S is not None:

@@ -1,4 +1,4 @@
-"""What an analysis depends on, so that only parts of the same one are ever put together."""
+"""Identity of an analysis, so that only parts of the same analysis are combined."""
 
 import argparse
 import hashlib
@@ -12,13 +12,13 @@ from megasink.probe.inputs import Sample, data_hash
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _READ = 4096
-"""Elements of each weight that are read one by one; of all others the sum of their bits is."""
+"""Elements read individually per weight; all others enter only through the sum of their bits."""
 
 
 def weights_hash(module: torch.nn.Module) -> str:
-    """SHA-256 over the sum of the bits, and 4096 evenly spaced elements, of each weight.
+    """Return the SHA-256 of the bit sum and 4096 evenly spaced elements of each weight.
 
-    Reads every weight once where it lies, and copies little: any step of training changes it.
+    Reads every weight once in place and copies little; any training step changes the hash.
     """
     digest = hashlib.sha256()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -28,7 +28,7 @@ def weights_hash(module: torch.nn.Module) -> str:
         bits = flat.view(_BITS[flat.itemsize])
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(str(int(bits.sum(dtype=torch.int64))).encode())
-        # An odd stride meets every column of a matrix, not the same few of every row.
+        # An odd stride reaches every column of a matrix, not the same few in every row.
         digest.update(bits[:: flat.numel() // _READ | 1].cpu().numpy().tobytes())
     return digest.hexdigest()
 
@@ -40,11 +40,11 @@ def identity(
     model: dict[str, Any],
     metrics: Iterable[str],
 ) -> dict[str, Any]:
-    """The identity of an analysis: whatever changes a bit of what is measured.
+    """Return the identity of an analysis: everything that can change a bit of the measurements.
 
     Args:
-        args: of the command line.
-        model: what results.json says about it.
+        args: parsed command line.
+        model: the model facts of results.json.
     """
     return {
         "model": model["kind"],

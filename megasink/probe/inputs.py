@@ -1,4 +1,4 @@
-"""Texts to sequences of tokens, for probing; and random and repeated tokens (P2.5)."""
+"""Convert texts to token sequences for probing; random and repeated tokens (P2.5)."""
 
 import hashlib
 import itertools
@@ -25,9 +25,9 @@ class Sample:
 
     Attributes:
         tokens: ids, BOS included.
-        dataset: which of the inputs it belongs to.
-        source: of the text.
-        scored: of the targets, how many count for the loss, from the end; None for all.
+        dataset: the input that it belongs to.
+        source: where the text came from.
+        scored: number of targets, counted from the end, that enter the loss; None for all.
     """
 
     tokens: tuple[int, ...]
@@ -45,21 +45,20 @@ def text_samples(
     bos: str = "auto",
     json_key: str = "text",
 ) -> list[Sample]:
-    """The first tokens of each document; every input is a dataset, named as the file is.
+    """Return the first tokens of each document; every input is a dataset, named after its file.
 
-    An input of one document is cut into samples of `seq_length` tokens instead, one after another,
-    and a line on the error stream says how many; BOS begins each of them where it begins the text.
+    An input with a single document is instead split into consecutive samples of `seq_length`
+    tokens, and stderr shows their number; if the text starts with BOS, so does each sample.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: a transformers tokenizer.
         inputs: as `Corpus` takes them.
         seq_length: tokens of a sequence, BOS included; longer documents are cut.
-        max_samples: of each input; None for all.
-        bos: "auto" leaves it to the tokenizer, "add" and "none" see to it (P4.3).
+        max_samples: maximum per input; None for all.
+        bos: "auto" follows the tokenizer, "add" and "none" override it (P4.3).
 
     Raises:
-        UserError: no document of two tokens, a tokenizer without BOS to add, or one that adds it
-            twice.
+        UserError: no document has two tokens, or the tokenizer has no BOS to add or adds it twice.
     """
     samples = []
     for name, source in zip(dataset_names(inputs), inputs, strict=True):
@@ -87,7 +86,7 @@ def text_samples(
 def _cut(
     tokenizer: Any, document: Document, name: str, bos: str, length: int, most: int | None
 ) -> list[Sample]:
-    """One document as samples of `length` tokens; what is left at its end is dropped."""
+    """Split one document into samples of `length` tokens, dropping the remainder."""
     head, *rest = segments(document.text)
     tokens = encode(tokenizer, head, bos, document.source)
     lead = tokens[:1] if tokens[:1] == [tokenizer.bos_token_id] and bos != "none" else []
@@ -113,13 +112,13 @@ def _cut(
 
 
 def encode(tokenizer: Any, text: str, bos: str, source: str = "a text") -> list[int]:
-    """The tokens of a text, with or without BOS.
+    """Tokenize a text, with or without BOS.
 
     Args:
-        source: of the text, for errors.
+        source: where the text came from, for errors.
 
     Raises:
-        UserError: no BOS to add, or two of them.
+        UserError: the tokenizer has no BOS to add, or adds it twice.
     """
     special = tokenizer.bos_token_id
     if bos == "none":
@@ -150,14 +149,14 @@ def encode(tokenizer: Any, text: str, bos: str, source: str = "a text") -> list[
 def token_samples(
     kind: str, count: int, length: int, vocabulary: int, seed: int, special: Sequence[int] = ()
 ) -> list[Sample]:
-    """Random tokens, or one random token repeated; without BOS (P2.5)."""
+    """Return sequences of random tokens, or of one repeated random token, without BOS (P2.5)."""
     make = random_sequences if kind == "random" else repeated_sequences
     made = make(count, length, vocabulary, seed, special)
     return [Sample(tuple(tokens), kind, f"{kind}:{i}") for i, tokens in enumerate(made)]
 
 
 def dataset_names(inputs: Sequence[str]) -> list[str]:
-    """A short name for each input: the file's, the whole path where two would be the same."""
+    """Return a short name for each input: its file name, or the whole path for duplicates."""
     short = [Path(source).name.split(".")[0] or source for source in inputs]
     return [
         name if short.count(name) == 1 else source
@@ -166,7 +165,7 @@ def dataset_names(inputs: Sequence[str]) -> list[str]:
 
 
 def data_hash(samples: Sequence[Sample]) -> str:
-    """SHA-256 over the token ids of all samples in order: what a result was measured on."""
+    """Return the SHA-256 of the token ids of all samples in order."""
     digest = hashlib.sha256()
     for sample in samples:
         digest.update(",".join(map(str, sample.tokens)).encode() + b"\n")

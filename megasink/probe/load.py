@@ -1,4 +1,4 @@
-"""A model and its tokenizer out of a folder of transformers; no code in the folder runs."""
+"""Load a model and its tokenizer from a Hugging Face folder; no code in the folder runs."""
 
 import contextlib
 from argparse import Namespace
@@ -16,15 +16,15 @@ _READ = ("sdpa", "eager")
 
 
 def load(args: Namespace, device: str, *, quiet: bool = False) -> tuple[PreTrainedModel, Any]:
-    """The model, on a device and in evaluation mode, and the tokenizer.
+    """Return the model, on a device in evaluation mode, and the tokenizer.
 
     Args:
-        args: of `megasink.probe.options.parser`.
-        quiet: no progress bar.
+        args: parsed by `megasink.probe.options.parser`.
+        quiet: hide the progress bar.
 
     Raises:
-        UserError: files that are missing or broken, weights that are not those of config.json, or
-            an attention implementation that does not show what it computes.
+        UserError: missing or broken files, weights that do not match config.json, or an attention
+            implementation that does not expose what it computes.
     """
     with _quiet(bars=quiet), _named(args):
         _know_our_own()
@@ -41,7 +41,7 @@ def load(args: Namespace, device: str, *, quiet: bool = False) -> tuple[PreTrain
             dtype=DTYPES[args.dtype],
             attn_implementation=args.attn_implementation,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # said below, with what does not match
+            ignore_mismatched_sizes=True,  # reported below, with the mismatches
             **_LOCAL,
         )
     model, told = loaded
@@ -60,7 +60,7 @@ def load(args: Namespace, device: str, *, quiet: bool = False) -> tuple[PreTrain
 
 
 def _know_our_own() -> None:
-    """Read folders of megasink's own modelling file with the package's copy of it."""
+    """Register the package's copy of megasink's modeling file."""
     from megasink.convert.modeling.configuration_megasink import MegasinkConfig
     from megasink.convert.modeling.modeling_megasink import MegasinkForCausalLM
 
@@ -74,8 +74,8 @@ def _named(args: Namespace) -> Iterator[None]:
         yield
     except UserError:
         raise
-    # transformers raises nearly anything at files that are missing, broken or of another model, and
-    # at kernels that are not installed
+    # transformers raises nearly anything for missing, broken or mismatched files, and for kernels
+    # that are not installed
     except Exception as error:
         text = " ".join(str(error).split())
         if "trust_remote_code" in text:
@@ -86,7 +86,7 @@ def _named(args: Namespace) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet(*, bars: bool) -> Iterator[None]:
-    """transformers tells in tables of weights what one line says here."""
+    """Silence the weight tables of transformers; one message of ours replaces them."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     if bars:

@@ -1,7 +1,7 @@
-"""Geometry on request: attention maps, panels of chosen heads, and principal components.
+"""Optional geometry: attention maps, panels of chosen heads, and principal components.
 
-Two short passes after the measurement, through the same probes: all maps of sequences cut to a few
-tokens, and the queries and keys of the chosen heads of one whole sequence.
+Two short passes run after the measurement through the same probes: all maps of sequences cut to a
+few tokens, and the queries and keys of the chosen heads for one whole sequence.
 
 Shapes: L layers, H heads, C chosen heads, T tokens (at most the map's length), S = T keys,
 Q queries and keys of the whole sequence, D head dim, M = L * H matrices.
@@ -30,7 +30,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class NeedyObserver(Observer, Protocol):
-    """An observer that says which statistics it wants."""
+    """Observer that declares the statistics it needs."""
 
     needs: set[str]
 
@@ -39,7 +39,7 @@ OpenProbe = Callable[[NeedyObserver], AbstractContextManager[Probe]]
 
 
 class Head(NamedTuple):
-    """A head that is shown, and why it is."""
+    """A head to show, and the reason."""
 
     layer: int
     head: int
@@ -47,10 +47,10 @@ class Head(NamedTuple):
 
 
 def parse_head(text: str) -> tuple[int, int]:
-    """(layer, head) of "LAYER.HEAD", both from 0.
+    """Parse "LAYER.HEAD", both from 0, into (layer, head).
 
     Raises:
-        ValueError: it is written otherwise.
+        ValueError: any other format.
     """
     layer, point, head = text.partition(".")
     if not (point and layer.isdecimal() and head.isdecimal()):
@@ -59,7 +59,7 @@ def parse_head(text: str) -> tuple[int, int]:
 
 
 def map_problems(heads: Sequence[str], length: int) -> list[str]:
-    """What is wrong with `--maps` and `--map-length`, before the model is known."""
+    """Return the problems with `--maps` and `--map-length` that need no model to find."""
     problems = []
     if not 2 <= length < MAP_TOKENS:
         problems.append(f"--map-length {length}: 2 to {MAP_TOKENS - 1}, maps are S x S")
@@ -72,10 +72,10 @@ def map_problems(heads: Sequence[str], length: int) -> list[str]:
 
 
 def asked_heads(texts: Sequence[str], heads: Sequence[int]) -> list[Head]:
-    """The heads that the command line names.
+    """Return the heads named on the command line.
 
     Args:
-        heads: of each layer.
+        heads: number of heads in each layer.
 
     Raises:
         UserError: the model has no such head.
@@ -95,7 +95,7 @@ def asked_heads(texts: Sequence[str], heads: Sequence[int]) -> list[Head]:
 
 
 def telling_heads(awft_LH: Floats, importance_LH: Floats) -> list[Head]:
-    """The extremes of attention to the first token and of importance; NaN for missing heads."""
+    """Return the heads with extreme first-token attention or importance; missing heads are NaN."""
     found: dict[tuple[int, int], list[str]] = {}
     for name, table, arg in (
         ("highest AWFT", awft_LH, np.nanargmax),
@@ -109,7 +109,7 @@ def telling_heads(awft_LH: Floats, importance_LH: Floats) -> list[Head]:
 
 
 class _Points:
-    """Keeps queries and keys of the chosen heads of one sequence."""
+    """Collect queries and keys of the chosen heads for one sequence."""
 
     def __init__(self, heads: Sequence[Head]):
         self.needs = {"query_HTD", "key_GTD"}
@@ -129,10 +129,10 @@ class _Points:
                 )
 
     def state(self, sample: int, half: int, state_TE: Tensor) -> None:
-        """No state is asked for."""
+        """Ignore states."""
 
     def arrays(self) -> Arrays:
-        """Joint PCA by head; NaN where all queries and keys are equal."""
+        """Return the joint PCA of each head; NaN where all queries and keys are equal."""
         parts = []
         for index in range(len(self._heads)):
             query_QD, key_QD = self._kept[index]
@@ -146,13 +146,13 @@ class _Points:
 
 
 class _Maps:
-    """Adds up maps over samples, and keeps those of the one that is shown."""
+    """Sum maps over samples, and keep those of the sample to show."""
 
     def __init__(self, heads_of: Sequence[int], heads: Sequence[Head], length: int):
         self.needs = {MAP, "slot_weight_HT", "value_GTD", "gated_out_HTD", "gate_HT"}
         layers, self._heads, self.length = len(heads_of), heads, length
         self.first = next(i for i, count in enumerate(heads_of) if count)
-        # The sink's column comes first, as it does in the pictures.
+        # The sink's column comes first, as in the figures.
         self._mean_LTS = np.zeros((layers, length, length + 1))
         self._first_HTS = np.zeros((heads_of[self.first], length, length + 1))
         self._count_T = np.zeros(length)
@@ -188,10 +188,10 @@ class _Maps:
                 }
 
     def state(self, sample: int, half: int, state_TE: Tensor) -> None:
-        """No state is asked for."""
+        """Ignore states."""
 
     def arrays(self) -> Arrays:
-        """As `geometry` describes them."""
+        """Return the map arrays documented in `geometry`."""
         count_T1 = np.maximum(self._count_T, 1)[:, None]
         reached = int((self._count_T > 0).sum())
         cut = (slice(None), slice(reached), slice(reached + 1))
@@ -208,7 +208,7 @@ class _Maps:
         maps_MTS = np.concatenate(self._all)
         try:
             components = attention_map_components(maps_MTS)
-        except ValueError:  # a model of one head, or whose heads all do the same
+        except ValueError:  # a single head, or identical heads
             return found
         return found | {
             "component_KTS": components.images_CTT,
@@ -229,24 +229,24 @@ def geometry(
     device: torch.device | str,
     text_of: Callable[[int], str],
 ) -> Arrays:
-    """Run the passes, and return what the figures need: the content of maps.npz.
+    """Run both passes and return the contents of maps.npz.
 
     Args:
-        samples: finite ones; maps are averaged over those of texts, or over all where none is.
-        heads_of: of each layer.
-        heads: the chosen ones.
-        length: tokens of a map at most.
-        text_of: a token's text.
+        samples: finite samples; maps are averaged over texts, or over all samples without texts.
+        heads_of: number of heads in each layer.
+        heads: chosen heads.
+        length: maximum number of tokens in a map.
+        text_of: returns a token's text.
 
     Returns:
-        of the first of the longest texts, cut to T tokens: `map_CTS` (weight of the sink or bias,
+        for the first of the longest texts, cut to T tokens: `map_CTS` (weight of the sink or bias,
         then of each key), `value_norm_CT`, `output_norm_CT`, `gate_CT`, `token_T`; `component_KTS`
-        with its share of the variance and the points of all maps; of it uncut `query_CQ2`,
-        `key_CQ2` and `share_C2`. Of all texts, cut: `layer_map_LTS` (over heads and samples; 0
-        without attention) and `first_layer_map_HTS`. `head_C2`, `why_C`, `source` and `samples`.
+        with its share of the variance and the points of all maps; uncut: `query_CQ2`, `key_CQ2` and
+        `share_C2`. Averaged over all texts, cut: `layer_map_LTS` (over heads and samples; 0 without
+        attention) and `first_layer_map_HTS`. Also `head_C2`, `why_C`, `source` and `samples`.
     """
     texts = [s for s in samples if s.dataset not in ("random", "repeated")] or list(samples)
-    shown = max(texts, key=lambda sample: len(sample.tokens))  # the first of them
+    shown = max(texts, key=lambda sample: len(sample.tokens))  # first on ties
     points = _Points(heads)
     with open_probe(points) as probe:
         probe.forward(torch.tensor([shown.tokens], device=device), logits=False)
@@ -270,7 +270,7 @@ def geometry(
 def _batches(
     samples: Sequence[Sample], length: int, batch_size: int
 ) -> Iterator[list[tuple[int, ...]]]:
-    """Cut sequences, of one length in each batch."""
+    """Yield batches of cut sequences of equal length."""
     cut = sorted((sample.tokens[:length] for sample in samples), key=len)
     for _, equal in groupby(cut, key=len):
         yield from (list(batch) for batch in batched(equal, batch_size))

@@ -1,10 +1,10 @@
-"""What was measured of some samples, and how the shards of an analysis add up.
+"""Measurements of some samples, and how the shards of an analysis merge.
 
-Whatever is measured goes through shards, whether one process measures all of it, several share it
-or a killed one goes on: sums are taken over the shards in the order of their numbers, so that the
-result does not depend on who measured which shard, nor when.
+All measurements go through shards, whether one process runs them, several share them or a killed
+analysis resumes. Sums run over the shards in the order of their numbers, so the result does not
+depend on which process measured a shard, nor when.
 
-Shapes: N samples, L layers, H heads (the most of any layer), K key positions, P token positions,
+Shapes: N samples, L layers, H heads (maximum over layers), K key positions, P token positions,
 S = 2 L + 1 states of the residual stream, E hidden size, B bins.
 """
 
@@ -32,15 +32,15 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class MeasuredSample:
-    """What is remembered of a sample.
+    """Record of one sample.
 
     Attributes:
         index: among all samples, in their order.
         source, dataset: where it came from.
-        tokens: that ran.
-        nats, targets: summed loss, and the tokens that it is over; None where it was not computed.
+        tokens: number of tokens run.
+        nats, targets: summed loss and its number of targets; None if not computed.
         bytes, nats_of_bytes: bytes of text of the targets, and the loss of those that have any;
-            None for a tokenizer whose tokens are no bytes.
+            None for a tokenizer whose tokens do not map to bytes.
     """
 
     index: int
@@ -54,17 +54,17 @@ class MeasuredSample:
 
 
 _FACTS = {f"{f.name}_N": f.name for f in fields(MeasuredSample) if f"{f.name}_N" in FACTS}
-"""Fact that a metric may take -> the field."""
+"""Fact that a metric may take -> field name."""
 
 
 @dataclass
 class ShardMeasurements:
-    """The metrics of some samples, and their sums.
+    """Metrics of some samples, and their sums.
 
     Attributes:
         values, samples, gate_histogram_LB: as in `Measurements`.
-        unit_sum_SPE, count_SP: of `MeanCosine`, by state; E is 0 where no state was seen.
-        non_finite: samples that were left out of everything above.
+        unit_sum_SPE, count_SP: sums of `MeanCosine`, by state; E is 0 if no state was seen.
+        non_finite: samples left out of everything above.
     """
 
     values: dict[str, Floats]
@@ -75,10 +75,10 @@ class ShardMeasurements:
     non_finite: list[NonFinite]
 
     def save(self, path: Path) -> None:
-        """Write the shard as a whole, or not at all; nothing in it is a pickle.
+        """Write the shard atomically, without pickles.
 
         Raises:
-            OSError: no room, no right.
+            OSError: the disk is full, or the folder is not writable.
         """
         arrays = {f"value/{name}": array for name, array in self.values.items()}
         lists = {
@@ -98,10 +98,10 @@ class ShardMeasurements:
 
     @classmethod
     def load(cls, path: Path) -> "ShardMeasurements":
-        """Read what `save` wrote.
+        """Read a shard written by `save`.
 
         Raises:
-            UserError: it is broken.
+            UserError: the file is broken.
         """
         try:
             with np.load(path, allow_pickle=False) as arrays:
@@ -126,15 +126,15 @@ class ShardMeasurements:
 
 @dataclass
 class Measurements:
-    """The metrics of the samples of one model.
+    """Metrics of the samples of one model.
 
     Attributes:
         values: metric of statistics -> float64 [N, ...] along its axis (`diagnostics.AXES`), NaN
             where a layer, head or position does not exist.
-        samples: in the order of their index.
+        samples: in index order.
         cosine_SP: mean cosine across inputs by state and position (P4.5).
         gate_histogram_LB: counts of explicit gate scores in `BINS` bins over [0, 1].
-        heads: of each layer.
+        heads: number of heads in each layer.
         non_finite: samples that were left out.
     """
 
@@ -146,10 +146,10 @@ class Measurements:
     non_finite: list[NonFinite] = field(default_factory=list)
 
     def analysis_values(self, seed: int, dataset: str | None = None) -> AnalysisValues:
-        """Every metric, derived ones too, over all samples or those of one data set.
+        """Return every metric, derived ones included, over all samples or those of one dataset.
 
         Args:
-            seed: of the random baseline.
+            seed: seed of the random baseline.
         """
         chosen = [i for i, sample in enumerate(self.samples) if dataset in (None, sample.dataset)]
         facts: dict[str, Any] = {"seed": seed}
@@ -164,12 +164,12 @@ class Measurements:
 
 
 def merge_shards(shards: Iterable[ShardMeasurements], heads: Sequence[int]) -> Measurements:
-    """All shards merged, samples in the order of their index.
+    """Merge all shards, with samples in index order.
 
-    Holds what is kept of every sample once, and one shard beside it.
+    Memory holds the records of every sample once, plus one shard.
 
     Args:
-        shards: in the order of their numbers, which is the order of the sums; at least one.
+        shards: in the order of their numbers, which is the order of summation; at least one.
     """
     values: dict[str, list[Floats]] = {}
     samples: list[MeasuredSample] = []

@@ -1,6 +1,6 @@
-"""Capture from a GPT of Megatron-Core with megasink's core attention, whole in one process.
+"""Capture statistics from a Megatron-Core GPT with megasink's core attention, unsharded.
 
-Hooks read what core attention was given and what it made; the forward pass is the model's own.
+Hooks read the inputs and outputs of core attention; the forward pass is unchanged.
 
 Shapes: S = T sequence, B batch, H query heads, G key/value groups, D head dim, E hidden size,
 X = H * D.
@@ -29,25 +29,25 @@ from megasink.variants import variant
 
 
 class Logits(NamedTuple):
-    """What `MegatronProbe.forward` returns: logits [B, S, V], the padded vocabulary's."""
+    """Output of `MegatronProbe.forward`: logits [B, S, V] over the padded vocabulary."""
 
     logits: Tensor
 
 
 class MegatronProbe:
-    """While this context is open, `forward` runs the model and hands statistics to an observer.
+    """Context manager in which `forward` runs the model and passes statistics to an observer.
 
     Args:
-        model: in evaluation mode, all of it in this process (see `megasink.checkpoint.load`).
-        observer: receives each sequence's statistics.
-        needs: which statistics (`megasink.diagnostics.STATISTICS`).
+        model: in evaluation mode, whole in this process (see `megasink.checkpoint.load`).
+        observer: receives the statistics of each sequence.
+        needs: names of the statistics to capture (`megasink.diagnostics.STATISTICS`).
 
     Attributes:
-        heads: H of each layer.
+        heads: H per layer.
 
     Raises:
-        ConfigError: a model that is not whole, or whose attention is not megasink's; every reason
-            in one message.
+        ConfigError: the model is sharded, or its attention is not megasink's; one message lists
+            every reason.
     """
 
     def __init__(self, model: GPTModel, observer: Observer, needs: set[str]):
@@ -83,10 +83,10 @@ class MegatronProbe:
         *,
         logits: bool = True,
     ) -> Logits:
-        """Run sequences of one length.
+        """Run sequences of equal length.
 
         Raises:
-            ValueError: a padding mask: run sequences of one length together instead.
+            ValueError: a padding mask is given; batch sequences of equal length instead.
         """
         if attention_mask_BT is not None:
             raise ValueError("a Megatron model takes no padding mask: batch equal lengths")
@@ -97,11 +97,11 @@ class MegatronProbe:
         return Logits(self.model(input_ids_BT, position_ids_BT, None))
 
     def sites(self) -> Sites:
-        """See `megasink.probe.geometry`."""
+        """Return the sites; see `megasink.probe.geometry`."""
         return megatron_sites(self.model)
 
     def _attach(self, index: int, layer: Any) -> None:
-        """Hooks on one layer; they read and change nothing."""
+        """Register read-only hooks on one layer."""
         attention, core = layer.self_attention, layer.self_attention.core_attention
 
         def before(module: torch.nn.Module, do: Any) -> None:
@@ -117,7 +117,7 @@ class MegatronProbe:
             if index == 0:
                 before(layer, lambda state: self._state(0, state))
             if self.model.config.post_norm:
-                # Massive activations show before the norm of the sum only (P2.10, P2.42).
+                # Massive activations show only before the norm of the sum (P2.10, P2.42).
                 before(layer.self_attn_bda.layernorm, lambda s: self._state(2 * index + 1, s))
                 before(layer.mlp_bda.layernorm, lambda s: self._state(2 * index + 2, s))
             else:
@@ -192,7 +192,7 @@ class MegatronProbe:
 
 
 def model_problems(model: GPTModel) -> list[str]:
-    """Why a model cannot be probed: one sentence each."""
+    """Return one sentence for each reason that a model cannot be probed."""
     config, problems = model.config, []
     for name, flag in (
         ("tensor_model_parallel_size", "TP"),

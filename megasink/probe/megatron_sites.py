@@ -1,4 +1,4 @@
-"""MLP activations and normed states of a Megatron model, fused norms computed once more.
+"""MLP activations and normed states of a Megatron model; fused norms are recomputed.
 
 Shapes: S = T sequence, B batch, F intermediate size, E hidden size.
 """
@@ -13,7 +13,7 @@ from megasink.probe.geometry import BLOCKS, PRODUCT, UP, Site, Sites, fused_norm
 
 
 def megatron_sites(model: GPTModel) -> Sites:
-    """Where the first blocks have them."""
+    """Return the sites in the first blocks."""
     sites = Sites(context=model.config.prefix_lm_tokens)
     layers: Any = model.decoder.layers
     _add_mlp(sites, layers[0].mlp, model.config)
@@ -52,7 +52,7 @@ def _add_mlp(sites: Sites, mlp: Any, config: Any) -> None:
 
 
 def _normed_by(linear: Any) -> Any:
-    """TransformerEngine's LayerNormLinear keeps what it normalised to itself: computed again."""
+    """Recompute the normed state, which TransformerEngine's LayerNormLinear does not expose."""
 
     def read(state_SBE: Tensor, _: Any) -> Tensor:
         return fused_norm(linear, state_SBE).transpose(0, 1)

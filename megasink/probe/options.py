@@ -1,4 +1,4 @@
-"""The options of an analysis, what is wrong with them, and the samples that they ask for."""
+"""The options of an analysis, their checks, and the samples that they select."""
 
 import argparse
 import os
@@ -17,15 +17,15 @@ from megasink.probe.maps import map_problems
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
 SEQ_LENGTH = 512
-"""Tokens of a sequence at most, where the model has as many positions."""
+"""Default sequence length in tokens, if the model has as many positions."""
 SYNTHETIC = 100
-"""Sequences of random and of repeated tokens, as in P2."""
+"""Number of sequences of random and of repeated tokens, as in P2."""
 
 
 def parser(
     prog: str = "megasink analyze", description: str | None = None
 ) -> argparse.ArgumentParser:
-    """The options of every analysis."""
+    """Return a parser with the options of every analysis."""
     parser = model_parser(prog, description)
     parser.add_argument(
         "--inputs",
@@ -64,7 +64,7 @@ def parser(
 
 
 def model_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
-    """The options that say which model runs on which texts, and where."""
+    """Return a parser with the model, text and device options."""
     parser = CommandParser(prog=prog, description=description)
     parser.add_argument(
         "model", type=Path, metavar="MODEL", help="folder of transformers, or a run"
@@ -95,13 +95,13 @@ def model_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace, *, is_run: bool = False) -> None:
-    """Everything that shows before a model is loaded, in one message.
+    """Check everything that needs no model.
 
     Args:
-        is_run: MODEL is a run of megasink, which is known to be there.
+        is_run: MODEL is a megasink run, which is known to exist.
 
     Raises:
-        ConfigError: with all of it.
+        ConfigError: one message with every problem.
     """
     problems = []
     if is_run and args.attn_implementation is not None:
@@ -145,7 +145,7 @@ def check(args: argparse.Namespace, *, is_run: bool = False) -> None:
 
 
 def _device_problem(name: str) -> str | None:
-    """Why torch has no such device here."""
+    """Return why torch has no such device here."""
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -157,7 +157,7 @@ def _device_problem(name: str) -> str | None:
 
 
 def _folder_problem(folder: Path) -> str | None:
-    """Why nothing can be written into a folder that may not be there yet."""
+    """Return why a folder, which may not exist yet, cannot be written."""
     there = folder.absolute()
     while not there.exists():
         there = there.parent
@@ -169,10 +169,10 @@ def _folder_problem(folder: Path) -> str | None:
 
 
 def samples_of(args: argparse.Namespace, tokenizer: Any, vocabulary: int) -> list[Sample]:
-    """The sequences that a command line asks for.
+    """Return the sequences that the command line selects.
 
     Raises:
-        UserError: no text, or a tokenizer that does not fit.
+        UserError: there is no text, or the tokenizer does not fit.
     """
     samples: list[Sample] = []
     if "natural" in args.inputs:

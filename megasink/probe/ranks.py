@@ -1,7 +1,7 @@
-"""Several processes of one analysis: who takes which shard, who has failed, who is done.
+"""Coordinate the processes of one analysis: shard claims, failures and completion.
 
-They are started by torchrun (or anything that sets its variables). Each holds the whole model, what
-they measure meets in files (shards.py), and all that they tell each other are counters: a key-value
+torchrun (or any launcher that sets its variables) starts the processes. Each holds the whole model,
+exchanges measurements through files (shards.py), and shares nothing else but counters: a key-value
 store is enough, on any device.
 """
 
@@ -22,12 +22,12 @@ _POLL_SECONDS, _GRACE_SECONDS = 0.05, 3.0
 
 
 class Ranks:
-    """One process's view of the others.
+    """One process's view of the group.
 
     Args:
-        store: that all share.
-        rank: of this process; rank 0 writes the results.
-        size: processes in all.
+        store: key-value store shared by all processes.
+        rank: rank of this process; rank 0 writes the results.
+        size: number of processes.
     """
 
     def __init__(self, store: Store | None = None, rank: int = 0, size: int = 1):
@@ -37,7 +37,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> "Ranks":
-        """Of the variables that torchrun sets; a process alone where there are none."""
+        """Build from torchrun's environment variables; a single process if they are unset."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls()
@@ -47,35 +47,35 @@ class Ranks:
         return cls(store, rank, size)
 
     def enter(self, analysis: str) -> None:
-        """What follows counts for this analysis; every process enters the same ones in order."""
+        """Start counting for this analysis; every process enters the same analyses in order."""
         self._store = PrefixStore(analysis, self._root)
 
     def claims(self, count: int) -> Iterator[int]:
-        """Numbers below `count`, each of them to one process."""
+        """Yield numbers below `count`, each claimed by exactly one process."""
         while (number := self._store.add("claimed", 1) - 1) < count:
             yield number
 
     def advance(self, samples: int) -> int:
-        """Count samples that are done; the number of all."""
+        """Add to the number of finished samples, and return the total."""
         return self._store.add("samples", samples)
 
     def reach(self, point: str) -> None:
-        """Tell the others that this process has come to a point."""
+        """Announce that this process has reached a point."""
         self._store.add(point, 1)
 
     def await_all(self, point: str, tell: Callable[[int], None] | None = None) -> None:
         """Wait until every process has reached a point.
 
         Args:
-            tell: is given the number of samples that are done, now and then.
+            tell: called now and then with the number of finished samples.
 
         Raises:
-            SystemExit: another process has failed, and said so.
+            SystemExit: another process failed and reported it.
         """
         self._await(point, self.size, tell)
 
     def await_first(self, point: str) -> None:
-        """Wait until rank 0 has reached a point that it alone reaches.
+        """Wait until rank 0 has reached a point that only rank 0 reaches.
 
         Raises:
             SystemExit: as `await_all`.
@@ -91,17 +91,17 @@ class Ranks:
             time.sleep(_POLL_SECONDS)
 
     def is_first_to_fail(self) -> bool:
-        """Note that this process fails; whether no other has before."""
+        """Record that this process failed; return whether it is the first."""
         try:
             return self._root.add("failed", 1) == 1
-        except torch.distributed.DistError:  # whoever kept the store has failed and gone
+        except torch.distributed.DistError:  # the process hosting the store has exited
             return False
 
     def device(self, asked: str) -> str:
-        """The device of this process: with several, one CUDA device each.
+        """Return the device of this process; with several processes, one CUDA device each.
 
         Raises:
-            UserError: more processes on this machine than devices, or one device for all.
+            UserError: more processes than devices on this machine, or one device for all.
         """
         if self.size == 1 or asked == "cpu":
             return asked
@@ -119,9 +119,9 @@ class Ranks:
 
 @contextlib.contextmanager
 def taking_part() -> Iterator[Ranks]:
-    """The processes of this analysis; of what goes wrong in several, one line is printed.
+    """Yield the processes of this analysis; with several, a failure prints one line.
 
-    Rank 0 alone prints anything else.
+    Only rank 0 prints anything else.
     """
     ranks = Ranks.from_environment()
     with contextlib.ExitStack() as stack:
@@ -140,9 +140,9 @@ def taking_part() -> Iterator[Ranks]:
 
 
 def _leave() -> NoReturn:
-    """End without a word, but not before the process that failed first has had its say.
+    """Exit silently, but only after the first process to fail has printed its message.
 
-    A launcher ends all processes as soon as one has ended.
+    A launcher kills all processes as soon as one exits.
     """
     time.sleep(_GRACE_SECONDS)
     raise SystemExit(2)

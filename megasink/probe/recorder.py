@@ -1,6 +1,6 @@
-"""Applies the metrics to what a probe hands over, sample by sample, and keeps their values.
+"""Apply the metrics to a probe's statistics, sample by sample, and keep their values.
 
-Shapes: L layers, H heads (the most of any layer), K key positions, P token positions, T tokens,
+Shapes: L layers, H heads (maximum over layers), K key positions, P token positions, T tokens,
 E hidden size.
 """
 
@@ -18,19 +18,19 @@ from megasink.probe.measurements import Floats, MeasuredSample, ShardMeasurement
 
 
 class Recorder:
-    """The observer of a probe.
+    """Observer of a probe.
 
-    Keeps the values of the metrics, 8 bytes each, of every sample since the last `take`: with n_a
-    metrics on the axis a, a sample takes 8 (H L (n_head + K n_column) + L (n_layer + P n_layer_pos)
-    + (2 L + 1) (n_state + P n_state_pos)) bytes, whatever its length; and the sums of
+    Keeps the metric values, 8 bytes each, of every sample since the last `take`: with n_a metrics
+    on the axis a, a sample takes 8 (H L (n_head + K n_column) + L (n_layer + P n_layer_pos)
+    + (2 L + 1) (n_state + P n_state_pos)) bytes, whatever its length. Also keeps the sums of
     `MeanCosine`, (2 L + 1) E `directions` numbers, however many samples there are.
 
     Args:
-        heads: of each layer, 0 for one without attention.
-        names: of metrics of statistics; None for all.
-        positions: P, how many token positions the curves have.
-        columns: K, for how many keys alpha is kept.
-        directions: positions whose cosine across inputs is measured.
+        heads: number of heads in each layer, 0 for one without attention.
+        names: metrics of statistics to compute; None for all.
+        positions: P, number of token positions in the curves.
+        columns: K, number of keys for which alpha is kept.
+        directions: number of positions whose cosine across inputs is measured.
 
     Attributes:
         needs: the statistics to capture.
@@ -75,7 +75,7 @@ class Recorder:
         self._histogram = np.zeros((layers, BINS), dtype=np.int64)
 
     def begin(self, samples: int) -> None:
-        """A batch of so many sequences follows."""
+        """Start a batch of `samples` sequences."""
         self._batch = {
             name: np.full((samples, *self._shapes[entry.axis]), np.nan)
             for name, entry in self.metrics.items()
@@ -106,7 +106,7 @@ class Recorder:
             room = self._batch[name][sample, index]
             if entry.axis in ("head", "layer", "state") and not np.isfinite(array).all():
                 layers, heads = self._bad[sample]
-                # States 2 l + 1 and 2 l + 2 are made by block l, state 0 is what block 0 reads.
+                # Block l makes states 2 l + 1 and 2 l + 2; block 0 reads state 0.
                 layers.add(max(index - 1, 0) // 2 if entry.axis == "state" else index)
                 if entry.axis == "head" and index == min(layers):
                     heads.update(np.flatnonzero(~np.isfinite(array)).tolist())
@@ -117,7 +117,7 @@ class Recorder:
                 room[cut] = array[cut]
 
     def end(self, samples: list[MeasuredSample]) -> None:
-        """The batch has run."""
+        """Finish a batch."""
         for sample, (layers, heads) in zip(samples, self._bad, strict=True):
             if layers:
                 entry = NonFinite(sample.index, sample.source, sorted(layers), sorted(heads))
@@ -134,7 +134,7 @@ class Recorder:
         self._batch, self._states, self._gates = {}, [], []
 
     def take(self) -> ShardMeasurements:
-        """Everything since the last time, which the recorder forgets."""
+        """Return everything recorded since the last call, and clear it."""
         values = {
             name: np.concatenate(batches) if batches else np.empty((0, *self._shapes[entry.axis]))
             for (name, entry), batches in zip(

@@ -1,4 +1,4 @@
-"""The loop of an analysis: the batches of each shard through a probe, with loss and progress.
+"""Run the batches of each shard through a probe, with loss and progress.
 
 Shapes: B rows, T tokens, V vocabulary.
 """
@@ -28,7 +28,7 @@ from megasink.progress import progress
 
 
 class Probe(Protocol):
-    """What runs a batch and reports it to a recorder."""
+    """Runs a batch and reports it to a recorder."""
 
     def forward(
         self,
@@ -54,19 +54,19 @@ def run(
     partial: PartialFolder | None = None,
     ranks: Ranks | None = None,
 ) -> Measurements | None:
-    """Run every sample, and return what was measured.
+    """Run every sample and return the measurements.
 
-    Only sequences of one length share a batch, so that nothing is padded.
+    Batches hold sequences of one length, so nothing is padded.
 
     Args:
-        probe: open; recorder: its observer.
-        loss: also the language-model loss; costs logits [B, T, V].
+        probe: an open probe; `recorder` is its observer.
+        loss: also compute the language-model loss, which needs logits [B, T, V].
         token_bytes: bytes of each token, for bits per byte.
-        partial: where shards are kept that have run, and taken from; None keeps them in memory.
-        ranks: with whom the shards are shared; they need a folder.
+        partial: folder that finished shards are written to and read from; None uses memory.
+        ranks: processes that share the shards; several need `partial`.
 
     Returns:
-        None on every process but the first.
+        the measurements; None on every process except rank 0.
 
     Raises:
         UserError: no sample has finite activations.
@@ -112,7 +112,7 @@ def run(
 def _open(
     partial: PartialFolder | None, shards: list[Shard], ranks: Ranks, console: Console
 ) -> int:
-    """Samples of the shards that are there already."""
+    """Return the number of samples in finished shards."""
     if partial is None:
         return 0
     if ranks.rank:
@@ -134,7 +134,7 @@ def _measured(
     ids_T: Tensor,
     token_bytes: NDArray[np.int32] | None,
 ) -> MeasuredSample:
-    """What is remembered of a sample, its loss among it where there are logits."""
+    """Return the record of a sample, with its loss if there are logits."""
     measured = MeasuredSample(index, sample.source, sample.dataset, len(sample.tokens))
     if logits_TV is None:
         return measured

@@ -1,4 +1,4 @@
-"""Where the sequences of a batch lie: padding on either side, or packed documents.
+"""Locate the sequences of a batch: padding on either side, or packed documents.
 
 Shapes: B rows, T tokens, Q queries, K keys.
 """
@@ -13,7 +13,7 @@ from megasink.errors import UserError
 
 
 class Segment(NamedTuple):
-    """One sequence: the tokens from `start` to before `stop` of a row."""
+    """One sequence: the tokens from `start` up to, not including, `stop` of a row."""
 
     row: int
     start: int
@@ -23,16 +23,16 @@ class Segment(NamedTuple):
 def segments_of(
     shape: tuple[int, int], attention_mask_BT: Tensor | None, position_ids_BT: Tensor | None
 ) -> list[Segment]:
-    """The sequences of a batch, by row and position.
+    """Return the sequences of a batch, by row and position.
 
     Args:
         shape: (B, T).
         attention_mask_BT: 1 for real tokens, as transformers takes it; None for all.
-        position_ids_BT: without a mask, a position that does not follow the one before it starts a
+        position_ids_BT: without a mask, a position that does not follow the previous one starts a
             new document, as in transformers.
 
     Raises:
-        UserError: a row without a real token, or with padding between real ones.
+        UserError: a row has no real token, or padding between real ones.
     """
     rows, tokens = shape
     if attention_mask_BT is None and position_ids_BT is None:
@@ -61,22 +61,22 @@ def segments_of(
 
 
 def whole_rows(segments: list[Segment], shape: tuple[int, int]) -> bool:
-    """Whether the batch is one sequence a row, without padding."""
+    """Return whether every row is one sequence without padding."""
     rows, tokens = shape
     return segments == [Segment(row, 0, tokens) for row in range(rows)]
 
 
 def check_mask(mask_BQK: Tensor, segments: list[Segment], window: int | None) -> str | None:
-    """None if a mask shows each real token exactly the keys that the statistics assume.
+    """Check that a mask shows each real token exactly the keys that the statistics assume.
 
-    By the number of visible keys of each row, and whether the first and last of them are: O(T^2)
-    reads of a mask that the model has made, row by row.
+    Compares the number of visible keys of each row, and its first and last key: O(T^2) reads of
+    the model's mask, row by row.
 
     Args:
         mask_BQK: [B or 1, T, T], bool (True: visible) or additive.
 
     Returns:
-        a clause that says what differs.
+        None, or a clause that says what differs.
     """
     for row, start, stop in segments:
         seen_QK = mask_BQK[min(row, len(mask_BQK) - 1), start:stop]

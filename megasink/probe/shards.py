@@ -1,7 +1,7 @@
-"""The shards of an analysis, and the folder where those lie that are done.
+"""The shards of an analysis, and the folder that holds the finished ones.
 
-A shard is a few batches. What was measured of it is written into OUTPUT/partial when it has run, so
-that an analysis that is killed goes on where it stopped, and several processes can share one.
+A shard is a few batches. Its measurements are written to OUTPUT/partial once it has run, so that a
+killed analysis resumes where it stopped, and several processes can share one.
 """
 
 import json
@@ -16,16 +16,16 @@ from megasink.probe.inputs import Sample
 from megasink.probe.measurements import ShardMeasurements
 
 MOST = 64
-"""Shards of an analysis at most: each holds the sums of `MeanCosine`, however few its samples."""
+"""Maximum number of shards; each holds the sums of `MeanCosine`, however few its samples."""
 
 Shard = list[list[int]]
-"""Indices of samples, by batch."""
+"""Sample indices by batch."""
 
 
 def plan(samples: Sequence[Sample], batch_size: int) -> list[Shard]:
     """Cut samples into batches of one length, shortest first, and batches into shards.
 
-    Depends on nothing else, so that every process, now and after a restart, has the same plan.
+    The plan depends on nothing else, so every process has the same one, also after a restart.
     """
     order = sorted(range(len(samples)), key=lambda i: len(samples[i].tokens))
     least = max(batch_size, -(-len(samples) // MOST))
@@ -54,11 +54,11 @@ def _batches(order: list[int], samples: Sequence[Sample], batch_size: int) -> It
 
 
 class PartialFolder:
-    """The shards of an analysis that is not finished.
+    """The shards of an unfinished analysis.
 
     Args:
         folder: OUTPUT/partial.
-        identity: whatever the shards depend on: of another one they are not taken.
+        identity: everything that the shards depend on; shards with another identity are rejected.
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any]):
@@ -66,13 +66,13 @@ class PartialFolder:
         self._identity = json.loads(json.dumps(identity))
 
     def open(self, count: int) -> int:
-        """Make the folder, or take over what a killed analysis left; by one process.
+        """Create the folder, or take over that of a killed analysis; called by one process.
 
         Args:
-            count: of the shards.
+            count: number of shards.
 
         Returns:
-            how many of them are there.
+            number of finished shards.
 
         Raises:
             UserError: the folder cannot be written, or holds another analysis.
@@ -91,7 +91,7 @@ class PartialFolder:
         return sum(self.has(number) for number in range(count))
 
     def check_shared(self) -> None:
-        """Raise UserError where another process does not see what the first one wrote."""
+        """Raise UserError if another process does not see what the first one wrote."""
         if not (self._folder / "analysis.json").is_file():
             raise UserError(
                 f"--output: {self._folder} is not there on every machine: name a folder that all "
@@ -99,14 +99,14 @@ class PartialFolder:
             )
 
     def has(self, number: int) -> bool:
-        """Whether a shard is done."""
+        """Return whether a shard is finished."""
         return self._path(number).is_file()
 
     def write(self, number: int, measured: ShardMeasurements) -> None:
-        """Keep a shard.
+        """Write a shard.
 
         Raises:
-            UserError: the disk is full, or the like; the shards before are kept.
+            UserError: the disk is full or similar; earlier shards are kept.
         """
         try:
             measured.save(self._path(number))
@@ -114,16 +114,16 @@ class PartialFolder:
             raise _cannot_write(self._folder, error) from error
 
     def read(self, count: int) -> Iterator[ShardMeasurements]:
-        """All of them, in order.
+        """Yield all shards in order.
 
         Raises:
-            UserError: one cannot be read.
+            UserError: a shard cannot be read.
         """
         for number in range(count):
             yield ShardMeasurements.load(self._path(number))
 
     def remove(self) -> None:
-        """Delete the folder: the results are written."""
+        """Delete the folder once the results are written."""
         shutil.rmtree(self._folder)
 
     def _path(self, number: int) -> Path:

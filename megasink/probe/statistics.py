@@ -1,4 +1,4 @@
-"""From one call of attention to the statistics of each sequence in it.
+"""Compute the statistics of each sequence in one attention call.
 
 Shapes: B rows, H query heads, G key/value groups, T tokens, D head dim, E hidden size, X 1 or D.
 """
@@ -26,36 +26,36 @@ _OF_WEIGHTS = {
 }
 
 MAP = "map_HTS"
-"""Attention weights of a sequence of `MAP_TOKENS` at most: an observer's alone, no metric's."""
+"""Attention weights of at most `MAP_TOKENS` tokens; for observers only, no metric takes them."""
 
 
 class Observer(Protocol):
-    """Who receives the statistics; samples are numbered within the batch.
+    """Receiver of the statistics; samples are numbered within the batch.
 
-    Tensors are the model's own memory, which it may write over afterwards: copy what is kept.
+    Tensors may alias memory that the model overwrites later: copy anything you keep.
     """
 
     def layer(self, sample: int, layer: int, statistics: dict[str, Tensor]) -> None:
-        """Statistics of one sequence in one block."""
+        """Receive the statistics of one sequence in one block."""
 
     def state(self, sample: int, half: int, state_TE: Tensor) -> None:
-        """The state x_(half / 2) of one sequence."""
+        """Receive the state x_(half / 2) of one sequence."""
 
 
 @dataclass
 class AttentionCall:
-    """What one attention layer was given and what it made.
+    """Inputs and outputs of one attention layer.
 
     Attributes:
-        query_BHTD, key_BGTD, value_BGTD: as the kernel saw them; the value's head dim may differ.
-        out_BHTD: what the kernel returned.
-        scale, window, prefix, slot_logit_BHT, distance_bias_HT, softcap: as `weight_statistics`.
-        gated_out_BHTD: what entered the output projection; None for `out_BHTD`.
-        explicit_gate_BHTX: scores of an explicit gate.
-        gate_is_importance: whether its mean is the head's importance; else the softmax's is.
-        output_weight_HDE: the output projection by query head.
-        similarity: "softmax", or one of P2.30 to P2.36, whose weights are proxies (P2.37) and have
-            no prefix, slot, bias or soft cap.
+        query_BHTD, key_BGTD, value_BGTD: kernel inputs; the value's head dim may differ.
+        out_BHTD: kernel output.
+        scale, window, prefix, slot_logit_BHT, distance_bias_HT, softcap: as in `weight_statistics`.
+        gated_out_BHTD: input of the output projection; None if it equals `out_BHTD`.
+        explicit_gate_BHTX: explicit gate scores.
+        gate_is_importance: whether its mean is the head's importance; else the softmax gate's mean.
+        output_weight_HDE: output projection weight per query head.
+        similarity: "softmax", or one of P2.30 to P2.36, which have proxy weights (P2.37) and no
+            prefix, slot, bias or softcap.
         mlp: the two [D, D] weights of the similarity "mlp".
     """
 
@@ -81,14 +81,14 @@ class AttentionCall:
 def attention_statistics(
     call: AttentionCall, segments: list[Segment], needs: set[str]
 ) -> Iterator[dict[str, Tensor]]:
-    """The statistics of each segment, by the names of `megasink.diagnostics.STATISTICS`.
+    """Yield the statistics of each segment, keyed by names of `megasink.diagnostics.STATISTICS`.
 
-    Sequences are cut out before anything is computed, so that padding on either side, and the other
-    documents of a pack, cannot enter.
+    Sequences are sliced out before any computation, so padding on either side and the other
+    documents of a pack have no effect.
 
     Args:
-        needs: names, `MAP` among them or not; those that do not apply, such as a gate's without a
-            gate, are left out.
+        needs: names to compute, optionally including `MAP`; inapplicable ones, such as gate
+            statistics without a gate, are left out.
     """
     shape = (call.query_BHTD.shape[0], call.query_BHTD.shape[2])
     of_weights = needs & _OF_WEIGHTS.keys()
@@ -122,7 +122,7 @@ def attention_statistics(
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """The tensor itself in float32 and float64; half precisions as float32."""
+    """Return float32 and float64 unchanged, and half precision as float32."""
     return tensor if tensor.itemsize >= 4 else tensor.float()
 
 
@@ -143,7 +143,7 @@ def _map(call: AttentionCall, row: int, cut: slice) -> Tensor:
 def _arguments(
     call: AttentionCall, rows: slice | int, cut: slice
 ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
-    """Queries, keys, the slot's logits and options of some rows of a batch, or of one."""
+    """Return queries, keys, slot logits and options for some rows of a batch, or for one row."""
     query, key = call.query_BHTD[rows, :, cut], call.key_BGTD[rows, :, cut]
     options: dict[str, Any] = {"scale": call.scale, "window": call.window}
     if call.similarity != "softmax":

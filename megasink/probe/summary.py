@@ -1,4 +1,4 @@
-"""The content of results.json, made of what was measured and of the registered metrics.
+"""Build results.json from the measurements and the registered metrics.
 
 Shapes: N samples, L layers, H heads.
 """
@@ -55,13 +55,13 @@ def summarise(
     inputs: Sequence[Sample] = (),
     geometry: dict[str, Any] | None = None,
 ) -> Results:
-    """What results.json holds.
+    """Return the contents of results.json.
 
     Args:
         analysis: `Measurements.analysis_values` of all samples.
-        model: what was analyzed, the fields of `ModelFacts`.
-        inputs: the samples, for what is counted of their tokens.
-        geometry: of `megasink.probe.geometry.project`.
+        model: the fields of `ModelFacts`.
+        inputs: the samples, for statistics of their tokens.
+        geometry: from `megasink.probe.geometry.project`.
     """
     histogram = measurements.gate_histogram_LB
     names = dict.fromkeys(sample.dataset for sample in measurements.samples)
@@ -86,7 +86,7 @@ def summarise(
         datasets=datasets,
         inactive_heads=_inactive_heads(scores_of(analysis)),
         geometry=to_json(geometry or {}),
-        # Over the texts, each one counted once (P1.26): both readings of the paper's average.
+        # Over the texts, each counted once (P1.26): both readings of the paper's average.
         average_perplexity=sum(map(math.exp, nats)) / len(nats) if nats else None,
         perplexity_of_average_nats=math.exp(sum(nats) / len(nats)) if nats else None,
         gate_histogram=histogram.tolist() if histogram.any() else None,
@@ -94,7 +94,7 @@ def summarise(
 
 
 def metric_results(analysis: AnalysisValues) -> dict[str, MetricResult]:
-    """The registered metrics that have a number, in the order of the registry."""
+    """Return the registered metrics that have a value, in registry order."""
     return {
         name: MetricResult(to_json(analysis.whole[name]), entry.number_of(analysis.whole[name]))
         for name, entry in metrics().items()
@@ -103,7 +103,7 @@ def metric_results(analysis: AnalysisValues) -> dict[str, MetricResult]:
 
 
 def scores_of(analysis: AnalysisValues) -> dict[str, Floats]:
-    """The scores of inactive heads, [N, L, H]."""
+    """Return the scores of inactive heads, [N, L, H]."""
     names = (name for name, entry in metrics().items() if entry.inactive)
     return {n: analysis.by_sample[n].numpy() for n in names if n in analysis.by_sample}
 
@@ -137,7 +137,7 @@ def _percentiles(values: Floats) -> list[float | None]:
 
 
 def _inactive_heads(scores: dict[str, Floats]) -> InactiveHeads:
-    """Thresholds, shares by layer, and how far the scores agree (P3.11 to P3.20)."""
+    """Return thresholds, shares per layer, and the agreement of scores (P3.11 to P3.20)."""
     thresholds, by_layer, masks = {}, {}, []
     for name, values in scores.items():
         side = metrics()[name].inactive or ""

@@ -36,18 +36,18 @@ from megasink.typed_json import to_json
 COLUMNS = 8
 METRICS = ("alpha", "awft", "ahon", "importance", "massive_ratio")
 SCORES = ("awft", "ahon_ln")
-"""Whose inactive heads are counted: those of P3.24."""
+"""Scores whose inactive heads are counted (P3.24)."""
 SEED = 0
-"""Of the random baseline, which a sweep does not show."""
+"""Seed of the random baseline, which a sweep does not show."""
 
 
 class Setting(NamedTuple):
     """One row of a sweep.
 
     Attributes:
-        length: tokens of the text; BOS and copies come on top.
+        length: text tokens; BOS and copies are extra.
         bos: "add" or "none".
-        copies: how often BOS stands there, or without BOS the first token of the text.
+        copies: copies of BOS or, without BOS, of the first token of the text.
     """
 
     length: int
@@ -60,7 +60,7 @@ class Setting(NamedTuple):
 
 
 def sweep_parser(description: str | None) -> argparse.ArgumentParser:
-    """The options of `megasink sweep`."""
+    """Return the parser of `megasink sweep`."""
     parser = model_parser("megasink sweep", description)
     parser.add_argument(
         "--lengths",
@@ -85,17 +85,17 @@ def sweep_parser(description: str | None) -> argparse.ArgumentParser:
         metavar="N",
         help="of BOS, or without BOS of the first token of the text (default: 1)",
     )
-    # What an analysis has options for, and a sweep sets itself.
+    # Options of an analysis that a sweep sets itself.
     parser.set_defaults(inputs=["natural"], seq_length=2, positions=1, columns=COLUMNS, loss=True)
     parser.set_defaults(maps=None, map_length=2)
     return parser
 
 
 def check_sweep(args: argparse.Namespace, *, is_run: bool) -> None:
-    """Everything that shows before a model is loaded, in one message.
+    """Check everything that needs no model.
 
     Raises:
-        ConfigError: with all of it.
+        ConfigError: one message with every problem.
     """
     problems = []
     try:
@@ -128,15 +128,15 @@ def sweep(
     model: dict[str, Any],
     first: tuple[int, ...] = (),
 ) -> SweepResults | None:
-    """Run every combination, and write what was measured. Arguments are those of `analyze`.
+    """Run every combination and write the measurements; arguments as in `analyze`.
 
-    The loss is on the same tokens whatever stands before them: all of the text but its first.
+    The loss always covers the same tokens: all of the text but its first.
 
     Returns:
-        what sweep.json holds; None on every process but the first, which writes.
+        contents of sweep.json; None on every process except rank 0.
 
     Raises:
-        UserError: texts that are too short, sequences longer than the positions, or no BOS.
+        UserError: texts are too short, sequences exceed the positions, or there is no BOS.
     """
     settings = settings_of(args, tokenizer)
     longest = max(s.length + s.copies - (s.bos == "none") for s in settings) + len(first)
@@ -195,10 +195,10 @@ def sweep(
 
 
 def settings_of(args: argparse.Namespace, tokenizer: Any) -> list[Setting]:
-    """Every combination once, "auto" as what the tokenizer does.
+    """Return each combination once, with "auto" resolved to what the tokenizer does.
 
     Raises:
-        UserError: BOS asked for, of a tokenizer that has none.
+        UserError: BOS requested from a tokenizer that has none.
     """
     special = tokenizer.bos_token_id
     kinds = []
@@ -216,10 +216,10 @@ def settings_of(args: argparse.Namespace, tokenizer: Any) -> list[Setting]:
 
 
 def contents_of(args: argparse.Namespace, tokenizer: Any) -> list[Sample]:
-    """The tokens of texts that are long enough for every length, cut to the longest, without BOS.
+    """Return the tokens of texts long enough for every length, cut to the longest, without BOS.
 
     Raises:
-        UserError: an input without one.
+        UserError: an input has no such text.
     """
     longest = max(args.lengths)
     contents = []
@@ -245,7 +245,7 @@ def contents_of(args: argparse.Namespace, tokenizer: Any) -> list[Sample]:
 def samples_of(
     setting: Setting, contents: Sequence[Sample], first: tuple[int, ...], bos: int
 ) -> list[Sample]:
-    """What one row of the sweep runs."""
+    """Return the samples of one sweep row."""
     made = []
     for sample in contents:
         text = sample.tokens[: setting.length]
@@ -258,9 +258,9 @@ def samples_of(
 def summarise_sweep(
     measured: Sequence[tuple[Setting, Measurements]],
 ) -> tuple[str, dict[str, float], list[SweepRow]]:
-    """What sets the thresholds that all rows share, the thresholds, and the rows.
+    """Return the label of the row that sets the shared thresholds, the thresholds, and all rows.
 
-    They are those of 15 % in the first row among the longest texts.
+    Thresholds mark 15 % of the heads in the first row among the longest texts.
     """
     longest = max(measured, key=lambda entry: entry[0].length)
     reference = longest[1].analysis_values(SEED)

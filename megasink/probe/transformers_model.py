@@ -1,7 +1,7 @@
-"""Capture from a transformers model through its attention and mask interfaces.
+"""Capture statistics from a transformers model through its attention and mask interfaces.
 
-The model's own attention function runs on its own inputs and its own mask, so that logits do not
-change by a bit; what it was given and what it made is read beside it.
+The model's own attention function runs on its unmodified inputs and mask, so the logits are
+bit-identical; the probe only reads its inputs and outputs.
 
 Shapes: B rows, T tokens, H query heads, G key/value groups, D head dim, E hidden size.
 """
@@ -29,7 +29,7 @@ from megasink.probe.statistics import (
 )
 from megasink.probe.transformers_sites import transformers_sites
 
-# What a model of megasink's own modelling file may do and the capture reads in runs alone.
+# Features of megasink's modeling file that the capture supports only in Megatron runs.
 _OF_OUR_OWN = ("needs_scores", "multi_head_addition", "post_norm")
 NAME = "megasink_probe"
 _BASES = ("sdpa", "eager")
@@ -37,21 +37,21 @@ _KINDS = {"full_attention", "sliding_attention", "linear_attention", "conv"}
 
 
 class TransformersProbe:
-    """While this context is open, `forward` runs the model and hands statistics to an observer.
+    """Context manager in which `forward` runs the model and passes statistics to an observer.
 
     Args:
-        model: a decoder of transformers, in evaluation mode; its attention implementation stays
-            what it is ("sdpa" or "eager").
-        observer: receives each sequence's statistics; samples are numbered as in `segments`.
-        needs: which statistics (`megasink.diagnostics.STATISTICS`).
+        model: a transformers decoder in evaluation mode; its attention implementation ("sdpa" or
+            "eager") is kept.
+        observer: receives the statistics of each sequence; samples are numbered as in `segments`.
+        needs: names of the statistics to capture (`megasink.diagnostics.STATISTICS`).
 
     Attributes:
-        heads: H of each layer, 0 for a layer without softmax attention.
-        segments: the sequences of the batch that ran last.
+        heads: H per layer, 0 for a layer without softmax attention.
+        segments: sequences of the last batch.
 
     Raises:
-        ConfigError: the model's attention bypasses the interface, or does what the statistics do
-            not know; every reason in one message.
+        ConfigError: the model's attention bypasses the interface, or does something that the
+            statistics do not support; one message lists every reason.
     """
 
     def __init__(self, model: PreTrainedModel, observer: Observer, needs: set[str]):
@@ -103,18 +103,18 @@ class TransformersProbe:
         *,
         logits: bool = True,
     ) -> Any:
-        """Run the model; the observer has the statistics of every sequence when this returns.
+        """Run the model; the observer has received all statistics when this returns.
 
         Args:
-            attention_mask_BT, position_ids_BT: as the model takes them; padding on one side.
-            logits: False runs the decoder without its output layer.
+            attention_mask_BT, position_ids_BT: as in the model's forward; padding on one side only.
+            logits: False skips the output layer.
 
         Returns:
-            what the model returns.
+            the model's output.
 
         Raises:
-            UserError: attention that did not come through the interface, that shows other keys
-                than causal or sliding-window attention, or that a gate changed which is not known.
+            UserError: attention bypassed the interface, used a mask that is neither causal nor
+                sliding-window, or was changed by an unknown gate.
         """
         rows, tokens = input_ids_BT.shape
         self.segments = segments_of((rows, tokens), attention_mask_BT, position_ids_BT)
@@ -136,7 +136,7 @@ class TransformersProbe:
         return output
 
     def sites(self) -> Sites:
-        """See `megasink.probe.geometry`."""
+        """Return the sites; see `megasink.probe.geometry`."""
         return transformers_sites(self.blocks)
 
     def _attend(
@@ -148,7 +148,7 @@ class TransformersProbe:
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """The attention function that transformers calls."""
+        """Attention function that transformers calls."""
         if self.base == "eager":
             function = sys.modules[type(module).__module__].eager_attention_forward
         else:
@@ -178,7 +178,7 @@ class TransformersProbe:
         mask: Tensor | None,
         kwargs: dict[str, Any],
     ) -> None:
-        """Refuse what the statistics would get wrong."""
+        """Reject calls that the statistics do not support."""
         name = type(module).__name__
         if query.shape[2] != key.shape[2]:
             raise UserError(
@@ -206,7 +206,7 @@ class TransformersProbe:
             self._checked.add((id(mask), window))
 
     def _attach(self, index: int, block: Block) -> None:
-        """Hooks on one block; they read and change nothing."""
+        """Register read-only hooks on one block."""
 
         def before(module: torch.nn.Module, do: Any) -> None:
             def hook(_: Any, args: Any, kwargs: Any) -> None:
@@ -257,7 +257,7 @@ class TransformersProbe:
             self.observer.layer(sample, index, found)
 
     def _gated(self, index: int, gated_BTX: Tensor) -> None:
-        """What enters the output projection: the kernel's output, times a gate that is known."""
+        """Store the output projection's input: the kernel's output, times a known gate."""
         call = self._calls.get(index)
         if call is None:
             return
@@ -288,7 +288,7 @@ class TransformersProbe:
 
 
 def model_problems(model: PreTrainedModel) -> list[str]:
-    """Why a model cannot be probed: one sentence each."""
+    """Return one sentence for each reason that a model cannot be probed."""
     name, config = type(model).__name__, model.config.get_text_config()
     if not model._can_set_attn_implementation():
         return [

@@ -1,4 +1,4 @@
-"""MLP activations and normed states of a transformers model: by what its modules are called.
+"""MLP activations and normed states of a transformers model, found by module name.
 
 Shapes: B rows, T tokens, F intermediate size, E hidden size.
 """
@@ -18,7 +18,7 @@ _BEFORE = ("input_layernorm", "ln_1", "operator_norm", "attention_norm")
 
 
 def transformers_sites(blocks: list[Block]) -> Sites:
-    """Where the first blocks have them."""
+    """Return the sites in the first blocks."""
     sites = Sites()
     _add_mlp(sites, blocks[0].mlp)
     for index, block in enumerate(blocks[:BLOCKS]):

@@ -1,4 +1,4 @@
-"""Writes an analysis: numbers first, then tables, figures and the page."""
+"""Write an analysis: numbers first, then tables, figures and the page."""
 
 import json
 import sys
@@ -35,13 +35,13 @@ def write_analysis(
     geometry: Geometry,
     maps: Arrays | None = None,
 ) -> Results:
-    """Write everything about one model into a folder, and print its summary.
+    """Write everything about one model to a folder, and print its summary.
 
     Args:
-        options, geometry, maps: as `write_numbers`.
+        options, geometry, maps: as in `write_numbers`.
 
     Raises:
-        UserError: as `write_numbers`.
+        UserError: as in `write_numbers`.
     """
     results = write_numbers(output, measurements, samples, model, options, geometry, maps)
     with _named(output):
@@ -66,15 +66,15 @@ def write_numbers(
     geometry: Geometry | None = None,
     maps: Arrays | None = None,
 ) -> Results:
-    """Write results.json with its schema, and the arrays; `megasink report` makes the rest.
+    """Write results.json, its schema and the arrays; `megasink report` creates the rest.
 
     Args:
-        options: of the command line, "seed" among them.
-        geometry: what there is of it; None where it was not looked for.
-        maps: of `megasink.probe.maps.geometry`; None where they were not asked for.
+        options: command-line options, including "seed".
+        geometry: result of `project`; None if not computed.
+        maps: from `megasink.probe.maps.geometry`; None if not requested.
 
     Returns:
-        what results.json holds.
+        contents of results.json.
 
     Raises:
         UserError: the folder cannot be written, or the disk is full.
@@ -98,7 +98,7 @@ def write_numbers(
         output.mkdir(parents=True, exist_ok=True)
         for name, content in (("samples", arrays), ("geometry", points), ("maps", maps)):
             if content is None:
-                (output / f"{name}.npz").unlink(missing_ok=True)  # of an earlier analysis
+                (output / f"{name}.npz").unlink(missing_ok=True)  # left by an earlier analysis
                 continue
             with atomic_file(output / f"{name}.npz") as file:
                 np.savez_compressed(file, allow_pickle=False, **content)
@@ -108,7 +108,7 @@ def write_numbers(
 
 
 def results_schema() -> dict[str, Any]:
-    """The JSON schema of results.json: the dataclasses, and a description of each metric."""
+    """Return the JSON schema of results.json: the dataclasses, and each metric's description."""
     schema = schema_of(Results)
     of_datasets = schema["properties"]["datasets"]["additionalProperties"]
     for part in (schema, of_datasets):
@@ -128,7 +128,7 @@ def results_schema() -> dict[str, Any]:
 
 @contextmanager
 def _named(output: Path) -> Iterator[None]:
-    """What the system says while something is written, with what to do."""
+    """Turn an OSError while writing into a UserError that says what to do."""
     try:
         yield
     except OSError as error:

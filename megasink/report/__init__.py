@@ -1,1 +1,1 @@
-"""Tables, plots and pages made from what a run wrote."""
+"""Tables, figures and pages made from a run's files."""

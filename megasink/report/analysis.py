@@ -1,4 +1,4 @@
-"""A finished analysis on disk: reading results.json, and its tables as CSV."""
+"""Read a finished analysis from disk, and write its tables as CSV."""
 
 import zlib
 from collections.abc import Iterator
@@ -18,22 +18,22 @@ from megasink.report.csv_file import write_csv
 from megasink.typed_json import from_json
 
 TABLE_POSITIONS = 8
-"""Token positions that a table of states has columns for."""
+"""Token positions with columns in a table of states."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass
 class Analysis:
-    """What `megasink analyze` wrote into a folder.
+    """Contents of a folder written by `megasink analyze`.
 
     Attributes:
-        name: of the model.
+        name: name of the model.
         results: results.json.
-        by_sample: metric -> [samples, layers, heads], of scores of inactive heads and of what is
+        by_sample: metric -> [samples, layers, heads], for inactive-head scores and for metrics
             compared by distribution.
-        maps: of `megasink.probe.maps.geometry`; empty where `--maps` was not asked for.
-        points: geometry.npz, points of tokens by PCA and t-SNE; empty where there is none.
+        maps: from `megasink.probe.maps.geometry`; empty without `--maps`.
+        points: geometry.npz, points of tokens by PCA and t-SNE; empty if absent.
     """
 
     name: str
@@ -43,14 +43,14 @@ class Analysis:
     points: dict[str, NDArray[Any]] = field(default_factory=dict)
 
     def has(self, metric: str) -> bool:
-        """Whether the model has such numbers: a gate's are of gated models alone."""
+        """Return whether the model has this metric; only gated models have gate metrics."""
         return metric in self.results.metrics
 
     def values(self, metric: str, dataset: str | None = None) -> Floats:
-        """A metric along its axis, of all samples or of one data set; NaN for what is missing.
+        """Return a metric along its axis, over all samples or one dataset; NaN where missing.
 
         Raises:
-            UserError: it was not measured.
+            UserError: the metric was not measured.
         """
         of = self.results if dataset is None else self.results.datasets[dataset]
         if metric not in of.metrics:
@@ -59,15 +59,15 @@ class Analysis:
 
 
 def array(nested: Any) -> Floats:
-    """Nested lists of results.json, null as NaN."""
+    """Convert nested lists of results.json to an array, null to NaN."""
     return np.asarray(nested, dtype=np.float64)
 
 
 def read_analysis(folder: Path) -> Analysis:
-    """Read the folder of an analysis.
+    """Read an analysis folder.
 
     Raises:
-        UserError: there is none, or one of another format.
+        UserError: the folder holds no analysis, or one of another format.
     """
     path = folder / "results.json"
     try:
@@ -96,7 +96,7 @@ def read_analysis(folder: Path) -> Analysis:
 
 
 def _arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of a file that need not be there."""
+    """Read the arrays of a file that may be absent."""
     if not path.is_file():
         return {}
     try:
@@ -109,10 +109,10 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
 def write_tables(analysis: Analysis, folder: Path) -> list[Path]:
     """Write heads.csv, layers.csv, states.csv, scores.csv and datasets.csv.
 
-    The first three have a column for each registered metric of their axis that is shown in tables.
+    The first three have a column for each registered metric of their axis shown in tables.
 
     Returns:
-        the files.
+        the files written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     results, written = analysis.results, []
@@ -139,16 +139,16 @@ def write_tables(analysis: Analysis, folder: Path) -> list[Path]:
 
 
 def _indexed(index: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    """A row for each entry of the index columns."""
+    """Return a row for each entry of the index columns."""
     return [dict(zip(index, cells, strict=True)) for cells in zip(*index.values(), strict=True)]
 
 
 def _columns(
     analysis: Analysis, heads: list[tuple[int, int]]
 ) -> Iterator[tuple[tuple[str, str], list[Any]]]:
-    """((table, column), cells) of each metric that is shown in tables.
+    """Yield ((table, column), cells) for each metric shown in tables.
 
-    With several data sets head importance, the load of heads, stands there for each (P0.22).
+    With several datasets, head importance (the load of heads) has a column for each (P0.22).
     """
     datasets = list(analysis.results.datasets)
     for name, entry in metrics_shown("table").items():
@@ -170,7 +170,7 @@ def _columns(
 
 
 def _scores(results: Results) -> list[dict[str, Any]]:
-    """One row per score of inactive heads: its thresholds by share of heads."""
+    """Return one row per inactive-head score: its thresholds by share of heads."""
     return [
         {"score": name, **{f"threshold_at_{share}": tau for share, tau in taus.items()}}
         for name, taus in results.inactive_heads.thresholds.items()
@@ -178,7 +178,7 @@ def _scores(results: Results) -> list[dict[str, Any]]:
 
 
 def summary_cells(of: SampleResults) -> dict[str, Any]:
-    """The number of each metric that has one in tables; None for what was not measured."""
+    """Return the number of each metric shown in tables; None if not measured."""
     nothing = MetricResult(None, None)
     return {
         "samples": of.samples,

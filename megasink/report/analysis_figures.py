@@ -1,4 +1,4 @@
-"""All figures of an analysis, in the order of the page."""
+"""All figures of an analysis, in page order."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from megasink.report.style import rendered, styled
 
 
 def drawings() -> list[Drawing]:
-    """Every kind of figure: of the registered metrics, and those with a shape of their own."""
+    """Return every kind of figure: those of registered metrics, and custom ones."""
     own = (figures_states, figures_heads, figures_maps, figures_between)
     return [*metric_drawings(), *(drawing for module in own for drawing in module.DRAWINGS)]
 
 
 def figures(analyses: Sequence[Analysis], kinds: Sequence[str] = ("png",)) -> list[Picture]:
-    """Every figure that the analyses have numbers for, with progress on stderr.
+    """Draw every figure that the analyses have numbers for, with progress on stderr.
 
     Args:
-        kinds: of files: "png", "pdf".
+        kinds: file types: "png", "pdf".
     """
     jobs = list(_jobs(analyses))
     made = (_drawn(job, kinds) for job in tracked(jobs, "drawing", len(jobs), "figures"))
@@ -57,13 +57,13 @@ def _jobs(analyses: Sequence[Analysis]) -> Iterator[_Job]:
 
 
 def _numbered(analyses: Sequence[Analysis]) -> list[tuple[Analysis, str]]:
-    """Each one with what tells its files from those of the others."""
+    """Pair each analysis with the suffix of its file names."""
     many = len(analyses) > 1
     return [(analysis, f"_{n}" if many else "") for n, analysis in enumerate(analyses, 1)]
 
 
 def _heads(analysis: Analysis, suffix: str) -> Iterator[_Job]:
-    """One figure for each head that was chosen."""
+    """Yield one figure per chosen head."""
     for index, head in enumerate(figures_maps.heads_of(analysis)):
         why = str(analysis.maps["why_C"][index])
         about = f"{analysis.name}, layer {head.replace('.', ', head ')} ({why})"

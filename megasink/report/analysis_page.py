@@ -1,4 +1,4 @@
-"""One self-contained HTML page about analyses: what was measured in words, numbers and figures."""
+"""One self-contained HTML page per report: the results in words, numbers and figures."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -25,10 +25,10 @@ SUMMARY, DATASETS, DISTANCES, PROVENANCE = (
 
 
 def page(analyses: Sequence[Analysis], pictures: Sequence[Picture]) -> str:
-    """The page; figures are embedded, nothing is loaded from elsewhere.
+    """Return the page; figures are embedded, and nothing is loaded from elsewhere.
 
     Args:
-        pictures: of `figures`.
+        pictures: output of `figures`.
     """
     names = ", ".join(analysis.name for analysis in analyses)
     by_section = {
@@ -73,7 +73,7 @@ def page(analyses: Sequence[Analysis], pictures: Sequence[Picture]) -> str:
 
 
 def _figures(pictures: Sequence[Picture], names: str) -> list[str]:
-    """Those of one heading: what several have in common is said once, before them."""
+    """Return the figures of one heading, with the caption they share first."""
     drawing = pictures[0].drawing
     if len(pictures) == 1 and not pictures[0].model:
         alt = f"{drawing.title}: {names}"
@@ -85,7 +85,7 @@ def _figures(pictures: Sequence[Picture], names: str) -> list[str]:
 
 
 def in_words(analysis: Analysis) -> str:
-    """Three sentences: the sink, the circuit, the heads."""
+    """Return three sentences: the sink, the circuit, the heads."""
     number: dict[str, Any] = {
         name: result.number for name, result in analysis.results.metrics.items()
     }
@@ -120,7 +120,7 @@ def _warning(analysis: Analysis) -> str:
 
 
 def _summaries(columns: dict[str, SampleResults]) -> str:
-    """The numbers of models, or of data sets, side by side; those that none of them has are out."""
+    """Return a table of models, or of datasets, side by side, without empty rows."""
     cells = {name: summary_cells(of) for name, of in columns.items()}
     rows = [[key, *(f"{of[key]:,}" for of in cells.values())] for key in ("samples", "tokens")]
     for name, entry in metrics().items():
@@ -130,14 +130,14 @@ def _summaries(columns: dict[str, SampleResults]) -> str:
 
 
 def _label(entry: Metric) -> str:
-    """A metric as a row's head: its number and where it comes from."""
+    """Return a metric's row header: its number and its source."""
     how = "" if entry.axis == "model" else f", {entry.scalar}"
     is_row = entry.source.startswith("P") and entry.source[1].isdigit()
     return f"{entry.title}{how}" + (f" ({entry.source})" if is_row else "")
 
 
 def _distances(analyses: Sequence[Analysis]) -> str:
-    """Every two models: W1 of distributions, and head by head where their shapes agree."""
+    """Return W1 for every pair of models, and head-by-head scores if their shapes agree."""
     pooled, ranked = (
         {n: entry for n, entry in metrics_shown(where).items() if all(a.has(n) for a in analyses)}
         for where in ("wasserstein", "rank")

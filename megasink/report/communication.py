@@ -1,7 +1,7 @@
-"""What the head-balance loss sends: a model of its collectives, for any layout.
+"""Model of the collectives of the head-balance loss, for any parallel layout.
 
-Bytes are those of the tensor that a rank hands to a collective. On the wire a ring all-reduce over
-n ranks sends 2 (n - 1) / n times as many from each, in 2 (n - 1) messages one after the other.
+Bytes are the size of the tensor that a rank passes to a collective. A ring all-reduce over n ranks
+sends 2 (n - 1) / n times as many from each rank, in 2 (n - 1) sequential messages.
 """
 
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from megasink.config import Scope
 
 _FP32, _FP64 = 4, 8
-_SERIES = 4  # further means per head on a step that is observed, each as a sum and its weight
+_SERIES = 4  # extra means per head on an observed step, each as a sum and its weight
 
 
 @dataclass(frozen=True)
 class AllReduces:
-    """All-reduces of one kind that a rank takes part in, in one step.
+    """All-reduces of one kind that a rank joins in one step.
 
     Attributes:
-        what: what is summed.
-        ranks: size of the group; a group of one rank sends nothing and is left out.
-        count: how many.
-        bytes_each: of the tensor of one of them.
-        awaited: where the rank waits for the result: "next step" when the optimizer has stepped,
+        what: the summed quantity.
+        ranks: group size; groups of one rank send nothing and are left out.
+        count: number of all-reduces.
+        bytes_each: tensor size of one all-reduce.
+        awaited: where the rank waits for the result: "next step" after the optimizer step, or
             "backward" in the backward pass of the layer whose forward pass started it.
     """
 
@@ -33,26 +33,26 @@ class AllReduces:
 
     @property
     def bytes(self) -> int:
-        """Of all of them together."""
+        """Total bytes of all of them."""
         return self.count * self.bytes_each
 
     def ring_bytes(self) -> float:
-        """What a ring algorithm sends from each rank, for all of them."""
+        """Bytes that a ring algorithm sends from each rank, in total."""
         return 2 * (self.ranks - 1) / self.ranks * self.bytes
 
     def ring_seconds(self, bandwidth: float, latency: float) -> float:
-        """How long they take one after the other by a ring.
+        """Return the total time of a ring algorithm, one all-reduce after another.
 
         Args:
             bandwidth: of a rank's link in one direction, bytes per second.
-            latency: of a message, seconds.
+            latency: per message, seconds.
         """
         return self.ring_bytes() / bandwidth + self.count * 2 * (self.ranks - 1) * latency
 
     def tree_seconds(self, bandwidth: float, latency: float) -> float:
-        """The same by a double binary tree, which is what NCCL takes for small tensors.
+        """Return the same for a double binary tree, which NCCL uses for small tensors.
 
-        Reduction to a root and broadcast from it: 2 log2(ranks) messages one after the other.
+        Reduction to a root and broadcast from it take 2 log2(ranks) sequential messages.
         """
         depth = (self.ranks - 1).bit_length()
         return 2 * self.bytes / bandwidth + self.count * 2 * depth * latency
@@ -70,21 +70,21 @@ def balance_collectives(
     context: int = 1,
     observed: bool = False,
 ) -> list[AllReduces]:
-    """The collectives of the loss and its statistics on a rank in one step.
+    """Return the collectives of the loss and its statistics on one rank in one step.
 
-    The scope `global` has one, whatever the layers, stages and microbatches. The other two add one
-    per microbatch and layer of the stage, over the ranks that share the tokens of their loss.
+    The scope `global` needs one, for any number of layers, stages and microbatches. The other two
+    add one per microbatch and layer of the stage, over the ranks that share their loss's tokens.
 
     Args:
-        layers: L, of the whole model; the stages have equally many.
-        heads: H, query heads of a layer.
-        microbatches: of a replica in one step.
+        layers: L of the whole model, split equally over the stages.
+        heads: H, query heads per layer.
+        microbatches: per replica and step.
         tensor, pipeline, data, context: parallel sizes.
-        observed: a step whose gates and gradients are observed (docs/observing.md); the others of a
-            run send less.
+        observed: whether gates and gradients are observed in the step (docs/observing.md); other
+            steps send less.
 
     Raises:
-        ValueError: an unknown scope, or layers that stages cannot share equally.
+        ValueError: unknown scope, or layers not divisible by the stages.
     """
     if layers % pipeline:
         raise ValueError(f"{layers} layers cannot be shared equally by {pipeline} pipeline stages")

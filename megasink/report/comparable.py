@@ -1,4 +1,4 @@
-"""Whether analyses that are shown beside each other were measured in the same way."""
+"""Check whether analyses shown together were measured in the same way."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +15,9 @@ _OPTIONS = {
 
 
 def differences(analyses: Sequence[Analysis]) -> list[str]:
-    """A sentence for each way in which the samples of analyses differ; none for one analysis.
+    """Return one phrase per difference between the analyses' samples; none for one analysis.
 
-    Other token ids alone are no difference: models have tokenizers of their own.
+    Different token ids alone do not count: models have their own tokenizers.
     """
     same_tokens = len({a.results.run.data_sha256 for a in analyses}) == 1
     sentences = []

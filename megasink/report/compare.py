@@ -1,4 +1,4 @@
-"""Several runs on one page: smoothed training loss, validation, head imbalance, and a table."""
+"""Compare runs on one page: smoothed training loss, validation, head imbalance, and a table."""
 
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,13 @@ AXES = ("step", "tokens")
 def draw_comparison(
     runs: dict[str, list[dict[str, Any]]], output: Path, *, x: str = "step", factor: float = 0.9
 ) -> None:
-    """Draw the curves of several runs over each other (P0.20, P1.41).
+    """Draw the curves of several runs in the same axes (P0.20, P1.41).
 
     Args:
         runs: name -> lines of its metrics.jsonl.
         output: PNG to write.
         x: "step" or "tokens".
-        factor: of the exponential moving average of the training loss and the imbalance.
+        factor: of the exponential moving average of training loss and imbalance.
     """
     figure, (axes,) = panels(1, 3, 4.2, width=14)
     for colour, (name, lines) in zip(model_colours(len(runs)), runs.items(), strict=True):
@@ -50,7 +50,7 @@ def draw_comparison(
             continue
         if axis is not axes[2]:
             _zoom(axis)
-    # Below the marks of the spikes.
+    # Below the spike marks.
     axes[0].legend(loc="upper right", bbox_to_anchor=(1, 0.96))
     save(figure, output)
 
@@ -60,7 +60,7 @@ def _plural(spikes: int) -> str:
 
 
 def _zoom(axis: Any) -> None:
-    """Leave the first tenth of the curves out of the scale: all runs fall from the same height."""
+    """Exclude the first tenth of the curves from the scale: all runs start equally high."""
     tails = [line.get_ydata()[len(line.get_ydata()) // 10 :] for line in axis.lines]
     values = np.concatenate([np.asarray(tail, dtype=float) for tail in tails])
     values = values[np.isfinite(values)]
@@ -70,7 +70,7 @@ def _zoom(axis: Any) -> None:
 
 
 def _validation_key(runs: dict[str, list[dict[str, Any]]]) -> str:
-    """Bits per byte where every run with a validation has them: they compare across tokenizers."""
+    """Return bits per byte, comparable across tokenizers, if every validated run has them."""
     validated = [
         line for lines in runs.values() for line in lines if line.get("valid_lm_loss") is not None
     ]
@@ -84,14 +84,14 @@ def _series(
     steps, values = series(lines, key)
     if x == "step":
         return steps, values
-    # Evaluations know their step only.
+    # Evaluation lines hold only their step.
     tokens = {line["iteration"]: line["tokens"] for line in lines if "tokens" in line}
     known = np.asarray([step in tokens for step in steps], dtype=bool)
     return np.asarray([tokens[step] for step in steps[known]], dtype=float), values[known]
 
 
 def summary(lines: list[dict[str, Any]]) -> dict[str, float | None]:
-    """The numbers of a run that are compared: at its end (the loss smoothed by 0.9), or counted."""
+    """Return the numbers to compare: final values (loss smoothed by 0.9) and counts."""
     _, loss = series(lines, "lm_loss")
     _, seconds = series(lines, "seconds")
     _, tokens = series(lines, "tokens")

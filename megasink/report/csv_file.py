@@ -1,4 +1,4 @@
-"""Tables as CSV files that a spreadsheet takes for text and numbers, and for no formulas."""
+"""CSV files that spreadsheets read as text and numbers, never as formulas."""
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,15 +7,15 @@ from typing import Any
 
 from megasink.printable import printable
 
-# What a spreadsheet takes for the beginning of a formula.
+# Prefixes that spreadsheets read as the start of a formula.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows under their columns; numbers as they are, text by :func:`text_cell`.
+    """Write rows under their columns; numbers unchanged, text through :func:`text_cell`.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
@@ -25,7 +25,7 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, An
 
 
 def text_cell(value: Any) -> Any:
-    """A text with an apostrophe before what would be a formula, and without control characters."""
+    """Return text without control characters, with an apostrophe before a would-be formula."""
     if not isinstance(value, str):
         return value
     return "'" * value.startswith(_FORMULA) + printable(value, keep="")

@@ -1,4 +1,4 @@
-"""The picture of a run: loss, bits per byte, head imbalance, and the importance heatmap."""
+"""The figure of a run: loss, bits per byte, head imbalance, and the importance heatmap."""
 
 import json
 from pathlib import Path
@@ -18,10 +18,10 @@ _NUMBERS = ("lm_loss", "valid_lm_loss", "valid_bits_per_byte", "imbalance", "tok
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl.
+    """Return the lines of a run's metrics.jsonl.
 
     Raises:
-        UserError: no such file, an empty one, or one that is not JSON lines.
+        UserError: the file is missing, empty, or not JSON lines.
     """
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
@@ -47,35 +47,35 @@ def _check(line: object, where: str) -> None:
 
 
 def smoothed(values: NDArray[np.float64], factor: float = 0.9) -> NDArray[np.float64]:
-    """The values' `MovingAverage` (P1.41 uses the factor 0.9).
+    """Return the values smoothed by `MovingAverage` (P1.41 uses the factor 0.9).
 
-    As in TensorBoard a value that is no number stays itself and is not part of later ones.
+    As in TensorBoard, non-finite values are kept and do not enter later averages.
     """
-    average = MovingAverage(factor)  # scipy.signal, for one line less, takes seconds to import
+    average = MovingAverage(factor)  # scipy.signal takes seconds to import
     return np.asarray([average(value) if np.isfinite(value) else value for value in values])
 
 
 def series(
     lines: list[dict[str, Any]], key: str
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(iterations, values) of the numbers under ``key``, the last of each iteration."""
+    """Return (iterations, values) of the numbers under ``key``, the last for each iteration."""
     found = {line["iteration"]: line[key] for line in lines if line.get(key) is not None}
     return np.asarray(list(found), dtype=float), np.asarray(list(found.values()), dtype=float)
 
 
 @styled()
 def draw_run(run_dir: Path, output: Path | None = None) -> Path:
-    """Draw the picture of a run.
+    """Draw the figure of a run.
 
     Args:
         run_dir: the run's folder.
         output: PNG to write; default RUN/curves.png.
 
     Returns:
-        the PNG's path.
+        path of the PNG.
 
     Raises:
-        UserError: as `read_metrics`.
+        UserError: as in `read_metrics`.
     """
     lines = read_metrics(run_dir)
     output = output or run_dir / "curves.png"
@@ -121,7 +121,7 @@ def _draw_loss(axis: Any, lines: list[dict[str, Any]]) -> None:
 def mark_spikes(
     axis: Any, steps: NDArray[np.float64], loss: NDArray[np.float64], color: Any
 ) -> int:
-    """Point at the loss spikes from the upper edge of the axis; returns their number."""
+    """Mark the loss spikes at the upper edge of the axis; return their number."""
     found = loss_spikes(loss)
     if found:
         height = np.full(len(found), 0.97)

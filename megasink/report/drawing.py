@@ -1,5 +1,5 @@
-"""What a figure of the report is. A metric's is made from its record (figures_metrics.py); for
-another one, write it into the `DRAWINGS` of a figures file."""
+"""Definition of a report figure. A metric's figure comes from its record (figures_metrics.py); add
+any other one to the `DRAWINGS` of a figures file."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 from megasink.report.analysis import Analysis
 
 SECTIONS = ("Sinks", "Heads", "Hidden states", "Geometry", "Other metrics", "Between models")
-"""Of the page, in its order."""
+"""Sections of the page, in order."""
 
 
 @dataclass(frozen=True)
@@ -16,11 +16,11 @@ class Drawing:
     """One kind of figure.
 
     Attributes:
-        name: of its file.
-        section: of the page, one of `SECTIONS`.
-        title, caption: what is shown: formula, unit and rows of the papers.
-        draw: makes a matplotlib figure of the analyses; None where they lack the numbers.
-        by_model: a figure for each model; else one for all of them.
+        name: name of its file.
+        section: section of the page, one of `SECTIONS`.
+        title, caption: formula, unit and rows of the papers.
+        draw: creates a matplotlib figure of the analyses; None if they lack the numbers.
+        by_model: whether each model gets its own figure; else one shows them all.
     """
 
     name: str
@@ -36,9 +36,9 @@ class Picture:
     """A drawn figure.
 
     Attributes:
-        name: of its file, without the ending.
-        files: "png", and "pdf" where asked for, to the bytes.
-        model: whose figure it is; empty for one of all models.
+        name: name of its file, without the extension.
+        files: "png", and "pdf" if requested -> the bytes.
+        model: the model shown; empty for a figure of all models.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Figures of how far models are apart."""
+"""Figures of the distances between models."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from megasink.report.style import MAP, heatmap, panels, short, write_cells
 
 def _distances(analyses: Sequence[Analysis]) -> Any:
     if len(analyses) < 3:
-        return None  # the table says it
+        return None  # the table shows it
     pooled = [n for n in metrics_shown("wasserstein") if all(n in a.by_sample for a in analyses)]
     figure, axes = panels(1, len(pooled), min(9.0, 2.6 + 0.28 * len(analyses)))
     names = [short(analysis.name, 24) for analysis in analyses]

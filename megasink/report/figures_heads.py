@@ -26,7 +26,7 @@ _BINS = 50
 
 
 def _scores(analyses: Sequence[Analysis]) -> Any:
-    """Per score a density and a CDF; the score at the left, its (LN) form at the right."""
+    """Draw density and CDF per score: the score on the left, its (LN) form on the right."""
     margins = {"left": 0.05, "right": 0.99, "top": 0.955, "bottom": 0.02}
     spaces = {"wspace": 0.28, "hspace": 0.55}
     figure, axes = panels(7, 4, 13.5, layout=None, gridspec_kw=margins | spaces)
@@ -68,7 +68,7 @@ def _distribution(density: Any, cumulative: Any, name: str, analyses: Sequence[A
 
 
 def pretty(name: str) -> str:
-    """A score as the paper writes it: awft_ln is AWFT (LN)."""
+    """Return a score's name as in the paper: awft_ln is AWFT (LN)."""
     kind = {"ln": " (LN)", "hn": " (HN)"}
     stem, _, last = name.rpartition("_")
     text = stem if last in kind else name
@@ -143,7 +143,7 @@ def _gates(analyses: Sequence[Analysis]) -> Any:
 
 
 def _datasets(analyses: Sequence[Analysis]) -> Any:
-    """The most imbalanced layer of each model, head by head; and AWFT over heads."""
+    """Draw each model's most imbalanced layer head by head, and AWFT over heads."""
     from matplotlib import colormaps
 
     analyses = [analysis for analysis in analyses if len(analysis.results.datasets) > 1]

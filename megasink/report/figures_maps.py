@@ -1,4 +1,4 @@
-"""Figures of attention maps and of geometry: what `megasink analyze --maps` keeps in maps.npz.
+"""Figures of attention maps and geometry, from the maps.npz of `megasink analyze --maps`.
 
 Shapes: T tokens, S = 1 + T columns, the sink's first.
 """
@@ -25,14 +25,14 @@ from megasink.report.style import (
     whole_numbers,
 )
 
-_LAYERS, _HEADS = 12, 16  # the most panels
-_LABELS = 48  # tokens whose texts can still be read
+_LAYERS, _HEADS = 12, 16  # maximum number of panels
+_LABELS = 48  # maximum number of readable token labels
 
 
 def draw_map(axis: Any, map_TS: Floats, *, has_sink: bool) -> Any:
-    """A map on a square-root scale; the sink's weight in a wide column of its own at the left.
+    """Draw a map on a square-root scale, with the sink's weight in a wide column on the left.
 
-    Keys without any weight stay blank: the future, and what a window hides.
+    Keys without any weight stay blank: future keys, and those outside a window.
     """
     from matplotlib.colors import PowerNorm
 
@@ -57,7 +57,7 @@ def draw_map(axis: Any, map_TS: Floats, *, has_sink: bool) -> Any:
 
 
 def has_sink(maps: dict[str, Any]) -> bool:
-    """Whether some map gives weight to a sink or bias."""
+    """Return whether any map gives weight to a sink or bias."""
     return bool(np.nanmax(maps["layer_map_LTS"][..., 0]) > 0)
 
 
@@ -92,9 +92,9 @@ def _first_layer(analyses: Sequence[Analysis]) -> Any:
 
 
 def mean_distance(map_HTS: Floats) -> Floats:
-    """[H]: mean of i - j, weighted by A_ij over the keys, over the last half of the rows.
+    """Return [H]: mean of i - j, weighted by A_ij over the keys, over the last half of the rows.
 
-    The first rows see so few keys that every head is local there.
+    The first rows see so few keys that every head looks local there.
     """
     tokens = map_HTS.shape[1]
     position = np.arange(tokens)
@@ -108,7 +108,7 @@ def mean_distance(map_HTS: Floats) -> Floats:
 
 def _map_grid(analysis: Analysis, maps: Floats, titles: Sequence[str], most: int) -> Any:
     rows, columns = grid(len(maps), most)
-    # Inches: of a map, between maps, and around all of them.
+    # Inches: size of a map, gaps between maps, and margins.
     apart, above, left, right, top, bottom = 0.15, 0.32, 0.65, 0.95, 0.3, 0.6
     size = min((WIDTH - left - right + apart) / columns - apart, 2.4)
     width = left + columns * (size + apart) - apart + right
@@ -147,14 +147,14 @@ def _map_grid(analysis: Analysis, maps: Floats, titles: Sequence[str], most: int
 
 
 def heads_of(analysis: Analysis) -> list[str]:
-    """The heads that are shown, as LAYER.HEAD."""
+    """Return the heads to show, as LAYER.HEAD."""
     if not analysis.maps:
         return []
     return [f"{layer}.{head}" for layer, head in analysis.maps["head_C2"]]
 
 
 def draw_head(analysis: Analysis, index: int) -> Any:
-    """Map, norms and gate by token, and queries with keys, of one head (P0.26, P3.25, P3.26)."""
+    """Draw one head's map, norms and gate by token, queries and keys (P0.26, P3.25, P3.26)."""
     maps = analysis.maps
     layer, head = maps["head_C2"][index]
     tokens = [token_label(str(text)) for text in maps["token_T"]]
@@ -306,4 +306,4 @@ HEAD = Drawing(
     "after rotary embeddings and query-key norms; the star is k_0 (P0.26).",
     lambda analyses: None,
 )
-"""Of the single heads: one picture for each."""
+"""The single-head drawing: one picture per head."""

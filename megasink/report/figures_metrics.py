@@ -1,6 +1,6 @@
-"""Figures that are made from the registry: a panel for each curve, a heatmap of heads.
+"""Figures built from the registry: one panel per curve, and a heatmap of heads.
 
-Several models stand over each other, or side by side.
+Several models share a panel, or stand side by side.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ CURVES = {
     "values": ("Sinks", "Values, keys and queries by token"),
     "activations": ("Hidden states", "Largest activations"),
 }
-"""Figure of curves -> its section of the page and its title; others are among "Other metrics"."""
+"""Curve figure -> its section of the page and its title; all others go to "Other metrics"."""
 
 _ABSCISSA = {
     "head": "layer",
@@ -45,11 +45,11 @@ _ABSCISSA = {
     "state position": "i, position of the token",
 }
 _LOGARITHMIC = ("activation", "ratio")
-_READABLE = 160  # cells whose numbers can still be read
+_READABLE = 160  # maximum number of cells with readable numbers
 
 
 def metric_drawings() -> list[Drawing]:
-    """A drawing for each figure that a registered metric names."""
+    """Return a drawing for each figure that a registered metric names."""
     curves: dict[str, list[Metric]] = {}
     for entry in metrics_shown("curve").values():
         curves.setdefault(entry.figure, []).append(entry)
@@ -71,7 +71,7 @@ def _definition(entry: Metric) -> str:
 
 
 def _draw_curves(entries: Sequence[Metric], analyses: Sequence[Analysis]) -> Any:
-    """One panel for each metric that is not 0 for every model, such as the weight on no sink."""
+    """Draw one panel per metric, except metrics that are 0 for every model (no sink weight)."""
     shown = [e for e in entries if any(a.has(e.name) and a.values(e.name).any() for a in analyses)]
     if not shown:
         return None
@@ -104,7 +104,7 @@ def _draw_curves(entries: Sequence[Metric], analyses: Sequence[Analysis]) -> Any
 
 
 def _curve(entry: Metric, values: Floats) -> tuple[Any, Any]:
-    """Where the curve's points are, and what they are: means over every other axis."""
+    """Return x and y of the curve: means over all other axes."""
     if entry.axis == "head":
         curve = np.ma.masked_invalid(values).mean(1)
     elif entry.axis in ("layer", "state", "key"):
@@ -125,7 +125,7 @@ def _draw_heatmap(entry: Metric, analyses: Sequence[Analysis]) -> Any:
     figure, axes = panels(rows, columns, rows * float(np.clip(0.24 * layers + 1.3, 2.8, 8.0)))
     lowest = float(min(np.nanmin(table) for table in tables))
     highest = float(max(np.nanmax(table) for table in tables))
-    if entry.unit == "share":  # down to a round number: gates of a balanced model differ little
+    if entry.unit == "share":  # round down: gates of a balanced model differ little
         lowest, highest = min(0.9, float(np.floor(10 * lowest) / 10)), 1.0
     for axis, analysis, table in zip(axes.flat, analyses, tables, strict=False):
         image = heatmap(axis, table, vmin=lowest, vmax=highest, cmap=MAP)
@@ -141,7 +141,7 @@ def _draw_heatmap(entry: Metric, analyses: Sequence[Analysis]) -> Any:
 
 
 def _made_of(entry: Metric, analysis: Analysis) -> list[str]:
-    """The numbers of metrics that are made of this one, such as head imbalance of importance."""
+    """Return the numbers derived from this metric, such as head imbalance from importance."""
     numbers = (
         f"{made.title} {made.text(analysis.results.metrics[made.name].number)}"
         for made in metrics().values()

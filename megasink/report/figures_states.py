@@ -1,4 +1,4 @@
-"""Figures of hidden states: a panel for each model, a curve for each of some positions."""
+"""Figures of hidden states: one panel per model, one curve for each of some positions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +33,7 @@ def _directions(analyses: Sequence[Analysis]) -> Any:
 
 
 def _by_position(analyses: Sequence[Analysis], key: str, ylabel: str, *, is_log: bool) -> Any:
-    """States along x, one curve for each of some positions; one panel for each model."""
+    """Draw states along x, one curve for each of some positions, one panel per model."""
     rows, columns = grid(len(analyses), 3)
     figure, axes = panels(rows, columns, 3.1 * rows + 0.3, sharey=True)
     for axis, (analysis, _, _) in zip(axes.flat, named(analyses), strict=False):

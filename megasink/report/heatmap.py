@@ -1,4 +1,4 @@
-"""The [layer, head] picture of head importance.
+"""The [layer, head] heatmap of head importance.
 
 Shapes: L layers, H query heads.
 """
@@ -10,17 +10,17 @@ from numpy.typing import NDArray
 
 from megasink.report.style import MAP, heatmap, label, panels, styled, write_cells
 
-# So many numbers can still be read in their cells.
+# Maximum number of cells with readable numbers.
 _READABLE = 96
 
 
 def draw_importance(figure: Any, axis: Any, importance_LH: NDArray[np.float64], title: str) -> None:
-    """Draw a heatmap with labelled axes and a colour bar on an axis of a matplotlib figure.
+    """Draw a heatmap with labels and a color bar on an axis of a matplotlib figure.
 
     Args:
-        importance_LH: mean gates; NaN, drawn grey, for layers that have none.
+        importance_LH: mean gates; NaN, drawn gray, for layers without any.
     """
-    # Down to a round number, so that runs of one kind mostly share a scale.
+    # Rounded down, so that similar runs mostly share a scale.
     known = importance_LH[np.isfinite(importance_LH)]
     lowest = min(0.9, float(np.floor(known.min() * 10) / 10)) if known.size else 0.9
     axis.set_facecolor("0.8")
@@ -33,7 +33,7 @@ def draw_importance(figure: Any, axis: Any, importance_LH: NDArray[np.float64], 
 
 @styled()
 def importance_picture(importance_LH: NDArray[np.float64], title: str) -> NDArray[np.uint8]:
-    """The heatmap by itself, [height, width, RGB] in 0 to 255."""
+    """Return the heatmap alone as an image, [height, width, RGB] in 0 to 255."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     layers, heads = importance_LH.shape

@@ -1,4 +1,4 @@
-"""Pieces of the self-contained pages: style, tables, figures. Every text is escaped here."""
+"""Building blocks of the self-contained pages: style, tables, figures. All text is escaped here."""
 
 import base64
 import re
@@ -35,7 +35,7 @@ figcaption, .note { color: #48515e; font-size: .9rem; max-width: 62rem; margin-t
 
 
 def document(title: str, body: Sequence[str]) -> str:
-    """A whole page; nothing in it is loaded from elsewhere, and nothing runs."""
+    """Return a whole page, which loads nothing from elsewhere and runs no scripts."""
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     return "\n".join(
         [
@@ -52,17 +52,17 @@ def document(title: str, body: Sequence[str]) -> str:
 
 
 def anchor(title: str) -> str:
-    """The id of a heading."""
+    """Return the id of a heading."""
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
 def heading(level: int, title: str) -> str:
-    """A heading that the table of contents can point to."""
+    """Return a heading that the table of contents can link to."""
     return f'<h{level} id="{anchor(title)}">{escape(title)}</h{level}>'
 
 
 def contents(sections: dict[str, list[str]]) -> str:
-    """The table of contents: headings and those below them."""
+    """Return the table of contents: headings and their subheadings."""
     items = []
     for section, titles in sections.items():
         below = "".join(f"<li>{_link(title)}</li>" for title in dict.fromkeys(titles))
@@ -75,7 +75,7 @@ def _link(title: str) -> str:
 
 
 def paragraph(text: str, kind: str = "") -> str:
-    """A paragraph; kind is "note" or "warning"."""
+    """Return a paragraph; `kind` is "note" or "warning"."""
     return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
 
 
@@ -86,11 +86,11 @@ def table(
     kind: str = "numbers",
     links: Sequence[str] = (),
 ) -> str:
-    """A table with a header row and a header column, that scrolls by itself where it is wide.
+    """Return a table with a header row and a header column, which scrolls if it is too wide.
 
     Args:
         kind: "numbers" or "facts".
-        links: a relative address for the first cell of each row.
+        links: a relative URL for the first cell of each row.
     """
     top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
     body = []
@@ -107,7 +107,7 @@ def table(
 
 
 def figure(png: bytes, alt: str, caption: str) -> str:
-    """A picture with its caption; on a narrow screen it scrolls by itself and can be read."""
+    """Return a picture with its caption, which scrolls on a narrow screen."""
     data = base64.b64encode(png).decode()
     width, height = (int.from_bytes(png[i : i + 4], "big") for i in (16, 20))
     return (

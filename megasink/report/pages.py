@@ -1,4 +1,4 @@
-"""The page, figures and tables of analyses on disk."""
+"""Write the page, figures and tables of analyses on disk."""
 
 import sys
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from megasink.report.comparable import differences
 
 
 def write_report(folders: Sequence[Path], output: Path, *, kinds: Sequence[str] = ("png",)) -> None:
-    """The page and figures of one or several analyses; tables only where there is one.
+    """Write the page and figures of one or several analyses; tables only for a single one.
 
     Args:
-        kinds: of figure files beside the page: "png", "pdf".
+        kinds: figure file types to write next to the page: "png", "pdf".
     """
     analyses = [read_analysis(folder) for folder in folders]
     for difference in differences(analyses):
@@ -30,7 +30,7 @@ def write_report(folders: Sequence[Path], output: Path, *, kinds: Sequence[str] 
     pictures = figures(analyses, kinds)
     (output / "figures").mkdir(parents=True, exist_ok=True)
     for old in (*output.glob("figures/*.png"), *output.glob("figures/*.pdf")):
-        old.unlink()  # of heads and models that are not on this page
+        old.unlink()  # heads and models that are not on this page
     for picture in pictures:
         for kind, content in picture.files.items():
             (output / "figures" / f"{picture.name}.{kind}").write_bytes(content)

@@ -1,4 +1,4 @@
-"""Loss spikes: steps whose loss stands out from the steps before them (P1.23)."""
+"""Detect loss spikes: steps whose loss stands out from the preceding steps (P1.23)."""
 
 from collections import deque
 
@@ -9,15 +9,15 @@ WINDOW, DEVIATIONS, RISE = 50, 5.0, 0.1
 
 
 class SpikeCounter:
-    """Counts the spikes of a loss, step by step.
+    """Count the spikes of a loss, step by step.
 
-    The papers count spikes by eye; the rule here: a step spikes when its loss exceeds the mean of
-    the `WINDOW` steps before it (of at least ten) by more than `DEVIATIONS` of their standard
-    deviations and by more than `RISE` nats. Steps of a spike are not part of a later window, and
-    consecutive ones are one spike. A loss that is no number spikes.
+    The papers count spikes by eye. The rule here: a step spikes if its loss exceeds the mean of the
+    preceding `WINDOW` steps (at least ten) by more than `DEVIATIONS` of their standard deviations
+    and by more than `RISE` nats. Steps of a spike are not part of later windows, and consecutive
+    ones are one spike. A NaN or infinite loss is a spike.
 
     Attributes:
-        count: spikes so far.
+        count: number of spikes so far.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class SpikeCounter:
         self._inside = False
 
     def __call__(self, loss: float) -> bool:
-        """Add the loss of a step; whether a spike starts here."""
+        """Add the loss of a step; return whether a spike starts here."""
         spikes = not np.isfinite(loss)
         if len(self._calm) >= 10 and not spikes:
             recent = np.asarray(self._calm)
@@ -40,7 +40,7 @@ class SpikeCounter:
 
 
 def loss_spikes(loss: NDArray[np.float64]) -> list[int]:
-    """Where a loss spikes, by the rule of `SpikeCounter`.
+    """Find the spikes of a loss, by the rule of `SpikeCounter`.
 
     Args:
         loss: [steps] nats per token.

@@ -1,8 +1,8 @@
-"""The look of every figure: sizes for a page, colours that colour-blind readers tell apart.
+"""The style of every figure: sizes for a page, and colors safe for color-blind readers.
 
-Figures are made without pyplot and its back ends, so that nothing global of matplotlib is touched
-(they are drawn in the middle of training too), and inside of `styled`: names of models, data sets
-and tokens are drawn as they are, dollar signs included.
+Figures avoid pyplot and its back ends, so that matplotlib's global state stays untouched (figures
+are also drawn during training). `styled` draws the names of models, datasets and tokens literally,
+dollar signs included.
 """
 
 import math
@@ -19,10 +19,10 @@ from megasink.printable import printable
 from megasink.report.analysis import Analysis
 
 WIDTH = 11.0
-"""Inches of a figure; the page shows it about 1150 pixels wide."""
+"""Figure width in inches, about 1150 pixels on the page."""
 DPI = 160
 
-# Okabe and Ito (2008), in an order in which neighbours differ in lightness too.
+# Okabe and Ito (2008), ordered so that neighbors differ in lightness too.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 BLUE, VERMILION, GREEN = PALETTE[:3]
 GREY = "#6b7280"
@@ -55,7 +55,7 @@ STYLE: Any = {
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Figures that are made in it, or in a function with this decorator, have the style."""
+    """Apply the style to figures made inside this context or decorated function."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
@@ -71,12 +71,12 @@ def panels(
     layout: Any = "constrained",
     **options: Any,
 ) -> tuple[Any, Any]:
-    """A figure and its axes [rows, columns].
+    """Return a figure and its axes [rows, columns].
 
     Args:
-        width, height: inches in all.
-        layout: matplotlib's; None for a figure of many panels, where it takes seconds.
-        options: of `Figure.subplots`.
+        width, height: total, in inches.
+        layout: matplotlib's; None for a figure of many panels, where a layout takes seconds.
+        options: passed to `Figure.subplots`.
     """
     from matplotlib.figure import Figure
 
@@ -85,13 +85,13 @@ def panels(
 
 
 def grid(count: int, most: int) -> tuple[int, int]:
-    """(rows, columns) for so many panels, evenly, with at most so many in a row."""
+    """Return (rows, columns) for `count` panels, evenly, with at most `most` in a row."""
     rows = math.ceil(count / most)
     return rows, math.ceil(count / rows)
 
 
 def rendered(figure: Any, kind: str = "png") -> bytes:
-    """The figure as a file: "png" or "pdf", without a date in it."""
+    """Render the figure to a file's bytes, "png" or "pdf", without a date."""
     stream = BytesIO()
     metadata = {"Software": None} if kind == "png" else {"CreationDate": None}
     figure.savefig(stream, dpi=DPI, format=kind, metadata=metadata)
@@ -99,17 +99,17 @@ def rendered(figure: Any, kind: str = "png") -> bytes:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write the figure as a PNG; its folder is made.
+    """Write the figure as a PNG, creating its folder.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(rendered(figure))
 
 
 def model_colours(count: int) -> list[Any]:
-    """One colour for each model: the palette, or a scale for a row of checkpoints."""
+    """Return one color per model: the palette, or a gradient for a series of checkpoints."""
     import matplotlib
 
     if count <= len(PALETTE):
@@ -118,7 +118,7 @@ def model_colours(count: int) -> list[Any]:
 
 
 def position_colours(count: int) -> list[Any]:
-    """Position 0 stands out; the others by a scale."""
+    """Return one color per position: position 0 stands out, the others follow a gradient."""
     import matplotlib
 
     scale = matplotlib.colormaps[MAP](np.linspace(0.05, 0.85, max(1, count - 1)))
@@ -126,7 +126,7 @@ def position_colours(count: int) -> list[Any]:
 
 
 def named(analyses: Sequence[Analysis]) -> list[tuple[Analysis, Any, str]]:
-    """Each analysis with its colour and its name for a legend."""
+    """Return each analysis with its color and its legend name."""
     colours = model_colours(len(analyses))
     return [
         (analysis, colour, short(analysis.name, 40))
@@ -135,7 +135,7 @@ def named(analyses: Sequence[Analysis]) -> list[tuple[Analysis, Any, str]]:
 
 
 def model_legend(figure: Any, axis: Any, analyses: Sequence[Analysis]) -> None:
-    """Above all panels, where there are models to tell apart."""
+    """Put a legend above all panels if there are several models."""
     handles, labels = axis.get_legend_handles_labels()
     if len(analyses) > 1 and handles:
         place = "outside upper left" if figure.get_layout_engine() else "upper left"
@@ -143,7 +143,7 @@ def model_legend(figure: Any, axis: Any, analyses: Sequence[Analysis]) -> None:
 
 
 def short(name: str, width: int) -> str:
-    """A name on one line, its middle left out where it is long."""
+    """Return a name on one line, with its middle elided if it is long."""
     name = " ".join(printable(name).split()) or "unnamed"
     if len(name) <= width:
         return name
@@ -151,24 +151,24 @@ def short(name: str, width: int) -> str:
 
 
 def wrapped(name: str, width: int = 34) -> str:
-    """A name over two lines at most."""
+    """Return a name on at most two lines."""
     return "\n".join(textwrap.wrap(short(name, 2 * width - 2), width)[:2])
 
 
 def label(axis: Any, title: str, ylabel: str = "", xlabel: str = "") -> None:
-    """Title and axes."""
+    """Set title and axis labels."""
     axis.set_title(title)
     axis.set_xlabel(xlabel)
     axis.set_ylabel(ylabel)
 
 
 def note(axis: Any, text: str) -> None:
-    """In the middle of an axis that has nothing to show."""
+    """Write a note in the middle of an empty axis."""
     axis.text(0.5, 0.5, text, ha="center", color=GREY, transform=axis.transAxes)
 
 
 def log_scale(*axes: Any) -> None:
-    """Logarithmic y axes with plain numbers, all with the same limits."""
+    """Set logarithmic y axes with plain numbers and common limits."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     lines = [curve.get_ydata() for axis in axes for curve in axis.lines]
@@ -188,7 +188,7 @@ def log_scale(*axes: Any) -> None:
 
 
 def share_limit(*axes: Any, whole: float = 1.0) -> None:
-    """y from 0 to the next of 10, 25, 50 and 100 % above the curves, the same for all axes."""
+    """Set y from 0 to the next of 10, 25, 50 and 100 % above the curves, for all axes."""
     highest = max((np.nanmax(curve.get_ydata()) for a in axes for curve in a.lines), default=0.0)
     top = next((x for x in (0.1, 0.25, 0.5) if highest <= x * whole), 1.0) * whole
     for axis in axes:
@@ -196,7 +196,7 @@ def share_limit(*axes: Any, whole: float = 1.0) -> None:
 
 
 def whole_numbers(*axes: Any) -> None:
-    """Ticks at whole numbers alone: layers, heads, positions."""
+    """Place ticks at whole numbers only: layers, heads, positions."""
     from matplotlib.ticker import MaxNLocator
 
     for axis in axes:
@@ -204,7 +204,7 @@ def whole_numbers(*axes: Any) -> None:
 
 
 def heatmap(axis: Any, table: Any, **options: Any) -> Any:
-    """An image whose missing cells stay blank, its axes in whole numbers."""
+    """Draw an image with blank missing cells and whole-number axes."""
     axis.grid(False)
     image = axis.imshow(
         np.ma.masked_invalid(table), aspect="auto", interpolation="nearest", **options
@@ -214,7 +214,7 @@ def heatmap(axis: Any, table: Any, **options: Any) -> Any:
 
 
 def write_cells(axis: Any, image: Any, table: Any, size: float) -> None:
-    """The numbers of a table in its cells, light on dark; small ones without the leading 0."""
+    """Write a table's numbers in its cells, light on dark; small ones drop the leading 0."""
     for (row, column), value in np.ndenumerate(table):
         if np.isfinite(value):
             red, green, blue, _ = image.cmap(image.norm(value))
@@ -234,7 +234,7 @@ def write_cells(axis: Any, image: Any, table: Any, size: float) -> None:
 
 
 def line(axis: Any, x: Any, y: Any, **style: Any) -> None:
-    """A curve through the points that are finite, marked where they are few."""
+    """Draw a curve through the finite points, with markers if they are few."""
     x, y = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     there = np.isfinite(y)
     few = "o" if there.sum() <= 40 else ""
@@ -242,7 +242,7 @@ def line(axis: Any, x: Any, y: Any, **style: Any) -> None:
 
 
 def token_label(text: str) -> str:
-    """A token as a label: spaces and ends of lines visible, what the font lacks as a box."""
+    """Return a token as a label: visible spaces and newlines, a box for missing glyphs."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     for character, shown in (("\n", "↵"), ("\t", "→"), ("\r", "↵"), (" ", "␣")):

@@ -1,4 +1,4 @@
-"""A sweep on disk: sweep.json, sweep.csv, sweep.npz, and its figure."""
+"""Write a sweep: sweep.json, sweep.csv, sweep.npz, and its figures."""
 
 import json
 import sys
@@ -22,11 +22,11 @@ _AXES = {"length": "tokens of the text", "copies": "copies of the first token", 
 
 
 def write_sweep(results: SweepResults, arrays: dict[str, Any], output: Path) -> None:
-    """Write a sweep, and print its table.
+    """Write a sweep and print its table.
 
     Args:
-        results: the content of sweep.json.
-        arrays: of sweep.npz: "score/setting" -> [samples, layers, heads].
+        results: contents of sweep.json.
+        arrays: contents of sweep.npz: "score/setting" -> [samples, layers, heads].
 
     Raises:
         UserError: the folder cannot be written, or the disk is full.
@@ -65,7 +65,7 @@ def write_sweep(results: SweepResults, arrays: dict[str, Any], output: Path) -> 
 
 
 def table_row(row: SweepRow, rows: Sequence[SweepRow]) -> dict[str, Any]:
-    """One line of sweep.csv: the setting, and the numbers of what was measured in some row."""
+    """Return one line of sweep.csv: the setting, and each number that any row has."""
     keys = ("length", "bos", "copies", "samples", "tokens")
     return {
         **{key: getattr(row, key) for key in keys},
@@ -84,9 +84,9 @@ def _short(value: Any) -> str:
 
 @styled()
 def draw_sweep(results: SweepResults, output: Path) -> None:
-    """Sink rate, inactive heads, massive activation and loss over what was swept.
+    """Draw sink rate, inactive heads, massive activation and loss over the swept variable.
 
-    The first of length, copies and BOS with several values is the axis; the others are lines.
+    The x axis is the first of length, copies and BOS with several values; the others are lines.
     """
     from matplotlib import colormaps
 
@@ -110,7 +110,7 @@ def draw_sweep(results: SweepResults, output: Path) -> None:
             axes[0].plot(at, values, **style | {"color": shade}, label=text)
         for score, dash in zip(rows[0].inactive, ("-", "--"), strict=True):
             values = [100 * row.inactive[score] for row in line]
-            once = score if index == 0 else "_"  # matplotlib leaves those out of a legend
+            once = score if index == 0 else "_"  # matplotlib omits such labels from legends
             axes[1].plot(at, values, **style, linestyle=dash, label=once)
         axes[2].plot(at, _numbers(line, "massive_ratio"), **style, label=name)
         axes[3].plot(at, _numbers(line, "nats_per_token"), **style, label=name)
@@ -145,21 +145,21 @@ def draw_sweep(results: SweepResults, output: Path) -> None:
 
 
 def _numbers(rows: Sequence[SweepRow], metric: str) -> Any:
-    """Its number in each row; NaN where it was not measured."""
+    """Return the metric's number in each row; NaN if not measured."""
     numbers = (row.metrics[metric].number if metric in row.metrics else None for row in rows)
     return np.asarray(list(numbers), dtype=np.float64)
 
 
 @styled()
 def draw_masks(results: SweepResults, output: Path) -> None:
-    """How often each head is inactive, [layer, head], setting by setting (P3.24)."""
+    """Draw how often each head is inactive, [layer, head], per setting (P3.24)."""
     rows, scores = results.rows, list(results.rows[0].inactive_by_head)
     width, height = 2.0 + 1.3 * len(rows), 2.4 * len(scores) + 0.6
     figure, axes = panels(len(scores), 1, height, width=width, sharex=True)
     for axis, score in zip(axes[:, 0], scores, strict=True):
         tables = [np.asarray(row.inactive_by_head[score], dtype=float) for row in rows]
         layers, heads = tables[0].shape
-        # Side by side in one picture, a blank column between two settings.
+        # One picture side by side, with a blank column between settings.
         gap = np.full((layers, 1), np.nan)
         together = np.concatenate([part for table in tables for part in (table, gap)][:-1], 1)
         image = heatmap(axis, together, vmin=0, vmax=1, cmap="magma")

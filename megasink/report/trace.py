@@ -1,4 +1,4 @@
-"""The files of `megasink trace`: what became of each scalar metric, checkpoint by checkpoint."""
+"""The files of `megasink trace`: every scalar metric, checkpoint by checkpoint."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ class TraceRow:
     """One checkpoint.
 
     Attributes:
-        step, tokens: that it was trained for.
-        numbers: scalar metric -> its number; None where it was not measured.
+        step, tokens: how far it was trained.
+        numbers: scalar metric -> its number; None if not measured.
     """
 
     step: int
@@ -41,10 +41,10 @@ class TraceRow:
 
 
 def trace_row(results: Results) -> TraceRow:
-    """Out of the results of a run's model.
+    """Build the row of a checkpoint from its results.
 
     Raises:
-        UserError: they do not say how far the model was trained.
+        UserError: the results do not say how far the model was trained.
     """
     model = results.model
     if model.step is None or model.trained_tokens is None:
@@ -60,11 +60,11 @@ def write_trace(
     """Write trace.csv, trace.png and report.html: every scalar metric by step (P2.11, P4.23).
 
     Args:
-        name: of the run.
-        links: addresses of the rows' own reports, relative to `folder`; none where there are none.
+        name: name of the run.
+        links: relative URLs of the rows' own reports from `folder`; empty if there are none.
 
     Raises:
-        OSError: they cannot be written.
+        OSError: the files cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     table = [{"step": row.step, "tokens": row.tokens, **row.numbers} for row in rows]
@@ -76,12 +76,12 @@ def write_trace(
 
 
 def _measured(rows: Sequence[TraceRow]) -> list[str]:
-    """The metrics that some row has."""
+    """Return the metrics that at least one row has."""
     return [name for name in rows[0].numbers if any(r.numbers[name] is not None for r in rows)]
 
 
 def _draw(rows: Sequence[TraceRow]) -> Any:
-    """A panel for each metric, against tokens."""
+    """Draw a panel per metric, against tokens."""
     names, entries = _measured(rows), metrics_shown("scalar")
     height, width = grid(len(names), 4)
     figure, axes = panels(height, width, 2.8 * height)
@@ -116,7 +116,7 @@ def _ordinate(number: float | str | None, levels: tuple[str, ...]) -> float:
 
 
 def _unit(highest: float) -> tuple[float, str]:
-    """What token counts are divided by, and how the axis says so."""
+    """Return the divisor of token counts, and its axis label."""
     for size, letter in _SCALES:
         if highest >= size:
             return size, f" ({letter})"
