@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import shutil
+import time
 import traceback
 from argparse import Namespace
 from pathlib import Path
@@ -19,6 +20,19 @@ _first: bool | None = None
 def speaks() -> bool:
     """Whether this rank prints the line: the first rank with an error, or else rank 0."""
     return os.environ.get("RANK", "0") == "0" if _first is None else _first
+
+
+def wait_for_rank_0(seconds: float = 30.0) -> None:
+    """Let rank 0 report an error that every rank meets, before this rank ends.
+
+    torchrun stops rank 0 as soon as another rank ends, and on a busy machine rank 0 may be the
+    slower one. It stops this rank in turn once rank 0 has spoken; an error that rank 0 does not
+    meet is this rank's to report.
+    """
+    global _first
+    if _first is None and not speaks():
+        time.sleep(seconds)
+        _first = True
 
 
 def explained(error: BaseException, args: Namespace) -> BaseException:

@@ -17,7 +17,7 @@ from megasink import platform, plugins
 from megasink.errors import Stopped, UserError
 from megasink.process import prepare_process
 from megasink.train import early, heartbeat, stop
-from megasink.train.endings import explained, speaks
+from megasink.train.endings import explained, speaks, wait_for_rank_0
 from megasink.train.guard import guard
 from megasink.train.stop import Told
 
@@ -161,6 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"megasink: {error}")
     except UserError as error:
         code = 2
+        wait_for_rank_0()
         _say(f"megasink: error: {error}")
     except SystemExit as error:  # from Megatron, for example at --exit-interval
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
