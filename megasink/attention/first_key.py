@@ -1,4 +1,4 @@
-"""Vanilla attention as gated attention: key 0 is the slot, and the kernel runs over keys 1...
+"""Vanilla attention as gated attention: key 0 is the slot; the kernel runs over the other keys.
 
 s_i = scale * q_i . k_0 and u = v_0, so the gate 1 - A_i0 = sigmoid(LSE over keys 1.. - s_i) keeps
 values of 1e-20 that 1 - exp(z_i0 - LSE_i) would round to 0 (P0.7, docs/maths.md). Rows that see

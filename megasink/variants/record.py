@@ -100,8 +100,8 @@ class Kernel:
 
     Attributes:
         variant: The op variant that it uses; a slot with any logit is "sink".
-        gate_gradient: Whether its gradient flows through the kernel's log-sum-exp, with or without
-            a head-balance loss.
+        gate_gradient: Whether its own gradient needs an exact log-sum-exp from the kernel, with or
+            without a head-balance loss.
     """
 
     variant: OpVariant
