@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 ''':'
-# Pre-train a GPT with sink attention and the head-balance loss. All of these work, each with
-# further flags appended (the last one counts):
+# Pretrain a GPT with sink attention and the head-balance loss. All of these work and accept extra
+# flags at the end (the last occurrence of a flag wins):
 #
-#   torchrun --nproc-per-node 8 examples/pretrain_gpt_sink.sh      this file is Python, too
+#   torchrun --nproc-per-node 8 examples/pretrain_gpt_sink.sh      this file is also Python
 #   bash examples/pretrain_gpt_sink.sh                             all devices of this machine
 #   srun --nodes 4 --ntasks-per-node 1 bash examples/pretrain_gpt_sink.sh     several nodes
 #   sbatch --nodes 4 --ntasks-per-node 1 --gpus-per-node 8 --wrap \
 #          "srun bash examples/pretrain_gpt_sink.sh"
 #
-# DATA_PATH is the prefix that tools/preprocess_data.py wrote, TOKENIZER its tokenizer folder and
-# RUN_DIR the folder of the run: the same line again goes on from its newest whole checkpoint, as
+# DATA_PATH is the prefix written by tools/preprocess_data.py, TOKENIZER its tokenizer folder and
+# RUN_DIR the run folder: repeating the same command resumes from its newest complete checkpoint, as
 # sbatch --requeue and torchrun --max-restarts need. RANKS_PER_NODE overrides the number of processes
-# on a node.
+# per node.
 # Several nodes without Slurm: start this file on each with NNODES and MASTER_ADDR set.
 
 set -euo pipefail
@@ -28,7 +28,7 @@ if [[ -z ${RANKS_PER_NODE:-} ]]; then
 fi
 launch=("$python" -m torch.distributed.run --nnodes "$nnodes" --nproc-per-node "$RANKS_PER_NODE")
 if [[ $nnodes -gt 1 ]]; then
-  # The first host of the allocation is the meeting point; every node asks for the same job id.
+  # Rendezvous at the first host of the allocation, with the same job id on every node.
   if [[ -z ${MASTER_ADDR:-} && -n ${SLURM_JOB_NODELIST:-} ]]; then
     MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
   fi
@@ -38,13 +38,13 @@ if [[ $nnodes -gt 1 ]]; then
 else
   launch+=(--rdzv-backend c10d --rdzv-endpoint localhost:0 --local-addr 127.0.0.1)
 fi
-# After SIGTERM or Ctrl-C a checkpoint is written; torchrun kills what is still there 30 s later otherwise.
+# SIGTERM or Ctrl-C writes a checkpoint; by default torchrun kills the ranks 30 s later.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 exec "${launch[@]}" "$0" "$@"
 : <<'"the end of the Python part"'
 '''
 
-# From here on Python reads: one rank, started by torchrun. The flags are written once, here.
+# The Python part, run by torchrun on each rank. The flags are defined only here.
 import argparse
 import os
 import sys
@@ -68,12 +68,12 @@ FLAGS = """
 """
 
 
-# Its length, and what of it the learning rate rises and falls.
+# Steps of the run, and of the learning-rate warmup and decay.
 STEPS, WARMUP, DECAY = 21400, 500, 4280
 
 
 def schedule():
-    """The paper's schedule, or that of a run of another --train-iters in the same proportions."""
+    """Return the paper's schedule, scaled proportionally to another --train-iters."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--train-iters", nargs="?")
     asked = parser.parse_known_args()[0].train_iters or ""
@@ -86,7 +86,7 @@ def schedule():
 
 
 def flags():
-    """The flags above, what the environment names, then the command line's."""
+    """Return the flags above, then those from the environment and the command line."""
     given = FLAGS.split() + schedule()
     for variable, flag in (
         ("DATA_PATH", "--data-path"),

@@ -1,3 +1,3 @@
-"""Attention heads gated by the attention sink or by a sigmoid gate, on Megatron-Core."""
+"""Attention heads gated by an attention sink or a sigmoid gate, on Megatron-Core."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""``python -m megasink``: what torchrun starts."""
+"""Entry point for ``python -m megasink``, as launched by torchrun."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all, whatever ends the process."""
+"""Atomic file and folder writes: complete or absent, however the process ends."""
 
 import os
 import shutil
@@ -10,16 +10,16 @@ from typing import BinaryIO
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which takes the place of `path` when it has reached the disk.
+    """Open a temporary file that replaces `path` once it is on disk.
 
-    Whatever ends the body early leaves nothing; a kill leaves NAME.partial, which the next call
-    writes anew. One process at a time may write `path`.
+    An exception in the body leaves nothing behind; a kill leaves NAME.partial, which the next call
+    overwrites. Only one process at a time may write `path`.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written.
     """
     partial = path.with_name(f"{path.name}.partial")
-    partial.unlink(missing_ok=True)  # and never through a link of that name
+    partial.unlink(missing_ok=True)  # never write through a symlink
     try:
         with partial.open("xb") as file:
             yield file
@@ -30,10 +30,10 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def atomic_text(path: Path, text: str) -> None:
-    """Write a whole text file.
+    """Write a text file atomically.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written.
     """
     with atomic_file(path) as file:
         file.write(text.encode())
@@ -41,13 +41,13 @@ def atomic_text(path: Path, text: str) -> None:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """A folder beside `path` to write into, renamed to `path` at the end.
+    """Create a folder next to `path` to write into, and rename it to `path` at the end.
 
-    Whatever ends the body early leaves nothing; a kill leaves .NAME.partial-PID, which nothing
-    loads by mistake.
+    An exception in the body leaves nothing behind; a kill leaves .NAME.partial-PID, which is never
+    loaded by mistake.
 
     Raises:
-        OSError: `path` holds something then, or cannot be written.
+        OSError: `path` is not empty by then, or cannot be written.
     """
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,13 +62,13 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def sync(file: BinaryIO) -> None:
-    """Let the bytes of a file reach the disk."""
+    """Flush the contents of a file to disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:
-    """Let the names in a folder reach the disk."""
+    """Flush the directory entries of a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""``megasink``: one entry for everything that is done from a shell."""
+"""The ``megasink`` command: one entry point for every subcommand."""
 
 import argparse
 import contextlib
@@ -11,7 +11,7 @@ from megasink import plugins
 from megasink.command_line import CommandParser, unknown_name
 from megasink.errors import Stopped, UserError
 
-# Each is a module of `megasink.commands` with a ``main``, imported when it is called.
+# Each command is a module of `megasink.commands` with a ``main``, imported on demand.
 COMMANDS = {
     "demo": "train a small sink-attention GPT on this machine, start to end",
     "data": "text -> tokenizer -> Megatron .bin/.idx",
@@ -32,14 +32,14 @@ WITHOUT_PLUGINS = ("demo", "data")
 
 
 def main_of(command: str) -> Callable[[Sequence[str]], int]:
-    """What runs a command of `COMMANDS`."""
+    """Return the ``main`` of a command in `COMMANDS`."""
     name = f"megasink.commands.{command.replace('-', '_')}"
     main: Callable[[Sequence[str]], int] = importlib.import_module(name).main
     return main
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; what the user can mend is one line on the error stream and exit code 2."""
+    """Run a command; user errors print one line to stderr and exit with code 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
     lines = "\n".join(f"  {name:15} {text}" for name, text in COMMANDS.items())
     parser = CommandParser(

@@ -1,8 +1,8 @@
-"""What every command says about flags that argparse refuses: one sentence each, all at once.
+"""Error messages for flags that argparse rejects, all reported at once.
 
-argparse stops at the first wrong flag, prints its usage and never says which name was meant. Here
-the others are read as well, an unknown name is answered with the nearest known one, and the
-message is an error like every other of megasink: no usage, exit code 2.
+argparse stops at the first bad flag, prints its usage and never suggests the intended name. This
+parser keeps reading, suggests the closest known name for an unknown one, and raises the same kind
+of error as the rest of megasink: no usage text, exit code 2.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from megasink.errors import ConfigError
 
 _NUMBERS = {"int": "a whole number", "float": "a number"}
-# As argparse's own, which does not know exponents: -1e-4 would be taken for a flag.
+# argparse's own pattern has no exponent, so it takes -1e-4 for a flag.
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 
 
@@ -28,10 +28,10 @@ class CommandParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        """As argparse's.
+        """Parse the arguments as argparse does.
 
         Raises:
-            ConfigError: everything wrong with the flags, a sentence each.
+            ConfigError: One sentence for each problem with the flags.
         """
         read = Reading(self, sys.argv[1:] if args is None else args)
         problems = [*read.problems, *(unknown_flags(self, read.unknown))]
@@ -41,17 +41,17 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class _RefusedError(Exception):
-    """What argparse hands to `ArgumentParser.error`."""
+    """Carries the message that argparse passes to `ArgumentParser.error`."""
 
 
 class Reading:
-    """A command line as a parser reads it when each flag that it refuses is left out.
+    """The result of parsing a command line while dropping every rejected flag.
 
     Attributes:
-        namespace: the values; incomplete where there are problems.
-        unknown: flags and words that the parser does not know, in order.
-        problems: a sentence for each flag that was refused.
-        refused: the dests of these flags: they were given, so nobody need ask for them.
+        namespace: Parsed values; incomplete if there are problems.
+        unknown: Flags and words that the parser does not know, in order.
+        problems: One sentence per rejected flag.
+        refused: Dests of the rejected flags; they were given, so they are not reported as missing.
     """
 
     def __init__(self, parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
@@ -67,15 +67,15 @@ class Reading:
             pass
 
     def _read(self, parser: argparse.ArgumentParser, argv: list[str]) -> bool:
-        """Read what is left, or take out of it what is refused; whether it was read."""
+        """Parse `argv`, or remove a rejected flag from it; return whether parsing succeeded."""
         try:
-            # The class's own method: an instance's may be one that calls this.
+            # The method of the class: the instance may override it with one that calls this.
             self.namespace, self.unknown = type(parser).parse_known_args(parser, argv)
         except argparse.ArgumentError as error:
             names = set((error.argument_name or "").split("/"))
             left = _without(argv, names)
             self.problems.append(_sentence(parser, error))
-            if len(left) == len(argv):  # a positional argument, or no argument's fault alone
+            if len(left) == len(argv):  # a positional argument, or several arguments at once
                 self.unknown = _unknown_in(parser, argv)
                 return True
             self.refused |= {parser._option_string_actions[name].dest for name in names}
@@ -87,7 +87,7 @@ class Reading:
         return True
 
     def _missing(self, parser: argparse.ArgumentParser, message: str) -> None:
-        """Required flags, but for those that are there and refused, or misspelt."""
+        """Report required flags, except those that were given but rejected or misspelled."""
         _, separator, names = message.partition("are required: ")
         if not separator:
             self.problems.append(_of_several(message))
@@ -105,7 +105,7 @@ class Reading:
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
-    """The name that a misspelt one was meant for; None where none is near."""
+    """Return the known name closest to a misspelled one, or None."""
     dashes = re.match(r"[-–—]*", word)
     assert dashes is not None
     bare = word[dashes.end() :].partition("=")[0]
@@ -115,7 +115,7 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 
 
 def unknown_name(what: str, value: str, names: Iterable[str]) -> str:
-    """The sentence for a value that is not one of a few names."""
+    """Return the error message for a value that is not one of `names`."""
     names = list(names)
     meant = nearest(value, names)
     hint = f" (did you mean {meant}?)" if meant else ""
@@ -123,7 +123,7 @@ def unknown_name(what: str, value: str, names: Iterable[str]) -> str:
 
 
 def unknown_flags(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> list[str]:
-    """A sentence for each unknown flag, with the words behind it and the flag that was meant."""
+    """Return one message per unknown flag, with its values and the closest known flag."""
     groups: list[list[str]] = []
     for word in unknown:
         if groups and not _is_flag(word):
@@ -140,7 +140,7 @@ def unknown_flags(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> li
 
 
 def with_help(problems: Iterable[str], command: str) -> list[str]:
-    """Problems of flags, with where they are listed beside those that name no other one."""
+    """Append the help command to each problem that suggests no alternative."""
     return [
         problem if "did you mean" in problem or ": choose " in problem else f"{problem} ({command})"
         for problem in problems
@@ -156,13 +156,13 @@ def _is_flag(word: str) -> bool:
 
 
 def _unknown_in(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """The unknown flags of a command line that could not be read to its end."""
+    """Return the unknown flags of a command line that could not be fully parsed."""
     known = parser._option_string_actions
     return [word for word in argv if _is_flag(word) and word.partition("=")[0] not in known]
 
 
 def _without(argv: Sequence[str], names: set[str]) -> list[str]:
-    """A command line without some flags and the values behind them."""
+    """Return a command line without the given flags and their values."""
     left: list[str] = []
     dropping = False
     for word in argv:
@@ -176,7 +176,7 @@ def _without(argv: Sequence[str], names: set[str]) -> list[str]:
 
 
 def _sentence(parser: argparse.ArgumentParser, error: argparse.ArgumentError) -> str:
-    """argparse's message in the words of the other errors of megasink."""
+    """Reword an argparse message in the style of megasink's errors."""
     name, message = error.argument_name, error.message
     if name is None:
         return _of_several(message)
@@ -201,7 +201,7 @@ def _sentence(parser: argparse.ArgumentParser, error: argparse.ArgumentError) ->
 
 
 def _of_several(message: str) -> str:
-    """argparse's message about no argument alone."""
+    """Reword an argparse message that concerns several arguments."""
     if others := re.fullmatch(r"one of the arguments (.*) is required", message):
         return f"missing: {' or '.join(others.group(1).split())}"
     return message

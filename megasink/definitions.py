@@ -1,11 +1,11 @@
-"""Numbers that several rooms must agree on. Imports nothing, so that every room may import it."""
+"""Constants shared by several packages. Imports nothing, so any package may import it."""
 
 SINK_EPSILON = 0.3
-"""A head has a sink on a key whose mean weight exceeds this (P2.2): strict."""
+"""A head has a sink on a key whose mean weight is strictly greater than this (P2.2)."""
 
 SINK_TOKENS = 64
-"""Tokens of the sequences that sinks are counted on in training: P2's length. One for all, since
-the mean weight on the first key falls with the length."""
+"""Sequence length on which training counts sinks, as in P2. It is fixed because the mean weight on
+the first key decreases with the length."""
 
 PROXY_EPSILON = 1e-8
-"""What the code of P2 adds to a sum of weights that may be 0 (P2.37)."""
+"""Added by P2's code to a sum of weights that may be 0 (P2.37)."""

@@ -1,4 +1,4 @@
-"""The errors a user can cause. The command line prints them as one line and exits with 2."""
+"""Errors a user can cause. The command line prints one line and exits with code 2."""
 
 import signal
 from collections.abc import Iterable
@@ -7,9 +7,9 @@ from megasink.printable import one_line
 
 
 class UserError(Exception):
-    """Something in the input is wrong: the message says what, its value, and what to do.
+    """An input error: the message states the problem, the value and the fix.
 
-    Names in it may come from anywhere: what a terminal would obey is escaped here, for all.
+    Names in the message may come from untrusted input, so terminal control characters are escaped.
     """
 
     def __init__(self, message: object = ""):
@@ -17,10 +17,10 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """One or more problems of a configuration, all of them in one message.
+    """One or more configuration problems in a single message.
 
     Args:
-        problems: one sentence each, naming the value and the flag to change.
+        problems: One sentence each, naming the value and the flag to change.
     """
 
     def __init__(self, problems: Iterable[str]):
@@ -35,11 +35,11 @@ class ConfigError(UserError):
 
 
 class Stopped(UserError):
-    """A signal ended the work; the message says what is left of it.
+    """Raised when a signal stops the run; the message says what was kept.
 
     Args:
-        number: of the signal.
-        text: what follows "stopped by SIGTERM", with its own separator.
+        number: Signal number.
+        text: Text after "stopped by SIGTERM", including its separator.
     """
 
     def __init__(self, number: int, text: str):
@@ -48,5 +48,5 @@ class Stopped(UserError):
 
     @staticmethod
     def code_of(number: int) -> int:
-        """The exit code of what a signal ended, as shells count: 130 after Ctrl-C."""
+        """Return the shell exit code for a signal: 130 after Ctrl-C."""
         return 128 + number

@@ -1,8 +1,7 @@
-"""The dataclasses of config.py as flags of an argparse parser, without Megatron.
+"""Argparse flags from the dataclasses of config.py, without importing Megatron.
 
-Field ``softmax_offset_init`` becomes ``--softmax-offset-init``, and the string below it its help,
-as Megatron's ArgumentGroupFactory makes flags of its own dataclasses: that one cannot be had
-without importing all of Megatron.
+Field ``softmax_offset_init`` becomes ``--softmax-offset-init`` and the string below it becomes the
+help text, like Megatron's ArgumentGroupFactory, which requires importing all of Megatron.
 """
 
 import argparse
@@ -18,7 +17,7 @@ from megasink.config import OPTIONS
 
 
 def flag_of(dest: str) -> str:
-    """The flag of an attribute of the parsed arguments."""
+    """Return the flag for an attribute of the parsed arguments."""
     return "--" + dest.replace("_", "-")
 
 
@@ -39,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             if kind is bool and not meta:
                 group.add_argument(flag, action="store_true", help=text)
                 continue
-            # float | None is a float that may be absent.
+            # float | None is an optional float.
             kind = next((k for k in (kind, *get_args(kind)) if k in (int, float)), str)
             shown = "" if field.default in (None, False) else " Default: %(default)s."
             given = {"type": kind, "default": field.default, "help": text + shown}
@@ -47,13 +46,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def escaped(text: str) -> str:
-    """A help text in which argparse finds nothing to fill in but its own %(names)s."""
+    """Escape the % signs of a help text, except for argparse's own %(name)s fields."""
     return re.sub(r"%(?!\(\w+\)[sdrf])%?", "%%", text)
 
 
 @cache
 def _texts(options: type) -> dict[str, str]:
-    """{field: the string below it} of a dataclass."""
+    """Return {field: the string below it} for a dataclass."""
     (tree,) = ast.parse(inspect.getsource(options)).body
     assert isinstance(tree, ast.ClassDef)
     found: dict[str, Any] = {}

@@ -1,6 +1,6 @@
-"""What the options of an explicit gate come to: scores, rows, parameters. Pure, without torch.
+"""Shapes and parameter counts derived from the explicit-gate options. Pure Python, no torch.
 
-`options` is anything with the fields of AttentionOptions and GateOptions and Megatron's
+`options` is any object with the fields of AttentionOptions and GateOptions and Megatron's
 ``hidden_size``, ``num_attention_heads``, ``num_query_groups`` and ``kv_channels``: a transformer
 config, or validated arguments.
 """
@@ -10,27 +10,27 @@ from typing import Any
 
 from megasink.variants import variant
 
-# Divides by every usual tensor-parallel size and leaves the GEMMs of TP=8 a multiple of 16 columns,
-# as fp8 wants. It must not follow the layout: the width is part of the model.
+# Divisible by every common tensor-parallel size; at TP=8 the GEMMs still have a multiple of 16
+# columns, which fp8 needs. Independent of the layout, because the width is part of the model.
 FFN_MULTIPLE = 128
 
 
 def gates_explicitly(options: Any) -> bool:
-    """Whether the layers have an explicit gate."""
+    """Return whether the layers have an explicit gate."""
     return variant(options.attention_variant).explicit_gate
 
 
 def changes_self_attention(options: Any) -> bool:
-    """Whether Megatron's SelfAttention needs a gate or a norm of the SDPA output in it."""
+    """Return whether SelfAttention needs a gate or a norm of the SDPA output."""
     return gates_explicitly(options) or options.sdpa_output_norm != "none"
 
 
 def counts_heads(options: Any) -> bool:
-    """Whether the explicit gate is the one whose mean is the head importance (P0.3, P0.11).
+    """Return whether the mean of the explicit gate is the head importance (P0.3, P0.11).
 
-    It is where it scales the output of a head by a factor between 0 and 1. Any other gate (added,
-    unbounded, or not on the SDPA output) says nothing about how much of the head is let through:
-    there the importance stays that of the softmax underneath, the mean of 1 - A_i0.
+    True if the gate scales the output of a head by a factor between 0 and 1. Any other gate (added,
+    unbounded, or not on the SDPA output) does not tell how much of the head passes through; the
+    importance is then that of the underlying softmax, the mean of 1 - A_i0.
     """
     return (
         gates_explicitly(options)
@@ -41,9 +41,9 @@ def counts_heads(options: Any) -> bool:
 
 
 def is_megatrons_output_gate(options: Any) -> bool:
-    """Whether the gate is Megatron's ``attention_output_gate``: then so are its weights' places.
+    """Return whether the gate is Megatron's ``attention_output_gate``, with its weight layout.
 
-    Rows of linear_qkv by group, [q | gate | k | v]: such checkpoints load unchanged.
+    linear_qkv then has the rows [q | gate | k | v] per group, and Megatron checkpoints load as is.
     """
     return (
         counts_heads(options)
@@ -55,10 +55,10 @@ def is_megatrons_output_gate(options: Any) -> bool:
 
 
 def gate_shape(options: Any) -> tuple[int, int]:
-    """(heads, scores per head and token) of the whole model (P1 Table 1).
+    """Return (heads, scores per head and token) over all ranks (P1 Table 1).
 
-    Value and key gates have one head per group, and the gate of the layer's output is one head as
-    wide as the model.
+    Value and key gates have one head per group; the gate of the layer output is a single head of
+    width hidden_size.
     """
     if options.gate_position == "output":
         return 1, options.hidden_size
@@ -68,7 +68,7 @@ def gate_shape(options: Any) -> tuple[int, int]:
 
 
 def trailing_rows(options: Any) -> int:
-    """Rows that the gate adds at the end of linear_qkv, over all tensor-parallel ranks."""
+    """Return the number of gate rows at the end of linear_qkv, over all tensor-parallel ranks."""
     own_place = (
         not gates_explicitly(options)
         or options.gate_input == "none"
@@ -80,10 +80,10 @@ def trailing_rows(options: Any) -> int:
 
 
 def parameters_per_layer(options: Any, *, bias: bool = False) -> int:
-    """What the gate and the norm of the SDPA output add to a layer.
+    """Return the parameters that the gate and the SDPA output norm add to a layer.
 
     Args:
-        bias: linear_qkv has a bias; then the gate's projection has one too.
+        bias: Whether linear_qkv, and so the gate projection, has a bias.
     """
     count = 0
     if gates_explicitly(options):
@@ -97,13 +97,13 @@ def parameters_per_layer(options: Any, *, bias: bool = False) -> int:
 
 @dataclass(frozen=True)
 class MatchedWidth:
-    """The FFN width at which a gated layer has the parameters of an ungated one (P1.21).
+    """The FFN width at which a gated layer matches the parameter count of an ungated one (P1.21).
 
     Attributes:
-        extra: parameters that the gate adds to a layer.
-        before, after: FFN width without the gate, and with it.
-        exact: the width, not rounded, at which nothing would be left over.
-        left_over: parameters per layer above (below, where negative) those of the ungated layer.
+        extra: Parameters that the gate adds to a layer.
+        before, after: FFN width without and with the gate.
+        exact: Unrounded width at which the counts match exactly.
+        left_over: Parameters per layer in excess of the ungated layer; negative if fewer.
     """
 
     extra: int
@@ -129,16 +129,16 @@ def matched_ffn_width(
     bias: bool = False,
     multiple: int = FFN_MULTIPLE,
 ) -> MatchedWidth:
-    """The multiple of `multiple` nearest to ffn_width - extra / (parameters per unit of width).
+    """Round ffn_width - extra / (parameters per unit of width) to a multiple of `multiple`.
 
     Args:
-        ffn_width: of the ungated model.
-        extra: parameters that the gate adds to a layer.
-        gated_linear_unit: three matrices (SwiGLU) in place of two.
-        bias: the first linear layer of the FFN has a bias.
+        ffn_width: FFN width of the ungated model.
+        extra: Parameters that the gate adds to a layer.
+        gated_linear_unit: Whether the FFN has three matrices (SwiGLU) instead of two.
+        bias: Whether the first linear layer of the FFN has a bias.
 
     Raises:
-        ValueError: no width is left.
+        ValueError: The remaining width is less than `multiple`.
     """
     columns = 2 if gated_linear_unit else 1
     per_unit = (columns + 1) * hidden_size + (columns if bias else 0)

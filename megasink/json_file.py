@@ -1,4 +1,4 @@
-"""JSON objects that somebody else may have written, with one line for whatever is wrong."""
+"""Reading of untrusted JSON objects, with a one-line error for any problem."""
 
 import json
 from pathlib import Path
@@ -6,14 +6,14 @@ from typing import Any
 
 from megasink.errors import UserError
 
-_LARGEST = 1 << 30  # bytes: results.json of a model of a hundred layers has some 10 MB
+_LARGEST = 1 << 30  # bytes; results.json of a 100-layer model is about 10 MB
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a file.
+    """Return the JSON object in a file.
 
     Raises:
-        UserError: it cannot be read, is no file, is not JSON, or holds something else.
+        UserError: The path is not a readable file, or does not contain a JSON object.
     """
     try:
         if path.exists() and not path.is_file():

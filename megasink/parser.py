@@ -1,4 +1,4 @@
-"""Megatron's argument parser with our options in it, and with our defaults for Megatron's."""
+"""Megatron's argument parser with megasink's options and defaults."""
 
 import importlib.util
 import sys
@@ -11,11 +11,11 @@ from megasink.command_line import Reading, nearest, unknown_flags
 from megasink.errors import ConfigError
 from megasink.flags import add_options, escaped
 
-# Megatron's default is 0.1 for both dropouts; attention dropout breaks the identity between a
-# gate and the LSE (P0.9). Megatron's default for context parallelism, p2p, is not supported. The
-# optimizer state must be saved in a form that any layout can load.
-# On SIGTERM, which schedulers send before they kill, a checkpoint is saved. --async-save is
-# switched off by Megatron without a persistent writer; the other strategy is a package.
+# Megatron defaults to 0.1 for both dropouts; attention dropout breaks the identity between a gate
+# and the LSE (P0.9). Megatron's default for context parallelism, p2p, is not supported. The
+# optimizer state is saved in a format that any layout can load.
+# On SIGTERM, which schedulers send before they kill, a checkpoint is saved. Without a persistent
+# worker Megatron disables --async-save; the other strategy needs an extra package.
 # Megatron has no default for --eval-interval and divides by it.
 DEFAULTS: dict[str, Any] = {
     "attention_dropout": 0.0,
@@ -30,7 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "log_interval": 10,
     "eval_interval": 1000,
 }
-# What stands for the parts that need CUDA.
+# Replacements for the parts that need CUDA.
 CPU_DEFAULTS: dict[str, Any] = {
     "distributed_backend": "gloo",
     "transformer_impl": "local",
@@ -50,7 +50,7 @@ _PLAIN = (None, int, float, str, bool)
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Megatron's ``extra_args_provider``: our flags, and our defaults for Megatron's."""
+    """Add megasink's flags and defaults; Megatron's ``extra_args_provider``."""
     taken = {a.dest for a in parser._actions}
     defaults = DEFAULTS | (CPU_DEFAULTS if platform.is_active() else {})
     unknown = sorted(set(defaults) - taken)
@@ -62,29 +62,29 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         if action.type not in _PLAIN and callable(action.type):
             action.type = _valued(action.type)
     add_options(parser)
-    # What is wrong with a flag is one of the problems that are told together.
+    # Flag errors are reported together with all other problems.
     parser.parse_args = lambda: read_flags(parser, sys.argv[1:])  # type: ignore[method-assign,assignment]
     return parser
 
 
 def read_flags(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
-    """Parsed flags, with what is wrong with them in ``flag_problems``.
+    """Return the parsed flags, with their problems in ``flag_problems``.
 
-    The dests of flags that were refused, or meant by unknown ones, are in ``refused_flags``.
+    ``refused_flags`` holds the dests of rejected flags and of the flags meant by unknown ones.
 
     Raises:
-        ConfigError: nothing could be parsed.
+        ConfigError: Nothing could be parsed.
     """
     read = Reading(parser, argv)
     args = read.namespace
     args.flag_problems = [*unknown_flags(parser, read.unknown), *read.problems]
-    # A flag that was meant and misspelt is not missing as well.
+    # Do not also report a misspelled flag as missing.
     known = parser._option_string_actions
     meant = (nearest(word, known) for word in read.unknown if word[:1] in "-–—")
     args.refused_flags = read.refused | {known[name].dest for name in meant if name}
     if not hasattr(args, "yaml_cfg"):
         raise ConfigError(args.flag_problems)
-    # Megatron would read it while it parses, and drop every flag for what it holds.
+    # Megatron would read the file while parsing and replace every flag with its contents.
     if args.yaml_cfg is not None:
         args.flag_problems.append(f"--yaml-cfg {args.yaml_cfg}: give flags instead")
         args.yaml_cfg = None
@@ -98,7 +98,7 @@ def read_flags(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
 
 
 def _valued(convert: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A type of Megatron's whose KeyError or AssertionError is one of argparse's."""
+    """Wrap a Megatron argument type so that argparse handles its KeyError or AssertionError."""
 
     def value(text: str) -> Any:
         try:
@@ -110,15 +110,15 @@ def _valued(convert: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def defaults() -> Namespace:
-    """Every option with its default on this platform, not validated: what no flag parses to."""
+    """Return every option at its default on this platform, not validated."""
     return parse_apart([])
 
 
 def parse_apart(argv: Sequence[str]) -> Namespace:
-    """Parsed flags, not validated; this process keeps its own command line.
+    """Parse flags without validation and without changing this process's command line.
 
     Raises:
-        ConfigError: an unknown flag, one without its value, or with one of another type.
+        ConfigError: A flag is unknown, has no value, or has a value of the wrong type.
     """
     before = sys.argv
     try:
@@ -131,10 +131,10 @@ def parse_apart(argv: Sequence[str]) -> Namespace:
 
 
 def parse_known(argv: Sequence[str]) -> Namespace:
-    """A command line with Megatron's flags and ours, parsed and not validated.
+    """Parse a command line with Megatron's and megasink's flags, without validation.
 
     Returns:
-        the namespace of `read_flags`.
+        The namespace of `read_flags`.
     """
     from megatron.training import arguments
 

@@ -1,23 +1,23 @@
-"""Text from outside (names of files, models, tokens, data sets) on its way to a terminal or a log.
+"""Escaping of untrusted text (file, model, token and dataset names) for terminals and logs.
 
-An escape sequence in a name moves the cursor, renames the window or types for the user; a mark of
-direction shows a name backwards; a line feed makes one line of a log two.
+An escape sequence in a name can move the cursor, rename the window or type for the user; a
+bidirectional mark can show a name backwards; a line feed splits a log line in two.
 """
 
 import re
 import unicodedata
 
-# Control characters, half characters (bytes of a file name that are no UTF-8: printing them
-# fails), line and paragraph separators, and what is invisible but joins no letters.
+# Control characters, surrogates (non-UTF-8 bytes of a file name, which cannot be printed), line and
+# paragraph separators, and invisible format characters other than joiners.
 _CATEGORIES = {"Cc", "Cs", "Zl", "Zp", "Cf"}
 _JOINERS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
-    """The text with Python's escapes for what a terminal would obey, or not show.
+    """Replace control and invisible characters with Python escapes.
 
     Args:
-        keep: control characters that stay as they are.
+        keep: Control characters to leave unchanged.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -30,10 +30,10 @@ def printable(text: str, keep: str = "\n\t") -> str:
 
 
 def one_line(text: str) -> str:
-    """As :func:`printable`, in one line but for a numbered list (of a ConfigError)."""
+    """Like :func:`printable`, on one line except for the numbered list of a ConfigError."""
     return re.sub(r"\n(?!  \d+\. )", r"\\n", printable(text.rstrip()))
 
 
 def say(text: str) -> None:
-    """Print it."""
+    """Print text after escaping it with `printable`."""
     print(printable(text), flush=True)

@@ -1,4 +1,4 @@
-"""The first thing that a process does which will use Megatron: choose its platform."""
+"""Process setup that must run before Megatron is imported."""
 
 import os
 import warnings
@@ -10,15 +10,15 @@ from megasink.upstream.versions import check_versions
 
 
 def prepare_process(argv: Sequence[str]) -> None:
-    """Choose the platform and make Megatron importable. The first thing a rank does.
+    """Choose the platform and make Megatron importable. Every rank calls this first.
 
     Raises:
-        UserError: versions that do not fit.
+        UserError: Installed versions are incompatible.
     """
     if "--cpu" in argv:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     check_versions()
-    # A dozen modules of Megatron say so while they are imported.
+    # A dozen Megatron modules emit this warning on import.
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*not installed")
     if not platform.cuda_present():
         platform.activate()

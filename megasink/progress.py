@@ -1,4 +1,4 @@
-"""How far something is, and when it ends: a bar on a terminal, a line now and then elsewhere."""
+"""Progress reports: a bar on a terminal, periodic lines elsewhere."""
 
 import math
 import time
@@ -12,11 +12,11 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 _ESTIMATE_SECONDS = 600.0
-"""The time that is left is estimated from so long: a step or sample may take minutes."""
-_UPDATE_SECONDS = 0.1  # documents come by the thousand
+"""Window for estimating the remaining time; long, because a step or sample may take minutes."""
+_UPDATE_SECONDS = 0.1  # thousands of documents per second
 
 Tell = Callable[..., None]
-"""``tell(done, state="", now=False)``: so much is done in all; `now` shows a line of it at once."""
+"""``tell(done, state="", now=False)``: set the total done so far; `now` prints a line at once."""
 
 
 @contextmanager
@@ -29,18 +29,18 @@ def progress(
     console: Console | None = None,
     every: float = 30.0,
 ) -> Iterator[Tell]:
-    """Show what is done, and the time that is left by what was done here.
+    """Show progress and the remaining time, estimated from the rate of this process.
 
     Args:
-        total: in units; None where it is not known.
-        unit: in the plural, such as "samples"; "bytes" are shown with their rate.
-        before: units that an earlier process has done, of which nobody knows how long they took.
-        console: default: stderr.
-        every: seconds between two lines where there is no terminal; with 0 each call writes one,
-            and there is no bar: the terminal is left to those of the single steps.
+        total: Number of units; None if unknown.
+        unit: Plural name, such as "samples"; "bytes" are shown with their rate.
+        before: Units done by an earlier process, excluded from the rate.
+        console: Defaults to stderr.
+        every: Seconds between lines when there is no terminal. With 0 every call prints a line and
+            there is no bar, which leaves the terminal to the bars of the individual steps.
 
     Raises:
-        OSError: when told, where the other end of the console is closed.
+        OSError: On `tell`, if the other end of the console is closed.
     """
     console = console or Console(stderr=True)
     is_bar = console.is_terminal and every > 0
@@ -75,18 +75,18 @@ def progress(
             line = f"{what}: {text}{_left(task)}"
             if is_bar:
                 bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
-            else:  # not by rich, which ends the process where nobody reads what is printed
+            else:  # not through rich, which exits the process on a broken pipe
                 print(line, file=console.file, flush=True)
 
         yield tell
 
 
 def tracked[T](items: Iterable[T], what: str, total: int, unit: str, **options: Any) -> Iterator[T]:
-    """Each of the items, counted when the next one is asked for.
+    """Yield the items, reporting each as done when the next one is requested.
 
     Args:
-        total: how many there are.
-        what, unit, options: as `progress`.
+        total: Number of items.
+        what, unit, options: See `progress`.
     """
     with progress(what, total, unit, **options) as tell:
         for count, item in enumerate(items, 1):

@@ -1,4 +1,4 @@
-"""(variant, backend) -> layer spec: Megatron's own specs with our core attention in them."""
+"""Layer specs: Megatron's own specs with megasink's core attention."""
 
 import dataclasses
 from typing import Any
@@ -22,13 +22,13 @@ from megasink.layers.norm import TorchNorm
 
 
 def block_spec(config: GPTModelConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The block of layers of this pipeline stage, for ``GPTModelConfig.transformer_layer_spec``.
+    """Return the block spec of this pipeline stage, for ``GPTModelConfig.transformer_layer_spec``.
 
-    Megatron chooses the modules (TransformerEngine or its own, by ``--transformer-impl``); every
-    self attention gets :class:`CoreAttention` (and, where there is an explicit gate,
-    :class:`GatedSelfAttention` and a linear_qkv with its rows), every WrappedTorchNorm a norm that
-    sequence parallelism accepts. A whole block is returned, and not a layer, because the builder
-    overwrites the core attention of a layer under ``--attention-backend local``
+    Megatron chooses the modules (TransformerEngine or local, by ``--transformer-impl``). Every
+    self-attention then uses :class:`CoreAttention` (with an explicit gate also
+    :class:`GatedSelfAttention` and a linear_qkv with gate rows), and every WrappedTorchNorm becomes
+    a norm that supports sequence parallelism. This returns a block, not a layer, because the
+    builder overwrites the core attention of a layer under ``--attention-backend local``
     (megatron/training/models/gpt.py:249).
     """
     spec = default_layer_spec(config, vp_stage)
@@ -45,7 +45,7 @@ def block_spec(config: GPTModelConfig, vp_stage: int | None = None) -> Transform
 
 
 def _with_our_modules(node: Any, config: Any) -> Any:
-    """A copy of a spec tree with the modules exchanged."""
+    """Return a copy of a spec tree with megasink's modules substituted."""
     if node is WrappedTorchNorm:
         return TorchNorm
     if isinstance(node, ModuleSpec):

@@ -1,7 +1,7 @@
-"""Dataclasses as JSON: written, described by a schema, and read back with a line for what is wrong.
+"""Dataclasses to and from JSON, with a JSON schema and one-line errors.
 
 Fields may be dataclasses, dict[str, T], list[T], T | None, int, float, str, bool and Any. NaN and
-infinity, which JSON does not have, are null.
+infinity, which JSON lacks, become null.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ _PLAIN = {str: "string", bool: "boolean", int: "integer", float: "number", types
 
 
 def to_json(value: Any) -> Any:
-    """Dictionaries, lists and plain values of a dataclass, a tensor, an array, or one of those."""
+    """Convert a dataclass, tensor, array or plain value to dicts, lists and plain values."""
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
         return {field.name: to_json(getattr(value, field.name)) for field in fields}
@@ -30,7 +30,7 @@ def to_json(value: Any) -> Any:
 
 
 def schema_of(kind: Any) -> dict[str, Any]:
-    """The JSON schema (2020-12) of a dataclass, or of the type of a field."""
+    """Return the JSON schema (2020-12) of a dataclass or field type."""
     if kind is Any:
         return {}
     if kind in _PLAIN:
@@ -54,13 +54,13 @@ def schema_of(kind: Any) -> dict[str, Any]:
 
 
 def from_json(kind: Any, value: Any, where: str) -> Any:
-    """An instance of a dataclass, or of the type of a field.
+    """Build an instance of a dataclass or field type from JSON.
 
     Args:
-        where: of the value, for errors.
+        where: Location of the value, for errors.
 
     Raises:
-        UserError: something is missing, unknown, or of another type; the first of them.
+        UserError: A field is missing, unknown or of the wrong type; reports the first one.
     """
     if kind is Any or (kind is float and isinstance(value, int) and not isinstance(value, bool)):
         return value

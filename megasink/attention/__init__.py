@@ -1,4 +1,4 @@
-"""Attention with exact gradients through its log-sum-exp and gates. Needs torch alone."""
+"""Attention with exact gradients through its log-sum-exp and gates. Depends only on torch."""
 
 from megasink.attention.backends import (
     AttentionRequest,

@@ -1,7 +1,7 @@
-"""Attention with learnable key and value biases (P2.24 to P2.29), over the sink slot.
+"""Attention with learnable key and value biases (P2.24 to P2.29), built on the sink slot.
 
-A key bias is a sink whose logit depends on the query, so it costs no extra key column: the slot's
-logit is scale * q_i . k*_h and its value v*_h.
+A key bias is a sink whose logit depends on the query, so it needs no extra key column: the slot has
+the logit scale * q_i . k*_h and the value v*_h.
 
 Shapes: B batch, H query heads, G key/value groups, T queries, S keys, D head dim.
 """
@@ -27,21 +27,21 @@ def biased_attention(
     with_gate: bool = True,
     **options: Any,
 ) -> AttentionOutput:
-    """What `reference_biased_attention` defines, gradients of output, LSE and gate included.
+    """Compute `reference_biased_attention` with gradients of output, LSE and gate.
 
     Args:
-        query_BHTD, key_BGSD, value_BGSD: as in `attention`.
-        key_bias_HD: k*, one per query head; float32, or float64 for float64 queries. Not rotated,
-            seen by every token, whatever the window. None for none.
-        value_bias_HD: v*, in the same dtype: the value of that key, or, without a key bias, added
-            to the output.
-        scale: factor of the scores, q . k* included; None for D ** -0.5.
-        with_gate: return the gate where there is no key bias (with one it costs nothing).
-        options: of `attention`: window, causal, backend.
+        query_BHTD, key_BGSD, value_BGSD: See `attention`.
+        key_bias_HD: k*, one per query head; float32, or float64 for float64 queries. Not rotated;
+            visible to every token regardless of the window. None for no key bias.
+        value_bias_HD: v*, same dtype: the value of that key, or, without a key bias, added to the
+            output.
+        scale: Factor of the scores, including q . k*; None for D ** -0.5.
+        with_gate: Return the gate if there is no key bias (with a key bias it is free).
+        options: Options of `attention`: window, causal, backend.
 
     Raises:
-        ValueError: a bias of another shape or dtype; and as `attention`.
-        ConfigError: as `attention`.
+        ValueError: A bias has the wrong shape or dtype; also see `attention`.
+        ConfigError: See `attention`.
     """
     heads, head_dim = query_BHTD.shape[1], query_BHTD.shape[-1]
     dtype = statistics_dtype(query_BHTD.dtype)
@@ -65,7 +65,7 @@ def biased_attention(
 
 
 class _BiasLogit(torch.autograd.Function):
-    """scale * q_i . k*_h in the statistics dtype; keeps the query as it is, not a float32 copy."""
+    """scale * q_i . k*_h in the statistics dtype; saves the query itself, not a float32 copy."""
 
     @staticmethod
     def forward(ctx: Any, query_BHTD: Tensor, key_bias_HD: Tensor, scale: float) -> Tensor:

@@ -1,12 +1,12 @@
-"""Masks that kernels do not know, as lists of blocks that they do.
+"""Masks that kernels lack, decomposed into blocks that they support.
 
-A kernel answers causal squares and unmasked rectangles. A softmax over more keys is the merge of
-blocks by their log-sum-exps, and the backward of each block, handed the merged output and LSE, is
-its exact share of the gradient (docs/maths.md). Sliding windows, prefixes and bottom-right causal
-rectangles become such lists, on every backend, and nothing is S x S, masks included. A bias by
-distance is for backends that take the whole causal mask with it.
+A kernel supports causal squares and unmasked rectangles. Blocks over different keys are merged by
+their log-sum-exps, and the backward of each block, given the merged output and LSE, is its exact
+share of the gradient (docs/maths.md). Sliding windows, prefixes and bottom-right causal rectangles
+become lists of blocks on every backend; no S x S matrix or mask is materialized. A distance bias
+requires a backend that applies it together with the whole causal mask.
 
-Shapes: B batch, H query heads, G groups, T queries, S keys, D head dim; N blocks of one size,
+Shapes: B batch, H query heads, G groups, T queries, S keys, D head dim; N blocks of the same size,
 folded into the batch.
 """
 
@@ -20,13 +20,13 @@ from megasink.attention.call import AttentionCall, BackwardTensors, Gradients
 
 
 class Block(NamedTuple):
-    """`repeats` blocks of one size, `stride` tokens apart, as one kernel call.
+    """`repeats` blocks of the same size, `stride` tokens apart, in one kernel call.
 
     Attributes:
         mask: "full", "causal" (row r sees columns <= r) or "anticausal" (columns >= r: the edge of
-            a sliding window; it is the causal mask of the reversed block).
-        query: first query; key: first key.
-        queries, keys: size of a block.
+            a sliding window, which is the causal mask of the reversed block).
+        query, key: First query and first key.
+        queries, keys: Size of a block.
     """
 
     mask: str
@@ -38,11 +38,11 @@ class Block(NamedTuple):
     stride: int = 0
 
     def queries_of(self, tensor_BHTD: Tensor) -> Tensor:
-        """View [B, N, H, queries, D] of the rows of the blocks."""
+        """Return a view [B, N, H, queries, D] of the rows of the blocks."""
         return self._view(tensor_BHTD, self.query, self.queries)
 
     def keys_of(self, tensor_BGSD: Tensor) -> Tensor:
-        """View [B, N, G, keys, D] of the columns of the blocks."""
+        """Return a view [B, N, G, keys, D] of the columns of the blocks."""
         return self._view(tensor_BGSD, self.key, self.keys)
 
     def _view(self, tensor_BHTD: Tensor, start: int, length: int) -> Tensor:
@@ -51,37 +51,37 @@ class Block(NamedTuple):
         return windows_BHNDT.permute(0, 2, 1, 4, 3)
 
     def fold_queries(self, tensor_BHTD: Tensor) -> Tensor:
-        """[B * N, H, queries, D], as a kernel takes it: a view where the strides allow it."""
+        """Fold the blocks into [B * N, H, queries, D], as a view if the strides allow it."""
         return self._reversed(self.queries_of(tensor_BHTD).flatten(0, 1))
 
     def fold_keys(self, tensor_BGSD: Tensor) -> Tensor:
-        """As `fold_queries`, for keys."""
+        """Like `fold_queries`, for keys."""
         return self._reversed(self.keys_of(tensor_BGSD).flatten(0, 1))
 
     def unfold(self, tensor_BHTD: Tensor) -> Tensor:
-        """What a kernel returned for folded tensors, shaped as `queries_of` or `keys_of`."""
+        """Reshape a kernel's result for folded tensors to match `queries_of` or `keys_of`."""
         return self._reversed(tensor_BHTD).unflatten(0, (-1, self.repeats))
 
     def _reversed(self, folded_BHTD: Tensor) -> Tensor:
-        """Rows from the last to the first where the mask is anticausal, so that it is causal."""
+        """Reverse the rows of an anticausal block, which makes its mask causal."""
         return folded_BHTD.flip(-2) if self.mask == "anticausal" else folded_BHTD
 
 
 def plan_blocks(
     queries: int, keys: int, window: int | None = None, prefix: int = 0
 ) -> tuple[Block, ...]:
-    """The causal mask, its last query at the last key, as blocks that share no (query, key) pair.
+    """Decompose the bottom-right causal mask into disjoint blocks.
 
     Args:
-        queries, keys: T <= S; with a prefix also T = S + 1, key 0 taken out as the slot.
-        window: tokens visible to a token, itself included; None for all.
-        prefix: keys that every query sees; not with a window.
+        queries, keys: T <= S; with a prefix also T = S + 1, where key 0 was removed as the slot.
+        window: Tokens visible to a token, including itself; None for all.
+        prefix: Keys visible to every query; not with a window.
 
     Raises:
-        ValueError: more queries than keys.
+        ValueError: There are more queries than keys.
     """
     if prefix and prefix > keys - queries:
-        # Everything before the first key after the prefix is as if nothing were masked there.
+        # The prefix keys are unmasked for every query.
         prefix = min(prefix, keys)
         everyone = Block("full", 0, 0, queries, prefix)
         first = prefix - (keys - queries)
@@ -100,10 +100,10 @@ def plan_blocks(
 
 
 def _plan_window(queries: int, past: int, window: int) -> tuple[Block, ...]:
-    """As `plan_blocks`, with a window smaller than past + queries.
+    """Implement `plan_blocks` for a window smaller than past + queries.
 
     Args:
-        past: keys before the first query's token.
+        past: Keys before the first query's token.
     """
     blocks = []
     # Queries whose window would begin before key 0 see all keys up to their own.
@@ -111,9 +111,9 @@ def _plan_window(queries: int, past: int, window: int) -> tuple[Block, ...]:
     if past and whole:
         blocks.append(Block("causal", 0, past, whole, whole))
         blocks.append(Block("full", 0, 0, whole, past))
-    # The others in blocks of `window` tokens: row r of one sees the columns <= r of it and the
-    # columns > r of the one before. The last row sees nothing of that one, so the edge is a
-    # triangle of w - 1. Without a past the first queries are a square of that size too.
+    # The others form blocks of `window` tokens: row r sees columns <= r of its own block and
+    # columns > r of the previous one. The last row sees none of the previous block, so the edge is
+    # a triangle of size w - 1. Without a past the first queries are also a square of size w.
     count, rest = divmod(queries - whole, window)
     squares, first = (count, whole) if past or not whole else (count + 1, 0)
     if squares:
@@ -138,7 +138,7 @@ def forward_blocks(
     value_BGSD: Tensor,
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of a backend under any of the masks above.
+    """Run a backend's attention under any of these masks.
 
     Returns:
         out_BHTD in the dtype of the query, and lse_BHT, float32 (float64 for float64).
@@ -166,7 +166,7 @@ def forward_blocks(
 
 
 def backward_blocks(backend: Backend, tensors: BackwardTensors, call: AttentionCall) -> Gradients:
-    """Gradients of `forward_blocks`; see `Backend.backward`."""
+    """Compute the gradients of `forward_blocks`; see `Backend.backward`."""
     grad_out_BHTD, query_BHTD, key_BGSD, value_BGSD, out_BHTD, lse_BHT, lse_grad_BHT = tensors
     call, blocks = _blocks(backend, query_BHTD, key_BGSD, call)
     if blocks is None:
@@ -200,9 +200,9 @@ def backward_blocks(backend: Backend, tensors: BackwardTensors, call: AttentionC
 def merge_(
     out_BHTD: Tensor, lse_BHT1: Tensor, other_out_BHTD: Tensor, other_lse_BHT1: Tensor
 ) -> None:
-    """Merges, in place, attention over other keys into `out_BHTD` and `lse_BHT1`.
+    """Merge attention over other keys into `out_BHTD` and `lse_BHT1`, in place.
 
-    A side that saw no key has an LSE of -inf and weighs nothing; one of the two must have seen one.
+    A side that saw no key has LSE -inf and weight 0; at least one side must have seen a key.
     """
     merged_lse_BHT1 = torch.logaddexp(lse_BHT1, other_lse_BHT1)
     out_BHTD.mul_((lse_BHT1 - merged_lse_BHT1).exp_())
@@ -213,7 +213,7 @@ def merge_(
 def _blocks(
     backend: Backend, query_BHTD: Tensor, key_BGSD: Tensor, call: AttentionCall
 ) -> tuple[AttentionCall, tuple[Block, ...] | None]:
-    """What the backend is called with, and the plan, or None where one call of it does it."""
+    """Return the call for the backend and the blocks, or None if a single call suffices."""
     queries, keys = query_BHTD.shape[2], key_BGSD.shape[2]
     window = call.window
     if window is not None and window >= keys:

@@ -1,4 +1,4 @@
-"""How attention is called: one record, from the public functions down to the kernels.
+"""Records of an attention call, shared by the public functions and the kernels.
 
 Shapes: H query heads, S keys, B batch, G key/value groups, T queries, D head dim.
 """
@@ -12,20 +12,20 @@ from torch import Tensor
 
 
 class Slot(StrEnum):
-    """What stands beside the real keys in the softmax."""
+    """The extra softmax slot next to the real keys."""
 
-    NONE = "none"  # nothing: plain attention
-    GIVEN = "given"  # one more key, of a logit and maybe a value that are passed in
+    NONE = "none"  # no slot: plain attention
+    GIVEN = "given"  # an extra key with a given logit and an optional value
     FIRST_KEY = "first-key"  # key and value 0; the real keys start at 1 (vanilla attention)
 
 
 @dataclass(frozen=True)
 class SoftmaxVariant:
-    """A variant of softmax attention that `attention` knows by name.
+    """A variant of softmax attention accepted by `attention`.
 
     Attributes:
-        slot: whose weight is 1 - gate.
-        takes_sink: the slot's logit is a parameter per head; otherwise a given slot has logit 0.
+        slot: The slot, whose weight is 1 - gate.
+        takes_sink: Whether the logit of a given slot is a per-head parameter; otherwise it is 0.
     """
 
     slot: Slot
@@ -40,10 +40,10 @@ VARIANTS = {
 
 
 def softmax_variant(name: str, sink_H: Tensor | None) -> SoftmaxVariant:
-    """The variant of that name.
+    """Return the variant with this name.
 
     Raises:
-        ValueError: an unknown name, or a `sink_H` that does not go with it.
+        ValueError: The name is unknown, or `sink_H` does not match it.
     """
     if name not in VARIANTS:
         raise ValueError(f"unknown attention variant {name!r}: one of {', '.join(VARIANTS)}")
@@ -54,18 +54,18 @@ def softmax_variant(name: str, sink_H: Tensor | None) -> SoftmaxVariant:
 
 
 class AttentionCall(NamedTuple):
-    """Everything that one call of attention is told, but the tensors it attends over.
+    """The arguments of an attention call other than query, key and value.
 
     Attributes:
-        distance_bias_HS: entry [h, i - j] is added to the score z_ij, in the statistics dtype;
+        distance_bias_HS: Entry [h, i - j] is added to the score z_ij, in the statistics dtype;
             None for 0.
-        scale: factor of the scores.
-        causal: a token sees no key after its own position; the last query stands at the last key.
-        prefix: keys that every query sees; not with a window.
-        window: tokens visible to a token, itself included; None for all.
-        slot: what stands beside the keys. No concern of a kernel.
-        backend: a name, or "auto".
-        needs_gate_gradient: a gradient of the gate or of the LSE is going to be asked for.
+        scale: Factor of the scores.
+        causal: Causal mask, aligned so that the last query is at the last key.
+        prefix: Keys visible to every query; not with a window.
+        window: Tokens visible to a token, including itself; None for all.
+        slot: The extra softmax slot; kernels ignore it.
+        backend: A backend name, or "auto".
+        needs_gate_gradient: Whether the gradient of the gate or of the LSE will be needed.
     """
 
     distance_bias_HS: Tensor | None
@@ -79,10 +79,10 @@ class AttentionCall(NamedTuple):
 
 
 class BackwardTensors(NamedTuple):
-    """What the backward of attention over some keys computes with.
+    """Inputs of the backward of attention over a set of keys.
 
     Attributes:
-        out_BHTD, lse_BHT: possibly of a softmax over more keys than these (see `Backend`).
+        out_BHTD, lse_BHT: Possibly from a softmax over more keys than these (see `Backend`).
         lse_grad_BHT: None for 0.
     """
 
@@ -96,7 +96,7 @@ class BackwardTensors(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of a call's inputs, in their shapes."""
+    """Gradients of the inputs, with the same shapes."""
 
     query_BHTD: Tensor
     key_BGSD: Tensor
@@ -117,7 +117,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
 
 
 def op_schema(*records: type[NamedTuple], outputs: int) -> str:
-    """The schema of an op that takes the fields of these records, one after the other."""
+    """Return the schema of an op that takes the fields of these records in order."""
     fields = [
         f"{_SCHEMA_TYPES[kind]} {name}"
         for record in records

@@ -1,7 +1,7 @@
-"""Packed documents: several sequences side by side, each attending to itself alone.
+"""Attention over packed documents, each attending only to itself.
 
-A document is a sequence of its own, so attention over a pack is attention over each of them: exact
-for every variant, gate and mask, on every backend. Documents of one length share a call.
+Attention runs per document, so it is exact for every variant, gate and mask on every backend.
+Documents of the same length share a call.
 
 Shapes: B batch, H query heads, T tokens of the pack, D head dim.
 """
@@ -17,13 +17,13 @@ from megasink.attention.reference import AttentionOutput
 
 
 def document_lengths(cu_seqlens: Sequence[int], tokens: int) -> list[int]:
-    """The lengths of the documents, empty ones left out.
+    """Return the lengths of the non-empty documents.
 
     Args:
-        cu_seqlens: boundaries 0, .., tokens, on the host: kernels are launched by them.
+        cu_seqlens: Boundaries 0, .., tokens, on the host, because they determine kernel launches.
 
     Raises:
-        ValueError: boundaries that do not cover the tokens in order.
+        ValueError: The boundaries do not cover the tokens in order.
     """
     bounds = [int(bound) for bound in cu_seqlens]
     lengths = [stop - start for start, stop in pairwise(bounds)]
@@ -36,20 +36,20 @@ def document_lengths(cu_seqlens: Sequence[int], tokens: int) -> list[int]:
 def attend_by_document(
     attend: Callable[..., AttentionOutput], cu_seqlens: Sequence[int] | None, *tensors_BNTX: Tensor
 ) -> AttentionOutput:
-    """`attend` over each document, or once where `cu_seqlens` is None.
+    """Call `attend` on each document, or once if `cu_seqlens` is None.
 
     Args:
-        attend: takes `tensors_BNTX` of one or, batched, several documents of one length.
-        tensors_BNTX: query, key and value, and what else there is per token (dimension 2).
+        attend: Takes `tensors_BNTX` of one document, or of a batch of documents of equal length.
+        tensors_BNTX: Query, key, value and other per-token tensors (tokens in dimension 2).
 
     Returns:
-        The results in the order of the tokens; out_BHTD lies as [T, B, H, D] in memory.
+        The results in token order; the memory layout of out_BHTD is [T, B, H, D].
     """
     if cu_seqlens is None:
         return attend(*tensors_BNTX)
     lengths = document_lengths(cu_seqlens, tensors_BNTX[0].shape[2])
-    # split, and not slices: its backward is one concatenation, where every slice's is a tensor of
-    # the size of the pack.
+    # Use split, not slices: its backward is one concatenation, while each slice's backward
+    # allocates a tensor of the size of the pack.
     parts = list(zip(*(tensor.split(lengths, 2) for tensor in tensors_BNTX), strict=True))
     by_length: dict[int, list[int]] = defaultdict(list)
     for index, length in enumerate(lengths):

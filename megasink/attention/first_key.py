@@ -1,8 +1,8 @@
-"""Vanilla attention seen as gated: key 0 is the slot, the kernel runs over the keys from 1 on.
+"""Vanilla attention as gated attention: key 0 is the slot; the kernel runs over the other keys.
 
 s_i = scale * q_i . k_0 and u = v_0, so the gate 1 - A_i0 = sigmoid(LSE over keys 1.. - s_i) keeps
 values of 1e-20 that 1 - exp(z_i0 - LSE_i) would round to 0 (P0.7, docs/maths.md). Rows that see
-key 0 alone (the first token, unless a prefix shows it more) never reach the kernel: G = 0,
+only key 0 (the first token, unless a prefix makes more keys visible) bypass the kernel: G = 0,
 out = v_0.
 
 Shapes: B batch, H query heads, G key/value groups, R heads per group, T queries, S keys, D head
@@ -26,7 +26,7 @@ from megasink.attention.layout import (
 def forward_first_key(
     kernel: Backend, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns out_BHTD, lse_BHT over all visible keys, gate_BHT and weight_BHT = 1 - gate."""
+    """Return out_BHTD, lse_BHT over all visible keys, gate_BHT and weight_BHT = 1 - gate."""
     queries, keys = query_BHTD.shape[2], key_BGSD.shape[2]
     alone = _rows_alone(queries, keys, call)
     first_value_BH1D = repeat_groups(value_BGSD[:, :, :1], query_BHTD.shape[1])
@@ -54,7 +54,7 @@ def forward_first_key(
         torch.sigmoid(rows_lse_BHT - rows_logit_BHT, out=gate_BHT[..., alone:])
         torch.sigmoid(rows_logit_BHT - rows_lse_BHT, out=weight_BHT[..., alone:])
         torch.logaddexp(rows_lse_BHT, rows_logit_BHT, out=lse_BHT[..., alone:])
-        # G O + (1 - G) u in one pass; written where it belongs if no rounding is left to do.
+        # G O + (1 - G) u in one pass; written in place if no final cast is needed.
         mix = (rows_BHTD.to(dtype), first_value_BH1D.to(dtype), weight_BHT[..., alone:, None])
         if out_BHTD.dtype is dtype:
             torch.lerp(*mix, out=out_BHTD[:, :, alone:])
@@ -71,13 +71,13 @@ def backward_first_key(
     logit_grad_BHT: Tensor,
     call: AttentionCall,
 ) -> Gradients:
-    """Gradients of query, key, value and bias.
+    """Compute the gradients of query, key, value and bias.
 
     Args:
-        tensors: as the kernel is to see them, an LSE gradient injected where it takes none.
-        grad_out_BHTD: as it arrived.
+        tensors: Inputs for the kernel, with the LSE gradient injected if the kernel takes none.
+        grad_out_BHTD: The incoming gradient, without injection.
         weight_BHT: 1 - gate.
-        logit_grad_BHT: gradient of s.
+        logit_grad_BHT: Gradient of s.
     """
     query_BHTD, key_BGSD, value_BGSD = tensors.query_BHTD, tensors.key_BGSD, tensors.value_BGSD
     queries, keys, groups = query_BHTD.shape[2], key_BGSD.shape[2], key_BGSD.shape[1]
@@ -103,8 +103,8 @@ def backward_first_key(
         rows_query_BHTD, rows_key_BGSD, rows_value_BGSD, rows_bias_HS = backward_blocks(
             kernel, rows, _without_first_key(call)
         )
-    # One gradient after the other, each part of the kernel's freed before the next is allocated:
-    # less memory, and on a CPU its pages are used again.
+    # Free each of the kernel's gradients before allocating the next: this saves memory and lets a
+    # CPU reuse the pages.
     grad_query_BHTD = empty_in_order_of(query_BHTD)
     grad_query_BHTD[:, :, :alone] = scaled_grad_BHT1[:, :, :alone] * first_key_BH1D
     if rows_query_BHTD is not None:
@@ -126,7 +126,7 @@ def backward_first_key(
 
 
 def _behind_first(first_BGD: Tensor, rows_BGSD: Tensor | None, like_BGSD: Tensor) -> Tensor:
-    """The first row and the rows after it, None for 0, as one tensor that lies as `like` does."""
+    """Join the first row and the other rows (None for 0), in the memory layout of `like`."""
     whole_BGSD = empty_in_order_of(like_BGSD)
     whole_BGSD[:, :, 0] = first_BGD
     whole_BGSD[:, :, 1:] = 0.0 if rows_BGSD is None else rows_BGSD
@@ -134,14 +134,14 @@ def _behind_first(first_BGD: Tensor, rows_BGSD: Tensor | None, like_BGSD: Tensor
 
 
 def _rows_alone(queries: int, keys: int, call: AttentionCall) -> int:
-    """How many leading rows see key 0 and nothing else."""
+    """Return the number of leading rows that see only key 0."""
     if keys == 1:
         return queries
     return int(call.causal and queries == keys and call.prefix < 2)
 
 
 def _without_first_key(call: AttentionCall) -> AttentionCall:
-    """The call over the keys from 1 on."""
+    """Return the call over the keys without key 0."""
     bias_HS = call.distance_bias_HS
     return call._replace(
         prefix=max(call.prefix - 1, 0),

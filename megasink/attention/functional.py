@@ -1,4 +1,4 @@
-"""The public calls: attention with its LSE and gate, over the fastest kernel that is exact.
+"""The public API: attention with its LSE and gate, on the fastest kernel that is exact.
 
 Shapes: B batch, H query heads, G key/value groups (H a multiple of G), T queries, S keys, D head
 dim.
@@ -32,36 +32,36 @@ def attention(
     backend: str = "auto",
     with_gate: bool = True,
 ) -> AttentionOutput:
-    """What `reference_attention` defines, gradients of output, LSE and gate included.
+    """Compute `reference_attention` with gradients of output, LSE and gate.
 
-    Nothing is S x S. Works under torch.compile and CUDA graph capture, without host syncs.
+    No S x S tensor is allocated. Supports torch.compile and CUDA graph capture, without host syncs.
 
     Args:
         query_BHTD, key_BGSD, value_BGSD: float16, bfloat16, float32 or float64, any strides:
-            Megatron's [s, b, h, d] permuted to [b, h, s, d] costs no copy. The last query stands
-            at the last key.
+            Megatron's [s, b, h, d] permuted to [b, h, s, d] needs no copy. The last query is
+            aligned with the last key.
         variant: "vanilla" (paper P0.1), "sink" (P0.2) or "off-by-one" (a sink fixed at 0).
-        sink_H: the sink logits, for "sink" only; float32, or float64 for float64 queries.
-        prefix: keys that every token sees, later ones too (prefix LM, P2.18). Needs `causal`; not
-            with a window, documents or a bias.
-        window: tokens visible to a token, itself included (P2.19); None for all.
-        cu_seqlens: boundaries 0, .., T of packed documents, integers on the host; T = S. Each
-            attends to itself alone, and its own first key is vanilla attention's. None for one.
+        sink_H: Sink logits, for "sink" only; float32, or float64 for float64 queries.
+        prefix: Keys visible to every token, earlier tokens included (prefix LM, P2.18). Needs
+            `causal`; not with a window, documents or a bias.
+        window: Tokens visible to a token, including itself (P2.19); None for all.
+        cu_seqlens: Boundaries 0, .., T of packed documents, integers on the host; T = S. Each
+            document attends only to itself, and its first key is key 0. None for one document.
         distance_bias_HS: [H, S or more], entry [h, i - j] is added to the score of key j <= i
             (ALiBi, T5 and others, P2.20 to P2.22); float32, or float64 for float64 queries;
             differentiable. Needs `causal`, and a backend that adds a bias ("eager").
-        scale: factor of the scores; None for D ** -0.5.
-        causal: a token sees no key after its own position.
-        backend: a name of `backend_names()`, or "auto".
-        with_gate: return the gate, differentiable. Without it vanilla attention is one plain
-            kernel call; float16 then also runs on flash kernels.
+        scale: Factor of the scores; None for D ** -0.5.
+        causal: Mask keys after the token's own position.
+        backend: A name from `backend_names()`, or "auto".
+        with_gate: Return the gate, differentiable. Without it vanilla attention is a single
+            kernel call, and float16 can use flash kernels.
 
     Returns:
-        out_BHTD, its dimensions in the memory order of the query's; lse_BHT; gate_BHT or None.
+        out_BHTD, in the memory order of the query; lse_BHT; gate_BHT or None.
 
     Raises:
-        ConfigError: no backend, or not the one asked for, computes this exactly.
-        ValueError: shapes, dtypes or devices that do not fit together, or masks.
+        ConfigError: No backend, or not the requested one, computes this exactly.
+        ValueError: Shapes, dtypes, devices or masks are incompatible.
     """
     check_shapes(query_BHTD, key_BGSD, value_BGSD, causal)
     softmax = softmax_variant(variant, sink_H)
@@ -113,16 +113,16 @@ def slot_attention(
     causal: bool = True,
     backend: str = "auto",
 ) -> AttentionOutput:
-    """What `reference_slot_attention` defines: one more key, of given logit and value.
+    """Compute `reference_slot_attention`: attention with an extra key of given logit and value.
 
-    A sink is a logit [1, H, 1]; a key bias (P2) the logit scale * q_i . k*, and a key-value bias
-    has a slot value too.
+    A sink is a logit [1, H, 1]; a key bias (P2) is the logit scale * q_i . k*, and a key-value bias
+    also has a slot value.
 
     Args:
-        slot_logit_BHT: broadcastable to [B, H, T]; float32, or float64 for float64 queries.
-        slot_value_BHTD: broadcastable to [B, H, T, D]; None for 0.
+        slot_logit_BHT: Broadcastable to [B, H, T]; float32, or float64 for float64 queries.
+        slot_value_BHTD: Broadcastable to [B, H, T, D]; None for 0.
 
-    Returns, raises: as `attention`.
+    Other arguments, return value and errors: see `attention`.
     """
     check_shapes(query_BHTD, key_BGSD, value_BGSD, causal)
     dtype = statistics_dtype(query_BHTD.dtype)
@@ -145,14 +145,14 @@ def slot_attention(
         needs_gate_gradient=_needs_gradient(*tensors, distance_bias_HS),
     )
     call = _checked(call, query_BHTD, key_BGSD, cu_seqlens)
-    if cu_seqlens is not None:  # what broadcasts over tokens cannot be cut along them
+    if cu_seqlens is not None:  # broadcast tensors cannot be split along the tokens
         shapes = (query_BHTD.shape[:3], query_BHTD.shape)
         tensors[3:] = [t.expand(shape) for t, shape in zip(tensors[3:], shapes, strict=False)]
     return attend_by_document(lambda *each: _attend(Slotted(*each), call), cu_seqlens, *tensors)
 
 
 def _attend(slotted: Slotted, call: AttentionCall) -> AttentionOutput:
-    """One call of the op, which takes one document."""
+    """Call the op on one document."""
     bias_HS, keys = call.distance_bias_HS, slotted.key_BGSD.shape[2]
     if bias_HS is not None and bias_HS.shape[1] > keys:
         call = call._replace(distance_bias_HS=bias_HS[:, :keys])
@@ -163,10 +163,10 @@ def _attend(slotted: Slotted, call: AttentionCall) -> AttentionOutput:
 def _checked(
     call: AttentionCall, query_BHTD: Tensor, key_BGSD: Tensor, cu_seqlens: Sequence[int] | None
 ) -> AttentionCall:
-    """The call, its prefix at most the keys.
+    """Validate the call and clamp its prefix to the number of keys.
 
     Raises:
-        ValueError: masks that have no meaning together, or a bias of another shape or dtype.
+        ValueError: The masks are incompatible, or the bias has the wrong shape or dtype.
     """
     queries, keys = query_BHTD.shape[2], key_BGSD.shape[2]
     bias_HS = call.distance_bias_HS
@@ -182,7 +182,7 @@ def _checked(
         for name, value in others.items():
             if value is not None:
                 raise ValueError(f"a prefix is for causal attention alone, not with {name}")
-        # One key that everyone sees is the causal mask.
+        # A prefix of one key is the causal mask.
         return call._replace(prefix=0 if call.prefix < 2 else min(call.prefix, keys))
     if cu_seqlens is not None and (queries != keys or not call.causal):
         raise ValueError(
@@ -213,7 +213,7 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def check_shapes(query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, causal: bool) -> None:
-    """Kernels answer most of these wrongly, or end the process, without a word."""
+    """Reject inputs on which kernels silently return wrong results or crash."""
     tensors = {"query": query_BHTD, "key": key_BGSD, "value": value_BGSD}
     shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
     if any(tensor.dim() != 4 for tensor in tensors.values()):

@@ -1,13 +1,12 @@
-"""What a bias on the logit of a gate does: the place where two losses meet.
+"""Derivatives with respect to a bias on the gate logit, where the two losses can be compared.
 
-The output of a head is Y = G O + (1 - G) u: an explicit gate and a sink have u = 0, vanilla
-attention has the value of its first key, which is the sink. A bias b on the logit of the gate,
-log(G / (1 - G)), which is the score of a sigmoid gate and LSE - s_h of a sink, changes
+The output of a head is Y = G O + (1 - G) u: u = 0 for an explicit gate or a sink, and the value of
+the first key, which acts as the sink, for vanilla attention. For a bias b on the gate logit
+log(G / (1 - G)), which is the score of a sigmoid gate and LSE - s_h of a sink,
 
     dY/db = (1 - G) (Y - u)        dG/db = G (1 - G)
 
-so the gradient of any loss with respect to b needs no further pass through the kernel. For a
-sink, b is -s_h.
+so the gradient of any loss with respect to b needs no extra kernel call. For a sink, b is -s_h.
 
 Shapes: B batch, H heads, T tokens, D head dim, C gates per head and token, 1 or D; 1 for a
 dimension that broadcasts.
@@ -26,7 +25,7 @@ def gate_bias_gradient(
     gate_BHTC: Tensor,
     slot_value_BHTD: Tensor | None = None,
 ) -> Tensor:
-    """dL/db of a loss whose gradient with respect to the output is dL/dY.
+    """Return dL/db of a loss with output gradient dL/dY.
 
     Args:
         out_BHTD: Y.
@@ -44,5 +43,5 @@ def gate_bias_gradient(
 
 @torch.no_grad()
 def gate_slope(gate_BHTC: Tensor) -> Tensor:
-    """dG/db, [B, H, T]; the gate of a token is its mean over C."""
+    """Return dG/db, [B, H, T], where the gate of a token is its mean over C."""
     return (gate_BHTC * (1.0 - gate_BHTC)).mean(-1)

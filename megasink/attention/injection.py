@@ -1,10 +1,10 @@
-"""Exact gradients of the log-sum-exp through kernels that have none (docs/maths.md).
+"""Exact log-sum-exp gradients through kernels that do not support them (docs/maths.md).
 
-Flash backwards use their `out` for one thing, delta_i = dO_i . O_i in dS_ij = P_ij (dO_i . v_j -
-delta_i). A gradient g_i of LSE_i adds P_ij g_i to dS_ij: the same as delta_i - g_i for delta_i. So
-the unmodified kernel returns the exact gradient when it is handed other rows for dO and O.
+Flash backwards use `out` only for delta_i = dO_i . O_i in dS_ij = P_ij (dO_i . v_j - delta_i).
+A gradient g_i of LSE_i adds P_ij g_i to dS_ij, which equals replacing delta_i by delta_i - g_i. So
+the unmodified kernel returns the exact gradient when given modified rows of dO and O.
 
-Shapes: B batch, H query heads, T tokens, D head dim, C the leading channels that are changed.
+Shapes: B batch, H query heads, T tokens, D head dim, C the leading channels that are modified.
 """
 
 import torch
@@ -16,24 +16,24 @@ from megasink.attention.layout import statistics_dtype
 def inject_lse_gradient(
     grad_out_BHTD: Tensor, out_BHTD: Tensor, lse_grad_BHT: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Rows dO' and O' with dO'_i . O'_i = dO_i . O_i - g_i.
+    """Return rows dO' and O' such that dO'_i . O'_i = dO_i . O_i - g_i.
 
-    One channel carries it: O'_i0 = O_i0 - g_i / dO_i0. Whatever the size of dO_i0, rounding O'_i0
-    costs delta_i no more than a rounding of g_i. In bfloat16 that is too much, so channel 1 takes
-    what the rounding of channel 0 lost.
+    Channel 0 carries the change: O'_i0 = O_i0 - g_i / dO_i0. For any dO_i0, rounding O'_i0 changes
+    delta_i by no more than rounding g_i. In bfloat16 that is too much, so channel 1 carries the
+    rounding error of channel 0.
 
     Where |dO_i0| < 2^-60 |g_i| (0 for tokens masked out of the loss) it is replaced by that floor,
-    and O' stays below 2^60. The floor scales with g, whose usual size is 1e-8 to 1e-10, and what
-    it adds to dv is below every rounding error.
+    which keeps O' below 2^60. The floor scales with g, typically 1e-8 to 1e-10, and its effect on
+    dv is below rounding error.
 
     Args:
         grad_out_BHTD: dO, bfloat16, float32 or float64 (float16 cannot hold the result).
-        out_BHTD: O, of the same dtype.
+        out_BHTD: O, same dtype.
         lse_grad_BHT: g, float32, or float64 for float64.
 
     Returns:
-        dO' and O', of the dtype of dO. dO' is dO itself where nothing was replaced (on a CPU; a
-        GPU would have to wait for the answer).
+        dO' and O', in the dtype of dO. On a CPU dO' is dO itself if nothing was replaced; on a GPU
+        checking that would synchronize.
     """
     dtype = statistics_dtype(grad_out_BHTD.dtype)
     smallest, least = (2.0**-400, 2.0**-900) if dtype is torch.float64 else (2.0**-60, 2.0**-120)

@@ -1,4 +1,4 @@
-"""Shapes and strides: where results lie in memory, and sums over rows in full precision.
+"""Memory layout of results, and row sums in full precision.
 
 Shapes: B batch, H query heads, G key/value groups, R heads per group, T queries, D head dim.
 """
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def empty_in_order_of(like_BHTD: Tensor) -> Tensor:
-    """A dense, empty tensor of the same shape whose dimensions lie in the same order in memory.
+    """Return an empty dense tensor with the shape and the memory order of `like`.
 
-    So results of a [s, b, h, d] query, seen as [b, h, s, d], are free to view as [s, b, h * d].
+    For an [s, b, h, d] query permuted to [b, h, s, d], the result can be viewed as [s, b, h * d].
     """
     return torch.empty_strided(
         like_BHTD.shape, _dense_strides(like_BHTD), dtype=like_BHTD.dtype, device=like_BHTD.device
@@ -18,7 +18,7 @@ def empty_in_order_of(like_BHTD: Tensor) -> Tensor:
 
 
 def in_order_of(like_BHTD: Tensor, tensor_BHTD: Tensor) -> Tensor:
-    """The tensor itself, where it lies as `empty_in_order_of` would have it, else a copy."""
+    """Return the tensor in the memory layout of `empty_in_order_of`, copied only if needed."""
     sizes, strides, wanted = tensor_BHTD.shape, tensor_BHTD.stride(), _dense_strides(like_BHTD)
     if all(n == 1 or a == b for n, a, b in zip(sizes, strides, wanted, strict=True)):
         return tensor_BHTD.as_strided(sizes, wanted)
@@ -26,7 +26,7 @@ def in_order_of(like_BHTD: Tensor, tensor_BHTD: Tensor) -> Tensor:
 
 
 def _dense_strides(like_BHTD: Tensor) -> list[int]:
-    """Strides that keep the order of the first three dimensions, the last one innermost."""
+    """Return dense strides in the order of the first three dimensions, the last one innermost."""
     strides, step = [0, 0, 0, 1], like_BHTD.shape[3]
     for dim in sorted(range(3), key=like_BHTD.stride):
         strides[dim] = step
@@ -35,21 +35,21 @@ def _dense_strides(like_BHTD: Tensor) -> list[int]:
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, else float32."""
+    """Return float64 for float64, else float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def row_dot(left_BHTD: Tensor, right_BHTD: Tensor) -> Tensor:
-    """sum_d left * right, as [B, H, T] in the statistics dtype."""
+    """Return sum_d left * right, [B, H, T] in the statistics dtype."""
     return (left_BHTD.to(statistics_dtype(left_BHTD.dtype)) * right_BHTD).sum(-1)
 
 
 def repeat_groups(tensor_BGSD: Tensor, heads: int) -> Tensor:
-    """[B, H, S, D]: each group's rows once for every one of its query heads."""
+    """Repeat each group's rows for each of its query heads: [B, H, S, D]."""
     return tensor_BGSD.repeat_interleave(heads // tensor_BGSD.shape[1], dim=1)
 
 
 def weighted_row_sum(weight_BHT: Tensor, rows_BHTD: Tensor, groups: int) -> Tensor:
-    """sum over tokens, and over the heads of a group, of weight * row: [B, G, D], statistics."""
+    """Sum weight * row over tokens and the heads of a group: [B, G, D], statistics dtype."""
     sum_BHD = torch.einsum("bht,bhtd->bhd", weight_BHT, rows_BHTD.to(weight_BHT.dtype))
     return sum_BHD.unflatten(1, (groups, -1)).sum(2)

@@ -1,4 +1,4 @@
-"""Statistics from the log-sum-exp and the gates that a kernel returned.
+"""Statistics computed from a kernel's log-sum-exp and gates.
 
 Shapes: B batch, H query heads, G key/value groups, T queries, S keys, D head dim.
 """
@@ -13,20 +13,20 @@ from megasink.attention.layout import repeat_groups, row_dot
 
 
 def gate_sum(gate_BHT: Tensor, mask_BT: Tensor | None = None) -> Tensor:
-    """The sum of each head's gate over tokens: the numerator of head importance (P0.10, Eq. 5).
+    """Sum each head's gate over tokens: the numerator of head importance (P0.10, Eq. 5).
 
-    Divide the sum over every batch and rank by the number of tokens that it counted.
+    The importance is the sum over all batches and ranks divided by the number of counted tokens.
 
     Args:
         gate_BHT: G, any float dtype.
-        mask_BT: True for tokens that count; None for all of them.
+        mask_BT: True for tokens to count; None for all.
 
     Returns:
         [H], float32 (float64 for a float64 gate), differentiable.
     """
     dtype = torch.promote_types(gate_BHT.dtype, torch.float32)
     if mask_BT is not None:
-        # Not a product with the mask: a padding token's gate may be anything, NaN included.
+        # Not a product with the mask: the gate of a padding token may be NaN.
         gate_BHT = gate_BHT.masked_fill(~mask_BT[:, None, :], 0.0)
     return gate_BHT.sum((0, 2), dtype=dtype)
 
@@ -43,15 +43,15 @@ def first_key_gate(
     cu_seqlens: Sequence[int] | None = None,
     distance_bias_HS: Tensor | None = None,
 ) -> Tensor:
-    """The gate of vanilla causal attention, 1 - A_i0, from the LSE that its kernel returned.
+    """Compute the gate of vanilla causal attention, 1 - A_i0, from the LSE of its kernel.
 
-    For statistics: no gradient, and in float32 a gate below about 1e-6 is rounded (`attention`
-    with `with_gate` keeps 1e-20). Costs one pass over the queries.
+    For statistics only: no gradient, and in float32 gates below about 1e-6 are rounded (`attention`
+    with `with_gate` resolves 1e-20). Costs one pass over the queries.
 
     Args:
-        query_BHTD, key_BGSD: as given to `attention`; the last query stands at the last key.
-        lse_BHT: as returned by it.
-        scale, ..., distance_bias_HS: as given to `attention`.
+        query_BHTD, key_BGSD: Inputs of `attention`; the last query is aligned with the last key.
+        lse_BHT: LSE returned by `attention`.
+        scale, ..., distance_bias_HS: Options of that call.
 
     Returns:
         [B, H, T] in the LSE's dtype: 0 at the first position of each document (unless it sees a
@@ -87,19 +87,18 @@ def first_key_share(
     window: int | None = None,
     distance_bias_HS: Tensor | None = None,
 ) -> Tensor:
-    """alpha_1: the mean over the first `tokens` queries of their weight on key 0 (P2.1, k = 1),
-    by which attention sinks are counted (P2.2).
+    """Return alpha_1: the mean weight of the first `tokens` queries on key 0 (P2.1, k = 1).
 
-    From the LSE that the kernel returned: A_i0 = exp(z_i0 - LSE_i). A causal row does not see what
-    comes after it, so the first rows of a long sequence are those of a sequence that short. The
-    first row, whose weight is 1 where there is no sink beside the keys, counts: alpha_1 is at least
-    1 / tokens there.
+    Attention sinks are counted from it (P2.2). The weight is A_i0 = exp(z_i0 - LSE_i). Causal rows
+    do not see later tokens, so the first rows of a long sequence equal those of a short one. The
+    first row, whose weight is 1 without a sink slot, is included: alpha_1 is then at least
+    1 / tokens.
 
     Args:
-        query_BHTD, key_BGSD: as given to `attention`, T = S, of one document each.
-        lse_BHT: as returned by it, the sink included where there is one.
-        tokens: at most T.
-        scale, window, distance_bias_HS: as given to `attention`.
+        query_BHTD, key_BGSD: Inputs of `attention`, T = S, one document per sequence.
+        lse_BHT: LSE returned by `attention`, including the sink slot if there is one.
+        tokens: At most T.
+        scale, window, distance_bias_HS: Options of that call.
 
     Returns:
         [B, H] in [0, 1], in the LSE's dtype.
@@ -108,7 +107,7 @@ def first_key_share(
     logit_BHT = _logit(query_BHTD, key_BGSD[:, :, :1], scale)
     if distance_bias_HS is not None:
         logit_BHT += distance_bias_HS[:, :tokens]
-    # Rounding may lift a weight of 1 above it.
+    # Rounding may raise a weight above 1.
     weight_BHT = (logit_BHT - lse_BHT).exp_().clamp_(max=1.0)
     if window is not None:
         weight_BHT[..., window:] = 0.0
@@ -116,6 +115,6 @@ def first_key_share(
 
 
 def _logit(query_BHTD: Tensor, key_BG1D: Tensor, scale: float | None) -> Tensor:
-    """scale * q_i . k, [B, H, T]; a key may also be given for each token."""
+    """Return scale * q_i . k, [B, H, T], for one key or one key per token."""
     logit_BHT = row_dot(query_BHTD, repeat_groups(key_BG1D, query_BHTD.shape[1]))
     return logit_BHT.mul_(query_BHTD.shape[-1] ** -0.5 if scale is None else scale)

@@ -1,11 +1,11 @@
 """The executable definition of attention, its log-sum-exp and its gates.
 
-Short, plain and differentiable by autograd in any dtype, with an S x S matrix of weights. Every
-fast path of this package is tested against it, outputs and gradients; nothing else may use it.
+Short, plain and differentiable by autograd in any dtype, with an S x S matrix of weights. Outputs
+and gradients of every fast path of this package are tested against it; only tests may call it.
 
 Shapes: B batch, H query heads, G key/value groups (H a multiple of G), T queries, S keys, D head
-dim. z_ij = scale * q_i . k_j + bias over the visible keys j. The last query is the last key's
-token: with fewer queries than keys, query i stands at position S - T + i.
+dim. z_ij = scale * q_i . k_j + bias over the visible keys j. The last query is aligned with the
+last key: with fewer queries than keys, query i is at position S - T + i.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,22 +20,22 @@ from megasink.attention.call import Slot, softmax_variant
 
 GATE_ACTIVATIONS = ("sigmoid", "silu", "ns-sigmoid", "identity")
 GATE_OPERATIONS = ("multiply", "add")
-# P2.31 to P2.36, and those among them whose weights may be negative.
+# P2.31 to P2.36, and the ones whose weights may be negative.
 SIMILARITIES = ("sigmoid", "elu-plus-one", "elu-kernel", "identity", "mlp")
 SIGNED_SIMILARITIES = ("identity", "mlp")
 
 
 class AttentionOutput(NamedTuple):
-    """What attention returns.
+    """The result of an attention call.
 
     Attributes:
-        out_BHTD: the attention output, in the dtype of the query.
-        lse_BHT: natural logarithm of the softmax denominator: the log-sum-exp of every visible
-            score, **the sink logit included** where the variant has one (docs/maths.md: LSE').
-        gate_BHT: G, the share of the denominator that is not the sink's (papers P0.6, P0.7); None
-            where it was not asked for.
+        out_BHTD: Attention output, in the dtype of the query.
+        lse_BHT: Natural logarithm of the softmax denominator: the log-sum-exp of all visible
+            scores, **including the sink logit** if the variant has one (docs/maths.md: LSE').
+        gate_BHT: G, the share of the denominator that is not the sink (papers P0.6, P0.7); None
+            if not requested.
 
-    The last two are float32, or float64 when the query is.
+    The last two are float32, or float64 if the query is.
     """
 
     out_BHTD: Tensor
@@ -57,7 +57,7 @@ def reference_slot_attention(
     cu_seqlens: Sequence[int] | None = None,
     distance_bias_HS: Tensor | None = None,
 ) -> AttentionOutput:
-    """Softmax attention over the visible keys plus one slot, a key with a given logit and value.
+    """Compute softmax attention over the visible keys plus a slot of given logit and value.
 
     out_i = (sum_j exp(z_ij) v_j + exp(s_i) u_i) / (sum_j exp(z_ij) + exp(s_i)) and
     gate_i = sigmoid(log sum_j exp(z_ij) - s_i): P0 Eq. 1 for u = 0, P0 Eq. 15-16 for the gate.
@@ -65,14 +65,14 @@ def reference_slot_attention(
     Args:
         slot_logit_BHT: s, natural-log units, not multiplied by `scale`; broadcastable to [B, H, T].
         slot_value_BHTD: u, broadcastable to [B, H, T, D]; None for zero.
-        scale: factor of the scores; None for D ** -0.5.
-        causal: a token sees no key after its own position.
-        prefix: keys that every token sees, later ones too (prefix LM, P2.18; needs `causal`).
-        window: tokens visible to token i, itself included (needs `causal`; P2.19); None for all.
-        cu_seqlens: boundaries 0, .., T of packed documents (T = S): a token sees its own document
-            alone, and all of the above holds within each; None for one document.
-        distance_bias_HS: [H, S or more] added to the score of a key j <= i: that of head h is
-            distance_bias_HS[h, i - j] (P2.20 to P2.22; needs `causal`).
+        scale: Factor of the scores; None for D ** -0.5.
+        causal: Mask keys after the token's own position.
+        prefix: Keys visible to every token, also earlier ones (prefix LM, P2.18; needs `causal`).
+        window: Tokens visible to token i, including itself (needs `causal`; P2.19); None for all.
+        cu_seqlens: Boundaries 0, .., T of packed documents (T = S): a token sees only its own
+            document, and the masks apply within each document; None for one document.
+        distance_bias_HS: [H, S or more]; distance_bias_HS[h, i - j] is added to the score of
+            key j <= i (P2.20 to P2.22; needs `causal`).
     """
     mask = _Mask(scale, causal, prefix, window, distance_bias_HS)
     if cu_seqlens is not None:
@@ -107,20 +107,20 @@ def reference_attention(
     cu_seqlens: Sequence[int] | None = None,
     distance_bias_HS: Tensor | None = None,
 ) -> AttentionOutput:
-    """Attention and its implicit gate for each variant of P0.1, P0.2 and P0.6-P0.7.
+    """Compute attention and its implicit gate for the variants of P0.1, P0.2 and P0.6-P0.7.
 
-    vanilla: softmax over the visible keys. With the attention of token i on key 0 seen as a sink,
-    the gate is 1 - A_i0 = sigmoid(LSE over the visible keys 1.. - z_i0), P0 Eq. 22-23: 0 where
-    nothing else is visible (the first token), and 1 where a window hides key 0. Key 0 is the first
-    of the token's own document. sink: one slot of logit `sink_H` and no value (P0 Eq. 1).
-    off-by-one: the same with a fixed logit of 0.
+    vanilla: softmax over the visible keys. Treating key 0 as the sink, the gate of token i is
+    1 - A_i0 = sigmoid(LSE over the visible keys 1.. - z_i0), P0 Eq. 22-23: 0 if only key 0 is
+    visible (the first token), and 1 if a window hides key 0. Key 0 is the first key of the token's
+    own document. sink: one slot with logit `sink_H` and value 0 (P0 Eq. 1). off-by-one: the same
+    with a fixed logit of 0.
 
     Args:
         sink_H: [H], for the sink variant only.
-        scale, ..., distance_bias_HS: as in `reference_slot_attention`.
+        scale, ..., distance_bias_HS: See `reference_slot_attention`.
 
     Raises:
-        ValueError: an unknown variant, or a `sink_H` that does not fit it.
+        ValueError: The variant is unknown, or `sink_H` does not match it.
     """
     slot = softmax_variant(variant, sink_H).slot
     mask = _Mask(scale, causal, prefix, window, distance_bias_HS)
@@ -136,7 +136,7 @@ def reference_attention(
         )
     scores_BHTS, value_BHSD = _scores(query_BHTD, key_BGSD, value_BGSD, mask)
     out_BHTD = scores_BHTS.softmax(-1) @ value_BHSD
-    # Rows that see key 0 alone have G = 0 and rows that do not see it have G = 1. They are left out
+    # Rows that see only key 0 have G = 0, and rows that do not see it have G = 1. They are excluded
     # before the log-sum-exp, not masked after it: a masked infinity still has NaN gradients.
     first_BHT, others_BHTS = scores_BHTS[..., 0], scores_BHTS[..., 1:]
     sees_first_BHT = first_BHT > -torch.inf
@@ -162,15 +162,15 @@ def reference_biased_attention(
     window: int | None = None,
     distance_bias_HS: Tensor | None = None,
 ) -> AttentionOutput:
-    """Attention with learnable biases per query head (P2.24 to P2.26).
+    """Compute attention with learnable biases per query head (P2.24 to P2.26).
 
-    With a key bias k* every query sees one more key, k*, of value v* (zero without a value bias),
-    hidden by no mask and not rotated; the gate is the share of the other keys, 1 - A_i*. With a
-    value bias alone v* is added to the output, and the gate is that of vanilla attention.
+    With a key bias k*, every query sees an extra key k* with value v* (zero without a value bias),
+    never masked and not rotated; the gate is the share of the other keys, 1 - A_i*. With only a
+    value bias, v* is added to the output, and the gate is that of vanilla attention.
 
     Args:
-        key_bias_HD, value_bias_HD: k*, v*; None for none.
-        scale, causal, prefix, window, distance_bias_HS: as in `reference_slot_attention`.
+        key_bias_HD, value_bias_HD: k*, v*; None for no bias.
+        scale, causal, prefix, window, distance_bias_HS: See `reference_slot_attention`.
     """
     mask = _Mask(scale, causal, prefix, window, distance_bias_HS)
     if key_bias_HD is None:
@@ -205,19 +205,18 @@ def reference_similarity_attention(
     causal: bool = True,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention with another similarity than exp(z) (P2.30): out_i = sum_j w_ij v_j / Z_i.
+    """Compute attention with a similarity other than exp(z) (P2.30): out_i = sum_j w_ij v_j / Z_i.
 
     w_ij is, with z_ij = scale * q_i . k_j: sigmoid(z) (P2.31, P2.32); elu(z) + 1 (P2.33);
     scale * (elu(q_i) + 1) . (elu(k_j) + 1) (P2.34, linear attention); z itself (P2.35);
-    scale * mlp(q_i) . mlp(k_j) (P2.36). Z_i is 1 (normalization "none") or, for "row-sum", the sum
-    of the row plus 1e-8 where weights cannot be negative and max(|sum of the row|, 1) where they
-    can (identity, mlp).
+    scale * mlp(q_i) . mlp(k_j) (P2.36). Z_i is 1 (normalization "none") or, for "row-sum", the row
+    sum plus 1e-8 for non-negative weights and max(|row sum|, 1) for signed weights (identity, mlp).
 
     Args:
-        similarity: a name of `SIMILARITIES`.
+        similarity: A name in `SIMILARITIES`.
         normalization: "row-sum" or "none".
         mlp: [D, D] weights of the two layers of mlp(x) = relu(x A^T) B^T; for "mlp" only.
-        scale, causal, window: as in `reference_slot_attention`.
+        scale, causal, window: See `reference_slot_attention`.
 
     Returns:
         out_BHTD, and the proxy weight of key 0 (P2.37), |w_i0| / (sum_j |w_ij| + 1e-8), [B, H, T].
@@ -253,17 +252,17 @@ def reference_gate(
     operation: str = "multiply",
     shared_heads: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """An explicit gate over anything that has heads (P1 Eq. 5; P1.2 to P1.15).
+    """Apply an explicit gate to a tensor with heads (P1 Eq. 5; P1.2 to P1.15).
 
-    gate = f(score), averaged over the heads where they share it (P1.9), and out = x * gate or
+    gate = f(score), averaged over the heads if they share it (P1.9), and out = x * gate or
     x + gate.
 
     Args:
-        x_THD: [..., H, D], what is gated; G for H where keys or values are.
-        score_THC: broadcastable to [..., H, C]; C is 1 for one score per head, D for one per
+        x_THD: [..., H, D], the tensor to gate; H is G for keys and values.
+        score_THC: Broadcastable to [..., H, C]; C is 1 for one score per head, D for one per
             element.
         activation: f, one of `GATE_ACTIVATIONS`; ns-sigmoid is 0.5 + 0.5 sigmoid (P1.14).
-        operation: one of `GATE_OPERATIONS`.
+        operation: One of `GATE_OPERATIONS`.
 
     Returns:
         out [..., H, D] and gate [..., H, C].
@@ -282,11 +281,11 @@ def reference_gate(
 
 
 def reference_head_norm(x_THD: Tensor, weight_HD: Tensor | None, *, eps: float = 1e-5) -> Tensor:
-    """The non-linearities on the SDPA output of P1 Table 3: RMSNorm per head (P1.16) or SiLU.
+    """Apply a nonlinearity of P1 Table 3 to the SDPA output: RMSNorm per head (P1.16) or SiLU.
 
     Args:
         x_THD: [..., H, D].
-        weight_HD: of the RMSNorm; None for SiLU.
+        weight_HD: RMSNorm weight; None for SiLU.
     """
     if weight_HD is None:
         return x_THD * x_THD.sigmoid()
@@ -294,7 +293,7 @@ def reference_head_norm(x_THD: Tensor, weight_HD: Tensor | None, *, eps: float =
 
 
 class _Mask(NamedTuple):
-    """Keyword arguments of `reference_slot_attention` that say what is seen, and how."""
+    """The mask and score arguments of `reference_slot_attention`."""
 
     scale: float | None
     causal: bool
@@ -306,7 +305,7 @@ class _Mask(NamedTuple):
 def _scores(
     query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, mask: _Mask
 ) -> tuple[Tensor, Tensor]:
-    """z_ij with -inf where j is hidden from i, and the values repeated for each query head."""
+    """Return z_ij, with -inf where j is hidden from i, and the values repeated per query head."""
     heads, groups = query_BHTD.shape[1], key_BGSD.shape[1]
     key_BHSD = key_BGSD.repeat_interleave(heads // groups, dim=1)
     value_BHSD = value_BGSD.repeat_interleave(heads // groups, dim=1)
@@ -331,7 +330,7 @@ def _scores(
 def _each_document(
     attend: Callable[..., AttentionOutput], cu_seqlens: Sequence[int], tensors: Sequence[Tensor]
 ) -> AttentionOutput:
-    """Every document by itself, and the results side by side again."""
+    """Attend within each document and concatenate the results."""
     outputs = [attend(*(t[:, :, a:b] for t in tensors)) for a, b in pairwise(cu_seqlens) if b > a]
     out_BHTD, lse_BHT, gate_BHT = (torch.cat(parts, 2) for parts in zip(*outputs, strict=True))
     return AttentionOutput(out_BHTD, lse_BHT, gate_BHT)

@@ -1,7 +1,7 @@
-"""Attention in plain tensor operations: groups of heads, and query rows a chunk at a time.
+"""Helpers for attention in plain tensor operations, chunked over query rows.
 
-Shapes: B batch, H query heads, G key/value groups, R heads per group, T queries, C a chunk of them,
-S keys, K keys that the chunk sees, D head dim.
+Shapes: B batch, H query heads, G key/value groups, R heads per group, T queries, C queries of a
+chunk, S keys, K keys visible to the chunk, D head dim.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ CHUNK = 256
 
 
 def grouped(query_BHTD: Tensor, *keys_BGSD: Tensor) -> tuple[Tensor, ...]:
-    """Query as [B, G, R, T, D] and keys as [B, G, 1, S, D], in the statistics dtype."""
+    """Return query as [B, G, R, T, D] and keys as [B, G, 1, S, D], in the statistics dtype."""
     dtype = statistics_dtype(query_BHTD.dtype)
     query_BGRTD = query_BHTD.to(dtype).unflatten(1, (keys_BGSD[0].shape[1], -1))
     return query_BGRTD, *(tensor.to(dtype).unsqueeze(2) for tensor in keys_BGSD)
@@ -23,10 +23,10 @@ def grouped(query_BHTD: Tensor, *keys_BGSD: Tensor) -> tuple[Tensor, ...]:
 def row_chunks(
     queries: int, keys: int, causal: bool, window: int | None
 ) -> Iterator[tuple[slice, slice]]:
-    """Slices of rows, each with the keys that some row of it sees; the last query at the last key.
+    """Yield slices of rows and of the keys visible to them; the last query is at the last key.
 
     Args:
-        window: tokens visible to a token, itself included; None for all. For `causal` only.
+        window: Tokens visible to a token, including itself; None for all. Only with `causal`.
     """
     past = keys - queries
     for start in range(0, queries, CHUNK):
@@ -36,10 +36,10 @@ def row_chunks(
 
 
 def products(query_BGRTD: Tensor, key_BG1SD: Tensor, rows: slice, keys: slice) -> Tensor:
-    """q_i . k_j, [B, G, R, C, K]."""
+    """Return q_i . k_j, [B, G, R, C, K]."""
     return query_BGRTD[..., rows, :] @ key_BG1SD[..., keys, :].transpose(-1, -2)
 
 
 def sum_over_group(weights_BGRCK: Tensor, rows_BGRCD: Tensor) -> Tensor:
-    """sum over heads of the group and rows of weight_ck * row_cd, as [B, G, K, D]."""
+    """Sum weight_ck * row_cd over rows and the heads of the group: [B, G, K, D]."""
     return weights_BGRCK.flatten(2, 3).transpose(-1, -2) @ rows_BGRCD.flatten(2, 3)

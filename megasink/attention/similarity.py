@@ -1,12 +1,12 @@
-"""Attention with other similarities than exp (P2.30 to P2.37), a chunk of query rows at a time.
+"""Attention with similarities other than exp (P2.30 to P2.37), chunked over query rows.
 
 out_i = sum_j w_ij v_j / Z_i. Feature maps (elu + 1, the MLP) are applied to queries and keys first;
-what is left is a function of z_ij = scale * q_i . k_j. Chunks of rows are computed again in the
-backward, so the largest temporaries are [B, H, CHUNK, S]. Everything is float32 (float64 for
-float64 inputs), float16 and bfloat16 inputs too.
+the weights are then a function of z_ij = scale * q_i . k_j. The backward recomputes the chunks, so
+the largest temporaries are [B, H, CHUNK, S]. All computation is in float32 (float64 for float64
+inputs), also for float16 and bfloat16 inputs.
 
-Shapes: B batch, H query heads, G key/value groups, R heads per group, T queries, C a chunk of them,
-S keys, K keys that the chunk sees, D head dim. The last query stands at the last key.
+Shapes: B batch, H query heads, G key/value groups, R heads per group, T queries, C queries of a
+chunk, S keys, K keys visible to the chunk, D head dim. The last query is at the last key.
 """
 
 from collections.abc import Iterator
@@ -27,11 +27,11 @@ NORMALIZATIONS = ("row-sum", "none")
 
 
 class SimilarityOutput(NamedTuple):
-    """What attention with a similarity returns.
+    """The result of `similarity_attention`.
 
     Attributes:
-        out_BHTD: in the dtype of the query, its dimensions in the memory order of the query's.
-        first_weight_BHT: the proxy weight of key 0 (P2.37), |w_i0| / (sum_j |w_ij| + 1e-8),
+        out_BHTD: Output in the dtype and memory order of the query.
+        first_weight_BHT: Proxy weight of key 0 (P2.37), |w_i0| / (sum_j |w_ij| + 1e-8), in the
             statistics dtype, without gradient; 0 where a window hides key 0.
     """
 
@@ -51,20 +51,20 @@ def similarity_attention(
     causal: bool = True,
     window: int | None = None,
 ) -> SimilarityOutput:
-    """What `reference_similarity_attention` defines, with its gradients, and nothing S x S.
+    """Compute `reference_similarity_attention` with gradients and without S x S tensors.
 
     Args:
         query_BHTD, key_BGSD, value_BGSD: float16, bfloat16, float32 or float64, any strides.
-        similarity: a name of `SIMILARITIES`.
+        similarity: A name in `SIMILARITIES`.
         normalization: "row-sum" or "none".
-        mlp: the two [D, D] weights, for "mlp" only.
-        scale: factor of the scores; None for D ** -0.5.
-        causal: a token sees no key after its own position.
-        window: tokens visible to a token, itself included; None for all.
+        mlp: The two [D, D] weights, for "mlp" only.
+        scale: Factor of the scores; None for D ** -0.5.
+        causal: Mask keys after the token's own position.
+        window: Tokens visible to a token, including itself; None for all.
 
     Raises:
-        ValueError: an unknown name, `mlp` without "mlp" or the other way round, a window without
-            the causal mask, shapes that do not fit together.
+        ValueError: A name is unknown, `mlp` does not match the similarity, a window is given
+            without the causal mask, or shapes are incompatible.
     """
     check_shapes(query_BHTD, key_BGSD, value_BGSD, causal)
     if similarity not in SIMILARITIES:
@@ -102,16 +102,16 @@ def first_key_weight(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """How much each token attends to key 0, for the sink metric (P2.37, P2.38): [B, H, T].
+    """Return each token's attention to key 0 for the sink metric (P2.37, P2.38): [B, H, T].
 
-    The proxy |w_i0| / sum_j |w_ij| of a similarity, or the softmax weight. Neither normalisation
-    nor the scale alpha of the scores enters: with alpha 0.2 no weight could exceed a threshold of
-    0.3. Causal; no gradient; no S x S.
+    This is the proxy |w_i0| / sum_j |w_ij| of a similarity, or the softmax weight. Normalization
+    and the scale alpha of the scores are ignored: with alpha 0.2 no weight could exceed a threshold
+    of 0.3. Causal; no gradient; no S x S tensor.
 
     Args:
-        query_BHTD, key_BGSD: as given to attention, after RoPE.
-        similarity: "softmax" or a name of `SIMILARITIES`.
-        mlp, scale, window: as in `similarity_attention`.
+        query_BHTD, key_BGSD: Inputs of attention, after RoPE.
+        similarity: "softmax" or a name in `SIMILARITIES`.
+        mlp, scale, window: See `similarity_attention`.
     """
     scale = query_BHTD.shape[-1] ** -0.5 if scale is None else scale
     query_BGRTD, key_BG1SD = grouped(
@@ -139,7 +139,7 @@ class _Options:
 
 
 class _Similarity(torch.autograd.Function):
-    """Rows by chunks; saves its inputs, its output and one number per row."""
+    """Chunked attention that saves its inputs, its output and one number per row."""
 
     @staticmethod
     def forward(
@@ -214,23 +214,23 @@ class _Similarity(torch.autograd.Function):
 
 
 def feature_map(x: Tensor, similarity: str, mlp: tuple[Tensor, Tensor] | None) -> Tensor:
-    """phi of P2.30, on queries or keys [..., D]; the identity for most similarities.
+    """Apply phi of P2.30 to queries or keys [..., D]; the identity for most similarities.
 
     Args:
-        mlp: the two [D, D] weights, for "mlp".
+        mlp: The two [D, D] weights, for "mlp".
     """
     if similarity not in ("elu-kernel", "mlp"):
         return x
     x = x.to(statistics_dtype(x.dtype))
     if mlp is None:
-        # exp on one side and 1 + x on the other: elu(x) + 1 would lose exp(x) below 1e-7.
+        # Equals elu(x) + 1, which would round exp(x) below 1e-7 to 0.
         return x.clamp(max=0.0).exp() + F.relu(x)
     first_DD, second_DD = (weight.to(x.dtype) for weight in mlp)
     return F.linear(F.relu(F.linear(x, first_DD)), second_DD)
 
 
 def _weights(scores: Tensor, similarity: str) -> Tensor:
-    """w of z, in a new tensor."""
+    """Return w(z) as a new tensor."""
     if similarity == "sigmoid":
         return scores.sigmoid()
     if similarity == "elu-plus-one":
@@ -239,7 +239,7 @@ def _weights(scores: Tensor, similarity: str) -> Tensor:
 
 
 def _derivative(scores: Tensor, weights: Tensor, similarity: str) -> Tensor | float:
-    """dw/dz."""
+    """Return dw/dz."""
     if similarity == "sigmoid":
         return torch.addcmul(weights, weights, weights, value=-1.0)
     if similarity == "elu-plus-one":
@@ -254,7 +254,7 @@ def _denominator(row_sum: Tensor, kind: str) -> Tensor:
 
 
 def _first_weight(weights_BGRCK: Tensor, keys: slice, epsilon: bool = True) -> Tensor:
-    """|w_i0| over the sum of the row's |w_ij|, [B, G, R, C]."""
+    """Return |w_i0| / sum_j |w_ij|, [B, G, R, C]."""
     if keys.start > 0:
         return torch.zeros_like(weights_BGRCK[..., 0])
     row_sum_BGRC = torch.linalg.vector_norm(weights_BGRCK, ord=1, dim=-1)
@@ -264,13 +264,13 @@ def _first_weight(weights_BGRCK: Tensor, keys: slice, epsilon: bool = True) -> T
 def _chunks(
     query_BHTD: Tensor, key_BGSD: Tensor, options: _Options
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(rows, the keys that some of them see, True where a row does not see a key [C, K])."""
+    """Yield (rows, keys visible to any of them, mask [C, K] of the hidden keys)."""
     queries, keys = query_BHTD.shape[2], key_BGSD.shape[2]
     position_S = torch.arange(keys, device=key_BGSD.device)
     for rows, seen in row_chunks(queries, keys, options.causal, options.window):
         hidden_CK = torch.zeros((1, 1), dtype=torch.bool, device=key_BGSD.device)
         if options.causal:
-            # The last of these keys is the last of these rows' own.
+            # The last of these keys belongs to the last of these rows.
             own_C = position_S[seen.stop - (rows.stop - rows.start) : seen.stop, None]
             distance_CK = own_C - position_S[seen]
             hidden_CK = distance_CK < 0

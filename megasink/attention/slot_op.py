@@ -1,12 +1,12 @@
-"""The op under every variant: attention over real keys plus one sink slot (docs/maths.md).
+"""The op behind every variant: attention over real keys plus one sink slot (docs/maths.md).
 
-With O and LSE over the real keys, and a slot of logit s_i and value u_i:
+With O and LSE over the real keys, and a slot with logit s_i and value u_i:
 lse' = logaddexp(LSE, s), G = sigmoid(LSE - s), p = sigmoid(s - LSE) = 1 - G, out = G O + p u.
 Backward, for incoming dY, dG and e = d lse': the kernel gets dY, out and lse', and the gradient
 g = p dG + e of its LSE; ds = p (dY . (u - out) + e - G dG); du = p dY.
 
-A custom op takes tensors and scalars: `Slotted`, `AttentionCall` and the others are laid side by
-side where it is called (`*tensors, *call`) and made again inside (`from_op`).
+A custom op takes only tensors and scalars, so callers unpack `Slotted`, `AttentionCall` and the
+other records into arguments (`*tensors, *call`), and the op rebuilds them (`from_op`).
 
 Shapes: B batch, H query heads, G key/value groups, T queries, S keys, D head dim; 1 for a dimension
 that broadcasts. Statistics (LSE, gates, logits and their gradients) are float32, or float64 for
@@ -34,10 +34,10 @@ from megasink.attention.layout import (
 
 
 class Slotted(NamedTuple):
-    """What is attended over, of any strides.
+    """The input tensors, with any strides.
 
     Attributes:
-        slot_logit: s, broadcastable to [B, H, T], statistics dtype; for `Slot.GIVEN`, else None.
+        slot_logit: s, broadcastable to [B, H, T], statistics dtype; None unless `Slot.GIVEN`.
         slot_value: u, broadcastable to [B, H, T, D]; None for 0.
     """
 
@@ -49,10 +49,10 @@ class Slotted(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What the op returns.
+    """The results of the op.
 
     Attributes:
-        out_BHTD: dense, its dimensions in the order of the query's.
+        out_BHTD: Dense, in the memory order of the query.
         lse_BHT: lse'.
         gate_BHT, weight_BHT: G and p; empty for `Slot.NONE`.
     """
@@ -64,7 +64,7 @@ class Results(NamedTuple):
 
 
 class Arriving(NamedTuple):
-    """Gradients of the results; None for one that did not arrive."""
+    """Incoming gradients of the results; None if absent."""
 
     grad_out_BHTD: Tensor | None
     grad_lse_BHT: Tensor | None
@@ -77,10 +77,10 @@ class Arriving(NamedTuple):
     schema=op_schema(Slotted, AttentionCall, outputs=len(Results._fields)),
 )
 def slot_attention_op(*arguments: Any) -> Results:
-    """Forward of the op; `megasink.attention.attention` is the way to call it.
+    """Run the forward of the op; call it through `megasink.attention.attention`.
 
     Args:
-        arguments: the fields of `Slotted` and of `AttentionCall`.
+        arguments: The fields of `Slotted` and `AttentionCall`.
     """
     slotted, call = from_op(arguments, Slotted, AttentionCall)
     query_BHTD, key_BGSD, value_BGSD, slot_logit, slot_value = slotted
@@ -111,18 +111,18 @@ def slot_attention_op(*arguments: Any) -> Results:
     schema=op_schema(Arriving, Slotted, Results, AttentionCall, outputs=6),
 )
 def slot_attention_backward_op(*arguments: Any) -> tuple[Tensor, ...]:
-    """Backward of the op.
+    """Run the backward of the op.
 
     Args:
-        arguments: the fields of `Arriving`, `Slotted` (the slot's are None where no gradient of
-            either is asked for), `Results` and `AttentionCall`.
+        arguments: The fields of `Arriving`, `Slotted` (with a slot of None if neither of its
+            gradients is needed), `Results` and `AttentionCall`.
 
     Returns:
-        Gradients of query, key, value, slot_logit, slot_value and distance_bias_HS; the last three
-        empty where the input is None.
+        Gradients of query, key, value, slot_logit, slot_value and distance_bias_HS; each of the
+        last three is empty if its input is None.
 
     Raises:
-        ConfigError: an LSE or gate gradient arrives at a kernel that cannot take it.
+        ConfigError: The kernel does not support an incoming LSE or gate gradient.
     """
     arriving, slotted, results, call = from_op(arguments, Arriving, Slotted, Results, AttentionCall)
     query_BHTD, key_BGSD, value_BGSD, slot_logit, slot_value = slotted
@@ -171,10 +171,10 @@ def slot_attention_backward_op(*arguments: Any) -> tuple[Tensor, ...]:
 def _slot_logit_grad(
     arriving: Arriving, results: Results, slot_value_BHTD: Tensor | None
 ) -> Tensor:
-    """ds_i = p_i (dY_i . (u_i - out_i) + e_i - G_i dG_i), [B, H, T], statistics dtype."""
+    """Return ds_i = p_i (dY_i . (u_i - out_i) + e_i - G_i dG_i), [B, H, T], statistics dtype."""
     grad_out_BHTD, grad_lse_BHT, grad_gate_BHT = arriving
     assert grad_out_BHTD is not None
-    # One dot with the difference, not two dots: exactly 0 where out is u (the first token).
+    # One dot product with the difference, not two: exactly 0 where out is u (the first token).
     if slot_value_BHTD is None:
         grad_BHT = row_dot(grad_out_BHTD, results.out_BHTD).neg_()
     else:
@@ -229,7 +229,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    # A gradient that does not arrive stays None, so that its part of the backward is skipped.
+    # Missing gradients stay None, so that their part of the backward is skipped.
     ctx.set_materialize_grads(False)
     slotted, call = from_op(inputs, Slotted, AttentionCall)
     ctx.save_for_backward(*slotted, *output, call.distance_bias_HS)

@@ -1,1 +1,1 @@
-"""The head-balance loss of P0: its maths, its process groups, its gradient, its series."""
+"""The head-balance loss of P0: loss, gradient, reductions over ranks and statistics."""

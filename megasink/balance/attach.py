@@ -1,4 +1,4 @@
-"""Adds the gradient of the head-balance loss to the backward pass of the language model's loss.
+"""Adds the gradient of the head-balance loss to the backward pass of the language-model loss.
 
 Shapes: H query heads of this rank.
 """
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class HeadBalanceScale:
-    """The factors on the balance gradient of one model: those of the microbatch and of the step.
+    """The per-microbatch and per-step factors on the balance gradient of one model.
 
     Attributes:
-        share: of the coefficient, in [0, 1], that the running step uses.
+        share: Fraction of the coefficient used in the current step, in [0, 1].
     """
 
     def __init__(self) -> None:
@@ -23,46 +23,45 @@ class HeadBalanceScale:
         self._targets: Tensor | None = None
 
     def set_loss_scale(self, scale: Tensor) -> None:
-        """Keep the factor that Megatron puts on every loss of the microbatch.
+        """Store the factor that Megatron applies to every loss of the microbatch.
 
         Args:
-            scale: one element, a tensor so that nothing waits for the device: the fp16 loss scale
-                times the context-parallel size over the number of microbatches (the loss scale
-                alone under ``calculate_per_token_loss``; the forward step then says how many
-                targets there are).
+            scale: One-element tensor, to avoid a device sync: the fp16 loss scale times the
+                context-parallel size divided by the number of microbatches (only the loss scale
+                under ``calculate_per_token_loss``; the forward step then sets the number of
+                targets).
         """
         self._loss_scale = scale
 
     def set_step(
         self, step: int, warmup_steps: int = 0, decay_steps: int = 0, total_steps: int = 0
     ) -> None:
-        """Let the coefficient rise linearly over the first steps and fall over the last ones.
+        """Set `share` by a linear warmup and a linear decay.
 
         Args:
-            step: finished steps of the run.
-            warmup_steps: the step from which on it is whole; 0 for the first.
-            decay_steps: over how many steps it falls, to 1 / decay_steps in the last one; 0 for
-                none.
-            total_steps: of the run, where it falls.
+            step: Number of completed steps.
+            warmup_steps: Steps of the linear warmup; 0 for none.
+            decay_steps: Steps of the linear decay, to 1 / decay_steps in the last step; 0 for none.
+            total_steps: Steps of the run; used with a decay only.
         """
         rising = (step + 1) / warmup_steps if warmup_steps else 1.0
         falling = (total_steps - step) / decay_steps if decay_steps else 1.0
         self.share = max(0.0, min(1.0, rising, falling))
 
     def set_targets(self, targets: Tensor) -> None:
-        """Say how many targets the microbatch has whose forward pass comes next.
+        """Set the number of targets of the microbatch that runs forward next.
 
         Args:
-            targets: a scalar tensor: the sum of the loss mask over the tokens of the
-                microbatch, those of all context-parallel ranks.
+            targets: Scalar tensor: the sum of the loss mask over the tokens of the microbatch,
+                on all context-parallel ranks.
         """
         self._targets = targets
 
     def keep_targets(self, output: Tensor) -> Tensor:
-        """Have the targets of the microbatch in its backward pass, where recompute asks for them.
+        """Restore the targets of this microbatch in its backward pass, where recompute needs them.
 
         Args:
-            output: what the stage returned; other microbatches may come before its backward pass.
+            output: Output of the stage; other microbatches may run before its backward pass.
         """
         targets = self._targets
         if targets is not None and output.requires_grad:
@@ -71,10 +70,10 @@ class HeadBalanceScale:
 
     @property
     def targets(self) -> Tensor:
-        """The number of targets of the running microbatch, a scalar.
+        """The number of targets of the current microbatch, a scalar.
 
         Raises:
-            RuntimeError: the forward step has not said it.
+            RuntimeError: The forward step has not set it.
         """
         if self._targets is None:
             raise RuntimeError(
@@ -84,7 +83,7 @@ class HeadBalanceScale:
         return self._targets.detach()
 
     def scaled(self, gradient_H: Tensor, coeff: float) -> Tensor:
-        """A gradient at coefficient 1, [H], as the running microbatch's backward pass takes it.
+        """Scale a gradient [H] at coefficient 1 for the backward pass of the current microbatch.
 
         Call it in the backward pass: the loss scale of a microbatch is set after its forward pass.
         """
@@ -110,19 +109,19 @@ class _AttachGradient(torch.autograd.Function):
 
 
 def attach_gradient(output: Tensor, importance_H: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
-    """Return ``output`` unchanged; its backward also runs that of a loss on the importance.
+    """Return ``output`` unchanged, with a backward that also propagates a loss on the importance.
 
     The head-balance loss is not linear in the importance, so its gradient dL/dImp is computed
     where all heads and tokens of its scope are known, and enters here as a constant.
 
     Args:
-        output: the attention output, any shape and dtype; it must require a gradient.
+        output: Attention output, any shape and dtype; must require a gradient.
         importance_H: [H] differentiable mean gate of this rank's heads, float32.
-        gradient: called in the backward pass, where collectives that started in the forward pass
-            are awaited; gives dL/dImp, [H] float32, no gradient.
+        gradient: Called in the backward pass, where it waits for collectives started in the
+            forward pass; returns dL/dImp, [H] float32, without gradient.
 
     Returns:
-        a tensor equal to ``output``.
+        A tensor equal to ``output``.
     """
     result: Tensor = _AttachGradient.apply(output, importance_H, gradient)
     return result

@@ -1,6 +1,6 @@
 """The head-balance loss, as a pure function of head importance.
 
-What it is made of, CV^2, is that of head imbalance: `diagnostics/importance.py`.
+CV^2 is shared with the head-imbalance metric in `diagnostics/importance.py`.
 
 Shapes: L layers, H query heads.
 """
@@ -14,9 +14,9 @@ from megasink.diagnostics.importance import routed_moments, squared_cv
 def head_balance_loss(
     importance_LH: Tensor, coeff: float, routed_LH: Tensor | None = None
 ) -> Tensor:
-    """coeff * sum over layers of (routed heads) * CV^2 over them; a scalar, differentiable.
+    """Return coeff * sum over layers of (number of routed heads) * CV^2, a differentiable scalar.
 
-    Over all H heads it is Eq. 7 (P0.14), over the H - m routed ones Eq. 8 (P0.15).
+    Over all H heads this is Eq. 7 (P0.14), over the H - m routed heads Eq. 8 (P0.15).
     """
     heads: Tensor | int = importance_LH.shape[-1]
     if routed_LH is not None:
@@ -27,10 +27,10 @@ def head_balance_loss(
 def head_balance_gradient(
     importance_LH: Tensor, coeff: float, routed_LH: Tensor | None = None
 ) -> Tensor:
-    """dL/dImp of :func:`head_balance_loss`, [..., H]; 0 for shared heads.
+    """Return dL/dImp of :func:`head_balance_loss`, [..., H]; 0 for shared heads.
 
-    2 * coeff * [(Imp_h - mu) / mu^2 - var / mu^3], with mu and var over the n heads that count:
-    the factor n of the loss cancels the 1/n of the mean.
+    The gradient is 2 * coeff * [(Imp_h - mu) / mu^2 - var / mu^3], with mu and var over the n
+    routed heads: the factor n of the loss cancels the 1/n of the mean.
     """
     mean, variance, routed = routed_moments(importance_LH, routed_LH)
     safe = mean.clamp_min(1e-12)
@@ -39,15 +39,14 @@ def head_balance_gradient(
 
 
 def routed_heads(importance_LH: Tensor, shared: int) -> Tensor:
-    """The heads that are not among the `shared` most important ones of their layer (P0.15).
+    """Return a mask of the heads not among the `shared` most important of their layer (P0.15).
 
     Args:
         importance_LH: [..., H].
         shared: m of Eq. 8, less than H.
 
     Returns:
-        [..., H] bool. Of equally important heads the one of the lower index is shared first. The
-        choice is not differentiated.
+        [..., H] bool, not differentiable. Ties are broken in favor of sharing the lower index.
     """
     order = importance_LH.sort(dim=-1, descending=True, stable=True).indices
     routed = torch.ones_like(importance_LH, dtype=torch.bool)

@@ -13,16 +13,16 @@ from torch.distributed import ProcessGroup
 class ImportanceSum:
     """The importance of all heads of a layer over the tokens of a group of ranks.
 
-    The collective starts when it is made, in the forward pass, and is awaited where the result is
-    asked for, in the backward pass: nothing waits in between.
+    The constructor starts the all-reduce in the forward pass; reading the result in the backward
+    pass waits for it.
 
     Args:
-        gate_sum_h: sum over this rank's tokens of the gate of its heads; ranks of `tp_group` hold
+        gate_sum_h: Gates of this rank's heads, summed over its tokens; ranks of `tp_group` hold
             consecutive heads.
-        tokens: how many tokens it is the sum of.
-        tp_group: the tensor-parallel group, part of `group`.
-        group: the ranks whose tokens count.
-        targets: of the microbatch of this rank, a scalar; None where nobody asks for them.
+        tokens: Number of tokens in the sum.
+        tp_group: Tensor-parallel group, a subset of `group`.
+        group: Ranks whose tokens count.
+        targets: Number of targets of this rank's microbatch, a scalar; None if not needed.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class ImportanceSum:
             self._work = torch.distributed.all_reduce(self._sums, group=group, async_op=True)
 
     def importance(self) -> Tensor:
-        """[H], the same on every rank of the group; not differentiable."""
+        """Return the importance [H], the same on every rank of the group; not differentiable."""
         self._wait()
         return self._sums[:-2] / self._sums[-2]
 
     def mean_targets(self) -> Tensor:
-        """Scalar: the mean of `targets` over the group's microbatches."""
+        """Return the mean of `targets` over the group's microbatches, a scalar."""
         self._wait()
         return self._sums[-1] / self._replicas
 
@@ -63,6 +63,6 @@ class ImportanceSum:
 
 
 def own_heads(importance_H: Tensor, tp_group: ProcessGroup) -> Tensor:
-    """This rank's [h] of a tensor over all [H] heads."""
+    """Return this rank's slice [h] of a tensor [H] over all heads."""
     count = importance_H.shape[-1] // tp_group.size()
     return importance_H.narrow(-1, tp_group.rank() * count, count)

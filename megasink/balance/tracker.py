@@ -1,4 +1,4 @@
-"""Sums of every head's gate over the microbatches of a step, and over ranks when it ends.
+"""Gate sums of every head over the microbatches of a step, reduced over ranks at its end.
 
 Shapes: L layers of the model, H query heads, h those of this tensor-parallel rank.
 """
@@ -13,9 +13,9 @@ from torch import Tensor
 from megasink.balance.loss import head_balance_loss
 from megasink.diagnostics.importance import layer_imbalance
 
-# What layers may add on steps that are observed: the sink logit; the mean of an explicit gate that
-# is not the importance; the gradients of the balance loss, and of all that comes behind the layer,
-# with respect to a bias on the logit of the gate (docs/observing.md).
+# Series that layers may record on observed steps: the sink logit; the mean of an explicit gate that
+# is not the importance; the gradients of the balance loss and of the rest of the loss with respect
+# to a bias on the logit of the gate (docs/observing.md).
 SINK, GATE, BALANCE_GRADIENT, OTHER_GRADIENT = SERIES = (
     "sink",
     "gate",
@@ -26,17 +26,17 @@ SINK, GATE, BALANCE_GRADIENT, OTHER_GRADIENT = SERIES = (
 
 @dataclass(frozen=True)
 class HeadStatistics:
-    """One step's statistics, over the global batch. On the device: reading one waits for it.
+    """Statistics of one step over the global batch, on the device: reading one synchronizes.
 
     Attributes:
-        importance_LH: mean gate of each head over all tokens (P0.10), float32, NaN for a layer
+        importance_LH: Mean gate of each head over all tokens (P0.10), float32, NaN for a layer
             that recorded nothing.
         imbalance_L: CV of each layer (P0.13).
-        imbalance: mean over layers of CV (Eq. 6), a scalar.
-        balance_loss: Eq. 7 or 8, a scalar: of `importance_LH` in the global scope (whose gradient
-            uses that of the step before), else its mean over microbatches.
-        series: of a step that is observed, each of `SERIES` as a mean, [L, H] float32, NaN where
-            nothing was added.
+        imbalance: Mean CV over layers (Eq. 6), a scalar.
+        balance_loss: Eq. 7 or 8, a scalar: computed from `importance_LH` in the global scope (whose
+            gradient uses the previous step), else the mean over microbatches.
+        series: On an observed step, the mean of each of `SERIES`, [L, H] float32, NaN where nothing
+            was recorded.
     """
 
     importance_LH: Tensor
@@ -50,26 +50,27 @@ Receiver = Callable[[Tensor], None]
 
 
 class HeadTracker:
-    """The sums of one model's layers, on the device, until the step ends.
+    """Accumulates the sums of one model's layers on the device until the step ends.
 
-    They are kept in the table that is sent: one all-reduce of one [L, 2 H + 3] tensor per step,
-    whatever the layers, stages and microbatches. It starts when the backward pass ends and is
-    awaited after the optimizer's step. On a step that is observed the tensor has 2 H further
-    columns for each of `SERIES`.
+    The sums live in a single [L, 2 H + 3] tensor that is all-reduced once per step, regardless of
+    the number of layers, stages and microbatches. The all-reduce starts when the backward pass ends
+    and completes after the optimizer step. On an observed step the tensor has 2 H more columns for
+    each of `SERIES`.
 
     Args:
         layers: L.
         heads: H.
 
     Attributes:
-        observes: the running step is observed; the same on every rank, from its first microbatch.
+        observes: Whether the current step is observed; set on every rank before the first
+            microbatch.
     """
 
     def __init__(self, layers: int, heads: int):
         self.layers, self.heads = layers, heads
         self.observes = False
-        # Of each layer: a sum per head, how often each was routed, then tokens, balance loss at
-        # coefficient 1, microbatches; of each series a sum and a weight per head.
+        # Per layer: a sum per head, how often each head was routed, then tokens, balance loss at
+        # coefficient 1, microbatches; for each series a sum and a weight per head.
         self._table: Tensor | None = None
         self._receivers: dict[int, Receiver] = {}
         self._pending: tuple[Tensor, Any] | None = None
@@ -87,14 +88,14 @@ class HeadTracker:
 
         Args:
             layer: 0-based index in the whole model.
-            first: index in the layer of the first of this rank's heads.
-            gate_sum_h: sum over tokens of the gate of this rank's heads.
-            tokens: how many tokens it is the sum of.
-            routed_H: the heads that the balance loss evens out, bool.
-            receiver: called with the layer's importance [H] when the step has ended.
+            first: Index in the layer of this rank's first head.
+            gate_sum_h: Gates of this rank's heads, summed over tokens.
+            tokens: Number of tokens in the sum.
+            routed_H: Mask of the heads that the balance loss covers, bool.
+            receiver: Called with the layer's importance [H] at the end of the step.
 
         Raises:
-            RuntimeError: another module has recorded as this layer in the running step.
+            RuntimeError: Another module has recorded as this layer in the current step.
         """
         if self._receivers.setdefault(layer, receiver) != receiver:
             raise RuntimeError(
@@ -103,26 +104,25 @@ class HeadTracker:
             )
         row = self._row(layer, gate_sum_h.device)
         row[first : first + len(gate_sum_h)] += gate_sum_h.detach()
-        if first == 0:  # every tensor-parallel rank has these
+        if first == 0:  # the same on every tensor-parallel rank
             row[self.heads : 2 * self.heads] += routed_H
             row[2 * self.heads] += tokens
             row[2 * self.heads + 2] += 1
 
     def record_loss(self, layer: int, first: int, loss: Tensor) -> None:
-        """Add the layer's term of the balance loss in one microbatch that was recorded."""
+        """Add the layer's balance loss for one recorded microbatch."""
         if first == 0:
             self._row(layer, loss.device)[2 * self.heads + 1] += loss.detach()
 
     def add(self, name: str, layer: int, first: int, sum_h: Tensor, weight: float) -> None:
-        """Add to a series, on a step that is observed; every rank adds its part of the mean.
+        """Add to a series on an observed step; every rank adds its part of the mean.
 
         Args:
-            name: of `SERIES`.
+            name: One of `SERIES`.
             layer: 0-based index in the whole model.
-            first: index in the layer of the first of these heads.
-            sum_h: sum over what the mean is of; whatever other ranks add to the same head counts
-                together with it.
-            weight: how many it is the sum of.
+            first: Index in the layer of the first of these heads.
+            sum_h: Sum of the values; contributions of other ranks to the same head are added.
+            weight: Number of values in the sum.
         """
         at = 2 * self.heads + 3 + 2 * self.heads * SERIES.index(name) + first
         row = self._row(layer, sum_h.device)
@@ -137,9 +137,9 @@ class HeadTracker:
         return self._table[layer]
 
     def start_reduction(self) -> None:
-        """Send the sums of the step; call it on every rank when the backward pass has ended.
+        """Start the all-reduce of the step; call it on every rank after the backward pass.
 
-        A forward and backward pass that is run again replaces what the first one sent.
+        If the forward and backward pass is rerun, its sums replace those of the first run.
         """
         if self._pending is not None:
             self._pending[1].wait()
@@ -149,14 +149,14 @@ class HeadTracker:
         self._pending = table, torch.distributed.all_reduce(table, async_op=True)
 
     def finish_step(self, coeff: float, scope: str) -> HeadStatistics | None:
-        """The statistics of the step, to every layer's receiver too.
+        """Return the statistics of the step, and pass the importance to every layer's receiver.
 
         Args:
-            coeff: of the balance loss.
-            scope: of the balance loss.
+            coeff: Coefficient of the balance loss.
+            scope: Scope of the balance loss.
 
         Returns:
-            None if nothing was sent.
+            None if no all-reduce was started.
         """
         if self._pending is None:
             return None

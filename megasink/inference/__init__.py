@@ -1,1 +1,1 @@
-"""Generating tokens from a trained model."""
+"""Token generation from a trained model."""

@@ -1,10 +1,10 @@
-"""Generate through Megatron's static inference: its KV cache, our core attention.
+"""Generation with Megatron's static inference: its KV cache, megasink's core attention.
 
-Megatron's own loop around the same parts (TextGenerationController) asks for CUDA events and
-tensors, and its StaticInferenceEngine hands over to dynamic batching; this loop runs on every
-platform, and yields each token when it is there.
+Megatron's own loop (TextGenerationController) requires CUDA events and tensors, and its
+StaticInferenceEngine delegates to dynamic batching. This loop runs on every platform and reports
+each token as soon as it is sampled.
 
-Shapes: B sequences, S tokens with the prompt, V rows of the vocabulary.
+Shapes: B sequences, S tokens including the prompt, V rows of the vocabulary.
 """
 
 import time
@@ -27,14 +27,14 @@ from megasink.inference.sampling import Sampling, next_tokens
 
 @dataclass(frozen=True)
 class Generated:
-    """What :func:`generate` made.
+    """The result of :func:`generate`.
 
     Attributes:
-        tokens: of each sequence, without its prompt; the end-of-document token, where a sequence
-            reached it, is the last one.
-        prefill_tokens, decode_tokens: how many tokens ran through the model at once, and one by
-            one, over all sequences.
-        prefill_seconds, decode_seconds: wall time of each, sampling included.
+        tokens: New tokens of each sequence, without the prompt; includes the end-of-document token
+            if it was reached.
+        prefill_tokens, decode_tokens: Tokens processed in the prefill and in single-token steps,
+            over all sequences.
+        prefill_seconds, decode_seconds: Wall time of each phase, including sampling.
     """
 
     tokens: list[list[int]]
@@ -56,27 +56,26 @@ def generate(
     on_token: Callable[[int, int], None] | None = None,
     on_logits: Callable[[Tensor], None] | None = None,
 ) -> Generated:
-    """Continue prompts of any lengths, as one batch over a key-value cache.
+    """Continue prompts of different lengths as one batch with a KV cache.
 
-    The shortest prompt's length is prefilled for all at once; from there on every step appends
-    one token to each sequence: its own while its prompt lasts, a sampled one after it. So nothing
-    is padded and every sequence stands at its true positions. Works under tensor and pipeline
-    parallelism; every rank gets the result.
+    The prefill covers the length of the shortest prompt. Each later step appends one token to every
+    sequence: the next prompt token while its prompt lasts, then a sampled one. Nothing is padded,
+    so all positions are exact. Works with tensor and pipeline parallelism; every rank returns the
+    result.
 
     Args:
-        model: this rank's stage.
-        prompts: token ids; none is empty.
-        max_new_tokens: of each sequence.
-        sampling: the same on every rank.
-        vocabulary: see `next_tokens`.
-        end: stop a sequence after this token.
-        on_token: called with (sequence, token) for every new token.
-        on_logits: called with the logits [B, V] of every step, on the last pipeline stage.
+        model: Pipeline stage of this rank.
+        prompts: Non-empty lists of token ids.
+        max_new_tokens: Limit per sequence.
+        sampling: Same on every rank.
+        vocabulary: See `next_tokens`.
+        end: Token after which a sequence stops.
+        on_token: Called with (sequence, token) for every new token.
+        on_logits: Called with the logits [B, V] of every step, on the last pipeline stage.
 
     Raises:
-        UserError: sequence or context parallelism, of which a single token has no part for each
-            rank.
-        ValueError: no prompt, an empty one, or no token asked for.
+        UserError: Sequence or context parallelism is on; a single token cannot be split.
+        ValueError: There are no prompts, an empty prompt, or no tokens to generate.
     """
     if model.config.sequence_parallel:
         raise UserError("--sequence-parallel: one token cannot be split; generate without it")
@@ -124,7 +123,7 @@ def generate(
 
 
 class _Stage:
-    """This rank's stage with its cache."""
+    """The pipeline stage of this rank with its KV cache."""
 
     def __init__(
         self, model: GPTModel, batch: int, length: int, sampling: Sampling, vocabulary: int
@@ -142,14 +141,14 @@ class _Stage:
         stop: int,
         on_logits: Callable[[Tensor], None] | None,
     ) -> list[int]:
-        """Run tokens [start, stop) through the model; the token sampled for each sequence."""
+        """Run tokens [start, stop) through the model and sample one token per sequence."""
         window_BS = tokens_BS[:, start:stop]
         positions_S = torch.arange(start, stop, device=tokens_BS.device)
         logits_B1V = self.wrapper.run_one_forward_step(
             {
                 "tokens": window_BS,
                 "position_ids": positions_S.expand_as(window_BS),
-                "attention_mask": None,  # core attention is causal by itself
+                "attention_mask": None,  # core attention is always causal
             }
         )
         sampled_B = torch.zeros_like(tokens_BS[:, 0])

@@ -1,4 +1,4 @@
-"""The next token from the logits of the last one.
+"""Sampling of the next token from logits.
 
 Shapes: B sequences, V rows of the vocabulary.
 """
@@ -11,14 +11,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """Sampling parameters.
 
     Attributes:
-        temperature: divides the logits; 0 takes the most likely token.
-        top_k: sample among the k most likely tokens; 0 for all.
-        top_p: sample among the fewest most likely tokens whose probabilities reach p, after top_k;
-            1 for all.
-        seed: of the draws.
+        temperature: Divides the logits; 0 is greedy.
+        top_k: Sample from the k most likely tokens; 0 for all.
+        top_p: Sample from the smallest set of most likely tokens whose probabilities sum to p,
+            after top_k; 1 for all.
+        seed: Seed of the generator.
     """
 
     temperature: float = 1.0
@@ -30,11 +30,11 @@ class Sampling:
 def next_tokens(
     logits_BV: Tensor, sampling: Sampling, generator: torch.Generator, vocabulary: int
 ) -> Tensor:
-    """One token for each row [B].
+    """Sample one token per row: [B].
 
     Args:
-        vocabulary: tokens of the tokenizer; the rows that pad the embedding were never trained and
-            are never chosen.
+        vocabulary: Number of tokens in the tokenizer; the embedding's padding rows are untrained
+            and never sampled.
     """
     logits_BV = logits_BV[:, :vocabulary].float()
     if sampling.temperature == 0:
@@ -43,7 +43,7 @@ def next_tokens(
     if sampling.top_k:
         ranked_BV = ranked_BV[:, : sampling.top_k]
     probability_BV = torch.softmax(ranked_BV / sampling.temperature, -1)
-    # A token counts while those before it have not reached p: the first one always does.
+    # Keep a token while the ones before it sum to less than p; the first is always kept.
     before_BV = probability_BV.cumsum(-1) - probability_BV
     probability_BV = probability_BV.masked_fill(before_BV >= sampling.top_p, 0.0)
     chosen_B1 = torch.multinomial(probability_BV, 1, generator=generator)

@@ -1,1 +1,1 @@
-"""Megatron modules: parameters, tensor-parallel attributes, sharded state, the model builder."""
+"""Megatron modules: attention layers, parameters, sharded state and the model builder."""

@@ -1,4 +1,4 @@
-"""The options of the block around attention, put into Megatron's layer specs."""
+"""Applies the options of the block around attention to Megatron's layer specs."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from megasink.layers.head_sum import HeadSumProjection
 from megasink.layers.residual import ResidualAdd
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
-# Where a checkpoint has the norms of ResidualAdd: (module of the layer, name in the checkpoint).
+# Checkpoint names of the norms of ResidualAdd: {module of the layer: name in the checkpoint}.
 _NORMS = {
     "self_attn_bda.layernorm.": "post_self_attn_layernorm.",
     "mlp_bda.layernorm.": "post_mlp_layernorm.",
@@ -23,13 +23,13 @@ _NORMS = {
 def with_block_options(
     block: TransformerBlockSubmodules, config: MegasinkTransformerConfig
 ) -> TransformerBlockSubmodules:
-    """The block with the modules that the options of :class:`BlockOptions` need.
+    """Return the block spec with the modules required by :class:`BlockOptions`.
 
-    The norms are those that Megatron would put after the last layer. Without such an option the
-    block is returned as it is.
+    Added norms use the builder of Megatron's final norm. Without such options the spec is
+    unchanged.
 
     Args:
-        block: layers of Megatron's TransformerLayer, dense or MoE, local or TransformerEngine.
+        block: Specs of Megatron's TransformerLayer, dense or MoE, local or TransformerEngine.
     """
     layers, norm = list(block.layer_specs), block.layer_norm
     if config.qk_l2_norm:  # upstream's local spec forgets it (training/models/gpt.py:120)
@@ -76,7 +76,7 @@ def _without_norms_before(layer: ModuleSpec) -> ModuleSpec:
 
 
 def _unfused(linear: Any) -> Any:
-    """TransformerEngine's layer that normalises its input -> the same without the norm."""
+    """Replace TransformerEngine's fused norm and linear layer by the linear layer alone."""
     from megatron.core.extensions import transformer_engine
 
     if linear is getattr(transformer_engine, "TELayerNormColumnParallelLinear", None):

@@ -1,4 +1,4 @@
-"""The model configuration and builder that Megatron's training loop is given."""
+"""The model configuration and builder passed to Megatron's training loop."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,11 +15,11 @@ from megasink.layers.sinusoid import SinusoidalPositions
 
 @dataclass(kw_only=True)
 class MegasinkGPTConfig(GPTModelConfig):
-    """GPTModelConfig whose models start from weights independent of the layout.
+    """GPTModelConfig whose initial weights are independent of the parallel layout.
 
     Attributes:
-        init_seed: seed of the initial weights.
-        tokens: rows of the vocabulary that take part in a softmax; None for all, padding included.
+        init_seed: Seed of the initial weights.
+        tokens: Vocabulary rows included in the softmax; None for all, padding included.
     """
 
     builder: ClassVar[str] = "megasink.layers.builder.MegasinkGPTBuilder"
@@ -28,11 +28,11 @@ class MegasinkGPTConfig(GPTModelConfig):
 
 
 class MegasinkGPTBuilder(GPTModelBuilder):
-    """Builds GPTModel stages and draws their weights independently of the layout.
+    """Builds GPTModel stages and initializes their weights independently of the layout.
 
     Raises:
-        ValueError: multi-token prediction: its blocks ignore the layer spec and take upstream's
-            attention (megatron/training/models/gpt.py:363).
+        ValueError: Multi-token prediction is on: its blocks ignore the layer spec and use
+            Megatron's attention (megatron/training/models/gpt.py:363).
     """
 
     def build_model(
@@ -42,7 +42,7 @@ class MegasinkGPTBuilder(GPTModelBuilder):
         post_process: bool | None = None,
         vp_stage: int | None = None,
     ) -> GPTModel:
-        """One pipeline stage; arguments as upstream's."""
+        """Build one pipeline stage; arguments as in Megatron."""
         config: Any = self._model_config
         if config.transformer.mtp_num_layers:
             raise ValueError("--mtp-num-layers: multi-token prediction is not supported")
@@ -53,7 +53,7 @@ class MegasinkGPTBuilder(GPTModelBuilder):
             model.embedding.position_embeddings = SinusoidalPositions(
                 rows, hidden_size, learned.device
             )
-        if config.transformer.perform_initialization:  # else they come from a checkpoint
+        if config.transformer.perform_initialization:  # else loaded from a checkpoint
             initialize_weights(model, config.init_seed)
         mask_padding_rows(model, config.tokens)
         model.register_forward_pre_hook(refuse_what_bypasses_core_attention, with_kwargs=True)

@@ -1,15 +1,15 @@
-"""Attention over a sequence that is divided over the ranks of a context-parallel group.
+"""Attention over a sequence split across the ranks of a context-parallel group.
 
-Megatron cuts every sequence into 2 * cp chunks and gives rank r the chunks r and 2 * cp - 1 - r
-(``megatron/core/utils.py:get_batch_on_this_cp_rank``): under the causal mask all ranks then have
-the same work. Two ways to attend, Megatron's names of ``--cp-comm-type``:
+Megatron splits every sequence into 2 * cp chunks and gives rank r the chunks r and 2 * cp - 1 - r
+(``megatron/core/utils.py:get_batch_on_this_cp_rank``), which balances the work of the ranks under
+the causal mask. Two modes are supported, named as in ``--cp-comm-type``:
 
-all_gather: every rank gathers the keys and values of the whole sequence, and its two chunks of
-queries attend to them: each is the bottom of a causal square, so its log-sum-exps are complete.
+all_gather: every rank gathers the keys and values of the whole sequence, and its two query chunks
+attend to them. Each chunk is the bottom of a causal square, so its log-sum-exps are complete.
 a2a: every rank exchanges its tokens of all heads for all tokens of its share of the heads.
 
 Shapes: s tokens of this rank, c = s / 2 of one chunk, S = cp * s of the sequence, B batch, H query
-heads and G key/value groups of this tensor-parallel rank, N of any of them, D head dim, T queries.
+heads and G key/value groups of this tensor-parallel rank, N any of these, D head dim, T queries.
 """
 
 from collections.abc import Callable
@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# (query_BHTD, key_BGSD, value_BGSD) -> output_BHTD, and the gate_BHT or None; the last query stands
-# at the last key.
+# (query_BHTD, key_BGSD, value_BGSD) -> output_BHTD and gate_BHT or None; the last query is aligned
+# with the last key.
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
 def attend_alone(
     attend: Attend, query_SBHD: Tensor, key_SBGD: Tensor, value_SBGD: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """`attend` in the layout of Megatron's tensors, for a rank that has the whole sequence.
+    """Call `attend` on tensors in Megatron's layout, for a rank that has the whole sequence.
 
     Returns:
-        output [S, B, H, D] and the gate [B, H, S] or None.
+        Output [S, B, H, D] and the gate [B, H, S] or None.
     """
     out_BHTD, gate_BHT = attend(
         *(x.permute(1, 2, 0, 3) for x in (query_SBHD, key_SBGD, value_SBGD))
@@ -41,10 +41,10 @@ def attend_alone(
 def attend_to_gathered_keys(
     attend: Attend, query_sBHD: Tensor, key_sBGD: Tensor, value_sBGD: Tensor, group: ProcessGroup
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of this rank's tokens to the whole sequence, heads undivided (all_gather).
+    """Attend from this rank's tokens to the whole sequence, for all heads (all_gather).
 
     Returns:
-        output [s, B, H, D] and the gate [B, H, s], None where `attend` gives none.
+        Output [s, B, H, D] and the gate [B, H, s], or None if `attend` returns no gate.
     """
     first_key, first_value, last_key, last_value = _GatherKeys.apply(key_sBGD, value_sBGD, group)
     first_query, last_query = query_sBHD.chunk(2)
@@ -59,18 +59,17 @@ def attend_to_gathered_keys(
 def attend_with_scattered_heads(
     attend: Attend, query_sBHD: Tensor, key_sBGD: Tensor, value_sBGD: Tensor, group: ProcessGroup
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of the whole sequence for this rank's share of the heads (a2a).
+    """Attend over the whole sequence for this rank's share of the heads (a2a).
 
-    `attend` gets rank r's of cp consecutive shares of the heads and of the groups, which must
-    divide both.
+    `attend` receives share r of cp consecutive shares of heads and groups; cp must divide both.
 
     Returns:
-        as `attend_to_gathered_keys`.
+        See `attend_to_gathered_keys`.
     """
     ranks = group.size()
     tensors = (query_sBHD, key_sBGD, value_sBGD)
     heads = [tensor.shape[2] // ranks for tensor in tensors]
-    # One exchange for all three: of every rank's heads its queries, then its keys and values.
+    # One exchange for all three: per rank the queries, keys and values of its heads.
     shares = torch.cat([t.unflatten(2, (ranks, -1)) for t in tensors], dim=3)
     whole_SBND = _ScatterHeads.apply(shares.flatten(2, 3), group)
     out_SBHD, gate_BHS = attend_alone(attend, *whole_SBND.split(heads, dim=2))
@@ -84,7 +83,7 @@ def attend_with_scattered_heads(
 class _GatherKeys(torch.autograd.Function):
     """Keys and values of the sequence up to the end of each of this rank's two chunks.
 
-    Four views of one buffer; backward adds their gradients up in it and reduce-scatters it.
+    Returns four views of one buffer; the backward sums their gradients and reduce-scatters the sum.
     """
 
     @staticmethod
@@ -122,7 +121,7 @@ class _GatherKeys(torch.autograd.Function):
 
 
 class _ScatterHeads(torch.autograd.Function):
-    """[s, B, N, D] of all heads -> [S, B, N / cp, D] of the whole sequence, in its order."""
+    """[s, B, N, D] of all heads -> [S, B, N / cp, D] of the whole sequence, in sequence order."""
 
     @staticmethod
     def forward(ctx: Any, x_sBND: Tensor, group: ProcessGroup) -> Tensor:
@@ -136,7 +135,7 @@ class _ScatterHeads(torch.autograd.Function):
 
 
 class _GatherHeads(torch.autograd.Function):
-    """The inverse of `_ScatterHeads`, and so its backward."""
+    """The inverse of `_ScatterHeads`, and therefore its backward."""
 
     @staticmethod
     def forward(ctx: Any, x_SBND: Tensor, group: ProcessGroup) -> Tensor:
@@ -166,12 +165,12 @@ def _gather_heads(x_SBND: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def in_sequence_order(ranked: Tensor, ranks: int) -> Tensor:
-    """[S, ...] with the tokens of rank 0, then of rank 1, ... -> in the order of the sequence."""
+    """Reorder [S, ...] from rank order (tokens of rank 0, rank 1, ...) to sequence order."""
     chunks = ranked.unflatten(0, (ranks, 2, -1))
     return torch.cat((chunks[:, 0], chunks[:, 1].flip(0))).flatten(0, 1)
 
 
 def in_rank_order(tokens: Tensor, ranks: int) -> Tensor:
-    """The inverse of `in_sequence_order`; contiguous."""
+    """Invert `in_sequence_order`; the result is contiguous."""
     first, last = tokens.unflatten(0, (2 * ranks, -1)).chunk(2)
     return torch.stack((first, last.flip(0)), dim=1).flatten(0, 2).contiguous()

@@ -1,11 +1,11 @@
 """The core-attention module inside Megatron's SelfAttention.
 
-What a variant adds is in its record (``megasink.variants``); here are Megatron's interface, the
-parameters and what is counted; what is watched beside it is in ``layers/head_observer.py``.
+Variants are defined by their records (``megasink.variants``). This module has Megatron's interface,
+the parameters and the head counting; other observations are in ``layers/head_observer.py``.
 
 Shapes: S sequence, B batch, H query heads and G key/value groups of this tensor-parallel rank,
-T = S tokens, D head dim. Megatron hands over [S, B, heads, D] and takes [S, B, H * D]; packed
-documents come as [T, heads, D].
+T = S tokens, D head dim. Megatron passes [S, B, heads, D] and expects [S, B, H * D]; packed
+documents are [T, heads, D].
 """
 
 from functools import partial
@@ -47,28 +47,28 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
     """Attention of any variant, whose gates feed the head-balance loss (P0, P2.23 to P2.38).
 
     Args:
-        config: with the options of ``AttentionOptions``, ``BiasOptions`` and ``SimilarityOptions``,
-            and ``head_balance_coeff``.
+        config: Config with ``AttentionOptions``, ``BiasOptions``, ``SimilarityOptions`` and
+            ``head_balance_coeff``.
         layer_number: 1-based index in the whole model.
-        attn_mask_type: causal.
-        attention_type: "self".
-        cp_comm_type: under context parallelism "all_gather" (also for None) or "a2a".
-        softmax_scale: factor of the scores; None for head_dim ** -0.5.
-        pg_collection: with the groups ``tp`` and ``cp``.
+        attn_mask_type: Must be causal.
+        attention_type: Must be "self".
+        cp_comm_type: For context parallelism: "all_gather" (also for None) or "a2a".
+        softmax_scale: Factor of the scores; None for head_dim ** -0.5.
+        pg_collection: Must have the groups ``tp`` and ``cp``.
 
     Attributes:
-        variant: the record of ``config.attention_variant``. Each of its parameters is an attribute
-            under its name, those of this rank's heads, float32 also where the model runs in bf16;
-            those of other variants are None.
-        relative_bias: gives the biases of ``attention_bias_type``; None for none.
-        similarity_mlp: for the MLP similarity.
-        documents: of the batch that ran last; None where it was not packed.
-        observer, attending: record what is observed of this rank's heads, and of those that it
-            attends for: a share of them under "a2a".
+        variant: The record of ``config.attention_variant``. Each of its parameters is an attribute
+            of the same name for this rank's heads, float32 even if the model runs in bf16;
+            parameters of other variants are None.
+        relative_bias: Module for ``attention_bias_type``; None if there is no bias.
+        similarity_mlp: Weights of the MLP similarity.
+        documents: Documents of the last batch; None if it was not packed.
+        observer, attending: Observers of this rank's heads, and of the heads it attends for (a
+            share of them under "a2a").
 
     Raises:
-        ValueError: cross attention, a mask other than the causal one, context parallelism of
-            another kind, or a prefix under all_gather.
+        ValueError: Cross attention, a non-causal mask, an unsupported kind of context parallelism,
+            or a prefix under all_gather.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
             config.window_size, config.window_attn_skip_freq, layer_number
         )
         self.window = visible_tokens(config.window_size) if windowed else None
-        # An explicit gate may be the head's importance; then the one of the softmax is not.
+        # If an explicit gate defines the head importance, the softmax gate does not.
         self.counts_heads = not counts_heads(config)
 
         rank = self.tp_group.rank()
@@ -116,7 +116,7 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
         self.documents: Documents | None = None
         self.variant = variant(config.attention_variant)
         head_dim = config.kv_channels
-        # Not torch.cuda.current_device() always, as upstream's: CPU initialisation means the CPU.
+        # Unlike Megatron, which always uses the current CUDA device, honor CPU initialization.
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         for name in parameter_names():
             self.register_parameter(name, None)
@@ -141,19 +141,19 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attention over [S, B, H, D] queries and [S, B, G, D] keys and values.
+        """Compute attention for [S, B, H, D] queries and [S, B, G, D] keys and values.
 
         Args:
-            attention_mask: must be None or Megatron's own causal mask: it is not read.
-            packed_seq_params: boundaries of packed documents, in the format thd: queries, keys and
+            attention_mask: Must be None or Megatron's own causal mask; it is not read.
+            packed_seq_params: Boundaries of packed documents in thd format: queries, keys and
                 values are then [T, heads, D].
 
         Returns:
             [S, B, H * D] in the dtype of the query; [T, 1, H * D] for packed documents.
 
         Raises:
-            NotImplementedError: an attention bias, packed sequences in another format, or under
-                context parallelism.
+            NotImplementedError: An attention bias is given, or sequences are packed in another
+                format or under context parallelism.
         """
         if attention_bias is not None:
             raise NotImplementedError(
@@ -163,7 +163,7 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
         self.documents = documents_of(packed_seq_params, query.shape[0])
         if self.documents is not None:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        # Recompute runs forward a first time without gradients: that run counts nothing.
+        # The first forward of activation recompute has no gradients and is not counted.
         trains = self.training and torch.is_grad_enabled()
         counts = self.counts_heads and trains
         if trains and self.variant.logs_slot_logit:
@@ -183,7 +183,7 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
     def _over_ranks(
         self, attend: Attend, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """`attend` over the sequence, wherever its tokens are: [S, B, H, D], and the gate."""
+        """Call `attend` across context-parallel ranks; return [S, B, H, D] and the gate."""
         if self.cp_group.size() == 1:
             return attend_alone(attend, query, key, value)
         if self.documents is not None:
@@ -196,11 +196,11 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
 
     @property
     def scatters_heads(self) -> bool:
-        """Whether each context-parallel rank attends for a share of the heads alone."""
+        """Whether each context-parallel rank attends for only a share of the heads."""
         return self.cp_group.size() > 1 and self.cp_comm_type == "a2a"
 
     def _own_share(self, by_heads: Tensor) -> Tensor:
-        """Of a tensor [H, ...] the rows of the heads that this rank attends for."""
+        """Return the rows of a tensor [H, ...] for the heads that this rank attends for."""
         if not self.scatters_heads:
             return by_heads
         return by_heads.chunk(self.cp_group.size())[self.cp_group.rank()]
@@ -208,7 +208,7 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
     def _softmax(
         self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, *, counts: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Output and gate of a variant of softmax attention."""
+        """Return output and gate of a softmax-attention variant."""
         balances = counts and self.config.head_balance_coeff > 0
         mask: dict[str, Any] = {"window": self.window, "prefix": self.config.prefix_lm_tokens}
         longest = key_BGSD.shape[2]
@@ -249,7 +249,7 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
                 query_BHTD, key_BGSD, lse_BHT, scale=self.softmax_scale, **mask
             )
         if counts and self.attending.compares_gradients and gate_BHT is not None:
-            assert self.variant.slot_value is not None  # refused by the config
+            assert self.variant.slot_value is not None  # rejected by the config
             value_BHTD = self.variant.slot_value(
                 self.config,
                 {name: parameter.detach() for name, parameter in parameters.items()},
@@ -261,13 +261,13 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
         return out_BHTD, gate_BHT
 
     def slot_logit(self, query_BHTD: Tensor) -> Tensor | None:
-        """The slot's logit for queries of all of this rank's heads, without gradient.
+        """Return the slot logit for queries of all of this rank's heads, without gradient.
 
         Returns:
-            broadcastable to [B, H, T]; None for a variant without a slot.
+            Broadcastable to [B, H, T]; None for a variant without a slot.
 
         Raises:
-            ValueError: the variant's record does not say.
+            ValueError: The variant's record does not define it.
         """
         if self.variant.slot_logit is None:
             raise ValueError(f"attention variant {self.variant.name!r} has no slot_logit")
@@ -278,7 +278,7 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
     def _similar(
         self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, *, counts: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Output, and 1 - the proxy weight of key 0 (P2.37): a statistic without gradient."""
+        """Return the output and 1 - the proxy weight of key 0 (P2.37), without gradient."""
         mlp = self.similarity_mlp
         out_BHTD, first_weight_BHT = similarity_attention(
             query_BHTD,
@@ -295,7 +295,7 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
         return out_BHTD, 1.0 - first_weight_BHT
 
     def _whole(self, name: str) -> Tensor:
-        """A parameter; one that all heads share collects the gradients of every rank's heads."""
+        """Return a parameter; gradients of one shared by all heads are summed over the ranks."""
         parameter: torch.nn.Parameter = getattr(self, name)
         if getattr(parameter, "tensor_model_parallel", False):
             return self._own_share(parameter)

@@ -1,4 +1,4 @@
-"""Packed documents as the layers know them, from Megatron's PackedSeqParams.
+"""Packed documents of a batch, read from Megatron's PackedSeqParams.
 
 Shapes: T tokens of the pack.
 """
@@ -18,12 +18,12 @@ _CACHE = "megasink_documents"
 
 @dataclass(frozen=True)
 class Documents:
-    """One pack.
+    """The documents of one pack.
 
     Attributes:
-        cu_seqlens: boundaries 0, .., T on the host, padding inside the document it follows.
-        real_tokens: those that are no padding.
-        real_1T: bool, True for them; None where all are.
+        cu_seqlens: Boundaries 0, .., T on the host; padding belongs to the preceding document.
+        real_tokens: Number of tokens that are not padding.
+        real_1T: Bool mask of these tokens; None if there is no padding.
     """
 
     cu_seqlens: tuple[int, ...]
@@ -32,21 +32,21 @@ class Documents:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document."""
+        """Length of the longest document."""
         return max(stop - start for start, stop in pairwise(self.cu_seqlens))
 
 
 def documents_of(params: PackedSeqParams | None, tokens: int) -> Documents | None:
-    """The documents of a microbatch; None where it is not packed.
+    """Return the documents of a microbatch; None if it is not packed.
 
-    Boundaries are read from the device once for all layers and passes, and kept on `params`.
+    Boundaries are read from the device once for all layers and passes, and cached on `params`.
 
     Args:
-        params: in the format thd.
+        params: Packing parameters in thd format.
         tokens: T of query and key.
 
     Raises:
-        NotImplementedError: another format, or keys packed otherwise than queries.
+        NotImplementedError: The format is not thd, or keys are packed differently from queries.
     """
     if params is None:
         return None
@@ -58,7 +58,7 @@ def documents_of(params: PackedSeqParams | None, tokens: int) -> Documents | Non
 
 
 def with_documents(params: PackedSeqParams, cu_seqlens: list[int]) -> PackedSeqParams:
-    """`params` themselves, with the boundaries of `cu_seqlens_q` that the host knows already."""
+    """Cache on `params` the boundaries of `cu_seqlens_q` already known to the host; return it."""
     params.__dict__[_CACHE] = Documents(tuple(cu_seqlens), cu_seqlens[-1])
     return params
 
@@ -85,7 +85,7 @@ def _read(params: PackedSeqParams, tokens: int) -> Documents:
 
 
 def first_values(value_BGSD: Tensor, heads: int, cu_seqlens: Sequence[int] | None = None) -> Tensor:
-    """The value of the first key of each token's document, without gradient.
+    """Return the value of the first key of each token's document, without gradient.
 
     Returns:
         [B, H, 1, D]; [B, H, T, D] for packed documents.

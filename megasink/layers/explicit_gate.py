@@ -1,7 +1,7 @@
-"""The explicit gate and the norm of the SDPA output as modules, with their own parameters.
+"""Modules for the explicit gate and the norm of the SDPA output.
 
-Shapes: S sequence, B batch; H heads of this tensor-parallel rank, query heads or key/value groups
-as the gate's position has it; D head dim; C scores per head and token, 1 or D.
+Shapes: S sequence, B batch; H query heads or key/value groups (depending on the gate position) of
+this tensor-parallel rank; D head dim; C scores per head and token, 1 or D.
 """
 
 import torch
@@ -24,12 +24,12 @@ class ExplicitGate(ShardedByHeads, MegatronModule):
     """score -> gate -> gated tensor (P1 Eq. 5), for one position of one layer.
 
     Args:
-        config: with the GateOptions.
-        tp_group: the tensor-parallel group, over which heads are divided.
+        config: Config with GateOptions.
+        tp_group: Tensor-parallel group over which heads are sharded.
 
     Attributes:
-        logit: for ``gate_input`` "none", the scores themselves [H * C], 0 at first (P1.15). One
-            dimension, so that Megatron does not decay it.
+        logit: For ``gate_input`` "none", the scores [H * C], initialized to 0 (P1.15);
+            one-dimensional, so that Megatron applies no weight decay.
     """
 
     logit: torch.nn.Parameter | None
@@ -39,7 +39,7 @@ class ExplicitGate(ShardedByHeads, MegatronModule):
         self.config: MegasinkTransformerConfig = config
         self.tp_group = tp_group
         self.heads_of_layer, self.width = gate_shape(config)
-        # The gate of the layer's output stands on every rank, for the tokens that the rank has.
+        # The gate of the layer output is replicated on every rank, for that rank's tokens.
         self.sharded = config.gate_position != "output"
         self.heads = self.heads_of_layer // (tp_group.size() if self.sharded else 1)
         self.logit = None
@@ -52,12 +52,12 @@ class ExplicitGate(ShardedByHeads, MegatronModule):
         """Gate a tensor.
 
         Args:
-            x_SBHD: what is gated.
-            score: [S, B, H * C], or any shape that views as [S, B, H, C]; not read where
+            x_SBHD: Tensor to gate.
+            score: [S, B, H * C], or any shape viewable as [S, B, H, C]; not read if
                 ``gate_input`` is "none".
 
         Returns:
-            the gated tensor, in its dtype, and the gate [S, B, H, C], float32.
+            The gated tensor in its dtype, and the gate [S, B, H, C], float32.
         """
         config, (sequence, batch, heads, _) = self.config, x_SBHD.shape
         if self.logit is not None:
@@ -75,7 +75,7 @@ class ExplicitGate(ShardedByHeads, MegatronModule):
         return out_SBHD, gate_SBHC.expand(sequence, batch, heads, self.width)
 
     def _sum_over_ranks(self, total: Tensor) -> Tensor:
-        """Both ways: each rank's heads read the shared gate, so its gradient is a sum too."""
+        """Sum in forward and backward: the heads of every rank read the shared gate."""
         total = reduce_from_tensor_model_parallel_region(total, group=self.tp_group)
         return copy_to_tensor_model_parallel_region(total, group=self.tp_group)
 
@@ -84,8 +84,8 @@ class HeadNorm(ShardedByHeads, MegatronModule):
     """RMSNorm (P1.16) or SiLU (P1.17) on the SDPA output of each head.
 
     Attributes:
-        weight: for RMSNorm, [H * D], 1 at first. The paper does not say whether heads share it; a
-            weight for each is what GroupNorm has, and needs no reduction over the ranks.
+        weight: For RMSNorm, [H * D], initialized to 1. The paper does not say whether heads share
+            it; separate weights match GroupNorm and need no reduction over the ranks.
     """
 
     weight: torch.nn.Parameter | None
@@ -100,14 +100,14 @@ class HeadNorm(ShardedByHeads, MegatronModule):
             self.weight = new_parameter((heads * config.kv_channels,), 1.0, config, sharded=True)
 
     def forward(self, x_SBHD: Tensor) -> Tensor:
-        """In the dtype of the input."""
+        """Normalize each head; the result has the dtype of the input."""
         if self.weight is None:
             return torch.nn.functional.silu(x_SBHD)
         weight_HD = self.weight.view(*x_SBHD.shape[-2:])
         return head_rms_norm(x_SBHD, weight_HD, self.config.layernorm_epsilon)
 
 
-@jit_fuser  # as Megatron's own output gate: one kernel on GPUs, nothing wide is kept for backward
+@jit_fuser  # as for Megatron's own output gate: one GPU kernel, saves no float32 copy for backward
 def _gate(x: Tensor, score: Tensor, activation: str, operation: str) -> tuple[Tensor, Tensor]:
     gate = gate_values(score, activation)
     return apply_gate(x, gate, operation), gate

@@ -1,4 +1,4 @@
-"""What ends the backward pass of a step: Megatron's reduction of gradients, and ours of gates."""
+"""The end of a backward pass: Megatron's gradient reduction and megasink's gate reduction."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from megatron.core.utils import get_model_config
 
 
 def finalize_model_grads(model: list[Any], *args: Any, **kwargs: Any) -> None:
-    """Megatron's ``config.finalize_model_grads_func``, arguments as upstream's.
+    """Implement Megatron's ``config.finalize_model_grads_func``, with the same arguments.
 
-    The sums of the gates go first: they are on their way while gradients are reduced and the
-    optimizer steps.
+    The all-reduce of the gate sums starts first, so it overlaps with the gradient reduction and
+    the optimizer step.
     """
     get_model_config(model[0]).statistics.heads.start_reduction()
     finalize_upstream(model, *args, **kwargs)

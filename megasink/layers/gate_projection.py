@@ -1,9 +1,9 @@
-"""Gate scores as further rows at the end of linear_qkv: one GEMM, one gather of the sequence.
+"""Gate scores as extra rows at the end of linear_qkv: one GEMM, one gather of the sequence.
 
-Where TransformerEngine fuses the norm into linear_qkv this is the only place that has the normed
-hidden state. In memory a rank's weight is [its q, k, v rows | its gate rows]; in a checkpoint the
-gate rows are a tensor of their own, ``linear_gate.weight``, because rows cut off the end of each
-shard would land on other heads as soon as the tensor-parallel size changes.
+If TransformerEngine fuses the norm into linear_qkv, only that layer has the normed hidden state. In
+memory a rank's weight is [its q, k, v rows | its gate rows]. In a checkpoint the gate rows are a
+separate tensor, ``linear_gate.weight``, because rows at the end of each shard would end up in the
+wrong heads when the tensor-parallel size changes.
 """
 
 import functools
@@ -23,11 +23,11 @@ from megasink.gate_options import trailing_rows
 
 
 class _GateRows:
-    """Mixin over a column-parallel linear layer that is used for linear_qkv.
+    """Mixin for a column-parallel linear layer used as linear_qkv.
 
     Attributes:
-        gate_rows: rows of this rank, the last of ``weight`` (and of ``bias``, where there is one:
-            then the gate has a bias too, as in Megatron's own output gate).
+        gate_rows: Number of gate rows of this rank, at the end of ``weight`` (and of ``bias``, if
+            any: the gate then has a bias too, as in Megatron's own output gate).
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any):
@@ -40,14 +40,14 @@ class _GateRows:
                 parameter.gate_rows = self.gate_rows
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """As the layer without the rows; what they gave waits for `take_scores`."""
+        """Run the layer; return the output without the gate rows, kept for `take_scores`."""
         output, bias = super().forward(*args, **kwargs)  # type: ignore[misc]
         sizes = [output.shape[-1] - self.gate_rows, self.gate_rows]
         mixed_qkv, self._scores = output.split(sizes, dim=-1)
         return mixed_qkv, bias
 
     def take_scores(self) -> Tensor:
-        """[S, B, gate rows of this rank] of the last forward call; not kept after it is taken."""
+        """Return and clear the scores [S, B, gate rows of this rank] of the last forward call."""
         scores, self._scores = self._scores, None
         assert scores is not None
         return scores
@@ -58,7 +58,7 @@ class _GateRows:
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """As the layer without the rows, and ``linear_gate`` beside it."""
+        """Return the sharded state with the gate rows as a separate ``linear_gate``."""
         state: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         for name in ("weight", "bias"):
             whole = state.get(f"{prefix}{name}")
@@ -69,18 +69,18 @@ class _GateRows:
 
 @functools.cache
 def with_gate_rows(linear: type) -> type:
-    """The column-parallel class (Megatron's or TransformerEngine's) with gate rows."""
+    """Return the column-parallel class (Megatron's or TransformerEngine's) with gate rows."""
     return type(f"GateRows{linear.__name__}", (_GateRows, linear), {"__module__": __name__})
 
 
 def named_parts(
     name: str, parameter: Tensor, tensor: Tensor | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a parameter stands for in the whole model, by name: two with gate rows.
+    """Yield the named tensors stored in a parameter: two if it has gate rows, else one.
 
     Args:
-        name: of the parameter, in the whole model.
-        tensor: its values, gradient or optimizer state, of its shape; None for the values.
+        name: Name of the parameter in the whole model.
+        tensor: Values, gradient or optimizer state, of the parameter's shape; None for the values.
 
     Yields:
         (name, view); ``...linear_gate...`` for the gate rows of ``...linear_qkv...``.
@@ -98,9 +98,9 @@ def _gate_key(key: str) -> str:
 
 
 def _two_tensors(whole: ShardedTensor, gate_rows: int) -> ShardedTensorFactory:
-    """A factory, so that optimizer states are divided as the parameter is."""
+    """Split a sharded tensor with a factory, so that optimizer states are split the same way."""
     prepended = whole.prepend_axis_num
-    axis = prepended  # axis 0 of the parameter, after those of the layers
+    axis = prepended  # axis 0 of the parameter, after the layer axes
     ranks = whole.axis_fragmentations[axis]
     rank = whole.global_offset[axis] // whole.local_shape[0]
     others = [

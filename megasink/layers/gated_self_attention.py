@@ -1,8 +1,8 @@
-"""Megatron's SelfAttention with an explicit gate (P1), or a norm of the SDPA output, in it.
+"""Megatron's SelfAttention with an explicit gate (P1) or a norm of the SDPA output.
 
 Shapes: S sequence, B batch, H query heads and G key/value groups of this tensor-parallel rank,
-D head dim, N of either, X = H * D, M hidden size. Under sequence parallelism the input and output
-hold a part of S, and everything between them the whole.
+N either of these, D head dim, X = H * D, M hidden size. Under sequence parallelism the input and
+output hold a part of S, and everything in between the whole.
 """
 
 import copy
@@ -26,17 +26,17 @@ from megasink.layers.transformer_config import MegasinkTransformerConfig
 class GatedSelfAttention(SelfAttention):
     """SelfAttention for ``attention_variant`` "gated" and for ``sdpa_output_norm``.
 
-    Scores come from further rows of ``linear_qkv`` (:mod:`megasink.layers.gate_projection`), in
-    Megatron's own layout where Megatron has one, or are parameters.
+    Scores are parameters or come from extra rows of ``linear_qkv``
+    (:mod:`megasink.layers.gate_projection`), in Megatron's own layout if it has one.
 
     Attributes:
-        gate: the gate; None where there is only a norm.
-        output_norm: the norm of the SDPA output, before its gate; None for none.
-        linear_gate: projection [M, M] of the gate of the layer's output (G5): the same on every
-            tensor-parallel rank, on the tokens that the rank has.
+        gate: The gate; None if there is only a norm.
+        output_norm: Norm of the SDPA output, before its gate; None if off.
+        linear_gate: Projection [M, M] for the gate of the layer output (G5), replicated on every
+            tensor-parallel rank and applied to the rank's tokens.
 
     Raises:
-        ValueError: what :func:`megasink.train.checks.gates.problems` refuses with more words.
+        ValueError: An invalid option; :func:`megasink.train.checks.gates.problems` has details.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class GatedSelfAttention(SelfAttention):
         if self.position == "output" and config.gate_input == "hidden":
             self.linear_gate = _replicated_linear(config)
         if self.position in ("query", "key", "value"):
-            # Upstream splits and norms query, key and value in one go, right after linear_qkv.
+            # Megatron splits and normalizes query, key and value together, right after linear_qkv.
             self.linear_qkv.register_forward_hook(self._gate_projected)
         self.megatrons_layout = is_megatrons_output_gate(config)
         if self.position == "sdpa" or self.output_norm is not None:
-            # Upstream's forward then hands the scores from get_query_key_value_tensors to
-            # _apply_output_gate. In a copy: to everyone else the flag means Megatron's own weights.
+            # Megatron's forward then passes the scores from get_query_key_value_tensors to
+            # _apply_output_gate. Set on a copy: elsewhere the flag means Megatron's own weights.
             self.config = copy.copy(config)
             self.config.attention_output_gate = True
 
@@ -82,7 +82,7 @@ class GatedSelfAttention(SelfAttention):
         output_gate: bool = False,
         split_qkv: bool = True,
     ) -> Any:
-        """As upstream's; a fourth tensor, the gate's scores, where `output_gate` asks for it."""
+        """Return query, key and value as Megatron does, plus gate scores if `output_gate`."""
         if not output_gate or self.megatrons_layout:
             return super().get_query_key_value_tensors(
                 hidden_states, key_value_states, output_gate, split_qkv
@@ -91,12 +91,12 @@ class GatedSelfAttention(SelfAttention):
             hidden_states, key_value_states, False, split_qkv
         )
         takes_scores = self.position == "sdpa" and self.has_rows
-        # Upstream asks whether there is a tensor; a parameter or a norm needs nothing in it.
+        # Megatron only checks that there is a tensor; a parameter or a norm does not read it.
         scores = self.linear_qkv.take_scores() if takes_scores else query.new_empty(0)
         return query, key, value, scores
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Norm and gate the SDPA output [S, B, X], and count its heads where the gate does."""
+        """Normalize and gate the SDPA output [S, B, X]; count its heads if the gate does."""
         x_SBHD = x.view(*x.shape[:2], -1, self.hidden_size_per_attention_head)
         if self.output_norm is not None:
             x_SBHD = self.output_norm(x_SBHD)
@@ -105,7 +105,7 @@ class GatedSelfAttention(SelfAttention):
         x_SBHD, gate_SBHC = self.gate(x_SBHD, gate)
         if not self.counts_heads:
             self._observe(gate_SBHC)
-        # Recompute runs forward a first time without gradients: that run counts nothing.
+        # The first forward of activation recompute has no gradients and is not counted.
         if not (self.counts_heads and self.training and torch.is_grad_enabled()):
             return x_SBHD.reshape(x.shape)
         core, gate_BHSC = self.core_attention, gate_SBHC.permute(1, 2, 0, 3)
@@ -117,7 +117,7 @@ class GatedSelfAttention(SelfAttention):
         return counted
 
     def _observe(self, gate_SBHC: Tensor) -> None:
-        # The gate of the layer's output stands on every rank, for the tokens that the rank has.
+        # The gate of the layer output is replicated on every rank, for that rank's tokens.
         self.core_attention.observer.explicit_gate(gate_SBHC, replicated=self.position == "output")
 
     def _gate_projected(
@@ -140,7 +140,7 @@ class GatedSelfAttention(SelfAttention):
     def forward(
         self, hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """As upstream's; the gate of the layer's output takes the bias of its projection in."""
+        """Run Megatron's forward; a gate of the layer output also covers the projection bias."""
         output, bias = super().forward(hidden_states, *args, **kwargs)
         if self.position != "output" or self.gate is None:
             return output, bias
@@ -161,7 +161,7 @@ def _replicated_linear(config: MegasinkTransformerConfig) -> torch.nn.Linear:
         dtype=config.params_dtype,
     )
     for parameter in linear.parameters():
-        # Each rank sees its tokens only: finalize_model_grads then sums over the ranks.
+        # Each rank sees only its own tokens; finalize_model_grads then sums over the ranks.
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     if linear.bias is not None:
         torch.nn.init.zeros_(linear.bias)

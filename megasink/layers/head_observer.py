@@ -1,7 +1,7 @@
-"""What one attention layer tells the statistics of its model, beside the importance of its heads.
+"""Statistics recorded by an attention layer in addition to head importance.
 
-Nothing here changes what the layer computes: gradients are read by hooks, and everything stays on
-the device.
+Nothing here changes what the layer computes: gradients are read by hooks, and all data stays on the
+device.
 
 Shapes: S sequence, B batch, H heads of this rank (query heads, or the groups of a key or value
 gate), G key/value groups, T queries, D head dim, C gates per head and token, 1 or D.
@@ -20,12 +20,12 @@ from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
 class HeadObserver:
-    """Records for one layer, on the steps and in the evaluations that ask for it.
+    """Records statistics of one layer on observed steps and in evaluations.
 
     Args:
-        config: its ``statistics`` get what is recorded.
+        config: Config whose ``statistics`` receive the records.
         layer_number: 1-based index in the whole model.
-        rank: which share of the layer's heads is seen here: H heads from rank * H on.
+        rank: Index of this share of the layer's heads: H heads starting at rank * H.
     """
 
     def __init__(self, config: MegasinkTransformerConfig, layer_number: int, rank: int):
@@ -36,20 +36,20 @@ class HeadObserver:
 
     @property
     def compares_gradients(self) -> bool:
-        """Whether the gradients at the gates are recorded on the running step."""
+        """Whether the current step records the gradients at the gates."""
         return self._statistics.heads.observes and self._balances
 
     @property
     def counts_sinks(self) -> bool:
-        """Whether an evaluation is running whose attention sinks are counted."""
+        """Whether a running evaluation counts attention sinks."""
         return self._statistics.sinks.collects
 
     def add(self, name: str, sum_H: Tensor, weight: int, *, replicated: bool = False) -> None:
-        """Add to a series, where the running step is observed.
+        """Add to a series if the current step is observed.
 
         Args:
-            name, sum_H, weight: see :meth:`HeadTracker.add`.
-            replicated: every tensor-parallel rank has the same heads, for tokens of its own.
+            name, sum_H, weight: See :meth:`HeadTracker.add`.
+            replicated: Whether every tensor-parallel rank has the same heads, for different tokens.
         """
         heads = self._statistics.heads
         if heads.observes:
@@ -70,15 +70,15 @@ class HeadObserver:
         value_BHTD: Tensor | None = None,
         documents: Documents | None = None,
     ) -> None:
-        """Record in the backward pass what comes through the output to the logit of the gate.
+        """Record in the backward pass the gradient that reaches the gate logit through the output.
 
-        To be called where `compares_gradients`.
+        Call it only if `compares_gradients`.
 
         Args:
-            out_BHTD: the gated output; the loss must depend on this very tensor.
-            gate_BHTC: its gate.
-            value_BHTD: what a closed gate lets through, broadcastable; None for 0.
-            documents: of a packed batch, whose padding does not count.
+            out_BHTD: Gated output; the loss must depend on this tensor object.
+            gate_BHTC: Its gate.
+            value_BHTD: Output of a closed gate, broadcastable; None for 0.
+            documents: Documents of a packed batch, whose padding is not counted.
         """
         batch, _, tokens, _ = out_BHTD.shape
         count = batch * tokens if documents is None else documents.real_tokens
@@ -98,18 +98,18 @@ class HeadObserver:
         slot_gate_BHT: Tensor | None,
         **mask: Any,
     ) -> None:
-        """Count the sinks of a microbatch of softmax attention, where `counts_sinks`.
+        """Count the sinks of a microbatch of softmax attention; call it only if `counts_sinks`.
 
         Args:
-            query_BHTD, key_BGSD, lse_BHT, mask: as :func:`first_key_share` takes them.
-            slot_gate_BHT: of a sink beside the keys; None for none.
+            query_BHTD, key_BGSD, lse_BHT, mask: See :func:`first_key_share`.
+            slot_gate_BHT: Gate of the sink slot; None if there is no slot.
         """
         first_BH = first_key_share(query_BHTD, key_BGSD, lse_BHT, SINK_TOKENS, **mask)
         slot_BH = None if slot_gate_BHT is None else 1.0 - slot_gate_BHT[..., :SINK_TOKENS].mean(-1)
         self._count_sinks(first_BH, slot_BH)
 
     def similarity_sinks(self, first_weight_BHT: Tensor) -> None:
-        """The same from the weight of every query on the first key."""
+        """Count the sinks from the weight of every query on the first key."""
         self._count_sinks(first_weight_BHT[..., :SINK_TOKENS].mean(-1), None)
 
     def _count_sinks(self, first_BH: Tensor, slot_BH: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""Multi-head addition: the heads of attention are added up before one output projection (P2.44).
+"""Multi-head addition: attention heads are summed before a single output projection (P2.44).
 
 Shapes: S sequence, B batch, H query heads of this tensor-parallel rank, D head dim, X hidden size.
 """
@@ -19,18 +19,18 @@ from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
 class HeadSumProjection(ShardedByHeads, MegatronModule):
-    """O = (sum_h O_h) W_O with one W_O for all heads, in place of attention's ``linear_proj``.
+    """O = (sum_h O_h) W_O with one W_O for all heads; replaces attention's ``linear_proj``.
 
-    The sum over the heads of all tensor-parallel ranks has the width D of one head: it is reduced
-    before the projection, and every rank holds the whole W_O.
+    The sum over the heads of all tensor-parallel ranks has width D: it is reduced before the
+    projection, and every rank holds the whole W_O.
 
     Args:
         query_projection_size: H * D of the whole model.
         hidden_size: X.
-        config: with ``kv_channels`` = D.
-        bias: whether a bias [X] is returned beside the output.
-        tp_group: of tensor parallelism.
-        init_method, and the rest: as Megatron hands them to a row-parallel linear layer.
+        config: Config with ``kv_channels`` = D.
+        bias: Whether to return a bias [X] with the output.
+        tp_group: Tensor-parallel group.
+        init_method, and the rest: As Megatron passes them to a row-parallel linear layer.
 
     Attributes:
         weight: W_O transposed, [X, D], the same on every tensor-parallel rank.
@@ -60,7 +60,7 @@ class HeadSumProjection(ShardedByHeads, MegatronModule):
         """Project the sum of the heads.
 
         Args:
-            heads_SBN: [S, B, H * D], the outputs of this rank's heads side by side.
+            heads_SBN: [S, B, H * D], the concatenated outputs of this rank's heads.
 
         Returns:
             [S, B, X] (this rank's part of the sequence under sequence parallelism), and the bias

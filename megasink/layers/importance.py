@@ -1,4 +1,4 @@
-"""From the gates of one layer to its head importance, its statistics and its balance gradient.
+"""Head importance, statistics and balance gradient from the gates of one layer.
 
 Shapes: S sequence, B batch, H query heads of the layer, h those of this tensor-parallel rank,
 T = S tokens, C gates per head and token, 1 or the head dim.
@@ -27,20 +27,20 @@ class HeadCounter(StaysFloat32):
     """Counts the gates of one layer and attaches the gradient of the head-balance loss.
 
     Args:
-        config: with ``head_balance_coeff``, ``head_balance_scope``, ``head_balance_shared_heads``
-            and ``head_balance_shared_refresh``.
+        config: Config with ``head_balance_coeff``, ``head_balance_scope``,
+            ``head_balance_shared_heads`` and ``head_balance_shared_refresh``.
         layer_number: 1-based index in the whole model.
-        tp_group: tensor-parallel group.
-        cp_size: how many context-parallel ranks share the tokens of a microbatch.
+        tp_group: Tensor-parallel group.
+        cp_size: Number of context-parallel ranks that share the tokens of a microbatch.
 
     Attributes:
-        coefficients: [H] float32, dL/dImp at coefficient 1 from the importance of the last step's
-            global batch (scope global); 0 before the first. Part of the checkpoint, so that a
-            resumed run goes on to the bit; a checkpoint of Megatron's own has none of this state,
-            and it starts anew.
-        routed: [H] bool, the heads that the loss evens out (P0.15); none before the first step
-            where some are shared, all where none is.
-        steps: how many steps `routed` has been in use.
+        coefficients: [H] float32, dL/dImp at coefficient 1 from the importance of the previous
+            step's global batch (scope global); 0 before the first step. Saved in checkpoints, so
+            that resumed runs are bit-exact; missing from Megatron's own checkpoints, which start
+            with the initial state.
+        routed: [H] bool, the heads covered by the loss (P0.15): all heads without sharing; with
+            sharing, none before the first step.
+        steps: Number of completed steps.
     """
 
     coefficients: Tensor
@@ -61,7 +61,7 @@ class HeadCounter(StaysFloat32):
         self.layer = layer_number - 1
         self.tp_group = tp_group
         self.cp_size = cp_size
-        # Not the attention's own config: Megatron gives it another one where groups < ranks.
+        # Not the config of the attention layer: Megatron changes it if groups < ranks.
         heads = config.num_attention_heads
         self._first = heads // tp_group.size() * tp_group.rank()  # of this rank's heads
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
@@ -80,19 +80,19 @@ class HeadCounter(StaysFloat32):
     def forward(
         self, out_SBX: Tensor, gate_BHTC: Tensor, documents: Documents | None = None
     ) -> Tensor:
-        """Record the importance of the layer's heads; attach the gradient of the balance loss.
+        """Record the importance of the layer's heads and attach the gradient of the balance loss.
 
-        To be called where ``self.training and torch.is_grad_enabled()`` only: recompute runs
-        forward a first time without gradients, and that run counts nothing.
+        Call it only if ``self.training and torch.is_grad_enabled()``: the first forward of
+        activation recompute has no gradients and must not be counted.
 
         Args:
-            out_SBX: the output that the gate belongs to; its backward runs that of the loss.
-            gate_BHTC: gates of this rank's heads, in [0, 1], whose mean over C is that of the
-                token; differentiable where the loss is on.
-            documents: of a packed batch, whose padding does not count.
+            out_SBX: Output of the gated heads; its backward also runs that of the loss.
+            gate_BHTC: Gates of this rank's heads, in [0, 1]; a token's gate is the mean over C.
+                Differentiable if the loss is on.
+            documents: Documents of a packed batch, whose padding is not counted.
 
         Returns:
-            a tensor equal to `out_SBX`.
+            A tensor equal to `out_SBX`.
         """
         config, statistics = self.config, self._statistics
         batch, _, tokens, width = gate_BHTC.shape
@@ -106,8 +106,8 @@ class HeadCounter(StaysFloat32):
         if not config.head_balance_coeff:
             return out_SBX
         coefficients = self._coefficients(gate_sum_h, tokens)
-        # This rank's share of the microbatch's importance: Megatron adds up those of the
-        # context-parallel ranks, or averages them and has their number in its scale.
+        # This rank's share of the microbatch's importance: Megatron sums over context-parallel
+        # ranks, or averages and includes their number in the loss scale.
         count = tokens * self.cp_size
         slope_h = None
         if self._observer.compares_gradients:
@@ -122,11 +122,11 @@ class HeadCounter(StaysFloat32):
         return attach_gradient(out_SBX, gate_sum_h / count, gradient)
 
     def _coefficients(self, gate_sum_h: Tensor, tokens: int) -> Callable[[], Tensor]:
-        """What gives dL/dImp [h] at coefficient 1 in the backward pass.
+        """Return a function that computes dL/dImp [h] at coefficient 1 in the backward pass.
 
-        Under ``calculate_per_token_loss`` times the targets of the microbatch, since Megatron
-        divides every gradient by those of the global batch: a microbatch weighs with its targets,
-        as it does in the loss of the language model.
+        Under ``calculate_per_token_loss`` the result is multiplied by the targets of the
+        microbatch, because Megatron divides every gradient by the targets of the global batch: a
+        microbatch is weighted by its targets, as in the language-model loss.
         """
         per_token = self.config.calculate_per_token_loss
         targets = self._statistics.balance.targets if per_token else None
@@ -146,17 +146,17 @@ class HeadCounter(StaysFloat32):
         return of_this_microbatch
 
     def _group(self) -> ProcessGroup:
-        """The ranks whose tokens count together."""
+        """Return the ranks over whose tokens the importance is averaged."""
         if self.config.head_balance_scope == "data-parallel":
             return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         return parallel_state.get_tensor_and_context_parallel_group()
 
     def _receive(self, importance_H: Tensor) -> None:
-        """When a step has ended: its importance over the global batch."""
+        """Receive the importance over the global batch at the end of a step."""
         shared = self.config.head_balance_shared_heads
         refresh = self.config.head_balance_shared_refresh
         if shared:
-            # Without a look at the device: the first step chooses, and each refresh-th one.
+            # Without a device sync: choose at the first step and every `refresh` steps.
             due = self.steps == 0
             if refresh:
                 due = self.steps % refresh == 0

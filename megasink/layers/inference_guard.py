@@ -1,9 +1,9 @@
-"""Which models may run under Megatron's dynamic inference, and the refusal of the others.
+"""Rejects models that Megatron's dynamic inference would compute incorrectly.
 
-Dynamic inference, and static inference under --flash-decode, call flash-attn's kernels on CUDA and
-not core attention (megatron/core/transformer/attention.py:1022,757). They know two corrections of
-the softmax, by ``config.softmax_type``: "learnable", our sink, and "off-by-one". Everything else
-that megasink does inside attention would be left out without a word.
+Dynamic inference, and static inference with --flash-decode, bypass core attention and call
+flash-attn's CUDA kernels (megatron/core/transformer/attention.py:1022,757). These support two
+softmax types, by ``config.softmax_type``: "learnable" (megasink's sink) and "off-by-one". All other
+changes that megasink makes to attention would be silently dropped.
 """
 
 import dataclasses
@@ -17,16 +17,16 @@ from megasink.errors import ConfigError
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 from megasink.variants import variants
 
-# Options that change nothing of a trained model, or that are looked at by themselves.
+# Options that do not change a trained model, or that are checked separately.
 _KNOWN = {"attention_variant", "softmax_offset_init", "attention_kernel"} | {
     option.name for kind in (HeadBalanceOptions, RunOptions) for option in dataclasses.fields(kind)
 }
 
 
 def dynamic_inference_problems(config: MegasinkTransformerConfig, device_type: str) -> list[str]:
-    """Why a model cannot run under Megatron's dynamic inference; nothing if it can.
+    """Return why a model cannot run under Megatron's dynamic inference; empty if it can.
 
-    Every option of megasink that is not known to be right there is a reason.
+    Any megasink option that is not known to work there is a reason.
 
     Args:
         device_type: "cuda" or "cpu".
@@ -53,10 +53,10 @@ def dynamic_inference_problems(config: MegasinkTransformerConfig, device_type: s
 def refuse_what_bypasses_core_attention(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Forward pre-hook of a model: see the module.
+    """Forward pre-hook of a model that raises if core attention would be bypassed.
 
     Raises:
-        ConfigError: the model's attention would be computed without part of it.
+        ConfigError: Part of the model's attention would be dropped.
     """
     context = kwargs.get("inference_context")
     if context is None:

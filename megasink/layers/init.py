@@ -1,9 +1,9 @@
 """Initial weights that do not depend on the parallel layout.
 
 Megatron draws each rank's shard from a generator that depends on the tensor- and pipeline-parallel
-rank, so the same seed starts another model under another layout. Here every weight is drawn whole
-from a generator seeded by the run's seed and the weight's name in the whole model, and each rank
-keeps its shard.
+rank, so the same seed gives a different model under another layout. Here each weight is drawn in
+full from a generator seeded by the run's seed and the weight's name in the whole model, and each
+rank keeps its shard.
 """
 
 import hashlib
@@ -24,20 +24,20 @@ from megasink.variants import Parameter, variant
 InitMethod = Callable[[Tensor], Tensor]
 _SCALED_OUTPUT = re.compile(r"(linear_proj|linear_fc2)\.weight$")
 _EMBEDDING = re.compile(r"(word_embeddings|position_embeddings)\.weight$")
-# Megatron draws the bias of a router too (transformer/moe/router.py:80).
+# Megatron also draws the router bias (transformer/moe/router.py:80).
 _DRAWN = re.compile(
     r"((linear_qkv|linear_gate|linear_fc1|output_layer|similarity_mlp\.fc[12]|relative_bias)\.weight"
     r"|router\.(weight|bias)|\.gate_weight)$"
 )
-# Experts one by one, and TransformerEngine's grouped ones: (before, number on this rank, after).
+# Sequential experts, and TransformerEngine's grouped experts: (before, index on this rank, after).
 _EXPERT = re.compile(r"(.*\.mlp\.experts\.)local_experts\.(\d+)\.(.*)")
 _GROUPED_EXPERT = re.compile(r"(.*\.mlp\.experts\.)(linear_fc[12])\.(weight|bias)(\d+)")
 
 
 def global_names(model: GPTModel) -> dict[str, str]:
-    """Parameter name on this rank -> its name in the whole model (layers, experts from 0).
+    """Map each parameter name on this rank to its name in the whole model.
 
-    Experts have the same names one by one and in grouped layers.
+    Layers and experts are numbered from 0; sequential and grouped experts have the same names.
     """
     offsets = {
         name: module.layer_number - 1
@@ -69,17 +69,17 @@ def _expert_name(name: str, config: MegasinkTransformerConfig) -> str:
 
 
 def initialize_weights(model: GPTModel, seed: int) -> None:
-    """Draw every random weight of a freshly built stage again, independently of the layout.
+    """Redraw every random weight of a newly built stage, independently of the layout.
 
-    Norms, biases of linear layers, sinks and gates without an input start as constants and are left
-    alone, as are the parameters that an attention variant does not draw.
+    Constant initial values are left unchanged: norms, linear biases, sinks, gates without an input
+    and variant parameters with a std of 0.
 
     Args:
-        model: one pipeline stage, before Float16Module and DDP; on its final device or the CPU.
-        seed: of the run.
+        model: Pipeline stage, before Float16Module and DDP; on its final device or the CPU.
+        seed: Seed of the run.
 
     Raises:
-        ValueError: a weight that is not constant and whose initialisation is not known here.
+        ValueError: The initialization of a non-constant weight is not known here.
     """
     names = global_names(model)
     for name, parameter in model.named_parameters():
@@ -104,12 +104,12 @@ def _init_method(name: str, config: MegasinkTransformerConfig) -> InitMethod | N
     elif _DRAWN.search(name):
         method = config.init_method
     elif (added := _of_variant(name, config)) is not None and added.std:
-        method = init_method_normal(added.std)  # whatever --init-method-std is
+        method = init_method_normal(added.std)  # regardless of --init-method-std
     return method
 
 
 def _of_variant(name: str, config: MegasinkTransformerConfig) -> Parameter | None:
-    """What the attention variant says of a parameter; None for one that is not its own."""
+    """Return the variant's record of a parameter; None if it is not from the variant."""
     module, _, last = name.rpartition(".")
     added = {p.name: p for p in variant(config.attention_variant).parameters}
     return added.get(last) if module.endswith(".core_attention") else None
@@ -124,11 +124,11 @@ def _draw(
     seed: int,
     gated: bool,
 ) -> None:
-    """Draw the rows of a parameter that have this name."""
+    """Draw the part of a parameter that has this name."""
     axis, stride, world, rank = 0, 1, 1, 0
     if getattr(parameter, "tensor_model_parallel", False):
         axis = getattr(parameter, "partition_dim", 0)
-        # A gated linear_fc1 is [gate; up] on every rank; TE's grouped one does not say so.
+        # A gated linear_fc1 is [gate; up] on every rank; TE's grouped layer does not mark this.
         stride = 2 if gated and name.endswith("linear_fc1.weight") else 1
         if _EXPERT.fullmatch(name):
             group = parallel_state.get_expert_tensor_parallel_group()
@@ -139,7 +139,7 @@ def _draw(
     shape[axis] *= world
     whole = torch.empty(shape, dtype=torch.float32, device=part.device)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    # The init methods of Megatron draw from the default generator of the device.
+    # Megatron's init methods draw from the default generator of the device.
     devices = [] if part.device.type == "cpu" else [part.device]
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(int.from_bytes(digest[:7], "little"))

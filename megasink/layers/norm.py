@@ -1,8 +1,8 @@
-"""RMSNorm and LayerNorm of torch that sequence parallelism accepts.
+"""torch's RMSNorm and LayerNorm with support for sequence parallelism.
 
-Megatron's fallback without TransformerEngine and apex, WrappedTorchNorm, refuses sequence
-parallelism (megatron/core/transformer/torch_norm.py:52). All it takes is to mark the weight:
-its gradient is a sum over the tokens of one rank and finalize_model_grads all-reduces it.
+WrappedTorchNorm, Megatron's fallback without TransformerEngine and apex, rejects sequence
+parallelism (megatron/core/transformer/torch_norm.py:52). Marking the weight is enough: its gradient
+is a sum over the tokens of one rank, and finalize_model_grads all-reduces it.
 """
 
 from typing import Any
@@ -12,10 +12,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class TorchNorm:
-    """Builds a torch norm from the transformer config, as Megatron's norm builders do.
+    """Builds a torch norm from the transformer config, like Megatron's norm builders.
 
     Raises:
-        ValueError: a normalisation or an option that torch's norms do not have.
+        ValueError: torch's norms do not support the normalization or an option.
     """
 
     def __new__(  # type: ignore[misc]

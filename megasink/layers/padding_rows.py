@@ -1,8 +1,8 @@
-"""Rows that pad the vocabulary take no part in any softmax.
+"""Excludes vocabulary padding rows from every softmax.
 
-Megatron pads the embedding to a multiple of 128 rows and counts the padding as tokens in its cross
-entropy. No text holds them and no export does: here their logits are so low that they have a
-probability, and a gradient, of exactly 0.
+Megatron pads the embedding to a multiple of 128 rows and includes the padding in its cross entropy.
+Padding tokens occur in no text and no export: their logits are set so low that their probability
+and gradient are exactly 0.
 
 Shapes: S sequence, B batch, V rows of the vocabulary (of this tensor-parallel rank, or gathered).
 """
@@ -15,13 +15,13 @@ from torch import Tensor
 
 
 def mask_padding_rows(model: GPTModel, tokens: int | None) -> None:
-    """Mask the padding in what a model's output layer returns, in training and inference.
+    """Mask the padding in the logits of a model's output layer, in training and inference.
 
-    Nothing is registered on stages and ranks without such rows. Parameters and their names stay.
+    Registers a hook only on stages with padding. Parameters and their names do not change.
 
     Args:
-        model: a pipeline stage.
-        tokens: rows that count, the first of the vocabulary; None for all.
+        model: Pipeline stage.
+        tokens: Number of leading vocabulary rows that are tokens; None for all.
     """
     if tokens is None or not model.post_process or tokens >= model.vocab_size:
         return
@@ -40,16 +40,16 @@ def mask_padding_rows(model: GPTModel, tokens: int | None) -> None:
 
 
 class _Masked(torch.autograd.Function):
-    """Overwrites the logits from a column on, in place.
+    """Overwrites the logits from a given column on, in place.
 
-    The gradient passes as it is: that of a softmax is exactly 0 where the probability is, and a
-    copy of it would be the largest tensor of a step.
+    The gradient passes through unchanged: a softmax gradient is exactly 0 where the probability is,
+    and a copy would be the largest tensor of a step.
     """
 
     @staticmethod
     def forward(ctx: Any, logits_SBV: Tensor, kept: int) -> Tensor:
-        # Finite: TransformerEngine's cross entropy gives NaN where a rank has -inf alone, and so
-        # does the loss of a target that is masked out. Half of it, so that no difference overflows.
+        # Finite: TransformerEngine's cross entropy returns NaN if a rank has only -inf, and so does
+        # the loss of a masked-out target. Halved, so that no difference overflows.
         logits_SBV[..., kept:] = torch.finfo(logits_SBV.dtype).min / 2
         ctx.mark_dirty(logits_SBV)
         return logits_SBV

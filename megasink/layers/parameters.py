@@ -1,4 +1,4 @@
-"""Parameters of modules that work on attention heads, as Megatron wants them."""
+"""Parameters and base classes for per-head modules, with the attributes Megatron needs."""
 
 from collections.abc import Callable
 from typing import Any, Self
@@ -16,11 +16,11 @@ from megasink.layers.transformer_config import MegasinkTransformerConfig
 def new_parameter(
     shape: tuple[int, ...], value: float, config: MegasinkTransformerConfig, *, sharded: bool
 ) -> torch.nn.Parameter:
-    """A parameter of the model's dtype that is constant at first.
+    """Create a parameter of the model's dtype with a constant initial value.
 
     Args:
-        sharded: by heads on axis 0, of which `shape` has this rank's; else the same on every
-            tensor-parallel rank.
+        sharded: Whether axis 0 is sharded by heads, with `shape` for this rank; otherwise the
+            parameter is replicated on every tensor-parallel rank.
     """
     device = None if config.use_cpu_initialization else torch.cuda.current_device()
     parameter = torch.nn.Parameter(
@@ -29,19 +29,19 @@ def new_parameter(
     if sharded:
         set_tensor_model_parallel_attributes(parameter, True, 0, 1)
     else:
-        # Each rank sees a part of the tokens: finalize_model_grads adds the gradients up.
+        # Each rank sees a part of the tokens: finalize_model_grads sums the gradients.
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return parameter
 
 
 class ShardedByHeads(torch.nn.Module):
-    """A module whose checkpoint says which of its tensors are sharded, and on which axis.
+    """A module whose checkpoint records which tensors are sharded, and on which axis.
 
-    It reads the attributes that ``set_tensor_model_parallel_attributes`` gives a parameter, without
-    which the gradient norm would count the heads of tensor-parallel rank 0 only.
+    It reads the attributes set by ``set_tensor_model_parallel_attributes``, without which the
+    gradient norm would only count the heads of tensor-parallel rank 0.
 
     Attributes:
-        tp_group: over which heads are divided.
+        tp_group: Tensor-parallel group over which heads are sharded.
     """
 
     tp_group: ProcessGroup
@@ -52,7 +52,7 @@ class ShardedByHeads(torch.nn.Module):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """Tensors without the attributes are the same on every tensor-parallel rank."""
+        """Return the sharded state; tensors without the attributes are replicated."""
         state = self.state_dict(prefix="", keep_vars=True)
         by_heads = {
             name: tensor.partition_dim
@@ -70,9 +70,9 @@ class ShardedByHeads(torch.nn.Module):
 
 
 class StaysFloat32(torch.nn.Module):
-    """A module whose own float32 parameters and buffers move with it but are never converted.
+    """A module whose own float32 parameters and buffers change device but never dtype.
 
-    Float16Module turns every parameter and buffer of a model into bf16.
+    Float16Module would convert every parameter and buffer to bf16.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

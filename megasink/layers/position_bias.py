@@ -1,7 +1,7 @@
-"""Biases on the scores that depend on head and distance alone: ALiBi, T5's, and P2's "relative".
+"""Score biases that depend only on head and distance: ALiBi, T5's, and P2's "relative".
 
-Each is a module that gives one row of biases per head of this tensor-parallel rank, by distance
-i - j; attention adds them to the scores (``distance_bias_HS``).
+Each module returns one row of biases per head of this tensor-parallel rank, by distance i - j;
+attention adds them to the scores (``distance_bias_HS``).
 
 Shapes: H query heads of this tensor-parallel rank, S distances 0, .., S - 1, N buckets.
 """
@@ -21,7 +21,7 @@ from megasink.layers.transformer_config import MegasinkTransformerConfig
 def build_position_bias(
     config: MegasinkTransformerConfig, tp_group: ProcessGroup
 ) -> "DistanceBias | None":
-    """The bias of ``config.attention_bias_type`` for the heads of this rank; None for none."""
+    """Build the bias of ``config.attention_bias_type`` for the heads of this rank, or None."""
     kinds: dict[str, Callable[..., DistanceBias]] = {
         "alibi": AlibiBias,
         "t5": RelativeBias,
@@ -33,23 +33,23 @@ def build_position_bias(
 
 
 class DistanceBias(torch.nn.Module):
-    """Gives [H, S] biases in float32."""
+    """Base class of modules that return biases [H, S] in float32."""
 
     def forward(self, distances: int, device: torch.device) -> Tensor:
-        """The biases of the distances 0, .., distances - 1, on the device."""
+        """Return the biases of the distances 0, .., distances - 1, on the device."""
         raise NotImplementedError
 
 
 class AlibiBias(DistanceBias):
     """ALiBi: -m_h (i - j), with a fixed slope m_h for each head of the whole model (P2.22).
 
-    In float32, where integers are exact to 2**24: in bf16 distances above 256 would fall together.
+    In float32, which is exact for integers up to 2**24; bf16 cannot tell distances above 256 apart.
     """
 
     def __init__(self, config: MegasinkTransformerConfig, tp_group: ProcessGroup):
         super().__init__()
         slopes = torch.tensor(alibi_slopes(config.num_attention_heads), dtype=torch.float32)
-        self.slope_H = slopes.chunk(tp_group.size())[tp_group.rank()]  # no buffer: never bf16
+        self.slope_H = slopes.chunk(tp_group.size())[tp_group.rank()]  # not a buffer: never bf16
 
     def forward(self, distances: int, device: torch.device) -> Tensor:
         """See `DistanceBias`."""
@@ -61,8 +61,8 @@ class AlibiBias(DistanceBias):
 class BucketBias(DistanceBias):
     """P2's "relative" embedding: the index of T5's bucket itself, nothing learned (P2.21).
 
-    With its positive sign far keys are favoured, by up to N - 1: a loss of 5.45 in the paper's
-    Table 2, where every other scheme has 3.7 to 3.8.
+    Its positive sign favors distant keys, by up to N - 1: a loss of 5.45 in the paper's Table 2,
+    where every other scheme has 3.7 to 3.8.
     """
 
     def __init__(self, config: MegasinkTransformerConfig, tp_group: ProcessGroup):
@@ -73,7 +73,7 @@ class BucketBias(DistanceBias):
         self.bucket_S = torch.empty(0, dtype=torch.long)
 
     def buckets_of(self, distances: int, device: torch.device) -> Tensor:
-        """[S] int64, made once for the longest sequence seen."""
+        """Return the bucket indices [S], int64, cached for the longest sequence seen."""
         if len(self.bucket_S) < distances or self.bucket_S.device != device:
             self.bucket_S = bucket_of_distance(distances, self.buckets, self.max_distance)
             self.bucket_S = self.bucket_S.to(device)
@@ -88,8 +88,8 @@ class RelativeBias(StaysFloat32, BucketBias):
     """T5's relative embedding: one learned scalar for each head and bucket of distances (P2.20).
 
     Attributes:
-        weight: [N, H], sharded by heads, float32 also where the model runs in bf16. A table for
-            each layer; T5 shares that of the first.
+        weight: [N, H], sharded by heads, float32 even if the model runs in bf16. One table per
+            layer; T5 shares the table of the first layer.
     """
 
     def __init__(self, config: MegasinkTransformerConfig, tp_group: ProcessGroup):
@@ -103,16 +103,16 @@ class RelativeBias(StaysFloat32, BucketBias):
     def forward(self, distances: int, device: torch.device) -> Tensor:
         """See `DistanceBias`; differentiable."""
         bucket_S = self.buckets_of(distances, device)
-        # Not indexing, whose backward adds in any order on a GPU.
+        # Not indexing, whose backward is nondeterministic on a GPU.
         return torch.nn.functional.embedding(bucket_S, self.weight).T
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """m_h for the heads of a layer (P2.22, Eq. 8; ALiBi's own rule for other head counts).
+    """Return m_h for the heads of a layer (P2.22, Eq. 8; ALiBi's rule for other head counts).
 
-    For a power of two the geometric sequence 2 ** (-8 h / heads), h = 1, .., heads. Otherwise that
-    of the next smaller power of two, then every second one of the next larger. (Eq. 8 of P2 has
-    the first rule only, its code both.)
+    For a power of two: the geometric sequence 2 ** (-8 h / heads), h = 1, .., heads. Otherwise: the
+    sequence of the next smaller power of two, then every second slope of the next larger. (Eq. 8 of
+    P2 has only the first rule, its code has both.)
     """
 
     def geometric(count: int) -> list[float]:
@@ -123,15 +123,15 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def bucket_of_distance(distances: int, buckets: int, max_distance: int) -> Tensor:
-    """T5's causal buckets of the distances 0, .., distances - 1: [S] int64 (P2.21, Eq. 7).
+    """Return T5's causal buckets of the distances 0, .., distances - 1: [S] int64 (P2.21, Eq. 7).
 
     d for d < N/2; N/2 + floor(N/2 * log(d / (N/2)) / log(max_distance / (N/2))) below
-    max_distance, as T5 and P2's code have it; N - 1 from there on. (Eq. 7 as printed takes the
-    floor before it multiplies by N/2, which makes one bucket N/2 of all of these distances.)
+    max_distance, as in T5 and P2's code; N - 1 from there on. (Eq. 7 as printed takes the floor
+    before multiplying by N/2, which puts all these distances into bucket N/2.)
     """
     half = buckets // 2
     distance_S = torch.arange(distances, dtype=torch.float64)
     ratio_S = torch.log(distance_S.clamp(min=half) / half) / math.log(max_distance / half)
-    # A distance that is exactly at a boundary must not fall below it by a rounding of log.
+    # Rounding of log must not move a distance exactly at a boundary into the lower bucket.
     far_S = half + (ratio_S * (buckets - half) + 1e-9).floor()
     return torch.where(distance_S < half, distance_S, far_S.clamp(max=buckets - 1)).long()

@@ -1,4 +1,4 @@
-"""What happens to the output of attention or FFN on its way into the residual stream.
+"""Addition of the attention or FFN output to the residual stream.
 
 Shapes: S sequence, B batch, X hidden size.
 """
@@ -18,21 +18,21 @@ OutputAndBias = tuple[Tensor, Tensor | None]
 
 
 class ResidualAdd(MegatronModule):
-    """Bias, dropout and addition, with a norm or a clamp of the output or a norm of the sum.
+    """Bias-dropout-add with a norm or clamp of the output, or a norm of the sum.
 
-    It stands where Megatron's layer has its bias-dropout-add function, for attention and for the
-    FFN (dense or MoE) of a layer::
+    It replaces the bias-dropout-add function of Megatron's layer, for attention and for the FFN
+    (dense or MoE)::
 
         sandwich (P1.24):       H = H + dropout(norm(f(H) + b))
         residual clip (P1.25):  H = H + dropout(clamp(f(H) + b, -c, c))
         post-norm (P2.42):      H = norm(H + dropout(f(H) + b))
 
     Args:
-        config: with ``sandwich_norm``, ``residual_clip``, ``post_norm``.
-        norm: builder of the norm; its weight must be marked for sequence parallelism.
+        config: Config with ``sandwich_norm``, ``residual_clip`` and ``post_norm``.
+        norm: Builder of the norm; its weight must be marked for sequence parallelism.
 
     Raises:
-        ValueError: sandwich norm with post-norm or with a clip: their order is not defined.
+        ValueError: Sandwich norm is combined with post-norm or a clip, whose order is undefined.
     """
 
     def __init__(self, config: MegasinkTransformerConfig, norm: LayerNormBuilder):
@@ -47,11 +47,11 @@ class ResidualAdd(MegatronModule):
     def forward(
         self, training: bool, fused: bool
     ) -> Callable[[OutputAndBias, Tensor, float], Tensor]:
-        """A function (output [S, B, X] and bias [X] or None, residual, dropout) -> new residual.
+        """Return f((output [S, B, X], bias [X] or None), residual, dropout) -> new residual.
 
         Args:
-            training: whether dropout drops.
-            fused: use Megatron's fused kernel for the addition.
+            training: Whether dropout is active.
+            fused: Whether to use Megatron's fused kernel for the addition.
         """
         return functools.partial(self._add, get_bias_dropout_add(training, fused))
 
@@ -64,7 +64,7 @@ class ResidualAdd(MegatronModule):
     ) -> Tensor:
         output_SBX, bias_X = output_with_bias
         if not self.config.post_norm or self.config.residual_clip is not None:
-            # Norm and clamp are of the whole output, its bias included.
+            # Norm and clamp apply to the output including its bias.
             output_SBX = output_SBX if bias_X is None else output_SBX + bias_X
             bias_X = None
         if self.config.residual_clip is not None:

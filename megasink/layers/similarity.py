@@ -10,9 +10,9 @@ from torch.distributed import ProcessGroup
 
 
 class SimilarityMLP(torch.nn.Module):
-    """The two [D, D] weights of mlp(x) = relu(x A^T) B^T, for queries, keys and all heads.
+    """The two [D, D] weights of mlp(x) = relu(x A^T) B^T, shared by queries, keys and all heads.
 
-    The same on every tensor-parallel rank; drawn by layers/init.py.
+    Replicated on every tensor-parallel rank; initialized by layers/init.py.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class SimilarityMLP(torch.nn.Module):
         )
 
     def weights(self, tp_group: ProcessGroup) -> tuple[Tensor, Tensor]:
-        """Both weights; their gradients are summed over the heads of every rank."""
+        """Return both weights; their gradients are summed over the heads of every rank."""
         first, second = (
             copy_to_tensor_model_parallel_region(layer.weight, tp_group)
             for layer in (self.fc1, self.fc2)

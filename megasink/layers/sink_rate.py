@@ -1,4 +1,4 @@
-"""Sink^eps of a validation set: how many heads attend to the first key (P2.2, P2.27).
+"""Sink^eps of a validation set: the share of heads that attend to the first key (P2.2, P2.27).
 
 Shapes: B batch, L layers of the model, H query heads, h those of this tensor-parallel rank.
 """
@@ -17,13 +17,13 @@ class SinkRate:
         heads: H.
 
     Attributes:
-        collects: an evaluation that is counted is running.
+        collects: Whether a counted evaluation is running.
     """
 
     def __init__(self, layers: int, heads: int):
         self.layers, self.heads = layers, heads
         self.collects = False
-        # [L, 2, 2, H]: first key and slot; how many sequences exceed it, of how many.
+        # [L, 2, 2, H]: first key and slot; number of sequences above the threshold, and total.
         self._table: Tensor | None = None
 
     def record(self, layer: int, first: int, first_BH: Tensor, slot_BH: Tensor | None) -> None:
@@ -31,9 +31,9 @@ class SinkRate:
 
         Args:
             layer: 0-based index in the whole model.
-            first: index in the layer of the first of these heads.
+            first: Index in the layer of the first of these heads.
             first_BH: alpha_1 of each sequence, [B, h] (`attention.first_key_share`).
-            slot_BH: alpha_*, the mean attention to the sink beside the keys; None for none.
+            slot_BH: alpha_*, the mean attention to the sink slot; None if there is no slot.
         """
         if self._table is None:
             self._table = self._zeros(first_BH.device)
@@ -47,11 +47,11 @@ class SinkRate:
         return torch.zeros(self.layers, 2, 2, self.heads, dtype=torch.float64, device=device)
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """One all-reduce on every rank, when the evaluation has ended.
+        """All-reduce the counts; call it on every rank after the evaluation.
 
         Returns:
-            [L, H] share of the sequences, in [0, 1], whose attention to the first key, and to the
-            slot, exceeds `SINK_EPSILON`; NaN where nothing was recorded. float32.
+            Two [L, H] float32 tensors: the share of sequences, in [0, 1], whose attention to the
+            first key, and to the slot, exceeds `SINK_EPSILON`; NaN where nothing was recorded.
         """
         table = self._zeros(torch.device("cuda")) if self._table is None else self._table
         self._table, self.collects = None, False

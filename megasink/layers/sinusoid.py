@@ -1,18 +1,18 @@
-"""The fixed sinusoidal position embedding, added to that of the token (P2.20, Eq. 6)."""
+"""The fixed sinusoidal position embedding, added to the token embedding (P2.20, Eq. 6)."""
 
 import torch
 from torch import Tensor
 
 
 class SinusoidalPositions(torch.nn.Module):
-    """Takes the place of the learned table in Megatron's LanguageModelEmbedding.
+    """Replaces the learned position table in Megatron's LanguageModelEmbedding.
 
-    The table is a buffer and no parameter: nothing trains it, decays it or counts it in a norm, and
-    no checkpoint holds it.
+    The table is a non-persistent buffer, so it is not trained, decayed, counted in norms or saved
+    in checkpoints.
 
     Args:
-        positions: rows of the table.
-        hidden_size: even.
+        positions: Rows of the table.
+        hidden_size: Must be even.
     """
 
     table: Tensor
@@ -23,17 +23,17 @@ class SinusoidalPositions(torch.nn.Module):
         self.register_buffer("table", table, persistent=False)
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        """[B, S] positions -> [B, S, hidden_size]."""
+        """Map positions [B, S] to [B, S, hidden_size]."""
         return torch.nn.functional.embedding(position_ids, self.table)
 
 
 def sinusoidal_table(positions: int, hidden_size: int) -> Tensor:
-    """[positions, hidden_size] float32, sines and cosines interleaved.
+    """Return the table [positions, hidden_size], float32, with interleaved sines and cosines.
 
     Channel 2k is sin(t / 10000 ** (2k / d)) and channel 2k + 1 its cosine, from position t = 0 on:
-    Eq. 6 of P2. (Its code puts all sines before all cosines: the same channels in another order,
-    and a new model knows no order of channels.) Computed in float64, since bf16 cannot tell
-    positions above 256 apart.
+    Eq. 6 of P2. (P2's code puts all sines before all cosines, a channel order that makes no
+    difference to a new model.) Computed in float64, because bf16 cannot tell positions above 256
+    apart.
     """
     position_T1 = torch.arange(positions, dtype=torch.float64)[:, None]
     exponent_K = torch.arange(0, hidden_size, 2, dtype=torch.float64) / hidden_size

@@ -1,4 +1,4 @@
-"""What one model records while it trains and is evaluated."""
+"""Statistics of one model during training and evaluation."""
 
 from typing import Any
 
@@ -12,25 +12,25 @@ from megasink.layers.sink_rate import SinkRate
 class ModelStatistics:
     """The statistics of one model: ``config.statistics`` of its MegasinkTransformerConfig.
 
-    The config carries them because it is Megatron's own identity of a model: every layer, virtual
-    pipeline stage and recomputed block holds it, ``get_model_config`` finds it from a wrapped
-    model, and what is called for one model hangs on it already (``grad_scale_func``,
-    ``no_sync_func``, ``finalize_model_grads_func``). So models that train in one process need a
-    config each; :meth:`HeadTracker.record` refuses two that share one.
+    They are on the config because Megatron identifies a model by it: every layer, virtual pipeline
+    stage and recomputed block holds it, ``get_model_config`` returns it for a wrapped model, and it
+    already holds the per-model callbacks (``grad_scale_func``, ``no_sync_func``,
+    ``finalize_model_grads_func``). Models that train in the same process therefore need separate
+    configs; :meth:`HeadTracker.record` rejects two that share one.
 
-    Copies of a config share them, for layers may hold one (core/transformer/attention.py:378 makes
-    a deep copy where there are fewer groups than tensor-parallel ranks). A config made anew, also
-    by ``dataclasses.replace``, has its own, and a pickled one empty ones. No dataclass field,
-    module or buffer holds them, so no checkpoint does: training state is in ``HeadCounter``.
+    Copies of a config share the statistics, because layers may hold one
+    (core/transformer/attention.py:378 makes a deep copy if there are fewer groups than
+    tensor-parallel ranks). A new config, also from ``dataclasses.replace``, has new statistics; a
+    pickled config has empty ones. They are never in a checkpoint: see ``HeadCounter``.
 
     Args:
-        layers: of the whole model.
-        heads: query heads of a layer.
+        layers: Layers of the whole model.
+        heads: Query heads of a layer.
 
     Attributes:
-        heads: importance and all else that is known of a step.
-        balance: what the gradient of the head-balance loss is multiplied by.
-        sinks: sink rates of an evaluation.
+        heads: Importance and other per-step head statistics.
+        balance: Scale factors of the head-balance gradient.
+        sinks: Sink rates of an evaluation.
     """
 
     def __init__(self, layers: int, heads: int):
@@ -39,9 +39,9 @@ class ModelStatistics:
         self.sinks = SinkRate(layers, heads)
 
     def set_loss_scale(self, scale: Tensor) -> None:
-        """Megatron's ``config.experimental_attention_variant_loss_scale_func``.
+        """Implement Megatron's ``config.experimental_attention_variant_loss_scale_func``.
 
-        It is called for every microbatch on every pipeline stage (schedules.py:376).
+        Megatron calls it for every microbatch on every pipeline stage (schedules.py:376).
         """
         self.balance.set_loss_scale(scale)
 

@@ -1,4 +1,4 @@
-"""Megatron's TransformerConfig with the options of megasink."""
+"""Megatron's TransformerConfig with megasink's options."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from megasink.layers.finalize import finalize_model_grads
 from megasink.layers.statistics import ModelStatistics
 from megasink.variants import variant
 
-# The function of each FFN activation, and whether it is applied to the gate of a gated unit.
+# The function of each FFN activation, and whether the FFN is a gated linear unit.
 FFN_ACTIVATIONS = {
     "relu": (F.relu, False),
     "gelu": (F.gelu, False),
@@ -41,19 +41,19 @@ class MegasinkTransformerConfig(
     AttentionOptions,
     TransformerConfig,
 ):
-    """TransformerConfig with the options of megasink beside Megatron's fields.
+    """TransformerConfig with megasink's options in addition to Megatron's fields.
 
     Attributes:
-        relative_attention_num_buckets, relative_attention_max_distance: Megatron's flags, which its
-            own TransformerConfig does not hold.
-        statistics: of the model that is built from it. No field: it is neither written nor taken
-            over by ``dataclasses.replace``.
+        relative_attention_num_buckets, relative_attention_max_distance: Megatron's flags, which are
+            missing from its own TransformerConfig.
+        statistics: Statistics of the model built from this config. Not a dataclass field, so it is
+            not serialized or copied by ``dataclasses.replace``.
 
     Raises:
-        ValueError: a head-balance loss on a similarity that has no gate to differentiate, or on a
-            variant whose record gives no slot value; heads or groups of a variant's parameter that
-            the tensor-parallel ranks do not divide.
-        UserError: an attention variant that nobody has registered.
+        ValueError: The head-balance loss is on for a similarity without a differentiable gate or a
+            variant without a slot value, or the heads or groups of a variant's parameter are not
+            divisible by the tensor-parallel ranks.
+        UserError: The attention variant is not registered.
     """
 
     relative_attention_num_buckets: int = 32
@@ -61,7 +61,7 @@ class MegasinkTransformerConfig(
 
     def __post_init__(self) -> None:
         record = variant(self.attention_variant)
-        # Megatron's inference decides by it; layers/inference_guard.py refuses what it leaves out.
+        # Megatron's inference reads it; layers/inference_guard.py rejects unsupported models.
         self.softmax_type = record.softmax_type
         if self.head_balance_coeff and self.attention_similarity != "softmax":
             raise ValueError(
@@ -75,7 +75,7 @@ class MegasinkTransformerConfig(
             )
         if self.ffn_activation is not None:
             self.activation_func, self.gated_linear_unit = FFN_ACTIVATIONS[self.ffn_activation]
-            # The other fused kernels of Megatron know tanh's approximation of gelu alone.
+            # Megatron's other fused kernels only have the tanh approximation of gelu.
             self.bias_activation_fusion &= self.ffn_activation == "swiglu"
         self.statistics = ModelStatistics(self.num_layers, self.num_attention_heads)
         if self.head_balance_coeff:

@@ -1,4 +1,4 @@
-"""Attention variants, one record each. README says how to add one, here or in a module of yours."""
+"""Attention variants, one record each. The README shows how to add one, here or in a plugin."""
 
 from megasink.variants import builtin
 from megasink.variants.record import (

@@ -1,4 +1,4 @@
-"""The variants of P0, P1 and P2 that megasink has.
+"""The built-in variants, from P0, P1 and P2.
 
 Shapes: B batch, H query heads and G key/value groups of this tensor-parallel rank, T queries,
 S keys, D head dim.
@@ -65,7 +65,7 @@ def _biased(
         value_bias = _fixed_value(config, key_bias)
     return biased_attention(
         *tensors,
-        # A bias that all heads of the layer share is [D].
+        # A bias shared by all heads of the layer is [D].
         key_bias_HD=None if key_bias is None else key_bias.expand(shape),
         value_bias_HD=None if value_bias is None else value_bias.expand(shape),
         **options,
@@ -73,7 +73,7 @@ def _biased(
 
 
 def _fixed_value(config: Any, like: "Tensor") -> "Tensor | None":
-    """v* of --bias-fixed-value (P2.28), [D] in the dtype and on the device of `like` [..., D]."""
+    """Return v* of --bias-fixed-value (P2.28), [D], with dtype and device of `like` [..., D]."""
     kind, norm = config.bias_fixed_value, config.bias_fixed_value_norm
     if kind == "none":
         return None
@@ -116,7 +116,7 @@ def _key_bias_value(
 
 
 def _value_bias(parameters: Parameters) -> "Tensor":
-    """[1, H, 1, D]; [1, 1, D] of one that all heads share."""
+    """Return the value bias as [1, H, 1, D], or [1, 1, D] if shared by all heads."""
     return parameters[VALUE_BIAS].unsqueeze(-2)[None]
 
 
@@ -133,9 +133,9 @@ def _value_bias_value(
 
 
 def _bias(name: str) -> Parameter:
-    """Per query head under GQA too: a bias per group would belong to several ranks where a group is
-    copied, or [D] for all heads of the layer (P2.29). The std is that of P2's code.
-    """
+    """Define a bias per query head, or one [D] for all heads of the layer (P2.29).
+
+    With GQA too: a bias per group would belong to several ranks. The std is from P2's code."""
 
     def shape(config: Any) -> tuple[int, ...]:
         width = (config.kv_channels,)
@@ -223,7 +223,7 @@ VARIANTS = (
         slot_logit=_key_bias_logit,
         slot_value=_key_bias_value,
         parameters=(_bias(KEY_BIAS),),
-        # A key of value 0 scales the whole output, as a sink does.
+        # A key with value 0 scales the whole output, like a sink.
         norm_keeps_gate=lambda config: config.bias_fixed_value != "none",
         options=frozenset({"bias_shared_heads", *_FIXED_VALUE}),
         export=Export(modelling_file=True, tensors={KEY_BIAS: KEY_BIAS}),

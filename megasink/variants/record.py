@@ -1,13 +1,12 @@
-"""What an attention variant is: one record, which everything else of megasink reads.
+"""The record that defines an attention variant for the rest of megasink.
 
-Nothing here imports torch: the checks of a command line read records before torch is there. The
-functions of a record work on the tensors that they are given, and import what they need when they
-are called.
+This module does not import torch, because command-line checks read records before torch is loaded.
+The functions of a record operate on the tensors they receive and import what they need when called.
 
 Shapes: B batch, H query heads and G key/value groups of this rank, T queries, S keys, D head dim.
-`config` is anything with the options of megasink and Megatron's ``num_attention_heads``,
-``num_query_groups`` and ``kv_channels``: a transformer config, validated arguments, or what
-conversion knows of a model. `parameters` are the variant's own by name, those of this rank's heads.
+`config` is any object with megasink's options and Megatron's ``num_attention_heads``,
+``num_query_groups`` and ``kv_channels``: a transformer config, validated arguments, or the model
+description used by conversion. `parameters` maps names to the variant's parameters on this rank.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,37 +23,37 @@ Attend = Callable[..., "AttentionOutput"]
 SlotLogit = Callable[[Any, Parameters, "Tensor", float], "Tensor | None"]
 SlotValue = Callable[[Any, Parameters, Callable[[], "Tensor"]], "Tensor | None"]
 OpVariant = Literal["vanilla", "sink", "off-by-one"]
-# How a model with plain softmax attention becomes one of a variant: see `Export.start`.
+# How to turn a model with plain softmax attention into a variant: see `Export.start`.
 ZERO_GATES, SINK_WEIGHT = "zero gates", "sink weight"
 
 
 def no_slot(config: Any, parameters: Parameters, query_BHTD: "Tensor", scale: float) -> None:
-    """The slot logit of a variant without a slot: its gate is 1 - A_i0 (P0.6)."""
+    """Slot logit of a variant without a slot, whose gate is 1 - A_i0 (P0.6)."""
 
 
 def zero_value(config: Any, parameters: Parameters, first_value: Callable[[], "Tensor"]) -> None:
-    """The slot value of a sink: a head whose gate is closed gives 0."""
+    """Slot value of a sink: a head with a closed gate outputs 0."""
 
 
 def first_value(
     config: Any, parameters: Parameters, first_value: Callable[[], "Tensor"]
 ) -> "Tensor":
-    """The slot value of a variant without a slot: the value of the first key."""
+    """Slot value of a variant without a slot: the value of the first key."""
     return first_value()
 
 
 def always(config: Any) -> bool:
-    """Whatever the options are."""
+    """Return True for any options."""
     return True
 
 
 def never(config: Any) -> bool:
-    """The answer of a record that does not say."""
+    """Return False: the default of a record."""
     return False
 
 
 def zero(config: Any) -> float:
-    """The initial value 0."""
+    """Return the initial value 0."""
     return 0.0
 
 
@@ -62,16 +61,15 @@ def zero(config: Any) -> float:
 class Parameter:
     """A parameter that a variant adds to the core attention of a layer.
 
-    It stays float32 in a model of any dtype, and trains under --sink-lr-mult and
-    --sink-weight-decay.
+    It stays float32 in a model of any dtype and trains with --sink-lr-mult and --sink-weight-decay.
 
     Attributes:
-        name: in core attention and, behind "core_attention.", in checkpoints.
-        shape: (config) -> shape in the whole layer, over all tensor-parallel ranks.
-        sharded: (config) -> whether its first axis counts heads, or key/value groups, of which
-            each tensor-parallel rank has its own; else every rank has all of it.
-        initial: (config) -> the value that every element starts with.
-        std: where not 0, elements are drawn from N(0, std) instead, whatever the layout.
+        name: Name in core attention and, after "core_attention.", in checkpoints.
+        shape: (config) -> shape over all tensor-parallel ranks.
+        sharded: (config) -> whether axis 0 (heads or key/value groups) is sharded over the
+            tensor-parallel ranks; otherwise every rank holds the whole parameter.
+        initial: (config) -> initial value of every element.
+        std: If not 0, elements are drawn from N(0, std) instead, independently of the layout.
     """
 
     name: str
@@ -81,10 +79,10 @@ class Parameter:
     std: float = 0.0
 
     def local_shape(self, config: Any, ranks: int) -> tuple[int, ...]:
-        """The shape on one of so many tensor-parallel ranks.
+        """Return the shape on each of `ranks` tensor-parallel ranks.
 
         Raises:
-            ValueError: its heads or groups cannot be divided among them.
+            ValueError: The heads or groups are not divisible by the ranks.
         """
         first, *others = self.shape(config)
         if not self.sharded(config):
@@ -98,12 +96,12 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """What a variant asks of an attention kernel.
+    """Requirements of a variant on the attention kernel.
 
     Attributes:
-        variant: which of the op's variants its call comes to: a slot of any logit is "sink".
-        gate_gradient: its own gradient needs the kernel's log-sum-exp to be exact, with or without
-            a head-balance loss.
+        variant: The op variant that it uses; a slot with any logit is "sink".
+        gate_gradient: Whether its own gradient needs an exact log-sum-exp from the kernel, with or
+            without a head-balance loss.
     """
 
     variant: OpVariant
@@ -112,17 +110,17 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """What conversion to and from Hugging Face format may do with a variant.
+    """How a variant converts to and from Hugging Face format.
 
     Attributes:
-        kinds: its names in the declarations of targets (`Target.attention`); by default its name.
-        kind_option: the option whose value is the kind, where there are several.
-        sink_tensor: its slot is one logit per head of value 0, which targets hold in a tensor of
-            their own: its only parameter, or zeros.
-        modelling_file: megasink's own modelling file computes it.
-        tensors: {name of a parameter: its name in that file}, beside the sink tensor.
-        start: how a model with plain softmax attention becomes one (`megasink convert-from-hf`):
-            ZERO_GATES, or SINK_WEIGHT for a mean attention weight of each sink; None: it cannot.
+        kinds: Names of the variant in `Target.attention`; defaults to its name.
+        kind_option: The option whose value is the kind, if there are several.
+        sink_tensor: Whether the slot is one logit per head with value 0, which targets store as a
+            sink tensor: the variant's only parameter, or zeros.
+        modelling_file: Whether megasink's own modeling file implements it.
+        tensors: {parameter name: name in that file}, in addition to the sink tensor.
+        start: How to start from a model with plain softmax attention (`megasink convert-from-hf`):
+            ZERO_GATES, or SINK_WEIGHT for a mean attention weight per sink; None if not supported.
     """
 
     kinds: tuple[str, ...] = ()
@@ -135,33 +133,32 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One attention variant. What a record leaves at None or False is refused, never guessed.
+    """One attention variant. A feature left at None or False is rejected, never guessed.
 
     Attributes:
-        name: of --attention-variant.
-        description: one line, with the paper row or another source.
+        name: Value of --attention-variant.
+        description: One line, with the paper row or another source.
         attend: (config, parameters, query_BHTD, key_BGSD, value_BGSD, *, with_gate, and the options
             of `megasink.attention.attention`: masks, scale, backend) -> AttentionOutput. The gate
-            may be None where `with_gate` is False and there is no slot.
-        kernel: what that asks of a kernel.
-        slot_logit: (config, parameters, query_BHTD, scale) -> the logit of the key beside the
-            sequence's, in float32 (float64 for such queries), broadcastable to [B, H, T]; `no_slot`
-            for a variant without one. None: such models cannot be analyzed.
-        slot_value: (config, parameters, first_value) -> what a head gives out where its gate is
-            closed (u in docs/maths.md), broadcastable to [B, H, T, D]; None for 0.
-            `first_value()` is the value of the first key, [B, H, 1 or T, D]. A record without one
-            has no head-balance loss, whose gradient is measured against it.
-        parameters: in the order of core attention.
-        logs_slot_logit: the slot logit is one parameter per head that no query changes: training
-            logs it as ``softmax_offset``.
-        explicit_gate: the layers have the gate of P0.3 and P1 (`megasink.gate_options`).
-        softmax_type: Megatron's name for it, by which Megatron's inference decides; "vanilla" where
-            it has none.
-        dynamic_inference: Megatron's dynamic inference computes it, by `softmax_type`.
-        similarity: other similarities may take the place of the softmax (P2.30).
-        norm_keeps_gate: (config) -> whether RMSNorm of the SDPA output (P1.16) leaves the gate in:
-            one that multiplies all of a head's output is divided out again.
-        options: names of the options that belong to this variant, and to others that name them too.
+            may be None if `with_gate` is False and there is no slot.
+        kernel: Requirements on the kernel.
+        slot_logit: (config, parameters, query_BHTD, scale) -> logit of the slot in float32 (float64
+            for float64 queries), broadcastable to [B, H, T]; `no_slot` for a variant without a
+            slot. None: such models cannot be analyzed.
+        slot_value: (config, parameters, first_value) -> output of a head with a closed gate (u in
+            docs/maths.md), broadcastable to [B, H, T, D]; None for 0. `first_value()` is the value
+            of the first key, [B, H, 1 or T, D]. The gradient of the head-balance loss is measured
+            against the slot value, so a record without it has no such loss.
+        parameters: In the order of core attention.
+        logs_slot_logit: Whether the slot logit is one query-independent parameter per head, which
+            training logs as ``softmax_offset``.
+        explicit_gate: Whether the layers have the gate of P0.3 and P1 (`megasink.gate_options`).
+        softmax_type: Megatron's name for the variant, read by its inference; "vanilla" if none.
+        dynamic_inference: Whether Megatron's dynamic inference supports it, by `softmax_type`.
+        similarity: Whether another similarity may replace the softmax (P2.30).
+        norm_keeps_gate: (config) -> whether the gate survives RMSNorm of the SDPA output (P1.16),
+            which cancels a gate that scales the whole output of a head.
+        options: Options specific to this variant; several variants may name the same option.
         export: None: such models cannot be converted.
     """
 
@@ -183,20 +180,20 @@ class Variant:
 
     @property
     def always_gated(self) -> bool:
-        """Whether `attend` returns the gate unasked: beside a slot it costs nothing."""
+        """Whether `attend` always returns the gate, which is free with a slot."""
         return self.slot_logit is not no_slot
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is softmax attention with nothing added."""
+        """Whether the variant is unmodified softmax attention."""
         return not (self.always_gated or self.parameters or self.explicit_gate)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Its names in the declarations of conversion targets."""
+        """Names of the variant in the declarations of conversion targets."""
         return (self.export and self.export.kinds) or (self.name,)
 
     def kind(self, options: Mapping[str, Any]) -> Any:
-        """Which of `kinds` a model with these options is: any value, if they say another."""
+        """Return which of `kinds` a model with these options is; invalid values pass through."""
         option = self.export and self.export.kind_option
         return options.get(option, self.kinds[0]) if option else self.kinds[0]

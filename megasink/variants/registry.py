@@ -1,4 +1,4 @@
-"""The attention variants that there are: megasink's own, and those that other modules register."""
+"""The registry of attention variants: megasink's own and those registered by plugins."""
 
 import re
 
@@ -7,15 +7,15 @@ from megasink.errors import UserError
 from megasink.variants.record import Variant
 
 _VARIANTS: dict[str, Variant] = {}
-# As in a flag; saved arguments are read back by the same rule.
+# The syntax of flag values; saved arguments are parsed by the same rule.
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
 def register(record: Variant) -> Variant:
-    """Add a variant: from now on --attention-variant takes its name.
+    """Register a variant, so that --attention-variant accepts its name.
 
     Raises:
-        UserError: another one has its name, or the name is no word of a flag.
+        UserError: The name is taken or is not a valid flag value.
     """
     if not _NAME.fullmatch(record.name):
         raise UserError(
@@ -28,10 +28,10 @@ def register(record: Variant) -> Variant:
 
 
 def variant(name: str) -> Variant:
-    """The variant of a name.
+    """Return the variant with this name.
 
     Raises:
-        UserError: there is none, with the names that there are and the nearest one.
+        UserError: The name is unknown; the message lists the names and suggests the closest.
     """
     if not is_variant(name):
         raise UserError(unknown_name("--attention-variant", str(name), names()))
@@ -39,25 +39,25 @@ def variant(name: str) -> Variant:
 
 
 def variants() -> tuple[Variant, ...]:
-    """All of them, in the order in which they were registered."""
+    """Return all variants in registration order."""
     return tuple(_VARIANTS.values())
 
 
 def is_variant(name: object) -> bool:
-    """Whether there is a variant of this name."""
+    """Return whether a variant with this name is registered."""
     return isinstance(name, str) and name in _VARIANTS
 
 
 def names() -> list[str]:
-    """What --attention-variant takes."""
+    """Return the values that --attention-variant accepts."""
     return list(_VARIANTS)
 
 
 def of_kind(kind: str) -> Variant:
-    """The variant that conversion targets know by this word (`Variant.kinds`).
+    """Return the variant with this kind (`Variant.kinds`) in conversion targets.
 
     Raises:
-        UserError: there is none.
+        UserError: No variant has this kind.
     """
     for record in variants():
         if kind in record.kinds:
@@ -67,10 +67,10 @@ def of_kind(kind: str) -> Variant:
 
 
 def parameter_names() -> tuple[str, ...]:
-    """Names, in core attention, of the parameters of all variants."""
+    """Return the names in core attention of the parameters of all variants."""
     return tuple(dict.fromkeys(p.name for record in variants() for p in record.parameters))
 
 
 def foreign_options(record: Variant) -> set[str]:
-    """Options that belong to other variants and not to this one."""
+    """Return the options that belong only to other variants."""
     return {option for other in variants() for option in other.options} - record.options

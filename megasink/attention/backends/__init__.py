@@ -1,4 +1,4 @@
-"""The registry of attention kernels, and the one function that chooses among them."""
+"""The registry of attention kernels and the selection among them."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -34,11 +34,11 @@ _REGISTRY: dict[str, Backend] = {}
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend that will run, and for each other one why it will not.
+    """The selected backend, and why each other one was not selected.
 
     Attributes:
-        name: of the backend.
-        reasons: backend name -> a clause.
+        name: Name of the backend.
+        reasons: Name of another backend -> a clause.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Choice:
 
 
 def register_backend(backend: Backend, *, before: str | None = None) -> None:
-    """Adds a backend, ahead of the one called `before` in the order that "auto" tries them in."""
+    """Register a backend, ahead of `before` in the order in which "auto" tries them."""
     items = [item for item in _REGISTRY.items() if item[0] != backend.name]
     names = [name for name, _ in items]
     items.insert(len(items) if before is None else names.index(before), (backend.name, backend))
@@ -56,28 +56,28 @@ def register_backend(backend: Backend, *, before: str | None = None) -> None:
 
 
 def backend_names() -> tuple[str, ...]:
-    """Every registered backend, in the order that "auto" tries them in."""
+    """Return every registered backend, in the order in which "auto" tries them."""
     return tuple(_REGISTRY)
 
 
 def backend_named(name: str) -> Backend:
-    """The backend itself."""
+    """Return the backend with this name."""
     return _REGISTRY[name]
 
 
 @lru_cache(maxsize=256)
 def choose_backend(request: AttentionRequest, requested: str = "auto") -> Choice:
-    """Which backend will run the request, and why not each other one.
+    """Select the backend for a request.
 
-    Needs no tensor and no device, so a configuration can be refused before anything is built.
+    Needs no tensor and no device, so a configuration can be rejected before anything is built.
 
     Args:
-        request: the configuration.
-        requested: "auto" for the first backend that can, or a name to insist on.
+        request: The configuration.
+        requested: "auto" for the first suitable backend, or the name of a required one.
 
     Raises:
-        ConfigError: no backend computes the request exactly, or the one that was asked for does
-            not; the message says why and names the one that "auto" would take.
+        ConfigError: No backend, or not the requested one, computes the request exactly; the message
+            gives the reasons and the backend that "auto" would select.
     """
     problems = _problems_of_any_backend(request)
     if requested != "auto" and requested not in _REGISTRY:
@@ -111,7 +111,7 @@ def _refusal(backend: Backend, request: AttentionRequest) -> str | None:
 
 
 def _problems_of_any_backend(request: AttentionRequest) -> list[str]:
-    """What no kernel could mend."""
+    """Return the problems that rule out every backend."""
     problems = []
     if request.variant not in VARIANTS:
         problems.append(
@@ -145,7 +145,7 @@ def _describe(request: AttentionRequest) -> str:
 
 
 def at_runtime(request: AttentionRequest, device_index: int | None) -> AttentionRequest:
-    """The request with the compute capability of its CUDA device filled in."""
+    """Return the request with the compute capability of its CUDA device filled in."""
     device = (
         request.device_type if device_index is None else f"{request.device_type}:{device_index}"
     )
@@ -153,8 +153,8 @@ def at_runtime(request: AttentionRequest, device_index: int | None) -> Attention
     return request if capability is None else replace(request, compute_capability=capability)
 
 
-# The order that "auto" tries them in: the newest FlashAttention that is installed and that the
-# device runs, PyTorch's own, cuDNN, and eager, which runs anything.
+# The order in which "auto" tries them: the newest FlashAttention that is installed and supported by
+# the device, PyTorch's own, cuDNN, and eager, which runs anything.
 for _backend in (
     FlashCpuBackend(),
     FlashAttention4Backend(),

@@ -39,11 +39,11 @@ class FlashCudaBackend(BTHDLayout):
         *inputs, lse_BHT, _ = tensors
         _, query, key, *_ = inputs
         lengths = (None, None, query.shape[1], key.shape[1])
-        # The kernel reads the state of the random number generator only under dropout.
+        # The kernel reads the RNG state only with dropout.
         no_state = torch.empty(0, dtype=torch.uint64, device=query.device)
         grads: Sequence[Tensor] = torch.ops.aten._flash_attention_backward(
             *inputs,
-            lse_BHT.contiguous(),  # read through its pointer, as dense
+            lse_BHT.contiguous(),  # the kernel ignores its strides
             *lengths,
             0.0,
             call.causal,
@@ -57,7 +57,7 @@ class FlashCudaBackend(BTHDLayout):
 def _options(call: AttentionCall) -> dict[str, Any]:
     if call.window is None:
         return {"scale": call.scale}
-    # aten counts the tokens to the left of a token, without the token itself.
+    # aten counts the tokens to the left, excluding the token itself.
     window = {"window_size_left": call.window - 1, "window_size_right": 0}
     return {"scale": call.scale, **window}
 
@@ -65,9 +65,9 @@ def _options(call: AttentionCall) -> dict[str, Any]:
 class CudnnBackend(VendorBackend):
     """`aten::_scaled_dot_product_cudnn_attention`: cuDNN's fused kernels.
 
-    Every tensor is made contiguous as [B, H, T, D]: PyTorch's cache of cuDNN graphs is keyed on
-    the strides of query, key and value alone in some releases, and a graph that was built for
-    another layout of the output or its gradient would be used without a word.
+    Every tensor is made contiguous as [B, H, T, D]: in some releases PyTorch's cache of cuDNN
+    graphs is keyed only on the strides of query, key and value, and would silently reuse a graph
+    built for another layout of the output or its gradient.
     """
 
     name = "cudnn"

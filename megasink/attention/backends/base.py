@@ -1,4 +1,4 @@
-"""What a backend is: the facts asked of it, and the two calls it answers.
+"""The interface of attention backends.
 
 Shapes: B batch, H query heads, G key/value groups (H a multiple of G), T queries, S keys, D head
 dim. Scores are z_ij = scale * q_i . k_j; LSE_i = log sum_j exp z_ij over the visible keys.
@@ -16,19 +16,19 @@ from megasink.attention.call import AttentionCall, BackwardTensors, Gradients
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """One attention configuration, described without a tensor.
+    """An attention configuration, described without tensors.
 
     Attributes:
         device_type: "cpu" or "cuda".
-        dtype: of query, key and value.
-        head_dim: D, of query, key and value alike.
-        variant: a name of `megasink.attention.VARIANTS`.
-        window: tokens visible to a token, itself included; None for all.
-        causal: whether token i sees only keys j <= i.
-        distance_bias: whether a bias by head and distance is added to the scores (P2.20 to P2.22).
-        needs_gate_gradient: whether a loss on the gate or on the LSE will be differentiated.
-        dropout: probability of dropping an attention weight.
-        compute_capability: of the CUDA device; None when not known (yet).
+        dtype: Dtype of query, key and value.
+        head_dim: D, the same for query, key and value.
+        variant: A name in `megasink.attention.VARIANTS`.
+        window: Tokens visible to a token, including itself; None for all.
+        causal: Whether token i sees only keys j <= i.
+        distance_bias: Whether a bias by head and distance is added to the scores (P2.20 to P2.22).
+        needs_gate_gradient: Whether a loss on the gate or on the LSE will be differentiated.
+        dropout: Probability of dropping an attention weight.
+        compute_capability: Compute capability of the CUDA device; None if unknown.
     """
 
     device_type: str
@@ -46,18 +46,18 @@ class AttentionRequest:
 class Backend(ABC):
     """An attention kernel: causal on square blocks, unmasked on rectangular ones.
 
-    Everything else (sinks, windows, prefixes, bottom-right causal masks) is made of such blocks by
-    `megasink.attention.block_masks`, so a new kernel needs these two calls and nothing more. Of the
-    `AttentionCall` they read `scale`, `causal` and what the attributes below name.
+    `megasink.attention.block_masks` builds everything else (sinks, windows, prefixes, bottom-right
+    causal masks) from such blocks, so a new kernel only needs `forward` and `backward`. They read
+    `scale` and `causal` from the `AttentionCall`, and the fields named by the attributes below.
 
     Attributes:
-        name: what the user asks for.
-        native_window: the calls read `window`; otherwise it is always None.
-        takes_lse_gradient: `backward` reads `lse_grad_BHT`; otherwise it is always None and the
-            gradient enters through `out_BHTD` (`megasink.attention.injection`).
-        takes_distance_bias: the calls read `distance_bias_HS`, then with a window and the whole
-            causal mask: the last of T <= S queries stands at the last key. Otherwise it is always
-            None, and the backend is not chosen for a request with a bias.
+        name: Name by which users select the backend.
+        native_window: Whether it reads `window`; otherwise `window` is always None.
+        takes_lse_gradient: Whether `backward` reads `lse_grad_BHT`; otherwise it is always None and
+            the gradient enters through `out_BHTD` (`megasink.attention.injection`).
+        takes_distance_bias: Whether it reads `distance_bias_HS`, together with a window and the
+            whole causal mask (the last of T <= S queries is at the last key). Otherwise it is
+            always None, and the backend is not selected for a request with a bias.
     """
 
     name: str
@@ -67,47 +67,47 @@ class Backend(ABC):
 
     @abstractmethod
     def supports(self, request: AttentionRequest) -> str | None:
-        """None if this backend computes the request exactly, else why not, as a clause."""
+        """Return None if this backend computes the request exactly, else the reason as a clause."""
 
     @abstractmethod
     def forward(
         self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        """Returns out_BHTD and lse_BHT (natural logarithm, float32, or float64 for float64)."""
+        """Return out_BHTD and lse_BHT (natural logarithm, float32, or float64 for float64)."""
 
     @abstractmethod
     def backward(self, tensors: BackwardTensors, call: AttentionCall) -> Gradients:
-        """Returns gradients in the shapes and dtypes of their inputs.
+        """Return gradients with the shapes and dtypes of the inputs.
 
-        `out_BHTD` and `lse_BHT` may belong to a softmax over more keys than these (other blocks, a
+        `out_BHTD` and `lse_BHT` may come from a softmax over more keys than these (other blocks, a
         sink): with P_ij = exp(z_ij - lse_i), dS_ij = P_ij (dO_i . v_j - dO_i . out_i + lse_grad_i).
-        The gradient of a distance bias is the sum of dS over batch and diagonals.
+        The gradient of a distance bias is dS summed over batch and diagonals.
         """
 
 
 class VendorBackend(Backend):
-    """A kernel that somebody else wrote: it wants its tensors laid out in a way of its own."""
+    """A third-party kernel that requires its own tensor layout."""
 
     def lay_out(self, tensor_BHTD: Tensor) -> Tensor:
-        """As the kernel takes it; every kernel needs the last dimension dense."""
+        """Return the tensor in the kernel's layout; every kernel needs a dense last dimension."""
         return tensor_BHTD if tensor_BHTD.stride(-1) == 1 else tensor_BHTD.contiguous()
 
     def read(self, tensor: Tensor) -> Tensor:
-        """What the kernel returned, as [B, H, T, D]."""
+        """Convert a result of the kernel to [B, H, T, D]."""
         return tensor
 
     @abstractmethod
     def launch_forward(
         self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        """`forward` with tensors as `lay_out` gives them; the LSE is [B, H, T]."""
+        """Run `forward` on tensors from `lay_out`; the LSE is [B, H, T]."""
 
     @abstractmethod
     def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
-        """`backward`, all but the statistics as `lay_out` gives them.
+        """Run `backward` on tensors from `lay_out` (except the LSE and its gradient).
 
         Returns:
-            The gradients of query, key and value as the kernel returns them.
+            The gradients of query, key and value in the kernel's layout.
         """
 
     def forward(
@@ -130,9 +130,9 @@ class VendorBackend(Backend):
 
 
 def check_block(query_BHTD: Tensor, key_BGSD: Tensor, call: AttentionCall) -> None:
-    """Refuses the causal rectangles that kernels answer differently from each other.
+    """Reject causal rectangles, which kernels align differently.
 
-    aten's CPU flash aligns them top left, CUDA flash bottom right, both without a word.
+    aten's CPU flash silently aligns them top left, CUDA flash bottom right.
     """
     if call.causal and query_BHTD.shape[2] != key_BGSD.shape[2]:
         raise ValueError(
@@ -142,7 +142,7 @@ def check_block(query_BHTD: Tensor, key_BGSD: Tensor, call: AttentionCall) -> No
 
 
 def fp16_reason(request: AttentionRequest) -> str | None:
-    """Why a kernel that takes LSE gradients by injection refuses fp16 (docs/maths.md)."""
+    """Return why a kernel with injected LSE gradients rejects fp16 (docs/maths.md), or None."""
     if request.dtype is torch.float16 and request.needs_gate_gradient:
         return (
             "the gradient of the gate enters through the output tensor, with values up to 2**60, "

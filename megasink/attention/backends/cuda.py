@@ -1,4 +1,4 @@
-"""What every CUDA kernel asks for, and kernels of packages, imported only where they would run."""
+"""Common requirements of CUDA kernels, and base classes for kernels from optional packages."""
 
 from functools import lru_cache
 from importlib import import_module
@@ -11,20 +11,20 @@ from megasink.attention.backends.base import AttentionRequest, VendorBackend, fp
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """Of a CUDA device; None for another device, or where there is no driver to ask."""
+    """Return the compute capability of a CUDA device; None for other devices or no driver."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     return _capability(torch.cuda.current_device() if device.index is None else device.index)
 
 
-# Of the hardware, which does not change: asking costs as much as the launch of a small kernel.
+# Cached: a query costs as much as launching a small kernel.
 _capability = lru_cache(torch.cuda.get_device_capability)
 
 
 def cuda_reason(
     request: AttentionRequest, largest_head_dim: int, capability: tuple[int, int] = (8, 0)
 ) -> str | None:
-    """Why a kernel of `capability` or later, half precision and D a multiple of 8, will not run."""
+    """Return why a half-precision kernel (D % 8 == 0, from `capability` on) cannot run, or None."""
     if request.device_type != "cuda":
         return f"it runs on CUDA devices, not on {request.device_type}"
     if request.compute_capability is not None and request.compute_capability < capability:
@@ -40,20 +40,20 @@ def cuda_reason(
 
 
 def package_reason(module: str, package: str) -> str | None:
-    """Why the module cannot be imported; `package` is what would bring it."""
+    """Return why the module of `package` cannot be imported, or None."""
     try:
         import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
             return f"the package {package} is not installed"
         return f"{package} does not import: {error}"
-    except Exception as error:  # a binary built for another torch or driver raises what it likes
+    except Exception as error:  # a binary for another torch or driver may raise anything
         return f"{package} does not import: {type(error).__name__}: {error}"
     return None
 
 
 class BTHDLayout(VendorBackend):
-    """FlashAttention's own layout: views, as long as the last dimension is dense."""
+    """FlashAttention's layout [B, T, H, D]: a view if the last dimension is dense."""
 
     def lay_out(self, tensor_BHTD: Tensor) -> Tensor:
         """See `VendorBackend`."""
@@ -65,13 +65,13 @@ class BTHDLayout(VendorBackend):
 
 
 class PackageBackend(VendorBackend):
-    """A CUDA kernel of a package that megasink does not depend on.
+    """A CUDA kernel from an optional package.
 
     Attributes:
-        package: its name for `pip install`, or where it comes from.
-        module: what is imported, on the first request that would run on it.
-        capability: the lowest compute capability.
-        largest_head_dim: D is a multiple of 8 up to this.
+        package: Name for `pip install`, or the source.
+        module: Module to import, on the first request that would run on it.
+        capability: Lowest supported compute capability.
+        largest_head_dim: D must be a multiple of 8 up to this.
     """
 
     package: str
@@ -88,5 +88,5 @@ class PackageBackend(VendorBackend):
         )
 
     def load(self) -> Any:
-        """The module."""
+        """Import the module."""
         return import_module(self.module)

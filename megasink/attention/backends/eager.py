@@ -1,10 +1,10 @@
-"""Attention in plain tensor operations, for the dtypes and devices that no flash kernel serves.
+"""Attention in plain tensor operations, for dtypes and devices without a flash kernel.
 
-Rows of queries are taken a chunk at a time, and the backward computes the weights again, so the
-largest temporary is [B, H, CHUNK, S]. fp16 and bf16 are computed in float32.
+Query rows are processed in chunks and the backward recomputes the weights, so the largest temporary
+is [B, H, CHUNK, S]. fp16 and bf16 are computed in float32.
 
-Shapes: B batch, H query heads, G groups, R heads per group, T queries, C a chunk of them, S keys,
-K those that the chunk sees, D head dim, X distances (see toeplitz.py).
+Shapes: B batch, H query heads, G groups, R heads per group, T queries, C queries of a chunk,
+S keys, K keys visible to the chunk, D head dim, X distances (see toeplitz.py).
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class EagerBackend(Backend):
     takes_distance_bias = True
 
     def supports(self, request: AttentionRequest) -> str | None:
-        """Everything but attention dropout, under which no gate identity holds (paper P0.9)."""
+        """Accept everything; dropout, which breaks the gate identity (P0.9), is checked before."""
         return None
 
     def forward(
@@ -96,7 +96,7 @@ class EagerBackend(Backend):
 
 
 def _bias(query_BHTD: Tensor, key_BGSD: Tensor, call: AttentionCall) -> Tensor | None:
-    """The distance bias as diagonals; without one only square causal blocks are taken."""
+    """Return the distance bias as diagonals; without a bias, require square causal blocks."""
     if call.distance_bias_HS is None:
         check_block(query_BHTD, key_BGSD, call)
         return None
@@ -117,7 +117,7 @@ def _scores(
     call: AttentionCall,
     bias_GRX: Tensor | None,
 ) -> Tensor:
-    """z of one chunk of rows, -inf where a row does not see a key."""
+    """Return z for one chunk of rows, -inf where a key is hidden."""
     scores_BGRCK = products(query_BGRTD, key_BG1SD, rows, keys).mul_(call.scale)
     if bias_GRX is not None:
         total = key_BG1SD.shape[-2]

@@ -1,7 +1,7 @@
 """The FlashAttention packages: 2 (flash-attn), 3 (the folder hopper/) and 4 (flash-attn-4).
 
-All take [B, T, H, D], strided, and return the LSE as [B, H, T], natural, float32. The autograd
-functions of 2 and 3 drop its gradient without a word; here it enters by injection. 4 takes it.
+All take strided [B, T, H, D] and return the natural LSE [B, H, T] in float32. The autograd
+functions of 2 and 3 silently drop its gradient; here it is injected. 4 supports it.
 
 Shapes: B batch, H query heads, T queries, D head dim.
 """
@@ -18,12 +18,12 @@ from megasink.attention.call import AttentionCall, BackwardTensors
 
 
 class FlashAttentionBackend(BTHDLayout, PackageBackend):
-    """What the packages share; sliding window and GQA included.
+    """Code shared by the packages, with sliding window and GQA.
 
     Attributes:
-        forward_name: of the function in the module.
-        forward_options: what it is told every time.
-        unbounded: both sizes of a window that hides nothing.
+        forward_name: Name of the forward function in the module.
+        forward_options: Constant options of the forward function.
+        unbounded: Left and right window size that hides nothing.
     """
 
     native_window = True
@@ -42,17 +42,17 @@ class FlashAttentionBackend(BTHDLayout, PackageBackend):
         return out_BTHD, lse_BHT
 
     def _shared(self, call: AttentionCall) -> dict[str, Any]:
-        """What forward and backward both take, by the same name in every package."""
+        """Return the options common to forward and backward in every package."""
         left, right = self.unbounded, self.unbounded
         if call.window is not None:
-            left, right = call.window - 1, 0  # without the token itself
+            left, right = call.window - 1, 0  # excluding the token itself
         return {"softmax_scale": call.scale, "window_size_left": left, "window_size_right": right}
 
 
 class FlashAttention2Backend(FlashAttentionBackend):
-    """A100 and later.
+    """FlashAttention 2, for A100 and later.
 
-    Read: v2.8.3, flash_attn/flash_attn_interface.py, whose parameters are the same since v2.7.0.
+    Follows v2.8.3, flash_attn/flash_attn_interface.py; parameters unchanged since v2.7.0.
     """
 
     name = "flash-attn-2"
@@ -79,9 +79,9 @@ class FlashAttention2Backend(FlashAttentionBackend):
 
 
 class FlashAttention3Backend(FlashAttentionBackend):
-    """Hopper alone.
+    """FlashAttention 3, for Hopper only.
 
-    Read: 3.0.0 of August 2026, hopper/flash_attn_interface.py.
+    Follows 3.0.0 (August 2026), hopper/flash_attn_interface.py.
     """
 
     name = "flash-attn-3"
@@ -112,10 +112,10 @@ class FlashAttention3Backend(FlashAttentionBackend):
 
 
 class FlashAttention4Backend(FlashAttentionBackend):
-    """Hopper and later, written in CuTe; float16 trains too, as nothing is injected.
+    """FlashAttention 4 in CuTe, for Hopper and later; without injection, float16 trains too.
 
-    Read: the wheel 4.0.0b36, flash_attn/cute/interface.py. Its own learnable sink is not used: the
-    slot is outside the kernel on every backend, and gives the gate.
+    Follows the wheel 4.0.0b36, flash_attn/cute/interface.py. Its own learnable sink is not used:
+    every backend computes the slot, and with it the gate, outside the kernel.
     """
 
     name = "flash-attn-4"
@@ -129,7 +129,7 @@ class FlashAttention4Backend(FlashAttentionBackend):
 
     def supports(self, request: AttentionRequest) -> str | None:
         """See `Backend.supports`."""
-        # Blackwell's backward at D 256 asserts that there is no dlse, and 136 to 248 do not exist.
+        # Blackwell's backward asserts that there is no dlse at D 256, and lacks D 136 to 248.
         capability = request.compute_capability
         if capability is not None and capability >= (10, 0) and request.head_dim > 128:
             return f"beyond Hopper its head dim goes up to 128, got {request.head_dim}"

@@ -1,10 +1,10 @@
-"""A bias by distance as diagonals of the scores: z_ij = scale * q_i . k_j + b(i - j).
+"""Distance biases as diagonals of the scores: z_ij = scale * q_i . k_j + b(i - j).
 
-Along a diagonal the bias is one number per head. So a chunk of C rows over K keys needs C + K - 1
-of them, seen as a C x K matrix through overlapping strides, and their gradient is the sum of dS
-along the diagonals. Hidden keys are biases of -inf: distances below 0, and from the window on.
+The bias is constant along a diagonal of each head. A chunk of C rows over K keys needs C + K - 1
+biases, viewed as a C x K matrix through overlapping strides, and their gradient is dS summed along
+the diagonals. Hidden keys (distances below 0 or outside the window) have a bias of -inf.
 
-Shapes: H query heads, G groups, R heads per group, S keys, C rows of a chunk, K keys that it sees,
+Shapes: H query heads, G groups, R heads per group, S keys, C rows of a chunk, K keys visible to it,
 X = S + CHUNK - 1 distances S - 1, .., 0, -1, ...
 """
 
@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 
 def reversed_bias(distance_bias_HS: Tensor, groups: int, window: int | None, chunk: int) -> Tensor:
-    """[G, R, X] biases from the largest distance down, those hidden -inf; `chunk` rows at most."""
+    """Return biases [G, R, X] by decreasing distance, -inf if hidden, for up to `chunk` rows."""
     bias_HS = distance_bias_HS
     if window is not None and window < bias_HS.shape[1]:
         bias_HS = pad(bias_HS[:, :window], (0, bias_HS.shape[1] - window), value=-torch.inf)
@@ -23,10 +23,10 @@ def reversed_bias(distance_bias_HS: Tensor, groups: int, window: int | None, chu
 
 
 def diagonals(rows: slice, keys: slice, past: int, total: int) -> slice:
-    """The C + K - 1 distances of X that a chunk touches.
+    """Return the slice of X with the C + K - 1 distances of a chunk.
 
     Args:
-        past: keys before the first query's token.
+        past: Keys before the first query's token.
         total: S.
     """
     largest = past + rows.stop - 1 - keys.start
@@ -34,13 +34,13 @@ def diagonals(rows: slice, keys: slice, past: int, total: int) -> slice:
 
 
 def as_matrix(bias_GRX: Tensor, keys: int) -> Tensor:
-    """C + K - 1 biases as [G, R, C, K]: window r of K neighbours is the r-th row from below."""
+    """View C + K - 1 biases as [G, R, C, K]: window r of K neighbors is row r from the bottom."""
     return bias_GRX.unfold(-1, keys, 1).flip(-2)
 
 
 def diagonal_sums(matrix_GRCK: Tensor) -> Tensor:
-    """The transpose of `as_matrix`: [G, R, C + K - 1]."""
+    """Sum along diagonals, the transpose of `as_matrix`: [G, R, C + K - 1]."""
     rows, columns = matrix_GRCK.shape[-2:]
-    # Read with one column less, rows of C + K columns shift by one from each row to the next.
+    # Reshaped to one column less, rows of C + K columns shift by one from each row to the next.
     padded = pad(matrix_GRCK.flip(-2), (0, rows)).flatten(-2)
     return padded[..., : rows * (rows + columns - 1)].unflatten(-1, (rows, -1)).sum(-2)

@@ -1,10 +1,9 @@
-"""cuDNN's fused attention as TransformerEngine builds it.
+"""cuDNN's fused attention from TransformerEngine.
 
-Read: 2.20.2, transformer_engine/pytorch/cpp_extensions/fused_attn.py, `fused_attn_fwd` and
-`fused_attn_bwd`, and csrc/extensions/attention.cpp. Called by keyword: the parameters have changed
-between releases, and a release with others raises TypeError. `aux_ctx_tensors` is the LSE
-[B, H, T, 1], natural, float32, and the state of the random number generator, which only dropout
-reads.
+Follows 2.20.2, transformer_engine/pytorch/cpp_extensions/fused_attn.py, `fused_attn_fwd` and
+`fused_attn_bwd`, and csrc/extensions/attention.cpp. Parameters change between releases, so calls
+use keywords, and an incompatible release raises TypeError. `aux_ctx_tensors` is the natural LSE
+[B, H, T, 1] in float32 and the RNG state, which only dropout reads.
 
 Shapes: B batch, H query heads, T queries, S keys, D head dim.
 """
@@ -20,7 +19,7 @@ from megasink.attention.call import AttentionCall, BackwardTensors
 
 
 class TransformerEngineBackend(PackageBackend):
-    """A100 and later; tensors as Megatron's [s, b, h, d]; windows are made of blocks."""
+    """For A100 and later, in Megatron's layout [s, b, h, d]; windows are built from blocks."""
 
     name = "transformer-engine"
     package = "transformer-engine[pytorch]"
@@ -28,7 +27,7 @@ class TransformerEngineBackend(PackageBackend):
     largest_head_dim = 128
 
     def lay_out(self, tensor_BHTD: Tensor) -> Tensor:
-        """Contiguous: the kernel is told the layout, not the strides. Free for Megatron's."""
+        """Make the tensor contiguous in [s, b, h, d]; free for Megatron's tensors."""
         return tensor_BHTD.permute(2, 0, 1, 3).contiguous()
 
     def read(self, tensor: Tensor) -> Tensor:
@@ -65,11 +64,11 @@ class TransformerEngineBackend(PackageBackend):
     def _shared(
         engine: Any, query_TBHD: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, call: AttentionCall
     ) -> dict[str, Any]:
-        """What forward and backward both take."""
+        """Return the options common to forward and backward."""
         (queries, batch), keys = query_TBHD.shape[:2], key_SBGD.shape[0]
 
         def ends(length: int) -> Tensor:
-            """0, length, 2 length, ...: sequences of one length, without padding."""
+            """Return 0, length, 2 length, ...: boundaries of equal-length, unpadded sequences."""
             last = batch * length + 1
             return torch.arange(0, last, length, dtype=torch.int32, device=query_TBHD.device)
 
