@@ -181,7 +181,7 @@ def sink_rates(sequence: int, epsilon: float, **options: Any) -> dict[str, Any]:
     models = tiny_gpt.build(config)
     sinks = config.transformer.statistics.sinks
     sinks.collects = True
-    with mock.patch.object(sink_rate, "EPSILON", epsilon):
+    with mock.patch.object(sink_rate, "SINK_EPSILON", epsilon):
         forward(models, sequence)
     rates = sinks.finish()
     forward(models, sequence)  # does not count any more
