@@ -261,16 +261,16 @@ def counted(**options: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _calls() -> Iterator[list[dict[str, Any]]]:
-    from megasink.layers import slots
+    import megasink.attention as op  # which the records of variants import when they are called
 
     seen: list[dict[str, Any]] = []
-    inner = slots.attention
+    inner = op.attention
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         seen.append(kwargs)
         return inner(*args, **kwargs)
 
-    with mock.patch.object(slots, "attention", spy):
+    with mock.patch.object(op, "attention", spy):
         yield seen
 
 
