@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megasink.data import cli as data_cli
+from megasink.commands import data as data_command
 from megasink.report.compare import draw_comparison
 from megasink.report.curves import read_metrics, series
 from megasink.train.launch import launch
@@ -48,9 +48,9 @@ def text(folder: Path) -> Path:
     prefix = folder / "stdlib"
     if not prefix.with_suffix(".json").is_file():
         parser = argparse.ArgumentParser()
-        data_cli.add_arguments(parser)
+        data_command.add_arguments(parser)
         flags = ["stdlib:", "--output", str(prefix), "--train-tokenizer", str(VOCABULARY)]
-        data_cli.run(parser.parse_args([*flags, "--overwrite"]))
+        data_command.run(parser.parse_args([*flags, "--overwrite"]))
     return prefix
 
 

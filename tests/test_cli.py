@@ -65,7 +65,8 @@ def test_generate_refuses_before_it_loads_anything(tmp_path, monkeypatch, capsys
         assert phrase in error
 
 
-def test_info_says_what_runs_and_why_not_the_others(capsys):
+def test_info_says_what_runs_and_why_not_the_others(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # else the reasons are broken into many lines
     assert cli.main(["info"]) == 0
     out = capsys.readouterr().out
     assert importlib.metadata.version("torch") in out

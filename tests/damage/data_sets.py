@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megasink.data.index import _parts
+from megasink.data.index import _sampled_slices
 from tests.damage.harness import Case, Sound
 from tests.damage.sound import training
 
@@ -121,7 +121,7 @@ def _between(prefix: Path) -> None:
     """Three million tokens, all of them beyond the vocabulary where nobody looks before step 1."""
     count = 3 << 20
     tokens = np.full(count, 60_000, np.uint16)
-    for part in _parts(count):
+    for part in _sampled_slices(count):
         tokens[part] = 7
     tokens.tofile(prefix.with_name("text.bin"))
     lengths = np.full(count // 1024, 1024, "<i4")

@@ -7,7 +7,8 @@ from megasink.convert.architecture import GATES, Architecture
 from megasink.convert.megasink_model import AUTO_MAP, options_from, unknown_values
 from megasink.convert.megatron_weights import weight_shapes
 from megasink.convert.table import LAYERS, Row, row
-from megasink.convert.targets import register, rows
+from megasink.convert.targets import rows
+from megasink.convert.targets.registry import register
 from megasink.convert.targets.target import Config, Target
 from megasink.convert.transforms import GateUp, GroupedQKV, Same, Transform
 from megasink.variants import is_variant, variant, variants

@@ -6,7 +6,8 @@ from typing import Any
 
 from megasink.convert.architecture import Architecture
 from megasink.convert.table import Row, row
-from megasink.convert.targets import register, rows
+from megasink.convert.targets import rows
+from megasink.convert.targets.registry import register
 from megasink.convert.targets.target import (
     EXPERTS,
     Config,
