@@ -202,6 +202,20 @@ def server() -> ForkServer:
 _session: ForkServer | None = None
 
 
+def put_megasink_into(folder: Path) -> None:
+    """Write a program ``megasink`` for shells, which is a fork of the session's server.
+
+    ``megasink info`` starts anew: it is about what is there before a platform is chosen.
+    """
+    program = folder / "megasink"
+    module = '$([ "$1" = info ] || echo tests.forkserver) megasink'
+    program.write_text(
+        f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -W ignore -m {module} "$@"\n'
+    )
+    program.chmod(0o755)
+    server()
+
+
 def nested() -> ForkServer:
     """A server of its own, whose processes can be told apart: a fork of the session's."""
     server()

@@ -11,6 +11,7 @@ import pytest
 
 # CPU seconds of the files that take longest. What is not here runs last.
 LONG = {
+    "tests/contributing/test_contributing.py": 190,
     "tests/train/test_survival.py": 180,
     "tests/train/test_end_to_end.py": 130,
     "tests/train/test_dead_rank.py": 100,

@@ -4,14 +4,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from megasink.config import OPTIONS
-from tests.forkserver import HANG_SECONDS, server
+from tests.forkserver import HANG_SECONDS, put_megasink_into
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -43,10 +42,7 @@ def folder(tmp_path_factory):
     (path / ".venv" / "bin").mkdir(parents=True)
     binaries = path / ".venv" / "bin"
     (binaries / "activate").write_text(f'PATH="{binaries}:$PATH"\n')
-    shim = f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m tests.forkserver megasink "$@"\n'
-    (binaries / "megasink").write_text(shim)
-    (binaries / "megasink").chmod(0o755)
-    server()
+    put_megasink_into(binaries)
     return path
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.forkserver import HANG_SECONDS, put_megasink_into
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 MODULES = dict(re.findall(r"^```python (\w+\.py)\n(.*?)^```$", PAGE, re.M | re.S))
@@ -28,19 +30,20 @@ def folder(tmp_path_factory):
     shutil.copytree(ROOT / "docs", path / "docs")
     for name, text in MODULES.items():
         (path / name).write_text(text)
+    (path / "bin").mkdir()
+    put_megasink_into(path / "bin")
     return path
 
 
 def run(script, folder):
-    """Run lines of a shell; the environment of this Python is the active one."""
-    binaries = Path(sys.executable).parent
+    """Run lines of a shell, where megasink is a fork."""
     return subprocess.run(
         ["bash", "-ec", script],
         cwd=folder,
-        env={**os.environ, "PATH": f"{binaries}:/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PATH": f"{folder}/bin:/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=1200,
+        timeout=HANG_SECONDS,
         check=False,
     )
 

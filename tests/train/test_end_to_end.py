@@ -182,7 +182,7 @@ def test_analyze_and_trace_a_run(pipeline_run, pool, tmp_path):
     (answers,) = pool.run(f"{GENERATE}:megasink", SINGLE, commands=commands)
     assert [code for code, _, _ in answers] == [0, 2, 2, 0, 0], answers
     assert answers[0][1].count("/report.html, results.json") == 2
-    assert "trace: 1 of 2 checkpoints, " in answers[0][2]
+    assert "trace: 1 of 2 checkpoints" in answers[0][2]
     assert "/report.html, results.json" not in answers[4][1]  # both analyses are there
     assert answers[4][1].endswith("trace.csv and trace.png over 2 analyses\n")
     assert "--dtype is for transformers" in answers[1][2]
