@@ -166,7 +166,7 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
         # The first forward of activation recompute has no gradients and is not counted.
         trains = self.training and torch.is_grad_enabled()
         counts = self.counts_heads and trains
-        if trains and self.variant.logs_slot_logit:
+        if trains and self.observer.observes and self.variant.logs_slot_logit:
             logit_1H1 = self.slot_logit(query.permute(1, 2, 0, 3))
             assert logit_1H1 is not None
             self.observer.add(SINK, logit_1H1.expand(1, query.shape[2], 1).flatten(), 1)
@@ -230,6 +230,10 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
             backend=self.config.attention_kernel,
             with_gate=balances or self.variant.always_gated,
         )
+        if gate_BHT is None and self.variant.always_gated:
+            raise ValueError(
+                f"attention variant {self.variant.name!r} returned no gate: with a slot it must"
+            )
         if self.attending.counts_sinks and not self.training:
             self.attending.softmax_sinks(
                 query_BHTD,
@@ -239,10 +243,6 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
                 scale=self.softmax_scale,
                 window=self.window,
                 distance_bias_HS=mask.get("distance_bias_HS"),
-            )
-        elif gate_BHT is None and self.variant.always_gated:
-            raise ValueError(
-                f"attention variant {self.variant.name!r} returned no gate: with a slot it must"
             )
         if counts and gate_BHT is None:
             gate_BHT = first_key_gate(

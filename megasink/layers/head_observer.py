@@ -35,9 +35,14 @@ class HeadObserver:
         self._rank = rank
 
     @property
+    def observes(self) -> bool:
+        """Whether the current step is observed."""
+        return self._statistics.heads.observes
+
+    @property
     def compares_gradients(self) -> bool:
         """Whether the current step records the gradients at the gates."""
-        return self._statistics.heads.observes and self._balances
+        return self.observes and self._balances
 
     @property
     def counts_sinks(self) -> bool:
@@ -51,14 +56,13 @@ class HeadObserver:
             name, sum_H, weight: See :meth:`HeadTracker.add`.
             replicated: Whether every tensor-parallel rank has the same heads, for different tokens.
         """
-        heads = self._statistics.heads
-        if heads.observes:
+        if self.observes:
             first = 0 if replicated else len(sum_H) * self._rank
-            heads.add(name, self._layer, first, sum_H, weight)
+            self._statistics.heads.add(name, self._layer, first, sum_H, weight)
 
     def explicit_gate(self, gate_SBHC: Tensor, *, replicated: bool) -> None:
         """Record the mean of a gate that is not the head importance; `replicated` as in `add`."""
-        if self._statistics.heads.observes and torch.is_grad_enabled():
+        if self.observes and torch.is_grad_enabled():
             sequence, batch, _, width = gate_SBHC.shape
             sum_H = gate_SBHC.detach().sum((0, 1, 3)) / width
             self.add(GATE, sum_H, sequence * batch, replicated=replicated)
