@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: env demo test quick lint
+.PHONY: env demo test quick lint gpu
 
 env: $(READY)
 
@@ -20,6 +20,11 @@ test: $(READY)
 
 quick: $(READY)
 	$(PYTEST) -m quick $$($(BIN)/python -m tests.schedule)
+
+# On a machine with a GPU: checks and benchmarks, and a report of them. REPORT=path puts it elsewhere.
+REPORT ?= gpu-report
+gpu: $(READY)
+	$(BIN)/python benchmarks/gpu.py --output $(REPORT)
 
 lint: $(READY)
 	$(BIN)/ruff check .

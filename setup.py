@@ -45,7 +45,7 @@ setup(
             # transformer-engine loads curand and compiles against these headers, also when it runs;
             # torch, which pins the toolkit's version, does not bring them.
             "cuda-toolkit[crt,curand]",
-            "flash-attn-4>=4.0.0b30",
+            "flash-attn-4[cu13]>=4.0.0b30",
         ],
         "dev": ["mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "zstandard"],
     },

@@ -5,16 +5,22 @@ from typing import Any
 import torch
 
 from megasink import platform
+from megasink.process import prepare_process
 
 SHAPE = {"num_layers": 6, "hidden_size": 256, "num_attention_heads": 8}
 VOCABULARY = 4096
 
 
-def gpt_config(sequence: int, **options: Any) -> Any:
+# The 0.6B shape of examples/pretrain_gpt_sink.sh.
+SHAPE_06B = {"num_layers": 20, "hidden_size": 1280, "num_attention_heads": 10}
+
+
+def gpt_config(sequence: int, *, vocabulary: int = VOCABULARY, **options: Any) -> Any:
     """Configuration of a GPT.
 
     Args:
         sequence: length.
+        vocabulary: number of tokens.
         options: of MegasinkTransformerConfig, its shape among them.
     """
     from megasink.layers.builder import MegasinkGPTConfig
@@ -36,20 +42,25 @@ def gpt_config(sequence: int, **options: Any) -> Any:
     return MegasinkGPTConfig(
         transformer=transformer,
         transformer_layer_spec=block_spec,
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         seq_length=sequence,
         position_embedding_type="rope",
     )
 
 
-def one_process(threads: int) -> None:
-    """Make this process the only rank, on the CPU platform."""
+def one_process(threads: int, device: str = "cpu") -> None:
+    """Make this process the only rank, on the CPU platform or on the first GPU."""
     torch.set_num_threads(threads)
-    platform.activate()
+    if device == "cpu":
+        platform.activate()
+    else:
+        prepare_process([])
+        torch.cuda.set_device(0)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    backend = "gloo" if device == "cpu" else "nccl"
+    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Sequence
 
 from megasink import platform
+from megasink.errors import UserError
 from megasink.upstream.mends import mend_upstream
 from megasink.upstream.versions import check_versions
 
@@ -13,7 +14,7 @@ def prepare_process(argv: Sequence[str]) -> None:
     """Choose the platform and make Megatron importable. Every rank calls this first.
 
     Raises:
-        UserError: Installed versions are incompatible.
+        UserError: Installed versions are incompatible, or there is a GPU that PyTorch cannot use.
     """
     if "--cpu" in argv:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -21,5 +22,8 @@ def prepare_process(argv: Sequence[str]) -> None:
     # A dozen Megatron modules emit this warning on import.
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*not installed")
     if not platform.cuda_present():
+        reason = platform.unusable_gpu()
+        if reason is not None:
+            raise UserError(f"{reason}; to run on the CPU instead, set CUDA_VISIBLE_DEVICES=''")
         platform.activate()
     mend_upstream()

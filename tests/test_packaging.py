@@ -4,6 +4,7 @@ Not covered: no image is built here, and no environment is installed; .ci/run in
 """
 
 import ast
+import json
 import os
 import re
 import runpy
@@ -100,6 +101,27 @@ def test_constraints_cover(extra: str, files: list[str]):
         assert version is not None, f"{requirement.name} is not in {files}"
         # As pip does it: a pre-release counts only where the bound itself names one.
         assert requirement.specifier.contains(version), f"{requirement} excludes {version}"
+
+
+@pytest.mark.network
+@pytest.mark.skipif(
+    "MEGASINK_TEST_NETWORK" not in os.environ,
+    reason="downloads 4 GB in five minutes: set MEGASINK_TEST_NETWORK=1",
+)
+@pytest.mark.parametrize("extra", ["dev", "gpu"])
+def test_pip_resolves_the_constraints(extra: str, tmp_path: Path):
+    """Everything that pip would install has one version: pinned here, or by torch's own pins."""
+    files = ["constraints.txt", *(["docker/constraints-gpu.txt"] if extra == "gpu" else [])]
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
+    command += ["--no-build-isolation", f"--report={tmp_path / 'report.json'}"]
+    subprocess.run(
+        [*command, *(f"--constraint={name}" for name in files), f".[{extra}]"], cwd=ROOT, check=True
+    )
+    chosen = json.loads((tmp_path / "report.json").read_text())["install"]
+    names = {canonicalize_name(package["metadata"]["name"]) for package in chosen} - {"megasink"}
+    assert len(names) > 50
+    pinned = {name for path in files for name in pins(path)}
+    assert {name for name in names - pinned if not name.startswith("nvidia-")} == set()
 
 
 def test_two_constraint_files_do_not_contradict():

@@ -12,7 +12,11 @@ import torch
 from torch import Tensor
 
 from megasink.attention.functional import attention, slot_attention
-from megasink.attention.layout import statistics_dtype
+from megasink.attention.layout import (
+    dot_with_each_row,
+    statistics_dtype,
+    weighted_row_sum,
+)
 from megasink.attention.reference import AttentionOutput
 
 
@@ -71,8 +75,7 @@ class _BiasLogit(torch.autograd.Function):
     def forward(ctx: Any, query_BHTD: Tensor, key_bias_HD: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(query_BHTD, key_bias_HD)
         ctx.scale = scale
-        query_BHTD = query_BHTD.to(key_bias_HD.dtype)
-        return torch.einsum("bhtd,hd->bht", query_BHTD, key_bias_HD).mul_(scale)
+        return dot_with_each_row(query_BHTD, key_bias_HD[None, :, None]).mul_(scale)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -80,5 +83,5 @@ class _BiasLogit(torch.autograd.Function):
         query_BHTD, key_bias_HD = ctx.saved_tensors
         grad_BHT = grad_BHT * ctx.scale
         grad_query_BHTD = grad_BHT[..., None] * key_bias_HD[:, None]
-        grad_bias_HD = torch.einsum("bht,bhtd->hd", grad_BHT, query_BHTD.to(grad_BHT.dtype))
-        return grad_query_BHTD.to(query_BHTD.dtype), grad_bias_HD, None
+        grad_bias_BHD = weighted_row_sum(grad_BHT, query_BHTD, groups=query_BHTD.shape[1])
+        return grad_query_BHTD.to(query_BHTD.dtype), grad_bias_BHD.sum(0), None

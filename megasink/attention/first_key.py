@@ -16,6 +16,7 @@ from megasink.attention.backends import Backend
 from megasink.attention.block_masks import backward_blocks, forward_blocks
 from megasink.attention.call import AttentionCall, BackwardTensors, Gradients
 from megasink.attention.layout import (
+    dot_with_each_row,
     empty_in_order_of,
     repeat_groups,
     statistics_dtype,
@@ -32,8 +33,7 @@ def forward_first_key(
     first_value_BH1D = repeat_groups(value_BGSD[:, :, :1], query_BHTD.shape[1])
     first_key_BH1D = repeat_groups(key_BGSD[:, :, :1], query_BHTD.shape[1])
     dtype = statistics_dtype(query_BHTD.dtype)
-    logit_BHT1 = query_BHTD.to(dtype) @ first_key_BH1D.to(dtype).transpose(-1, -2)
-    logit_BHT = logit_BHT1.squeeze(-1).mul_(call.scale)
+    logit_BHT = dot_with_each_row(query_BHTD, first_key_BH1D).mul_(call.scale)
     if call.distance_bias_HS is not None:
         logit_BHT += call.distance_bias_HS[:, keys - queries : keys]
     if call.window is not None:

@@ -198,6 +198,7 @@ def _kernel(query_BHTD: Tensor, call: AttentionCall) -> Backend:
         distance_bias=call.distance_bias_HS is not None,
         needs_gate_gradient=call.needs_gate_gradient,
         compute_capability=compute_capability(query_BHTD.device),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return backend_named(choose_backend(request, call.backend).name)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from megasink import plugins
+from megasink import platform, plugins
 from megasink.command_line import CommandParser
 from megasink.errors import ConfigError, UserError
 from megasink.upstream.table import TABLE
@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_versions()
     cuda = torch.cuda.is_available()
     device = "cuda" if cuda else "cpu"
-    name = torch.cuda.get_device_name() if cuda else "no CUDA device: the CPU platform is used"
+    no_device = platform.unusable_gpu() or "no CUDA device: the CPU platform is used"
+    name = torch.cuda.get_device_name() if cuda else no_device
     console.print(f"{'device':20} {name}", highlight=False)
     for plugin in plugins.LOADED.values():
         console.print(f"{'plugin':20} {plugin}", highlight=False, markup=False)

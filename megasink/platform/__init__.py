@@ -27,6 +27,29 @@ def cuda_present() -> bool:
     return False if _active else torch.cuda.is_available()
 
 
+def unusable_gpu() -> str | None:
+    """Return why PyTorch cannot use this machine's GPU driver; None if it can or there is none."""
+    import torch
+
+    if cuda_present() or _active or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return None
+    try:
+        torch.cuda.init()
+    except AssertionError:  # PyTorch without CUDA
+        return None
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        nothing_there = ("no NVIDIA driver", "No CUDA GPUs", "forked subprocess")
+        if any(words in reason for words in nothing_there):
+            return None
+        return (
+            f"PyTorch {torch.__version__} cannot use this machine's GPU: {reason} PyTorch for CUDA "
+            "13 needs a driver of 580 or later, or the CUDA forward compatibility package "
+            "(docker/README.md, Drivers)"
+        )
+    return None
+
+
 def is_active() -> bool:
     """Whether this process runs on the CPU platform."""
     return _active

@@ -14,6 +14,7 @@ from megasink.attention import (
     register_backend,
 )
 from megasink.attention import backends as registry
+from megasink.attention.backends import at_runtime, backend_named
 from megasink.attention.backends.eager import EagerBackend
 from megasink.errors import ConfigError
 from tests.attention.attention_oracle import check, make_case
@@ -80,6 +81,44 @@ def test_refusals_say_why_and_what_to_use(request_, requested, messages):
         choose_backend(request_, requested)
     for message in messages:
         assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "refused"),
+    [(91900, (9, 0), True), (92600, (9, 0), False), (91900, (8, 0), False)],
+)
+def test_cudnn_is_refused_on_hopper_before_its_mend(monkeypatch, version, capability, refused):
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    reason = backend_named("cudnn").supports(replace(CUDA, compute_capability=capability))
+    assert (reason is not None) == refused
+    assert not refused or ("needs cuDNN 9.26" in reason and "this is 91900" in reason)
+
+
+def test_cudnn_is_not_called_for_a_single_key(monkeypatch):
+    """It refuses one. These are the blocks of a vanilla model of two tokens and of window edges."""
+
+    def refuse(*args):
+        raise RuntimeError("key/value sequence length of 1")
+
+    cudnn = backend_named("cudnn")
+    for name in ("launch_forward", "launch_backward"):
+        monkeypatch.setattr(cudnn, name, refuse)
+    monkeypatch.setattr(type(cudnn), "supports", lambda *_: None)
+    choose_backend.cache_clear()
+    check(make_case(groups=2, tokens=2), torch.float32, "vanilla", backend="cudnn")
+    with pytest.raises(RuntimeError, match="length of 1"):
+        check(make_case(groups=2, tokens=3), torch.float32, "vanilla", backend="cudnn")
+    choose_backend.cache_clear()
+
+
+def test_the_request_at_run_time_knows_about_determinism():
+    assert not at_runtime(CPU, None).deterministic
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert at_runtime(CPU, None).deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_a_backend_joins_the_registry(monkeypatch):

@@ -127,6 +127,11 @@ def test_the_newest_kernel_that_can_is_chosen(monkeypatch, request_, order):
     [
         ("flash-attn-4", A100, "capability 9.0 or later, the device has 8.0"),
         ("flash-attn-4", replace(B200, head_dim=256), "up to 128, got 256"),
+        (
+            "flash-attn-4",
+            replace(B200, compute_capability=(12, 0), deterministic=True),
+            "capability 12 is not deterministic",
+        ),
         ("flash-attn-4", H100, "the package flash-attn-4 is not installed"),
         ("flash-attn-3", B200, "written for Hopper"),
         ("flash-attn-3", H100, "package flash_attn_3"),

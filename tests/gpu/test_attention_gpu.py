@@ -88,6 +88,18 @@ def test_large_sinks(sink, kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_gates_do_not_depend_on_tf32(kernel, monkeypatch):
+    """NVIDIA's images allow it; a logit of 20 in TF32 would change the gate by about 1%."""
+    case = cuda_case(tokens=200)
+    case = case.with_(query=20.0 * case.query)
+    gates = []
+    for allowed in (True, False):
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
+        gates.append(evaluate(attention, case, BF16, "vanilla", backend=kernel)["gate"])
+    assert torch.equal(*gates)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("size", [1.0, 1e-8, 1e-10])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rows_without_output_gradient(variant, size, kernel):

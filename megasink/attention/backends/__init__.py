@@ -145,12 +145,15 @@ def _describe(request: AttentionRequest) -> str:
 
 
 def at_runtime(request: AttentionRequest, device_index: int | None) -> AttentionRequest:
-    """Return the request with the compute capability of its CUDA device filled in."""
+    """Return the request with what its CUDA device and PyTorch's settings say filled in."""
     device = (
         request.device_type if device_index is None else f"{request.device_type}:{device_index}"
     )
-    capability = compute_capability(torch.device(device))
-    return request if capability is None else replace(request, compute_capability=capability)
+    return replace(
+        request,
+        compute_capability=compute_capability(torch.device(device)),
+        deterministic=request.deterministic or torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 # The order in which "auto" tries them: the newest FlashAttention that is installed and supported by

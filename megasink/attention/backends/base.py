@@ -29,6 +29,7 @@ class AttentionRequest:
         needs_gate_gradient: Whether a loss on the gate or on the LSE will be differentiated.
         dropout: Probability of dropping an attention weight.
         compute_capability: Compute capability of the CUDA device; None if unknown.
+        deterministic: Whether the gradients must be the same in every run.
     """
 
     device_type: str
@@ -41,6 +42,7 @@ class AttentionRequest:
     needs_gate_gradient: bool = True
     dropout: float = 0.0
     compute_capability: tuple[int, int] | None = None
+    deterministic: bool = False
 
 
 class Backend(ABC):

@@ -133,6 +133,8 @@ class FlashAttention4Backend(FlashAttentionBackend):
         capability = request.compute_capability
         if capability is not None and capability >= (10, 0) and request.head_dim > 128:
             return f"beyond Hopper its head dim goes up to 128, got {request.head_dim}"
+        if capability is not None and capability[0] == 12 and request.deterministic:
+            return "its backward for compute capability 12 is not deterministic"
         return super().supports(request)
 
     def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:

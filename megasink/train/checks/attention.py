@@ -6,6 +6,7 @@ import torch
 
 from megasink import platform
 from megasink.attention import AttentionRequest, choose_backend
+from megasink.attention.backends import at_runtime
 from megasink.config import visible_tokens
 from megasink.errors import ConfigError
 from megasink.gate_options import counts_heads
@@ -31,7 +32,7 @@ def attention_request(args: Namespace) -> AttentionRequest:
     """Return the attention call that the model makes."""
     kernel = variant(args.attention_variant).kernel
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-    return AttentionRequest(
+    request = AttentionRequest(
         device_type="cpu" if platform.is_active() else "cuda",
         dtype=dtype,
         head_dim=args.kv_channels or args.hidden_size // args.num_attention_heads,
@@ -41,4 +42,6 @@ def attention_request(args: Namespace) -> AttentionRequest:
         needs_gate_gradient=kernel.gate_gradient
         or (args.head_balance_coeff > 0 and not counts_heads(args)),
         dropout=args.attention_dropout,
+        deterministic=args.deterministic_mode,
     )
+    return at_runtime(request, None)
