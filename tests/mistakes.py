@@ -79,7 +79,7 @@ MISTAKES = {
     "train-wordy-ranks": (TRAIN + " --ranks two", "--ranks 'two': give a whole number"),
     "train-warm-up": (
         TRAIN + " --lr-warmup-iters 500",
-        "--lr-warmup-iters 500 does not end before the schedule does, after 4",
+        "--lr-warmup-iters 500 is not less than the length of the schedule, 4",
     ),
     "train-precision": (TRAIN + " --bf16 --fp16", "--fp16 and --bf16: choose one"),
     "train-length": (
