@@ -50,7 +50,7 @@ class FixedBatches:
 @contextlib.contextmanager
 def comparable_evaluations() -> Iterator[None]:
     """Make Megatron's training loop evaluate on fixed batches."""
-    original = {name: getattr(training, name) for name in EVALUATION.attributes.split()}
+    original = EVALUATION.originals()
     evaluation_call = inspect.signature(original["evaluate_and_print_results"])
     fixed: list[FixedBatches] = []
     evaluated: int | None = None

@@ -229,7 +229,7 @@ class Observer:
 @contextlib.contextmanager
 def observing(observer: Observer) -> Iterator[None]:
     """Call the observer on every step and evaluation of Megatron's training loop."""
-    originals = {name: getattr(training, name) for name in OBSERVER.attributes.split()}
+    originals = OBSERVER.originals()
     step_call = inspect.signature(training.training_log)
     evaluation_call = inspect.signature(training.evaluate_and_print_results)
 
