@@ -55,7 +55,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     defaults = DEFAULTS | (CPU_DEFAULTS if platform.is_active() else {})
     unknown = sorted(set(defaults) - taken)
     if unknown:
-        raise ConfigError([f"this megatron-core has no option {name}" for name in unknown])
+        raise ConfigError(f"this megatron-core has no option {name}" for name in unknown)
     parser.set_defaults(**defaults)
     for action in parser._actions:
         action.help = escaped(action.help or "")

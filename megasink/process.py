@@ -1,5 +1,6 @@
 """Process setup that must run before Megatron is imported."""
 
+import logging
 import os
 import warnings
 from collections.abc import Sequence
@@ -23,3 +24,10 @@ def prepare_process(argv: Sequence[str]) -> None:
     if not platform.cuda_present():
         platform.activate()
     mend_upstream()
+
+
+def prepare_quietly(*, cpu: bool) -> None:
+    """Call `prepare_process` for a command that shows no warnings and no Megatron messages."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    prepare_process(["--cpu"] if cpu else [])

@@ -118,13 +118,13 @@ MISTAKES = {
         "data {0}/text.txt --output {0}/new/text --train-tokenizer 10",
         "--train-tokenizer 10 is too small",
     ),
-    "data-workers": (DATA + " --workers 0", "--workers 0: at least 1"),
+    "data-workers": (DATA + " --workers 0", "--workers 0: use 1 or more"),
     "data-choice": (
         DATA + " --on-invalid-utf8 ignore",
         "--on-invalid-utf8 'ignore' is unknown: choose skip, error",
     ),
     "data-is-there": (DATA.replace("new/text", "tokens"), "{0}/tokens"),
-    "data-no-tokenizer-there": (DATA.replace("llama", "lama"), "{0}/lama is no folder"),
+    "data-no-tokenizer-there": (DATA.replace("llama", "lama"), "{0}/lama is not a folder"),
     # generate
     "generate-nothing": ("generate", "missing: run, --prompt"),
     "generate-no-run": ("generate {0}/runs --prompt a", "{0}/runs"),
@@ -170,7 +170,7 @@ MISTAKES = {
     # plot, compare, info, demo
     "plot-no-run": ("plot {0}/runs", "{0}/runs"),
     "plot-into-nowhere": ("plot {0}/run --output {0}/text.txt/x.png", "{0}/text.txt"),
-    "compare-one-twice": ("compare {0}/run {0}/run", "a run is named twice"),
+    "compare-one-twice": ("compare {0}/run {0}/run", "a run is given twice"),
     "compare-axis": ("compare {0}/run --x time", "--x 'time' is unknown: choose step"),
     "compare-smoothing": ("compare {0}/run --smoothing 1", "--smoothing 1.0"),
     "info-type": ("info --head-dim wide", "--head-dim 'wide': give a whole number"),

@@ -85,10 +85,12 @@ def read_arguments(config: Path) -> dict[str, Any]:
     try:
         saved = dict(json.loads(config.read_text())["arguments"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{config} is no configuration of a run of megasink ({error!r})") from error
+        raise UserError(
+            f"{config} is not the configuration of a megasink run ({error!r})"
+        ) from error
     missing = {"attention_variant", "padded_vocab_size", "ffn_hidden_size"} - set(saved)
     if missing:
-        raise UserError(f"{config} is of no run of megasink: no {', '.join(sorted(missing))}")
+        raise UserError(f"{config} is not from a megasink run: no {', '.join(sorted(missing))}")
     if not is_variant(saved["attention_variant"]):
         unknown = unknown_name("--attention-variant", str(saved["attention_variant"]), names())
         raise UserError(f"{config}: {unknown}; {advice(saved.get('plugin'))}")
@@ -116,7 +118,7 @@ def single_process_arguments(saved: Mapping[str, Any]) -> Namespace:
             refused.append(f"{name} {str(value)[:80]!r}")
     if refused:
         print(
-            f"megasink: not taken from the run's arguments, as they do not describe a model: "
+            f"megasink: ignored arguments of the run, which do not describe a model: "
             f"{', '.join(sorted(refused))}",
             file=sys.stderr,
         )

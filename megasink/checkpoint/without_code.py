@@ -47,7 +47,7 @@ def loading_without_code() -> Iterator[None]:
     reading = {"folder": "", "entry": "a tensor in it"}
 
     def refuse(where: Any, error: Exception) -> UserError:
-        refused.append(UserError(f"{where} is broken or not to be trusted: {_reason(error)}"))
+        refused.append(UserError(f"{where} is broken or untrusted: {_reason(error)}"))
         return refused[-1]
 
     def read_metadata(self: Any, *_: Any, rank: int | None = None, **__: Any) -> Any:
@@ -85,7 +85,7 @@ def loading_without_code() -> Iterator[None]:
         try:
             return SafeUnpickler(io.BytesIO(content)).load()
         except Exception as error:  # unpickling random bytes can raise anything
-            raise refuse(f"{reading['folder']}: a state of FP8", error) from error
+            raise refuse(f"{reading['folder']}: an FP8 state", error) from error
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(METADATA.replacing(read_metadata=read_metadata))
@@ -108,7 +108,7 @@ def _reason(error: Exception) -> str:
     """Extract the name that was refused from torch's long message."""
     named = _NAMED.search(str(error))
     if named:
-        return f"it asks for {named[1]}"
+        return f"it names {named[1]}"
     lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[-1] if "Weights only load failed" in lines[0] else lines[0]
 

@@ -118,7 +118,7 @@ def test_without_its_plugin_a_target_is_unknown(folder):
     done = run("megasink convert-to-hf RUN OUT --target phi3", folder)
     assert done.returncode == 2
     assert "--target 'phi3' is unknown" in done.stderr
-    assert "one of your own comes with --plugin MODULE" in done.stderr
+    assert "to use your own, add --plugin MODULE" in done.stderr
 
 
 def test_its_links_lead_somewhere():
