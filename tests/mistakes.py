@@ -75,7 +75,7 @@ MISTAKES = {
         TRAIN + " --tensor-model-parallel-size 2 --ranks 3",
         "3 ranks are not divisible by --tensor-model-parallel-size 2",
     ),
-    "train-no-ranks": (TRAIN + " --ranks 0", "--ranks 0: start at least one process"),
+    "train-no-ranks": (TRAIN + " --ranks 0", "--ranks 0: use 1 or more"),
     "train-wordy-ranks": (TRAIN + " --ranks two", "--ranks 'two': give a whole number"),
     "train-warm-up": (
         TRAIN + " --lr-warmup-iters 500",
@@ -98,7 +98,7 @@ MISTAKES = {
     "train-resume-nothing": (TRAIN + " --resume", "--resume: {0}/new/run holds no run"),
     "train-into-a-file": (TRAIN + " --run-dir {0}/text.txt", "--run-dir {0}/text.txt is a file"),
     "train-into-other-things": (TRAIN + " --run-dir {0}/notes", "is not empty and holds no run"),
-    "train-over-a-run": (TRAIN + " --run-dir {0}/run", "--run-dir {0}/run holds a run already"),
+    "train-over-a-run": (TRAIN + " --run-dir {0}/run", "--run-dir {0}/run already holds a run"),
     # data
     "data-nothing": ("data", "missing: INPUT, --output"),
     "data-no-tokenizer": (

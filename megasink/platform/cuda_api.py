@@ -49,39 +49,22 @@ def _memory_stats(device: Any = None) -> dict[str, int]:
     return stats
 
 
-def _get_rng_state(device: Any = "cuda") -> torch.Tensor:
-    return torch.default_generator.get_state()
-
-
-def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
-    torch.default_generator.set_state(new_state)
-
-
-def _get_rng_state_all() -> list[torch.Tensor]:
-    return [_get_rng_state()]
+_GENERATOR = torch.default_generator
 
 
 def _manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(int(seed))
-
-
-def _seed() -> None:
-    torch.default_generator.seed()
-
-
-def _initial_seed() -> int:
-    return torch.default_generator.initial_seed()
+    _GENERATOR.manual_seed(int(seed))
 
 
 RANDOM: dict[str, Callable[..., Any]] = {
-    "get_rng_state": _get_rng_state,
-    "get_rng_state_all": _get_rng_state_all,
-    "set_rng_state": _set_rng_state,
+    "get_rng_state": lambda device="cuda": _GENERATOR.get_state(),
+    "get_rng_state_all": lambda: [_GENERATOR.get_state()],
+    "set_rng_state": lambda new_state, device="cuda": _GENERATOR.set_state(new_state),
     "manual_seed": _manual_seed,
     "manual_seed_all": _manual_seed,
-    "seed": _seed,
-    "seed_all": _seed,
-    "initial_seed": _initial_seed,
+    "seed": _GENERATOR.seed,
+    "seed_all": _GENERATOR.seed,
+    "initial_seed": _GENERATOR.initial_seed,
 }
 """The functions of torch.cuda.random, on the CPU generator."""
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megasink.checkpoint.intact import checkpoint_path, damage
+from megasink.printable import say
 from megasink.upstream.training import WHOLE_CHECKPOINTS
 
 
@@ -36,9 +37,7 @@ def keeping_whole_checkpoints() -> Iterator[None]:
             torch.distributed.broadcast(found, 0)
             if found.item():
                 if options.rank == 0:
-                    print(
-                        f"megasink: the checkpoint of step {iteration} is whole: kept", flush=True
-                    )
+                    say(f"megasink: keeping the intact checkpoint of step {iteration}")
                 return None
         return save(iteration, *args, **kwargs)
 

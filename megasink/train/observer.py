@@ -10,6 +10,7 @@ import functools
 import inspect
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -219,10 +220,9 @@ class Observer:
         if "imbalance" in record:
             parts.append(f"imbalance {record['imbalance']:.4f}")
             cells = ("-" if cv is None else f"{cv:.3f}" for cv in record["imbalance_per_layer"])
-            by_layer = " ".join(cells)
-            parts.append(f"by layer {by_layer}")
+            parts.append(f"by layer {' '.join(cells)}")
         parts.append(f"{args.global_batch_size * args.seq_length / mean:,.0f} tokens/s")
-        parts.append(f"eta {int(left // 3600)}:{int(left % 3600 // 60):02}:{int(left % 60):02}")
+        parts.append(f"eta {timedelta(seconds=int(left))}")
         print(" | ".join(parts), flush=True)
 
 

@@ -87,8 +87,8 @@ class Ranks:
     def _hand_on(self) -> None:
         if self._since is None:
             self._since = time.monotonic()
-            again = "; Ctrl-C again ends them at once" if self.told[0] == signal.SIGINT else ""
-            self._say(f"{name_of(self.told[0])}: the ranks finish the step and save{again}")
+            again = "; press Ctrl-C again to end them now" if self.told[0] == signal.SIGINT else ""
+            self._say(f"{name_of(self.told[0])}: the ranks will finish the step and save{again}")
             if self.told[0] == signal.SIGHUP and self._console.is_terminal:
                 self._write_to_log()
         waited = time.monotonic() - self._since

@@ -106,7 +106,7 @@ def _check_dataset_helpers() -> None:
         from megatron.core.datasets import helpers_cpp  # noqa: F401
     except ImportError as error:
         raise UserError(
-            f"megatron-core's dataset helpers do not import ({error}): reinstall the wheel with "
+            f"megatron-core's dataset helpers cannot be imported ({error}): reinstall it with "
             "pip install --force-reinstall --no-deps megatron-core"
         ) from error
 

@@ -114,7 +114,7 @@ def test_a_second_start_is_refused_and_loses_nothing(pipeline_run, text, capsys)
     assert megasink([*flags, "--softmax-offset-init", "2"]) == 2
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 1
-    assert "holds a run already: add --resume" in error[0]
+    assert "already holds a run: add --resume" in error[0]
     assert (pipeline_run / "metrics.jsonl").read_bytes() == before
 
 
@@ -249,7 +249,9 @@ def test_generate_says_what_is_wrong(pipeline_run, text, pool, tmp_path):
     shutil.rmtree(gone / "tokenizer")  # as an older run, which has no copy
     cases = {
         str(changed("vanilla", attention_variant="vanilla")): "softmax_offset is not in the model",
-        str(changed("wide", hidden_size=128, kv_channels=32)): "checkpoint of another model",
+        str(
+            changed("wide", hidden_size=128, kv_channels=32)
+        ): "does not match the model in config.json",
         str(gone): "its tokenizer /no/folder is gone",
         str(changed("null", tokenizer_type="NullTokenizer")): "give a Hugging Face folder",
         str(changed("small", padded_vocab_size=511)): "has 512 tokens, but the model only 511",
