@@ -114,8 +114,8 @@ class MatchedWidth:
 
     def __str__(self) -> str:
         return (
-            f"the gate adds {self.extra:,} parameters per layer, so the FFN is "
-            f"{self.after} wide instead of {self.before} (exactly {self.exact:.1f}; a multiple of "
+            f"the gate adds {self.extra:,} parameters per layer, so the FFN width is "
+            f"{self.after} instead of {self.before} ({self.exact:.1f} rounded to a multiple of "
             f"{FFN_MULTIPLE}), which leaves {self.left_over:+,} parameters per layer"
         )
 

@@ -37,12 +37,11 @@ def schema_of(kind: Any) -> dict[str, Any]:
         return {"type": _PLAIN[kind]}
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
-        names = [field.name for field in dataclasses.fields(kind)]
         return {
             "type": "object",
             "description": (kind.__doc__ or "").partition("\n")[0],
-            "properties": {name: schema_of(hints[name]) for name in names},
-            "required": names,
+            "properties": {name: schema_of(hint) for name, hint in hints.items()},
+            "required": list(hints),
             "additionalProperties": False,
         }
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
@@ -84,10 +83,9 @@ def from_json(kind: Any, value: Any, where: str) -> Any:
     if origin is dict:
         return {key: from_json(inner[1], v, f"{where}.{key}") for key, v in value.items()}
     hints = typing.get_type_hints(kind)
-    names = [field.name for field in dataclasses.fields(kind)]
-    for name in names:
+    for name in hints:
         if name not in value:
             raise UserError(f"{where} has no {name}")
-    if unknown := sorted(value.keys() - set(names)):
+    if unknown := sorted(value.keys() - hints.keys()):
         raise UserError(f"{where} has the unknown key {unknown[0]}")
-    return kind(**{name: from_json(hints[name], value[name], f"{where}.{name}") for name in names})
+    return kind(**{k: from_json(hint, value[k], f"{where}.{k}") for k, hint in hints.items()})

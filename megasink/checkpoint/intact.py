@@ -112,16 +112,11 @@ def go_back_to_intact(
     Newer, damaged checkpoints are reported and renamed to iter_NNNNNNN.damaged, so training does
     not overwrite them.
 
-    Args:
-        folder: the checkpoint folder.
-        checksums: see `damage`.
-        or_start: if no checkpoint is intact, leave none for Megatron to load.
-
     Returns:
-        the iteration; None if no checkpoint is intact.
+        the iteration; with `or_start`, None if no checkpoint is intact (then Megatron loads none).
 
     Raises:
-        UserError: no checkpoint is intact, and `or_start` is False.
+        NoneIntactError: no checkpoint is intact, and `or_start` is False.
     """
     iteration: int | None = None
     try:

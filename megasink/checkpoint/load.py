@@ -70,20 +70,20 @@ def load_model(
     Raises:
         UserError: the run, checkpoint or tokenizer is missing, or they do not match.
     """
-    found = find_checkpoint(Path(checkpoint_or_run), iteration)
-    saved = read_arguments(found.config)
-    loaded_tokenizer = tokenizer_of(saved, tokenizer, found.config)
+    checkpoint = find_checkpoint(Path(checkpoint_or_run), iteration)
+    saved = read_arguments(checkpoint.config)
+    loaded_tokenizer = tokenizer_of(saved, tokenizer, checkpoint.config)
     if loaded_tokenizer is None:
         raise UserError(
             f"the run was trained with {saved.get('tokenizer_type')}, which has no text: "
             "give a Hugging Face folder with --tokenizer"
         )
-    model, args = load_without_tokenizer(found, tokens=len(loaded_tokenizer))
-    return LoadedModel(model, loaded_tokenizer, args, found.iteration)
+    model, args = load_without_tokenizer(checkpoint, tokens=len(loaded_tokenizer))
+    return LoadedModel(model, loaded_tokenizer, args, checkpoint.iteration)
 
 
 def load_without_tokenizer(
-    found: Checkpoint, dtype: torch.dtype | None = None, tokens: int | None = None
+    checkpoint: Checkpoint, dtype: torch.dtype | None = None, tokens: int | None = None
 ) -> tuple[GPTModel, Namespace]:
     """Load a model as :func:`load_model` does, but no tokenizer.
 
@@ -91,7 +91,7 @@ def load_without_tokenizer(
         dtype: torch.float32 to compute in float32; None for the training dtype.
         tokens: the tokenizer's size, which config.json may not record.
     """
-    saved = with_tokens(read_arguments(found.config), tokens)
+    saved = with_tokens(read_arguments(checkpoint.config), tokens)
     if dtype is torch.float32:
         saved |= {"bf16": False, "fp16": False}
     args = single_process_arguments(saved)
@@ -103,7 +103,7 @@ def load_without_tokenizer(
     )
     # As Float16Module does: modules that must stay in float32 handle this themselves.
     model.to(args.params_dtype)
-    load_weights(model, found.folder)
+    load_weights(model, checkpoint.folder)
     if not platform.is_active():
         model.cuda()
     return model.eval(), args

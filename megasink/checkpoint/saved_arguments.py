@@ -20,7 +20,7 @@ import torch
 from megasink.checkpoint.identity import MODEL
 from megasink.command_line import unknown_name
 from megasink.errors import UserError
-from megasink.parser import CPU_DEFAULTS, defaults
+from megasink.parser import CPU_DEFAULTS, parse_apart
 from megasink.plugins import advice
 from megasink.variants import is_variant, names
 
@@ -98,12 +98,8 @@ def read_arguments(config: Path) -> dict[str, Any]:
 
 
 def single_process_arguments(saved: Mapping[str, Any]) -> Namespace:
-    """Return Megatron's arguments for the same model, unsharded in one process.
-
-    Args:
-        saved: validated arguments, from :func:`read_arguments`.
-    """
-    args = defaults()
+    """Return Megatron's arguments for the model of :func:`read_arguments`, in one process."""
+    args = parse_apart([])
     wanted, refused = describing(), []
     for name, value in saved.items():
         # Data types: params_dtype is set below, the others belong to the optimizer.

@@ -40,12 +40,9 @@ def copy_tokenizer(folder: Path, run: Path) -> None:
 
 
 def same_tokenizer(config: Path, before: str | None, now: str | None) -> bool:
-    """Whether a run's tokenizer and another one are the same.
+    """Whether a run's ``--tokenizer-model`` and another one are the same.
 
-    Args:
-        config: the run's config.json. The run's own copy takes precedence, if it exists.
-        before: the run's ``--tokenizer-model``.
-        now: the other ``--tokenizer-model``.
+    The run's own copy, next to its config.json, takes precedence, if it exists.
     """
     own = config.parent / OWN
     reference = own if own.is_dir() else Path(before or "")
@@ -74,12 +71,7 @@ def _mean_the_same(one: Path, other: Path) -> bool:
 
 
 def tokenizer_of(saved: Mapping[str, Any], given: str | Path | None, config: Path) -> Any:
-    """Load the transformers tokenizer that a run was trained with.
-
-    Args:
-        saved: the run's arguments.
-        given: a folder that overrides the run's tokenizer.
-        config: the run's config.json, for messages.
+    """Load the transformers tokenizer that a run was trained with, or the given folder instead.
 
     Returns:
         None if the run did not use a transformers tokenizer and none is given.

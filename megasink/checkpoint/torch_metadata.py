@@ -77,7 +77,7 @@ class _Unpickler(pickle.Unpickler):
         if known or (module == "torch" and "." not in name):
             import torch  # importing it earlier costs every start seconds
 
-            found = super().find_class(module, name)
-            if known or isinstance(found, torch.dtype):
-                return found
+            value = super().find_class(module, name)
+            if known or isinstance(value, torch.dtype):
+                return value
         raise pickle.UnpicklingError(f"it names {module}.{name}")

@@ -135,9 +135,10 @@ def _load(upstream: Callable[..., Any], file: Any, *args: Any, **kwargs: Any) ->
     # Common state, like every non-tensor entry, is a list of one.
     state = content[0] if isinstance(content, list) and len(content) == 1 else content
     arguments = state.get("args") if isinstance(state, dict) else None
-    if not isinstance(arguments, Namespace) or (found := _first_stand_in(state, arguments)):
-        asked = found if isinstance(arguments, Namespace) else made[0][1]
-        raise pickle.UnpicklingError(f"GLOBAL {asked}")
+    if not isinstance(arguments, Namespace):
+        raise pickle.UnpicklingError(f"GLOBAL {made[0][1]}")
+    if outside := _first_stand_in(state, arguments):
+        raise pickle.UnpicklingError(f"GLOBAL {outside}")
     return content
 
 

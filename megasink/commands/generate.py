@@ -114,11 +114,7 @@ def _sampling(args: argparse.Namespace) -> Sampling:
 def _new_tokens(
     prompts: list[list[int]], asked: int | None, trained: argparse.Namespace, first: int
 ) -> int:
-    """Return the number of tokens to add to each prompt.
-
-    Args:
-        trained: the arguments of the run.
-        first: number of tokens before each prompt.
+    """Return the number of tokens to add to each prompt, which has `first` tokens before it.
 
     Raises:
         UserError: the tokens exceed the positions that the model was trained with, or a prompt is

@@ -54,12 +54,7 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
 
 
 def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
-    """Build the (train, validation, test) datasets for Megatron's ``pretrain``.
-
-    Args:
-        samples: number of samples in each.
-        vp_stage: the virtual pipeline stage.
-    """
+    """Build the (train, validation, test) datasets, of so many samples each, for ``pretrain``."""
     args = get_args()
 
     def built_here() -> bool:

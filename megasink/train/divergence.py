@@ -15,12 +15,11 @@ def stop_if_diverged(
 ) -> None:
     """End the run on all ranks if the rank that has the loss detects divergence.
 
-    Performs one all-reduce of four numbers. Call on every rank.
+    Performs one all-reduce of four numbers after step `iteration`. Call on every rank.
 
     Args:
         divergence: tracks the loss on the rank that has it; empty elsewhere.
         nats: value of --stop-on-divergence.
-        iteration: the step that has ended.
         folder: the checkpoint folder, or None.
 
     Raises:

@@ -19,11 +19,7 @@ from megasink.upstream.training import EVALUATION
 
 
 class FixedBatches:
-    """A restartable iterator over the batches of a data loader.
-
-    Args:
-        loader: a data loader with a fixed order.
-    """
+    """A restartable iterator over the batches of a data loader with a fixed order."""
 
     def __init__(self, loader: Any):
         self._loader = loader

@@ -81,12 +81,7 @@ class _Guard:
 
     @contextlib.contextmanager
     def helping(self, pid: Callable[[], int | None], name: str) -> Iterator[None]:
-        """End the process if a helper is stopped for longer than the timeout.
-
-        Args:
-            pid: returns the current helper's process id, or None.
-            name: the helper's name, for messages.
-        """
+        """End the process if the helper with this id (None: no helper) is stopped for too long."""
         self._helpers[name] = pid
         try:
             yield

@@ -35,7 +35,6 @@ class Heartbeat:
     Args:
         store: shared by the ranks, with ``set``, ``get``, ``check`` and ``add``. It needs its own
             connection, because another thread may block in torch's.
-        rank, world: this rank, and the number of ranks.
         interval: seconds between two beats.
     """
 
@@ -205,18 +204,16 @@ def is_lost_connection(error: BaseException) -> bool:
 
 def missing_ranks() -> str | None:
     """Describe ranks that are gone, stopped or silent; None if all respond or nothing is known."""
-    try:
+    with contextlib.suppress(RuntimeError):
         return _heart.missing() if _heart else None
-    except RuntimeError:
-        return None
+    return None
 
 
 def where() -> str:
     """Describe the state of every rank; empty if nothing is known."""
-    try:
+    with contextlib.suppress(RuntimeError):
         return _heart.where() if _heart else ""
-    except RuntimeError:
-        return ""
+    return ""
 
 
 def _place(beat: dict[str, Any]) -> str:

@@ -89,18 +89,13 @@ class Lease:
             except FileExistsError:
                 # If the file server's reply was lost, a successful link looks refused.
                 return own.stat().st_nlink == 2
-            except OSError:
-                return self._create_exclusively(text)  # no hard links on this file system
+            except OSError:  # no hard links on this file system
+                with contextlib.suppress(FileExistsError), self._path.open("x") as file:
+                    file.write(text)
+                    return True
+                return False
         finally:
             own.unlink(missing_ok=True)
-        return True
-
-    def _create_exclusively(self, text: str) -> bool:
-        try:
-            with self._path.open("x") as file:
-                file.write(text)
-        except FileExistsError:
-            return False
         return True
 
     def _is_mine(self) -> bool:

@@ -9,11 +9,7 @@ from megasink.atomic import atomic_text
 
 
 class MetricsFile:
-    """Append records; a resumed run drops those of the steps that it repeats.
-
-    Args:
-        path: the file; None to write none.
-    """
+    """Append records, if given a path; a resumed run drops those of the steps that it repeats."""
 
     def __init__(self, path: Path | None):
         self._path = path

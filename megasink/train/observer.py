@@ -70,10 +70,7 @@ class Observer:
         self._known: list[dict[str, Any]] = []
 
     def step(self, call: dict[str, Any]) -> None:
-        """Reduce a step's statistics and add them to Megatron's losses, before it logs them.
-
-        Args:
-            call: the arguments of ``training_log``.
+        """Reduce a step's statistics and add them to the losses in ``training_log``'s arguments.
 
         Raises:
             UserError: the run has diverged; raised on every rank.
@@ -102,11 +99,7 @@ class Observer:
             stop_if_diverged(self._divergence, args.stop_on_divergence, self._iteration, args.save)
 
     def start_evaluation(self, split: str, iteration: int) -> None:
-        """Prepare for an evaluation. Its step may have run before this start.
-
-        Args:
-            split: "valid" or "test".
-        """
+        """Prepare to evaluate "valid" or "test". Its step may have run before this start."""
         self._split, self._iteration = split, iteration
         self._statistics.sinks.collects = get_args().log_sink_rate
 
@@ -154,6 +147,8 @@ class Observer:
         skipped = int(call["skipped_iter"])
         if lm_loss is not None and not skipped:
             self._follow(self._iteration, lm_loss)
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
         return {
             "iteration": self._iteration,
             "lm_loss": lm_loss,
@@ -162,7 +157,7 @@ class Observer:
             "skipped": skipped,
             "consumed_samples": args.consumed_train_samples,
             "tokens": args.consumed_train_samples * args.seq_length,
-            "seconds": self._seconds(),
+            "seconds": seconds,
         }
 
     def _open(self) -> None:
@@ -202,11 +197,6 @@ class Observer:
                 writer.add_scalar(name, value, self._iteration)
         if scalars and (wandb := get_wandb_writer()):
             wandb.log(scalars, self._iteration)
-
-    def _seconds(self) -> float:
-        now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
-        return seconds
 
     def _print(self, record: dict[str, Any]) -> None:
         args = get_args()

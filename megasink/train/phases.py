@@ -68,11 +68,8 @@ def agreeing_on_signals(told: Callable[[], int], tell: Callable[[int], None]) ->
     """Agree on the signal that any rank received, with one all-reduce.
 
     Upstream reads the ranks' values from the device one by one, which with thousands of ranks takes
-    longer than the head statistics. Its handler only supports --exit-signal.
-
-    Args:
-        told: returns the signal that this rank received, or 0.
-        tell: called with the signal that any rank received.
+    longer than the head statistics. Its handler only supports --exit-signal. `told` returns the
+    signal that this rank received, or 0; `tell` is called with the one that any rank received.
     """
     import torch
 

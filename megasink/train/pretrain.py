@@ -28,9 +28,6 @@ _END_SECONDS = 60.0
 def pretrain(argv: Sequence[str]) -> None:
     """Train. Call on every rank, with torchrun's environment variables.
 
-    Args:
-        argv: Megatron's and megasink's flags.
-
     Raises:
         UserError: the configuration, the data or the checkpoint is wrong.
     """

@@ -28,7 +28,6 @@ class Ranks:
     Args:
         arguments: torchrun's arguments.
         logs: folder for torchrun's output, and for ours once the terminal is closed.
-        console: where signals are reported.
 
     Attributes:
         told: the signals that we received, in order.

@@ -56,10 +56,9 @@ def head_record(statistics: HeadStatistics, *, details: bool) -> dict[str, Any]:
 def sink_record(
     prefix: str, first_key_LH: Tensor, slot_LH: Tensor
 ) -> dict[str, float | list[Any] | None]:
-    """Return Sink^0.3 of an evaluation in percent, over all heads and per layer (P2.2).
+    """Return Sink^0.3 of "valid" or "test" in percent, over all heads and per layer (P2.2).
 
     Args:
-        prefix: of the keys, "valid" or "test".
         first_key_LH, slot_LH: fraction of sequences; NaN where nothing was recorded.
     """
     record: dict[str, float | list[Any] | None] = {}
@@ -149,8 +148,8 @@ def number(value: Any) -> float | None:
     """Convert to a float for JSON; None if missing or not finite."""
     if value is None:
         return None
-    found = float(value)
-    return found if math.isfinite(found) else None
+    result = float(value)
+    return result if math.isfinite(result) else None
 
 
 def rounded(tensor: Tensor) -> list[Any]:

@@ -29,9 +29,6 @@ _START, _HEARD = "start", "heard"
 def starting(args: Namespace, identity: dict[str, Any]) -> Iterator[Any]:
     """Hold the run folder's lease, and set ``args`` to resume from the same step on every rank.
 
-    Args:
-        identity: see `run_dir.write_start`.
-
     Yields:
         the store for Megatron's process groups, separate for each attempt: torchrun's store
         survives a restart of the ranks (torch/distributed/rendezvous.py:205 says that it does not),

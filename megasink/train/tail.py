@@ -7,10 +7,9 @@ from typing import Any
 
 
 class NewLines:
-    """Read the records appended to a JSON-lines file since the last call.
+    """Read the records appended to a JSON-lines file, which may not exist yet, since the last call.
 
-    Args:
-        path: the file, which may not exist yet. Its current contents count as read.
+    Its current contents count as read.
     """
 
     def __init__(self, path: Path):

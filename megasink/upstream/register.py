@@ -70,11 +70,7 @@ class Patch:
         return any(replacement.patch is self for replacement in _active)
 
     def apply(self, on: Any = None, /, **new: Any) -> list["Replacement"]:
-        """Replace attributes from now on.
-
-        Args:
-            on: the object to patch, if not `owner`.
-            new: the replacement of each attribute.
+        """Replace attributes of `owner`, or of another object, from now on.
 
         Raises:
             UserError: upstream's source has changed.
@@ -101,8 +97,8 @@ def patches(room: Room, test: str) -> Callable[..., Patch]:
     def patch(
         name: str, owner: str, attributes: str, reason: str, *quotes: str, test: str = test
     ) -> Patch:
-        found = tuple(Quote(*quote.split(": ", 1)) for quote in quotes)
-        return Patch(name, room, owner, attributes, reason, found, test)
+        lines = tuple(Quote(*quote.split(": ", 1)) for quote in quotes)
+        return Patch(name, room, owner, attributes, reason, lines, test)
 
     return patch
 

@@ -92,7 +92,7 @@ def test_refused_with_every_reason(answers, name):
 def test_nothing_is_refused_early_that_a_rank_would_accept(answers, name):
     told: list[str] = []
     try:
-        early.check(REFUSED[name][0], 4)
+        early.refuse(early.read(REFUSED[name][0]), 4)
     except ConfigError as error:
         told = error.problems
     assert set(told) <= set(answers[name]["problems"])
@@ -100,7 +100,7 @@ def test_nothing_is_refused_early_that_a_rank_would_accept(answers, name):
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_what_is_accepted_passes_early(name):
-    early.check(ACCEPTED[name], 4)
+    early.refuse(early.read(ACCEPTED[name]), 4)
 
 
 def test_the_table_of_flags_is_that_of_megatron(answers):
@@ -124,7 +124,7 @@ def test_a_table_of_other_sources_refuses_nothing(monkeypatch, tmp_path):
     (tmp_path / "flags.json").write_text(json.dumps(table))
     monkeypatch.setattr(flag_table, "TABLE", tmp_path / "flags.json")
     assert flag_table.read_table() is None
-    early.check(["--no-such-flag"], None)
+    early.refuse(early.read(["--no-such-flag"]), None)
 
 
 def test_many_problems_are_one_message(answers):

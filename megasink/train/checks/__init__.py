@@ -57,9 +57,9 @@ def problems(args: Namespace) -> list[str]:
     """Return one message per problem with the parsed arguments. Reads files, builds nothing."""
     from megasink.train.checks import attention, data_files, device, vocabulary
 
-    found = _problems(args, *_EARLY, attention, device, data, vocabulary, data_files)
     # Other ranks would see files that rank 0 has just written; torchrun ends them if rank 0 fails.
-    return found + (run_dir.problems(args) if args.rank == 0 else [])
+    of_folder = run_dir.problems(args) if args.rank == 0 else []
+    return _problems(args, *_EARLY, attention, device, data, vocabulary, data_files) + of_folder
 
 
 def _problems(args: Namespace, *subjects: Any) -> list[str]:
