@@ -95,8 +95,8 @@ class HeadTracker:
         """
         if self._receivers.setdefault(layer, receiver) != receiver:
             raise RuntimeError(
-                f"two modules record statistics as layer {layer}: models that train in one process "
-                "need a MegasinkTransformerConfig each, for the statistics are the config's"
+                f"two modules record statistics as layer {layer}: give each model in a process its "
+                "own MegasinkTransformerConfig, which holds the statistics"
             )
         row = self._row(layer, gate_sum_h.device)
         row[first : first + len(gate_sum_h)] += gate_sum_h.detach()

@@ -81,8 +81,8 @@ def generate(
         raise UserError("--sequence-parallel: one token cannot be split; generate without it")
     if model.config.context_parallel_size > 1:
         raise UserError(
-            "--context-parallel-size: one token cannot be split; generate under size 1, the "
-            "checkpoint is the same"
+            "--context-parallel-size: one token cannot be split; generate with size 1, which "
+            "loads the same checkpoint"
         )
     if not prompts or not all(prompts) or max_new_tokens < 1:
         raise ValueError("give at least one prompt, no empty prompt, and at least one new token")

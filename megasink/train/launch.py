@@ -24,11 +24,11 @@ from megasink.progress import progress
 from megasink.train import early
 from megasink.train.last_start import flags_of_last_start, from_where, ranks_of_last_start
 from megasink.train.lease import clear, wait_until_expired
+from megasink.train.metrics_file import NewLines
 from megasink.train.ranks import Ranks
 from megasink.train.replay import replayed
 from megasink.train.run_dir import folder_problem
 from megasink.train.stop import SIGNALS, left, name_of
-from megasink.train.tail import NewLines
 
 _ERROR = "megasink: error: "
 _SMALL = 1 << 16  # bytes; a disk with less free space is full

@@ -22,21 +22,11 @@ from megasink.layers.statistics import ModelStatistics
 from megasink.report.divergence import Divergence
 from megasink.report.heatmap import importance_picture
 from megasink.report.spikes import SpikeCounter
+from megasink.train import series
 from megasink.train.divergence import stop_if_diverged
 from megasink.train.forward import BITS_PER_BYTE, LM_LOSS
 from megasink.train.live_analysis import LiveAnalysis
 from megasink.train.metrics_file import MetricsFile
-from megasink.train.series import (
-    analysis_record,
-    analysis_scalars,
-    head_record,
-    head_scalars,
-    in_one_line,
-    is_observed,
-    number,
-    sink_record,
-    sink_scalars,
-)
 from megasink.upstream.training import OBSERVER
 
 BALANCE_LOSS = "head balance loss"
@@ -79,7 +69,7 @@ class Observer:
         coeff = args.head_balance_coeff * self._statistics.balance.share
         statistics = self._statistics.heads.finish_step(coeff, args.head_balance_scope)
         self._iteration = int(call["iteration"])
-        logs = is_observed(args, self._iteration)
+        logs = series.is_observed(args, self._iteration)
         if self._owner:
             losses = call["loss_dict"]
             lm_loss = float(losses[LM_LOSS]) if LM_LOSS in losses else None
@@ -88,11 +78,11 @@ class Observer:
                 # Megatron then prints and writes these like the language model loss.
                 losses[BALANCE_LOSS] = statistics.balance_loss.reshape(1)
                 losses[IMBALANCE] = statistics.imbalance.reshape(1)
-                record |= head_record(statistics, details=logs)
+                record |= series.head_record(statistics, details=logs)
                 self._draw(statistics.importance_LH)
             if logs:
                 record["loss_spikes"] = self._spikes.count
-                self._write_scalars(head_scalars(record))
+                self._write_scalars(series.head_scalars(record))
                 self._print(record)
             self._file.write(record)
         if logs and args.stop_on_divergence is not None:
@@ -109,18 +99,18 @@ class Observer:
         record: dict[str, Any] = {"iteration": self._iteration}
         sinks: dict[str, Any] = {}
         if self._statistics.sinks.collects:
-            sinks = sink_record(split, *self._statistics.sinks.finish())
+            sinks = series.sink_record(split, *self._statistics.sinks.finish())
         if not self._owner or not losses:
             return
-        record[f"{split}_lm_loss"] = number(losses.get(LM_LOSS))
+        record[f"{split}_lm_loss"] = series.number(losses.get(LM_LOSS))
         if BITS_PER_BYTE in losses:
-            record[f"{split}_bits_per_byte"] = number(losses[BITS_PER_BYTE])
+            record[f"{split}_bits_per_byte"] = series.number(losses[BITS_PER_BYTE])
         self._open()
         record |= sinks
         if record not in self._known:  # resuming a finished run evaluates it again
             self._file.write(record)
         if sinks:
-            scalars = sink_scalars(sinks, split)
+            scalars = series.sink_scalars(sinks, split)
             self._write_scalars(scalars)
             text = " | ".join(f"{name} {value:.2f}%" for name, value in scalars.items())
             print(f"megasink: {text}", flush=True)
@@ -130,9 +120,9 @@ class Observer:
         if self._live is None or (results := self._live(model, iteration)) is None:
             return
         self._open()
-        self._file.write({"iteration": iteration} | analysis_record(results))
-        self._write_scalars(analysis_scalars(results))
-        print(f"megasink: analysis of step {iteration}: {in_one_line(results)}", flush=True)
+        self._file.write({"iteration": iteration} | series.analysis_record(results))
+        self._write_scalars(series.analysis_scalars(results))
+        print(f"megasink: analysis of step {iteration}: {series.in_one_line(results)}", flush=True)
 
     def close(self) -> None:
         """Close metrics.jsonl and flush TensorBoard."""
@@ -153,7 +143,7 @@ class Observer:
             "iteration": self._iteration,
             "lm_loss": lm_loss,
             "learning_rate": call["learning_rate"],
-            "grad_norm": number(call["grad_norm"]),
+            "grad_norm": series.number(call["grad_norm"]),
             "skipped": skipped,
             "consumed_samples": args.consumed_train_samples,
             "tokens": args.consumed_train_samples * args.seq_length,

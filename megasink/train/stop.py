@@ -114,16 +114,14 @@ def write_to_stderr(line: str) -> None:
 
 
 @contextlib.contextmanager
-def ending_at_once(doing: str) -> Iterator[None]:
+def ending_at_once() -> Iterator[None]:
     """End the launcher with one line on a signal, before it has started anything.
 
     A KeyboardInterrupt during an import could be caught by the imported module.
     """
 
     def end(number: int, frame: Any) -> None:
-        write_to_stderr(
-            f"megasink: stopped by {name_of(number)} while {doing}; no rank was started"
-        )
+        write_to_stderr(f"megasink: stopped by {name_of(number)} before any rank was started")
         os._exit(Stopped.code_of(number))
 
     before = {

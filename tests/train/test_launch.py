@@ -15,7 +15,7 @@ from megasink.errors import UserError
 from megasink.flags import escaped
 from megasink.train import early, last_start, launch
 from megasink.train.lease import Lease
-from megasink.train.tail import NewLines
+from megasink.train.metrics_file import NewLines
 from tests.train.command_lines import MOCK
 
 
