@@ -54,7 +54,12 @@ class Lease:
 
     def __init__(self, folder: Path, say: Callable[[str], None] = say):
         self._path = folder / LEASE
-        self._owner = _this_process() | {"token": secrets.token_hex(8)}
+        self._owner = _machine() | {
+            "pid": os.getpid(),
+            "started": _start(os.getpid()),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+            "token": secrets.token_hex(8),
+        }
         self._released = threading.Event()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -200,14 +205,6 @@ def _age(path: Path, seen: _Seen) -> float:
         return max(0.0, (probe.stat().st_mtime_ns - seen.beat) / 1e9)
     finally:
         probe.unlink(missing_ok=True)
-
-
-def _this_process() -> dict[str, Any]:
-    return _machine() | {
-        "pid": os.getpid(),
-        "started": _start(os.getpid()),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-    }
 
 
 def _machine() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from megasink.errors import ConfigError
 
 
 def problems(args: Namespace) -> Iterator[str]:
-    if getattr(args, "attention_output_gate", False):
+    if args.attention_output_gate:
         yield (
             "--attention-output-gate: use --attention-variant gated --gate-granularity elementwise "
             "instead (the same weights in the same places)"
@@ -60,8 +60,8 @@ def _of_the_gate(args: Namespace) -> Iterator[str]:
     if rows and "muon" in (args.optimizer or ""):
         yield (
             f"--optimizer {args.optimizer} splits linear_qkv by heads and does not know its gate "
-            "rows: use adam, or --gate-granularity elementwise with sigmoid, multiply and heads "
-            "that do not share the gate"
+            "rows: use adam, or a multiplied, unshared sigmoid gate with --gate-granularity "
+            "elementwise"
         )
     if rows and (args.fp8 or args.fp4) and rows // ranks % 16:
         yield (

@@ -13,8 +13,7 @@ def problems(args: Namespace) -> Iterator[str]:
             f"--window-size {','.join(map(str, window))}: give LEFT,0, for LEFT tokens before each "
             "token and none after it"
         )
-    kind = getattr(args, "softmax_type", Variant.softmax_type)
-    if kind != Variant.softmax_type:
+    if (kind := args.softmax_type) != Variant.softmax_type:
         meant = " or ".join(record.name for record in variants() if record.softmax_type == kind)
         yield f"--softmax-type {kind}: use --attention-variant {meant} instead"
     backend = getattr(args.attention_backend, "name", args.attention_backend)

@@ -41,7 +41,7 @@ def _sinks(args: Namespace) -> Iterator[str]:
                 f"{flag} {value}: --attention-variant {record.name} has no sink parameters: use "
                 f"{with_some}, or drop the flag"
             )
-    if args.sink_lr_mult != 1.0 and getattr(args, "use_mup", False):
+    if args.sink_lr_mult != 1.0 and args.use_mup:
         yield "--sink-lr-mult with --use-mup: muP sets these learning rates; drop one of the two"
     if args.sink_lr_mult != 1.0 and args.optimizer not in ("adam", "sgd"):
         yield f"--sink-lr-mult with --optimizer {args.optimizer} is not tested: use adam"
