@@ -52,18 +52,27 @@ def _memory_stats(device: Any = None) -> dict[str, int]:
 _GENERATOR = torch.default_generator
 
 
+# Like upstream's, these return nothing, where the generator's methods return itself or a number.
+def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
+    _GENERATOR.set_state(new_state)
+
+
 def _manual_seed(seed: int) -> None:
     _GENERATOR.manual_seed(int(seed))
+
+
+def _seed() -> None:
+    _GENERATOR.seed()
 
 
 RANDOM: dict[str, Callable[..., Any]] = {
     "get_rng_state": lambda device="cuda": _GENERATOR.get_state(),
     "get_rng_state_all": lambda: [_GENERATOR.get_state()],
-    "set_rng_state": lambda new_state, device="cuda": _GENERATOR.set_state(new_state),
+    "set_rng_state": _set_rng_state,
     "manual_seed": _manual_seed,
     "manual_seed_all": _manual_seed,
-    "seed": _GENERATOR.seed,
-    "seed_all": _GENERATOR.seed,
+    "seed": _seed,
+    "seed_all": _seed,
     "initial_seed": _GENERATOR.initial_seed,
 }
 """The functions of torch.cuda.random, on the CPU generator."""
