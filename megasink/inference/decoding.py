@@ -135,11 +135,7 @@ class _Stage:
         self.generator = torch.Generator(device=device).manual_seed(sampling.seed)
 
     def step(
-        self,
-        tokens_BS: Tensor,
-        start: int,
-        stop: int,
-        on_logits: Callable[[Tensor], None] | None,
+        self, tokens_BS: Tensor, start: int, stop: int, on_logits: Callable[[Tensor], None] | None
     ) -> list[int]:
         """Run tokens [start, stop) through the model and sample one token per sequence."""
         window_BS = tokens_BS[:, start:stop]

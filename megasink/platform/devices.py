@@ -70,10 +70,6 @@ def _moved(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
-    return self
-
-
 def _type_name(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -123,5 +119,5 @@ def install() -> None:
         )
     patches.GENERATOR.apply(Generator=_generator())
     patches.CONTEXT.apply(__init__=_context(DeviceContext.__init__))
-    patches.MOVES.apply(to=_moved(torch.Tensor.to), cuda=_stay)
+    patches.MOVES.apply(to=_moved(torch.Tensor.to), cuda=lambda self, *args, **kwargs: self)
     patches.TENSOR_TYPE.apply(type=_type_name(torch.Tensor.type))

@@ -80,8 +80,8 @@ class Heartbeat:
 
     def where(self) -> str:
         """Describe the state of the first 8 ranks, in one line."""
-        beats = {rank: self._beat_of(rank) for rank in range(min(self._world, 8))}
-        return ", ".join(f"rank {rank} {_place(beat)}" for rank, beat in beats.items() if beat)
+        beats = ((rank, self._beat_of(rank)) for rank in range(min(self._world, 8)))
+        return ", ".join(f"rank {rank} {_place(beat)}" for rank, beat in beats if beat)
 
     def first(self, what: str) -> bool:
         """Whether this rank is the first to claim `what`."""

@@ -103,15 +103,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def launch(flags: Sequence[str], run_dir: Path, ranks: int, steps: int | None) -> int:
-    """Run the ranks to completion, with a progress bar (or lines, without a terminal).
+    """Run the ranks to completion, with a progress bar (or lines, without a terminal); return 0.
 
     Args:
         flags: Megatron's and megasink's flags, without ``--run-dir``.
         ranks: processes on this machine.
         steps: --train-iters; None if the length is given differently.
-
-    Returns:
-        0.
 
     Raises:
         Stopped: a signal ended the run.

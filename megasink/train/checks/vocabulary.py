@@ -95,7 +95,7 @@ def pin_vocabulary(args: Namespace) -> None:
 
 def _tokens_of_checkpoint(args: Namespace) -> int:
     """Return the token count of the model that training starts from; 0 if unknown."""
-    # Imported late: it imports torch, which flag checks avoid.
+    # It imports torch, which flag checks avoid.
     from megasink.checkpoint.saved_arguments import read_arguments
 
     config = Path(args.load).parent / "config.json" if args.load else None
