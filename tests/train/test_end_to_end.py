@@ -125,7 +125,7 @@ def test_nan_ends_in_one_line_and_keeps_the_checkpoint(text, tmp_path):
     assert done.returncode == 2
     error = done.stderr.strip().splitlines()
     assert len(error) == 1
-    assert "NaN or Inf in the loss or in a gradient" in error[0]
+    assert "NaN or Inf in the loss or a gradient" in error[0]
     assert (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").is_file()
 
 
