@@ -20,14 +20,14 @@ COMMANDS = {
     "convert-to-hf": "a checkpoint -> a Hugging Face folder, verified",
     "convert-from-hf": "a Hugging Face folder -> a run to train on from",
     "plot": "draw loss, imbalance and head importance of a run",
-    "compare": "curves of several runs on one page, and a table of how they ended",
+    "compare": "curves of several runs on one page, and a table of final numbers",
     "analyze": "sinks, heads and hidden states of a model, as a report",
     "sweep": "sinks, inactive heads and loss by length, BOS and repeated first tokens",
     "trace": "the same over the checkpoints of a run, against tokens",
     "report": "one page about several analyses",
-    "info": "versions, platform, and which attention kernel runs here and why",
+    "info": "versions, platform, attention kernels and patches",
 }
-# These meet no variant, metric or conversion target.
+# These use no variant, metric or conversion target.
 WITHOUT_PLUGINS = ("demo", "data")
 
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(
         prog="megasink",
         description="Sink and gated attention with head balancing, on Megatron-Core.",
-        epilog=f"commands:\n{lines}\n\nmegasink COMMAND --help tells more.",
+        epilog=f"commands:\n{lines}\n\nmegasink COMMAND --help shows its flags.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"megasink {megasink.__version__}")

@@ -92,8 +92,8 @@ class Reading:
         if not separator:
             self.problems.append(_of_several(message))
             return
-        meant = {nearest(word, parser._option_string_actions) for word in self.unknown}
         known = parser._option_string_actions
+        meant = {nearest(word, known) for word in self.unknown}
         missing = [
             name
             for name in names.split(", ")
@@ -106,12 +106,10 @@ class Reading:
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
     """Return the known name closest to a misspelled one, or None."""
-    dashes = re.match(r"[-–—]*", word)
-    assert dashes is not None
-    bare = word[dashes.end() :].partition("=")[0]
-    plain = ("--" if dashes.end() else "") + bare.replace("_", "-").lower()
-    found = difflib.get_close_matches(plain, list(names), n=1, cutoff=0.75)
-    return found[0] if found else None
+    bare = word.lstrip("-–—")
+    plain = ("--" if bare != word else "") + bare.partition("=")[0].replace("_", "-").lower()
+    close = difflib.get_close_matches(plain, list(names), n=1, cutoff=0.75)
+    return close[0] if close else None
 
 
 def unknown_name(what: str, value: str, names: Iterable[str]) -> str:
@@ -131,12 +129,12 @@ def unknown_flags(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> li
         else:
             groups.append([word])
     known = [name for name in parser._option_string_actions if name.startswith("--")]
-    found = []
+    problems = []
     for group in groups:
         meant = nearest(group[0], known) if _is_flag(group[0]) else None
         hint = f": did you mean {meant}?" if meant else ""
-        found.append(f"unknown: {' '.join(group)}{hint}")
-    return found
+        problems.append(f"unknown: {' '.join(group)}{hint}")
+    return problems
 
 
 def with_help(problems: Iterable[str], command: str) -> list[str]:
@@ -192,7 +190,7 @@ def _sentence(parser: argparse.ArgumentParser, error: argparse.ArgumentError) ->
         value, names = wrong.group(1).strip("'"), wrong.group(2).replace("'", "").split(", ")
         return unknown_name(name, value, names)
     if message == "expected one argument":
-        return f"{name} needs a value (one that begins with a dash is written {name}=VALUE)"
+        return f"{name} needs a value (if it starts with a dash, write {name}=VALUE)"
     if message == "expected at least one argument":
         return f"{name} needs at least one value"
     if other := re.fullmatch(r"not allowed with argument (.*)", message):

@@ -30,9 +30,9 @@ def _choice(kind: Any, default: str | None) -> Any:
 
     argparse stops at the first wrong flag; megasink reports all problems in one message.
     """
-    names = "{" + ",".join(get_args(kind)) + "}"
-    meta = {"argparse_meta": {"choices": None, "type": str, "metavar": names}}
-    return field(default=default, metadata=meta)
+    names = get_args(kind)
+    meta = {"choices": None, "type": str, "metavar": "{" + ",".join(names) + "}"}
+    return field(default=default, metadata={"argparse_meta": meta, "choices": names})
 
 
 @dataclass(kw_only=True)

@@ -23,15 +23,14 @@ class ConfigError(UserError):
         problems: One sentence each, naming the value and the flag to change.
     """
 
-    def __init__(self, problems: Iterable[str]):
-        self.problems = [one_line(problem) for problem in problems]
-        count = len(self.problems)
-        if count == 1:
-            text = self.problems[0]
+    def __init__(self, problems: str | Iterable[str]):
+        given = [problems] if isinstance(problems, str) else problems
+        self.problems = [one_line(problem) for problem in given]
+        if len(self.problems) == 1:
+            super().__init__(self.problems[0])
         else:
             lines = "\n".join(f"  {i}. {p}" for i, p in enumerate(self.problems, 1))
-            text = f"{count} problems in the configuration:\n{lines}"
-        super().__init__(text)
+            super().__init__(f"{len(self.problems)} problems in the configuration:\n{lines}")
 
 
 class Stopped(UserError):

@@ -11,7 +11,7 @@ import itertools
 import re
 from dataclasses import fields
 from functools import cache
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 from megasink.config import OPTIONS
 
@@ -55,10 +55,10 @@ def _texts(options: type) -> dict[str, str]:
     """Return {field: the string below it} for a dataclass."""
     (tree,) = ast.parse(inspect.getsource(options)).body
     assert isinstance(tree, ast.ClassDef)
-    found: dict[str, Any] = {}
+    texts: dict[str, str] = {}
     for field, text in itertools.pairwise(tree.body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
             assert isinstance(field.target, ast.Name)
             assert isinstance(text.value, ast.Constant)
-            found[field.target.id] = " ".join(str(text.value.value).split())
-    return found
+            texts[field.target.id] = " ".join(str(text.value.value).split())
+    return texts

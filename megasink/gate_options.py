@@ -114,8 +114,8 @@ class MatchedWidth:
 
     def __str__(self) -> str:
         return (
-            f"the gate adds {self.extra:,} parameters per layer, so the FFN is "
-            f"{self.after} wide instead of {self.before} (exactly {self.exact:.1f}; a multiple of "
+            f"the gate adds {self.extra:,} parameters per layer, so the FFN width is "
+            f"{self.after} instead of {self.before} ({self.exact:.1f} rounded to a multiple of "
             f"{FFN_MULTIPLE}), which leaves {self.left_over:+,} parameters per layer"
         )
 
@@ -127,9 +127,8 @@ def matched_ffn_width(
     *,
     gated_linear_unit: bool,
     bias: bool = False,
-    multiple: int = FFN_MULTIPLE,
 ) -> MatchedWidth:
-    """Round ffn_width - extra / (parameters per unit of width) to a multiple of `multiple`.
+    """Round ffn_width - extra / (parameters per unit of width) to a multiple of FFN_MULTIPLE.
 
     Args:
         ffn_width: FFN width of the ungated model.
@@ -138,16 +137,16 @@ def matched_ffn_width(
         bias: Whether the first linear layer of the FFN has a bias.
 
     Raises:
-        ValueError: The remaining width is less than `multiple`.
+        ValueError: The remaining width is less than FFN_MULTIPLE.
     """
     columns = 2 if gated_linear_unit else 1
     per_unit = (columns + 1) * hidden_size + (columns if bias else 0)
     exact = ffn_width - extra / per_unit
-    after = round(exact / multiple) * multiple
-    if after < multiple:
+    after = round(exact / FFN_MULTIPLE) * FFN_MULTIPLE
+    if after < FFN_MULTIPLE:
         raise ValueError(
             f"the gate adds {extra:,} parameters per layer, as many as {extra / per_unit:.1f} of "
-            f"the {ffn_width} columns of the FFN: less than {multiple} would be left"
+            f"the {ffn_width} columns of the FFN: less than {FFN_MULTIPLE} would be left"
         )
     left_over = extra - (ffn_width - after) * per_unit
     return MatchedWidth(extra, ffn_width, after, exact, left_over)

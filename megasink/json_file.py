@@ -17,16 +17,16 @@ def read_object(path: Path) -> dict[str, Any]:
     """
     try:
         if path.exists() and not path.is_file():
-            raise UserError(f"{path} is no file")
+            raise UserError(f"{path} is not a file")
         if path.stat().st_size > _LARGEST:
-            raise UserError(f"{path} has more than {_LARGEST:,} bytes: it is no such description")
-        found = json.loads(path.read_text())
+            raise UserError(f"{path} has more than {_LARGEST:,} bytes: too large to be read")
+        value = json.loads(path.read_text())
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error})") from error
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from error
     except RecursionError:
-        raise UserError(f"{path} is not JSON that can be read: it is nested too deeply") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path} holds a JSON {type(found).__name__}, not an object")
-    return found
+        raise UserError(f"{path} is not readable JSON: it is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds a JSON {type(value).__name__}, not an object")
+    return value

@@ -55,7 +55,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     defaults = DEFAULTS | (CPU_DEFAULTS if platform.is_active() else {})
     unknown = sorted(set(defaults) - taken)
     if unknown:
-        raise ConfigError([f"this megatron-core has no option {name}" for name in unknown])
+        raise ConfigError(f"this megatron-core has no option {name}" for name in unknown)
     parser.set_defaults(**defaults)
     for action in parser._actions:
         action.help = escaped(action.help or "")
@@ -109,11 +109,6 @@ def _valued(convert: Callable[[str], Any]) -> Callable[[str], Any]:
     return value
 
 
-def defaults() -> Namespace:
-    """Return every option at its default on this platform, not validated."""
-    return parse_apart([])
-
-
 def parse_apart(argv: Sequence[str]) -> Namespace:
     """Parse flags without validation and without changing this process's command line.
 
@@ -131,11 +126,7 @@ def parse_apart(argv: Sequence[str]) -> Namespace:
 
 
 def parse_known(argv: Sequence[str]) -> Namespace:
-    """Parse a command line with Megatron's and megasink's flags, without validation.
-
-    Returns:
-        The namespace of `read_flags`.
-    """
+    """Parse a command line without validation; return the namespace of `read_flags`."""
     from megatron.training import arguments
 
     # Megatron reads sys.argv.

@@ -4,8 +4,7 @@ A plugin is a module whose import calls `register` of `megasink.variants` or of
 `megasink.convert.targets`, or decorates with `megasink.diagnostics.metric` (CONTRIBUTING.md). It is
 named by ``--plugin MODULE`` on the command line, or by an entry point in the group
 ``megasink.plugins`` of an installed package, and imported before a command reads its flags, by
-every rank. It is code that its user asks for: no file of a run, a model or a data set names one
-that is imported.
+every rank. Only its user chooses it: nothing in a run, model or dataset folder is imported.
 """
 
 import argparse
@@ -14,7 +13,7 @@ import itertools
 import sys
 import sysconfig
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -31,13 +30,13 @@ _MOST_NAMES, _MOST_CHARACTERS = 5, 80
 
 @dataclass
 class Plugin:
-    """A module that was imported.
+    """An imported module.
 
     Attributes:
         module: its name.
-        source: who asked for it: "--plugin", or the package with the entry point.
+        source: what names it: "--plugin", or the package with the entry point.
         registered: {"variant", "metric" or "target": names that it added}; empty unless `load` was
-            told to look.
+            called with `list_names`.
     """
 
     module: str
@@ -50,7 +49,7 @@ class Plugin:
 
 
 LOADED: dict[str, Plugin] = {}
-"""By module, in the order of their import."""
+"""By module, in import order."""
 
 
 def load(argv: Sequence[str], *, list_names: bool = False) -> None:
@@ -60,11 +59,11 @@ def load(argv: Sequence[str], *, list_names: bool = False) -> None:
     ``python -P``).
 
     Args:
-        argv: a command's arguments, not parsed yet.
+        argv: a command's unparsed arguments.
         list_names: fill `Plugin.registered`, which imports every registry first.
 
     Raises:
-        UserError: one cannot be imported, or registers a name that exists; with its place.
+        UserError: a plugin cannot be imported, or registers an existing name; with its line.
     """
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.module):
         _load(entry.module, f"package {entry.dist.name}" if entry.dist else GROUP, list_names)
@@ -76,35 +75,35 @@ def load(argv: Sequence[str], *, list_names: bool = False) -> None:
 
 
 def add_flag(parser: argparse.ArgumentParser) -> None:
-    """Let a command's parser know ``--plugin``, which `load` has acted on before."""
+    """Add ``--plugin``, which `load` has already acted on, to a command's parser."""
     parser.add_argument(
         FLAG,
         action="append",
         metavar="MODULE",
-        help="import this Python module first, which registers variants, metrics or conversion "
-        "targets of your own; may be repeated",
+        help="import this Python module first; it registers your own variants, metrics or "
+        "conversion targets; may be repeated",
     )
 
 
 def flags(argv: Sequence[str]) -> list[str]:
-    """The plugins that a command line names, as flags for another one."""
+    """Return the plugins of a command line as flags for another one."""
     return [word for module in _named(argv) for word in (FLAG, module)]
 
 
 def advice(recorded: object = None) -> str:
-    """What to do about a name that is registered nowhere.
+    """Return what to do about an unregistered name.
 
     Args:
         recorded: "plugin" of a run's config.json: shown, never imported.
     """
     if not isinstance(recorded, list) or not recorded:
-        return f"one of your own comes with {FLAG} MODULE"
+        return f"to use your own, add {FLAG} MODULE"
     names = " ".join(f"{FLAG} {str(name)[:_MOST_CHARACTERS]}" for name in recorded[:_MOST_NAMES])
-    return f"give {FLAG} MODULE, whose code then runs; the run was trained with {names}"
+    return f"add {FLAG} MODULE, which runs its code; the run was trained with {names}"
 
 
 def _named(argv: Sequence[str]) -> list[str]:
-    """The values of --plugin; one without a value is left to the command's parser."""
+    """Return the values of --plugin; the command's parser reports one without a value."""
     modules = []
     for word, value in itertools.pairwise([*argv, "-"]):
         if word == "--":
@@ -120,7 +119,7 @@ def _load(module: str, source: str, list_names: bool) -> None:
     if module in LOADED:
         return
     if module.endswith(".py") or not all(name.isidentifier() for name in module.split(".")):
-        raise UserError(f"{FLAG} {module}: give a module's name as Python imports it: my_module")
+        raise UserError(f"{FLAG} {module}: give the name of a Python module, such as my_module")
     before = _registered() if list_names else {}
     try:
         importlib.import_module(module)
@@ -132,7 +131,7 @@ def _load(module: str, source: str, list_names: bool) -> None:
 
 
 def _registered() -> dict[str, Collection[str]]:
-    """{kind: names} of everything that is registered now."""
+    """Return {kind: names} of everything that is registered now."""
     from megasink import variants
     from megasink.convert.targets import TARGETS
     from megasink.diagnostics import metrics
@@ -141,23 +140,17 @@ def _registered() -> dict[str, Collection[str]]:
 
 
 def _reason(error: BaseException, module: str) -> str:
-    """One line: what was raised, and the line of the plugin that raised it."""
+    """Return one line: what was raised, and the line of the plugin that raised it."""
     if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-        return f"no module of that name in {Path.cwd()} or among the installed packages"
+        return f"no module of that name in {Path.cwd()} or in the installed packages"
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.msg} ({error.filename}:{error.lineno})"
     text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    frames = list(_frames(error))
+    ours = (_PACKAGE, "<frozen importlib", importlib.__file__ or "?")
+    traced = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in traced if not frame.filename.startswith(ours)]
     written_here = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
     if not frames:
         return text
     place = (written_here or frames)[-1]
     return f"{text} ({place.filename}:{place.lineno}: {place.line})"
-
-
-def _frames(error: BaseException) -> Iterator[traceback.FrameSummary]:
-    """Of its traceback, without those of importing and of megasink."""
-    for frame in traceback.extract_tb(error.__traceback__):
-        if frame.filename.startswith((_PACKAGE, "<frozen importlib", importlib.__file__ or "?")):
-            continue
-        yield frame

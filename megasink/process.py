@@ -1,5 +1,6 @@
 """Process setup that must run before Megatron is imported."""
 
+import logging
 import os
 import warnings
 from collections.abc import Sequence
@@ -27,3 +28,10 @@ def prepare_process(argv: Sequence[str]) -> None:
             raise UserError(f"{reason}; to run on the CPU instead, set CUDA_VISIBLE_DEVICES=''")
         platform.activate()
     mend_upstream()
+
+
+def prepare_quietly(*, cpu: bool) -> None:
+    """Call `prepare_process` for a command that shows no warnings and no Megatron messages."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    prepare_process(["--cpu"] if cpu else [])

@@ -37,12 +37,11 @@ def schema_of(kind: Any) -> dict[str, Any]:
         return {"type": _PLAIN[kind]}
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
-        names = [field.name for field in dataclasses.fields(kind)]
         return {
             "type": "object",
             "description": (kind.__doc__ or "").partition("\n")[0],
-            "properties": {name: schema_of(hints[name]) for name in names},
-            "required": names,
+            "properties": {name: schema_of(hint) for name, hint in hints.items()},
+            "required": list(hints),
             "additionalProperties": False,
         }
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
@@ -66,34 +65,27 @@ def from_json(kind: Any, value: Any, where: str) -> Any:
         return value
     if kind in _PLAIN:
         if type(value) is not kind:
-            raise UserError(f"{where} is {_short(value)}, no {_PLAIN[kind]}")
+            raise UserError(f"{where} is {value!r:.40}, not of type {_PLAIN[kind]}")
         return value
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin is types.UnionType or origin is typing.Union:
-        for choice in inner:
-            if choice is types.NoneType and value is None:
-                return None
+    if origin in (types.UnionType, typing.Union):
+        if value is None and types.NoneType in inner:
+            return None
         choices = [choice for choice in inner if choice is not types.NoneType]
-        fitting = [c for c in choices if type(value) is c] or choices[:1]
-        return from_json(fitting[0], value, where)
+        fitting = next((c for c in choices if type(value) is c), choices[0])
+        return from_json(fitting, value, where)
     if origin is list:
         if not isinstance(value, list):
-            raise UserError(f"{where} is {_short(value)}, no list")
+            raise UserError(f"{where} is {value!r:.40}, not a list")
         return [from_json(inner[0], entry, f"{where}[{i}]") for i, entry in enumerate(value)]
     if not isinstance(value, dict):
-        raise UserError(f"{where} is {_short(value)}, no object")
+        raise UserError(f"{where} is {value!r:.40}, not an object")
     if origin is dict:
         return {key: from_json(inner[1], v, f"{where}.{key}") for key, v in value.items()}
     hints = typing.get_type_hints(kind)
-    names = [field.name for field in dataclasses.fields(kind)]
-    for name in names:
+    for name in hints:
         if name not in value:
             raise UserError(f"{where} has no {name}")
-    if unknown := sorted(value.keys() - set(names)):
-        raise UserError(f"{where} has {unknown[0]}, which is unknown")
-    return kind(**{name: from_json(hints[name], value[name], f"{where}.{name}") for name in names})
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    if unknown := sorted(value.keys() - hints.keys()):
+        raise UserError(f"{where} has the unknown key {unknown[0]}")
+    return kind(**{k: from_json(hint, value[k], f"{where}.{k}") for k, hint in hints.items()})

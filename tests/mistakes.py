@@ -75,11 +75,11 @@ MISTAKES = {
         TRAIN + " --tensor-model-parallel-size 2 --ranks 3",
         "3 ranks are not divisible by --tensor-model-parallel-size 2",
     ),
-    "train-no-ranks": (TRAIN + " --ranks 0", "--ranks 0: start at least one process"),
+    "train-no-ranks": (TRAIN + " --ranks 0", "--ranks 0: use 1 or more"),
     "train-wordy-ranks": (TRAIN + " --ranks two", "--ranks 'two': give a whole number"),
     "train-warm-up": (
         TRAIN + " --lr-warmup-iters 500",
-        "--lr-warmup-iters 500 does not end before the schedule does, after 4",
+        "--lr-warmup-iters 500 is not less than the length of the schedule, 4",
     ),
     "train-precision": (TRAIN + " --bf16 --fp16", "--fp16 and --bf16: choose one"),
     "train-length": (
@@ -98,7 +98,7 @@ MISTAKES = {
     "train-resume-nothing": (TRAIN + " --resume", "--resume: {0}/new/run holds no run"),
     "train-into-a-file": (TRAIN + " --run-dir {0}/text.txt", "--run-dir {0}/text.txt is a file"),
     "train-into-other-things": (TRAIN + " --run-dir {0}/notes", "is not empty and holds no run"),
-    "train-over-a-run": (TRAIN + " --run-dir {0}/run", "--run-dir {0}/run holds a run already"),
+    "train-over-a-run": (TRAIN + " --run-dir {0}/run", "--run-dir {0}/run already holds a run"),
     # data
     "data-nothing": ("data", "missing: INPUT, --output"),
     "data-no-tokenizer": (
@@ -118,13 +118,13 @@ MISTAKES = {
         "data {0}/text.txt --output {0}/new/text --train-tokenizer 10",
         "--train-tokenizer 10 is too small",
     ),
-    "data-workers": (DATA + " --workers 0", "--workers 0: at least 1"),
+    "data-workers": (DATA + " --workers 0", "--workers 0: use 1 or more"),
     "data-choice": (
         DATA + " --on-invalid-utf8 ignore",
         "--on-invalid-utf8 'ignore' is unknown: choose skip, error",
     ),
     "data-is-there": (DATA.replace("new/text", "tokens"), "{0}/tokens"),
-    "data-no-tokenizer-there": (DATA.replace("llama", "lama"), "{0}/lama is no folder"),
+    "data-no-tokenizer-there": (DATA.replace("llama", "lama"), "{0}/lama is not a folder"),
     # generate
     "generate-nothing": ("generate", "missing: run, --prompt"),
     "generate-no-run": ("generate {0}/runs --prompt a", "{0}/runs"),
@@ -170,7 +170,7 @@ MISTAKES = {
     # plot, compare, info, demo
     "plot-no-run": ("plot {0}/runs", "{0}/runs"),
     "plot-into-nowhere": ("plot {0}/run --output {0}/text.txt/x.png", "{0}/text.txt"),
-    "compare-one-twice": ("compare {0}/run {0}/run", "a run is named twice"),
+    "compare-one-twice": ("compare {0}/run {0}/run", "a run is given twice"),
     "compare-axis": ("compare {0}/run --x time", "--x 'time' is unknown: choose step"),
     "compare-smoothing": ("compare {0}/run --smoothing 1", "--smoothing 1.0"),
     "info-type": ("info --head-dim wide", "--head-dim 'wide': give a whole number"),

@@ -39,14 +39,14 @@ GENERATE = ["generate", "--prompt", "def "]
         (["nowhere"], ["nowhere: no such folder"]),
         (["run"], ["run: no finished checkpoint"]),
         (["run/checkpoints"], ["checkpoints: no finished checkpoint"]),
-        (["done", "--iteration", "7"], ["no checkpoint of iteration 7; there are: 4"]),
+        (["done", "--iteration", "7"], ["no checkpoint of iteration 7; available: 4"]),
         (["done/checkpoints/iter_0000004", "--iteration", "7"], ["not the checkpoint of"]),
-        (["done"], ["it is no run of megasink"]),
+        (["done"], ["not a megasink run"]),
         (
             ["run", "--prompt", "", "--temperature", "-1", "--top-p", "0", "--top-k", "-2"],
             ["--prompt is empty", "--temperature -1.0", "--top-p 0.0", "--top-k -2"],
         ),
-        (["run", "--max-new-tokens", "0"], ["--max-new-tokens 0: generate at least one"]),
+        (["run", "--max-new-tokens", "0"], ["--max-new-tokens 0: use 1 or more"]),
     ],
 )
 def test_generate_refuses_before_it_loads_anything(tmp_path, monkeypatch, capsys, flags, phrases):

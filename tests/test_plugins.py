@@ -45,7 +45,7 @@ def test_a_module_of_the_current_directory_registers_before_flags_are_read(folde
     assert cli.main(command) == 2
     error = capsys.readouterr().err
     assert "--target 'mine' is unknown" in error
-    assert "one of your own comes with --plugin MODULE" in error
+    assert "to use your own, add --plugin MODULE" in error
     assert cli.main([*command, "--plugin", "my_targets"]) == 2
     assert "RUN" in (error := capsys.readouterr().err)
     assert "unknown" not in error
@@ -73,7 +73,7 @@ def test_info_lists_plugins_and_what_they_registered(folder, capsys):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "no module of that name in FOLDER or among the installed packages"),
+        (None, "no module of that name in FOLDER or in the installed packages"),
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module' "
          "(FOLDER/broken.py:1: import no_such_module)"),
         ("x = (", "'(' was never closed (FOLDER/broken.py:1)"),
@@ -98,7 +98,7 @@ def test_one_that_cannot_be_imported_is_one_line_with_its_place(folder, capsys, 
 
 @pytest.mark.parametrize("value", ["my_module.py", "./my_module", "", "a..b", "a;b"])
 def test_the_name_is_that_of_a_module(folder, value):
-    with pytest.raises(UserError, match="give a module's name as Python imports it"):
+    with pytest.raises(UserError, match="give the name of a Python module"):
         plugins.load([f"--plugin={value}"])
 
 
@@ -143,14 +143,14 @@ def test_a_run_names_its_plugin_and_imports_none(folder, capsys):
     arguments = {"attention_variant": "mine", "padded_vocab_size": 8, "ffn_hidden_size": 8}
     config = folder / "config.json"
     config.write_text(json.dumps({"arguments": arguments}))
-    with pytest.raises(UserError, match=r"'mine' is unknown.* comes with --plugin MODULE"):
+    with pytest.raises(UserError, match=r"'mine' is unknown.* add --plugin MODULE"):
         read_arguments(config)
     recorded = ["crafted", "\x1b[31m", "x" * 1000, *"abcdef"]
     config.write_text(json.dumps({"arguments": arguments | {"plugin": recorded}}))
     with pytest.raises(UserError) as raised:
         read_arguments(config)
     text = str(raised.value)
-    assert "give --plugin MODULE, whose code then runs; the run was trained with" in text
+    assert "add --plugin MODULE, which runs its code; the run was trained with" in text
     assert "--plugin crafted --plugin \\x1b[31m --plugin xxx" in text
     assert len(text) < 700
     assert not (folder / "imported").exists()

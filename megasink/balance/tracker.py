@@ -57,10 +57,6 @@ class HeadTracker:
     and completes after the optimizer step. On an observed step the tensor has 2 H more columns for
     each of `SERIES`.
 
-    Args:
-        layers: L.
-        heads: H.
-
     Attributes:
         observes: Whether the current step is observed; set on every rank before the first
             microbatch.
@@ -99,8 +95,8 @@ class HeadTracker:
         """
         if self._receivers.setdefault(layer, receiver) != receiver:
             raise RuntimeError(
-                f"two modules record statistics as layer {layer}: models that train in one process "
-                "need a MegasinkTransformerConfig each, for the statistics are the config's"
+                f"two modules record statistics as layer {layer}: give each model in a process its "
+                "own MegasinkTransformerConfig, which holds the statistics"
             )
         row = self._row(layer, gate_sum_h.device)
         row[first : first + len(gate_sum_h)] += gate_sum_h.detach()
@@ -119,8 +115,7 @@ class HeadTracker:
 
         Args:
             name: One of `SERIES`.
-            layer: 0-based index in the whole model.
-            first: Index in the layer of the first of these heads.
+            layer, first: See `record`.
             sum_h: Sum of the values; contributions of other ranks to the same head are added.
             weight: Number of values in the sum.
         """
@@ -151,12 +146,7 @@ class HeadTracker:
     def finish_step(self, coeff: float, scope: str) -> HeadStatistics | None:
         """Return the statistics of the step, and pass the importance to every layer's receiver.
 
-        Args:
-            coeff: Coefficient of the balance loss.
-            scope: Scope of the balance loss.
-
-        Returns:
-            None if no all-reduce was started.
+        Returns None if no all-reduce was started.
         """
         if self._pending is None:
             return None

@@ -30,25 +30,25 @@ def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
         UserError: no such folder, no finished checkpoint in it, or not that iteration.
     """
     if not path.is_dir():
-        raise UserError(f"{path}: no such folder; name a run folder or its checkpoint folder")
+        raise UserError(f"{path}: no such folder; give a run folder or its checkpoint folder")
     named = re.fullmatch(r"iter_(\d{7,})", path.resolve().name)
     if named:
         if iteration not in (None, int(named[1])):
             raise UserError(f"{path} is not the checkpoint of iteration {iteration}")
         iteration, path = int(named[1]), path.resolve().parent
-    run, checkpoints = (path, path / "checkpoints")
+    run, checkpoints = path, path / "checkpoints"
     if not (path / "config.json").is_file() and not checkpoints.is_dir():
         run, checkpoints = path.resolve().parent, path
     newest = newest_checkpoint(checkpoints)
     if newest is None:
         raise UserError(f"{path}: no finished checkpoint (no {TRACKER})")
     if not (run / "config.json").is_file():
-        raise UserError(f"{path}: no config.json in {run}: it is no run of megasink")
+        raise UserError(f"{path}: not a megasink run: {run} has no config.json")
     iteration = newest if iteration is None else iteration
     folder = checkpoint_path(checkpoints, iteration)
     if not folder.is_dir():
         text = ", ".join(map(str, iterations(checkpoints))) or "none"
-        raise UserError(f"{checkpoints}: no checkpoint of iteration {iteration}; there are: {text}")
+        raise UserError(f"{checkpoints}: no checkpoint of iteration {iteration}; available: {text}")
     return Checkpoint(run / "config.json", folder, iteration)
 
 
@@ -60,7 +60,7 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """
     entries = read_metadata(folder).state_dict_metadata
     if problem := damage(folder):
-        raise UserError(f"{folder} is damaged: {problem}; name another one with --iteration")
+        raise UserError(f"{folder} is damaged: {problem}; choose another with --iteration")
     tensors = {key: tuple(entry.size) for key, entry in entries.items() if hasattr(entry, "size")}
     return {key: size for key, size in tensors.items() if not key.startswith("optimizer.")}
 

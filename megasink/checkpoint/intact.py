@@ -44,7 +44,7 @@ def damage(checkpoint: Path, *, checksums: bool = False) -> str | None:
     try:
         json.loads((checkpoint / "metadata.json").read_text())
     except (OSError, ValueError, RecursionError):
-        return "it was not finished (metadata.json is missing or broken)"
+        return "it is unfinished (metadata.json is missing or broken)"
     try:
         entries = list(read_metadata(checkpoint).storage_data.values())
     except UserError as error:
@@ -58,7 +58,7 @@ def damage(checkpoint: Path, *, checksums: bool = False) -> str | None:
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size < size:
-            return f"{name} has {path.stat().st_size} of {size} bytes"
+            return f"{name} has only {path.stat().st_size} of {size} bytes"
     return _wrong_checksum(checkpoint, entries) if checksums else None
 
 
@@ -75,37 +75,33 @@ def _wrong_checksum(checkpoint: Path, entries: list[Any]) -> str | None:
         return None if bad is None else where
 
     with ThreadPoolExecutor() as threads:
-        return next((found for found in threads.map(check, entries) if found), None)
+        return next(filter(None, threads.map(check, entries)), None)
 
 
 def newest_intact(folder: Path, *, checksums: bool = False) -> tuple[int, dict[int, str]]:
     """Return the newest intact checkpoint, and the damage to each newer one.
 
     Raises:
-        UserError: no checkpoint is intact.
+        NoneIntactError: no checkpoint is intact.
     """
-    iteration, damaged = _search(folder, checksums)
-    if iteration is None:
-        raise _none_is_whole(folder, damaged)
-    return iteration, damaged
-
-
-def _search(folder: Path, checksums: bool) -> tuple[int | None, dict[int, str]]:
     damaged: dict[int, str] = {}
     for iteration in reversed(iterations(folder)):
         problem = damage(checkpoint_path(folder, iteration), checksums=checksums)
         if problem is None:
             return iteration, damaged
         damaged[iteration] = problem
-    return None, damaged
+    raise NoneIntactError(folder, damaged)
 
 
-def _none_is_whole(folder: Path, damaged: dict[int, str]) -> UserError:
-    then = "--resume auto starts at step 0"
-    if not damaged:
-        return UserError(f"--resume: {folder} holds no checkpoint: {then}")
-    listed = "; ".join(f"step {iteration}: {problem}" for iteration, problem in damaged.items())
-    return UserError(f"--resume: no checkpoint in {folder} is whole ({listed}): {then}")
+class NoneIntactError(UserError):
+    """Raised if a folder has no intact checkpoint; `damaged` describes the damage to each."""
+
+    def __init__(self, folder: Path, damaged: dict[int, str]):
+        self.damaged = damaged
+        listed = "; ".join(f"step {iteration}: {problem}" for iteration, problem in damaged.items())
+        what = f"no checkpoint in {folder} is intact ({listed})"
+        what = what if damaged else f"{folder} has no checkpoint"
+        super().__init__(f"--resume: {what}: use --resume auto to start at step 0")
 
 
 def go_back_to_intact(
@@ -116,20 +112,19 @@ def go_back_to_intact(
     Newer, damaged checkpoints are reported and renamed to iter_NNNNNNN.damaged, so training does
     not overwrite them.
 
-    Args:
-        folder: the checkpoint folder.
-        checksums: see `damage`.
-        or_start: if no checkpoint is intact, leave none for Megatron to load.
-
     Returns:
-        the iteration; None if no checkpoint is intact.
+        the iteration; with `or_start`, None if no checkpoint is intact (then Megatron loads none).
 
     Raises:
-        UserError: no checkpoint is intact, and `or_start` is False.
+        NoneIntactError: no checkpoint is intact, and `or_start` is False.
     """
-    iteration, damaged = _search(folder, checksums)
-    if iteration is None and not or_start:
-        raise _none_is_whole(folder, damaged)
+    iteration: int | None = None
+    try:
+        iteration, damaged = newest_intact(folder, checksums=checksums)
+    except NoneIntactError as error:
+        if not or_start:
+            raise
+        damaged = error.damaged
     for number, problem in damaged.items():
         path = checkpoint_path(folder, number)
         aside = path.with_name(f"{path.name}.damaged")
@@ -140,10 +135,10 @@ def go_back_to_intact(
         path.rename(aside)
         say(f"megasink: the checkpoint of step {number} is damaged ({problem}): moved to {aside}")
     if iteration is None:
-        say(f"megasink: no whole checkpoint in {folder}: starting at step 0")
+        say(f"megasink: no intact checkpoint in {folder}: starting at step 0")
         (folder / TRACKER).unlink(missing_ok=True)
         return None
     if damaged or or_start:
-        print(f"megasink: going on from step {iteration}", flush=True)
+        print(f"megasink: continuing from step {iteration}", flush=True)
     atomic_text(folder / TRACKER, str(iteration))
     return iteration

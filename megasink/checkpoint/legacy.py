@@ -63,14 +63,13 @@ def read_ranks(folder: Path) -> dict[tuple[int, int, int], RankFile]:
     for name, path in files.items():
         numbers = [int(n) for n in name.removeprefix("mp_rank_").split("_") if n.isdigit()]
         if len(numbers) != 1 + (pp > 1) + (ep > 1):
-            raise UserError(f"{folder}: {name} is no folder of {layout}, which its arguments name")
+            raise UserError(f"{folder}: {name} does not fit the layout in its arguments, {layout}")
         pipeline = numbers[1] if pp > 1 else 0
         ranks[numbers[0], pipeline, numbers[-1] if ep > 1 else 0] = _read(path)
     for stage in range(pp):
         here = [(t, e) for t, p, e in ranks if p == stage]
         if {t for t, _ in here} != set(range(tp)) or {e for _, e in here} != set(range(ep)):
-            found = ", ".join(files)
-            raise UserError(f"{folder} is not whole: a checkpoint of {layout} with only {found}")
+            raise UserError(f"{folder} is incomplete: {layout}, but only {', '.join(files)}")
     return ranks
 
 
@@ -86,27 +85,24 @@ def _read(path: Path) -> RankFile:
             with archive.open(entries["data.pkl"]) as pickled:
                 state = _Unpickler(pickled, path, entries, file).load()
         arguments = vars(state["args"])
-        names = sorted((k for k in state if re.fullmatch(r"model\d*", k)), key=_number)
+        models = (name for name in state if re.fullmatch(r"model\d*", name))
+        names = sorted(models, key=lambda name: int(name.removeprefix("model") or 0))
         chunks = [_tensors(state[name]) for name in names]
     except Exception as error:  # unpickling random bytes can raise anything
         why = str(error) or type(error).__name__
-        raise UserError(f"{path} is broken or not to be trusted: {why}") from error
+        raise UserError(f"{path} is broken or untrusted: {why}") from error
     return RankFile(arguments, chunks)
-
-
-def _number(name: str) -> int:
-    return int(name.removeprefix("model") or 0)
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, StoredTensor]:
     """Return the tensors, without TransformerEngine's FP8 states."""
-    found = {}
+    tensors = {}
     for name, value in state.items():
         if isinstance(value, StoredTensor):
-            found[name] = value
+            tensors[name] = value
         elif not name.endswith("_extra_state"):
-            raise ValueError(f"{name} is no plain tensor")
-    return found
+            raise ValueError(f"{name} is not a plain tensor")
+    return tensors
 
 
 class _Storage(NamedTuple):
@@ -137,7 +133,7 @@ class _Unpickler(pickle.Unpickler):
         if module in ("torch._utils", "torch._tensor") and name in _REBUILDING:
             return self._tensor if name == "_rebuild_tensor_v2" else _REBUILDING[name]
         if (made := stand_in(module, name)) is None:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
         return made
 
     def _tensor(
@@ -152,18 +148,10 @@ class _Unpickler(pickle.Unpickler):
         return StoredTensor(self._path, shape, storage.dtype, start, crc)
 
 
-def _same_data(data: Any, *_: Any) -> Any:
-    return data
-
-
-def _rebuilt(function: Any, _: Any, arguments: Any, *__: Any) -> Any:
-    return function(*arguments)
-
-
 # Functions that torch.save uses for tensors, parameters, and tensors with attributes.
-_REBUILDING = {
+_REBUILDING: dict[str, Any] = {
     "_rebuild_tensor_v2": None,
-    "_rebuild_parameter": _same_data,
-    "_rebuild_parameter_with_state": _same_data,
-    "_rebuild_from_type_v2": _rebuilt,
+    "_rebuild_parameter": lambda data, *_: data,
+    "_rebuild_parameter_with_state": lambda data, *_: data,
+    "_rebuild_from_type_v2": lambda function, _, arguments, *__: function(*arguments),
 }

@@ -70,20 +70,20 @@ def load_model(
     Raises:
         UserError: the run, checkpoint or tokenizer is missing, or they do not match.
     """
-    found = find_checkpoint(Path(checkpoint_or_run), iteration)
-    saved = read_arguments(found.config)
-    loaded_tokenizer = tokenizer_of(saved, tokenizer, found.config)
+    checkpoint = find_checkpoint(Path(checkpoint_or_run), iteration)
+    saved = read_arguments(checkpoint.config)
+    loaded_tokenizer = tokenizer_of(saved, tokenizer, checkpoint.config)
     if loaded_tokenizer is None:
         raise UserError(
             f"the run was trained with {saved.get('tokenizer_type')}, which has no text: "
-            "name a Hugging Face folder with --tokenizer"
+            "give a Hugging Face folder with --tokenizer"
         )
-    model, args = load_without_tokenizer(found, tokens=len(loaded_tokenizer))
-    return LoadedModel(model, loaded_tokenizer, args, found.iteration)
+    model, args = load_without_tokenizer(checkpoint, tokens=len(loaded_tokenizer))
+    return LoadedModel(model, loaded_tokenizer, args, checkpoint.iteration)
 
 
 def load_without_tokenizer(
-    found: Checkpoint, dtype: torch.dtype | None = None, tokens: int | None = None
+    checkpoint: Checkpoint, dtype: torch.dtype | None = None, tokens: int | None = None
 ) -> tuple[GPTModel, Namespace]:
     """Load a model as :func:`load_model` does, but no tokenizer.
 
@@ -91,7 +91,7 @@ def load_without_tokenizer(
         dtype: torch.float32 to compute in float32; None for the training dtype.
         tokens: the tokenizer's size, which config.json may not record.
     """
-    saved = with_tokens(read_arguments(found.config), tokens)
+    saved = with_tokens(read_arguments(checkpoint.config), tokens)
     if dtype is torch.float32:
         saved |= {"bf16": False, "fp16": False}
     args = single_process_arguments(saved)
@@ -103,7 +103,7 @@ def load_without_tokenizer(
     )
     # As Float16Module does: modules that must stay in float32 handle this themselves.
     model.to(args.params_dtype)
-    load_weights(model, found.folder)
+    load_weights(model, checkpoint.folder)
     if not platform.is_active():
         model.cuda()
     return model.eval(), args
@@ -132,7 +132,7 @@ def load_weights(model: GPTModel, folder: Path) -> None:
     except CheckpointException as error:  # torch's BaseException, with each rank's errors
         kinds = ", ".join(sorted({type(e).__name__ for e, _ in error.failures.values()}))
         raise UserError(
-            f"{folder} is damaged: its tensors cannot be read ({kinds}); name another one with "
+            f"{folder} is damaged: its tensors cannot be read ({kinds}); choose another with "
             "--iteration"
         ) from error
     state = apply_factory_merges(state, factories)
@@ -140,7 +140,7 @@ def load_weights(model: GPTModel, folder: Path) -> None:
     missing, unexpected = model.load_state_dict(state, strict=False)
     if unexpected or [name for name in missing if not name.endswith("_extra_state")]:
         raise UserError(
-            f"{folder} does not fit the model: {missing} missing, {unexpected} too much"
+            f"{folder} does not fit the model: missing {missing}, unexpected {unexpected}"
         )
 
 
@@ -154,14 +154,14 @@ def _compare(
     ]
     different += [f"{key} is missing" for key in wanted.keys() - stored.keys()]
     different += [
-        f"{key} is not of the model"
+        f"{key} is not in the model"
         for key in stored.keys() - wanted.keys()
         if _TWINS.get(key) not in wanted
     ]
     if different:
         more = f" (and {len(different) - 3} more)" if len(different) > 3 else ""
         raise UserError(
-            f"{folder} is a checkpoint of another model than config.json describes: "
+            f"{folder} does not match the model in config.json: "
             f"{'; '.join(sorted(different)[:3])}{more}"
         )
 
@@ -183,7 +183,9 @@ def _make_parallel_state() -> None:
     size = parallel_state.get_tensor_model_parallel_world_size()
     size *= parallel_state.get_pipeline_model_parallel_world_size()
     if size != 1:
-        raise UserError(f"load_model loads a whole model into one process, not a {size}th of it")
+        raise UserError(
+            f"load_model needs a model-parallel size of 1, not {size}: it loads a whole model"
+        )
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ import torch
 from megasink.checkpoint.identity import MODEL
 from megasink.command_line import unknown_name
 from megasink.errors import UserError
-from megasink.parser import CPU_DEFAULTS, defaults
+from megasink.parser import CPU_DEFAULTS, parse_apart
 from megasink.plugins import advice
 from megasink.variants import is_variant, names
 
@@ -85,10 +85,12 @@ def read_arguments(config: Path) -> dict[str, Any]:
     try:
         saved = dict(json.loads(config.read_text())["arguments"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{config} is no configuration of a run of megasink ({error!r})") from error
+        raise UserError(
+            f"{config} is not the configuration of a megasink run ({error!r})"
+        ) from error
     missing = {"attention_variant", "padded_vocab_size", "ffn_hidden_size"} - set(saved)
     if missing:
-        raise UserError(f"{config} is of no run of megasink: no {', '.join(sorted(missing))}")
+        raise UserError(f"{config} is not from a megasink run: no {', '.join(sorted(missing))}")
     if not is_variant(saved["attention_variant"]):
         unknown = unknown_name("--attention-variant", str(saved["attention_variant"]), names())
         raise UserError(f"{config}: {unknown}; {advice(saved.get('plugin'))}")
@@ -96,12 +98,8 @@ def read_arguments(config: Path) -> dict[str, Any]:
 
 
 def single_process_arguments(saved: Mapping[str, Any]) -> Namespace:
-    """Return Megatron's arguments for the same model, unsharded in one process.
-
-    Args:
-        saved: validated arguments, from :func:`read_arguments`.
-    """
-    args = defaults()
+    """Return Megatron's arguments for the model of :func:`read_arguments`, in one process."""
+    args = parse_apart([])
     wanted, refused = describing(), []
     for name, value in saved.items():
         # Data types: params_dtype is set below, the others belong to the optimizer.
@@ -116,7 +114,7 @@ def single_process_arguments(saved: Mapping[str, Any]) -> Namespace:
             refused.append(f"{name} {str(value)[:80]!r}")
     if refused:
         print(
-            f"megasink: not taken from the run's arguments, as they do not describe a model: "
+            f"megasink: ignored arguments of the run, which do not describe a model: "
             f"{', '.join(sorted(refused))}",
             file=sys.stderr,
         )

@@ -67,7 +67,7 @@ class StoredTensor:
         if step:
             crc = _read(self.path, self.start + start, direct)
             if step == self.size and self.crc not in (None, crc):
-                raise ValueError("its bytes do not have their checksum: a broken disk or copy")
+                raise ValueError("its checksum is wrong: a broken disk or copy")
         if direct is not target:
             target.copy_(direct)
 
@@ -83,7 +83,7 @@ def find_tensor(path: Path, offset: int, length: int) -> StoredTensor:
         # Tensor data is not read; anything but a plain tensor is refused.
         meta = torch.load(view, map_location="meta", weights_only=True)
         if not isinstance(meta, Tensor):
-            raise ValueError(f"it is no tensor but {type(meta).__name__}")
+            raise ValueError(f"it is not a tensor but {type(meta).__name__}")
         with zipfile.ZipFile(view) as archive:
             (entry,) = (e for e in archive.infolist() if e.filename.endswith("/data/0"))
         if not meta.is_contiguous() or meta.storage_offset() or entry.file_size != meta.nbytes:

@@ -34,18 +34,15 @@ def copy_tokenizer(folder: Path, run: Path) -> None:
             for path in _files(folder):
                 shutil.copyfile(path, partial / path.name)
             if not _mean_the_same(partial, folder):
-                raise UserError(f"the tokenizer was not copied into the run: keep {folder}")
+                raise UserError(f"the tokenizer could not be copied into the run: keep {folder}")
     except UserError as error:
         print(f"megasink: {error}", flush=True)
 
 
 def same_tokenizer(config: Path, before: str | None, now: str | None) -> bool:
-    """Whether a run's tokenizer and another one are the same.
+    """Whether a run's ``--tokenizer-model`` and another one are the same.
 
-    Args:
-        config: the run's config.json. The run's own copy takes precedence, if it exists.
-        before: the run's ``--tokenizer-model``.
-        now: the other ``--tokenizer-model``.
+    The run's own copy, next to its config.json, takes precedence, if it exists.
     """
     own = config.parent / OWN
     reference = own if own.is_dir() else Path(before or "")
@@ -55,8 +52,8 @@ def same_tokenizer(config: Path, before: str | None, now: str | None) -> bool:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    found = {path for pattern in _FILES for path in folder.glob(pattern)}
-    return (path for path in sorted(found) if path.is_file())
+    paths = {path for pattern in _FILES for path in folder.glob(pattern)}
+    return (path for path in sorted(paths) if path.is_file())
 
 
 def _digests(folder: Path) -> dict[str, str]:
@@ -74,12 +71,7 @@ def _mean_the_same(one: Path, other: Path) -> bool:
 
 
 def tokenizer_of(saved: Mapping[str, Any], given: str | Path | None, config: Path) -> Any:
-    """Load the transformers tokenizer that a run was trained with.
-
-    Args:
-        saved: the run's arguments.
-        given: a folder that overrides the run's tokenizer.
-        config: the run's config.json, for messages.
+    """Load the transformers tokenizer that a run was trained with, or the given folder instead.
 
     Returns:
         None if the run did not use a transformers tokenizer and none is given.
@@ -96,13 +88,13 @@ def tokenizer_of(saved: Mapping[str, Any], given: str | Path | None, config: Pat
         given = own if own.is_dir() else Path(saved["tokenizer_model"])
         if not given.is_dir():
             raise UserError(
-                f"{config}: its tokenizer {given} is gone (a relative path counts from here); "
-                "say where it is with --tokenizer"
+                f"{config}: its tokenizer {given} is gone (relative paths start in the current "
+                "folder); give its folder with --tokenizer"
             )
     tokenizer = load_tokenizer(given)
     if len(tokenizer) > saved["padded_vocab_size"]:
         raise UserError(
-            f"the tokenizer {given} has {len(tokenizer)} tokens but the model only "
-            f"{saved['padded_vocab_size']}: it is not the one that the run was trained with"
+            f"the tokenizer {given} has {len(tokenizer)} tokens, but the model only "
+            f"{saved['padded_vocab_size']}: it is not the one the run was trained with"
         )
     return tokenizer

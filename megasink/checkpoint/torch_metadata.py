@@ -52,7 +52,7 @@ def read_metadata(checkpoint: Path) -> Any:
         with path.open("rb") as file:
             return load_metadata(file)
     except Exception as error:  # unpickling random bytes can raise anything
-        raise UserError(f"{path} is broken or not to be trusted: {error}") from error
+        raise UserError(f"{path} is broken or untrusted: {error}") from error
 
 
 def load_metadata(file: Any) -> Any:
@@ -74,15 +74,10 @@ class _Unpickler(pickle.Unpickler):
         if module == _MEGATRONS and name in _CLASSES_OF_MEGATRON:
             return type(name, (StandIn,), {})
         known = name in _CLASSES_OF_METADATA.get(module, ())
-        if not known and (module != "torch" or "." in name):
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        found = super().find_class(module, name)
-        if not known and not _is_dtype(found):
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return found
+        if known or (module == "torch" and "." not in name):
+            import torch  # importing it earlier costs every start seconds
 
-
-def _is_dtype(value: Any) -> bool:
-    import torch  # imported by now; importing it earlier costs every start seconds
-
-    return isinstance(value, torch.dtype)
+            value = super().find_class(module, name)
+            if known or isinstance(value, torch.dtype):
+                return value
+        raise pickle.UnpicklingError(f"it names {module}.{name}")

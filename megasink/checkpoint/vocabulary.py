@@ -32,11 +32,7 @@ def named_tokens(arguments: Mapping[str, Any]) -> int | None:
 
 
 def with_tokens(arguments: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:
-    """Return a run's arguments with `vocab_size` at least the tokenizer's size.
-
-    Args:
-        tokens: size of a transformers tokenizer; None if unknown.
-    """
+    """Return a run's arguments with `vocab_size` at least the tokenizer's size, if known."""
     if tokens is None or arguments.get("tokenizer_type") != "HuggingFaceTokenizer":
         return dict(arguments)
     return {**arguments, "vocab_size": max(tokens, arguments.get("vocab_size") or 0)}

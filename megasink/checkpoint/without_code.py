@@ -47,7 +47,7 @@ def loading_without_code() -> Iterator[None]:
     reading = {"folder": "", "entry": "a tensor in it"}
 
     def refuse(where: Any, error: Exception) -> UserError:
-        refused.append(UserError(f"{where} is broken or not to be trusted: {_reason(error)}"))
+        refused.append(UserError(f"{where} is broken or untrusted: {_reason(error)}"))
         return refused[-1]
 
     def read_metadata(self: Any, *_: Any, rank: int | None = None, **__: Any) -> Any:
@@ -85,7 +85,7 @@ def loading_without_code() -> Iterator[None]:
         try:
             return SafeUnpickler(io.BytesIO(content)).load()
         except Exception as error:  # unpickling random bytes can raise anything
-            raise refuse(f"{reading['folder']}: a state of FP8", error) from error
+            raise refuse(f"{reading['folder']}: an FP8 state", error) from error
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(METADATA.replacing(read_metadata=read_metadata))
@@ -108,7 +108,7 @@ def _reason(error: Exception) -> str:
     """Extract the name that was refused from torch's long message."""
     named = _NAMED.search(str(error))
     if named:
-        return f"it asks for {named[1]}"
+        return f"it names {named[1]}"
     lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[-1] if "Weights only load failed" in lines[0] else lines[0]
 
@@ -135,9 +135,10 @@ def _load(upstream: Callable[..., Any], file: Any, *args: Any, **kwargs: Any) ->
     # Common state, like every non-tensor entry, is a list of one.
     state = content[0] if isinstance(content, list) and len(content) == 1 else content
     arguments = state.get("args") if isinstance(state, dict) else None
-    if not isinstance(arguments, Namespace) or (found := _first_stand_in(state, arguments)):
-        asked = found if isinstance(arguments, Namespace) else made[0][1]
-        raise pickle.UnpicklingError(f"GLOBAL {asked}")
+    if not isinstance(arguments, Namespace):
+        raise pickle.UnpicklingError(f"GLOBAL {made[0][1]}")
+    if outside := _first_stand_in(state, arguments):
+        raise pickle.UnpicklingError(f"GLOBAL {outside}")
     return content
 
 

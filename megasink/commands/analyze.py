@@ -2,8 +2,6 @@
 
 import argparse
 import contextlib
-import logging
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from megasink.probe import options
 from megasink.probe.analysis import analyze
 from megasink.probe.cli import open_transformers
 from megasink.probe.ranks import Ranks, taking_part
-from megasink.process import prepare_process
+from megasink.process import prepare_quietly
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +41,7 @@ def measure_model(
         open_transformers(args, ranks, measure)
         return
     find_checkpoint(args.model)  # before the slow imports
-    prepare(args)
+    prepare_quietly(cpu=args.device == "cpu")
     from megasink.checkpoint.load import single_process
 
     with single_process():
@@ -60,16 +58,8 @@ def is_run(path: Path) -> bool:
     if config.is_file():
         return "arguments" in read_object(config)
     with contextlib.suppress(UserError):
-        find_checkpoint(path)
-        return True
+        return bool(find_checkpoint(path))
     return False
-
-
-def prepare(args: argparse.Namespace) -> None:
-    """Choose the platform before anything imports Megatron."""
-    warnings.simplefilter("ignore")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    prepare_process(["--cpu"] if args.device == "cpu" else [])
 
 
 def open_checkpoint(
@@ -78,11 +68,7 @@ def open_checkpoint(
     ranks: Ranks,
     measure: Callable[..., Results | None],
 ) -> Results | None:
-    """Load one checkpoint of a run, None for the latest, and measure it.
-
-    Returns:
-        the results; None on every process except rank 0.
-    """
+    """Load one checkpoint of a run, None for the latest; return rank 0's results, else None."""
     from megasink.checkpoint.load import load_model
     from megasink.probe.megatron_model import MegatronProbe
     from megasink.train.model_facts import model_facts

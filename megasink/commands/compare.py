@@ -49,7 +49,7 @@ def _names(paths: Sequence[Path]) -> dict[str, Path]:
     """Return the shortest path suffixes that tell the runs apart."""
     resolved = [path.resolve() for path in paths]
     if len(set(resolved)) < len(resolved):
-        raise UserError("compare: a run is named twice")
+        raise UserError("a run is given twice: give each once")
     for depth in range(1, max(len(path.parts) for path in resolved) + 1):
         names = ["/".join(path.parts[-depth:]) for path in resolved]
         if len(set(names)) == len(names):

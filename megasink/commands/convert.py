@@ -1,9 +1,7 @@
 """Code shared by ``megasink convert-to-hf`` and ``megasink convert-from-hf``."""
 
 import argparse
-import logging
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,10 +16,12 @@ def parser_of(command: str, main: Callable[..., int]) -> argparse.ArgumentParser
         "--verify",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="compare logits and generated tokens of both sides; without enough memory for that, "
-        "every tensor; default: do it",
+        help="compare logits and generated tokens of both models, or every tensor if memory is "
+        "short; default: on",
     )
-    parser.add_argument("--cpu", action="store_true", help="verify there although a GPU is there")
+    parser.add_argument(
+        "--cpu", action="store_true", help="verify on the CPU even if there is a GPU"
+    )
     add_flag(parser)
     return parser
 
@@ -32,15 +32,15 @@ def not_verified(folder: Path) -> None:
 
 def prepare(cpu: bool) -> None:
     """Make Megatron importable, and silence Megatron and transformers."""
-    warnings.simplefilter("ignore")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from megasink.process import prepare_process
+    from megasink.process import prepare_quietly
 
-    prepare_process(["--cpu"] if cpu else [])
+    prepare_quietly(cpu=cpu)
     try:
         import transformers
     except ImportError as error:
-        raise UserError("verifying needs transformers: install it, or use --no-verify") from error
+        raise UserError(
+            "verification needs transformers: install it, or use --no-verify"
+        ) from error
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -22,20 +22,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--attention-variant",
         choices=[record.name for record in variants() if record.export and record.export.start],
-        help="turn a model with plain attention into this; default: leave it as it is",
+        help="convert a model with plain attention to this variant; default: keep it as it is",
     )
     parser.add_argument(
         "--gate-granularity",
         choices=("headwise", "elementwise"),
-        help="of --attention-variant gated (default: headwise); or of a model whose architecture "
-        "has elementwise gates that are equal in every head",
+        help="for --attention-variant gated (default: headwise), or for a model with elementwise "
+        "gates that are equal within every head",
     )
     parser.add_argument(
         "--sink-weight",
         type=float,
         default=0.05,
-        help="of --attention-variant sink: the mean attention weight that each head's sink draws; "
-        "default: 0.05",
+        help="for --attention-variant sink: mean attention weight of a head's sink; default: 0.05",
     )
     args = parser.parse_args(argv)
     from megasink.convert.attention_change import change_of
@@ -54,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check = lambda folder: check_import(source, change, folder, compare=args.verify)  # noqa: E731
     with single_process():
         import_model(source, args.output, change, verify=check)
-    print(f"train it: {train_line(args.output)}")
+    print(f"train it with: {train_line(args.output)}")
     return 0
 
 
@@ -75,9 +74,9 @@ def _not_of_transformers(folder: Path) -> str | None:
     if not folder.is_dir():
         return "no such folder"
     if not config.is_file():
-        return "no folder of transformers (no config.json): nothing is downloaded"
+        return "not a transformers folder (no config.json; nothing is downloaded)"
     try:
         arguments = "arguments" in read_object(config)
     except UserError:
         return None  # the conversion reports the problem
-    return "a run of megasink: megasink convert-to-hf writes one out" if arguments else None
+    return "a megasink run: use megasink convert-to-hf to export it" if arguments else None

@@ -1,6 +1,7 @@
 """``megasink convert-to-hf``: convert a checkpoint to a Hugging Face folder."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from megasink.commands.convert import not_verified, parser_of, prepare
@@ -18,11 +19,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("output", type=Path, help="folder to write; must be empty or missing")
     parser.add_argument(
         "--target",
-        help=f"architecture: {', '.join(TARGETS)}; default: the first that is the same model",
+        help=f"architecture: {', '.join(TARGETS)}; default: the first that fits the model",
     )
-    parser.add_argument("--iteration", type=int, help="of the checkpoint; default: the newest")
-    parser.add_argument("--tokenizer", type=Path, help="folder; default: the one of the run")
-    parser.add_argument("--shard-size", default="5GB", help="of a safetensors file; default: 5GB")
+    parser.add_argument("--iteration", type=int, help="checkpoint to convert; default: the newest")
+    parser.add_argument("--tokenizer", type=Path, help="folder; default: the run's")
+    parser.add_argument(
+        "--shard-size", default="5GB", help="maximum size of a safetensors file; default: 5GB"
+    )
     args = parser.parse_args(argv)
     from megasink.convert.safetensors_writer import parse_size
     from megasink.convert.to_hf import export, source_of
@@ -31,22 +34,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         named(args.target)  # before the seconds that the imports take
     shard_bytes = parse_size(args.shard_size)
     source = source_of(args.run, args.iteration, args.tokenizer)
+    convert = partial(export, source, args.output, args.target, shard_bytes=shard_bytes)
     if not args.verify:
-        target = export(
-            source, args.output, args.target, shard_bytes=shard_bytes, verify=not_verified
-        )
+        target = convert(verify=not_verified)
     else:
         prepare(args.cpu)
         from megasink.checkpoint.load import single_process
         from megasink.convert.checking import check_export
 
         with single_process():
-            target = export(
-                source,
-                args.output,
-                args.target,
-                shard_bytes=shard_bytes,
-                verify=lambda folder: check_export(source, folder, args.target),
-            )
+            target = convert(verify=lambda folder: check_export(source, folder, args.target))
     print(f"{args.output}: {target.architecture}, for transformers {target.since} or later")
     return 0

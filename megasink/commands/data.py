@@ -18,8 +18,6 @@ from megasink.data.tokenizer import MIN_VOCAB_SIZE, folder_problem, train_tokeni
 from megasink.errors import ConfigError
 from megasink.printable import say
 
-DESCRIPTION = "Tokenize text into the .bin/.idx files that Megatron trains on."
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megasink data` to `parser`."""
@@ -49,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer-bos",
         action="store_true",
-        help="train it with a BOS token, which it puts before every text (default: none)",
+        help="train it with a BOS token, which it adds before every text (default: none)",
     )
     parser.add_argument(
         "--json-key",
@@ -61,26 +59,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--on-invalid-utf8",
         choices=("skip", "error"),
         default="skip",
-        help="documents that are not UTF-8 text: count and skip them, or stop (default: skip)",
+        help="count and skip documents that are not UTF-8, or stop (default: skip)",
     )
     parser.add_argument(
         "--max-document-bytes",
         type=int,
         default=MAX_DOCUMENT_BYTES,
         metavar="N",
-        help="longer documents are refused, so that memory is bounded (default: %(default)s)",
+        help="reject longer documents, to bound memory use (default: %(default)s)",
     )
     parser.add_argument(
         "--workers",
         type=int,
         default=default_workers(),
         metavar="N",
-        help="tokenizing processes (default: one per processor, here %(default)s)",
+        help="tokenizing processes (default: one per CPU, here %(default)s)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing files")
 
 
-def run(args: argparse.Namespace) -> PreprocessReport:
+def run(args: argparse.Namespace) -> None:
     """Execute the parsed `args`, and print a summary.
 
     Raises:
@@ -102,16 +100,11 @@ def run(args: argparse.Namespace) -> PreprocessReport:
         )
     report = preprocess(corpus, args.output, folder, workers=args.workers, overwrite=args.overwrite)
     say(_summary(report))
-    return report
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `megasink data`.
-
-    Raises:
-        UserError: as in `run`.
-    """
-    parser = CommandParser(prog="megasink data", description=DESCRIPTION)
+    """Tokenize text into the .bin/.idx files that Megatron trains on."""
+    parser = CommandParser(prog="megasink data", description=main.__doc__)
     add_arguments(parser)
     args = parser.parse_args(argv)
     with _interrupted_by_sigterm():
@@ -149,23 +142,24 @@ def _checked(args: argparse.Namespace) -> tuple[Corpus, Path]:
     except ConfigError as error:
         problems += error.problems
     if args.workers < 1:
-        problems.append(f"--workers {args.workers}: at least 1")
+        problems.append(f"--workers {args.workers}: use 1 or more")
     if args.train_tokenizer is None:
         folder = args.tokenizer
         if not folder.is_dir():
-            problems.append(f"--tokenizer {folder} is no folder: nothing is downloaded")
+            problems.append(f"--tokenizer {folder} is not a folder (nothing is downloaded)")
         if args.tokenizer_output:
-            problems.append("--tokenizer-output goes with --train-tokenizer, not --tokenizer")
+            problems.append("--tokenizer-output needs --train-tokenizer, not --tokenizer")
         if args.tokenizer_bos:
             problems.append(
-                "--tokenizer-bos goes with --train-tokenizer: a tokenizer that exists has its own"
+                "--tokenizer-bos needs --train-tokenizer: an existing tokenizer has its own"
             )
     else:
         default = args.output.with_name(args.output.name + "-tokenizer")
         folder = args.tokenizer_output or default
         if args.train_tokenizer < MIN_VOCAB_SIZE:
             problems.append(
-                f"--train-tokenizer {args.train_tokenizer} is too small: at least {MIN_VOCAB_SIZE}"
+                f"--train-tokenizer {args.train_tokenizer} is too small: "
+                f"use {MIN_VOCAB_SIZE} or more"
             )
         problem = folder_problem(folder, overwrite=args.overwrite)
         if problem:
@@ -188,7 +182,7 @@ def _summary(report: PreprocessReport) -> str:
         )
     if skipped.empty:
         lines.append(f"skipped, empty: {skipped.empty}")
-    lines.append("wrote " + " ".join(str(f) for f in report.files))
+    lines.append("wrote " + " ".join(map(str, report.files)))
     lines.append("train with: " + " ".join(report.megatron_flags))
     return "\n".join(lines)
 

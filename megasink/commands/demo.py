@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--train-iters", type=int, default=STEPS, help="training steps")
     args = parser.parse_args(argv)
     if args.train_iters < 1:
-        raise UserError(f"--train-iters {args.train_iters}: train at least one step")
+        raise UserError(f"--train-iters {args.train_iters}: use 1 or more")
     began = time.monotonic()
     console = Console(highlight=False)
     prefix = args.dir / "stdlib"
@@ -58,18 +58,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         data_command.add_arguments(parser)
         data_command.run(parser.parse_args(data))
     else:
-        console.print(f"[bold]1. tokens of an earlier demo: {escape(str(prefix))}[/bold]")
+        console.print(f"[bold]1. reusing tokens of an earlier demo: {escape(str(prefix))}[/bold]")
     console.print("\n[bold]2. train a sink-attention GPT on two ranks[/bold]")
     run_dir = args.dir / time.strftime("run-%Y%m%d-%H%M%S")
     flags = [*FLAGS.split(), "--train-iters", str(args.train_iters)]
     flags += ["--data-path", str(prefix), "--tokenizer-model", f"{prefix}-tokenizer"]
     launch(flags, run_dir, 2, args.train_iters)
-    console.print("\n[bold]3. what came out[/bold]")
+    console.print("\n[bold]3. results[/bold]")
     for line in summary(run_dir):
         console.print(line, soft_wrap=True, markup=False)
-    console.print("\n[bold]4. a sample of it[/bold]")
+    console.print("\n[bold]4. sample[/bold]")
     # In a separate process, as this one must not become a Megatron rank. On one thread: more do not
-    # speed up single tokens of so small a model, and on a busy machine they wait.
+    # speed up single tokens of so small a model.
     command = [sys.executable, "-m", "megasink.cli", "generate", str(run_dir), *SAMPLE]
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     console.print(f"\ndone in {time.monotonic() - began:.0f} s")
@@ -98,16 +98,14 @@ def summary(run_dir: Path) -> list[str]:
             ("head imbalance", f"{steps[0]['imbalance']:.4f} -> {steps[-1]['imbalance']:.4f}")
         )
     config = json.loads((run_dir / "config.json").read_text())["arguments"]
-    resume = (
-        f"megasink train --run-dir {run_dir} --resume --train-iters {2 * config['train_iters']}"
-    )
-    resume += " --override-opt-param-scheduler"
+    resume = f"megasink train --run-dir {run_dir} --resume"
+    resume += f" --train-iters {2 * config['train_iters']} --override-opt-param-scheduler"
     rows += [
         ("picture", run_dir / "curves.png"),
         ("checkpoint", config["save"]),
         ("TensorBoard", f"tensorboard --logdir {config['tensorboard_dir']}"),
-        ("every step", run_dir / "metrics.jsonl"),
-        ("go on", resume),
+        ("all steps", run_dir / "metrics.jsonl"),
+        ("continue", resume),
         ("sample", f"megasink generate {run_dir} --prompt 'import os'"),
         ("your own text", "megasink data FILES --output PREFIX --train-tokenizer 32000"),
     ]

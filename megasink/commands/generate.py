@@ -1,9 +1,7 @@
 """``megasink generate``: continue prompts with a trained model."""
 
 import argparse
-import logging
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from megasink.errors import ConfigError, UserError
 from megasink.inference.sampling import Sampling
 from megasink.plugins import add_flag
 from megasink.printable import printable
-from megasink.process import prepare_process
+from megasink.process import prepare_quietly
 
 _NEW_TOKENS = 64
 
@@ -32,30 +30,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--max-new-tokens",
         type=int,
-        help=f"tokens to add to each prompt; default: {_NEW_TOKENS}, or what the positions hold",
+        help=f"tokens to add to each prompt; default: {_NEW_TOKENS}, or as many as fit",
     )
     parser.add_argument(
-        "--temperature", type=float, default=1.0, help="0 takes the most likely token; default: 1"
+        "--temperature", type=float, default=1.0, help="0: always the most likely token; default: 1"
     )
     parser.add_argument(
-        "--top-k", type=int, default=0, help="sample among the k most likely tokens; default: all"
+        "--top-k", type=int, default=0, help="sample from the k most likely tokens; default: all"
     )
     parser.add_argument(
         "--top-p",
         type=float,
         default=1.0,
-        help="sample among the most likely tokens that reach this probability; default: 1, all",
+        help="sample from the most likely tokens that together reach this probability; default: 1",
     )
-    parser.add_argument("--seed", type=int, default=1234, help="of the samples; default: 1234")
-    parser.add_argument("--iteration", type=int, help="of the checkpoint; default: the newest")
-    parser.add_argument("--tokenizer", type=Path, help="folder; default: the one of the run")
-    parser.add_argument("--cpu", action="store_true", help="although a GPU is there")
+    parser.add_argument(
+        "--seed", type=int, default=1234, help="random seed of the samples; default: 1234"
+    )
+    parser.add_argument("--iteration", type=int, help="checkpoint to load; default: the newest")
+    parser.add_argument("--tokenizer", type=Path, help="folder; default: the run's")
+    parser.add_argument("--cpu", action="store_true", help="run on the CPU even if there is a GPU")
     args = parser.parse_args(argv)
     sampling = _sampling(args)
     find_checkpoint(args.run, args.iteration)  # before the slow imports
-    warnings.simplefilter("ignore")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    prepare_process(["--cpu"] if args.cpu else [])
+    prepare_quietly(cpu=args.cpu)
     from megasink.checkpoint.load import load_model, single_process
     from megasink.data.tokenizer import leading_ids
     from megasink.inference.decoding import generate
@@ -103,11 +101,11 @@ def _sampling(args: argparse.Namespace) -> Sampling:
     if not 0 < args.top_p <= 1:
         problems.append(f"--top-p {args.top_p}: use more than 0, and at most 1")
     if args.max_new_tokens is not None and args.max_new_tokens < 1:
-        problems.append(f"--max-new-tokens {args.max_new_tokens}: generate at least one")
+        problems.append(f"--max-new-tokens {args.max_new_tokens}: use 1 or more")
     if not all(args.prompt):
         problems.append("--prompt is empty: give some text to continue")
     if args.tokenizer is not None and not args.tokenizer.is_dir():
-        problems.append(f"--tokenizer {args.tokenizer} is no folder: nothing is downloaded")
+        problems.append(f"--tokenizer {args.tokenizer} is not a folder (nothing is downloaded)")
     if problems:
         raise ConfigError(problems)
     return Sampling(args.temperature, args.top_k, args.top_p, args.seed)
@@ -116,11 +114,7 @@ def _sampling(args: argparse.Namespace) -> Sampling:
 def _new_tokens(
     prompts: list[list[int]], asked: int | None, trained: argparse.Namespace, first: int
 ) -> int:
-    """Return the number of tokens to add to each prompt.
-
-    Args:
-        trained: the arguments of the run.
-        first: number of tokens before each prompt.
+    """Return the number of tokens to add to each prompt, which has `first` tokens before it.
 
     Raises:
         UserError: the tokens exceed the positions that the model was trained with, or a prompt is
@@ -129,7 +123,7 @@ def _new_tokens(
     longest, shortest = max(map(len, prompts)), min(map(len, prompts))
     positions = trained.max_position_embeddings - first
     if not all(prompts):
-        raise UserError("a --prompt has no token: give some text to continue")
+        raise UserError("a --prompt has no tokens: give some text to continue")
     if shortest < trained.prefix_lm_tokens:
         raise UserError(
             f"a prompt of {shortest} tokens is shorter than the prefix of the model "
@@ -142,18 +136,14 @@ def _new_tokens(
         )
     if asked is not None and longest + asked > positions:
         raise UserError(
-            f"--max-new-tokens {asked} after a prompt of {longest} tokens is more than the "
-            f"{positions} positions of the model: at most {positions - longest}"
+            f"--max-new-tokens {asked} after a prompt of {longest} tokens exceeds the {positions} "
+            f"positions of the model: use at most {positions - longest}"
         )
     return min(_NEW_TOKENS, positions - longest) if asked is None else asked
 
 
 class _Shown:
-    """The texts, growing token by token.
-
-    Args:
-        stream: show the first text while it grows.
-    """
+    """The texts, growing token by token; `stream` shows the first one while it grows."""
 
     def __init__(self, tokenizer: Any, prompts: list[list[int]], *, stream: bool):
         self.tokenizer = tokenizer
@@ -163,7 +153,6 @@ class _Shown:
         self._show(whole=False)
 
     def add(self, row: int, token: int) -> None:
-        """Add one token to a text."""
         if token != self.tokenizer.eos_token_id:
             self.tokens[row].append(token)
             self._show(whole=False)
@@ -174,12 +163,8 @@ class _Shown:
             self._show(whole=True)
             print(flush=True)
             return
-        print("\n---\n".join(self._for_output(row) for row in range(len(self.tokens))), flush=True)
-
-    def _for_output(self, row: int) -> str:
-        """Return a text for output; a terminal gets its control characters escaped."""
-        text = self._text(row)
-        return printable(text) if sys.stdout.isatty() else text
+        texts = "\n---\n".join(self._text(row) for row in range(len(self.tokens)))
+        print(printable(texts) if sys.stdout.isatty() else texts, flush=True)
 
     def _text(self, row: int) -> str:
         text: str = self.tokenizer.decode(self.tokens[row], skip_special_tokens=False)

@@ -16,14 +16,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print versions, the attention kernel of each variant and dtype, and patches of upstream."""
     parser = CommandParser(prog="megasink info", description=main.__doc__)
     plugins.add_flag(parser)
-    parser.add_argument("--head-dim", type=int, default=64, help="head dimension to ask for")
-    parser.add_argument(
-        "--window", type=int, default=None, help="sliding window, tokens incl. self"
-    )
+    parser.add_argument("--head-dim", type=int, default=64, help="head dimension; default: 64")
+    parser.add_argument("--window", type=int, help="sliding window in tokens, including itself")
     args = parser.parse_args(argv)
     for flag, value in (("--head-dim", args.head_dim), ("--window", args.window)):
         if value is not None and value < 1:
-            raise UserError(f"{flag} {value}: at least 1")
+            raise UserError(f"{flag} {value}: use 1 or more")
 
     import torch
 
@@ -36,14 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_versions()
     cuda = torch.cuda.is_available()
     device = "cuda" if cuda else "cpu"
-    no_device = platform.unusable_gpu() or "no CUDA device: the CPU platform is used"
+    no_device = platform.unusable_gpu() or "no CUDA device: using the CPU platform"
     name = torch.cuda.get_device_name() if cuda else no_device
     console.print(f"{'device':20} {name}", highlight=False)
     for plugin in plugins.LOADED.values():
         console.print(f"{'plugin':20} {plugin}", highlight=False, markup=False)
     capability = torch.cuda.get_device_capability() if cuda else None
     table = Table(title=f"attention kernels on {device}, with the balance gradient")
-    for column in ("variant", "dtype", "runs", "and not"):
+    for column in ("variant", "dtype", "runs", "why not others"):
         table.add_column(column)
     kernels: dict[str, list[str]] = {}
     for record in variants():
@@ -74,21 +72,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _print_patches(console: Console, cuda: bool) -> list[str]:
     """Print the upstream patches and their upstream lines; return the problems found."""
     in_force = {
-        "platform": "off: there is a CUDA device" if cuda else "on: there is no CUDA device",
+        "platform": "off: a CUDA device is present" if cuda else "on: no CUDA device is present",
         "always": "on, in every process that uses Megatron",
-        "training": "on while a model trains",
-        "loading": "on while a checkpoint is loaded",
+        "training": "on during training",
+        "loading": "on while a checkpoint loads",
     }
     problems = []
     for room, when in in_force.items():
         table = Table(title=f"patches of upstream, {when}", show_lines=True)
-        for column in ("patch", "replaces", "why", "upstream's lines"):
+        for column in ("patch", "replaces", "why", "upstream lines"):
             table.add_column(column)
         for patch in (patch for patch in TABLE if patch.room == room):
             try:
                 lines = "\n".join(patch.where()) or "off: not installed"
             except UserError as error:
-                lines = "off: they are not there any more"
+                lines = "off: no longer found"
                 problems.append(str(error))
             table.add_row(patch.name, f"{patch.owner}: {patch.attributes}", patch.reason, lines)
         console.print(table)

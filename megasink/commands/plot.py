@@ -13,7 +13,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(prog="megasink plot", description=main.__doc__)
     add_flag(parser)
     parser.add_argument("run", type=Path, help="folder of the run")
-    parser.add_argument("--output", type=Path, help="PNG to write; default RUN/curves.png")
+    parser.add_argument("--output", type=Path, help="PNG to write; default: RUN/curves.png")
     args = parser.parse_args(argv)
     print(draw_run(args.run, args.output))
     return 0

@@ -14,7 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_flag(parser)
     parser.add_argument("analyses", type=Path, nargs="+", help="output folders of megasink analyze")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--pdf", action="store_true", help="the figures as PDF too, for papers")
+    parser.add_argument("--pdf", action="store_true", help="also save the figures as PDF")
     args = parser.parse_args(argv)
     kinds = ("png", "pdf") if args.pdf else ("png",)
     write_report(args.analyses, args.output, kinds=kinds)

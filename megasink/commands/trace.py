@@ -11,12 +11,13 @@ from rich.console import Console
 
 from megasink.checkpoint.find import find_checkpoint
 from megasink.checkpoint.intact import checkpoint_path, iterations
-from megasink.commands.analyze import open_checkpoint, prepare
+from megasink.commands.analyze import open_checkpoint
 from megasink.diagnostics.results import Results
 from megasink.errors import UserError
 from megasink.probe import options
 from megasink.probe.analysis import analyze
 from megasink.probe.ranks import Ranks, taking_part
+from megasink.process import prepare_quietly
 from megasink.progress import tracked
 from megasink.report.analysis import read_analysis
 from megasink.report.trace import trace_row, write_trace
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.check(args, is_run=True)
         newest = find_checkpoint(args.model)
         steps = sorted(iterations(newest.folder.parent))
-        prepare(args)
+        prepare_quietly(cpu=args.device == "cpu")
         from megasink.checkpoint.load import single_process
 
         with single_process():
@@ -83,8 +84,8 @@ def _write(root: Path, analyses: Sequence[Results], name: str, links: Sequence[s
         raise UserError(f"--output {root} cannot be written: {error.strerror or error}") from error
     if len(different) > 1:
         print(
-            f"megasink: warning: the analyses are of {len(different)} different sets of samples "
-            "(run.data_sha256): steps can only be compared within one",
+            f"megasink: warning: the analyses use {len(different)} different sets of samples "
+            "(run.data_sha256): compare only steps with the same set",
             file=sys.stderr,
         )
-    print(f"wrote {root}/report.html, trace.csv and trace.png over {len(analyses)} analyses")
+    print(f"wrote {root}/report.html, trace.csv and trace.png from {len(analyses)} analyses")

@@ -7,7 +7,7 @@ from megasink.train.stop import ending_at_once
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Start the ranks; see `megasink.train.launch`."""
-    with ending_at_once("starting"):
+    with ending_at_once():
         from megasink.train.launch import main
 
         return main(argv)

@@ -81,8 +81,8 @@ def generate(
         raise UserError("--sequence-parallel: one token cannot be split; generate without it")
     if model.config.context_parallel_size > 1:
         raise UserError(
-            "--context-parallel-size: one token cannot be split; generate under size 1, the "
-            "checkpoint is the same"
+            "--context-parallel-size: one token cannot be split; generate with size 1, which "
+            "loads the same checkpoint"
         )
     if not prompts or not all(prompts) or max_new_tokens < 1:
         raise ValueError("give at least one prompt, no empty prompt, and at least one new token")
@@ -135,11 +135,7 @@ class _Stage:
         self.generator = torch.Generator(device=device).manual_seed(sampling.seed)
 
     def step(
-        self,
-        tokens_BS: Tensor,
-        start: int,
-        stop: int,
-        on_logits: Callable[[Tensor], None] | None,
+        self, tokens_BS: Tensor, start: int, stop: int, on_logits: Callable[[Tensor], None] | None
     ) -> list[int]:
         """Run tokens [start, stop) through the model and sample one token per sequence."""
         window_BS = tokens_BS[:, start:stop]

@@ -75,7 +75,7 @@ def activate() -> None:
 
     if torch.cuda.is_available():
         raise UserError(
-            "the CPU platform was asked for but a CUDA device is present; "
+            "the CPU platform was requested, but a CUDA device is present: "
             'hide it (CUDA_VISIBLE_DEVICES="") or run without --cpu'
         )
     if "megatron.core.tensor_parallel.random" in sys.modules:

@@ -49,39 +49,31 @@ def _memory_stats(device: Any = None) -> dict[str, int]:
     return stats
 
 
-def _get_rng_state(device: Any = "cuda") -> torch.Tensor:
-    return torch.default_generator.get_state()
+_GENERATOR = torch.default_generator
 
 
+# Like upstream's, these return nothing, where the generator's methods return itself or a number.
 def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
-    torch.default_generator.set_state(new_state)
-
-
-def _get_rng_state_all() -> list[torch.Tensor]:
-    return [_get_rng_state()]
+    _GENERATOR.set_state(new_state)
 
 
 def _manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(int(seed))
+    _GENERATOR.manual_seed(int(seed))
 
 
 def _seed() -> None:
-    torch.default_generator.seed()
-
-
-def _initial_seed() -> int:
-    return torch.default_generator.initial_seed()
+    _GENERATOR.seed()
 
 
 RANDOM: dict[str, Callable[..., Any]] = {
-    "get_rng_state": _get_rng_state,
-    "get_rng_state_all": _get_rng_state_all,
+    "get_rng_state": lambda device="cuda": _GENERATOR.get_state(),
+    "get_rng_state_all": lambda: [_GENERATOR.get_state()],
     "set_rng_state": _set_rng_state,
     "manual_seed": _manual_seed,
     "manual_seed_all": _manual_seed,
     "seed": _seed,
     "seed_all": _seed,
-    "initial_seed": _initial_seed,
+    "initial_seed": _GENERATOR.initial_seed,
 }
 """The functions of torch.cuda.random, on the CPU generator."""
 

@@ -36,16 +36,12 @@ FACTORIES: tuple[tuple[Any, str], ...] = tuple(
 
 
 def _to_cpu(device: Any) -> Any:
-    """Return the device to use instead of ``device``."""
-    if device is None or isinstance(device, torch.dtype | torch.Tensor):
-        return device
-    if isinstance(device, int) and not isinstance(device, bool):
-        return _CPU
-    if isinstance(device, str) and device.startswith("cuda"):
-        return _CPU
-    if isinstance(device, torch.device) and device.type == "cuda":
-        return _CPU
-    return device
+    """Return the device to use instead of ``device``, which may be another argument of ``.to``."""
+    if isinstance(device, str):
+        return _CPU if device.startswith("cuda") else device
+    if isinstance(device, torch.device):
+        return _CPU if device.type == "cuda" else device
+    return _CPU if isinstance(device, int) and not isinstance(device, bool) else device
 
 
 def _redirected(function: Any) -> Callable[..., Any]:
@@ -65,19 +61,13 @@ def _moved(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args and not isinstance(args[0], int):
+        if args:
             args = (_to_cpu(args[0]), *args[1:])
-        elif args:
-            args = (_CPU, *args[1:])
         if "device" in kwargs:
             kwargs["device"] = _to_cpu(kwargs["device"])
         return function(self, *args, **kwargs)
 
     return wrapper
-
-
-def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
-    return self
 
 
 def _type_name(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,5 +119,5 @@ def install() -> None:
         )
     patches.GENERATOR.apply(Generator=_generator())
     patches.CONTEXT.apply(__init__=_context(DeviceContext.__init__))
-    patches.MOVES.apply(to=_moved(torch.Tensor.to), cuda=_stay)
+    patches.MOVES.apply(to=_moved(torch.Tensor.to), cuda=lambda self, *args, **kwargs: self)
     patches.TENSOR_TYPE.apply(type=_type_name(torch.Tensor.type))

@@ -12,8 +12,8 @@ from typing import Any
 from megasink.errors import ConfigError
 from megasink.parser import parse_known
 from megasink.train import checks, run_dir
-from megasink.train.checks.blocks import set_gated_unit
 from megasink.train.checks.gates import match_ffn_width
+from megasink.train.checks.transformer_layer import set_gated_unit
 from megasink.train.checks.vocabulary import pin_vocabulary
 
 

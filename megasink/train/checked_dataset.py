@@ -48,26 +48,25 @@ class GPTDataset(gpt_dataset.GPTDataset):
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], list[int]]:
         prefix = self.dataset.path_prefix
         try:
-            found = super()._query_document_sample_shuffle_indices(idx)
+            sample = super()._query_document_sample_shuffle_indices(idx)
         except (ValueError, IndexError, OverflowError) as error:
             raise UserError(
-                f"{prefix}.bin: sample {idx} is not all there ({error}): make the data set again, "
-                f"and remove {prefix}/cache"
+                f"{prefix}.bin: sample {idx} is incomplete ({error}): create the dataset again and "
+                f"remove {prefix}/cache"
             ) from error
-        ids, documents, lengths = found
-        known = self.vocabulary
-        if known is None:
-            return found
+        ids, documents, lengths = sample
+        if (known := self.vocabulary) is None:
+            return sample
         wrong = ((ids < 0) | (ids >= known)) & (ids != self._pad_token_id)
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
             place = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
             raise UserError(
                 f"{prefix}.bin: document {documents[min(place, len(documents) - 1)]} holds the id "
-                f"{ids[at]:,}, and the vocabulary has {known:,}: make the data set again, or name "
-                "the tokenizer that it was made with"
+                f"{ids[at]:,}, but the vocabulary has {known:,}: create the dataset again, or give "
+                "the tokenizer that it was created with"
             )
-        return found
+        return sample
 
 
 def read_batch(data_iterator: Iterator[Any]) -> Any:

@@ -16,6 +16,8 @@ from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
+from megasink.data.token_bytes import token_bytes
+from megasink.data.tokenizer import load_tokenizer
 from megasink.train.checked_dataset import GPTDataset, read_batch
 from megasink.train.sink_token import with_sink_token
 
@@ -52,12 +54,7 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
 
 
 def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
-    """Build the (train, validation, test) datasets for Megatron's ``pretrain``.
-
-    Args:
-        samples: number of samples in each.
-        vp_stage: the virtual pipeline stage.
-    """
+    """Build the (train, validation, test) datasets, of so many samples each, for ``pretrain``."""
     args = get_args()
 
     def built_here() -> bool:
@@ -165,15 +162,18 @@ def without_prefix(loss_mask: Tensor, prefix: int) -> Tensor:
     return loss_mask.masked_fill(inside, 0.0)
 
 
-def token_byte_table() -> Tensor | None:
-    """Return [V] int64 bytes of text per token id; None for a tokenizer without text (P0.18)."""
-    args = get_args()
+def bytes_per_token(args: Namespace) -> Any:
+    """Return an array of the bytes of text per token id; None for a tokenizer without text."""
     if args.tokenizer_type != "HuggingFaceTokenizer":
         return None
-    from megasink.data.token_bytes import token_bytes
-    from megasink.data.tokenizer import load_tokenizer
+    return token_bytes(load_tokenizer(args.tokenizer_model))
 
-    table = torch.from_numpy(token_bytes(load_tokenizer(args.tokenizer_model))).long()
+
+def token_byte_table() -> Tensor | None:
+    """Return `bytes_per_token` as [V] int64, padded with 0 (P0.18)."""
+    args = get_args()
+    if (table := bytes_per_token(args)) is None:
+        return None
     rows = torch.zeros(args.padded_vocab_size, dtype=torch.long)
-    rows[: len(table)] = table
+    rows[: len(table)] = torch.from_numpy(table).long()
     return rows.cuda()

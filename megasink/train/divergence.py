@@ -15,23 +15,22 @@ def stop_if_diverged(
 ) -> None:
     """End the run on all ranks if the rank that has the loss detects divergence.
 
-    Performs one all-reduce of four numbers. Call on every rank.
+    Performs one all-reduce of four numbers after step `iteration`. Call on every rank.
 
     Args:
         divergence: tracks the loss on the rank that has it; empty elsewhere.
         nats: value of --stop-on-divergence.
-        iteration: the step that has ended.
         folder: the checkpoint folder, or None.
 
     Raises:
         UserError: the run has diverged. No checkpoint of this step is written.
     """
-    found = [-math.inf] * 4
+    here = [-math.inf] * 4
     if divergence.exceeds(nats):
         # A maximum over ranks may drop a NaN.
         smoothed = divergence.smoothed if math.isfinite(divergence.smoothed) else math.inf
-        found = [1.0, smoothed, divergence.lowest, float(divergence.lowest_step)]
-    numbers = torch.tensor(found, dtype=torch.float64, device="cuda")
+        here = [1.0, smoothed, divergence.lowest, float(divergence.lowest_step)]
+    numbers = torch.tensor(here, dtype=torch.float64, device="cuda")
     torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX)
     diverged, smoothed, lowest, lowest_step = numbers.tolist()
     if diverged < 0:
@@ -48,10 +47,10 @@ def stop_if_diverged(
 def _advice(folder: str | None, step: int) -> str:
     before = [i for i in iterations(Path(folder)) if i <= step] if folder else []
     if not before:
-        return "No checkpoint is as old as that: start again with a lower --lr"
+        return "No checkpoint is that old: start again with a lower --lr"
     # Megatron matches optimizer state by learning rate: with a different one, no state is loaded.
     return (
-        f"The newest checkpoint from before is that of step {before[-1]}: start a new run from it "
-        f"with --load {folder} --ckpt-step {before[-1]}, and, for a lower --lr, "
+        f"The newest checkpoint from before that is of step {before[-1]}: start a new run from it "
+        f"with --load {folder} --ckpt-step {before[-1]}, and to lower --lr also "
         "--no-load-optim --override-opt-param-scheduler"
     )

@@ -51,10 +51,9 @@ def read(flags: Sequence[str]) -> Namespace:
 
 
 def refuse(args: Namespace, ranks: int | None) -> None:
-    """Refuse flags that are wrong on any device.
+    """Refuse flags from `read` that are wrong on any device.
 
     Args:
-        args: from `read`.
         ranks: processes of the run; None to derive the number from the flags.
 
     Raises:
@@ -66,13 +65,6 @@ def refuse(args: Namespace, ranks: int | None) -> None:
     problems = checks.early_problems(args)
     if problems:
         raise ConfigError(problems)
-
-
-def check(flags: Sequence[str], ranks: int | None) -> Namespace:
-    """Call `read`, then `refuse`."""
-    args = read(flags)
-    refuse(args, ranks)
-    return args
 
 
 def replica_ranks(args: Namespace) -> int:

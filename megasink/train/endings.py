@@ -43,7 +43,7 @@ def explained(error: BaseException, args: Namespace) -> BaseException:
     global _first
     if isinstance(error, SystemExit) and not error.code and Told.signal:
         _first = os.environ.get("RANK", "0") == "0"
-        done = f" after step {heartbeat.progress.step}, which is saved" if args.save else ""
+        done = f" after step {Told.step}, which is saved" if args.save else ""
         return Stopped(Told.signal, f"{done}; {left(Told.run_dir)}")
     if isinstance(error, SystemExit) and not error.code:
         return error
@@ -51,47 +51,41 @@ def explained(error: BaseException, args: Namespace) -> BaseException:
     if heartbeat.is_lost_connection(error):
         return _lost(error)
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
-        return UserError(not_written(error, args))
+        return UserError(_not_written(error, args))
     return _of_megatron(error, args)
 
 
 def _lost(error: BaseException) -> BaseException:
     """Explain which rank could not be reached, and why."""
     if not _first:
-        return UserError("another rank has said why")
+        return UserError("another rank has reported the error")
     if missing := heartbeat.missing_ranks():
         return UserError(f"{missing}; {left(Told.run_dir)}")
     if where := heartbeat.where():
-        error.add_note(f"megasink: every rank answers: {where}")
+        error.add_note(f"megasink: every rank responds: {where}")
     return error
 
 
-def not_written(error: OSError, args: Namespace, path: str | Path | None = None) -> str:
+def _not_written(error: OSError, args: Namespace) -> str:
     """Explain a failed write: the file, the free space, and the newest intact checkpoint."""
-    path = path or error.filename
-    folder = Path(args.run_dir or args.save or ".")
-    if path is None and _in_tensorboard(error):
+    path, folder = error.filename, Path(args.run_dir or args.save or ".")
+    frames = traceback.extract_tb(error.__traceback__)
+    if path is None and any("tensorboard" in Path(frame.filename).parts for frame in frames):
         path, folder = args.tensorboard_dir, Path(args.tensorboard_dir)
-    what = path or "a file of the run"
     free = ""
     with contextlib.suppress(OSError):
         free = f" ({shutil.disk_usage(folder).free / 1e9:.1f} GB free there)"
     reason = os.strerror(error.errno) if error.errno else str(error)
-    return f"{what} could not be written{free}: {reason}; {_whole(args)}"
+    return f"{path or 'a file of the run'} could not be written{free}: {reason}; {_intact(args)}"
 
 
-def _in_tensorboard(error: OSError) -> bool:
-    frames = traceback.extract_tb(error.__traceback__)
-    return any("tensorboard" in Path(frame.filename).parts for frame in frames)
-
-
-def _whole(args: Namespace) -> str:
+def _intact(args: Namespace) -> str:
     from megasink.checkpoint.intact import newest_intact
 
     with contextlib.suppress(UserError, TypeError):
         iteration = newest_intact(Path(args.save))[0]
-        return f"the checkpoint of step {iteration} is whole: make room and use --resume"
-    return "there is no whole checkpoint yet: make room and start again"
+        return f"the checkpoint of step {iteration} is intact: free some space and use --resume"
+    return "there is no intact checkpoint yet: free some space and start again"
 
 
 def _of_megatron(stop: BaseException, args: Namespace) -> BaseException:
@@ -101,21 +95,21 @@ def _of_megatron(stop: BaseException, args: Namespace) -> BaseException:
         free = shutil.disk_usage(args.save).free / 1e9
         return UserError(
             f"a checkpoint could not be written to {args.save} ({free:.1f} GB free there): "
-            f"{reason}; {_whole(args)}"
+            f"{reason}; {_intact(args)}"
         )
     if isinstance(stop, SystemExit | AssertionError) and "OptimizerParamScheduler" in str(stop):
         return UserError(
             f"the checkpoint was trained with another schedule ({stop}): add "
-            "--override-opt-param-scheduler for the new one, "
-            "--use-checkpoint-opt-param-scheduler for the old one"
+            "--override-opt-param-scheduler to use the new one, or "
+            "--use-checkpoint-opt-param-scheduler to keep the old one"
         )
     if isinstance(stop, AssertionError) and "value from checkpoint" in str(stop):
-        return UserError(f"--load {args.load} is a checkpoint of another model: {stop}")
+        return UserError(f"--load {args.load} is a checkpoint of a different model: {stop}")
     # core/rerun_state_machine.py:37,40: a result was NaN or Inf.
     if not isinstance(stop, SystemExit) or stop.code not in (16, 17):
         return stop
-    saved = f"; the weights before it are saved in {args.save}" if args.save else ""
+    saved = f"; the weights before that step are saved in {args.save}" if args.save else ""
     return UserError(
-        f"step {args.curr_iteration + 1}: NaN or Inf in the loss or in a gradient, and again when "
-        f"the step was run a second time{saved}. Lower --lr, or look at the data of that step"
+        f"step {args.curr_iteration + 1}: NaN or Inf in the loss or a gradient, also when the step "
+        f"was repeated{saved}. Lower --lr, or check the data of that step"
     )

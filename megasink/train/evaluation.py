@@ -19,11 +19,7 @@ from megasink.upstream.training import EVALUATION
 
 
 class FixedBatches:
-    """A restartable iterator over the batches of a data loader.
-
-    Args:
-        loader: a data loader with a fixed order.
-    """
+    """A restartable iterator over the batches of a data loader with a fixed order."""
 
     def __init__(self, loader: Any):
         self._loader = loader
@@ -50,7 +46,7 @@ class FixedBatches:
 @contextlib.contextmanager
 def comparable_evaluations() -> Iterator[None]:
     """Make Megatron's training loop evaluate on fixed batches."""
-    original = {name: getattr(training, name) for name in EVALUATION.attributes.split()}
+    original = EVALUATION.originals()
     evaluation_call = inspect.signature(original["evaluate_and_print_results"])
     fixed: list[FixedBatches] = []
     evaluated: int | None = None

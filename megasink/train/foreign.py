@@ -11,14 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import mapping
 from megatron.core.dist_checkpointing.dict_utils import (
     dict_list_map_inplace,
     extract_matching_values,
-)
-from megatron.core.dist_checkpointing.mapping import (
-    LocalNonpersistentObject,
-    ShardedBase,
-    ShardedObject,
 )
 
 from megasink.checkpoint.torch_metadata import read_metadata
@@ -48,7 +44,7 @@ def _without_missing_state(
     sharded_state_dict: dict[str, Any], checkpoint_dir: str
 ) -> dict[str, Any]:
     def is_ours(value: Any) -> bool:
-        return isinstance(value, ShardedBase) and _STATE in f".{value.key}"
+        return isinstance(value, mapping.ShardedBase) and _STATE in f".{value.key}"
 
     ours, others = extract_matching_values(sharded_state_dict, is_ours)
     # A megasink run has all of it; skip the index, which every resume would read again.
@@ -61,9 +57,10 @@ def _without_missing_state(
 
     def own_where_missing(value: Any) -> Any:
         # TransformerEngine's FP8 state: the model keeps its own.
-        if not (isinstance(value, ShardedObject) and value.key.endswith("_extra_state")):
+        is_state = isinstance(value, mapping.ShardedObject) and value.key.endswith("_extra_state")
+        if not is_state or value.unique_key in known:
             return value
-        return value if value.unique_key in known else LocalNonpersistentObject(value.data)
+        return mapping.LocalNonpersistentObject(value.data)
 
     dict_list_map_inplace(own_where_missing, sharded_state_dict)
     return sharded_state_dict

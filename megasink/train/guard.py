@@ -22,7 +22,7 @@ _STATES = {
     psutil.STATUS_STOPPED: "is stopped (kill -CONT {pid})",
     psutil.STATUS_TRACING_STOP: "is held by a debugger",
     psutil.STATUS_ZOMBIE: HAS_ENDED,
-    psutil.STATUS_DISK_SLEEP: "waits for a disk or a network file system",
+    psutil.STATUS_DISK_SLEEP: "is waiting for a disk or network file system",
 }
 
 
@@ -81,12 +81,7 @@ class _Guard:
 
     @contextlib.contextmanager
     def helping(self, pid: Callable[[], int | None], name: str) -> Iterator[None]:
-        """End the process if a helper is stopped for longer than the timeout.
-
-        Args:
-            pid: returns the current helper's process id, or None.
-            name: the helper's name, for messages.
-        """
+        """End the process if the helper with this id (None: no helper) is stopped for too long."""
         self._helpers[name] = pid
         try:
             yield
@@ -98,7 +93,7 @@ class _Guard:
         while True:
             now = self._clock()
             if os.getppid() != parent:
-                end(f"what started it (process {parent}) has gone", code=1)
+                end(f"its parent (process {parent}) is gone", code=1)
             for doing, began, seconds in list(self._bounds.values()):
                 if now - began > seconds:
                     end(f"{doing} took longer than {seconds:.0f} s")
@@ -108,7 +103,7 @@ class _Guard:
                 if not state or state == HAS_ENDED:
                     stopped.pop(name, None)
                 elif now - stopped.setdefault(name, now) > self.timeout:
-                    end(f"{name} (process {pid}) {state}, for longer than {self.timeout:.0f} s")
+                    end(f"{name} (process {pid}) {state} for longer than {self.timeout:.0f} s")
             time.sleep(TICK)
 
 

@@ -35,21 +35,19 @@ class Heartbeat:
     Args:
         store: shared by the ranks, with ``set``, ``get``, ``check`` and ``add``. It needs its own
             connection, because another thread may block in torch's.
-        rank, world: this rank, and the number of ranks.
         interval: seconds between two beats.
     """
 
     def __init__(self, store: Any, rank: int, world: int, interval: float = SECONDS):
         self._store, self._rank, self._world, self._interval = store, rank, world, interval
         self._count = 0
-        self._step: int | None = None
         self._clock = Clock(interval)
         self._seen: tuple[int, float] = (0, 0.0)  # the next rank's last beat, and when it arrived
 
     def beat(self) -> None:
         """Send this rank's state to the others."""
         self._count += 1
-        beat: dict[str, Any] = {"count": self._count, "step": progress.step, "phase": Told.phase}
+        beat: dict[str, Any] = {"count": self._count, "step": Told.step, "phase": Told.phase}
         beat |= {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
         self._store.set(str(self._rank), json.dumps(beat))
 
@@ -82,8 +80,8 @@ class Heartbeat:
 
     def where(self) -> str:
         """Describe the state of the first 8 ranks, in one line."""
-        beats = {rank: self._beat_of(rank) for rank in range(min(self._world, 8))}
-        return ", ".join(f"rank {rank} {_place(beat)}" for rank, beat in beats.items() if beat)
+        beats = ((rank, self._beat_of(rank)) for rank in range(min(self._world, 8)))
+        return ", ".join(f"rank {rank} {_place(beat)}" for rank, beat in beats if beat)
 
     def first(self, what: str) -> bool:
         """Whether this rank is the first to claim `what`."""
@@ -97,24 +95,17 @@ class Heartbeat:
 
     def _describe(self, rank: int, beat: dict[str, Any] | None) -> str:
         if beat is None:
-            return f"rank {rank} was never heard of: did it start?"
+            return f"rank {rank} never reported: did it start?"
         here = beat["host"] == socket.gethostname()
         state = state_of(beat["pid"]) if here else None
         ago = max(0.0, time.time() - beat["time"])
         text = f"rank {rank} (process {beat['pid']} on {beat['host']})"
         if state == HAS_ENDED:
-            return f"{text} has ended, last seen {_place(beat)}: its log says why, or dmesg does"
-        text += f" has not answered for {ago:.0f} s, last seen {_place(beat)}"
+            return f"{text} has ended, last seen {_place(beat)}: see its log, or dmesg"
+        text += f" has not responded for {ago:.0f} s, last seen {_place(beat)}"
         return f"{text}: it {state}" if state else text
 
 
-class _Progress:
-    """The last step that this rank finished."""
-
-    step: int | None = None
-
-
-progress = _Progress()
 _heart: Heartbeat | None = None
 _thread: threading.Thread | None = None
 _leaving = threading.Event()
@@ -151,7 +142,8 @@ def _live() -> None:
         except RuntimeError as error:  # from torch: the store does not respond
             if clock() - silent > guard.timeout:
                 host = os.environ["MASTER_ADDR"]
-                end(f"the store that ranks share, on {host}, is gone ({_first_line(error)})")
+                what = (str(error).splitlines() or [type(error).__name__])[0]
+                end(f"the store shared by the ranks, on {host}, is gone ({what})")
         _leaving.wait(heart._interval)
 
 
@@ -202,36 +194,28 @@ def first_to_speak() -> bool:
 
 def is_lost_connection(error: BaseException) -> bool:
     """Whether a torch error means that another rank could not be reached."""
-    seen: set[int] = set()
+    seen: list[BaseException] = []
     cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        if _LOST.search(str(cause)):
-            return True
+    while cause is not None and cause not in seen:
+        seen.append(cause)
         cause = cause.__cause__ or cause.__context__
-    return False
+    return any(_LOST.search(str(cause)) for cause in seen)
 
 
 def missing_ranks() -> str | None:
     """Describe ranks that are gone, stopped or silent; None if all respond or nothing is known."""
-    try:
+    with contextlib.suppress(RuntimeError):
         return _heart.missing() if _heart else None
-    except RuntimeError:
-        return None
+    return None
 
 
 def where() -> str:
     """Describe the state of every rank; empty if nothing is known."""
-    try:
+    with contextlib.suppress(RuntimeError):
         return _heart.where() if _heart else ""
-    except RuntimeError:
-        return ""
+    return ""
 
 
 def _place(beat: dict[str, Any]) -> str:
     step = f"after step {beat['step']}, " if beat["step"] is not None else ""
     return f"{step}{beat['phase']}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megasink.checkpoint.intact import checkpoint_path, damage
+from megasink.printable import say
 from megasink.upstream.training import WHOLE_CHECKPOINTS
 
 
@@ -27,18 +28,17 @@ def keeping_whole_checkpoints() -> Iterator[None]:
         options = get_args()
         path = checkpoint_path(Path(options.save), iteration)
         # Broadcast, because the file system may show rank 0's folder to other ranks later.
-        found = torch.tensor([path.is_dir()], dtype=torch.int32, device=torch.cuda.current_device())
-        torch.distributed.broadcast(found, 0)
-        if found.item() and not kwargs.get("non_persistent_ckpt"):
+        device = torch.cuda.current_device()
+        is_intact = torch.tensor([path.is_dir()], dtype=torch.int32, device=device)
+        torch.distributed.broadcast(is_intact, 0)
+        if is_intact.item() and not kwargs.get("non_persistent_ckpt"):
             maybe_finalize_async_save(blocking=True)
             if options.rank == 0:
-                found.fill_(damage(path) is None)
-            torch.distributed.broadcast(found, 0)
-            if found.item():
+                is_intact.fill_(damage(path) is None)
+            torch.distributed.broadcast(is_intact, 0)
+            if is_intact.item():
                 if options.rank == 0:
-                    print(
-                        f"megasink: the checkpoint of step {iteration} is whole: kept", flush=True
-                    )
+                    say(f"megasink: keeping the intact checkpoint of step {iteration}")
                 return None
         return save(iteration, *args, **kwargs)
 

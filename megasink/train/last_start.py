@@ -17,9 +17,9 @@ from megasink.train.run_dir import has_finished_step
 def from_where(run_dir: Path) -> str:
     """Describe where the ranks will start with --resume auto."""
     try:
-        return f"going on from step {newest_intact(run_dir / 'checkpoints')[0]}"
+        return f"continuing from step {newest_intact(run_dir / 'checkpoints')[0]}"
     except UserError:
-        return "no whole checkpoint there, starting at step 0"
+        return "no intact checkpoint, starting at step 0"
 
 
 def last_start(run_dir: Path) -> dict[str, Any]:

@@ -24,11 +24,11 @@ from megasink.progress import progress
 from megasink.train import early
 from megasink.train.last_start import flags_of_last_start, from_where, ranks_of_last_start
 from megasink.train.lease import clear, wait_until_expired
+from megasink.train.metrics_file import NewLines
 from megasink.train.ranks import Ranks
 from megasink.train.replay import replayed
 from megasink.train.run_dir import folder_problem
 from megasink.train.stop import SIGNALS, left, name_of
-from megasink.train.tail import NewLines
 
 _ERROR = "megasink: error: "
 _SMALL = 1 << 16  # bytes; a disk with less free space is full
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problem := folder_problem(run_dir, resume=args.resume):
         raise UserError(problem)
     if args.ranks is not None and args.ranks < 1:
-        raise UserError(f"--ranks {args.ranks}: start at least one process")
+        raise UserError(f"--ranks {args.ranks}: use 1 or more")
     if args.resume:
         before = replayed(flags_of_last_start(run_dir, flags), flags, run_dir)
         flags = [*before, *flags, "--resume", args.resume]
@@ -95,24 +95,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ranks",
         type=int,
-        help="processes to start; default: with --resume as many as the run had, else one per CUDA "
-        "device, else tensor x pipeline x context ranks",
+        help="processes to start; default: as many as the run had (--resume), else one per CUDA "
+        "device, else one per tensor x pipeline x context rank",
     )
     parser.add_argument("--full-help", action="store_true", help="list every flag and exit")
     return parser
 
 
 def launch(flags: Sequence[str], run_dir: Path, ranks: int, steps: int | None) -> int:
-    """Run the ranks to completion, with a progress bar (or lines, without a terminal).
+    """Run the ranks to completion, with a progress bar (or lines, without a terminal); return 0.
 
     Args:
         flags: Megatron's and megasink's flags, without ``--run-dir``.
-        run_dir: the run folder.
         ranks: processes on this machine.
         steps: --train-iters; None if the length is given differently.
-
-    Returns:
-        0.
 
     Raises:
         Stopped: a signal ended the run.
@@ -162,10 +158,10 @@ def _failure(running: Ranks, logs: Path, run_dir: Path, code: int) -> UserError:
     for log in sorted(logs.rglob("stderr.log")):
         for number in SIGNALS:
             if f"megasink: stopped by {name_of(number)}" in log.read_text(errors="replace"):
-                return Stopped(number, f" (told to a rank); {left(run_dir)}")
+                return Stopped(number, f" (sent to a rank); {left(run_dir)}")
     if shutil.disk_usage(logs).free < _SMALL:
         # There was no space for the ranks' messages either.
-        return UserError(f"the disk under {logs} is full: make room and use --resume")
+        return UserError(f"the disk with {logs} is full: free some space and use --resume")
     return UserError(f"the ranks ended with exit code {code}; logs in {logs}; {left(run_dir)}")
 
 
@@ -177,8 +173,8 @@ def _killed(logs: Path) -> str | None:
     for rank, number, pid in re.findall(row, text):
         if int(number) == signal.SIGTERM or f"Unable to shutdown process {pid} " in text:
             continue  # sent by torchrun itself
-        name = signal.Signals(int(number)).name
-        why = " (was there no memory left? dmesg says so)" if name == "SIGKILL" else ""
+        name = name_of(int(number))
+        why = " (out of memory? see dmesg)" if name == "SIGKILL" else ""
         return f"rank {rank} was killed by {name}{why}"
     return None
 
@@ -209,8 +205,8 @@ def _state(line: dict[str, Any]) -> str:
         "test_lm_loss": "test loss",
         "test_bits_per_byte": "bits per byte",
     }
-    parts = [f"{text} {line[key]:.4f}" for key, text in names.items() if line.get(key) is not None]
-    return "  ".join(parts)
+    given = {key: text for key, text in names.items() if line.get(key) is not None}
+    return "  ".join(f"{text} {line[key]:.4f}" for key, text in given.items())
 
 
 def _said(logs: Path) -> str | None:

@@ -17,7 +17,6 @@ import json
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megasink.errors import UserError
+from megasink.printable import printable, say
+from megasink.train.stop import write_to_stderr
 
 LEASE = "lease.json"
 BEAT_SECONDS = 15.0
@@ -45,15 +46,20 @@ class Lease:
 
     Args:
         folder: the run folder; created if missing.
-        say: reports progress while another host's lease expires; None to print.
+        say: reports progress while another host's lease expires.
 
     Raises:
         UserError: a live trainer holds the lease, or the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, say: Callable[[str], None] | None = None):
+    def __init__(self, folder: Path, say: Callable[[str], None] = say):
         self._path = folder / LEASE
-        self._owner = _this_process() | {"token": secrets.token_hex(8)}
+        self._owner = _machine() | {
+            "pid": os.getpid(),
+            "started": _start(os.getpid()),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+            "token": secrets.token_hex(8),
+        }
         self._released = threading.Event()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -88,18 +94,13 @@ class Lease:
             except FileExistsError:
                 # If the file server's reply was lost, a successful link looks refused.
                 return own.stat().st_nlink == 2
-            except OSError:
-                return self._create_exclusively(text)  # no hard links on this file system
+            except OSError:  # no hard links on this file system
+                with contextlib.suppress(FileExistsError), self._path.open("x") as file:
+                    file.write(text)
+                    return True
+                return False
         finally:
             own.unlink(missing_ok=True)
-        return True
-
-    def _create_exclusively(self, text: str) -> bool:
-        try:
-            with self._path.open("x") as file:
-                file.write(text)
-        except FileExistsError:
-            return False
         return True
 
     def _is_mine(self) -> bool:
@@ -116,16 +117,14 @@ class Lease:
     def _end(self) -> None:
         """Exit without saving: another trainer now writes to the folder."""
         seen = _read(self._path)
-        print(
+        write_to_stderr(
             f"megasink: error: {self._path.parent} was taken over by "
-            f"{_name(seen.owner if seen else {})} while this trainer stood still: it ends here",
-            file=sys.stderr,
-            flush=True,
+            f"{_name(seen.owner if seen else {})} while this trainer was stalled: it ends here"
         )
         os._exit(2)
 
 
-def wait_until_expired(folder: Path, say: Callable[[str], None] | None = None) -> _Seen | None:
+def wait_until_expired(folder: Path, say: Callable[[str], None] = say) -> _Seen | None:
     """Wait until a dead owner's lease expires; return it, or None if there is no lease.
 
     Raises:
@@ -137,7 +136,7 @@ def wait_until_expired(folder: Path, say: Callable[[str], None] | None = None) -
         raise UserError(f"--run-dir {folder} cannot be used: {error.strerror}") from error
 
 
-def _expired(folder: Path, say: Callable[[str], None] | None) -> _Seen | None:
+def _expired(folder: Path, say: Callable[[str], None]) -> _Seen | None:
     path = folder / LEASE
     first = _read(path)
     if first is None or _is_dead(first.owner):
@@ -149,9 +148,9 @@ def _expired(folder: Path, say: Callable[[str], None] | None) -> _Seen | None:
     while (left := end - time.monotonic()) > 0:
         if time.monotonic() - said >= _SAY_SECONDS:
             said = time.monotonic()
-            (say or _print)(
-                f"megasink: {folder} is leased to {_name(first.owner)}, which cannot be seen from "
-                f"here: going on in {left:.0f} s if it gives no sign of life"
+            say(
+                f"megasink: {folder} is leased to {_name(first.owner)} on another machine: "
+                f"continuing in {left:.0f} s if it shows no sign of life"
             )
         time.sleep(min(left, 0.5))
         seen = _read(path)
@@ -160,10 +159,6 @@ def _expired(folder: Path, say: Callable[[str], None] | None) -> _Seen | None:
         if seen != first:
             raise UserError(_taken(folder, seen.owner))
     return first
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)
 
 
 def clear(folder: Path) -> None:
@@ -210,14 +205,6 @@ def _age(path: Path, seen: _Seen) -> float:
         return max(0.0, (probe.stat().st_mtime_ns - seen.beat) / 1e9)
     finally:
         probe.unlink(missing_ok=True)
-
-
-def _this_process() -> dict[str, Any]:
-    return _machine() | {
-        "pid": os.getpid(),
-        "started": _start(os.getpid()),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-    }
 
 
 def _machine() -> dict[str, Any]:
@@ -268,14 +255,13 @@ def _is_hidden(pid: int) -> bool:
 
 def _name(owner: dict[str, Any]) -> str:
     if not owner:
-        return "a trainer that cannot be named"
+        return "an unknown trainer"
     text = f"process {owner.get('pid')} on {owner.get('host')}, since {owner.get('since')}"
-    # The file is untrusted.
-    return "".join(letter if letter.isprintable() else "?" for letter in text)[:200]
+    return printable(text, keep="")[:200]  # the file is untrusted
 
 
 def _taken(folder: Path, owner: dict[str, Any]) -> str:
     return (
-        f"--run-dir {folder} is in use by another trainer ({_name(owner)}): wait until it has "
-        "ended, or choose another folder"
+        f"--run-dir {folder} is in use by another trainer ({_name(owner)}): wait until it "
+        "ends, or choose another folder"
     )

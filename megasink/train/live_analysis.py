@@ -18,8 +18,6 @@ from megatron.core.utils import unwrap_model
 from rich.console import Console
 
 from megasink.checkpoint.intact import checkpoint_path
-from megasink.data.token_bytes import token_bytes
-from megasink.data.tokenizer import load_tokenizer
 from megasink.diagnostics.results import Results
 from megasink.errors import UserError
 from megasink.probe.identity import identity
@@ -30,6 +28,7 @@ from megasink.probe.recorder import Recorder
 from megasink.probe.run import run
 from megasink.probe.shards import PartialFolder
 from megasink.probe.write import write_numbers
+from megasink.train.dataset import bytes_per_token
 from megasink.train.model_facts import model_facts
 from megasink.train.run_dir import LIVE
 
@@ -37,11 +36,7 @@ Provider = Callable[..., Any]
 
 
 class LiveAnalysis:
-    """Analyze the model at the requested steps.
-
-    Args:
-        args: the run's arguments.
-    """
+    """Analyze the model of a run at the requested steps."""
 
     def __init__(self, args: Namespace):
         self._args = args
@@ -111,7 +106,7 @@ class LiveAnalysis:
                     samples,
                     batch_size=options.batch_size,
                     device=next(gpt.parameters()).device,
-                    token_bytes=_token_bytes(args),
+                    token_bytes=bytes_per_token(args),
                     console=Console(quiet=True),
                     partial=partial,
                     ranks=ranks,
@@ -124,7 +119,7 @@ class LiveAnalysis:
             if not ranks.are_done:
                 raise
             # Every rank continues: a failed analysis must not stop training.
-            print(f"megasink: warning: no analysis of step {iteration}: {error}", file=sys.stderr)
+            print(f"megasink: warning: step {iteration} was not analyzed: {error}", file=sys.stderr)
             return None
         return results
 
@@ -188,10 +183,3 @@ def _evaluating(module: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         module.train(was)
-
-
-def _token_bytes(args: Namespace) -> Any:
-    """Return the bytes per token, for bits per byte; None for a tokenizer without text."""
-    if args.tokenizer_type != "HuggingFaceTokenizer":
-        return None
-    return token_bytes(load_tokenizer(args.tokenizer_model))

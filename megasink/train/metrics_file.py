@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line of JSON for every step and evaluation of a run."""
+"""Write and follow metrics.jsonl: one line of JSON for every step and evaluation of a run."""
 
 import json
 from contextlib import suppress
@@ -9,11 +9,7 @@ from megasink.atomic import atomic_text
 
 
 class MetricsFile:
-    """Append records; a resumed run drops those of the steps that it repeats.
-
-    Args:
-        path: the file; None to write none.
-    """
+    """Append records, if given a path; a resumed run drops those of the steps that it repeats."""
 
     def __init__(self, path: Path | None):
         self._path = path
@@ -57,3 +53,35 @@ class MetricsFile:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+class NewLines:
+    """Read the records appended to a JSON-lines file, which may not exist yet, since the last call.
+
+    Its current contents count as read.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._read = 0
+        self()
+
+    def __call__(self) -> list[dict[str, Any]]:
+        """Return the new complete lines, without those truncated by a kill."""
+        try:
+            size = self._path.stat().st_size
+        except FileNotFoundError:
+            return []
+        if size < self._read:
+            # A resumed run drops the steps that it repeats; the rest was read before.
+            self._read = size
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            whole = file.read().rpartition(b"\n")[0]
+        self._read += len(whole) + 1 if whole else 0
+        records = []
+        for line in whole.splitlines():
+            with suppress(ValueError):
+                records.append(json.loads(line))
+        return records

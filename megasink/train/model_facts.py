@@ -11,15 +11,13 @@ _PADDED = ("word_embeddings.weight", "output_layer.weight")
 
 
 def model_facts(args: Namespace, model: GPTModel, iteration: int, name: str) -> dict[str, Any]:
-    """Return the value of the key "model" in results.json.
-
-    Args:
-        args: the run's arguments.
-        iteration: the number of steps trained.
-    """
+    """Return the value of the key "model" in results.json, after `iteration` steps of training."""
+    attention = args.attention_variant
+    if args.attention_similarity != "softmax":  # the scores of other weights are proxies (P2.37)
+        attention = f"{args.attention_similarity} (proxy weights)"
     return {
         "name": name,
-        "kind": f"{_attention_name(args)} attention, step {iteration}",
+        "kind": f"{attention} attention, step {iteration}",
         "attention": model.config.attention_kernel,
         "dtype": str(args.params_dtype).removeprefix("torch."),
         "parameters": _parameters(args, model),
@@ -34,10 +32,3 @@ def _parameters(args: Namespace, model: GPTModel) -> int:
     padding = args.padded_vocab_size - counted_rows(vars(args))
     padded = sum(name.endswith(_PADDED) for name in sizes)
     return sum(sizes.values()) - padded * padding * args.hidden_size
-
-
-def _attention_name(args: Namespace) -> str:
-    """Name the attention, and mark non-softmax weights: their scores are proxies (P2.37)."""
-    similarity = getattr(args, "attention_similarity", "softmax")
-    variant: str = args.attention_variant
-    return variant if similarity == "softmax" else f"{similarity} (proxy weights)"

@@ -10,6 +10,7 @@ import functools
 import inspect
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,11 @@ from megasink.layers.statistics import ModelStatistics
 from megasink.report.divergence import Divergence
 from megasink.report.heatmap import importance_picture
 from megasink.report.spikes import SpikeCounter
+from megasink.train import series
 from megasink.train.divergence import stop_if_diverged
 from megasink.train.forward import BITS_PER_BYTE, LM_LOSS
 from megasink.train.live_analysis import LiveAnalysis
 from megasink.train.metrics_file import MetricsFile
-from megasink.train.series import (
-    analysis_record,
-    analysis_scalars,
-    head_record,
-    head_scalars,
-    in_one_line,
-    is_observed,
-    number,
-    sink_record,
-    sink_scalars,
-)
 from megasink.upstream.training import OBSERVER
 
 BALANCE_LOSS = "head balance loss"
@@ -69,10 +60,7 @@ class Observer:
         self._known: list[dict[str, Any]] = []
 
     def step(self, call: dict[str, Any]) -> None:
-        """Reduce a step's statistics and add them to Megatron's losses, before it logs them.
-
-        Args:
-            call: the arguments of ``training_log``.
+        """Reduce a step's statistics and add them to the losses in ``training_log``'s arguments.
 
         Raises:
             UserError: the run has diverged; raised on every rank.
@@ -81,7 +69,7 @@ class Observer:
         coeff = args.head_balance_coeff * self._statistics.balance.share
         statistics = self._statistics.heads.finish_step(coeff, args.head_balance_scope)
         self._iteration = int(call["iteration"])
-        logs = is_observed(args, self._iteration)
+        logs = series.is_observed(args, self._iteration)
         if self._owner:
             losses = call["loss_dict"]
             lm_loss = float(losses[LM_LOSS]) if LM_LOSS in losses else None
@@ -90,22 +78,18 @@ class Observer:
                 # Megatron then prints and writes these like the language model loss.
                 losses[BALANCE_LOSS] = statistics.balance_loss.reshape(1)
                 losses[IMBALANCE] = statistics.imbalance.reshape(1)
-                record |= head_record(statistics, details=logs)
+                record |= series.head_record(statistics, details=logs)
                 self._draw(statistics.importance_LH)
             if logs:
                 record["loss_spikes"] = self._spikes.count
-                self._write_scalars(head_scalars(record))
+                self._write_scalars(series.head_scalars(record))
                 self._print(record)
             self._file.write(record)
         if logs and args.stop_on_divergence is not None:
             stop_if_diverged(self._divergence, args.stop_on_divergence, self._iteration, args.save)
 
     def start_evaluation(self, split: str, iteration: int) -> None:
-        """Prepare for an evaluation. Its step may have run before this start.
-
-        Args:
-            split: "valid" or "test".
-        """
+        """Prepare to evaluate "valid" or "test". Its step may have run before this start."""
         self._split, self._iteration = split, iteration
         self._statistics.sinks.collects = get_args().log_sink_rate
 
@@ -115,18 +99,18 @@ class Observer:
         record: dict[str, Any] = {"iteration": self._iteration}
         sinks: dict[str, Any] = {}
         if self._statistics.sinks.collects:
-            sinks = sink_record(split, *self._statistics.sinks.finish())
+            sinks = series.sink_record(split, *self._statistics.sinks.finish())
         if not self._owner or not losses:
             return
-        record[f"{split}_lm_loss"] = number(losses.get(LM_LOSS))
+        record[f"{split}_lm_loss"] = series.number(losses.get(LM_LOSS))
         if BITS_PER_BYTE in losses:
-            record[f"{split}_bits_per_byte"] = number(losses[BITS_PER_BYTE])
+            record[f"{split}_bits_per_byte"] = series.number(losses[BITS_PER_BYTE])
         self._open()
         record |= sinks
         if record not in self._known:  # resuming a finished run evaluates it again
             self._file.write(record)
         if sinks:
-            scalars = sink_scalars(sinks, split)
+            scalars = series.sink_scalars(sinks, split)
             self._write_scalars(scalars)
             text = " | ".join(f"{name} {value:.2f}%" for name, value in scalars.items())
             print(f"megasink: {text}", flush=True)
@@ -136,9 +120,9 @@ class Observer:
         if self._live is None or (results := self._live(model, iteration)) is None:
             return
         self._open()
-        self._file.write({"iteration": iteration} | analysis_record(results))
-        self._write_scalars(analysis_scalars(results))
-        print(f"megasink: analysis of step {iteration}: {in_one_line(results)}", flush=True)
+        self._file.write({"iteration": iteration} | series.analysis_record(results))
+        self._write_scalars(series.analysis_scalars(results))
+        print(f"megasink: analysis of step {iteration}: {series.in_one_line(results)}", flush=True)
 
     def close(self) -> None:
         """Close metrics.jsonl and flush TensorBoard."""
@@ -153,15 +137,17 @@ class Observer:
         skipped = int(call["skipped_iter"])
         if lm_loss is not None and not skipped:
             self._follow(self._iteration, lm_loss)
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
         return {
             "iteration": self._iteration,
             "lm_loss": lm_loss,
             "learning_rate": call["learning_rate"],
-            "grad_norm": number(call["grad_norm"]),
+            "grad_norm": series.number(call["grad_norm"]),
             "skipped": skipped,
             "consumed_samples": args.consumed_train_samples,
             "tokens": args.consumed_train_samples * args.seq_length,
-            "seconds": self._seconds(),
+            "seconds": seconds,
         }
 
     def _open(self) -> None:
@@ -202,11 +188,6 @@ class Observer:
         if scalars and (wandb := get_wandb_writer()):
             wandb.log(scalars, self._iteration)
 
-    def _seconds(self) -> float:
-        now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
-        return seconds
-
     def _print(self, record: dict[str, Any]) -> None:
         args = get_args()
         seconds = record["seconds"]
@@ -219,17 +200,16 @@ class Observer:
         if "imbalance" in record:
             parts.append(f"imbalance {record['imbalance']:.4f}")
             cells = ("-" if cv is None else f"{cv:.3f}" for cv in record["imbalance_per_layer"])
-            by_layer = " ".join(cells)
-            parts.append(f"by layer {by_layer}")
+            parts.append(f"by layer {' '.join(cells)}")
         parts.append(f"{args.global_batch_size * args.seq_length / mean:,.0f} tokens/s")
-        parts.append(f"eta {int(left // 3600)}:{int(left % 3600 // 60):02}:{int(left % 60):02}")
+        parts.append(f"eta {timedelta(seconds=int(left))}")
         print(" | ".join(parts), flush=True)
 
 
 @contextlib.contextmanager
 def observing(observer: Observer) -> Iterator[None]:
     """Call the observer on every step and evaluation of Megatron's training loop."""
-    originals = {name: getattr(training, name) for name in OBSERVER.attributes.split()}
+    originals = OBSERVER.originals()
     step_call = inspect.signature(training.training_log)
     evaluation_call = inspect.signature(training.evaluate_and_print_results)
 

@@ -61,11 +61,7 @@ def enter_stage(model: Any) -> None:
 
 
 def leave_stage(output: Tensor, samples: int) -> Tensor:
-    """Reshape [T, 1, d] to the [S, B, d] that the next stage expects, with identical bytes.
-
-    Args:
-        samples: B.
-    """
+    """Reshape [T, 1, d] to the [S, B, d] that the next stage expects, with identical bytes."""
     # The schedules free the memory of sent tensors, and refuse views.
     result: Tensor = make_viewless_tensor(
         output.view(-1, samples, output.shape[-1]), requires_grad=True, keep_graph=True

@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from megasink.train import stop
-from megasink.train.heartbeat import progress
 from megasink.upstream.training import PHASES, SIGNALS
 
 # Functions of megatron/training/training.py.
 _WORDS = {
     "initialize_megatron": "starting the process groups",
     "setup_model_and_optimizer": "building and loading the model",
-    "build_train_valid_test_data_iterators": "building the data sets",
+    "build_train_valid_test_data_iterators": "building the datasets",
     "train": "training",
     "evaluate_and_print_results": "evaluating",
     "save_checkpoint_and_time": "saving a checkpoint",
@@ -23,7 +22,7 @@ _WORDS = {
 
 @contextmanager
 def following_phases(args: Namespace) -> Iterator[None]:
-    """Keep `stop.Told.phase` and the step of the heartbeat up to date."""
+    """Keep `stop.Told.phase` and `stop.Told.step` up to date."""
     from megatron.training import training
 
     during = {name: _during(words, getattr(training, name)) for name, words in _WORDS.items()}
@@ -43,7 +42,7 @@ def following_phases(args: Namespace) -> Iterator[None]:
         return during["evaluate_and_print_results"](*positional, **named)
 
     def training_log(*positional: Any, **named: Any) -> Any:
-        progress.step = args.curr_iteration + 1
+        stop.Told.step = args.curr_iteration + 1
         return log(*positional, **named)
 
     followed = during | {"train": train, "evaluate_and_print_results": evaluate_and_print_results}
@@ -69,11 +68,8 @@ def agreeing_on_signals(told: Callable[[], int], tell: Callable[[int], None]) ->
     """Agree on the signal that any rank received, with one all-reduce.
 
     Upstream reads the ranks' values from the device one by one, which with thousands of ranks takes
-    longer than the head statistics. Its handler only supports --exit-signal.
-
-    Args:
-        told: returns the signal that this rank received, or 0.
-        tell: called with the signal that any rank received.
+    longer than the head statistics. Its handler only supports --exit-signal. `told` returns the
+    signal that this rank received, or 0; `tell` is called with the one that any rank received.
     """
     import torch
 

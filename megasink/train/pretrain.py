@@ -28,9 +28,6 @@ _END_SECONDS = 60.0
 def pretrain(argv: Sequence[str]) -> None:
     """Train. Call on every rank, with torchrun's environment variables.
 
-    Args:
-        argv: Megatron's and megasink's flags.
-
     Raises:
         UserError: the configuration, the data or the checkpoint is wrong.
     """
@@ -56,10 +53,10 @@ def _train(args: Namespace, store: Any) -> None:
     try:
         _run(args, store)
     except BaseException as error:
-        found = explained(error, args)
-        if found is error:
+        explanation = explained(error, args)
+        if explanation is error:
             raise
-        raise found from error
+        raise explanation from error
     finally:
         with guard.bounded("the end of the process", _END_SECONDS):
             _end_loader_workers()
@@ -106,7 +103,7 @@ def _run(args: Namespace, store: Any) -> None:
     from megasink.train.phases import agreeing_on_signals, following_phases
 
     if args.rank == 0 and args.attention_similarity != "softmax":
-        print(f"attention: {args.attention_similarity} similarity, by chunks of rows", flush=True)
+        print(f"attention: {args.attention_similarity} similarity, in chunks of rows", flush=True)
     elif args.rank == 0:
         choice = choose_backend(attention_request(args), args.attention_kernel)
         others = "; ".join(f"not {name}: {why}" for name, why in choice.reasons.items())

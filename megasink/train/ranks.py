@@ -28,7 +28,6 @@ class Ranks:
     Args:
         arguments: torchrun's arguments.
         logs: folder for torchrun's output, and for ours once the terminal is closed.
-        console: where signals are reported.
 
     Attributes:
         told: the signals that we received, in order.
@@ -87,8 +86,8 @@ class Ranks:
     def _hand_on(self) -> None:
         if self._since is None:
             self._since = time.monotonic()
-            again = "; Ctrl-C again ends them at once" if self.told[0] == signal.SIGINT else ""
-            self._say(f"{name_of(self.told[0])}: the ranks finish the step and save{again}")
+            again = "; press Ctrl-C again to end them now" if self.told[0] == signal.SIGINT else ""
+            self._say(f"{name_of(self.told[0])}: the ranks will finish the step and save{again}")
             if self.told[0] == signal.SIGHUP and self._console.is_terminal:
                 self._write_to_log()
         waited = time.monotonic() - self._since

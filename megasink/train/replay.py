@@ -75,8 +75,8 @@ def replayed(last: Sequence[str], given: Sequence[str], run_dir: Path) -> list[s
     ]
     if refused:
         raise UserError(
-            f"--resume: the last start in {run_dir} had {', '.join(refused)}, which a folder does "
-            "not decide: give it again if the run is yours, or another value"
+            f"--resume: the last start in {run_dir} had {', '.join(refused)}, which is not reused "
+            "for safety: give it again if the run is yours, or another value"
         )
     kept = ([f"--{name}", *values] for name, values in named_values(last) if name not in said)
     return [word for flag in kept for word in flag]

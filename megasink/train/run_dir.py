@@ -27,7 +27,7 @@ import megasink
 from megasink.atomic import atomic_text
 from megasink.checkpoint.find import newest_checkpoint
 from megasink.checkpoint.identity import MODEL, plain, same
-from megasink.checkpoint.intact import go_back_to_intact, iterations, newest_intact
+from megasink.checkpoint.intact import TRACKER, go_back_to_intact, iterations, newest_intact
 from megasink.checkpoint.tokenizer import OWN, copy_tokenizer, same_tokenizer
 from megasink.errors import UserError
 from megasink.json_file import read_object
@@ -53,8 +53,8 @@ IDENTITY = (
 def problems(args: Namespace) -> list[str]:
     """Return the problems that prevent a start or resume in ``args.run_dir``."""
     if args.run_dir is None:
-        found = ["--resume needs --run-dir"] if args.resume else []
-        return found + _checkpoint_problems(args, args.load)
+        alone = ["--resume needs --run-dir"] if args.resume else []
+        return alone + _checkpoint_problems(args)
     folder = Path(args.run_dir)
     config = folder / "config.json"
     if config.is_file() and has_finished_step(folder):
@@ -63,7 +63,7 @@ def problems(args: Namespace) -> list[str]:
             if "converted_from" in saved:
                 return [
                     f"--run-dir {folder} holds a model converted from Hugging Face: choose another "
-                    f"folder, with --load {folder}/checkpoints --finetune"
+                    f"folder, and add --load {folder}/checkpoints --finetune"
                 ]
             if args.resume and (problem := _elsewhere(saved, args)):
                 return [problem]
@@ -74,32 +74,31 @@ def problems(args: Namespace) -> list[str]:
             return [f"{config} cannot be read ({error}): choose another --run-dir"]
         if differences:
             return [
-                f"--run-dir {folder} holds a run of another configuration "
+                f"--run-dir {folder} holds a run with another configuration "
                 f"({'; '.join(differences)}): choose another folder or the same flags"
             ]
-    problem = folder_problem(folder, resume=args.resume)
-    if problem:
+    if problem := folder_problem(folder, resume=args.resume):
         return [problem]
-    if args.resume:
-        try:
-            newest_intact(folder / "checkpoints")
-        except UserError as error:
-            return [str(error)] if args.resume != "auto" else _checkpoint_problems(args, args.load)
-    return [] if args.resume else _checkpoint_problems(args, args.load)
+    if not args.resume:
+        return _checkpoint_problems(args)
+    try:
+        newest_intact(folder / "checkpoints")
+    except UserError as error:
+        return [str(error)] if args.resume != "auto" else _checkpoint_problems(args)
+    return []
 
 
 def folder_problem(folder: Path, *, resume: str | None) -> str | None:
     """Return why no run can start, or resume, in a folder; None if one can.
 
     Args:
-        folder: the run folder.
         resume: ``args.resume``. With "auto" the folder may or may not hold a run.
     """
     if folder.exists() and not folder.is_dir():
         return f"--run-dir {folder} is a file"
     if not (folder / "config.json").is_file():
         if resume == "newest":
-            return f"--resume: {folder} holds no run; drop --resume to start one there"
+            return f"--resume: {folder} holds no run: drop --resume to start one there"
         # Left by a start that ended before it wrote config.json.
         left = {p.name for p in folder.glob("*") if not is_part_of_a_lease(p.name)}
         if left - {"logs", "tensorboard", "wandb", "config.json.partial"}:
@@ -111,14 +110,14 @@ def folder_problem(folder: Path, *, resume: str | None) -> str | None:
         if resume:
             return f"--resume: the run in {folder} has finished no step: drop --resume to start it"
         return None
-    whole = iterations(folder / "checkpoints")
+    saved = iterations(folder / "checkpoints")
     if not resume:
-        flag = "--resume" if whole else "--resume auto (it has no checkpoint: it starts at step 0)"
-        return f"--run-dir {folder} holds a run already: add {flag} or choose another folder"
-    if not whole:
+        flag = "--resume" if saved else "--resume auto (without a checkpoint it starts at step 0)"
+        return f"--run-dir {folder} already holds a run: add {flag} or choose another folder"
+    if not saved:
         return (
-            f"--resume: {folder}/checkpoints holds no finished checkpoint: --resume auto starts at "
-            "step 0"
+            f"--resume: {folder}/checkpoints has no finished checkpoint: use --resume auto to "
+            "start at step 0"
         )
     return None
 
@@ -143,20 +142,18 @@ def _elsewhere(saved: dict[str, Any], args: Namespace) -> str | None:
         there = Path(before, prefix)
         if not Path(f"{prefix}.idx").is_file() and Path(f"{there}.idx").is_file():
             return (
-                f"--data-path {prefix} counts from {before}, where the run was started, and not "
-                f"from {here}: cd there, or give --data-path {there}"
+                f"--data-path {prefix} is relative to {before}, where the run was started, not to "
+                f"{here}: cd there, or give --data-path {there}"
             )
     return None
 
 
-def _checkpoint_problems(args: Namespace, load: str | None) -> list[str]:
+def _checkpoint_problems(args: Namespace) -> list[str]:
     """Report a ``--load`` that is not a checkpoint of this architecture."""
-    if not load:
+    if not (load := args.load):
         return []
     if newest_checkpoint(Path(load)) is None:
-        return [
-            f"--load {load}: no finished checkpoint there (no latest_checkpointed_iteration.txt)"
-        ]
+        return [f"--load {load}: no finished checkpoint there (no {TRACKER})"]
     config = Path(load).parent / "config.json"
     if not config.is_file():
         return []  # not a run folder: Megatron compares its saved arguments
@@ -167,8 +164,8 @@ def _checkpoint_problems(args: Namespace, load: str | None) -> list[str]:
     if "converted_from" in saved:
         if not args.finetune:
             return [
-                f"--load {load} was converted from Hugging Face and holds no state of an "
-                "optimizer: add --finetune"
+                f"--load {load} was converted from Hugging Face and has no optimizer state: "
+                "add --finetune"
             ]
         # Data and tokenizer may differ from those of the original model.
         names = tuple(name for name in MODEL if name in saved["identity"])
@@ -177,8 +174,8 @@ def _checkpoint_problems(args: Namespace, load: str | None) -> list[str]:
         return []
     hint = ""
     if not _differences(config, saved, args, names, finetune=True):
-        hint = " (another context goes with --finetune)"
-    return [f"--load {load} is a checkpoint of another model: {'; '.join(differences)}{hint}"]
+        hint = " (--finetune allows another context)"
+    return [f"--load {load} is a checkpoint of a different model: {'; '.join(differences)}{hint}"]
 
 
 def _differences(
@@ -204,7 +201,7 @@ def _differences(
 
     def said(name: str) -> str:
         if before[name] == now[name]:
-            return f"{name} {now[name]!r} holds another one now"
+            return f"{name} {now[name]!r} has changed since"
         return f"{name} {before[name]!r} -> {now[name]!r}"
 
     return [said(name) for name in now if name in before and not agree(name)]
@@ -255,7 +252,6 @@ def write_start(args: Namespace, identity: dict[str, Any]) -> int | None:
     """Record this start. Call on the rank that owns the folder, after validation.
 
     Args:
-        args: validated arguments.
         identity: the arguments as given, before Megatron derived others.
 
     Returns:

@@ -12,13 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megasink.balance.tracker import (
-    BALANCE_GRADIENT,
-    GATE,
-    OTHER_GRADIENT,
-    SINK,
-    HeadStatistics,
-)
+from megasink.balance import tracker
 from megasink.diagnostics import metrics_shown
 from megasink.diagnostics.results import Results, scalars_of
 
@@ -30,7 +24,7 @@ def is_observed(args: Namespace, iteration: int) -> bool:
     return bool(iteration % args.log_interval == 0 or iteration == args.train_iters)
 
 
-def head_record(statistics: HeadStatistics, *, details: bool) -> dict[str, Any]:
+def head_record(statistics: tracker.HeadStatistics, *, details: bool) -> dict[str, Any]:
     """Return the head metrics of a step's record; `details` only on observed steps."""
     record: dict[str, Any] = {
         "balance_loss": number(statistics.balance_loss),
@@ -41,13 +35,13 @@ def head_record(statistics: HeadStatistics, *, details: bool) -> dict[str, Any]:
         return record
     record["importance"] = rounded(statistics.importance_LH)
     series = {name: values for name, values in statistics.series.items() if _recorded(values)}
-    if SINK in series:
-        record["softmax_offset"] = rounded(series[SINK])
-    if GATE in series:
+    if tracker.SINK in series:
+        record["softmax_offset"] = rounded(series[tracker.SINK])
+    if (gate_LH := series.get(tracker.GATE)) is not None:
         # As many heads as the gate has: the groups for a key or value gate, one for the output.
-        record["explicit_gate"] = rounded(series[GATE][:, ~series[GATE].isnan().all(0)])
-    if BALANCE_GRADIENT in series:
-        balance_LH, other_LH = series[BALANCE_GRADIENT], series[OTHER_GRADIENT]
+        record["explicit_gate"] = rounded(gate_LH[:, ~gate_LH.isnan().all(0)])
+    if tracker.BALANCE_GRADIENT in series:
+        balance_LH, other_LH = series[tracker.BALANCE_GRADIENT], series[tracker.OTHER_GRADIENT]
         record[RATIO] = number(_ratio(balance_LH.flatten(), other_LH.flatten()))
         record[f"{RATIO}_per_layer"] = rounded(_ratio(balance_LH, other_LH))
     return record
@@ -56,10 +50,9 @@ def head_record(statistics: HeadStatistics, *, details: bool) -> dict[str, Any]:
 def sink_record(
     prefix: str, first_key_LH: Tensor, slot_LH: Tensor
 ) -> dict[str, float | list[Any] | None]:
-    """Return Sink^0.3 of an evaluation in percent, over all heads and per layer (P2.2).
+    """Return Sink^0.3 of "valid" or "test" in percent, over all heads and per layer (P2.2).
 
     Args:
-        prefix: of the keys, "valid" or "test".
         first_key_LH, slot_LH: fraction of sequences; NaN where nothing was recorded.
     """
     record: dict[str, float | list[Any] | None] = {}
@@ -149,8 +142,8 @@ def number(value: Any) -> float | None:
     """Convert to a float for JSON; None if missing or not finite."""
     if value is None:
         return None
-    found = float(value)
-    return found if math.isfinite(found) else None
+    result = float(value)
+    return result if math.isfinite(result) else None
 
 
 def rounded(tensor: Tensor) -> list[Any]:

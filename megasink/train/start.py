@@ -29,10 +29,6 @@ _START, _HEARD = "start", "heard"
 def starting(args: Namespace, identity: dict[str, Any]) -> Iterator[Any]:
     """Hold the run folder's lease, and set ``args`` to resume from the same step on every rank.
 
-    Args:
-        args: validated arguments.
-        identity: see `run_dir.write_start`.
-
     Yields:
         the store for Megatron's process groups, separate for each attempt: torchrun's store
         survives a restart of the ranks (torch/distributed/rendezvous.py:205 says that it does not),
@@ -85,7 +81,7 @@ def _follow(store: Any, args: Namespace) -> None:
     try:
         while not store.check([_START]):
             if time.monotonic() > end:
-                raise UserError(f"rank {args.rank} waited for rank 0 for {_WAIT_SECONDS:.0f} s")
+                raise UserError(f"rank {args.rank} waited {_WAIT_SECONDS:.0f} s for rank 0")
             time.sleep(0.05)
         answer = json.loads(store.get(_START))
         store.add(_HEARD, 1)
@@ -103,11 +99,10 @@ def _store(args: Namespace) -> Any:
         return None
     import torch
 
-    found = torch.distributed.rendezvous(
-        "env://", timeout=timedelta(minutes=args.distributed_timeout_minutes)
-    )
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    store, _, _ = next(torch.distributed.rendezvous("env://", timeout=timeout))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return torch.distributed.PrefixStore(f"megasink/{attempt}", next(iter(found))[0])
+    return torch.distributed.PrefixStore(f"megasink/{attempt}", store)
 
 
 def _refuse(store: Any, args: Namespace, error: UserError) -> None:

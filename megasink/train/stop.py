@@ -27,6 +27,7 @@ class Told:
         signal: the first signal that any rank received, or 0.
         saves: whether the training loop checks for it after each step, and saves a checkpoint.
         phase: what the rank is doing, in words.
+        step: the last step that this rank finished.
         run_dir: the run folder, or None.
         by: the signals after which the training loop saves; others end the rank immediately.
         release: releases the run folder.
@@ -35,6 +36,7 @@ class Told:
     signal = 0
     saves = False
     phase = "starting"
+    step: int | None = None
     run_dir: Path | None = None
     by: Sequence[int] = SIGNALS
     release: Callable[[], None] | None = None
@@ -43,13 +45,13 @@ class Told:
 def left(run_dir: Path | None) -> str:
     """Describe what is saved of a run, and how to resume it."""
     if run_dir is None:
-        return "without --run-dir no checkpoint is known"
+        return "there is no --run-dir to resume from"
     tracker = run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
     try:
         newest = int(tracker.read_text())
     except (OSError, ValueError):
-        return "no checkpoint was saved yet (--save-interval): start again with --resume auto"
-    return f"go on from step {newest} with: megasink train --run-dir {run_dir} --resume"
+        return "no checkpoint was saved yet (--save-interval): restart with --resume auto"
+    return f"resume from step {newest} with: megasink train --run-dir {run_dir} --resume"
 
 
 def name_of(number: int) -> str:
@@ -67,7 +69,7 @@ def listen() -> None:
     os.set_blocking(sending, False)
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _do_nothing)
+            signal.signal(number, lambda number, frame: None)  # without it the process would end
     signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
     # Forked processes share the pipe.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
@@ -112,16 +114,14 @@ def write_to_stderr(line: str) -> None:
 
 
 @contextlib.contextmanager
-def ending_at_once(doing: str) -> Iterator[None]:
+def ending_at_once() -> Iterator[None]:
     """End the launcher with one line on a signal, before it has started anything.
 
     A KeyboardInterrupt during an import could be caught by the imported module.
     """
 
     def end(number: int, frame: Any) -> None:
-        write_to_stderr(
-            f"megasink: stopped by {name_of(number)} while {doing}: no rank was started"
-        )
+        write_to_stderr(f"megasink: stopped by {name_of(number)} before any rank was started")
         os._exit(Stopped.code_of(number))
 
     before = {
@@ -134,10 +134,6 @@ def ending_at_once(doing: str) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _do_nothing(number: int, frame: Any) -> None:
-    """Do nothing: without a handler the system would end the process."""
 
 
 def _hear(receiving: int) -> None:

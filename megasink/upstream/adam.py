@@ -55,26 +55,16 @@ class GroupStepAdam(torch.optim.Optimizer):
                     self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
             first = [self.state[p]["exp_avg"] for p in params]
             second = [self.state[p]["exp_avg_sq"] for p in params]
-            self._update(group, params, grads, first, second)
+            lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
+            if decay and self.adam_w_mode:
+                torch._foreach_mul_(params, 1 - lr * decay)
+            elif decay:
+                grads = list(torch._foreach_add(grads, params, alpha=decay))
+            torch._foreach_lerp_(first, grads, 1 - beta1)
+            torch._foreach_mul_(second, beta2)
+            torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
+            root = torch._foreach_sqrt(second)
+            torch._foreach_div_(root, (1 - beta2 ** group["step"]) ** 0.5)
+            torch._foreach_add_(root, group["eps"])
+            torch._foreach_addcdiv_(params, first, root, -lr / (1 - beta1 ** group["step"]))
         return loss
-
-    def _update(
-        self,
-        group: dict[str, Any],
-        params: list[Any],
-        grads: list[Any],
-        first: list[Any],
-        second: list[Any],
-    ) -> None:
-        lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
-        if decay and self.adam_w_mode:
-            torch._foreach_mul_(params, 1 - lr * decay)
-        elif decay:
-            grads = list(torch._foreach_add(grads, params, alpha=decay))
-        torch._foreach_lerp_(first, grads, 1 - beta1)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
-        root = torch._foreach_sqrt(second)
-        torch._foreach_div_(root, (1 - beta2 ** group["step"]) ** 0.5)
-        torch._foreach_add_(root, group["eps"])
-        torch._foreach_addcdiv_(params, first, root, -lr / (1 - beta1 ** group["step"]))

@@ -6,110 +6,72 @@ from collections.abc import Callable
 from typing import Any
 
 from megasink.errors import UserError
-from megasink.upstream.register import Patch
-from megasink.upstream.source import Quote as Q
+from megasink.upstream.register import patches
 
-_DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
-_PATCHES_TEST = "tests/platform/test_patches.py"
+_patch = patches("always", "tests/platform/test_patches.py")
 
-ADAM = Patch(
+ADAM = _patch(
     "Adam with a step per group",
-    "always",
     "megatron.core.optimizer",
     "Adam USING_PYTORCH_OPTIMIZER",
-    "without TransformerEngine and apex checkpoints of the distributed optimizer do not load",
-    (
-        Q("megatron.core.optimizer", "USING_PYTORCH_OPTIMIZER = True"),
-        Q("megatron.core.optimizer", "kwargs['adam_w_mode'] = config.decoupled_weight_decay"),
-    ),
-    _PATCHES_TEST,
+    "without TransformerEngine and apex, checkpoints of the distributed optimizer do not load",
+    "megatron.core.optimizer: USING_PYTORCH_OPTIMIZER = True",
+    "megatron.core.optimizer: kwargs['adam_w_mode'] = config.decoupled_weight_decay",
 )
-ADAM_CHECKPOINTS = Patch(
+ADAM_CHECKPOINTS = _patch(
     "checkpoints with a step per group",
-    "always",
-    _DISTRIBUTED_OPTIMIZER,
+    "megatron.core.optimizer.distrib_optimizer",
     "HAVE_APEX_OR_TE",
     ADAM.reason,
-    (
-        Q(
-            f"{_DISTRIBUTED_OPTIMIZER}:DistributedOptimizer.state_dict",
-            "steps = list(set([s['step'].item() for s in inner_state_dict['state'].values()]))",
-        ),
-        Q(
-            f"{_DISTRIBUTED_OPTIMIZER}:DistributedOptimizer.load_state_dict",
-            "steps = list(set([g['step'] for g in state_dict['optimizer']['param_groups']]))",
-        ),
-    ),
-    _PATCHES_TEST,
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict: "
+    "steps = list(set([s['step'].item() for s in inner_state_dict['state'].values()]))",
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict: "
+    "steps = list(set([g['step'] for g in state_dict['optimizer']['param_groups']]))",
 )
-DATASET_HELPERS = Patch(
-    "helpers of the data sets",
-    "always",
+DATASET_HELPERS = _patch(
+    "dataset helpers",
     "megatron.core.datasets.utils",
     "compile_helpers",
-    "it runs make without a Makefile, and exits; the wheel holds the extension already built",
-    (
-        Q("megatron.core.datasets.utils", "def compile_helpers()"),
-        Q("megatron.core.datasets.utils:compile_helpers", "subprocess.run(command)"),
-    ),
-    "tests/train/test_end_to_end.py",
+    "it runs make without a Makefile and exits; the wheel contains the built extension",
+    "megatron.core.datasets.utils: def compile_helpers()",
+    "megatron.core.datasets.utils:compile_helpers: subprocess.run(command)",
+    test="tests/train/test_end_to_end.py",
 )
-PARAMETER_ORDER = Patch(
+PARAMETER_ORDER = _patch(
     "order of float32 parameters",
-    "always",
-    f"{_DISTRIBUTED_OPTIMIZER}.DistributedOptimizer",
+    "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer",
     "_build_optimizer_group_ranges",
-    "parameters are numbered in the order of the gradient buffers, but handed to the inner "
-    "optimizer float32 first: under bf16, sinks would save and load the states of others",
-    (
-        Q(
-            f"{_DISTRIBUTED_OPTIMIZER}:DistributedOptimizer",
-            "def _build_optimizer_group_ranges(cls, param_groups, gbuf_ranges)",
-        ),
-        Q(
-            f"{_DISTRIBUTED_OPTIMIZER}:DistributedOptimizer._build_optimizer_group_ranges",
-            "local_param_group_map[param] = (group_index, len(group_range['params']) - 1)",
-        ),
-        Q(
-            f"{_DISTRIBUTED_OPTIMIZER}:DistributedOptimizer._build_model_and_main_param_groups",
-            "[*shard_fp32_params_this_group, *shard_fp32_from_float16_params_this_group]",
-        ),
-    ),
-    "tests/distributed/test_checkpoint.py",
+    "parameters are numbered in the order of the gradient buffers, but the inner optimizer gets "
+    "float32 ones first: under bf16, sinks would save and load the states of other parameters",
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer: "
+    "def _build_optimizer_group_ranges(cls, param_groups, gbuf_ranges)",
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_optimizer_group_ranges: "
+    "local_param_group_map[param] = (group_index, len(group_range['params']) - 1)",
+    "megatron.core.optimizer.distrib_optimizer:"
+    "DistributedOptimizer._build_model_and_main_param_groups: "
+    "[*shard_fp32_params_this_group, *shard_fp32_from_float16_params_this_group]",
+    test="tests/distributed/test_checkpoint.py",
 )
-_FLOAT16 = "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params"
-FLOAT32_STATES = Patch(
+FLOAT32_STATES = _patch(
     "states of float32 parameters",
-    "always",
-    _FLOAT16.replace(":", "."),
+    "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params",
     "state_dict sharded_state_dict load_state_dict",
     "the state of a bf16 model's optimizer is saved as if no parameter were float32",
-    (
-        Q(f"{_FLOAT16}.sharded_state_dict", "chain.from_iterable(g for g in self.float16_groups)"),
-        Q(
-            f"{_FLOAT16}.state_dict",
-            "state_dict['fp32_from_fp16_params'] = self.fp32_from_float16_groups",
-        ),
-    ),
-    "tests/distributed/test_checkpoint.py",
+    "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params.sharded_state_dict: "
+    "chain.from_iterable(g for g in self.float16_groups)",
+    "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params.state_dict: "
+    "state_dict['fp32_from_fp16_params'] = self.fp32_from_float16_groups",
+    test="tests/distributed/test_checkpoint.py",
 )
-CHAINED_STATES = Patch(
+CHAINED_STATES = _patch(
     "states under another expert parallelism",
-    "always",
     "megatron.core.optimizer.optimizer.ChainedOptimizer",
     "load_state_dict",
-    "a checkpoint of one optimizer loads only into one, but experts have a second",
-    (
-        Q(
-            "megatron.core.optimizer.optimizer:ChainedOptimizer",
-            "def load_state_dict(self, state_dict)",
-        ),
-        Q(
-            "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict",
-            "len(self.chained_optimizers) != len(state_dict)",
-        ),
-    ),
-    "tests/distributed/test_checkpoint.py",
+    "a checkpoint of one optimizer loads only into one, but experts have a second one",
+    "megatron.core.optimizer.optimizer:ChainedOptimizer: def load_state_dict(self, state_dict)",
+    "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict: "
+    "len(self.chained_optimizers) != len(state_dict)",
+    test="tests/distributed/test_checkpoint.py",
 )
 
 
@@ -122,7 +84,6 @@ def mend_upstream() -> None:
     from megatron.core import optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import ChainedOptimizer
-    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params as Float16
 
     from megasink.upstream.adam import GroupStepAdam
 
@@ -134,8 +95,8 @@ def mend_upstream() -> None:
         ADAM_CHECKPOINTS.apply(HAVE_APEX_OR_TE=True)
     ranges = _float32_first(DistributedOptimizer._build_optimizer_group_ranges)
     PARAMETER_ORDER.apply(_build_optimizer_group_ranges=staticmethod(ranges))
-    names = FLOAT32_STATES.attributes.split()
-    FLOAT32_STATES.apply(**{name: _with_every_parameter(getattr(Float16, name)) for name in names})
+    methods = FLOAT32_STATES.originals()
+    FLOAT32_STATES.apply(**{name: _with_every_parameter(f) for name, f in methods.items()})
     load = _for_any_expert_parallelism(ChainedOptimizer.load_state_dict)
     CHAINED_STATES.apply(load_state_dict=load)
 
@@ -145,7 +106,7 @@ def _check_dataset_helpers() -> None:
         from megatron.core.datasets import helpers_cpp  # noqa: F401
     except ImportError as error:
         raise UserError(
-            f"megatron-core's dataset helpers do not import ({error}): reinstall the wheel with "
+            f"megatron-core's dataset helpers cannot be imported ({error}): reinstall it with "
             "pip install --force-reinstall --no-deps megatron-core"
         ) from error
 

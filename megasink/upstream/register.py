@@ -7,7 +7,7 @@ else.
 """
 
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -42,6 +42,11 @@ class Patch:
     quotes: tuple[Quote, ...]
     test: str
 
+    def originals(self) -> dict[str, Any]:
+        """Return the current value of each attribute, by name."""
+        owner = pkgutil.resolve_name(self.owner)
+        return {name: getattr(owner, name) for name in self.attributes.split()}
+
     def where(self) -> list[str]:
         """Return ``file:line`` for each quote whose package is installed.
 
@@ -55,7 +60,7 @@ class Patch:
             except MovedError as error:
                 raise UserError(
                     f"{quote.distribution}: {error}, which megasink's patch '{self.name}' of "
-                    f"{self.owner} rests on: install the versions of constraints.txt"
+                    f"{self.owner} depends on: install the versions in constraints.txt"
                 ) from error
         return places
 
@@ -65,11 +70,7 @@ class Patch:
         return any(replacement.patch is self for replacement in _active)
 
     def apply(self, on: Any = None, /, **new: Any) -> list["Replacement"]:
-        """Replace attributes from now on.
-
-        Args:
-            on: the object to patch, if not `owner`.
-            new: the replacement of each attribute.
+        """Replace attributes of `owner`, or of another object, from now on.
 
         Raises:
             UserError: upstream's source has changed.
@@ -90,6 +91,18 @@ class Patch:
             undo(made)
 
 
+def patches(room: Room, test: str) -> Callable[..., Patch]:
+    """Return a constructor of a room's patches, which writes a quote as ``where: code``."""
+
+    def patch(
+        name: str, owner: str, attributes: str, reason: str, *quotes: str, test: str = test
+    ) -> Patch:
+        lines = tuple(Quote(*quote.split(": ", 1)) for quote in quotes)
+        return Patch(name, room, owner, attributes, reason, lines, test)
+
+    return patch
+
+
 @dataclass(frozen=True)
 class Replacement:
     """One replaced attribute of one object."""
@@ -107,14 +120,12 @@ class Replacement:
             raise UserError(
                 f"{patch.quotes[0].distribution}: {getattr(owner, '__name__', owner)} no longer "
                 f"has {name}, which megasink's patch '{patch.name}' replaces: install the versions "
-                "of constraints.txt"
+                "in constraints.txt"
             )
+        is_class = isinstance(owner, type)
         # A class attribute reached through inheritance is restored by deleting the replacement.
-        inherited = isinstance(owner, type) and name not in vars(owner)
-        original = vars(owner)[name] if isinstance(owner, type) and not inherited else None
-        if not isinstance(owner, type):
-            original = getattr(owner, name)
-        made = cls(patch, owner, name, new, _MISSING if inherited else original)
+        original = vars(owner).get(name, _MISSING) if is_class else getattr(owner, name)
+        made = cls(patch, owner, name, new, original)
         made.redo()
         return made
 

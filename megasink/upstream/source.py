@@ -54,7 +54,8 @@ class Quote:
             MovedError: the line is missing.
         """
         module, _, scope = self.where.partition(":")
-        quoted: ast.AST = ast.parse(f"{self.code}: ..." if self._is_header else self.code).body[0]
+        is_header = self.code.startswith("def ")
+        quoted: ast.AST = ast.parse(f"{self.code}: ..." if is_header else self.code).body[0]
         if isinstance(quoted, ast.FunctionDef):
             scope = f"{scope}.{quoted.name}".lstrip(".")
         name, text = _read(module)
@@ -77,10 +78,6 @@ class Quote:
                 return f"{name}:{first + node.lineno}"
         raise MovedError(f"{name} no longer says `{self.code}`" + f" in {scope}" * bool(scope))
 
-    @property
-    def _is_header(self) -> bool:
-        return self.code.startswith("def ")
-
 
 @cache
 def _read(module: str) -> tuple[str, str]:
@@ -92,7 +89,7 @@ def _read(module: str) -> tuple[str, str]:
         for path in (stem.with_suffix(".py"), stem / "__init__.py"):
             if path.is_file():
                 return str(path.relative_to(Path(folder).parent)), path.read_text()
-    raise MovedError(f"{module.replace('.', '/')}.py is not there any more")
+    raise MovedError(f"{module.replace('.', '/')}.py no longer exists")
 
 
 @cache
@@ -142,10 +139,6 @@ def _same(quoted: object, there: object) -> bool:
     if not isinstance(quoted, ast.AST):
         return quoted == there
     fields: tuple[str, ...] = quoted._fields
-    if isinstance(quoted, ast.Call) and _is_any(quoted.args):
+    if isinstance(quoted, ast.Call) and [getattr(a, "value", None) for a in quoted.args] == [...]:
         fields = ("func",)
     return all(_same(getattr(quoted, name), getattr(there, name)) for name in fields)
-
-
-def _is_any(arguments: list[ast.expr]) -> bool:
-    return len(arguments) == 1 and getattr(arguments[0], "value", None) is ...

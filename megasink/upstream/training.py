@@ -3,253 +3,165 @@
 The replacements are in train/ and checkpoint/, where they are used.
 """
 
-from megasink.upstream.register import Patch
-from megasink.upstream.source import Quote as Q
+from megasink.upstream.register import patches
 
-_TRAINING = "megatron.training.training"
-_STRATEGIES = "megatron.core.dist_checkpointing.strategies"
+_training = patches("training", "tests/train/test_survival.py")
+_loading = patches("loading", "tests/security/test_checkpoints.py")
 
 # Megatron's training loop.
-SIGNALS = Patch(
+SIGNALS = _training(
     "signals of all ranks",
-    "training",
     "megatron.training.dist_signal_handler.DistributedSignalHandler",
     "signals_received",
-    "it reads a number from every rank after every step; one all-reduce says which signal it was",
-    (
-        Q(
-            "megatron.training.dist_signal_handler:DistributedSignalHandler",
-            "def signals_received(self)",
-        ),
-        Q(
-            "megatron.training.dist_signal_handler:all_gather_item",
-            "[elem.item() for elem in output_tensors]",
-        ),
-    ),
-    "tests/train/test_survival.py",
-)
-_LOG = (
-    Q(
-        _TRAINING,
-        "def training_log(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, "
-        "report_memory_flag, skipped_iter, grad_norm, *_)",
-    ),
-    Q(f"{_TRAINING}:train", "training_log(...)"),
+    "upstream reads a number from every rank after every step; one all-reduce is enough",
+    "megatron.training.dist_signal_handler:DistributedSignalHandler: def signals_received(self)",
+    "megatron.training.dist_signal_handler:all_gather_item: "
+    "[elem.item() for elem in output_tensors]",
 )
 _EVALUATE = (
-    Q(f"{_TRAINING}:evaluate_and_print_results", "evaluate(...)"),
-    Q(
-        _TRAINING,
-        "def evaluate_and_print_results(prefix, forward_step_func, data_iterator, model, "
-        "iteration, *_)",
-    ),
-    Q(f"{_TRAINING}:train", "evaluate_and_print_results(...)"),
+    "megatron.training.training:evaluate_and_print_results: evaluate(...)",
+    "megatron.training.training: "
+    "def evaluate_and_print_results(prefix, forward_step_func, data_iterator, model, iteration, "
+    "*_)",
+    "megatron.training.training:train: evaluate_and_print_results(...)",
 )
-OBSERVER = Patch(
-    "observer of steps and evaluations",
-    "training",
-    _TRAINING,
+OBSERVER = _training(
+    "metrics of steps and evaluations",
+    "megatron.training.training",
     "training_log evaluate evaluate_and_print_results",
-    "the loop has no hook for what it logs",
-    (*_LOG, *_EVALUATE),
-    "tests/train/test_observing.py",
+    "the loop has no hook where it logs",
+    "megatron.training.training: "
+    "def training_log(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, "
+    "report_memory_flag, skipped_iter, grad_norm, *_)",
+    "megatron.training.training:train: training_log(...)",
+    *_EVALUATE,
+    test="tests/train/test_observing.py",
 )
-EVALUATION = Patch(
+EVALUATION = _training(
     "evaluations on the same samples",
-    "training",
-    _TRAINING,
+    "megatron.training.training",
     "get_train_valid_test_num_samples build_pretraining_data_loader evaluate_and_print_results",
-    "each evaluation reads on from the one before it, and the last step is evaluated twice",
-    (
-        Q(_TRAINING, "def get_train_valid_test_num_samples()"),
-        Q(
-            "megatron.training.datasets.data_samplers",
-            "def build_pretraining_data_loader(dataset, consumed_samples)",
-        ),
-        Q(
-            f"{_TRAINING}:build_train_valid_test_data_loaders",
-            "build_pretraining_data_loader(valid_d, args.consumed_valid_samples)",
-        ),
-        *_EVALUATE,
-    ),
-    "tests/train/test_evaluation.py",
+    "each evaluation continues in the validation set, and the last step is evaluated twice",
+    "megatron.training.training: def get_train_valid_test_num_samples()",
+    "megatron.training.datasets.data_samplers: "
+    "def build_pretraining_data_loader(dataset, consumed_samples)",
+    "megatron.training.training:build_train_valid_test_data_loaders: "
+    "build_pretraining_data_loader(valid_d, args.consumed_valid_samples)",
+    *_EVALUATE,
+    test="tests/train/test_evaluation.py",
 )
-PHASES = Patch(
+PHASES = _training(
     "what a rank is doing",
-    "training",
-    _TRAINING,
+    "megatron.training.training",
     "initialize_megatron setup_model_and_optimizer build_train_valid_test_data_iterators train "
     "evaluate_and_print_results save_checkpoint_and_time training_log",
-    "the loop does not tell",
-    (
-        Q(f"{_TRAINING}:pretrain", "initialize_megatron(...)"),
-        Q(f"{_TRAINING}:pretrain", "setup_model_and_optimizer(...)"),
-        Q(f"{_TRAINING}:pretrain", "build_train_valid_test_data_iterators(...)"),
-        Q(f"{_TRAINING}:pretrain", "train(...)"),
-        Q(f"{_TRAINING}:pretrain", "save_checkpoint_and_time(...)"),
-        *_LOG[1:],
-        *_EVALUATE[2:],
-    ),
-    "tests/train/test_survival.py",
+    "the loop has no hook for it",
+    "megatron.training.training:pretrain: initialize_megatron(...)",
+    "megatron.training.training:pretrain: setup_model_and_optimizer(...)",
+    "megatron.training.training:pretrain: build_train_valid_test_data_iterators(...)",
+    "megatron.training.training:pretrain: train(...)",
+    "megatron.training.training:pretrain: save_checkpoint_and_time(...)",
+    "megatron.training.training:train: training_log(...)",
+    "megatron.training.training:train: evaluate_and_print_results(...)",
 )
-OPTIMIZER_GROUPS = Patch(
-    "parameter group of the sinks",
-    "training",
-    _TRAINING,
+OPTIMIZER_GROUPS = _training(
+    "parameter group of the sink parameters",
+    "megatron.training.training",
     "get_megatron_optimizer_config",
-    "the loop fills config_overrides itself, and says that users may add to them",
-    (
-        Q(_TRAINING, "def get_megatron_optimizer_config(args)"),
-        Q(
-            f"{_TRAINING}:setup_model_and_optimizer",
-            "config, config_overrides = get_megatron_optimizer_config(args)",
-        ),
-    ),
-    "tests/train/test_optimizer.py",
+    "the loop sets config_overrides itself, though users are meant to extend them",
+    "megatron.training.training: def get_megatron_optimizer_config(args)",
+    "megatron.training.training:setup_model_and_optimizer: "
+    "config, config_overrides = get_megatron_optimizer_config(args)",
+    test="tests/train/test_optimizer.py",
 )
-WHOLE_CHECKPOINTS = Patch(
-    "whole checkpoints are kept",
-    "training",
-    _TRAINING,
+WHOLE_CHECKPOINTS = _training(
+    "no overwriting of intact checkpoints",
+    "megatron.training.training",
     "save_checkpoint",
-    "an iteration is saved twice where the step after it gave NaN or Inf",
-    (
-        Q("megatron.training.checkpointing", "def save_checkpoint(iteration, *_)"),
-        Q(f"{_TRAINING}:save_checkpoint_and_time", "save_checkpoint(...)"),
-    ),
-    "tests/train/test_survival.py",
+    "an iteration is saved again if the next step gives NaN or Inf",
+    "megatron.training.checkpointing: def save_checkpoint(iteration, *_)",
+    "megatron.training.training:save_checkpoint_and_time: save_checkpoint(...)",
 )
-FOREIGN_CHECKPOINTS = Patch(
-    "checkpoints that no run of megasink wrote",
-    "training",
+FOREIGN_CHECKPOINTS = _training(
+    "checkpoints that megasink did not write",
     "megatron.core.dist_checkpointing",
     "load",
     "a non-strict load would accept a missing weight too",
-    (
-        Q(
-            "megatron.core.dist_checkpointing.serialization",
-            "def load(sharded_state_dict, checkpoint_dir, *_)",
-        ),
-        Q(
-            "megatron.training.checkpointing:_load_global_dist_base_checkpoint",
-            "dist_checkpointing.load(...)",
-        ),
-    ),
-    "tests/train/test_end_to_end.py",
+    "megatron.core.dist_checkpointing.serialization: "
+    "def load(sharded_state_dict, checkpoint_dir, *_)",
+    "megatron.training.checkpointing:_load_global_dist_base_checkpoint: "
+    "dist_checkpointing.load(...)",
+    test="tests/train/test_end_to_end.py",
 )
-RESULTS_QUEUE = Patch(
-    "queue of a checkpoint's writers",
-    "training",
-    f"{_STRATEGIES}.filesystem_async",
+RESULTS_QUEUE = _training(
+    "result queue of checkpoint writers",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
     "_results_queue",
-    "the process that upstream starts for it lives on after a kill",
-    (
-        Q(
-            f"{_STRATEGIES}.filesystem_async:get_write_results_queue",
-            "_results_queue = ctx.Manager().Queue()",
-        ),
-    ),
-    "tests/train/test_survival.py",
+    "the process that upstream starts for it outlives a killed rank",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue: "
+    "_results_queue = ctx.Manager().Queue()",
 )
-CHECKPOINT_WRITER = Patch(
+CHECKPOINT_WRITER = _training(
     "writer of asynchronous checkpoints",
-    "training",
-    f"{_STRATEGIES}.async_utils.PersistentAsyncCaller",
+    "megatron.core.dist_checkpointing.strategies.async_utils.PersistentAsyncCaller",
     "async_loop schedule_async_call",
-    "upstream's outlives its rank, dies of the rank's signals, and is waited for without end",
-    (
-        Q(
-            f"{_STRATEGIES}.async_utils:PersistentAsyncCaller",
-            "def schedule_async_call(self, async_req)",
-        ),
-        Q(
-            f"{_STRATEGIES}.async_utils:PersistentAsyncCaller",
-            "def async_loop(rank, queue, preload_q, comp_q, *_)",
-        ),
-        Q(
-            f"{_STRATEGIES}.async_utils:PersistentAsyncCaller.schedule_async_call",
-            "self._persistent_preload_q.join()",
-        ),
-    ),
-    "tests/train/test_survival.py",
+    "upstream's outlives its rank, dies of the rank's signals, and is waited for forever",
+    "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller: "
+    "def schedule_async_call(self, async_req)",
+    "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller: "
+    "def async_loop(rank, queue, preload_q, comp_q, *_)",
+    "megatron.core.dist_checkpointing.strategies.async_utils:"
+    "PersistentAsyncCaller.schedule_async_call: self._persistent_preload_q.join()",
 )
-PRELOADED_TENSORS = Patch(
+PRELOADED_TENSORS = _training(
     "copies of a checkpoint's tensors",
-    "training",
-    f"{_STRATEGIES}.filesystem_async.FileSystemWriterAsync",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async.FileSystemWriterAsync",
     "preload_tensors",
-    "tensors that are on the CPU already are not copied, and training changes them meanwhile",
-    (
-        Q(
-            f"{_STRATEGIES}.filesystem_async:FileSystemWriterAsync.preload_tensors",
-            "tensor.to('cpu', non_blocking=non_blocking)",
-        ),
-    ),
-    "tests/train/test_checkpoint_writer.py",
+    "tensors already on the CPU are not copied, and training changes them meanwhile",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async:"
+    "FileSystemWriterAsync.preload_tensors: tensor.to('cpu', non_blocking=non_blocking)",
+    test="tests/train/test_checkpoint_writer.py",
 )
-FLAG_SOURCES = Patch(
+FLAG_SOURCES = _training(
     "source files of Megatron's flags",
-    "training",
     "megatron.training.argument_utils.ArgumentGroupFactory",
     "_get_field_docstrings",
-    "python -m megasink.train.flag_table notes which dataclasses flags are made from",
-    (
-        Q(
-            "megatron.training.argument_utils:ArgumentGroupFactory",
-            "def _get_field_docstrings(self, src_cfg_class)",
-        ),
-    ),
-    "tests/test_mistakes.py",
+    "python -m megasink.train.flag_table records which dataclasses define flags",
+    "megatron.training.argument_utils:ArgumentGroupFactory: "
+    "def _get_field_docstrings(self, src_cfg_class)",
+    test="tests/test_mistakes.py",
 )
 
 # Loading checkpoints without running code from the files.
-METADATA = Patch(
+METADATA = _loading(
     "index of a checkpoint",
-    "loading",
     "torch.distributed.checkpoint.filesystem.FileSystemReader",
     "read_metadata",
-    "it is unpickled",
-    (
-        Q(
-            "torch.distributed.checkpoint.filesystem:FileSystemReader.read_metadata",
-            "pickle.load(metadata_file)",
-        ),
-    ),
-    "tests/security/test_checkpoints.py",
+    "upstream unpickles it",
+    "torch.distributed.checkpoint.filesystem:FileSystemReader.read_metadata: "
+    "pickle.load(metadata_file)",
 )
-ENTRIES = Patch(
-    "entries that are no tensors",
-    "loading",
+ENTRIES = _loading(
+    "non-tensor entries of a checkpoint",
     "torch.distributed.checkpoint.default_planner.DefaultLoadPlanner",
     "load_bytes",
-    "common state, random and extra states are unpickled: their name is noted for the refusal",
-    (
-        Q(
-            "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner",
-            "def load_bytes(self, read_item, value)",
-        ),
-        Q(
-            "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.load_bytes",
-            "torch.load(value, weights_only=False)",
-        ),
-    ),
-    "tests/security/test_checkpoints.py",
+    "common, random and extra states are unpickled; an error names the entry",
+    "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner: "
+    "def load_bytes(self, read_item, value)",
+    "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.load_bytes: "
+    "torch.load(value, weights_only=False)",
 )
-TORCH_LOAD = Patch(
+TORCH_LOAD = _loading(
     "torch.load",
-    "loading",
     "torch",
     "load",
-    "it is safe unless the caller or TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD says otherwise",
-    (Q("torch.serialization", "def load(f, map_location, pickle_module, *_)"),),
-    "tests/security/test_checkpoints.py",
+    "the caller or TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD may let it run code",
+    "torch.serialization: def load(f, map_location, pickle_module, *_)",
 )
-FP8_STATES = Patch(
-    "states of FP8",
-    "loading",
+FP8_STATES = _loading(
+    "FP8 states",
     "transformer_engine.pytorch.module.base",
     "pickle, there and wherever TransformerEngine imports it",
-    "they are unpickled; no run here has any",
-    (Q("transformer_engine.pytorch.module.base", "pickle.loads(...)"),),
-    "tests/security/test_checkpoints.py",
+    "upstream unpickles them; no megasink run has any",
+    "transformer_engine.pytorch.module.base: pickle.loads(...)",
 )

@@ -73,6 +73,4 @@ def have_transformer_engine() -> bool:
 
 def have_apex() -> bool:
     """Whether NVIDIA's apex is installed: the PyPI package of that name is unrelated."""
-    return importlib.util.find_spec("apex") is not None and (
-        importlib.util.find_spec("amp_C") is not None
-    )
+    return all(importlib.util.find_spec(name) is not None for name in ("apex", "amp_C"))

@@ -185,7 +185,7 @@ def test_bad_exports_are_one_clear_line(pool, runs, tokenizer, tmp_path):
     refused(pool, [command[0], tmp_path / "nowhere", out], "no such folder")
     refused(pool, [*command, "--target", "llama"], "vanilla attention, not sink")
     refused(pool, [*command, "--target", "gpt5"], "unknown: choose llama")
-    refused(pool, [*command, "--iteration", "9"], "no checkpoint of iteration 9; there are: 3")
+    refused(pool, [*command, "--iteration", "9"], "no checkpoint of iteration 9; available: 3")
     refused(pool, [*command, "--shard-size", "big"], "--shard-size big")
     refused(pool, [*command, "--tokenizer", tmp_path], "no tokenizer")
     (tmp_path / "full").mkdir()

@@ -103,7 +103,7 @@ def test_a_pickle_runs_nothing(tmp_path, function, named):
     if named is None:
         assert set(legacy_weights(folder)) == {"x"}  # an honest checkpoint otherwise
     else:
-        with pytest.raises(UserError, match=f"not to be trusted: it asks for .*{named}"):
+        with pytest.raises(UserError, match=f"untrusted: it names .*{named}"):
             legacy_weights(folder)
     assert not marker.exists()
     with pytest.MonkeyPatch.context() as patch:
@@ -127,7 +127,7 @@ def test_files_that_are_not_whole_are_said(runs, tmp_path):
     second.write_bytes(content[: len(content) // 2])
     refused("mp_rank_00_001", "is broken")
     shutil.rmtree(second.parent)
-    refused("is not whole", "TP=1 x PP=1 x EP=2", "with only mp_rank_00_000")
+    refused("is incomplete", "TP=1 x PP=1 x EP=2", "but only mp_rank_00_000")
     shutil.copytree(runs[0] / "checkpoints", run / "checkpoints", dirs_exist_ok=True)
     second.write_bytes(b"not a zip at all")
     refused("mp_rank_00_001", "not a zip")

@@ -172,7 +172,7 @@ CASES = {
     "documents-falling": _case(in_part("ends", 3, 0), "document 3 begins before"),
     "id-beyond": _case(_id(60_000, 20), "text.bin holds the id 60,000 at token 20"),
     "id-first-beyond": _case(_id(330, 5), "the vocabulary has 330"),
-    "id-between": _case(_between, "holds the id 60,000, and the vocabulary has 330"),
+    "id-between": _case(_between, "holds the id 60,000, but the vocabulary has 330"),
     "caches-cut": Case(_cut_caches, code=0),
     "id-negative": _case(_signed, "text.bin holds the id -5 at token 7"),
     "sidecar-id": _case(_sidecar_entry(largest_id=330), "holds the id 330, by", sidecar=True),

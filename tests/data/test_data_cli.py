@@ -67,13 +67,10 @@ def test_one_line_for_one_problem(tmp_path, capsys, folder):
     argv = [str(tmp_path / "a.txt"), "--output", str(tmp_path / "out"), "--tokenizer", str(folder)]
     assert main([*argv, "--tokenizer-output", "x"]) == 2
     error = capsys.readouterr().err
-    assert (
-        error
-        == "megasink: error: --tokenizer-output goes with --train-tokenizer, not --tokenizer\n"
-    )
+    assert error == "megasink: error: --tokenizer-output needs --train-tokenizer, not --tokenizer\n"
     argv[-1] = str(tmp_path / "gone")
     assert main(argv) == 2
-    assert "gone is no folder: nothing is downloaded" in capsys.readouterr().err
+    assert "gone is not a folder (nothing is downloaded)" in capsys.readouterr().err
 
 
 def test_help_does_not_import_what_takes_seconds():

@@ -20,7 +20,7 @@ def registered() -> tuple[set[str], set[str]]:
     from tests.platform import factories
 
     replaced = [r for r in active() if r.patch.test == "tests/platform/test_patches.py"]
-    replaced += [r for r in active("platform") if r.patch.name == "tensors made on CUDA"]
+    replaced += [r for r in active("platform") if r.patch.name == "tensor factories"]
     called = {r.target for r in replaced if factories.call_of(r) is not None}
     return {r.target for r in replaced}, called
 

@@ -66,4 +66,4 @@ def test_info_says_it(driver, capsys):
     assert info.main([]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "found version 12080" in printed
-    assert "the CPU platform is used" not in printed
+    assert "using the CPU platform" not in printed

@@ -175,10 +175,13 @@ def test_results_are_what_their_schema_says(analyzed):
     ("change", "problem"),
     [
         ({"format": 2}, "has the format 2, this version reads 3: analyze the model again"),
-        ({"samples": "two"}, "results.json.samples is 'two', no integer: analyze the model"),
+        (
+            {"samples": "two"},
+            "results.json.samples is 'two', not of type integer: analyze the model",
+        ),
         ({"metrics": {NAME: {"values": []}}}, f"results.json.metrics.{NAME} has no number"),
-        ({"colour": "red"}, "results.json has colour, which is unknown"),
-        ({"non_finite": [3]}, "results.json.non_finite[0] is 3, no object"),
+        ({"colour": "red"}, "results.json has the unknown key colour"),
+        ({"non_finite": [3]}, "results.json.non_finite[0] is 3, not an object"),
     ],
 )
 def test_results_of_another_kind_are_refused(analyzed, tmp_path, capsys, change, problem):

@@ -54,7 +54,7 @@ def test_the_numbers_of_a_run(tmp_path):
     ("arguments", "reason"),
     [
         (["nothing"], "holds no run"),
-        (["a", "a"], "named twice"),
+        (["a", "a"], "given twice"),
         (["a", "--smoothing", "1"], "--smoothing 1.0"),
     ],
 )

@@ -52,7 +52,7 @@ def test_a_crafted_run_names_no_place_and_no_module(pool, run, tmp_path):
     folders = {"run": str(copy), "written": str(tmp_path / "control"), "path": str(tmp_path)}
     (answers,) = pool.run("tests.train.generate_tasks:megasink", SINGLE, commands=commands)
     ((_, _, errors),) = answers
-    (line,) = (x for x in errors.splitlines() if "not taken from the run's arguments" in x)
+    (line,) = (x for x in errors.splitlines() if "ignored arguments of the run" in x)
     for name in ("config_logger_dir", "spec", "fp8_quantizer_factory", "normalization"):
         assert name in line
     assert "\x1b" not in errors

@@ -79,7 +79,7 @@ def test_every_entry_is_read_without_its_code(pool, runs, crafted):
     said = dict(zip(read, answers, strict=True))
     assert "elsewhere" in said.pop("file")
     for place, answer in said.items():
-        assert "is broken or not to be trusted: it asks for posix.mkdir" in answer, place
+        assert "is broken or untrusted: it names posix.mkdir" in answer, place
         assert checkpoints[place] in answer
         assert "\n" not in answer
     assert "its entry rng_state/" in said["random states"]
@@ -107,8 +107,8 @@ def test_training_refuses_them_in_one_line(pool, crafted, tmp_path):
     answers, _ = pool.run(f"{TASKS}:refusals", command_lines=commands, port=free_port())
     for command, answer in zip(commands, answers, strict=True):
         assert answer is not None, command
-        assert "not to be trusted" in answer
-        assert "asks for posix.mkdir" in answer
+        assert "untrusted" in answer
+        assert "names posix.mkdir" in answer
         assert "\n" not in answer
     assert list(marks.iterdir()) == []
 
@@ -137,7 +137,7 @@ def test_commands_that_read_models_run_nothing(pool, crafted, tmp_path):
         assert code == 0, (line, errors)
     for line, (code, _, errors) in answers(REFUSING, "index"):
         assert code == 2, line
-        assert "not to be trusted: it asks for posix.mkdir" in errors
+        assert "untrusted: it names posix.mkdir" in errors
         assert errors.count("\n") == 1
     assert list(marks.iterdir()) == []
 
@@ -154,14 +154,14 @@ def test_classes_of_a_fork_stand_in_among_the_arguments_alone(pool, tmp_path):
     (answers,) = pool.run(f"{TASKS}:load_classes_of_a_fork", SINGLE, folder=str(tmp_path))
     arguments, *refused = answers
     assert arguments == (3, False)
-    assert "elsewhere.pt is broken or not to be trusted: it asks for company." in refused[0]
-    assert "both.pt is broken or not to be trusted: it asks for" in refused[1]
+    assert "elsewhere.pt is broken or untrusted: it names company." in refused[0]
+    assert "both.pt is broken or untrusted: it names" in refused[1]
     assert not (tmp_path / "mark").exists()
 
 
 def test_states_of_fp8_are_not_unpickled(pool, tmp_path):
     (said,) = pool.run(f"{TASKS}:load_state_of_fp8", SINGLE, mark=str(tmp_path / "mark"))
-    assert "a state of FP8 is broken or not to be trusted" in said
+    assert "an FP8 state is broken or untrusted" in said
     assert not (tmp_path / "mark").exists()
 
 

@@ -49,7 +49,7 @@ def test_the_flags_of_ones_own_run_are_taken(tmp_path):
 )
 def test_what_somebody_else_would_decide_is_asked_for(tmp_path, line):
     words = line.replace("RUN", str(tmp_path)).split()
-    with pytest.raises(UserError, match="which a folder does not decide: give it again"):
+    with pytest.raises(UserError, match="which is not reused for safety: give it again"):
         replayed([*OWN, *words], [], tmp_path)
     name = words[0].partition("=")[0]
     assert name not in replayed([*OWN, *words], [name, "mine"], tmp_path)
@@ -63,7 +63,7 @@ def test_the_launcher_starts_nothing_with_them(tmp_path, capsys):
     (run / "starts.jsonl").write_text(json.dumps({"command": command}) + "\n")
     assert megasink(["train", "--run-dir", str(run), "--resume"]) == 2
     said = capsys.readouterr().err
-    assert f"--save {tmp_path}/written, which a folder does not decide" in said
+    assert f"--save {tmp_path}/written, which is not reused for safety" in said
     assert said.count("\n") == 1
     assert not (run / "logs").exists()
     assert not (tmp_path / "written").exists()

@@ -49,9 +49,9 @@ negative-decay: --head-balance-decay-iters -1
 negative-warm-up: --head-balance-warmup-iters -1
   ! --head-balance-warmup-iters -1 is negative
 warm-up-without-an-end: --lr-warmup-iters 4
-  ! --lr-warmup-iters 4 does not end before the schedule does, after 4
+  ! --lr-warmup-iters 4 is not less than the length of the schedule, 4
 warm-up-of-everything: --lr-warmup-fraction 1.0
-  ! --lr-warmup-fraction 1.0 is not from 0 up to 1
+  ! --lr-warmup-fraction 1.0: use 0 or more, and less than 1
 shared-heads: --head-balance-shared-heads 3
   ! --head-balance-shared-heads 3 of 4 heads
   ! at most 2
@@ -65,7 +65,7 @@ kernel-that-drops-the-sink: --attention-backend fused
 kernel-of-another-device: --attention-kernel cudnn
   ! 'cudnn' cannot run
 kernel-of-inference: --flash-decode
-  ! --flash-decode: it passes by
+  ! --flash-decode: it bypasses
 unknown-kernel: --attention-kernel flush
   ! 'flush'
 inference-only-spec: --transformer-impl inference_optimized
@@ -84,13 +84,13 @@ async-checkpoints: --save somewhere --async-save --async-strategy nvrx --ckpt-fo
     --async-ckpt-use-cpu-shm
   ! --async-strategy nvrx: its writer may outlive a rank
   ! --async-save with --ckpt-format torch_dcp: use torch_dist
-  ! --async-ckpt-use-cpu-shm is for --async-strategy nvrx alone
+  ! --async-ckpt-use-cpu-shm works only with --async-strategy nvrx
 exit-without-checkpoint: --exit-signal-handler-for-training
   ! --exit-signal-handler-for-training ends a run without a checkpoint
 dropout: --attention-dropout 0.1
   ! dropout 0.1 breaks the identity
 softmax-type: --softmax-type learnable
-  ! say it with --attention-variant
+  ! use --attention-variant sink
 experts: --num-experts 3 --expert-model-parallel-size 2 --moe-router-topk 4
     --tensor-model-parallel-size 2 --moe-token-dispatcher-type flex --moe-grouped-gemm
     --moe-permute-fusion --moe-router-fusion
@@ -106,8 +106,8 @@ recompute: --recompute-granularity selective --recompute-modules layernorm mlp
   ! --recompute-modules layernorm needs TransformerEngine
   ! --recompute-modules mlp needs --disable-bias-linear
 block: --sandwich-norm --post-norm --residual-clip -1 --fp32-residual-connection --bf16
-    --ffn-activation tanh --squared-relu --use-te-activation-func --multi-head-addition
-    --delay-wgrad-compute --use-transformer-engine-op-fuser
+    --ffn-activation tanh --multi-head-addition --delay-wgrad-compute
+    --use-transformer-engine-op-fuser
   ! --residual-clip -1.0: give a positive limit
   ! --sandwich-norm and --post-norm: choose one
   ! --sandwich-norm and --residual-clip: choose one
@@ -115,11 +115,13 @@ block: --sandwich-norm --post-norm --residual-clip -1 --fp32-residual-connection
   ! --fp32-residual-connection with --transformer-impl local
   ! --post-norm with --use-transformer-engine-op-fuser
   ! --ffn-activation 'tanh' is unknown: choose relu, gelu, silu, reglu, geglu, swiglu
-  ! --ffn-activation tanh and --swiglu: choose one
-  ! --ffn-activation tanh and --squared-relu: choose one
-  ! --ffn-activation tanh with --use-te-activation-func
-  ! --ffn-activation tanh with --use-transformer-engine-op-fuser
   ! --multi-head-addition with --delay-wgrad-compute
+activations: --ffn-activation relu --squared-relu --use-te-activation-func
+    --use-transformer-engine-op-fuser
+  ! --ffn-activation relu and --swiglu: choose one
+  ! --ffn-activation relu and --squared-relu: choose one
+  ! --ffn-activation relu with --use-te-activation-func
+  ! --ffn-activation relu with --use-transformer-engine-op-fuser
 context-parallel: --context-parallel-size 3 --cp-comm-type p2p all_gather a2a+p2p p2p
     --prefix-lm-tokens 3 --dataloader-inter-document-masking --hybrid-context-parallel
     --hierarchical-context-parallel-sizes 3

@@ -21,9 +21,9 @@ gate-of-part-of-a-group: --gate-position key --tensor-model-parallel-size 2
 gate-under-a-norm: --gate-position query --qk-layernorm
   ! --gate-position query with a headwise gate and --qk-layernorm
 muon: --optimizer muon
-  ! --optimizer muon takes linear_qkv apart
+  ! --optimizer muon splits linear_qkv by heads
 fp8-gate: --fp8-format hybrid
-  ! the gate adds 4 to each rank
+  ! the gate adds 4 per rank
 no-width-left: --gate-granularity elementwise --match-ffn-width --ffn-hidden-size 64
   ! the gate adds 4,160 parameters per layer
   ! less than 128 would be left
@@ -43,9 +43,9 @@ norm-of-a-key-of-no-value: --sdpa-output-norm rmsnorm --attention-variant k-bias
 nothing-to-match: --match-ffn-width
   ! --match-ffn-width without a gate has nothing to match
 s-by-s-masks: --reset-attention-mask
-  ! --reset-attention-mask: it makes S x S masks: use --dataloader-inter-document-masking
+  ! --reset-attention-mask: S x S masks: use --dataloader-inter-document-masking
 positions-that-nothing-reads: --reset-position-ids
-  ! --reset-position-ids changes nothing under --position-embedding-type rope
+  ! --reset-position-ids has no effect with --position-embedding-type rope
 similarity-under-a-mask: --attention-variant vanilla --head-balance-coeff 0
     --attention-similarity sigmoid --prefix-lm-tokens 3
   ! --attention-similarity sigmoid with --prefix-lm-tokens
@@ -63,7 +63,7 @@ prefix-with-everything: --prefix-lm-tokens 3 --dataloader-inter-document-masking
 unknown-bias: --attention-bias-type t6
   ! --attention-bias-type 't6' is unknown: choose none, alibi, t5, bucket
 positions-twice: --attention-bias-type alibi
-  ! would tell positions twice: give --position-embedding-type none
+  ! would encode positions twice: use --position-embedding-type none
 kernel-without-a-bias: --attention-bias-type alibi --position-embedding-type none
     --attention-kernel flash-cpu
   ! 'flash-cpu' cannot run
@@ -72,12 +72,12 @@ kernel-without-a-bias: --attention-bias-type alibi --position-embedding-type non
 buckets: --attention-bias-type t5 --position-embedding-type none
     --relative-attention-num-buckets 31 --relative-attention-max-distance 12
   ! --relative-attention-num-buckets 31
-  ! --relative-attention-max-distance 12 lies in
+  ! --relative-attention-max-distance 12 is in
 relative-of-transformer-engine: --position-embedding-type relative
   ! relative: it needs TransformerEngine's attention
   ! --attention-bias-type t5
 positions-of-pictures: --position-embedding-type mrope
-  ! mrope: text has one position for each token: use rope
+  ! mrope: text has one position per token: use rope
 sinusoids-without-a-table: --sinusoidal-position-embedding --hidden-size 65 --kv-channels 16
   ! --sinusoidal-position-embedding with --position-embedding-type rope
   ! 65 is odd

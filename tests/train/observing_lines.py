@@ -8,20 +8,20 @@ REFUSED = refused(
 negative-heatmap-interval: --head-heatmap-interval -5
   ! --head-heatmap-interval -5 is negative: use 0 for never
 divergence-of-nothing: --stop-on-divergence 0
-  ! --stop-on-divergence 0: use a rise above 0
+  ! --stop-on-divergence 0: use a number of nats above 0
 divergence-nan: --stop-on-divergence nan
   ! --stop-on-divergence nan: use
 sink-rate-of-a-sink-token: --log-sink-rate --sink-token --seq-length 32
-  ! --log-sink-rate with --sink-token: the first token is not one of the text
-  ! --log-sink-rate with --seq-length 32: it is counted over 64 tokens
+  ! --log-sink-rate with --sink-token: the first token is not part of the text
+  ! --log-sink-rate with --seq-length 32: the rate is measured over 64 tokens
 sink-rate-of-a-long-prefix: --log-sink-rate --seq-length 128 --prefix-lm-tokens 65
-  ! --log-sink-rate with --prefix-lm-tokens 65: its first 64 tokens see later ones
+  ! --log-sink-rate with --prefix-lm-tokens 65: the first 64 tokens see later ones
 sink-rate-of-documents: --log-sink-rate --dataloader-inter-document-masking
-  ! --log-sink-rate with --dataloader-inter-document-masking: documents have other lengths
+  ! --log-sink-rate with --dataloader-inter-document-masking: documents vary in length
 analysis-of-nothing: --analyze-interval 3 --eval-interval 2 --analyze-samples 0
-  ! --analyze-interval without --run-dir: name the folder
-  ! --analyze-interval 3 and --eval-interval 2: use a multiple of it
-  ! --analyze-interval and --analyze-samples 0: use at least 1
+  ! --analyze-interval without --run-dir: name a folder
+  ! --analyze-interval 3 is not a multiple of --eval-interval 2
+  ! --analyze-samples 0: use 1 or more
 analysis-before-the-first-step: --analyze-interval -1
   ! --analyze-interval -1 is negative: use 0 for never
 analysis-of-a-part: --analyze-interval 4 --eval-interval 2 --run-dir nothing-here/run

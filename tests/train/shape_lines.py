@@ -52,7 +52,7 @@ groups-by-tp: --num-attention-heads 12 --hidden-size 96 --group-query-attention
     --num-query-groups 6 --tensor-model-parallel-size 4
   ! --num-query-groups 6 is neither a multiple nor a divisor of --tensor-model-parallel-siz
 groups-of-nothing: --num-query-groups 2
-  ! --num-query-groups 2 is read with --group-query-attention alone
+  ! --num-query-groups 2 needs --group-query-attention
 virtual-stages: --num-layers 6 --pipeline-model-parallel-size 2
     --num-layers-per-virtual-pipeline-stage 2
   ! --num-layers-per-virtual-pipeline-stage 2 does not divide the 3 layers of a stage
@@ -81,8 +81,8 @@ long-decay: --lr-decay-style WSD --lr-wsd-decay-iters 9
   ! --lr-wsd-decay-iters 9 is longer than the schedule, 4
 intervals: --save x --save-interval 4 --save-retain-interval 6 --log-memory-interval 15
     --end-weight-decay 0.1
-  ! --save-retain-interval 6 is no multiple of --save-interval 4
-  ! --log-memory-interval 15 is no multiple of --log-interval 10
+  ! --save-retain-interval 6 is not a multiple of --save-interval 4
+  ! --log-memory-interval 15 is not a multiple of --log-interval 10
   ! need --weight-decay-incr-style linear or cosine
 save-without-interval: --save x
   ! --save without --save-interval
@@ -93,8 +93,8 @@ recompute-everything: --recompute-granularity full --distribute-saved-activation
   ! --recompute-granularity full needs --recompute-num-layers
   ! --distribute-saved-activations needs --recompute-granularity full
 recompute-method-alone: --recompute-method uniform --recompute-num-layers 1
-  ! --recompute-method goes with --recompute-granularity full
-  ! --recompute-num-layers goes with --recompute-granularity full
+  ! --recompute-method needs --recompute-granularity full
+  ! --recompute-num-layers needs --recompute-granularity full
 experts-of-none: --expert-model-parallel-size 2 --moe-ffn-hidden-size 64
   ! --expert-model-parallel-size 2 without --num-experts
   ! --moe-ffn-hidden-size without --num-experts

@@ -92,7 +92,7 @@ def test_refused_with_every_reason(answers, name):
 def test_nothing_is_refused_early_that_a_rank_would_accept(answers, name):
     told: list[str] = []
     try:
-        early.check(REFUSED[name][0], 4)
+        early.refuse(early.read(REFUSED[name][0]), 4)
     except ConfigError as error:
         told = error.problems
     assert set(told) <= set(answers[name]["problems"])
@@ -100,7 +100,7 @@ def test_nothing_is_refused_early_that_a_rank_would_accept(answers, name):
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_what_is_accepted_passes_early(name):
-    early.check(ACCEPTED[name], 4)
+    early.refuse(early.read(ACCEPTED[name]), 4)
 
 
 def test_the_table_of_flags_is_that_of_megatron(answers):
@@ -124,7 +124,7 @@ def test_a_table_of_other_sources_refuses_nothing(monkeypatch, tmp_path):
     (tmp_path / "flags.json").write_text(json.dumps(table))
     monkeypatch.setattr(flag_table, "TABLE", tmp_path / "flags.json")
     assert flag_table.read_table() is None
-    early.check(["--no-such-flag"], None)
+    early.refuse(early.read(["--no-such-flag"]), None)
 
 
 def test_many_problems_are_one_message(answers):
@@ -139,13 +139,14 @@ def test_a_data_set_of_another_tokenizer_is_refused(answers):
 
 def test_a_vocabulary_larger_than_the_embedding_is_refused(answers):
     (problem,) = answers["small-embedding"]["problems"]
-    assert "has 400 tokens but the embedding only 128 rows" in problem
+    assert "has 400 tokens, but the embedding only 128 rows" in problem
 
 
 def test_a_part_of_the_split_without_a_document_is_refused(answers):
     """Megatron would count its epochs for ever."""
     (problem,) = answers["empty-part"]["problems"]
-    assert "--split 969,30,1 (Megatron's default) gives the validation and the test part" in problem
+    assert "--split 969,30,1 (Megatron's default) leaves none of the" in problem
+    assert "for validation and test: give each part" in problem
     assert problem.endswith("and 0 to the others, such as --split 1,0,0")
 
 

@@ -55,7 +55,7 @@ def test_no_whole_checkpoint_is_said(train, finished, tmp_path):
     shutil.copytree(finished, run)
     for index in run.glob("checkpoints/*/.metadata"):
         index.unlink()
-    with pytest.raises(Exception, match=r"no checkpoint in .* is whole \(step 6: .*step 2: "):
+    with pytest.raises(Exception, match=r"no checkpoint in .* is intact \(step 6: .*step 2: "):
         train(run, "--resume")
     assert len(list(run.glob("checkpoints/iter_*"))) == 3  # nothing was moved
 

@@ -87,7 +87,9 @@ def test_sigterm_then_a_killed_rank_then_the_end(start, nursery, pool, tmp_path)
     wait_for_step(nursery, run, 25, errors)
     process.send_signal(signal.SIGTERM)
     assert process.wait(HANG_SECONDS) == 128 + signal.SIGTERM
-    stopped = re.search(r"stopped by SIGTERM; go on from step (\d+) with: (.*)", errors.read_text())
+    stopped = re.search(
+        r"stopped by SIGTERM; resume from step (\d+) with: (.*)", errors.read_text()
+    )
     saved = int(stopped[1])
     assert saved >= 25
     assert steps(run)[-1]["iteration"] == saved  # no step is lost
@@ -103,7 +105,7 @@ def test_sigterm_then_a_killed_rank_then_the_end(start, nursery, pool, tmp_path)
     assert process.wait(300) == 2
     error = last_line(errors)
     assert "rank 1 was killed by SIGKILL" in error
-    assert f"go on from step {newest} with: megasink train" in error
+    assert f"resume from step {newest} with: megasink train" in error
     assert gone(nursery)
     assert not (run / "lease.json").exists()
 
@@ -165,5 +167,5 @@ def test_a_closed_terminal_saves_the_step(start, nursery, tmp_path):
     assert process.wait(300) == 128 + signal.SIGHUP
     saved = steps(run)[-1]["iteration"]
     (log,) = run.glob("logs/*/launcher.log")  # nobody could read it elsewhere
-    assert f"megasink: stopped by SIGHUP; go on from step {saved} with: " in log.read_text()
+    assert f"megasink: stopped by SIGHUP; resume from step {saved} with: " in log.read_text()
     assert gone(nursery), nursery.left()

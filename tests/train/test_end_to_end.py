@@ -114,7 +114,7 @@ def test_a_second_start_is_refused_and_loses_nothing(pipeline_run, text, capsys)
     assert megasink([*flags, "--softmax-offset-init", "2"]) == 2
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 1
-    assert "holds a run already: add --resume" in error[0]
+    assert "already holds a run: add --resume" in error[0]
     assert (pipeline_run / "metrics.jsonl").read_bytes() == before
 
 
@@ -125,7 +125,7 @@ def test_nan_ends_in_one_line_and_keeps_the_checkpoint(text, tmp_path):
     assert done.returncode == 2
     error = done.stderr.strip().splitlines()
     assert len(error) == 1
-    assert "NaN or Inf in the loss or in a gradient" in error[0]
+    assert "NaN or Inf in the loss or a gradient" in error[0]
     assert (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").is_file()
 
 
@@ -184,9 +184,9 @@ def test_analyze_and_trace_a_run(pipeline_run, pool, tmp_path):
     assert answers[0][1].count("/report.html, results.json") == 2
     assert "trace: 1 of 2 checkpoints" in answers[0][2]
     assert "/report.html, results.json" not in answers[4][1]  # both analyses are there
-    assert answers[4][1].endswith("trace.csv and trace.png over 2 analyses\n")
+    assert answers[4][1].endswith("trace.csv and trace.png from 2 analyses\n")
     assert "--dtype is for transformers" in answers[1][2]
-    assert "no folder of transformers" in answers[2][2]
+    assert "not a transformers folder" in answers[2][2]
     header, *rows = (tmp_path / "trace" / "trace.csv").read_text().splitlines()
     rows = [dict(zip(header.split(","), row.split(","), strict=True)) for row in rows]
     assert [row["step"] for row in rows] == ["6", "12"]
@@ -248,14 +248,16 @@ def test_generate_says_what_is_wrong(pipeline_run, text, pool, tmp_path):
     gone = changed("gone", tokenizer_model="/no/folder")
     shutil.rmtree(gone / "tokenizer")  # as an older run, which has no copy
     cases = {
-        str(changed("vanilla", attention_variant="vanilla")): "softmax_offset is not of the model",
-        str(changed("wide", hidden_size=128, kv_channels=32)): "checkpoint of another model",
+        str(changed("vanilla", attention_variant="vanilla")): "softmax_offset is not in the model",
+        str(
+            changed("wide", hidden_size=128, kv_channels=32)
+        ): "does not match the model in config.json",
         str(gone): "its tokenizer /no/folder is gone",
-        str(changed("null", tokenizer_type="NullTokenizer")): "name a Hugging Face folder",
-        str(changed("small", padded_vocab_size=511)): "has 512 tokens but the model only 511",
-        str(hostile): "not to be trusted: it asks for os.system",
+        str(changed("null", tokenizer_type="NullTokenizer")): "give a Hugging Face folder",
+        str(changed("small", padded_vocab_size=511)): "has 512 tokens, but the model only 511",
+        str(hostile): "untrusted: it names os.system",
         str(cut): "is damaged: __",
-        str(broken): "no configuration of a run of megasink",
+        str(broken): "is not the configuration of a megasink run",
     }
     run = str(pipeline_run)
     commands = [["generate", folder, "--prompt", "def "] for folder in cases]

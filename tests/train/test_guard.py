@@ -77,7 +77,7 @@ def test_a_wait_without_end_ends_in_one_line(body, words):
 def test_a_rank_ends_when_what_started_it_has_gone():
     process = start(PARENT)
     _, errors = process.communicate(timeout=1200)  # until the last has closed its error stream
-    assert "has gone; " in errors
+    assert "is gone; " in errors
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

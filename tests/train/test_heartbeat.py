@@ -88,7 +88,7 @@ def test_of_ranks_on_other_machines_the_silent_one_is_named(monkeypatch):
     beats = Heartbeat(store, 0, 3, interval=0.0)
     monkeypatch.setattr(heartbeat.time, "sleep", lambda _: tell(store, 2, 6, host="c", count=2))
     text = beats.missing()
-    assert text.startswith("rank 1 (process 5 on b) has not answered")
+    assert text.startswith("rank 1 (process 5 on b) has not responded")
     assert text.endswith("last seen building the data sets")
 
 
@@ -101,7 +101,7 @@ def test_the_next_rank_is_silent_only_after_the_timeout_and_not_when_it_has_ende
     seconds[0] = 59
     assert beats.silent_next(60) is None
     seconds[0] = 61
-    assert "rank 0 (process 1 on b) has not answered for 130 s" in beats.silent_next(60)
+    assert "rank 0 (process 1 on b) has not responded for 130 s" in beats.silent_next(60)
     tell(store, 0, 1, host="b", count=2)
     assert beats.silent_next(60) is None
     tell(store, 0, 1, host="b", count=2, phase="ended")
@@ -112,7 +112,7 @@ def test_the_next_rank_is_silent_only_after_the_timeout_and_not_when_it_has_ende
 def test_a_rank_that_never_began_is_named():
     beats, seconds = Heartbeat(Store(), 0, 2), [61.0]
     beats._clock = lambda: seconds[0]
-    assert beats.silent_next(60) == "rank 1 was never heard of: did it start?"
+    assert beats.silent_next(60) == "rank 1 never reported: did it start?"
 
 
 def test_time_in_which_this_process_was_stopped_itself_does_not_count(monkeypatch):

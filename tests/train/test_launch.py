@@ -15,7 +15,7 @@ from megasink.errors import UserError
 from megasink.flags import escaped
 from megasink.train import early, last_start, launch
 from megasink.train.lease import Lease
-from megasink.train.tail import NewLines
+from megasink.train.metrics_file import NewLines
 from tests.train.command_lines import MOCK
 
 
@@ -67,7 +67,7 @@ def test_auto_says_from_where(tmp_path, monkeypatch, capsys):
     assert (
         launch.main(["--run-dir", str(tmp_path / "run"), *MOCK, "--cpu", "--resume", "auto"]) == 0
     )
-    assert "no whole checkpoint there, starting at step 0" in capsys.readouterr().out
+    assert "no intact checkpoint, starting at step 0" in capsys.readouterr().out
     assert started == [([*MOCK, "--cpu", "--resume", "auto"], tmp_path / "run", 1, 4)]
 
 
@@ -206,7 +206,7 @@ Root Cause (first observed failure):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (FAILURES.format(1, "", -9), "rank 3 was killed by SIGKILL (was there no memory left?"),
+        (FAILURES.format(1, "", -9), "rank 3 was killed by SIGKILL (out of memory?"),
         (FAILURES.format(-15, "", -11), "rank 3 was killed by SIGSEGV"),
         # torchrun kills ranks that do not end when another one has failed.
         ("Unable to shutdown process 100 via SIGTERM\n" + FAILURES.format(-9, "", 1), None),
@@ -234,7 +234,7 @@ class Ended:
         ([15], "", 1, "stopped by SIGTERM; no checkpoint was saved yet", 143),
         ([2, 2], "", -9, "stopped by SIGINT twice; no checkpoint", 130),
         ([1], "megasink: error: no room\n", 1, "stopped by SIGHUP; no room", 129),
-        ([], "megasink: stopped by SIGTERM after\n", 1, "stopped by SIGTERM (told to a rank)", 143),
+        ([], "megasink: stopped by SIGTERM after\n", 1, "stopped by SIGTERM (sent to a rank)", 143),
         ([], "megasink: error: no room\n", 1, "no room", None),
         (
             [],
@@ -266,4 +266,4 @@ def test_a_traceback_is_its_last_line_and_where_to_go_on(tmp_path):
     )
     message = str(launch._failure(Ended(), tmp_path, tmp_path, 1))
     assert message.startswith("rank 1 failed: ValueError: 3 is odd (log: ")
-    assert "stderr.log); go on from step 40 with: megasink train --run-dir" in message
+    assert "stderr.log); resume from step 40 with: megasink train --run-dir" in message

@@ -50,7 +50,7 @@ def saved(tmp_path_factory):
 def test_weights_of_another_model_are_refused(saved, flags, name, finetune):
     args = parse_apart([*FLAGS, "--load", str(saved / "checkpoints"), *finetune, *flags.split()])
     (problem,) = run_dir.problems(args)
-    assert "is a checkpoint of another model: " in problem
+    assert "is a checkpoint of a different model: " in problem
     assert name in problem
 
 
@@ -59,7 +59,7 @@ def test_a_longer_context_needs_finetune(saved):
     load = [*FLAGS, "--load", str(saved / "checkpoints"), *longer]
     (problem,) = run_dir.problems(parse_apart(load))
     assert "rotary_base 10000 -> 1000000" in problem
-    assert problem.endswith("(another context goes with --finetune)")
+    assert problem.endswith("(--finetune allows another context)")
     assert run_dir.problems(parse_apart([*load, "--finetune"])) == []
     other = [*load, "--finetune", "--position-embedding-type", "learned_absolute"]
     assert "position_embedding_type" in run_dir.problems(parse_apart(other))[0]
@@ -68,7 +68,7 @@ def test_a_longer_context_needs_finetune(saved):
 def test_resuming_another_model_is_refused(saved):
     args = parse_apart([*FLAGS, "--run-dir", str(saved), "--resume", "--residual-clip", "100"])
     (problem,) = run_dir.problems(args)
-    assert "holds a run of another configuration (residual_clip None -> 100.0)" in problem
+    assert "holds a run with another configuration (residual_clip None -> 100.0)" in problem
 
 
 def test_every_option_of_a_model_is_one_by_which_it_is_known():
@@ -126,11 +126,11 @@ def test_a_run_without_a_checkpoint_is_not_free(tmp_path):
     run = tmp_path / "run"
     started(run)
     (run / "metrics.jsonl").write_text('{"iteration": 1, "lm_loss": 5.0}\n')
-    assert "holds a run already: add --resume auto (it has no checkpoint" in problems_of(run)[0]
-    assert "no finished checkpoint: --resume auto starts at" in problems_of(run, "--resume")[0]
+    assert "already holds a run: add --resume auto (without a checkpoint" in problems_of(run)[0]
+    assert "no finished checkpoint: use --resume auto to" in problems_of(run, "--resume")[0]
     assert problems_of(run, "--resume", "auto") == []
     (problem,) = problems_of(run, "--resume", "auto", "--residual-clip", "9")
-    assert "holds a run of another configuration" in problem
+    assert "holds a run with another configuration" in problem
 
 
 def test_auto_starts_from_another_checkpoint_and_goes_on_from_its_own(saved, tmp_path):
@@ -165,12 +165,12 @@ def test_relative_data_paths_count_from_where_the_run_was_started(tmp_path, monk
     assert problems_of(run, *auto, "--data-path", str(there / "text")) == []
     assert problems_of(run, *auto, "--data-path", "../there/text") == []
     (problem,) = problems_of(run, *auto, "--data-path", "text")
-    assert "--data-path text counts from" in problem
+    assert "--data-path text is relative to" in problem
     assert problem.endswith(f"cd there, or give --data-path {there / 'text'}")
     (problem,) = problems_of(run, *auto, "--data-path", "other")
     assert f"data_path ['{there / 'text'}'] -> ['{here / 'other'}']" in problem
     (problem,) = problems_of(run, "--data-path", "text")
-    assert "holds a run of another configuration" in problem
+    assert "holds a run with another configuration" in problem
 
 
 def test_a_folder_that_cannot_be_written_is_one_line():
@@ -265,4 +265,4 @@ def test_a_resumed_run_takes_its_own_tokenizer_where_the_other_is_gone(tmp_path)
     tokenizer(given, ["a", "c"])
     args.tokenizer_model = str(given)
     (problem,) = run_dir.problems(args)
-    assert f"tokenizer_model '{given}' holds another one now" in problem
+    assert f"tokenizer_model '{given}' has changed since" in problem

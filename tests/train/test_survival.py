@@ -74,7 +74,7 @@ def test_nan_keeps_the_newest_checkpoint(dying, train, finished, tmp_path):
     assert code == 2, text
     (error,) = [line for line in text.splitlines() if line.startswith("megasink: error")]
     assert "step 5: NaN or Inf in the loss" in error
-    assert "the checkpoint of step 4 is whole: kept" in run.with_suffix(".stdout").read_text()
+    assert "keeping the intact checkpoint of step 4" in run.with_suffix(".stdout").read_text()
     assert newest_intact(run / "checkpoints", checksums=True) == (4, {})
     train(run, "--resume")
     assert resumed_from(run) == 4
@@ -88,7 +88,7 @@ def test_a_full_disk_ends_in_one_line_and_loses_no_checkpoint(dying, train, fini
     (error,) = [line for line in text.splitlines() if line.startswith("megasink: error")]
     assert "a checkpoint could not be written" in error
     assert "GB free" in error
-    assert "the checkpoint of step 2 is whole: make room and use --resume" in error
+    assert "the checkpoint of step 2 is intact: free some space and use --resume" in error
     train(run, "--resume")
     assert resumed_from(run) == 2
     assert losses(run) == losses(finished)
@@ -112,14 +112,14 @@ def test_a_signal_ends_every_phase_in_one_line(dying, tmp_path, moment, number, 
     assert line.startswith(f"megasink: stopped by {signal.Signals(number).name} ")
     assert words in line
     assert iterations(run / "checkpoints") == saved
-    assert (f"go on from step {saved[-1]} with: " if saved else "no checkpoint was") in line
+    assert (f"resume from step {saved[-1]} with: " if saved else "no checkpoint was") in line
 
 
 @pytest.mark.parametrize(
     ("moment", "name", "left"),
     [
-        ("metrics:4", "metrics.jsonl", "the checkpoint of step 2 is whole: make room"),
-        ("board:9", "tensorboard", "there is no whole checkpoint yet: make room"),  # in step 1
+        ("metrics:4", "metrics.jsonl", "the checkpoint of step 2 is intact: free some space"),
+        ("board:9", "tensorboard", "there is no intact checkpoint yet: free"),  # in step 1
     ],
 )
 def test_a_full_disk_under_metrics_ends_in_one_line(dying, tmp_path, moment, name, left):

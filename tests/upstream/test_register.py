@@ -193,11 +193,11 @@ def test_info_lists_them_and_names_what_does_not_match(capsys, monkeypatch):
     text = capsys.readouterr().out
     for patch in TABLE:
         assert patch.name in text
-    assert "on: there is no CUDA device" in text
+    assert "on: no CUDA device is present" in text
     assert "megatron/training/training.py:" in text
     gone = Quote("torch.serialization", "def load_from_a_pickle(f)")
     monkeypatch.setattr("megasink.commands.info.TABLE", (replace(TABLE[0], quotes=(gone,)),))
     assert megasink(["info"]) == 2
     captured = capsys.readouterr()
-    assert "off: they are not there any more" in captured.out
+    assert "off: no longer found" in captured.out
     assert "torch/serialization.py no longer has load_from_a_pickle" in captured.err

@@ -1,16 +1,17 @@
 """Checks of a command line, before anything is built.
 
-Each file covers one subject with ``problems(args)``, which returns one message per problem.
+Each file covers one subject with ``problems(args)``, which yields one message per problem.
 """
 
 from argparse import Namespace
+from typing import Any
 
 from megasink.command_line import with_help
 from megasink.train import run_dir
 from megasink.train.checks import (
     balance,
-    blocks,
     checkpoints,
+    choices,
     context_parallel,
     data,
     experts,
@@ -22,6 +23,7 @@ from megasink.train.checks import (
     required,
     schedule,
     similarity,
+    transformer_layer,
     unsupported,
     variants,
 )
@@ -35,7 +37,7 @@ _EARLY = (
     similarity,
     gates,
     positions,
-    blocks,
+    transformer_layer,
     experts,
     context_parallel,
     unsupported,
@@ -48,26 +50,19 @@ _EARLY = (
 
 def early_problems(args: Namespace) -> list[str]:
     """Return one message per problem that is independent of devices and files."""
-    return [*_of_flags(args), *data.problems(args)]
+    return _problems(args, *_EARLY, data)
 
 
 def problems(args: Namespace) -> list[str]:
     """Return one message per problem with the parsed arguments. Reads files, builds nothing."""
     from megasink.train.checks import attention, data_files, device, vocabulary
 
-    found = [*_of_flags(args), *attention.problems(variants.with_known_variant(args))]
-    for subject in (device, data, vocabulary, data_files):
-        found += subject.problems(args)
     # Other ranks would see files that rank 0 has just written; torchrun ends them if rank 0 fails.
-    if args.rank == 0:
-        found += run_dir.problems(args)
-    return found
+    of_folder = run_dir.problems(args) if args.rank == 0 else []
+    return _problems(args, *_EARLY, attention, device, data, vocabulary, data_files) + of_folder
 
 
-def _of_flags(args: Namespace) -> list[str]:
-    found = with_help(args.flag_problems, "megasink train --full-help lists every flag")
-    found += variants.unknown(args)
-    args = variants.with_known_variant(args)
-    for subject in _EARLY:
-        found += subject.problems(args)
-    return found
+def _problems(args: Namespace, *subjects: Any) -> list[str]:
+    flags = with_help(args.flag_problems, "megasink train --full-help lists every flag")
+    unknown, args = choices.without_unknown(args)
+    return flags + unknown + [text for subject in subjects for text in subject.problems(args)]

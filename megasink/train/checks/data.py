@@ -7,31 +7,30 @@ from pathlib import Path
 _FLAGS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 
 
-def problems(args: Namespace) -> list[str]:
-    """Return one message per problem. Imports neither torch nor Megatron."""
-    found = []
+def problems(args: Namespace) -> Iterator[str]:
+    """Yield one message per problem. Imports neither torch nor Megatron."""
     given = args.data_path or args.train_data_path or args.data_args_path
     given = given or args.per_split_data_args_path
     if not given and not args.mock_data:
-        found.append("no training data: give --data-path PREFIX (made by tools/preprocess_data.py)")
-    apart = args.train_data_path or args.valid_data_path or args.test_data_path
+        yield "no training data: give --data-path PREFIX (made by tools/preprocess_data.py)"
     sources = {
         "--mock-data": args.mock_data,
         "--data-path": args.data_path,
-        "--train-data-path, --valid-data-path and --test-data-path": apart,
+        "--train-data-path, --valid-data-path and --test-data-path": (
+            args.train_data_path or args.valid_data_path or args.test_data_path
+        ),
     }
     if sum(map(bool, sources.values())) > 1:
-        found.append(f"{' and '.join(flag for flag, so in sources.items() if so)}: choose one")
+        yield f"{' and '.join(flag for flag, value in sources.items() if value)}: choose one"
     for flag, prefix in named_prefixes(args):
         if absent := missing_files(prefix):
-            found.append(f"{flag} {prefix}: {' and '.join(absent)} not found")
+            yield f"{flag} {prefix}: {' and '.join(absent)} not found"
     folder = args.tokenizer_model
     if args.tokenizer_type == "HuggingFaceTokenizer":
         if not folder:
-            found.append("no tokenizer: give --tokenizer-model FOLDER (a Hugging Face folder)")
+            yield "no tokenizer: give --tokenizer-model FOLDER (a Hugging Face folder)"
         elif not Path(folder).is_dir():
-            found.append(f"--tokenizer-model {folder}: no such folder")
-    return found
+            yield f"--tokenizer-model {folder}: no such folder"
 
 
 def named_prefixes(args: Namespace) -> Iterator[tuple[str, str]]:
@@ -42,7 +41,7 @@ def named_prefixes(args: Namespace) -> Iterator[tuple[str, str]]:
 
 
 def without_weights(words: list[str]) -> Iterator[str]:
-    """Return the prefixes of a blend, without the weights between them."""
+    """Yield the prefixes of a blend, without the weights between them."""
     for word in words:
         try:
             float(word)

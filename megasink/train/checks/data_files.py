@@ -15,21 +15,20 @@ _LIST_BYTES = 64 << 20
 _DEFAULT_SPLIT = "969,30,1"  # Megatron's (arguments.py:651), set after these checks
 
 
-def problems(args: Namespace) -> list[str]:
-    """Return one message per problem. Reads sizes, and at most 50 MB of each dataset."""
+def problems(args: Namespace) -> Iterator[str]:
+    """Yield one message per problem. Reads sizes, and at most 50 MB of each dataset."""
     if args.mock_data:
-        return []
-    found = []
+        return
     if args.data_args_path and not args.split:
-        found.append("--data-args-path without --split: give three weights, such as 99,1,0")
+        yield "--data-args-path without --split: give three weights, such as --split 99,1,0"
+    listed: list[tuple[str, str]] = []
     try:
-        listed = list(_listed_prefixes(args))
+        listed += _listed_prefixes(args)
     except UserError as error:
-        found.append(str(error))
-        listed = []
+        yield str(error)
     for flag, prefix in listed:
         if absent := missing_files(prefix):
-            found.append(f"{flag} names {prefix}: {' and '.join(absent)} not found")
+            yield f"{flag} names {prefix}: {' and '.join(absent)} not found"
     ids = known_ids(args)
     try:
         tokenizer = transformers_tokenizer(args)
@@ -38,11 +37,11 @@ def problems(args: Namespace) -> list[str]:
     for flag, prefix in dict.fromkeys([*named_prefixes(args), *listed]):
         if missing_files(prefix):
             continue
-        whole = [data_problem(prefix, ids), tokenizer and mismatch(prefix, tokenizer)]
-        found += [f"{flag} {prefix}: {problem}" for problem in whole if problem]
+        for problem in (data_problem(prefix, ids), tokenizer and mismatch(prefix, tokenizer)):
+            if problem:
+                yield f"{flag} {prefix}: {problem}"
         if flag == "--data-path":
-            found += _empty_parts(prefix, args.split)
-    return found
+            yield from _empty_parts(prefix, args.split)
 
 
 def _listed_prefixes(args: Namespace) -> Iterator[tuple[str, str]]:
@@ -60,7 +59,9 @@ def _listed_prefixes(args: Namespace) -> Iterator[tuple[str, str]]:
             parts = json.loads(_read(flag, path))
             blends = [parts[split] for split in ("train", "valid", "test")]
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise UserError(f"{flag} {path} is no JSON object of train, valid and test") from None
+            raise UserError(
+                f"{flag} {path} is not a JSON object with train, valid and test"
+            ) from None
         for blend in blends:
             words = blend.split() if isinstance(blend, str) else blend or []
             yield from ((flag, prefix) for prefix in without_weights(list(map(str, words))))
@@ -69,13 +70,13 @@ def _listed_prefixes(args: Namespace) -> Iterator[tuple[str, str]]:
 def _read(flag: str, path: str) -> str:
     try:
         if not Path(path).is_file() or Path(path).stat().st_size > _LIST_BYTES:
-            raise UserError(f"{flag} {path} is no file of prefixes")
+            raise UserError(f"{flag} {path} is not a list of prefixes")
         return Path(path).read_text()
     except (OSError, ValueError) as error:
         raise UserError(f"{flag} {path} cannot be read: {error}") from error
 
 
-def _empty_parts(prefix: str, given: str | None) -> list[str]:
+def _empty_parts(prefix: str, given: str | None) -> Iterator[str]:
     """Report parts of a split without a document: Megatron counts their epochs in an endless loop.
 
     gpt_dataset.py:694 adds the tokens of one epoch, here 0, until there are enough.
@@ -87,27 +88,27 @@ def _empty_parts(prefix: str, given: str | None) -> list[str]:
 
     lengths = sequence_lengths(prefix)
     if lengths is None:
-        return []  # `data_problem` reports the error
+        return  # `data_problem` reports the error
     documents = len(lengths)
     split = given or _DEFAULT_SPLIT
     try:
         parts = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     except (AssertionError, ValueError, ZeroDivisionError):
-        return [f"--split {split}: give three weights: train, validation, test"]
+        yield f"--split {split}: give three weights: train, validation, test"
+        return
     empty = [
         name
         for name, part in zip(("training", "validation", "test"), parts, strict=True)
         if part is not None
         and not (lengths[round(part[0] * documents) : round(part[1] * documents)] > 0).any()
     ]
-    if not empty:
-        return []
-    whose = "" if given else " (Megatron's default)"
-    return [
-        f"--split {split}{whose} gives the {' and the '.join(empty)} part none of the {documents} "
-        f"documents of {prefix}: give each part that you want at least one, and 0 to the others, "
-        f"such as --split {_split_that_fits(documents)}"
-    ]
+    if empty:
+        whose = "" if given else " (Megatron's default)"
+        yield (
+            f"--split {split}{whose} leaves none of the {documents} documents of {prefix} for "
+            f"{' and '.join(empty)}: give each part that you want at least one, and 0 to the "
+            f"others, such as --split {_split_that_fits(documents)}"
+        )
 
 
 def _split_that_fits(documents: int) -> str:

@@ -1,38 +1,31 @@
 """Checks for options that need a missing device."""
 
 from argparse import Namespace
+from collections.abc import Iterator
 
 from megasink import platform
+from megasink.flags import flag_of
 from megasink.upstream.versions import have_transformer_engine
 
+_ABSENT = "needs CUDA, but no CUDA device is present"
 # Parts of the trainer that call the CUDA driver directly.
-_NEED_CUDA = {
-    "profile": "--profile",
-    "record_memory_history": "--record-memory-history",
-    "log_straggler": "--log-straggler",
-}
+_NEED_CUDA = ("profile", "record_memory_history", "log_straggler")
 
 
-def problems(args: Namespace) -> list[str]:
-    """Return one message per problem."""
-    found = []
+def problems(args: Namespace) -> Iterator[str]:
     if platform.is_active():
         if args.distributed_backend != "gloo":
-            found.append(
-                f"--distributed-backend {args.distributed_backend} needs CUDA and no CUDA device "
-                "is present: drop the flag (gloo is used) or run on a GPU machine"
+            yield (
+                f"--distributed-backend {args.distributed_backend} {_ABSENT}: drop the flag (gloo "
+                "is used) or run on a GPU machine"
             )
         if args.transformer_impl == "transformer_engine":
-            found.append(
-                "--transformer-impl transformer_engine needs CUDA and no CUDA device is present: "
-                "use local"
-            )
-        for name, flag in _NEED_CUDA.items():
+            yield f"--transformer-impl transformer_engine {_ABSENT}: use local"
+        for name in _NEED_CUDA:
             if getattr(args, name):
-                found.append(f"{flag} needs CUDA and no CUDA device is present: drop the flag")
+                yield f"{flag_of(name)} {_ABSENT}: drop the flag"
     elif args.transformer_impl == "transformer_engine" and not have_transformer_engine():
-        found.append(
-            "--transformer-impl transformer_engine (Megatron's default) but transformer-engine is "
-            "not installed: pip install 'megasink[gpu]' or use --transformer-impl local"
+        yield (
+            "--transformer-impl transformer_engine (Megatron's default) needs transformer-engine, "
+            "which is not installed: pip install 'megasink[gpu]' or use --transformer-impl local"
         )
-    return found

@@ -2,6 +2,7 @@
 
 import math
 from argparse import Namespace
+from collections.abc import Iterator
 
 from megasink.flags import flag_of
 
@@ -34,14 +35,14 @@ _GONE = {
     "model_parallel_size": "--tensor-model-parallel-size",
     "checkpoint_activations": "--recompute-activations",
 }
+_TWICE = (
+    ("num_layers", "encoder_num_layers"),
+    ("seq_length", "encoder_seq_length"),
+    ("data_path", "data_args_path"),
+)
 
 
-def problems(args: Namespace) -> list[str]:
-    """Return one message per problem."""
-    return [*_missing(args), *_gone(args), *_numbers(args)]
-
-
-def _missing(args: Namespace) -> list[str]:
+def problems(args: Namespace) -> Iterator[str]:
     wanted = _ALWAYS if args.skip_train else (*_ALWAYS, *_OF_TRAINING)
     missing = [
         " or ".join(flag_of(name) for name in names if not name.startswith("encoder_"))
@@ -49,41 +50,24 @@ def _missing(args: Namespace) -> list[str]:
         if all(getattr(args, name) is None for name in names)
         and not args.refused_flags.intersection(names)
     ]
-    return [f"missing: {', '.join(missing)}"] if missing else []
-
-
-def _gone(args: Namespace) -> list[str]:
-    found = [
-        f"{flag_of(name)} is no longer valid: use {instead}"
-        for name, instead in _GONE.items()
-        if getattr(args, name)
-    ]
+    if missing:
+        yield f"missing: {', '.join(missing)}"
+    for name, instead in _GONE.items():
+        if getattr(args, name):
+            yield f"{flag_of(name)} is no longer valid: use {instead}"
     if not args.add_position_embedding and args.position_embedding_type != "rope":
-        found.append("--no-position-embedding is no longer valid: use --position-embedding-type")
-    for ours, old in (
-        ("num_layers", "encoder_num_layers"),
-        ("seq_length", "encoder_seq_length"),
-        ("data_path", "data_args_path"),
-    ):
-        if getattr(args, ours) is not None and getattr(args, old) is not None:
-            found.append(f"{flag_of(ours)} and {flag_of(old)}: choose one")
-    return found
-
-
-def _numbers(args: Namespace) -> list[str]:
-    found = []
+        yield "--no-position-embedding is no longer valid: use --position-embedding-type"
+    for name, old in _TWICE:
+        if getattr(args, name) is not None and getattr(args, old) is not None:
+            yield f"{flag_of(name)} and {flag_of(old)}: choose one"
     for name, value in vars(args).items():
+        if value is None or (name == "num_experts" and value == 0):  # a dense model in Megatron
+            continue
         if isinstance(value, float) and not math.isfinite(value):
-            found.append(f"{flag_of(name)} {value}: give a finite number")
-        elif name in _POSITIVE and value is not None and value < 1 and not _is_off(name, value):
-            found.append(f"{flag_of(name)} {value}: use 1 or more")
-        elif name in _NOT_NEGATIVE and value is not None and value < 0:
-            found.append(f"{flag_of(name)} {value} is negative: use 0 or more")
+            yield f"{flag_of(name)} {value}: give a finite number"
+        elif name in _POSITIVE and value < 1:
+            yield f"{flag_of(name)} {value}: use 1 or more"
+        elif name in _NOT_NEGATIVE and value < 0:
+            yield f"{flag_of(name)} {value} is negative: use 0 or more"
         elif name in _FRACTIONS and not 0 <= value < 1:
-            found.append(f"{flag_of(name)} {value}: use 0 or more, and less than 1")
-    return found
-
-
-def _is_off(name: str, value: float) -> bool:
-    """Whether a value turns its option off: num_experts 0 is a dense model in Megatron."""
-    return name == "num_experts" and value == 0
+            yield f"{flag_of(name)} {value}: use 0 or more, and less than 1"

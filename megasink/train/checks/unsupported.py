@@ -1,37 +1,34 @@
 """Megatron options that megasink refuses, with the reason."""
 
 from argparse import Namespace
+from collections.abc import Iterator
 from typing import Any
 
 from megasink.flags import flag_of
 
 _FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format"}  # where the attribute has a different name
-_GRAPHS = "the statistics of the heads are gathered outside of a graph"
+_GRAPHS = "head statistics are collected outside of CUDA graphs"
 _OFFLOADING = "use --recompute-granularity to save memory"
-_GROUPED = "experts in one tensor start from weights that depend on the layout"
+_LAYOUT = "initial weights would depend on the layout"
 
 # Megatron options that change attention, the loss or the weights in ways that no test here covers:
 # (attribute, allowed value, what to do).
 _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
-    ("multi_latent_attention", False, "MLA has no sink here"),
-    ("mtp_num_layers", None, "its blocks ignore the layer spec"),
+    ("multi_latent_attention", False, "sinks in MLA are not supported"),
+    ("mtp_num_layers", None, "MTP blocks ignore the layer spec"),
     ("hybrid_layer_pattern", None, "GPT models only"),
     ("heterogeneous_layers_config_path", None, "GPT only"),
     ("experimental_attention_variant", None, "GPT only"),
-    (
-        "reset_attention_mask",
-        False,
-        "it makes S x S masks: use --dataloader-inter-document-masking",
-    ),
+    ("reset_attention_mask", False, "S x S masks: use --dataloader-inter-document-masking"),
     ("sft", False, "packed batches are not supported"),
     ("fim_data", False, "not supported"),
     ("apply_query_key_layer_scaling", False, "not supported"),
     ("qk_clip", False, "the kernels do not return the maximum logit"),
-    ("log_max_attention_logit", False, "kernels do not return it"),
+    ("log_max_attention_logit", False, "the kernels do not return it"),
     (
         "apply_residual_connection_post_layernorm",
         False,
-        "Megatron's layers do not read it: use --post-norm or --sandwich-norm",
+        "Megatron's layers ignore it: use --post-norm or --sandwich-norm",
     ),
     ("use_flash_attn", False, "use --attention-kernel"),
     ("flash_attention_version", None, "use --attention-kernel"),
@@ -41,14 +38,9 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("batch_invariant_mode", False, "it replaces Megatron's kernels"),
     ("use_torch_fsdp2", False, "use --use-distributed-optimizer"),
     ("use_megatron_fsdp", False, "use --use-distributed-optimizer"),
-    *(
-        (name, 1, "initial weights would depend on the shards")
-        for name in (
-            "tensor_parallel_num_weight_shards",
-            "expert_tensor_parallel_num_weight_shards",
-        )
-    ),
-    ("data_parallel_random_init", False, "replicas start equal"),
+    ("tensor_parallel_num_weight_shards", 1, _LAYOUT),
+    ("expert_tensor_parallel_num_weight_shards", 1, _LAYOUT),
+    ("data_parallel_random_init", False, "replicas must start equal"),
     ("cuda_graph_impl", "none", _GRAPHS),
     ("enable_cuda_graph", False, _GRAPHS),
     ("external_cuda_graph", False, _GRAPHS),
@@ -56,28 +48,25 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("cpu_offloading_num_layers", 0, _OFFLOADING),
     ("fine_grained_activation_offloading", False, _OFFLOADING),
     ("moe_paged_stash", False, _OFFLOADING),
-    ("overlap_moe_expert_parallel_comm", False, "it takes the layers apart; not tested"),
-    ("moe_use_upcycling", False, "train the MoE model from its own weights"),
+    ("overlap_moe_expert_parallel_comm", False, "it splits the layers; not tested"),
+    ("moe_use_upcycling", False, "train the MoE model from its own initial weights"),
     ("moe_latent_size", None, "not tested"),
-    ("moe_single_grouped_weight", False, _GROUPED),
-    ("moe_single_grouped_bias", False, _GROUPED),
-    ("logits_save_dir", None, "the forward step of megasink has no logits"),
-    ("logits_load_dir", None, "the forward step does not distil"),
+    ("moe_single_grouped_weight", False, _LAYOUT),
+    ("moe_single_grouped_bias", False, _LAYOUT),
+    ("logits_save_dir", None, "megasink's forward step does not return logits"),
+    ("logits_load_dir", None, "distillation is not supported"),
     # megatron/training/training.py:4365,4382: a test set, or a single validation set, stops it.
-    ("full_validation", False, "Megatron's ends in an error; use --eval-iters"),
-    ("multiple_validation_sets", False, "Megatron has it with --full-validation alone"),
+    ("full_validation", False, "it fails in Megatron; use --eval-iters"),
+    ("multiple_validation_sets", False, "it needs --full-validation, which fails in Megatron"),
     ("perform_rl_step", False, "pre-training only"),
     ("freeze_all_layers", False, "not supported"),
     ("init_model_with_meta_device", False, "not supported"),
-    ("flash_decode", False, "it passes by core attention and its window"),
-    ("spec", None, "megasink brings its own layer spec"),
+    ("flash_decode", False, "it bypasses core attention and its window"),
+    ("spec", None, "megasink provides the layer spec"),
 )
 
 
-def problems(args: Namespace) -> list[str]:
-    """Return one message per problem."""
-    return [
-        f"{_FLAGS.get(name) or flag_of(name)}: {advice}"
-        for name, fine, advice in _UNSUPPORTED
-        if getattr(args, name, fine) not in (fine, None)
-    ]
+def problems(args: Namespace) -> Iterator[str]:
+    for name, fine, advice in _UNSUPPORTED:
+        if getattr(args, name, fine) not in (fine, None):
+            yield f"{_FLAGS.get(name) or flag_of(name)}: {advice}"

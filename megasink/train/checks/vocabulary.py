@@ -2,6 +2,7 @@
 
 import functools
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +10,19 @@ from megasink.checkpoint.vocabulary import named_tokens
 from megasink.errors import ConfigError, UserError
 
 
-def problems(args: Namespace) -> list[str]:
-    """Return one message per problem."""
+def problems(args: Namespace) -> Iterator[str]:
     try:
         tokenizer = transformers_tokenizer(args)
     except UserError as error:
-        return [str(error)]
+        yield str(error)
+        return
     rows = args.padded_vocab_size
-    if tokenizer is None or rows is None or len(tokenizer) + int(args.sink_token) <= rows:
-        return []
-    sink = " and --sink-token needs one more" if args.sink_token else ""
-    return [
-        f"the tokenizer {args.tokenizer_model} has {len(tokenizer)} tokens{sink} but the embedding "
-        f"only {rows} rows: raise --padded-vocab-size or drop it"
-    ]
+    if tokenizer and rows is not None and len(tokenizer) + int(args.sink_token) > rows:
+        sink = " and --sink-token needs one more" if args.sink_token else ""
+        yield (
+            f"the tokenizer {args.tokenizer_model} has {len(tokenizer)} tokens{sink}, but the "
+            f"embedding only {rows} rows: raise --padded-vocab-size or drop it"
+        )
 
 
 def transformers_tokenizer(args: Namespace) -> Any:
@@ -73,7 +73,7 @@ def pin_vocabulary(args: Namespace) -> None:
     elif size is not None and args.tokenizer_type == "NullTokenizer":
         size += 1  # its end-of-document token
     if size is None and (args.padded_vocab_size is None or args.sink_token):
-        raise ConfigError([f"--tokenizer-type {args.tokenizer_type} needs --vocab-size"])
+        raise ConfigError(f"--tokenizer-type {args.tokenizer_type} needs --vocab-size")
     # One past the tokenizer's last token: no text contains it.
     args.sink_token_id = size if args.sink_token else None
     if args.padded_vocab_size is None:
@@ -82,24 +82,20 @@ def pin_vocabulary(args: Namespace) -> None:
         args.padded_vocab_size = -(-rows // multiple) * multiple
     elif args.sink_token and args.padded_vocab_size <= size:
         raise ConfigError(
-            [
-                f"--padded-vocab-size {args.padded_vocab_size} has no row for --sink-token beside "
-                f"the {size} tokens of the tokenizer: raise it or drop it"
-            ]
+            f"--padded-vocab-size {args.padded_vocab_size} has no row for --sink-token beside "
+            f"the {size} tokens of the tokenizer: raise it or drop it"
         )
     if args.padded_vocab_size % args.tensor_model_parallel_size:
         raise ConfigError(
-            [
-                f"the {args.padded_vocab_size} rows of the embedding are not divisible by "
-                f"--tensor-model-parallel-size {args.tensor_model_parallel_size}: set "
-                "--make-vocab-size-divisible-by to a multiple of it"
-            ]
+            f"the {args.padded_vocab_size} rows of the embedding are not divisible by "
+            f"--tensor-model-parallel-size {args.tensor_model_parallel_size}: set "
+            "--make-vocab-size-divisible-by to a multiple of it"
         )
 
 
 def _tokens_of_checkpoint(args: Namespace) -> int:
     """Return the token count of the model that training starts from; 0 if unknown."""
-    # Imported late: it imports torch, which flag checks avoid.
+    # It imports torch, which flag checks avoid.
     from megasink.checkpoint.saved_arguments import read_arguments
 
     config = Path(args.load).parent / "config.json" if args.load else None

@@ -1,0 +1,59 @@
+"""Checks of the transformer layer around attention: residual stream, FFN, sum of heads."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+from megasink.flags import flag_of
+
+GATED_UNITS = ("reglu", "geglu", "swiglu")
+# Megatron's flags that choose the activation of the FFN.
+_ACTIVATIONS = ("swiglu", "squared_relu", "quick_geglu", "openai_gelu", "onnx_safe")
+# TransformerEngine's FFN: its gelu is the tanh approximation, and its norms cannot be removed.
+_FUSED_FFN = ("use_te_activation_func", "use_transformer_engine_op_fuser")
+
+
+def set_gated_unit(args: Namespace) -> None:
+    """Set --swiglu for a gated unit: Megatron's default FFN size and FLOPs depend on it."""
+    args.swiglu = args.swiglu or args.ffn_activation in GATED_UNITS
+
+
+def problems(args: Namespace) -> Iterator[str]:
+    clip = args.residual_clip
+    if clip is not None and clip <= 0:
+        yield f"--residual-clip {clip}: give a positive limit, or drop the flag"
+    if args.sandwich_norm and args.post_norm:
+        yield "--sandwich-norm and --post-norm: choose one"
+    if args.sandwich_norm and clip is not None:
+        yield "--sandwich-norm and --residual-clip: choose one; their order is not defined"
+    half = args.bf16 or args.fp16
+    if args.fp32_residual_connection and args.transformer_impl == "local" and half:
+        yield (
+            "--fp32-residual-connection with --transformer-impl local in half precision: torch's "
+            "norms would pass float32 to half-precision weights; drop one"
+        )
+    if args.post_norm and args.fp32_residual_connection:
+        yield (
+            "--post-norm with --fp32-residual-connection: the norm after the addition would "
+            "pass float32 to the next layer; drop one"
+        )
+    if args.post_norm and args.use_transformer_engine_op_fuser:
+        yield (
+            "--post-norm with --use-transformer-engine-op-fuser: the norm in its FFN cannot be "
+            "removed; drop one"
+        )
+    if args.multi_head_addition and args.delay_wgrad_compute:
+        yield (
+            "--multi-head-addition with --delay-wgrad-compute: the projection of the sum computes "
+            "its gradient immediately; drop one"
+        )
+    if (name := args.ffn_activation) is None:
+        return
+    for attribute in _ACTIVATIONS:
+        if getattr(args, attribute, False) and name != attribute:
+            yield f"--ffn-activation {name} and {flag_of(attribute)}: choose one"
+    for attribute in _FUSED_FFN:
+        if getattr(args, attribute, False):
+            yield (
+                f"--ffn-activation {name} with {flag_of(attribute)}: TransformerEngine's "
+                "activations differ (its gelu is an approximation); drop one"
+            )
