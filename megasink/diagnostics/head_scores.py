@@ -79,7 +79,7 @@ def average_circuit_norm(gated_out_HTD: Tensor, output_weight_HDE: Tensor) -> Te
     return circuit_norm(gated_out_HTD, output_weight_HDE).mean(-1)
 
 
-def layer_normalised(scores_NLH: Tensor) -> Tensor:
+def layer_normalized(scores_NLH: Tensor) -> Tensor:
     """The (LN) form of a score: divided by its layer's mean, this head included.
 
     Args:
@@ -101,7 +101,7 @@ def layer_normalised(scores_NLH: Tensor) -> Tensor:
     title="lthon (HN)",
     inactive="below",
 )
-def own_average_normalised(lthon_NLH: Tensor, ahon_NLH: Tensor) -> Tensor:
+def own_average_normalized(lthon_NLH: Tensor, ahon_NLH: Tensor) -> Tensor:
     """LTHON(HN): the last token's output norm over the head's own average."""
     return lthon_NLH / ahon_NLH
 
@@ -126,7 +126,7 @@ for _score, _inactive in (
         title=f"{_score} (LN)",
         inactive=_inactive,
         needs=(f"{_score}_NLH",),
-    )(layer_normalised)
+    )(layer_normalized)
 
 
 @metric(

@@ -64,27 +64,28 @@ def find_blocks(model: torch.nn.Module) -> list[Block]:
 
 
 def _block(layer: torch.nn.Module, name: str) -> Block:
-    attention = _child(layer, _ATTENTION)
+    attention = child(layer, _ATTENTION)
     output = None
     if attention is not None:
-        output = _child(attention, _OUTPUT)
+        output = child(attention, _OUTPUT)
         if output is None:
             raise UserError(
-                f"{name} ({type(attention).__name__}) has no output projection called "
-                f"{', '.join(_OUTPUT)}: megasink cannot read what its heads return"
+                f"{name} ({type(attention).__name__}) has no output projection named "
+                f"{', '.join(_OUTPUT)}: megasink cannot read the outputs of its heads"
             )
-    mlp = _child(layer, _MLP)
+    mlp = child(layer, _MLP)
     if getattr(layer, "use_parallel_residual", False):
         return Block(layer, attention, output, mlp, None, True)
-    middle = _child(layer, _MIDDLE)
+    middle = child(layer, _MIDDLE)
     if middle is None:
         # With norms on the branch outputs only, the MLP reads the state itself.
         post_norm = hasattr(layer, "post_feedforward_layernorm")
-        middle = mlp if post_norm else _child(layer, ("post_attention_layernorm",))
+        middle = mlp if post_norm else child(layer, ("post_attention_layernorm",))
     return Block(layer, attention, output, mlp, middle, False)
 
 
-def _child(module: torch.nn.Module, names: tuple[str, ...]) -> torch.nn.Module | None:
+def child(module: torch.nn.Module, names: tuple[str, ...]) -> torch.nn.Module | None:
+    """Return the first submodule with one of these names."""
     found = (getattr(module, name, None) for name in names)
     return next((child for child in found if isinstance(child, torch.nn.Module)), None)
 

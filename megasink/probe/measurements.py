@@ -120,7 +120,7 @@ class ShardMeasurements:
                 )
         except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
             raise UserError(
-                f"{path} cannot be read ({error}): delete it, and its samples run again"
+                f"{path} cannot be read ({error}): delete it, and its samples will run again"
             ) from error
 
 

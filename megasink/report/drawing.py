@@ -2,7 +2,7 @@
 any other one to the `DRAWINGS` of a figures file."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megasink.report.analysis import Analysis
@@ -37,11 +37,11 @@ class Picture:
 
     Attributes:
         name: name of its file, without the extension.
-        files: "png", and "pdf" if requested -> the bytes.
         model: the model shown; empty for a figure of all models.
+        files: "png", and "pdf" if requested -> the bytes.
     """
 
     name: str
     drawing: Drawing
-    files: dict[str, bytes]
-    model: str
+    model: str = ""
+    files: dict[str, bytes] = field(default_factory=dict)

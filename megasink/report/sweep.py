@@ -42,8 +42,8 @@ def write_sweep(results: SweepResults, arrays: dict[str, Any], output: Path) -> 
         atomic_text(output / "sweep.json", json.dumps(to_json(results), indent=1))
     except OSError as error:
         raise UserError(
-            f"the sweep cannot be written to {output} ({error.strerror or error}): make room, and "
-            "the same command writes it without measuring anything again"
+            f"the sweep cannot be written to {output} ({error.strerror or error}): free some "
+            "space and repeat the command, which then writes it without measuring again"
         ) from error
     shown = [
         *("length", "bos", "copies", "samples", "sink_rate", "inactive_awft"),
@@ -72,7 +72,7 @@ def table_row(row: SweepRow, rows: Sequence[SweepRow]) -> dict[str, Any]:
         **{
             name: row.metrics[name].number if name in row.metrics else None
             for name, entry in metrics().items()
-            if entry.is_summarised and any(name in of.metrics for of in rows)
+            if entry.is_summarized and any(name in of.metrics for of in rows)
         },
         **{f"inactive_{name}": share for name, share in row.inactive.items()},
     }
@@ -100,11 +100,11 @@ def draw_sweep(results: SweepResults, output: Path) -> None:
     figure, (axes,) = panels(1, 4, 3.8, width=18)
     rates = EPSILONS if len(lines) == 1 else {SINK_EPSILON: EPSILONS[SINK_EPSILON]}
     for index, (name, line) in enumerate(lines.items()):
-        colour = colormaps[MAP](0.9 * index / max(1, len(lines) - 1))
-        style = {"color": colour, "marker": "o"}
+        color = colormaps[MAP](0.9 * index / max(1, len(lines) - 1))
+        style = {"color": color, "marker": "o"}
         at = [getattr(row, over) for row in line]
         for rank, (eps, rate) in enumerate(rates.items()):
-            shade = colormaps["plasma"](0.8 * rank / len(rates)) if len(rates) > 1 else colour
+            shade = colormaps["plasma"](0.8 * rank / len(rates)) if len(rates) > 1 else color
             values = 100 * _numbers(line, rate)
             text = f"eps {eps}" if len(rates) > 1 else name
             axes[0].plot(at, values, **style | {"color": shade}, label=text)
@@ -119,9 +119,9 @@ def draw_sweep(results: SweepResults, output: Path) -> None:
             "sink on the first token" + ("" if len(rates) > 1 else f" (eps {SINK_EPSILON})"),
             "% of heads",
         ),
-        ("inactive heads, thresholds fixed", "% of heads"),
+        ("inactive heads (fixed thresholds)", "% of heads"),
         ("massive activation", "first token / mean of the others"),
-        ("loss on all of the text but its first token", "nats per token"),
+        ("loss on the text without its first token", "nats per token"),
     )
     for axis, (title, text) in zip(axes, titles, strict=True):
         label(axis, title, text, _AXES[over])
@@ -167,7 +167,7 @@ def draw_masks(results: SweepResults, output: Path) -> None:
         names = ["\n".join(_name(key, getattr(row, key)) for key in _AXES) for row in rows]
         axis.set_xticks(np.arange(len(rows)) * (heads + 1) + (heads - 1) / 2, names, fontsize=8)
         axis.tick_params(axis="x", length=0)
-    figure.supxlabel("heads, setting by setting", fontsize=10)
+    figure.supxlabel("heads, by setting", fontsize=10)
     figure.colorbar(image, ax=axes[:, 0], label="share of samples")
     save(figure, output)
 
