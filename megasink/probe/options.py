@@ -95,11 +95,18 @@ def model_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
 def check(args: argparse.Namespace, *, is_run: bool = False) -> None:
     """Check everything that needs no model.
 
-    Args:
-        is_run: MODEL is a megasink run, which is known to exist.
-
     Raises:
         ConfigError: one message with every problem.
+    """
+    if problems := problems_of(args, is_run=is_run):
+        raise ConfigError(problems)
+
+
+def problems_of(args: argparse.Namespace, *, is_run: bool) -> list[str]:
+    """Return the problems with the options.
+
+    Args:
+        is_run: MODEL is a megasink run, which is known to exist.
     """
     problems = []
     if is_run and args.attn_implementation is not None:
@@ -111,7 +118,7 @@ def check(args: argparse.Namespace, *, is_run: bool = False) -> None:
     if not is_run and not (args.model / "config.json").is_file():
         problems.append(f"{args.model} is not a Hugging Face model folder: it has no config.json")
     if "natural" in args.inputs and not args.data:
-        problems.append("no --data: pass text files or folders (or --inputs random repeated)")
+        problems.append("no --data: pass text files or folders")
     if "natural" not in args.inputs and args.data:
         problems.append("--data requires --inputs natural: add it")
     problems += [
@@ -136,8 +143,7 @@ def check(args: argparse.Namespace, *, is_run: bool = False) -> None:
         problems.append(f"--tokenizer {args.tokenizer} is not a folder")
     if problem := _folder_problem(args.output):
         problems.append(f"--output {args.output} {problem}")
-    if problems:
-        raise ConfigError(problems)
+    return problems
 
 
 def _device_problem(name: str) -> str | None:

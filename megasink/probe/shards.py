@@ -59,11 +59,8 @@ class PartialFolder:
     def open(self, count: int) -> int:
         """Create the folder, or take over that of a killed analysis; called by one process.
 
-        Args:
-            count: number of shards.
-
         Returns:
-            number of finished shards.
+            how many of `count` shards are finished.
 
         Raises:
             UserError: the folder cannot be written, or holds another analysis.

@@ -24,12 +24,12 @@ from megasink.probe.base import OpenProbe
 from megasink.probe.identity import identity
 from megasink.probe.inputs import BOS, Sample, data_hash, dataset_names, encode
 from megasink.probe.measurements import Measurements
-from megasink.probe.options import check, model_parser
+from megasink.probe.options import model_parser, problems_of
 from megasink.probe.ranks import Ranks
 from megasink.probe.recorder import Recorder
 from megasink.probe.run import run
 from megasink.probe.shards import PartialFolder
-from megasink.probe.summary import LAYER_SHARE, metric_results
+from megasink.probe.summary import LAYER_SHARE, metric_results, scores_of
 from megasink.report.sweep import write_sweep
 from megasink.typed_json import to_json
 
@@ -97,13 +97,7 @@ def check_sweep(args: argparse.Namespace, *, is_run: bool) -> None:
     Raises:
         ConfigError: one message with every problem.
     """
-    problems = []
-    try:
-        check(args, is_run=is_run)
-    except ConfigError as error:
-        problems += [p for p in error.problems if not p.startswith("no --data")]
-    if not args.data:
-        problems.append("no --data: pass text files or folders")
+    problems = problems_of(args, is_run=is_run)
     for flag, values, least in (
         ("--lengths", args.lengths, 2),
         ("--first-token-copies", args.first_token_copies, 1),
@@ -265,10 +259,9 @@ def summarize_sweep(
     longest = max(measured, key=lambda entry: entry[0].length)
     reference = longest[1].analysis_values(SEED)
     thresholds = {
-        name: threshold(
-            reference.by_sample[name].numpy(), LAYER_SHARE, metrics()[name].inactive or ""
-        )
-        for name in SCORES
+        name: threshold(scores, LAYER_SHARE, metrics()[name].inactive or "")
+        for name, scores in scores_of(reference).items()
+        if name in SCORES
     }
     return longest[0].label, thresholds, [_row(*entry, thresholds) for entry in measured]
 

@@ -199,7 +199,9 @@ class TransformersProbe(Probe):
         if reader is not None:
             gate, read = reader
             heads = self.heads[index]
-            self._after(gate, lambda out: self._gates.update({index: read(out, heads)}))
+            self._after(
+                gate, lambda out: self._gates.update({index: read(out, heads).transpose(1, 2)})
+            )
         self._before(block.output, lambda gated: self._gated(index, gated))
         self._after(block.attention, lambda out: self._finish(index, block.output, out))
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from megasink.diagnostics import metrics
 from megasink.report.analysis import Analysis, array
 from megasink.report.drawing import Drawing
 from megasink.report.style import (
@@ -57,22 +58,11 @@ def _distribution(left: Any, right: Any, name: str, analyses: Sequence[Analysis]
         right.axvline(threshold, color=color, linestyle=":", linewidth=1.1)
     for axis in (left, right):
         axis.set_xlim(edges[0], edges[-1])
-    label(left, pretty(name), "density")
-    label(right, f"{pretty(name)}, CDF", "share of heads")
+    title = metrics()[name].title
+    label(left, title, "density")
+    label(right, f"{title}, CDF", "share of heads")
     left.set_ylim(bottom=0)
     right.set_ylim(0, 1)
-
-
-def pretty(name: str) -> str:
-    """Return a score's name as in the paper: awft_ln is AWFT (LN)."""
-    kind = {"ln": " (LN)", "hn": " (HN)"}
-    stem, _, last = name.rpartition("_")
-    text = stem if last in kind else name
-    text = text.replace("circuit_ahon", "circuit AHON").replace("random", "random score")
-    words = [
-        word if word in ("circuit", "random", "score") else word.upper() for word in text.split()
-    ]
-    return " ".join(words) + kind.get(last if stem else "", "")
 
 
 def _inactive_by_layer(analyses: Sequence[Analysis]) -> Any:
@@ -81,7 +71,7 @@ def _inactive_by_layer(analyses: Sequence[Analysis]) -> Any:
         for analysis, color, name in named(analyses):
             share = 100 * array(analysis.results.inactive_heads.share_by_layer[score])
             line(axis, np.arange(len(share)), share, color=color, label=name)
-        label(axis, f"inactive by {pretty(score)}", "% of the layer's heads", "layer")
+        label(axis, f"inactive by {metrics()[score].title}", "% of the layer's heads", "layer")
         axis.set_ylim(-2, 102)
         axis.axhline(15, color="0.4", linewidth=0.8, linestyle=":")
         whole_numbers(axis.xaxis)
@@ -92,7 +82,7 @@ def _inactive_by_layer(analyses: Sequence[Analysis]) -> Any:
 def _agreement(analyses: Sequence[Analysis]) -> Any:
     (analysis,) = analyses
     agreement = analysis.results.inactive_heads.agreement
-    names = [pretty(name) for name in agreement.scores]
+    names = [metrics()[name].title for name in agreement.scores]
     margins = {"left": 0.11, "right": 0.935, "top": 0.95, "bottom": 0.22, "wspace": 0.36}
     figure, axes = panels(1, 2, 5.9, layout=None, gridspec_kw=margins)
     for axis, shares in zip(axes[0], (agreement.iou, agreement.precision), strict=True):

@@ -110,15 +110,15 @@ def draw_sweep(results: SweepResults, output: Path) -> None:
             axes[0].plot(at, values, **style | {"color": shade}, label=text)
         for score, dash in zip(rows[0].inactive, ("-", "--"), strict=True):
             values = [100 * row.inactive[score] for row in line]
-            once = score if index == 0 else "_"  # matplotlib omits such labels from legends
+            once = (
+                metrics()[score].title if index == 0 else "_"
+            )  # matplotlib omits such labels from legends
             axes[1].plot(at, values, **style, linestyle=dash, label=once)
         axes[2].plot(at, _numbers(line, "massive_ratio"), **style, label=name)
         axes[3].plot(at, _numbers(line, "nats_per_token"), **style, label=name)
+    which = "" if len(rates) > 1 else f" (eps {SINK_EPSILON})"
     titles = (
-        (
-            "sink on the first token" + ("" if len(rates) > 1 else f" (eps {SINK_EPSILON})"),
-            "% of heads",
-        ),
+        (f"sink on the first token{which}", "% of heads"),
         ("inactive heads (fixed thresholds)", "% of heads"),
         ("massive activation", "first token / mean of the others"),
         ("loss on the text without its first token", "nats per token"),
@@ -133,12 +133,11 @@ def draw_sweep(results: SweepResults, output: Path) -> None:
             axis.minorticks_off()
         else:
             axis.margins(x=0.3)
-    for axis in axes[:2]:
-        axis.set_ylim(-3, 103)
     ratios = _numbers(rows, "massive_ratio")
     if np.nanmax(ratios) > 10 * np.nanmin(ratios):
         axes[2].set_yscale("log")
-    for axis in (axes[0], axes[1]):
+    for axis in axes[:2]:
+        axis.set_ylim(-3, 103)
         if axis.get_legend_handles_labels()[1] not in ([], [""]):
             axis.legend()
     save(figure, output)
@@ -163,7 +162,7 @@ def draw_masks(results: SweepResults, output: Path) -> None:
         gap = np.full((layers, 1), np.nan)
         together = np.concatenate([part for table in tables for part in (table, gap)][:-1], 1)
         image = heatmap(axis, together, vmin=0, vmax=1, cmap="magma")
-        label(axis, score, "layer")
+        label(axis, metrics()[score].title, "layer")
         names = ["\n".join(_name(key, getattr(row, key)) for key in _AXES) for row in rows]
         axis.set_xticks(np.arange(len(rows)) * (heads + 1) + (heads - 1) / 2, names, fontsize=8)
         axis.tick_params(axis="x", length=0)
