@@ -125,5 +125,5 @@ class Probe(ABC):
         self._branch("attention_branch_TE", index, branch_BTE)
 
 
-OpenProbe = Callable[[Any], AbstractContextManager[Probe]]
+OpenProbe = Callable[[Observer], AbstractContextManager[Probe]]
 """Creates a probe that reports to the given observer."""

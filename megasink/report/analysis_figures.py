@@ -45,7 +45,7 @@ def _jobs(analyses: Sequence[Analysis]) -> Iterator[tuple[Picture, Callable[[], 
                 yield from _heads(analysis, suffix)
             else:
                 picture = Picture(drawing.name + suffix, drawing, analysis.name)
-                yield picture, partial(drawing.draw, [analysis])
+                yield picture, partial(drawing.draw, analysis)
 
 
 def _heads(analysis: Analysis, suffix: str) -> Iterator[tuple[Picture, Callable[[], Any]]]:

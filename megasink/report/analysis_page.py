@@ -97,8 +97,8 @@ def in_words(analysis: Analysis) -> str:
     return (
         f"{analysis.name}: {100 * number['sink_rate']:.1f}% of the heads have a sink on the first "
         f"token (weight above {SINK_EPSILON}), which gets "
-        f"{100 * number['first_token_attention']:.1f}% of the attention; {where}, and the "
-        f"circuit's stage is “{number['circuit_stage']}”, with its center at position "
+        f"{100 * number['first_token_attention']:.1f}% of the attention; {where}. "
+        f"The circuit stage is “{number['circuit_stage']}”; the sink center is position "
         f"{number['sink_centre']:.0f}. Head importance runs from {flat.min():.3f} "
         f"(layer {layer}, head {head}) to {flat.max():.3f}; the head imbalance is "
         f"{number['imbalance']:.3f}."

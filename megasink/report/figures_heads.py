@@ -79,8 +79,7 @@ def _inactive_by_layer(analyses: Sequence[Analysis]) -> Any:
     return figure
 
 
-def _agreement(analyses: Sequence[Analysis]) -> Any:
-    (analysis,) = analyses
+def _agreement(analysis: Analysis) -> Any:
     agreement = analysis.results.inactive_heads.agreement
     names = [metrics()[name].title for name in agreement.scores]
     margins = {"left": 0.11, "right": 0.935, "top": 0.95, "bottom": 0.22, "wspace": 0.36}

@@ -69,8 +69,7 @@ def _color_bar(figure: Any, image: Any, place: tuple[float, ...], orientation: s
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
 
 
-def _layers(analyses: Sequence[Analysis]) -> Any:
-    (analysis,) = analyses
+def _layers(analysis: Analysis) -> Any:
     if not analysis.maps:
         return None
     maps = analysis.maps["layer_map_LTS"]
@@ -79,8 +78,7 @@ def _layers(analyses: Sequence[Analysis]) -> Any:
     return _map_grid(analysis, maps[shown], [f"layer {layer}" for layer in shown], 6)
 
 
-def _first_layer(analyses: Sequence[Analysis]) -> Any:
-    (analysis,) = analyses
+def _first_layer(analysis: Analysis) -> Any:
     if not analysis.maps:
         return None
     maps = analysis.maps["first_layer_map_HTS"]
@@ -198,8 +196,7 @@ def _queries_and_keys(axis: Any, maps: dict[str, Any], index: int) -> None:
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, handletextpad=0.2)
 
 
-def _components(analyses: Sequence[Analysis]) -> Any:
-    (analysis,) = analyses
+def _components(analysis: Analysis) -> Any:
     maps = analysis.maps
     if "component_KTS" not in maps:
         return None
@@ -220,8 +217,7 @@ def _components(analyses: Sequence[Analysis]) -> Any:
     return figure
 
 
-def _points(analyses: Sequence[Analysis]) -> Any:
-    (analysis,) = analyses
+def _points(analysis: Analysis) -> Any:
     found = analysis.points
     kinds = [
         ("normed_pca_N2", "normed state before the MLP of layer 1: PCA", "PC"),
@@ -257,7 +253,7 @@ HEAD = Drawing(
     "Left: A_ij on one input, and by token the norms of value and head output g o_i and the gate G "
     "(P3.25, P3.26). Right: joint PCA of the head's queries and keys on the whole input, centered, "
     "after rotary embeddings and query-key norms; the star is k_0 (P0.26).",
-    lambda analyses: None,
+    lambda analysis: None,
     by_model=True,
 )
 """One picture per chosen head, by `draw_head`."""

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,9 @@ def write_sweep(results: SweepResults, arrays: dict[str, Any], output: Path) -> 
         print("  ".join(f"{c:>{max(7, len(n))}}" for n, c in zip(shown, cells, strict=True)))
     for row in results.rows:
         if row.non_finite:
-            setting = ", ".join(_name(key, getattr(row, key)) for key in _AXES)
             print(
-                f"megasink: warning: {len(row.non_finite)} samples of {setting} have infinite "
-                f"or NaN values, {row.non_finite[0]} first: left out of every average",
+                f"megasink: warning: {len(row.non_finite)} samples of {_setting(row)} have "
+                f"infinite or NaN values, {row.non_finite[0]} first: left out of every average",
                 file=sys.stderr,
             )
     print(f"wrote {output}/sweep.csv, sweep.json, sweep.npz, sweep.png, sweep_masks.png")
@@ -95,8 +94,7 @@ def draw_sweep(results: SweepResults, output: Path) -> None:
     others = [k for k in _AXES if k != over and len({getattr(row, k) for row in rows}) > 1]
     lines: dict[str, list[SweepRow]] = {}
     for row in rows:
-        name = ", ".join(_name(key, getattr(row, key)) for key in others)
-        lines.setdefault(name, []).append(row)
+        lines.setdefault(_setting(row, others), []).append(row)
     figure, (axes,) = panels(1, 4, 3.8, width=18)
     rates = EPSILONS if len(lines) == 1 else {SINK_EPSILON: EPSILONS[SINK_EPSILON]}
     for index, (name, line) in enumerate(lines.items()):
@@ -110,9 +108,8 @@ def draw_sweep(results: SweepResults, output: Path) -> None:
             axes[0].plot(at, values, **style | {"color": shade}, label=text)
         for score, dash in zip(rows[0].inactive, ("-", "--"), strict=True):
             values = [100 * row.inactive[score] for row in line]
-            once = (
-                metrics()[score].title if index == 0 else "_"
-            )  # matplotlib omits such labels from legends
+            # matplotlib omits such labels from legends.
+            once = metrics()[score].title if index == 0 else "_"
             axes[1].plot(at, values, **style, linestyle=dash, label=once)
         axes[2].plot(at, _numbers(line, "massive_ratio"), **style, label=name)
         axes[3].plot(at, _numbers(line, "nats_per_token"), **style, label=name)
@@ -163,7 +160,7 @@ def draw_masks(results: SweepResults, output: Path) -> None:
         together = np.concatenate([part for table in tables for part in (table, gap)][:-1], 1)
         image = heatmap(axis, together, vmin=0, vmax=1, cmap="magma")
         label(axis, metrics()[score].title, "layer")
-        names = ["\n".join(_name(key, getattr(row, key)) for key in _AXES) for row in rows]
+        names = [_setting(row).replace(", ", "\n") for row in rows]
         axis.set_xticks(np.arange(len(rows)) * (heads + 1) + (heads - 1) / 2, names, fontsize=8)
         axis.tick_params(axis="x", length=0)
     figure.supxlabel("heads, by setting", fontsize=10)
@@ -171,9 +168,11 @@ def draw_masks(results: SweepResults, output: Path) -> None:
     save(figure, output)
 
 
-def _name(key: str, value: Any) -> str:
-    if key == "bos":
-        return "with BOS" if value == "add" else "without BOS"
-    if key == "length":
-        return f"{value} tokens"
-    return "1 copy" if value == 1 else f"{value} copies"
+def _setting(row: SweepRow, keys: Iterable[str] = _AXES) -> str:
+    """Return the setting of a row in words, or a part of it."""
+    words = {
+        "length": f"{row.length} tokens",
+        "copies": "1 copy" if row.copies == 1 else f"{row.copies} copies",
+        "bos": "with BOS" if row.bos == "add" else "without BOS",
+    }
+    return ", ".join(words[key] for key in keys)
