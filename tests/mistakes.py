@@ -143,9 +143,12 @@ MISTAKES = {
     # analyze, sweep, trace, report
     "analyze-no-data": (
         "analyze {0}/llama --output {0}/new/out",
-        "no --data: name text files or folders",
+        "no --data: pass text files or folders",
     ),
-    "analyze-no-model": (ANALYZE.replace("llama", "lama"), "{0}/lama is no folder of transformers"),
+    "analyze-no-model": (
+        ANALYZE.replace("llama", "lama"),
+        "{0}/lama is not a Hugging Face model folder",
+    ),
     "analyze-device": (ANALYZE + " --device tpu", "--device tpu"),
     "analyze-no-cuda": (ANALYZE + " --device cuda:3", "--device cuda:3"),
     "analyze-samples": (ANALYZE + " --max-samples 0", "--max-samples 0: at least 1"),

@@ -49,7 +49,7 @@ def prominent_after_block(massive_ratio_S: Tensor, first_token_attention_L: Tens
     unit="token",
     axis="model",
     shown=("table", "scalar"),
-    title="centre of the sink",
+    title="sink center",
     number="{:.0f}",
 )
 def sink_centre(alpha_LHK: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def _highest(rows_RK: Tensor) -> Tensor:
     unit="stage",
     axis="model",
     shown=("table", "scalar"),
-    title="stage of the circuit",
+    title="circuit stage",
     levels=STAGES,
 )
 def circuit_stage(

@@ -129,7 +129,7 @@ class Embedding(NamedTuple):
     divergence: float
 
 
-def neighbour_embedding(rows: Floats, seed: int) -> Embedding:
+def neighbor_embedding(rows: Floats, seed: int) -> Embedding:
     """Compute the exact t-SNE of some rows with scikit-learn (P4.6), from their PCA.
 
     Args:

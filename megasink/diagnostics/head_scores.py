@@ -24,39 +24,40 @@ def per_query_head(values_GT: Tensor, heads: int) -> Tensor:
     axis="head",
     inactive="above",
     shown=("table", "wasserstein"),
+    title="AWFT",
 )
 def average_weight_of_first_token(first_weight_HT: Tensor) -> Tensor:
     """AWFT: mean over queries of the weight on the first token, row 0 (weight 1) included."""
     return first_weight_HT.mean(-1)
 
 
-@metric("aeqd", source="P3.2", unit="nats", axis="head", inactive="below")
+@metric("aeqd", source="P3.2", unit="nats", axis="head", inactive="below", title="AEQD")
 def average_entropy(entropy_HT: Tensor) -> Tensor:
     """AEQD: mean over queries of the entropy of the attention row; a sink is one more outcome."""
     return entropy_HT.mean(-1)
 
 
-@metric("ftvvn", source="P3.3", unit="L2 norm", axis="head", inactive="below")
+@metric("ftvvn", source="P3.3", unit="L2 norm", axis="head", inactive="below", title="FTVVN")
 def first_value_norm(value_GTD: Tensor, first_weight_HT: Tensor) -> Tensor:
     """FTVVN: norm of the first token's value; equal for the query heads of a group."""
     norm_G1 = value_GTD[:, :1].norm(dim=-1)
     return per_query_head(norm_G1, first_weight_HT.shape[0]).squeeze(-1)
 
 
-@metric("avvn", source="P3.4", unit="L2 norm", axis="head", inactive="below")
+@metric("avvn", source="P3.4", unit="L2 norm", axis="head", inactive="below", title="AVVN")
 def average_value_norm(value_GTD: Tensor, first_weight_HT: Tensor) -> Tensor:
     """AVVN: mean over tokens of the value's norm; equal for the query heads of a group."""
     norm_G1 = value_GTD.norm(dim=-1).mean(-1, keepdim=True)
     return per_query_head(norm_G1, first_weight_HT.shape[0]).squeeze(-1)
 
 
-@metric("lthon", source="P3.5", unit="L2 norm", axis="head", inactive="below")
+@metric("lthon", source="P3.5", unit="L2 norm", axis="head", inactive="below", title="LTHON")
 def last_output_norm(gated_out_HTD: Tensor) -> Tensor:
     """LTHON: norm of the head's output at the last real token."""
     return gated_out_HTD[:, -1].norm(dim=-1)
 
 
-@metric("ahon", source="P3.6", unit="L2 norm", axis="head", inactive="below")
+@metric("ahon", source="P3.6", unit="L2 norm", axis="head", inactive="below", title="AHON")
 def average_output_norm(gated_out_HTD: Tensor) -> Tensor:
     """AHON: mean over tokens of the norm of the head's output, after a gate, before W_O."""
     return gated_out_HTD.norm(dim=-1).mean(-1)
@@ -73,20 +74,23 @@ def circuit_norm(gated_out_HTD: Tensor, output_weight_HDE: Tensor) -> Tensor:
     return square_HT.clamp_(min=0.0).sqrt_()
 
 
-@metric("circuit_ahon", source="P3.10", unit="L2 norm", axis="head", inactive="below")
+@metric(
+    "circuit_ahon",
+    source="P3.10",
+    unit="L2 norm",
+    axis="head",
+    inactive="below",
+    title="circuit AHON",
+)
 def average_circuit_norm(gated_out_HTD: Tensor, output_weight_HDE: Tensor) -> Tensor:
     """Circuit-based AHON: mean over tokens of the norm of z_i W_O^(h)."""
     return circuit_norm(gated_out_HTD, output_weight_HDE).mean(-1)
 
 
-def layer_normalised(scores_NLH: Tensor) -> Tensor:
+def layer_normalized(scores_NLH: Tensor) -> Tensor:
     """The (LN) form of a score: divided by its layer's mean, this head included.
 
-    Args:
-        scores_NLH: [..., H]; NaN if a layer has no attention, or fewer heads than others.
-
-    Returns:
-        the same shape; NaN for a layer whose scores are all 0.
+    Takes [..., H], NaN for missing heads, and returns NaN for layers whose scores are all 0.
     """
     return scores_NLH / scores_NLH.nanmean(-1, keepdim=True)
 
@@ -98,10 +102,10 @@ def layer_normalised(scores_NLH: Tensor) -> Tensor:
     axis="head",
     over_samples="mean",
     shown=(),
-    title="lthon (HN)",
+    title="LTHON (HN)",
     inactive="below",
 )
-def own_average_normalised(lthon_NLH: Tensor, ahon_NLH: Tensor) -> Tensor:
+def own_average_normalized(lthon_NLH: Tensor, ahon_NLH: Tensor) -> Tensor:
     """LTHON(HN): the last token's output norm over the head's own average."""
     return lthon_NLH / ahon_NLH
 
@@ -123,14 +127,21 @@ for _score, _inactive in (
         axis="head",
         over_samples="mean",
         shown=("wasserstein",) if _score == "ahon" else (),
-        title=f"{_score} (LN)",
+        title={"circuit_ahon": "circuit AHON"}.get(_score, _score.upper()) + " (LN)",
         inactive=_inactive,
         needs=(f"{_score}_NLH",),
-    )(layer_normalised)
+    )(layer_normalized)
 
 
 @metric(
-    "random", source="P3.9", unit="1", axis="head", over_samples="mean", shown=(), inactive="below"
+    "random",
+    source="P3.9",
+    unit="1",
+    axis="head",
+    over_samples="mean",
+    shown=(),
+    title="random score",
+    inactive="below",
 )
 def random_baseline(awft_NLH: Tensor, seed: int) -> Tensor:
     """Uniform in [0, 1), by the analysis's seed: the random baseline."""

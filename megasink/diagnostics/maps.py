@@ -15,22 +15,12 @@ MAP_TOKENS = 256
 
 
 def attention_maps(
-    query_HTD: Tensor,
-    key_GTD: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    prefix: int = 0,
-    slot_logit_HT: Tensor | None = None,
-    distance_bias_HT: Tensor | None = None,
-    softcap: float | None = None,
+    query_HTD: Tensor, key_GTD: Tensor, *, slot_logit_HT: Tensor | None = None, **options: Any
 ) -> Tensor:
     """Compute A = softmax(scale * q k^T) of one causal layer (P0.26, P1.34, P3.26, P4.2).
 
     Args:
-        query_HTD, key_GTD: any float dtype; computed in float32, or float64 for float64.
-        scale, window, prefix, distance_bias_HT, softcap: as in
-            `megasink.diagnostics.weights.weight_statistics`.
+        query_HTD, key_GTD, options: of one sequence; see `megasink.diagnostics.tiles.tiles`.
         slot_logit_HT: the logit of a sink or key bias. Its weight is left out of the rows, so that
             they sum to the gate (P0.2).
 
@@ -40,15 +30,7 @@ def attention_maps(
     Raises:
         ValueError: more than `MAP_TOKENS` tokens.
     """
-    score_HTS = whole_scores(
-        query_HTD,
-        key_GTD,
-        scale=scale,
-        window=window,
-        prefix=prefix,
-        distance_bias_HT=distance_bias_HT,
-        softcap=softcap,
-    )
+    score_HTS = whole_scores(query_HTD, key_GTD, **options)
     lse_HT = score_HTS.logsumexp(-1)
     if slot_logit_HT is not None:
         lse_HT = torch.logaddexp(lse_HT, slot_logit_HT.to(lse_HT.dtype).expand_as(lse_HT))
@@ -60,12 +42,8 @@ def whole_scores(
 ) -> Tensor:
     """Assemble the tiles of `megasink.diagnostics.tiles.tiles` into one tensor.
 
-    Args:
-        query_HTD, key_GTD: of one sequence.
-        hidden, options: as in `tiles`.
-
     Returns:
-        scores [H, T, S]; `hidden` for keys that a row does not see.
+        scores [H, T, S] of one sequence; `hidden` for keys that a row does not see.
 
     Raises:
         ValueError: more than `MAP_TOKENS` tokens.

@@ -8,6 +8,7 @@ Shapes: B batch, H query heads, G key/value groups, T tokens, D head dim; tiles 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,21 +31,15 @@ SIMILARITIES = tuple(_WEIGHTS)
 
 @torch.no_grad()
 def proxy_statistics(
-    query_BHTD: Tensor,
-    key_BGTD: Tensor,
-    *,
-    similarity: str,
-    scale: float,
-    window: int | None = None,
+    query_BHTD: Tensor, key_BGTD: Tensor, *, similarity: str, **options: Any
 ) -> WeightStatistics:
     """Compute statistics of the proxy weights of causal attention, without an S x S matrix.
 
     Args:
-        query_BHTD, key_BGTD: any float dtype; computed in float32, or float64 for float64. If the
-            similarity has a feature map ("elu-kernel", "mlp"), phi(q) and phi(k).
+        query_BHTD, key_BGTD: phi(q) and phi(k) if the similarity has a feature map ("elu-kernel",
+            "mlp").
         similarity: a name of `SIMILARITIES`.
-        scale: factor of the scores.
-        window: tokens visible to a token, itself included; None for all.
+        options: scale and window; see `megasink.diagnostics.tiles.tiles`.
 
     Returns:
         `WeightStatistics` without a slot; the gate is 1 - A_i0, by sums; the entropy of a row is
@@ -58,9 +53,7 @@ def proxy_statistics(
     weights_of, hidden = _WEIGHTS[similarity]
     found = WeightStatistics.room_for(query_BHTD, key_BGTD)
     first, _, gate, entropy, square, column_sum = found
-    for n, rows, columns, score_NRCK in tiles(
-        query_BHTD, key_BGTD, scale=scale, window=window, hidden=hidden
-    ):
+    for n, rows, columns, score_NRCK in tiles(query_BHTD, key_BGTD, hidden=hidden, **options):
         weight_NRCK = weights_of(score_NRCK)
         first_NRC, others_NRC = first_and_others(weight_NRCK, columns)
         real_NRC = first_NRC + others_NRC
@@ -76,18 +69,8 @@ def proxy_statistics(
 
 
 @torch.no_grad()
-def proxy_maps(
-    query_HTD: Tensor,
-    key_GTD: Tensor,
-    *,
-    similarity: str,
-    scale: float,
-    window: int | None = None,
-) -> Tensor:
-    """Compute the proxy weights, like `megasink.diagnostics.maps.attention_maps` (P2.37).
-
-    Args:
-        query_HTD, key_GTD, similarity, scale, window: as in `proxy_statistics`, for one sequence.
+def proxy_maps(query_HTD: Tensor, key_GTD: Tensor, *, similarity: str, **options: Any) -> Tensor:
+    """Compute the proxy weights of one sequence; arguments as in `proxy_statistics` (P2.37).
 
     Returns:
         weights [H, T, S]; 0 for keys that a row does not see.
@@ -96,7 +79,5 @@ def proxy_maps(
         ValueError: more than `MAP_TOKENS` tokens.
     """
     weights_of, hidden = _WEIGHTS[similarity]
-    weight_HTS = weights_of(
-        whole_scores(query_HTD, key_GTD, scale=scale, window=window, hidden=hidden)
-    )
+    weight_HTS = weights_of(whole_scores(query_HTD, key_GTD, hidden=hidden, **options))
     return weight_HTS / (weight_HTS.sum(-1, keepdim=True) + PROXY_EPSILON)

@@ -14,9 +14,11 @@ metric. Any module may register one: `from megasink.diagnostics import metric`.
 
 import importlib
 import inspect
+import math
 import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,7 +112,7 @@ SHOWN: dict[str, str] = {
     "table": "a column in the CSV table of its axis; its number in datasets.csv for one of a model",
     "curve": "a line in a figure, one for each model",
     "heatmap": "a [layer, head] picture of each model",
-    "scalar": "its number by data set, by checkpoint (trace), in training (TensorBoard, W&B), and "
+    "scalar": "its number by dataset, by checkpoint (trace), in training (TensorBoard, W&B), and "
     "for several models side by side",
     "wasserstein": "distance between every two models of its values of all samples (P3.21)",
     "rank": "rank correlation and top five of its heads, between every two models (P3.30)",
@@ -118,7 +120,7 @@ SHOWN: dict[str, str] = {
 """Where a metric may appear. results.json has every metric, and samples.npz its sample values."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Metric:
     """One registered metric.
 
@@ -151,10 +153,10 @@ class Metric:
     shown: frozenset[str]
     scalar: str
     title: str
-    figure: str
-    number: str
-    levels: tuple[str, ...]
-    inactive: str | None
+    figure: str = "metrics"
+    number: str = "{:.3f}"
+    levels: tuple[str, ...] = ()
+    inactive: str | None = None
 
     @property
     def is_derived(self) -> bool:
@@ -162,14 +164,14 @@ class Metric:
         return not set(self.needs) <= STATISTICS.keys()
 
     @property
-    def is_summarised(self) -> bool:
+    def is_summarized(self) -> bool:
         """Whether the tables of models and datasets show its number."""
         return "scalar" in self.shown or ("table" in self.shown and self.axis in _DERIVED_ONLY)
 
     def number_of(self, value: Tensor) -> float | str | None:
         """Return its number: a name for a category, None if there is none."""
         number = float(SCALARS[self.scalar](value))
-        if not torch.isfinite(torch.tensor(number)):
+        if not math.isfinite(number):
             return None
         return self.levels[int(number)] if self.levels else number
 
@@ -191,22 +193,21 @@ def metric(
     shown: Iterable[str] = ("table",),
     scalar: str | None = None,
     title: str | None = None,
-    figure: str = "metrics",
-    number: str = "{:.3f}",
-    levels: tuple[str, ...] = (),
-    inactive: str | None = None,
     needs: tuple[str, ...] | None = None,
+    **options: Any,
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Register the decorated function; the first line of its docstring is the definition.
 
-    Args: see `Metric`.
+    Args:
         over_samples: default "mean" for metrics of statistics, None for derived ones.
         scalar: default "first" by key position, else "mean".
         needs: default the names of the function's parameters.
+        unit, axis, source, shown, title, options: see `Metric`.
 
     Raises:
-        ValueError: a duplicate name, no docstring, an unknown option, or metrics that are
+        ValueError: a duplicate name, no docstring, an unknown value, or metrics that are
             registered later.
+        TypeError: an unknown option.
     """
 
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -215,21 +216,18 @@ def metric(
         given = tuple(inspect.signature(function).parameters) if needs is None else needs
         of_statistics = set(given) <= STATISTICS.keys()
         entry = Metric(
-            name,
-            (inspect.getdoc(function) or "").partition("\n")[0],
-            unit,
-            axis,
-            source,
-            function,
-            given,
-            over_samples or ("mean" if of_statistics else None),
-            frozenset(shown),
-            scalar or ("first" if axis == "key" else "mean"),
-            title or name.replace("_", " "),
-            figure,
-            number,
-            levels,
-            inactive,
+            name=name,
+            definition=(inspect.getdoc(function) or "").partition("\n")[0],
+            unit=unit,
+            axis=axis,
+            source=source,
+            compute=function,
+            needs=given,
+            over_samples=over_samples or ("mean" if of_statistics else None),
+            shown=frozenset(shown),
+            scalar=scalar or ("first" if axis == "key" else "mean"),
+            title=title or name.replace("_", " "),
+            **options,
         )
         if problems := list(_problems(entry)):
             raise ValueError(f"metric {name!r} " + "; ".join(problems))
@@ -254,19 +252,19 @@ def _problems(entry: Metric) -> Iterable[str]:
         *(("shown", where, SHOWN) for where in sorted(entry.shown)),
     ):
         if value not in known:
-            yield f"has the {what} {value!r}: choose {', '.join(map(str, known))}"
+            yield f"has {what} {value!r}: choose {', '.join(map(str, known))}"
     for where in sorted(entry.shown & {"heatmap", "rank", "wasserstein"}):
         if entry.axis != "head":
-            yield f"is shown as {where}, which takes the axis 'head'"
+            yield f"is shown as {where}, which needs axis 'head'"
     if "curve" in entry.shown and entry.axis == "model":
-        yield "is shown as curve, and is one number"
+        yield "is shown as curve, but is one number"
     if "wasserstein" in entry.shown and entry.is_derived and not entry.over_samples:
-        yield "is shown as wasserstein, and has no values of the samples: name over_samples"
+        yield "is shown as wasserstein, but has no sample values: set over_samples"
     if not entry.is_derived:
         if not any(set(entry.needs) <= family for family in _TOGETHER):
-            yield f"asks for {', '.join(entry.needs)}: not known together"
+            yield f"asks for {', '.join(entry.needs)}, which are not known together"
         if entry.axis in _DERIVED_ONLY:
-            yield f"has the axis {entry.axis!r}, which is that of derived metrics"
+            yield f"has axis {entry.axis!r}, which only derived metrics can have"
         return
     for need in entry.needs:
         if need in FACTS:
@@ -275,8 +273,8 @@ def _problems(entry: Metric) -> Iterable[str]:
         made = _REGISTRY.get(base if shape.isupper() else need)
         if made is None:
             yield (
-                f"asks for {need}: it is no statistic ({', '.join(STATISTICS)}), no fact "
-                f"({', '.join(FACTS)}), and no metric that is registered so far"
+                f"asks for {need}, which is neither a statistic ({', '.join(STATISTICS)}), "
+                f"nor a fact ({', '.join(FACTS)}), nor a metric registered so far"
             )
         elif need not in (names := parameter_names(made)):
             yield f"asks for {need}: write {' or '.join(names)}"
@@ -302,7 +300,7 @@ def metrics(names: Iterable[str] | None = None) -> dict[str, Metric]:
     names = list(names)
     unknown = [name for name in names if name not in _REGISTRY]
     if unknown:
-        raise ValueError(f"no metric {', '.join(unknown)}: there are {', '.join(_REGISTRY)}")
+        raise ValueError(f"unknown metric {', '.join(unknown)}: choose from {', '.join(_REGISTRY)}")
     return {name: _REGISTRY[name] for name in names}
 
 

@@ -5,6 +5,8 @@ Positions count from 0 here: alpha_0 is the paper's alpha_1.
 Shapes: N samples, L layers, H heads, T tokens, K kept positions.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,8 @@ EPSILONS = {0.2: "sink_rate_0.2", 0.3: "sink_rate", 0.4: "sink_rate_0.4", 0.5: "
 
 DRAIN = 0.75
 """tau of Eq. 9 in P0."""
+
+curve = partial(metric, unit="share", shown=("table", "curve"), figure="sinks")
 
 
 @metric("alpha", source="P2.1, P3.31", unit="1", axis="head column", shown=())
@@ -60,12 +64,7 @@ def first_weight(first_weight_HT: Tensor) -> Tensor:
 def sink_rate(alpha_NLH: Tensor, epsilon: float = SINK_EPSILON) -> Tensor:
     """Return Sink^eps_k: the share of heads with alpha_k > eps, averaged over sequences (P2.2).
 
-    Args:
-        alpha_NLH: alpha_k of one k; NaN for missing heads.
-        epsilon: strict threshold.
-
-    Returns:
-        a scalar in [0, 1].
+    Takes alpha_k of one k, NaN for missing heads, and returns a scalar.
     """
     return layer_sink_rate(alpha_NLH, epsilon).nanmean()
 
@@ -82,58 +81,34 @@ def _register_sink_rate(name: str, epsilon: float) -> None:
 
     sink_rate_by_key.__doc__ = f"Share of the heads with a sink on key k: alpha_k > {epsilon:g}."
     is_main = epsilon == SINK_EPSILON
-    metric(
-        name,
-        source="P2.2, P2.3",
-        unit="share",
-        axis="key",
-        shown=("table", "scalar", "curve") if is_main else ("table",),
-        title=f"sink rate, eps {epsilon:g}",
-        figure="sinks",
-    )(sink_rate_by_key)
+    shown = ("table", "scalar", "curve") if is_main else ("table",)
+    title = f"sink rate, eps {epsilon:g}"
+    curve(name, source="P2.2, P2.3", axis="key", shown=shown, title=title)(sink_rate_by_key)
 
 
 for _epsilon, _name in EPSILONS.items():
     _register_sink_rate(_name, _epsilon)
 
 
-@metric(
-    "sink_rate_by_layer",
-    source="P2.2",
-    unit="share",
-    axis="layer",
-    shown=("table", "curve"),
-    title="heads with a sink on token 0",
-    figure="sinks",
-)
+@curve("sink_rate_by_layer", source="P2.2", axis="layer", title="heads with a sink on token 0")
 def first_key_sink_rate(alpha_NLHK: Tensor) -> Tensor:
     """Share of the layer's heads with a sink on the first token: alpha_0 > 0.3."""
     return layer_sink_rate(alpha_NLHK[..., 0])
 
 
-@metric(
+@curve(
     "first_token_attention",
     source="P1.31",
-    unit="share",
     axis="layer",
     shown=("table", "curve", "scalar"),
     title="weight on the first token",
-    figure="sinks",
 )
 def first_token_attention(awft_NLH: Tensor) -> Tensor:
     """F-Attn, the mean weight on the first token over heads, queries and samples."""
     return awft_NLH.to(torch.float64).nanmean((0, 2))
 
 
-@metric(
-    "slot_attention",
-    source="P2.27",
-    unit="share",
-    axis="layer",
-    shown=("table", "curve"),
-    title="weight on the sink or bias",
-    figure="sinks",
-)
+@curve("slot_attention", source="P2.27", axis="layer", title="weight on the sink or bias")
 def slot_attention(slot_alpha_NLH: Tensor) -> Tensor:
     """Mean weight on a learnable sink or bias over heads, queries and samples."""
     return slot_alpha_NLH.nanmean((0, 2))

@@ -6,10 +6,14 @@ residual of block l, x_(l + 1) its output; the last one is before the final norm
 Shapes: N samples, T tokens, E hidden size, P kept positions.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from megasink.diagnostics.registry import metric
+
+activation = partial(metric, unit="activation", shown=("table", "curve"), figure="activations")
 
 
 @metric("state_norm", source="P4.1, P2.8, P4.25", unit="L2 norm", axis="state position")
@@ -18,7 +22,7 @@ def state_norm(state_TE: Tensor) -> Tensor:
     return state_TE.norm(dim=-1)
 
 
-@metric(
+@activation(
     "massive_ratio",
     source="P2.10",
     unit="ratio",
@@ -26,7 +30,6 @@ def state_norm(state_TE: Tensor) -> Tensor:
     shown=("table", "curve", "scalar"),
     scalar="max over block outputs",
     title="norm of token 0 over others",
-    figure="activations",
     number="{:.1f}",
 )
 def massive_ratio(state_TE: Tensor) -> Tensor:
@@ -35,15 +38,13 @@ def massive_ratio(state_TE: Tensor) -> Tensor:
     return norm_T[0] / norm_T[1:].mean()
 
 
-@metric(
+@activation(
     "state_abs_max",
     source="P1.32, P1.33",
-    unit="activation",
     axis="state",
     shown=("table", "curve", "scalar"),
     scalar="mean over block outputs",
     title="largest activation",
-    figure="activations",
     number="{:.1f}",
 )
 def state_abs_max(state_TE: Tensor) -> Tensor:
@@ -51,29 +52,13 @@ def state_abs_max(state_TE: Tensor) -> Tensor:
     return state_TE.abs().amax()
 
 
-@metric(
-    "attention_abs_max",
-    source="P1.33",
-    unit="activation",
-    axis="layer",
-    shown=("table", "curve"),
-    title="largest attention output",
-    figure="activations",
-)
+@activation("attention_abs_max", source="P1.33", axis="layer", title="largest attention output")
 def attention_abs_max(attention_branch_TE: Tensor) -> Tensor:
     """Largest |value| of the attention output in one sample."""
     return attention_branch_TE.abs().amax()
 
 
-@metric(
-    "mlp_abs_max",
-    source="P1.33",
-    unit="activation",
-    axis="layer",
-    shown=("table", "curve"),
-    title="largest MLP output",
-    figure="activations",
-)
+@activation("mlp_abs_max", source="P1.33", axis="layer", title="largest MLP output")
 def mlp_abs_max(mlp_branch_TE: Tensor) -> Tensor:
     """Largest |value| of the MLP output in one sample."""
     return mlp_branch_TE.abs().amax()
@@ -97,36 +82,32 @@ class MeanCosine:
     The mean over pairs i != j of u_i . u_j is (|sum u|^2 - N) / (N (N - 1)) for unit vectors u.
 
     Args:
+        states: S, number of states.
         positions: P, number of leading positions of a sequence.
 
     Attributes:
-        unit_sum_PE: float64 sums of unit vectors; None before the first sample.
-        count_P: number of samples that reached each position.
+        unit_sum_SPE: float64 sums of unit vectors; E is 0 before the first sample.
+        count_SP: number of samples that reached each position.
     """
 
-    def __init__(self, positions: int):
-        self.unit_sum_PE: Tensor | None = None
-        self.count_P = torch.zeros(positions, dtype=torch.int64)
+    def __init__(self, states: int, positions: int):
+        self.unit_sum_SPE = torch.zeros(states, positions, 0, dtype=torch.float64)
+        self.count_SP = torch.zeros(states, positions, dtype=torch.int64)
 
-    def add(self, state_TE: Tensor) -> None:
-        """Add one sample."""
-        positions = len(self.count_P)
+    def add(self, half: int, state_TE: Tensor) -> None:
+        """Add one state of one sample."""
+        states, positions = self.count_SP.shape
         state_PE = state_TE[:positions].to("cpu", torch.float64)
-        if self.unit_sum_PE is None:
-            self.unit_sum_PE = torch.zeros(positions, state_PE.shape[1], dtype=torch.float64)
-        self.unit_sum_PE[: len(state_PE)] += torch.nn.functional.normalize(state_PE, dim=-1)
-        self.count_P[: len(state_PE)] += 1
-
-    def result(self) -> Tensor:
-        """Return [P]: the mean cosine; NaN if fewer than two samples reached the position."""
-        if self.unit_sum_PE is None:
-            return torch.full(self.count_P.shape, torch.nan, dtype=torch.float64)
-        return mean_cosine(self.unit_sum_PE, self.count_P)
+        if not self.unit_sum_SPE.shape[-1]:
+            self.unit_sum_SPE = state_PE.new_zeros(states, positions, state_PE.shape[1])
+        unit_PE = torch.nn.functional.normalize(state_PE, dim=-1)
+        self.unit_sum_SPE[half, : len(state_PE)] += unit_PE
+        self.count_SP[half, : len(state_PE)] += 1
 
 
-def mean_cosine(unit_sum_PE: Tensor, count_P: Tensor) -> Tensor:
-    """Compute the result of `MeanCosine` from its sums; any dimensions may precede P."""
-    count_P = count_P.to(torch.float64)
-    square_P = unit_sum_PE.square().sum(-1)
-    pairs_P = count_P * (count_P - 1)
-    return torch.where(count_P > 1, (square_P - count_P) / pairs_P, torch.nan)
+def mean_cosine(unit_sum_SPE: Tensor, count_SP: Tensor) -> Tensor:
+    """Return [S, P] from the sums of `MeanCosine`; NaN where fewer than two samples reached."""
+    count_SP = count_SP.to(torch.float64)
+    square_SP = unit_sum_SPE.square().sum(-1)
+    pairs_SP = count_SP * (count_SP - 1)
+    return torch.where(count_SP > 1, (square_SP - count_SP) / pairs_SP, torch.nan)

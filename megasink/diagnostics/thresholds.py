@@ -67,22 +67,17 @@ def least_active(scores: Scores, share: float, side: str) -> Mask:
     return mask.reshape(scores.shape)
 
 
-def intersection_over_union(a: Mask, b: Mask) -> float:
-    """Return |a and b| / |a or b|, all samples pooled (P3.18); NaN if both masks are empty."""
-    union = int((a | b).sum())
-    return int((a & b).sum()) / union if union else float("nan")
-
-
-def precision(row: Mask, column: Mask) -> float:
-    """Return |row and column| / |row|, with column as the truth (P3.19); NaN for an empty row."""
-    count = int(row.sum())
-    return int((row & column).sum()) / count if count else float("nan")
-
-
 def agreement(masks: Sequence[Mask]) -> tuple[Scores, Scores]:
-    """Return IoU and precision for all pairs of masks, [len(masks)] * 2 each (P3.18, P3.19)."""
-    iou = [[intersection_over_union(a, b) for b in masks] for a in masks]
-    return np.asarray(iou), np.asarray([[precision(a, b) for b in masks] for a in masks])
+    """Return two [M, M] matrices over all pairs of M masks, samples pooled.
+
+    IoU is |row and column| / |row or column| (P3.18), NaN if both are empty; precision is |row and
+    column| / |row|, with the column as the truth (P3.19), NaN for an empty row.
+    """
+    both_MM = np.asarray([[np.count_nonzero(a & b) for b in masks] for a in masks])
+    count_M = both_MM.diagonal()
+    with np.errstate(invalid="ignore"):
+        iou_MM = both_MM / (count_M[:, None] + count_M - both_MM)
+        return iou_MM, both_MM / count_M[:, None]
 
 
 def share_by_layer(mask_NLH: Mask, scores_NLH: Scores) -> Scores:

@@ -45,7 +45,11 @@ def tiles(
 
     Args:
         query_BHTD, key_BGTD: any float dtype; computed in float32, or float64 for float64.
-        scale, window, prefix, distance_bias_HT, softcap: as in `weights.weight_statistics`.
+        scale: factor of the scores.
+        window: tokens visible to a token, itself included; None for all.
+        prefix: keys that every token sees (P2.18).
+        distance_bias_HT: entry [h, i - j], added to the score of key j <= i (P2.20).
+        softcap: scores become cap * tanh(score / cap), as in Gemma 2.
         hidden: value of the scores that a row does not see.
 
     Raises:
@@ -75,7 +79,8 @@ def tiles(
             columns = slice(left, max(rows.stop, min(prefix, tokens)))
             score_NRCK = _scores(query_NRTD[n, :, rows], keys[:, columns], scale, softcap)
             if distance_bias_HT is not None:
-                score_NRCK += _bias(distance_bias_HT, groups, n, rows, columns, dtype)
+                bias_GRT = distance_bias_HT.unflatten(0, (groups, -1)).to(dtype)
+                score_NRCK += _bias(bias_GRT, n, rows, columns)
             _hide(score_NRCK, rows, columns, window, prefix, hidden)
             yield Tile(n, rows, columns, score_NRCK)
 
@@ -104,19 +109,11 @@ def _hide(
         score_NRCK[..., : len(past_K)].masked_fill_(past_K <= row_C1 - window, hidden)
 
 
-def _bias(
-    distance_bias_HT: Tensor,
-    groups: int,
-    n: slice,
-    rows: slice,
-    columns: slice,
-    dtype: torch.dtype,
-) -> Tensor:
+def _bias(bias_GRT: Tensor, n: slice, rows: slice, columns: slice) -> Tensor:
     """Return [N, R, C, K]: the bias of each distance; future keys, hidden later, get that of 0."""
-    device = distance_bias_HT.device
+    device = bias_GRT.device
     row_C1 = torch.arange(rows.start, rows.stop, device=device)[:, None]
     column_K = torch.arange(columns.start, columns.stop, device=device)
     distance_CK = (row_C1 - column_K).clamp_(min=0)
-    bias_GRT = distance_bias_HT.unflatten(0, (groups, -1)).to(dtype)
-    group_N = torch.arange(n.start, n.stop, device=device) % groups
+    group_N = torch.arange(n.start, n.stop, device=device) % len(bias_GRT)
     return bias_GRT[:, :, distance_CK][group_N]

@@ -1,6 +1,7 @@
 """Token sequences for probing, and the repetition rate of a text (P2.5, P4.4, P4.14)."""
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 import torch
 
@@ -16,7 +17,7 @@ def random_sequences(
     Raises:
         ValueError: every id is excluded.
     """
-    allowed = torch.tensor([i for i in range(vocabulary) if i not in set(exclude)])
+    allowed = torch.tensor(sorted({*range(vocabulary)} - {*exclude}))
     if not len(allowed):
         raise ValueError(f"no token of {vocabulary} is left to draw from")
     generator = torch.Generator().manual_seed(seed)
@@ -60,12 +61,8 @@ def repeat_rate(documents: Iterable[Sequence[int]], n: int) -> float:
     total = equal = 0
     for document in documents:
         total += max(0, len(document) - n + 1)
-        run = 0  # length of the run of equal tokens that ends here
-        previous = None
-        for token in document:
-            run = run + 1 if token == previous else 1
-            previous = token
-            equal += run >= n
+        runs = (len(list(run)) for _, run in groupby(document))
+        equal += sum(max(0, run - n + 1) for run in runs)
     if not total:
         raise ValueError(f"no document has {n} tokens")
     return equal / total

@@ -10,7 +10,7 @@ Shapes: B batch, H query heads, G key/value groups, R heads per group, N = B * G
 of a tile, K columns of a tile, D head dim.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,23 +57,15 @@ def weight_statistics(
     query_BHTD: Tensor,
     key_BGTD: Tensor,
     *,
-    scale: float,
-    window: int | None = None,
     prefix: int = 0,
     slot_logit_BHT: Tensor | None = None,
-    distance_bias_HT: Tensor | None = None,
-    softcap: float | None = None,
+    **options: Any,
 ) -> WeightStatistics:
     """Compute statistics of A = softmax(scale * q k^T) of causal attention, without A.
 
     Args:
-        query_BHTD, key_BGTD: any float dtype; computed in float32, or float64 for float64.
-        scale: factor of the scores.
-        window: tokens visible to a token, itself included; None for all.
-        prefix: keys that every token sees (P2.18).
+        query_BHTD, key_BGTD, prefix, options: see `megasink.diagnostics.tiles.tiles`.
         slot_logit_BHT: broadcastable; the logit of one more key, such as a sink (P0.2).
-        distance_bias_HT: entry [h, i - j], added to the score of key j <= i (P2.20).
-        softcap: scores become cap * tanh(score / cap), as in Gemma 2.
 
     Returns:
         `WeightStatistics`. Takes O(T^2 D) work, and O(T) memory plus two tiles.
@@ -88,15 +80,7 @@ def weight_statistics(
     if slot_logit_BHT is not None:
         slot_BHT = slot_logit_BHT.to(first.dtype).expand(batch, heads, tokens)
         slot_NRT = slot_BHT.reshape(first.shape)
-    for n, rows, columns, score_NRCK in tiles(
-        query_BHTD,
-        key_BGTD,
-        scale=scale,
-        window=window,
-        prefix=prefix,
-        distance_bias_HT=distance_bias_HT,
-        softcap=softcap,
-    ):
+    for n, rows, columns, score_NRCK in tiles(query_BHTD, key_BGTD, prefix=prefix, **options):
         # Explicit softmax: every statistic is a reduction of these two buffers.
         highest_NRC = score_NRCK.amax(-1)
         logit_NRC = None

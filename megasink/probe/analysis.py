@@ -14,9 +14,10 @@ import torch
 from megasink.diagnostics import metrics
 from megasink.diagnostics.results import Results
 from megasink.errors import UserError
+from megasink.probe.base import OpenProbe
 from megasink.probe.geometry import project, read_rows
 from megasink.probe.identity import identity
-from megasink.probe.maps import OpenProbe, asked_heads, geometry, telling_heads
+from megasink.probe.maps import asked_heads, geometry, telling_heads
 from megasink.probe.options import SEQ_LENGTH, samples_of
 from megasink.probe.ranks import Ranks
 from megasink.probe.recorder import Recorder
@@ -46,14 +47,11 @@ def analyze(
     samples and options resumes from there.
 
     Args:
-        args: parsed by `parser`.
-        open_probe: creates a probe that reports to the given observer.
         module: the model, whose weights are part of the analysis's identity.
         ranks: processes that share the samples.
         heads: number of heads in each layer.
         vocabulary: number of ids that the model knows.
         positions: number of positions it was trained with; None for no limit.
-        model: model facts for results.json.
         first: tokens before every sequence, such as a sink token (P2.23).
         again: False returns the existing results if OUTPUT already holds this analysis.
 
@@ -86,13 +84,14 @@ def analyze(
     if not again and (made := _made_before(args.output, digest)) is not None:
         return None if ranks.rank else made
     partial = PartialFolder(args.output / "partial", facts)
+    device = next(module.parameters()).device
     with open_probe(recorder) as probe:
         measurements = run(
             probe,
             recorder,
             samples,
             batch_size=args.batch_size,
-            device=next(module.parameters()).device,
+            device=device,
             loss=args.loss,
             token_bytes=_token_bytes(tokenizer, ranks) if args.loss else None,
             partial=partial,
@@ -100,8 +99,7 @@ def analyze(
         )
     if measurements is None:
         return None
-    rows = read_rows(open_probe, samples, device=next(module.parameters()).device)
-    points = project(rows, seed=args.seed)
+    points = project(read_rows(open_probe, samples, device=device), seed=args.seed)
     maps = None
     if args.maps is not None:
         values = measurements.analysis_values(args.seed).whole
@@ -112,7 +110,7 @@ def analyze(
             asked or telling_heads(values["awft"].numpy(), values["importance"].numpy()),
             length=args.map_length + len(first),
             batch_size=args.batch_size,
-            device=next(module.parameters()).device,
+            device=device,
             text_of=lambda token: tokenizer.decode([token]),
         )
     options = vars(args) | {"identity": digest}
@@ -139,5 +137,5 @@ def _token_bytes(tokenizer: Any, ranks: Ranks) -> np.ndarray[Any, np.dtype[np.in
         return token_bytes(tokenizer)
     except UserError as error:
         if not ranks.rank:
-            print(f"megasink: {error}; perplexity only", file=sys.stderr)
+            print(f"megasink: {error}; reporting perplexity only", file=sys.stderr)
         return None

@@ -19,7 +19,7 @@ _MLP = ("mlp", "feed_forward", "block_sparse_moe")
 # The input of these modules is the state between attention and MLP. In blocks that have one,
 # post_attention_layernorm normalizes the attention output.
 _MIDDLE = ("pre_feedforward_layernorm", "pre_mlp_layernorm", "ln_2", "ffn_norm")
-# In these classes the gate scores are rows of q_proj, by head [q | gate].
+# In these classes the gate logits are rows of q_proj, by head [q | gate].
 _GATED_QUERY = {"Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"}
 
 Reader = Callable[[Tensor, int], Tensor]
@@ -64,27 +64,28 @@ def find_blocks(model: torch.nn.Module) -> list[Block]:
 
 
 def _block(layer: torch.nn.Module, name: str) -> Block:
-    attention = _child(layer, _ATTENTION)
+    attention = child(layer, _ATTENTION)
     output = None
     if attention is not None:
-        output = _child(attention, _OUTPUT)
+        output = child(attention, _OUTPUT)
         if output is None:
             raise UserError(
-                f"{name} ({type(attention).__name__}) has no output projection called "
-                f"{', '.join(_OUTPUT)}: megasink cannot read what its heads return"
+                f"{name} ({type(attention).__name__}) has no output projection named "
+                f"{', '.join(_OUTPUT)}: megasink cannot read the outputs of its heads"
             )
-    mlp = _child(layer, _MLP)
+    mlp = child(layer, _MLP)
     if getattr(layer, "use_parallel_residual", False):
         return Block(layer, attention, output, mlp, None, True)
-    middle = _child(layer, _MIDDLE)
+    middle = child(layer, _MIDDLE)
     if middle is None:
         # With norms on the branch outputs only, the MLP reads the state itself.
         post_norm = hasattr(layer, "post_feedforward_layernorm")
-        middle = mlp if post_norm else _child(layer, ("post_attention_layernorm",))
+        middle = mlp if post_norm else child(layer, ("post_attention_layernorm",))
     return Block(layer, attention, output, mlp, middle, False)
 
 
-def _child(module: torch.nn.Module, names: tuple[str, ...]) -> torch.nn.Module | None:
+def child(module: torch.nn.Module, names: tuple[str, ...]) -> torch.nn.Module | None:
+    """Return the first submodule with one of these names."""
     found = (getattr(module, name, None) for name in names)
     return next((child for child in found if isinstance(child, torch.nn.Module)), None)
 
@@ -101,34 +102,22 @@ def output_weight(output: torch.nn.Module, heads: int) -> Tensor:
 def gate_reader(attention: torch.nn.Module) -> tuple[torch.nn.Module, Reader] | None:
     """Return the module that computes the explicit gate's logits, and a reader of its scores.
 
-    The reader maps the module's output [B, T, ...] and the number of heads to scores [B, H, T, X].
+    The reader maps the module's output [B, T, ...] and the number of heads to scores [B, T, H, X].
 
     Returns:
         None for attention without a known gate.
     """
     projection = getattr(attention, "g_proj", None)
-    if isinstance(projection, torch.nn.Module):
-        return projection, _headwise
+    if isinstance(projection, torch.nn.Module):  # LFM3: one logit per head
+        return projection, lambda logits_BTX, heads: logits_BTX.sigmoid().unflatten(-1, (heads, -1))
     gate: Any = getattr(attention, "gate", None)
     if getattr(attention, "gate_position", None) == "sdpa" and gate is not None:
-        return gate.act, _scores
+        # megasink's modeling file: shared heads have one score.
+        return gate.act, lambda gate_BTHX, heads: gate_BTHX.expand(-1, -1, heads, -1)
     if type(attention).__name__ in _GATED_QUERY:
         query: Any = attention.q_proj
-        return query, _second_half
+        return (
+            query,
+            lambda rows_BTX, heads: rows_BTX.unflatten(-1, (heads, -1)).chunk(2, -1)[1].sigmoid(),
+        )
     return None
-
-
-def _headwise(logits_BTX: Tensor, heads: int) -> Tensor:
-    """Read LFM3's scores: one logit per head."""
-    return logits_BTX.sigmoid().unflatten(-1, (heads, -1)).transpose(1, 2)
-
-
-def _scores(gate_BTHX: Tensor, heads: int) -> Tensor:
-    """Read the scores of megasink's modeling file; shared heads have one."""
-    return gate_BTHX.expand(-1, -1, heads, -1).transpose(1, 2)
-
-
-def _second_half(logits_BTX: Tensor, heads: int) -> Tensor:
-    """Read the scores of Qwen3-Next and Qwen3.5: the second half of a head's 2 * D q_proj rows."""
-    by_head_BTHX = logits_BTX.unflatten(-1, (heads, -1))
-    return by_head_BTHX.chunk(2, -1)[1].sigmoid().transpose(1, 2)

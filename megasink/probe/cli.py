@@ -14,7 +14,6 @@ def open_transformers(
     """Load a Hugging Face model folder and measure it.
 
     Args:
-        args: parsed and checked command line.
         measure: `analyze`, or a function with the same parameters.
     """
     from megasink.probe.blocks import find_blocks

@@ -19,80 +19,37 @@ array, S states:
 
 An array is absent if the model has no such tensor; "geometry" in results.json gives the reason.
 
-Shapes: B rows, T tokens, F intermediate size of the MLP, E hidden size, X one of the two.
+Shapes: E hidden size, X that or the intermediate size of the MLP.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megasink.diagnostics.geometry import neighbour_embedding, principal_components
+from megasink.diagnostics.geometry import (
+    Components,
+    Floats,
+    neighbor_embedding,
+    principal_components,
+)
+from megasink.probe.base import Observer, OpenProbe
 from megasink.probe.inputs import Sample
+from megasink.probe.sites import PRODUCT, UP, Site
 
 SAMPLES, POSITIONS = 16, 8
-BLOCKS = 2
-"""Number of leading blocks whose normed states are kept; the circuit needs two."""
-
-PRODUCT, UP = "mlp0", "mlp0_up"
-
-Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Site:
-    """A tensor of the forward pass that the probe reads.
-
-    Attributes:
-        name: `PRODUCT`, `UP`, or for a norm the half of its state, such as "3".
-        module: the module whose call produces or consumes the tensor.
-        read: maps the module's first input and output to the tensor, [B, T, X].
-    """
-
-    name: str
-    module: torch.nn.Module
-    read: Callable[[Tensor, Any], Tensor]
-
-
-@dataclass
-class Sites:
-    """The sites of a model.
-
-    Attributes:
-        found: available sites.
-        missing: name -> reason the site is absent.
-        context: number of tokens that the first positions may depend on, such as a bidirectional
-            prefix; 0 if attention is fully causal.
-    """
-
-    found: list[Site] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)
-    context: int = 0
-
-
-class Subject(Protocol):
-    """A probe that knows its model's sites."""
-
-    def sites(self) -> Sites:
-        """Return the sites."""
-
-    def forward(self, input_ids_BT: Tensor, *, logits: bool = True) -> Any:
-        """Run the model."""
-
-
-class _FirstStates:
-    """Observer that needs only the states, and sums those of the first token."""
+class _FirstStates(Observer):
+    """Sums the states of the first token."""
 
     def __init__(self) -> None:
         self.needs = {"state_TE"}
         self.sums: dict[int, Tensor] = {}
-
-    def layer(self, sample: int, layer: int, statistics: dict[str, Tensor]) -> None: ...
 
     def state(self, sample: int, half: int, state_TE: Tensor) -> None:
         first_E = state_TE[0].to("cpu", torch.float64)
@@ -114,31 +71,23 @@ class Rows:
     position_N: NDArray[np.int64]
     sample_N: NDArray[np.int64]
     missing: dict[str, str]
-    first_state_SE: Floats | None = None
-    first_state_S: Floats | None = None
+    first_state_SE: Floats
+    first_state_S: Floats
 
 
 @torch.no_grad()
 def read_rows(
-    open_probe: Callable[[Any], AbstractContextManager[Any]],
-    samples: Sequence[Sample],
-    *,
-    device: torch.device | str = "cpu",
+    open_probe: OpenProbe, samples: Sequence[Sample], *, device: torch.device | str = "cpu"
 ) -> Rows:
-    """Run the first tokens of some samples, evenly spaced over all, one sample at a time.
-
-    Args:
-        open_probe: creates a probe that reports to the given observer.
-    """
+    """Run the first tokens of some samples, evenly spaced over all, one sample at a time."""
     kept: dict[str, list[Tensor]] = {}
     states = _FirstStates()
     with open_probe(states) as probe:
-        sites: Sites = probe.sites()
+        sites = probe.sites()
         length = max(POSITIONS, sites.context)
         positions = min(POSITIONS, max(len(sample.tokens) for sample in samples))
         long = [i for i, sample in enumerate(samples) if len(sample.tokens) >= positions]
-        chosen = [long[i * len(long) // SAMPLES] for i in range(SAMPLES)]
-        chosen = list(dict.fromkeys(chosen))
+        chosen = list(dict.fromkeys(long[i * len(long) // SAMPLES] for i in range(SAMPLES)))
         hooks = [_hook(site, kept) for site in sites.found]
         try:
             for index in chosen:
@@ -168,23 +117,6 @@ def _hook(site: Site, kept: dict[str, list[Tensor]]) -> Any:
     return site.module.register_forward_hook(hook, with_kwargs=True)
 
 
-def fused_norm(linear: Any, state: Tensor) -> Tensor:
-    """Apply the norm inside a LayerNormLinear, in float32.
-
-    Args:
-        linear: with `layer_norm_weight`, `layer_norm_bias` or None, `eps`, `normalization`
-            ("RMSNorm" or "LayerNorm") and `zero_centered_gamma`.
-        state: [..., E].
-    """
-    state, weight = state.float(), linear.layer_norm_weight.float()
-    if linear.zero_centered_gamma:
-        weight = 1 + weight
-    if linear.normalization == "RMSNorm":
-        return torch.nn.functional.rms_norm(state, weight.shape, weight, linear.eps)
-    bias = None if linear.layer_norm_bias is None else linear.layer_norm_bias.float()
-    return torch.nn.functional.layer_norm(state, weight.shape, weight, bias, linear.eps)
-
-
 class Geometry(NamedTuple):
     """Return value of `project`.
 
@@ -198,15 +130,9 @@ class Geometry(NamedTuple):
 
 
 def project(rows: Rows, *, seed: int) -> Geometry:
-    """Project the rows to two dimensions.
-
-    Args:
-        seed: random seed of t-SNE.
-    """
-    arrays: dict[str, NDArray[Any]] = {"position_N": rows.position_N, "sample_N": rows.sample_N}
-    if rows.first_state_SE is not None and rows.first_state_S is not None:
-        arrays["first_state_SE"] = rows.first_state_SE
-        arrays["first_state_S"] = rows.first_state_S
+    """Project the rows to two dimensions; the seed is that of t-SNE."""
+    names = ("position_N", "sample_N", "first_state_SE", "first_state_S")
+    arrays: dict[str, NDArray[Any]] = {name: getattr(rows, name) for name in names}
     found: dict[str, Any] = {
         "samples": len(np.unique(rows.sample_N)),
         "positions": int(rows.position_N.max()) + 1,
@@ -216,7 +142,7 @@ def project(rows: Rows, *, seed: int) -> Geometry:
         if name not in rows.by_site:
             continue
         try:
-            embedded = neighbour_embedding(rows.by_site[name].astype(np.float64), seed)
+            embedded = neighbor_embedding(rows.by_site[name].astype(np.float64), seed)
         except ValueError as error:
             found["missing"][name] = str(error)
             continue
@@ -227,19 +153,15 @@ def project(rows: Rows, *, seed: int) -> Geometry:
             "seed": seed,
             "kl_divergence": embedded.divergence,
         }
-    halves, points, explained = [], [], []
+    normed: dict[float, Components] = {}
     for half in sorted(int(name) for name in rows.by_site if name.isdigit()):
         try:
-            made = principal_components(rows.by_site[str(half)].astype(np.float64))
+            normed[half / 2] = principal_components(rows.by_site[str(half)].astype(np.float64))
         except ValueError as error:
             found["missing"][f"normed state {half / 2:g}"] = str(error)
-            continue
-        halves.append(half / 2)
-        points.append(made.points)
-        explained.append(made.explained)
-    if halves:
-        arrays["normed_pca_SN2"] = np.stack(points)
-        arrays["normed_pca_N2"] = points[-1]
-        arrays["normed_state_S"] = np.asarray(halves)
-        found["normed"] = {"states": halves, "explained": np.stack(explained)}
+    if normed:
+        points, explained = (np.stack(each) for each in zip(*normed.values(), strict=True))
+        arrays["normed_pca_SN2"], arrays["normed_pca_N2"] = points, points[-1]
+        arrays["normed_state_S"] = np.asarray(list(normed))
+        found["normed"] = {"states": list(normed), "explained": explained}
     return Geometry(arrays, found)

@@ -40,12 +40,7 @@ def identity(
     model: dict[str, Any],
     metrics: Iterable[str],
 ) -> dict[str, Any]:
-    """Return the identity of an analysis: everything that can change a bit of the measurements.
-
-    Args:
-        args: parsed command line.
-        model: the model facts of results.json.
-    """
+    """Return the identity of an analysis: everything that can change a bit of the measurements."""
     return {
         "model": model["kind"],
         "weights": weights_hash(module),

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ def text_samples(
                 if len(found) == max_samples:
                     break
         if not found:
-            raise UserError(f"{source} has no document of {SHORTEST} tokens: nothing to analyze")
+            raise UserError(f"{source} has no document of at least {SHORTEST} tokens")
         samples += found
     return samples
 
@@ -104,8 +104,8 @@ def _cut(
         samples.append(Sample(piece, name, f"{document.source}, piece {i + 2}"))
     if count and os.environ.get("RANK", "0") == "0":
         print(
-            f"megasink: {document.source} is one text: cut into {count + 1} samples of {length} "
-            "tokens",
+            f"megasink: {document.source} is a single text: split into {count + 1} samples of "
+            f"{length} tokens",
             file=sys.stderr,
         )
     return samples
@@ -129,12 +129,12 @@ def encode(tokenizer: Any, text: str, bos: str, source: str = "a text") -> list[
         name = tokenizer.name_or_path
         if tokenizer.encode(text, add_special_tokens=False)[:1] == [special]:
             raise UserError(
-                f"{source} begins with the BOS token {special} itself, and the tokenizer {name} "
-                "puts another one before it: take it out of the texts, or analyze with --bos none"
+                f"{source} already begins with the BOS token {special}, and the tokenizer {name} "
+                "adds another: remove it from the texts, or use --bos none"
             )
         raise UserError(
-            f"the tokenizer {name} puts its BOS token {special} before a text twice: mend its "
-            "post-processor, or analyze with --bos none"
+            f"the tokenizer {name} adds its BOS token {special} twice: fix its post-processor, or "
+            "use --bos none"
         )
     if bos == "add":
         if special is None:
@@ -162,6 +162,14 @@ def dataset_names(inputs: Sequence[str]) -> list[str]:
         name if short.count(name) == 1 else source
         for name, source in zip(short, inputs, strict=True)
     ]
+
+
+def equal_lengths[T](
+    items: Iterable[T], length: Callable[[T], int], batch_size: int
+) -> Iterator[tuple[T, ...]]:
+    """Yield batches of neighbors of one length, so that nothing is padded."""
+    for _, equal in itertools.groupby(items, key=length):
+        yield from itertools.batched(equal, batch_size)
 
 
 def data_hash(samples: Sequence[Sample]) -> str:

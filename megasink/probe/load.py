@@ -18,10 +18,6 @@ _READ = ("sdpa", "eager")
 def load(args: Namespace, device: str, *, quiet: bool = False) -> tuple[PreTrainedModel, Any]:
     """Return the model, on a device in evaluation mode, and the tokenizer.
 
-    Args:
-        args: parsed by `megasink.probe.options.parser`.
-        quiet: hide the progress bar.
-
     Raises:
         UserError: missing or broken files, weights that do not match config.json, or an attention
             implementation that does not expose what it computes.
@@ -32,7 +28,7 @@ def load(args: Namespace, device: str, *, quiet: bool = False) -> tuple[PreTrain
         asked = args.attn_implementation or config._attn_implementation
         if asked not in (None, *_READ):
             raise UserError(
-                f"{args.model} is configured for {asked}, which shows neither weights nor masks: "
+                f"{args.model} is configured for {asked}, which exposes neither weights nor masks: "
                 "add --attn-implementation sdpa or eager"
             )
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model, **_LOCAL)
@@ -53,8 +49,8 @@ def load(args: Namespace, device: str, *, quiet: bool = False) -> tuple[PreTrain
     if wrong:
         more = f" (and {len(wrong) - 2} more)" if len(wrong) > 2 else ""
         raise UserError(
-            f"the weights in {args.model} are not those of its config.json, and random ones would "
-            f"take their place: {'; '.join(wrong[:2])}{more}"
+            f"the weights in {args.model} do not match its config.json, and random ones would "
+            f"replace them: {'; '.join(wrong[:2])}{more}"
         )
     return model.eval().to(device), tokenizer
 
@@ -79,7 +75,7 @@ def _named(args: Namespace) -> Iterator[None]:
     except Exception as error:
         text = " ".join(str(error).split())
         if "trust_remote_code" in text:
-            text = "it needs code of its own, and code in a folder is not run"
+            text = "it needs custom code, and megasink runs no code from a model folder"
         where = f"{args.model}" + (f" with {args.tokenizer}" if args.tokenizer else "")
         raise UserError(f"transformers cannot load {where}: {text}") from error
 

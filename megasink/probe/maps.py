@@ -7,35 +7,23 @@ Shapes: L layers, H heads, C chosen heads, T tokens (at most the map's length), 
 Q queries and keys of the whole sequence, D head dim, M = L * H matrices.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from itertools import batched, groupby
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megasink.diagnostics.geometry import attention_map_components, query_key_components
+from megasink.diagnostics.geometry import Floats, attention_map_components, query_key_components
 from megasink.diagnostics.maps import MAP_TOKENS
 from megasink.errors import UserError
-from megasink.probe.inputs import Sample
-from megasink.probe.run import Probe
-from megasink.probe.statistics import MAP, Observer
+from megasink.probe.base import Observer, OpenProbe
+from megasink.probe.inputs import Sample, equal_lengths
+from megasink.probe.statistics import MAP
 from megasink.progress import tracked
 
-Floats = NDArray[np.float64]
 Arrays = dict[str, NDArray[Any]]
-
-
-class NeedyObserver(Observer, Protocol):
-    """Observer that declares the statistics it needs."""
-
-    needs: set[str]
-
-
-OpenProbe = Callable[[NeedyObserver], AbstractContextManager[Probe]]
 
 
 class Head(NamedTuple):
@@ -54,7 +42,7 @@ def parse_head(text: str) -> tuple[int, int]:
     """
     layer, point, head = text.partition(".")
     if not (point and layer.isdecimal() and head.isdecimal()):
-        raise ValueError(f"--maps {text}: a head is LAYER.HEAD, both from 0, such as 3.5")
+        raise ValueError(f"--maps {text}: write a head as LAYER.HEAD, both from 0, such as 3.5")
     return int(layer), int(head)
 
 
@@ -62,7 +50,7 @@ def map_problems(heads: Sequence[str], length: int) -> list[str]:
     """Return the problems with `--maps` and `--map-length` that need no model to find."""
     problems = []
     if not 2 <= length < MAP_TOKENS:
-        problems.append(f"--map-length {length}: 2 to {MAP_TOKENS - 1}, maps are S x S")
+        problems.append(f"--map-length {length}: must be 2 to {MAP_TOKENS - 1}, as maps are S x S")
     for text in heads:
         try:
             parse_head(text)
@@ -90,7 +78,7 @@ def asked_heads(texts: Sequence[str], heads: Sequence[int]) -> list[Head]:
             raise UserError(
                 f"--maps {layer}.{head}: the heads of layer {layer} are 0 to {heads[layer] - 1}"
             )
-        chosen.append(Head(layer, head, "asked for"))
+        chosen.append(Head(layer, head, "requested"))
     return chosen
 
 
@@ -108,7 +96,7 @@ def telling_heads(awft_LH: Floats, importance_LH: Floats) -> list[Head]:
     return [Head(layer, head, ", ".join(why)) for (layer, head), why in found.items()]
 
 
-class _Points:
+class _Points(Observer):
     """Collect queries and keys of the chosen heads for one sequence."""
 
     def __init__(self, heads: Sequence[Head]):
@@ -128,9 +116,6 @@ class _Points:
                     key_GTD[group].cpu().double().numpy(),
                 )
 
-    def state(self, sample: int, half: int, state_TE: Tensor) -> None:
-        """Ignore states."""
-
     def arrays(self) -> Arrays:
         """Return the joint PCA of each head; NaN where all queries and keys are equal."""
         parts = []
@@ -145,7 +130,7 @@ class _Points:
         return {"query_CQ2": query, "key_CQ2": key, "share_C2": share}
 
 
-class _Maps:
+class _Maps(Observer):
     """Sum maps over samples, and keep those of the sample to show."""
 
     def __init__(self, heads_of: Sequence[int], heads: Sequence[Head], length: int):
@@ -181,14 +166,11 @@ class _Maps:
             if chosen.layer == layer:
                 head = chosen.head
                 self._panels[index] = {
-                    "map": whole_HTS[head],
-                    "value_norm": norms_GT[head // (heads // len(norms_GT))],
-                    "output_norm": statistics["gated_out_HTD"][head].norm(dim=-1).cpu().numpy(),
-                    "gate": statistics["gate_HT"][head].cpu().numpy(),
+                    "map_CTS": whole_HTS[head],
+                    "value_norm_CT": norms_GT[head // (heads // len(norms_GT))],
+                    "output_norm_CT": statistics["gated_out_HTD"][head].norm(dim=-1).cpu().numpy(),
+                    "gate_CT": statistics["gate_HT"][head].cpu().numpy(),
                 }
-
-    def state(self, sample: int, half: int, state_TE: Tensor) -> None:
-        """Ignore states."""
 
     def arrays(self) -> Arrays:
         """Return the map arrays documented in `geometry`."""
@@ -200,10 +182,7 @@ class _Maps:
             "layer_map_LTS": (self._mean_LTS / count_T1)[cut],
             "first_layer": np.asarray(self.first),
             "first_layer_map_HTS": (self._first_HTS / count_T1)[cut],
-            "map_CTS": np.stack([p["map"] for p in panels]),
-            "value_norm_CT": np.stack([p["value_norm"] for p in panels]),
-            "output_norm_CT": np.stack([p["output_norm"] for p in panels]),
-            "gate_CT": np.stack([p["gate"] for p in panels]),
+            **{name: np.stack([panel[name] for panel in panels]) for name in panels[0]},
         }
         maps_MTS = np.concatenate(self._all)
         try:
@@ -252,7 +231,8 @@ def geometry(
         probe.forward(torch.tensor([shown.tokens], device=device), logits=False)
     maps = _Maps(heads_of, heads, min(length, MAP_TOKENS))
     others = [sample for sample in texts if sample is not shown]
-    batches = [[shown.tokens[:length]], *_batches(others, length, batch_size)]
+    cut = sorted((sample.tokens[:length] for sample in others), key=len)
+    batches = [(shown.tokens[:length],), *equal_lengths(cut, len, batch_size)]
     with open_probe(maps) as probe:
         for batch in tracked(batches, "maps", len(batches), "batches"):
             probe.forward(torch.tensor(batch, device=device), logits=False)
@@ -265,12 +245,3 @@ def geometry(
         "source": np.asarray(shown.source),
         "samples": np.asarray(len(texts)),
     }
-
-
-def _batches(
-    samples: Sequence[Sample], length: int, batch_size: int
-) -> Iterator[list[tuple[int, ...]]]:
-    """Yield batches of cut sequences of equal length."""
-    cut = sorted((sample.tokens[:length] for sample in samples), key=len)
-    for _, equal in groupby(cut, key=len):
-        yield from (list(batch) for batch in batched(equal, batch_size))

@@ -106,12 +106,9 @@ class ShardMeasurements:
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 lists = json.loads(str(arrays["lists"]))
+                names = [name for name in arrays.files if name.startswith("value/")]
                 return cls(
-                    {
-                        name.removeprefix("value/"): arrays[name]
-                        for name in arrays.files
-                        if name.startswith("value/")
-                    },
+                    {name.removeprefix("value/"): arrays[name] for name in names},
                     [MeasuredSample(**sample) for sample in lists["samples"]],
                     arrays["unit_sum_SPE"],
                     arrays["count_SP"],
@@ -120,7 +117,7 @@ class ShardMeasurements:
                 )
         except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
             raise UserError(
-                f"{path} cannot be read ({error}): delete it, and its samples run again"
+                f"{path} cannot be read ({error}): delete it, and its samples will run again"
             ) from error
 
 
@@ -148,8 +145,7 @@ class Measurements:
     def analysis_values(self, seed: int, dataset: str | None = None) -> AnalysisValues:
         """Return every metric, derived ones included, over all samples or those of one dataset.
 
-        Args:
-            seed: seed of the random baseline.
+        The seed is that of the random baseline.
         """
         chosen = [i for i, sample in enumerate(self.samples) if dataset in (None, sample.dataset)]
         facts: dict[str, Any] = {"seed": seed}
@@ -190,9 +186,7 @@ def merge_shards(shards: Iterable[ShardMeasurements], heads: Sequence[int]) -> M
             if addend.shape[-1]:
                 total += addend
     order = sorted(range(len(samples)), key=lambda i: samples[i].index)
-    merged = {}
-    for name in list(values):
-        merged[name] = np.concatenate(values.pop(name))[order]
+    merged = {name: np.concatenate(values.pop(name))[order] for name in list(values)}
     unit_sum_SPE, count_SP, histogram_LB = sums
     return Measurements(
         merged,

@@ -6,25 +6,19 @@ Shapes: S = T sequence, B batch, H query heads, G key/value groups, D head dim, 
 X = H * D.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megasink.diagnostics.registry import ATTENTION
-from megasink.errors import ConfigError
 from megasink.layers.core_attention import CoreAttention
-from megasink.probe.geometry import Sites
-from megasink.probe.megatron_sites import megatron_sites
+from megasink.probe.base import Observer, Probe
+from megasink.probe.megatron_sites import batch_first, megatron_sites, with_bias
 from megasink.probe.segments import Segment
-from megasink.probe.statistics import (
-    MAP,
-    AttentionCall,
-    Observer,
-    at_least_float32,
-    attention_statistics,
-)
+from megasink.probe.sites import Sites
+from megasink.probe.statistics import AttentionCall
 from megasink.variants import variant
 
 
@@ -34,45 +28,22 @@ class Logits(NamedTuple):
     logits: Tensor
 
 
-class MegatronProbe:
-    """Context manager in which `forward` runs the model and passes statistics to an observer.
+class MegatronProbe(Probe):
+    """A probe of a Megatron model.
 
     Args:
         model: in evaluation mode, whole in this process (see `megasink.checkpoint.load`).
-        observer: receives the statistics of each sequence.
-        needs: names of the statistics to capture (`megasink.diagnostics.STATISTICS`).
-
-    Attributes:
-        heads: H per layer.
+        observer, needs: see `Probe`.
 
     Raises:
-        ConfigError: the model is sharded, or its attention is not megasink's; one message lists
-            every reason.
+        ConfigError: the model is sharded, or its attention is not megasink's.
     """
 
     def __init__(self, model: GPTModel, observer: Observer, needs: set[str]):
-        problems = model_problems(model)
-        if problems:
-            raise ConfigError(problems)
+        super().__init__(model_problems(model), observer, needs)
         self.model = model
-        self.observer = observer
-        self.needs = set(needs)
         self.layers: list[Any] = list(model.decoder.layers)
         self.heads = [model.config.num_attention_heads] * len(self.layers)
-        self._calls: dict[int, AttentionCall] = {}
-        self._gates: dict[int, Tensor] = {}
-        self._hooks: list[Any] = []
-        self._segments: list[Segment] = []
-
-    def __enter__(self) -> "MegatronProbe":
-        for index, layer in enumerate(self.layers):
-            self._attach(index, layer)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
 
     @torch.no_grad()
     def forward(
@@ -91,39 +62,34 @@ class MegatronProbe:
         if attention_mask_BT is not None:
             raise ValueError("a Megatron model takes no padding mask: batch equal lengths")
         rows, tokens = input_ids_BT.shape
-        self._segments = [Segment(row, 0, tokens) for row in range(rows)]
+        self.segments = [Segment(row, 0, tokens) for row in range(rows)]
         if position_ids_BT is None:
             position_ids_BT = torch.arange(tokens, device=input_ids_BT.device).expand(rows, tokens)
         return Logits(self.model(input_ids_BT, position_ids_BT, None))
 
     def sites(self) -> Sites:
-        """Return the sites; see `megasink.probe.geometry`."""
         return megatron_sites(self.model)
 
     def _attach(self, index: int, layer: Any) -> None:
-        """Register read-only hooks on one layer."""
         attention, core = layer.self_attention, layer.self_attention.core_attention
 
-        def before(module: torch.nn.Module, do: Any) -> None:
-            def hook(_: Any, args: Any, kwargs: Any) -> None:
-                do(args[0] if args else kwargs["hidden_states"])
-
-            self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-
-        def after(module: torch.nn.Module, do: Any) -> None:
-            self._hooks.append(module.register_forward_hook(lambda _, args, out: do(out)))
+        def keep_state(half: int) -> Callable[[Any], None]:
+            return lambda output: self._state(half, batch_first(output))
 
         if "state_TE" in self.needs:
             if index == 0:
-                before(layer, lambda state: self._state(0, state))
+                self._before(layer, keep_state(0))
             if self.model.config.post_norm:
                 # Massive activations show only before the norm of the sum (P2.10, P2.42).
-                before(layer.self_attn_bda.layernorm, lambda s: self._state(2 * index + 1, s))
-                before(layer.mlp_bda.layernorm, lambda s: self._state(2 * index + 2, s))
+                self._before(layer.self_attn_bda.layernorm, keep_state(2 * index + 1))
+                self._before(layer.mlp_bda.layernorm, keep_state(2 * index + 2))
             else:
-                before(layer.pre_mlp_layernorm, lambda s: self._state(2 * index + 1, s))
-                after(layer, lambda out: self._state(2 * index + 2, _first(out)))
-        after(layer.mlp, lambda out: self._branch("mlp_branch_TE", index, _with_bias(out)))
+                self._before(layer.pre_mlp_layernorm, keep_state(2 * index + 1))
+                self._after(layer, keep_state(2 * index + 2))
+        self._after(
+            layer.mlp,
+            lambda out: self._branch("mlp_branch_TE", index, batch_first(with_bias(out))),
+        )
         self._hooks.append(
             core.register_forward_hook(
                 lambda _, args, kwargs, out: self._attended(index, core, args, kwargs, out),
@@ -131,9 +97,9 @@ class MegatronProbe:
             )
         )
         if getattr(attention, "position", None) == "sdpa" and attention.gate is not None:
-            after(attention.gate, lambda out: self._gates.update({index: out[1]}))
-        before(attention.linear_proj, lambda gated: self._gated(index, attention, gated))
-        after(attention, lambda out: self._finish(index, attention, _with_bias(out)))
+            self._after(attention.gate, lambda out: self._gates.update({index: out[1]}))
+        self._before(attention.linear_proj, lambda gated: self._gated(index, attention, gated))
+        self._after(attention, lambda out: self._finish(index, attention, with_bias(out)))
 
     def _attended(
         self, index: int, core: CoreAttention, args: tuple[Any, ...], kwargs: Any, out_SBX: Tensor
@@ -175,20 +141,7 @@ class MegatronProbe:
             # With multi-head addition (P2.44) all heads share one [D, E].
             call.output_weight_HDE = weight_XE.reshape(-1, head_dim, weight_XE.shape[1])
             call.output_weight_HDE = call.output_weight_HDE.expand(heads, -1, -1)
-        wanted = self.needs & {*ATTENTION, MAP}
-        for sample, found in enumerate(attention_statistics(call, self._segments, wanted)):
-            self.observer.layer(sample, index, found)
-        self._branch("attention_branch_TE", index, branch_SBE)
-
-    def _branch(self, name: str, index: int, branch_SBE: Tensor) -> None:
-        if name in self.needs:
-            for sample in range(branch_SBE.shape[1]):
-                found = {name: at_least_float32(branch_SBE[:, sample])}
-                self.observer.layer(sample, index, found)
-
-    def _state(self, half: int, state_SBE: Tensor) -> None:
-        for sample in range(state_SBE.shape[1]):
-            self.observer.state(sample, half, at_least_float32(state_SBE[:, sample]))
+        self._report(index, call, batch_first(branch_SBE))
 
 
 def model_problems(model: GPTModel) -> list[str]:
@@ -201,12 +154,12 @@ def model_problems(model: GPTModel) -> list[str]:
     ):
         size = getattr(config, name, 1)
         if size > 1:
-            problems.append(f"the model is cut by {flag} {size}: load it whole into one process")
+            problems.append(f"the model is sharded by {flag} {size}: load it whole in one process")
     record = variant(config.attention_variant)
     if record.slot_logit is None:
         problems.append(
-            f"--attention-variant {record.name}: its record has no slot_logit, without which the "
-            "weights of its heads are unknown: state it (megasink.variants.Variant)"
+            f"--attention-variant {record.name}: its record has no slot_logit, so the attention "
+            "weights of its heads are unknown: add one (megasink.variants.Variant)"
         )
     if model.training:
         problems.append("the model is in training mode: call model.eval()")
@@ -214,8 +167,8 @@ def model_problems(model: GPTModel) -> list[str]:
         core = getattr(getattr(layer, "self_attention", None), "core_attention", None)
         if not isinstance(core, CoreAttention):
             problems.append(
-                f"layer {layer.layer_number} has the attention of {type(core).__name__}: megasink "
-                "reads its own core attention (megasink.specs)"
+                f"layer {layer.layer_number} uses {type(core).__name__}: megasink can only read "
+                "its own core attention (megasink.specs)"
             )
             break
     return problems
@@ -223,12 +176,3 @@ def model_problems(model: GPTModel) -> list[str]:
 
 def _by_head(out_SBX: Tensor, heads: int) -> Tensor:
     return out_SBX.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
-
-
-def _first(output: Any) -> Tensor:
-    tensor: Tensor = output[0] if isinstance(output, tuple) else output
-    return tensor
-
-
-def _with_bias(output: tuple[Tensor, Tensor | None]) -> Tensor:
-    return output[0] if output[1] is None else output[0] + output[1]

@@ -9,7 +9,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
-from megasink.probe.geometry import BLOCKS, PRODUCT, UP, Site, Sites, fused_norm
+from megasink.probe.sites import BLOCKS, PRODUCT, UP, Site, Sites, fused_norm, tensor_of
 
 
 def megatron_sites(model: GPTModel) -> Sites:
@@ -22,13 +22,12 @@ def megatron_sites(model: GPTModel) -> Sites:
         norms = (layer.input_layernorm, layer.pre_mlp_layernorm)
         for half, norm, reader in zip((2 * index, 2 * index + 1), norms, readers, strict=True):
             if not isinstance(norm, IdentityOp):
-                sites.found.append(Site(str(half), norm, lambda _, out: _batch_first(out)))
+                sites.found.append(Site(str(half), norm, lambda _, out: batch_first(out)))
             elif getattr(reader, "layer_norm_weight", None) is not None:
                 assert reader is not None
                 sites.found.append(Site(str(half), reader, _normed_by(reader)))
             else:
-                reason = f"block {index} has no norm before what reads this state"
-                sites.missing[f"normed state {half / 2:g}"] = reason
+                sites.lacks_norm(half)
     return sites
 
 
@@ -38,28 +37,27 @@ def _add_mlp(sites: Sites, mlp: Any, config: Any) -> None:
         reason = "block 0 has experts, which have no common activation"
         sites.missing[PRODUCT] = sites.missing[UP] = reason
         return
-    sites.found.append(Site(PRODUCT, down, lambda product, _: product.transpose(0, 1)))
+    sites.found.append(Site(PRODUCT, down, lambda product, _: batch_first(product)))
 
     def read_up(_: Tensor, output: tuple[Tensor, Tensor | None]) -> Tensor:
-        linear_SBF, bias_F = output
-        if bias_F is not None:
-            linear_SBF = linear_SBF + bias_F
+        linear_SBF = with_bias(output)
         if config.gated_linear_unit:  # rows are [gate; up]
             linear_SBF = linear_SBF.chunk(2, -1)[1]
-        return linear_SBF.transpose(0, 1)
+        return batch_first(linear_SBF)
 
     sites.found.append(Site(UP, up, read_up))
 
 
 def _normed_by(linear: Any) -> Any:
     """Recompute the normed state, which TransformerEngine's LayerNormLinear does not expose."""
-
-    def read(state_SBE: Tensor, _: Any) -> Tensor:
-        return fused_norm(linear, state_SBE).transpose(0, 1)
-
-    return read
+    return lambda state_SBE, _: batch_first(fused_norm(linear, state_SBE))
 
 
-def _batch_first(output: Any) -> Tensor:
-    tensor: Tensor = output[0] if isinstance(output, tuple) else output
-    return tensor.transpose(0, 1)
+def batch_first(output: Any) -> Tensor:
+    """Return [B, S, ...] of what a Megatron module returns, [S, B, ...]."""
+    return tensor_of(output).transpose(0, 1)
+
+
+def with_bias(output: tuple[Tensor, Tensor | None]) -> Tensor:
+    """Return the output of a Megatron linear, which leaves its bias to be added."""
+    return output[0] if output[1] is None else output[0] + output[1]

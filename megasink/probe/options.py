@@ -32,34 +32,32 @@ def parser(
         nargs="+",
         choices=KINDS,
         default=["natural"],
-        help="beside the texts, random tokens or one repeated token (default: natural)",
+        help="the texts (natural), random tokens, one repeated token (default: natural)",
     )
     parser.add_argument(
         "--seq-length",
         type=int,
-        help=f"tokens of a sequence at most (default: {SEQ_LENGTH}, or the model's positions)",
+        help=f"maximum tokens per sequence (default: {SEQ_LENGTH}, or the model's maximum)",
     )
     parser.add_argument(
-        "--bos", choices=BOS, default="auto", help="auto leaves it to the tokenizer (default: auto)"
+        "--bos", choices=BOS, default="auto", help="auto follows the tokenizer (default: auto)"
     )
-    parser.add_argument("--positions", type=int, default=64, help="of the curves (default: 64)")
+    parser.add_argument("--positions", type=int, default=64, help="tokens in curves (default: 64)")
     parser.add_argument("--columns", type=int, default=8, help="keys with a sink rate (default: 8)")
     parser.add_argument(
         "--maps",
         nargs="*",
         metavar="LAYER.HEAD",
-        help="also draw attention maps and query-key geometry: of these heads, such as 3.5 7.2, or "
-        "of the extremes of AWFT and importance where none is named",
+        help="also draw attention maps and query-key geometry of these heads, such as 3.5 7.2; "
+        "without a value, of the heads with the highest and lowest AWFT and importance",
     )
     parser.add_argument(
         "--map-length",
         type=int,
         default=48,
-        help=f"tokens of a map, 2 to {MAP_TOKENS - 1} (default: 48)",
+        help=f"tokens in a map, 2 to {MAP_TOKENS - 1} (default: 48)",
     )
-    parser.add_argument(
-        "--no-loss", dest="loss", action="store_false", help="do not compute logits and loss"
-    )
+    parser.add_argument("--no-loss", dest="loss", action="store_false", help="skip logits and loss")
     return parser
 
 
@@ -67,7 +65,7 @@ def model_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the model, text and device options."""
     parser = CommandParser(prog=prog, description=description)
     parser.add_argument(
-        "model", type=Path, metavar="MODEL", help="folder of transformers, or a run"
+        "model", type=Path, metavar="MODEL", help="Hugging Face model folder, or a run"
     )
     parser.add_argument(
         "--data",
@@ -76,20 +74,20 @@ def model_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
         metavar="TEXT",
         help="text, .jsonl(.gz, .zst) or .parquet files, or folders; each one is a dataset",
     )
-    parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--name", help="of the model, in tables and figures; default: its folder's")
-    parser.add_argument("--tokenizer", type=Path, help="folder; default: MODEL")
-    parser.add_argument("--json-key", default="text", help="key of the text (default: text)")
+    parser.add_argument("--output", type=Path, required=True, help="output folder")
+    parser.add_argument("--name", help="model name in tables and figures (default: the folder's)")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer folder (default: MODEL)")
+    parser.add_argument("--json-key", default="text", help="JSON key of the text (default: text)")
     parser.add_argument(
-        "--max-samples", type=int, default=100, help="sequences of each dataset (default: 100)"
+        "--max-samples", type=int, default=100, help="sequences per dataset (default: 100)"
     )
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences at once (default: 8)")
+    parser.add_argument("--batch-size", type=int, default=8, help="batch size (default: 8)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: the model's")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--attn-implementation", choices=("sdpa", "eager"), help="default: the model's own"
     )
-    parser.add_argument("--seed", type=int, default=1234, help="of random tokens and scores")
+    parser.add_argument("--seed", type=int, default=1234, help="of random tokens (default: 1234)")
     add_flag(parser)
     return parser
 
@@ -97,27 +95,32 @@ def model_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
 def check(args: argparse.Namespace, *, is_run: bool = False) -> None:
     """Check everything that needs no model.
 
-    Args:
-        is_run: MODEL is a megasink run, which is known to exist.
-
     Raises:
         ConfigError: one message with every problem.
     """
+    if problems := problems_of(args, is_run=is_run):
+        raise ConfigError(problems)
+
+
+def problems_of(args: argparse.Namespace, *, is_run: bool) -> list[str]:
+    """Return the problems with the options.
+
+    Args:
+        is_run: MODEL is a megasink run, which is known to exist.
+    """
     problems = []
     if is_run and args.attn_implementation is not None:
-        problems.append("--attn-implementation is for transformers: a run has its own kernel")
+        problems.append("--attn-implementation applies to Hugging Face models only: remove it")
     if is_run and args.dtype != "auto":
-        problems.append("--dtype is for transformers: a run is read in the dtype of its training")
+        problems.append("--dtype applies to Hugging Face models only: a run keeps its own")
     if is_run and not args.model.is_dir():
         problems.append(f"{args.model}: no such folder")
     if not is_run and not (args.model / "config.json").is_file():
-        problems.append(
-            f"{args.model} is no folder of transformers (no config.json): nothing is downloaded"
-        )
+        problems.append(f"{args.model} is not a Hugging Face model folder: it has no config.json")
     if "natural" in args.inputs and not args.data:
-        problems.append("no --data: name text files or folders (or --inputs random repeated)")
+        problems.append("no --data: pass text files or folders")
     if "natural" not in args.inputs and args.data:
-        problems.append("--data goes with --inputs natural: add it")
+        problems.append("--data requires --inputs natural: add it")
     problems += [
         f"--data {path}: no such file or folder"
         for path in args.data
@@ -137,11 +140,10 @@ def check(args: argparse.Namespace, *, is_run: bool = False) -> None:
             problems.append(f"--{flag.replace('_', '-')} {value}: at least {least}")
     problems += map_problems(args.maps or [], args.map_length)
     if args.tokenizer is not None and not args.tokenizer.is_dir():
-        problems.append(f"--tokenizer {args.tokenizer} is no folder: nothing is downloaded")
+        problems.append(f"--tokenizer {args.tokenizer} is not a folder")
     if problem := _folder_problem(args.output):
         problems.append(f"--output {args.output} {problem}")
-    if problems:
-        raise ConfigError(problems)
+    return problems
 
 
 def _device_problem(name: str) -> str | None:
@@ -149,10 +151,10 @@ def _device_problem(name: str) -> str | None:
     try:
         device = torch.device(name)
     except RuntimeError:
-        return "torch knows no such device: use cpu or cuda"
+        return "no such device: use cpu or cuda"
     there = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= there:
-        return f"{there or 'no'} CUDA devices are present: use {'cuda:0' if there else 'cpu'}"
+        return f"this machine has {there or 'no'} CUDA devices: use {'cuda:0' if there else 'cpu'}"
     return None
 
 
@@ -162,9 +164,9 @@ def _folder_problem(folder: Path) -> str | None:
     while not there.exists():
         there = there.parent
     if not there.is_dir():
-        return f"cannot be made: {there} is a file"
+        return f"cannot be created: {there} is a file"
     if not os.access(there, os.W_OK):
-        return f"cannot be written: no right to write to {there}"
+        return f"cannot be written: no permission to write to {there}"
     return None
 
 
@@ -197,7 +199,7 @@ def samples_of(args: argparse.Namespace, tokenizer: Any, vocabulary: int) -> lis
     highest = max(max(sample.tokens) for sample in samples)
     if highest >= vocabulary:
         raise UserError(
-            f"the tokenizer {tokenizer.name_or_path} gives the token {highest}, the model knows "
-            f"{vocabulary}: name the model's own tokenizer (--tokenizer)"
+            f"the tokenizer {tokenizer.name_or_path} gives token {highest}, but the model "
+            f"has {vocabulary} tokens: pass the model's own tokenizer (--tokenizer)"
         )
     return samples

@@ -106,11 +106,11 @@ class Ranks:
         if self.size == 1 or asked == "cpu":
             return asked
         if asked != "cuda":
-            raise UserError(f"--device {asked} with {self.size} processes: cuda gives each its own")
+            raise UserError(f"--device {asked} with {self.size} processes: use cuda, one each")
         local, count = int(os.environ.get("LOCAL_RANK", self.rank)), torch.cuda.device_count()
         if local >= count:
             raise UserError(
-                f"{local + 1} processes or more on a machine with {count} CUDA devices: start at "
+                f"at least {local + 1} processes on a machine with {count} CUDA devices: start at "
                 f"most {count} there (--nproc-per-node {count})"
             )
         torch.cuda.set_device(local)

@@ -14,11 +14,12 @@ from megasink.diagnostics import Metric, metrics
 from megasink.diagnostics.importance import BINS, gate_histogram
 from megasink.diagnostics.results import NonFinite
 from megasink.diagnostics.states import MeanCosine
+from megasink.probe.base import Observer
 from megasink.probe.measurements import Floats, MeasuredSample, ShardMeasurements
 
 
-class Recorder:
-    """Observer of a probe.
+class Recorder(Observer):
+    """Observer that computes the metrics.
 
     Keeps the metric values, 8 bytes each, of every sample since the last `take`: with n_a metrics
     on the axis a, a sample takes 8 (H L (n_head + K n_column) + L (n_layer + P n_layer_pos)
@@ -71,7 +72,7 @@ class Recorder:
         self._batches: dict[str, list[Floats]] = {name: [] for name in self.metrics}
         self._samples: list[MeasuredSample] = []
         self._non_finite: list[NonFinite] = []
-        self._cosines = [MeanCosine(self._directions) for _ in range(2 * layers + 1)]
+        self._cosine = MeanCosine(2 * layers + 1, self._directions)
         self._histogram = np.zeros((layers, BINS), dtype=np.int64)
 
     def begin(self, samples: int) -> None:
@@ -127,7 +128,7 @@ class Recorder:
             self._batches[name].append(array[good])
         for i in good:
             for half, state_PE in self._states[i].items():
-                self._cosines[half].add(state_PE)
+                self._cosine.add(half, state_PE)
             for layer, counts_B in self._gates[i].items():
                 self._histogram[layer] += counts_B.numpy()
         self._samples += [samples[i] for i in good]
@@ -136,19 +137,14 @@ class Recorder:
     def take(self) -> ShardMeasurements:
         """Return everything recorded since the last call, and clear it."""
         values = {
-            name: np.concatenate(batches) if batches else np.empty((0, *self._shapes[entry.axis]))
-            for (name, entry), batches in zip(
-                self.metrics.items(), self._batches.values(), strict=True
-            )
+            name: np.concatenate([np.empty((0, *self._shapes[entry.axis])), *self._batches[name]])
+            for name, entry in self.metrics.items()
         }
-        sums = [cosine.unit_sum_PE for cosine in self._cosines]
-        width = max((len(total[0]) for total in sums if total is not None), default=0)
-        blank = torch.zeros(self._directions, width, dtype=torch.float64)
         shard = ShardMeasurements(
             values,
             self._samples,
-            torch.stack([blank if total is None else total for total in sums]).numpy(),
-            torch.stack([cosine.count_P for cosine in self._cosines]).numpy(),
+            self._cosine.unit_sum_SPE.numpy(),
+            self._cosine.count_SP.numpy(),
             self._histogram,
             self._non_finite,
         )

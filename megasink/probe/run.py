@@ -5,7 +5,6 @@ Shapes: B rows, T tokens, V vocabulary.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from rich.console import Console
 from torch import Tensor
 
 from megasink.errors import UserError
+from megasink.probe.base import Probe
 from megasink.probe.inputs import Sample
 from megasink.probe.measurements import (
     MeasuredSample,
@@ -25,20 +25,6 @@ from megasink.probe.ranks import Ranks
 from megasink.probe.recorder import Recorder
 from megasink.probe.shards import PartialFolder, Shard, plan
 from megasink.progress import progress
-
-
-class Probe(Protocol):
-    """Runs a batch and reports it to a recorder."""
-
-    def forward(
-        self,
-        input_ids_BT: Tensor,
-        attention_mask_BT: Tensor | None = None,
-        position_ids_BT: Tensor | None = None,
-        *,
-        logits: bool = True,
-    ) -> Any:
-        """Run one batch; the output has `logits`."""
 
 
 def run(
@@ -123,7 +109,7 @@ def _open(
     before = sum(len(batch) for n, shard in enumerate(shards) if partial.has(n) for batch in shard)
     ranks.reach("opened")
     if there:
-        console.print(f"goes on: {there} of {len(shards)} shards ({before} samples) are there")
+        console.print(f"resuming: {there} of {len(shards)} shards ({before} samples) are done")
     return before
 
 

@@ -49,7 +49,7 @@ def segments_of(
     for row, mask_T in enumerate(attention_mask_BT.to("cpu", torch.bool)):
         real = mask_T.nonzero().flatten()
         if not len(real):
-            raise UserError(f"row {row} of the batch has no real token: leave it out")
+            raise UserError(f"row {row} of the batch is all padding: leave it out")
         start, stop = int(real[0]), int(real[-1]) + 1
         if len(real) != stop - start:
             raise UserError(
@@ -93,7 +93,7 @@ def check_mask(mask_BQK: Tensor, segments: list[Segment], window: int | None) ->
             index = int(wrong_Q.nonzero()[0])
             where = "" if window is None else f" in a window of {window}"
             return (
-                f"query {start + index} of row {row} sees {int(seen_QK[index].sum())} keys, where "
+                f"query {start + index} of row {row} sees {int(seen_QK[index].sum())} keys, but "
                 f"causal attention{where} over tokens {start} to {stop - 1} has "
                 f"{int(expected_Q[index])}"
             )

@@ -12,7 +12,7 @@ from typing import Any
 
 from megasink.atomic import atomic_text
 from megasink.errors import UserError
-from megasink.probe.inputs import Sample
+from megasink.probe.inputs import Sample, equal_lengths
 from megasink.probe.measurements import ShardMeasurements
 
 MOST = 64
@@ -27,30 +27,21 @@ def plan(samples: Sequence[Sample], batch_size: int) -> list[Shard]:
 
     The plan depends on nothing else, so every process has the same one, also after a restart.
     """
-    order = sorted(range(len(samples)), key=lambda i: len(samples[i].tokens))
+
+    def length(i: int) -> int:
+        return len(samples[i].tokens)
+
     least = max(batch_size, -(-len(samples) // MOST))
     shards: list[Shard] = []
     room = 0
-    for batch in _batches(order, samples, batch_size):
+    order = sorted(range(len(samples)), key=length)
+    for batch in equal_lengths(order, length, batch_size):
         if room <= 0:
             shards.append([])
             room = least
-        shards[-1].append(batch)
+        shards[-1].append(list(batch))
         room -= len(batch)
     return shards
-
-
-def _batches(order: list[int], samples: Sequence[Sample], batch_size: int) -> Iterator[list[int]]:
-    batch: list[int] = []
-    for index in order:
-        if batch and (
-            len(batch) == batch_size or len(samples[batch[0]].tokens) != len(samples[index].tokens)
-        ):
-            yield batch
-            batch = []
-        batch.append(index)
-    if batch:
-        yield batch
 
 
 class PartialFolder:
@@ -68,11 +59,8 @@ class PartialFolder:
     def open(self, count: int) -> int:
         """Create the folder, or take over that of a killed analysis; called by one process.
 
-        Args:
-            count: number of shards.
-
         Returns:
-            number of finished shards.
+            how many of `count` shards are finished.
 
         Raises:
             UserError: the folder cannot be written, or holds another analysis.
@@ -94,8 +82,8 @@ class PartialFolder:
         """Raise UserError if another process does not see what the first one wrote."""
         if not (self._folder / "analysis.json").is_file():
             raise UserError(
-                f"--output: {self._folder} is not there on every machine: name a folder that all "
-                "of them share"
+                f"--output: {self._folder} does not exist on every machine: use a folder that "
+                "they all share"
             )
 
     def has(self, number: int) -> bool:
@@ -137,8 +125,8 @@ class PartialFolder:
         ]
         if different:
             raise UserError(
-                f"{self._folder} holds an unfinished analysis of another kind "
-                f"({'; '.join(different)}): repeat the command that began it, delete the folder, "
+                f"{self._folder} holds an unfinished analysis with other settings "
+                f"({'; '.join(different)}): repeat the command that started it, delete the folder, "
                 "or choose another --output"
             )
 
@@ -150,6 +138,6 @@ def _short(value: Any) -> str:
 
 def _cannot_write(folder: Path, error: OSError) -> UserError:
     return UserError(
-        f"{folder} cannot be written ({error.strerror or error}): make room or choose another "
-        "--output; what has been measured so far is kept, and the same command goes on from there"
+        f"{folder} cannot be written ({error.strerror or error}): free some space or choose "
+        "another --output; finished shards are kept, and the same command resumes from them"
     )

@@ -5,7 +5,7 @@ Shapes: B rows, H query heads, G key/value groups, T tokens, D head dim, E hidde
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,30 +16,10 @@ from megasink.diagnostics.proxy import proxy_maps, proxy_statistics
 from megasink.diagnostics.weights import WeightStatistics, weight_statistics
 from megasink.probe.segments import Segment, whole_rows
 
-_OF_WEIGHTS = {
-    "first_weight_HT": "first_weight_BHT",
-    "slot_weight_HT": "slot_weight_BHT",
-    "gate_HT": "gate_BHT",
-    "entropy_HT": "entropy_BHT",
-    "square_HT": "square_BHT",
-    "column_sum_HT": "column_sum_BHT",
-}
+_OF_WEIGHTS = {name.replace("_BHT", "_HT"): name for name in WeightStatistics._fields}
 
 MAP = "map_HTS"
 """Attention weights of at most `MAP_TOKENS` tokens; for observers only, no metric takes them."""
-
-
-class Observer(Protocol):
-    """Receiver of the statistics; samples are numbered within the batch.
-
-    Tensors may alias memory that the model overwrites later: copy anything you keep.
-    """
-
-    def layer(self, sample: int, layer: int, statistics: dict[str, Tensor]) -> None:
-        """Receive the statistics of one sequence in one block."""
-
-    def state(self, sample: int, half: int, state_TE: Tensor) -> None:
-        """Receive the state x_(half / 2) of one sequence."""
 
 
 @dataclass

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 import megasink
@@ -37,16 +36,14 @@ from megasink.diagnostics.thresholds import (
 )
 from megasink.diagnostics.tokens import repeat_rate
 from megasink.probe.inputs import KINDS, Sample
-from megasink.probe.measurements import Measurements
+from megasink.probe.measurements import Floats, Measurements
 from megasink.typed_json import to_json
 
 AGREEMENT_SHARE, LAYER_SHARE = 0.1, 0.15
 NGRAMS = (2, 3, 4)
 
-Floats = NDArray[np.float64]
 
-
-def summarise(
+def summarize(
     measurements: Measurements,
     analysis: AnalysisValues,
     *,

@@ -6,8 +6,7 @@ Shapes: R rows of the sweep, N samples, L layers, H heads.
 
 import argparse
 import itertools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,15 +20,16 @@ from megasink.diagnostics.results import FORMAT, ModelFacts, SweepResults, Sweep
 from megasink.diagnostics.thresholds import inactive, share_by_layer, threshold
 from megasink.diagnostics.tokens import repeated_first_token
 from megasink.errors import ConfigError, UserError
+from megasink.probe.base import OpenProbe
 from megasink.probe.identity import identity
 from megasink.probe.inputs import BOS, Sample, data_hash, dataset_names, encode
 from megasink.probe.measurements import Measurements
-from megasink.probe.options import check, model_parser
+from megasink.probe.options import model_parser, problems_of
 from megasink.probe.ranks import Ranks
 from megasink.probe.recorder import Recorder
-from megasink.probe.run import Probe, run
+from megasink.probe.run import run
 from megasink.probe.shards import PartialFolder
-from megasink.probe.summary import LAYER_SHARE, metric_results
+from megasink.probe.summary import LAYER_SHARE, metric_results, scores_of
 from megasink.report.sweep import write_sweep
 from megasink.typed_json import to_json
 
@@ -68,14 +68,14 @@ def sweep_parser(description: str | None) -> argparse.ArgumentParser:
         nargs="+",
         default=[64],
         metavar="T",
-        help="tokens of the texts; shorter texts are left out at every length (default: 64)",
+        help="text lengths in tokens; texts shorter than the longest are left out (default: 64)",
     )
     parser.add_argument(
         "--bos",
         choices=BOS,
         nargs="+",
         default=["auto"],
-        help="auto does as the tokenizer does (default: auto)",
+        help="auto follows the tokenizer (default: auto)",
     )
     parser.add_argument(
         "--first-token-copies",
@@ -83,7 +83,7 @@ def sweep_parser(description: str | None) -> argparse.ArgumentParser:
         nargs="+",
         default=[1],
         metavar="N",
-        help="of BOS, or without BOS of the first token of the text (default: 1)",
+        help="copies of BOS or, without BOS, of the first token of the text (default: 1)",
     )
     # Options of an analysis that a sweep sets itself.
     parser.set_defaults(inputs=["natural"], seq_length=2, positions=1, columns=COLUMNS, loss=True)
@@ -97,27 +97,21 @@ def check_sweep(args: argparse.Namespace, *, is_run: bool) -> None:
     Raises:
         ConfigError: one message with every problem.
     """
-    problems = []
-    try:
-        check(args, is_run=is_run)
-    except ConfigError as error:
-        problems += [p for p in error.problems if not p.startswith("no --data")]
-    if not args.data:
-        problems.append("no --data: name text files or folders")
+    problems = problems_of(args, is_run=is_run)
     for flag, values, least in (
         ("--lengths", args.lengths, 2),
         ("--first-token-copies", args.first_token_copies, 1),
     ):
         problems += [f"{flag} {value}: at least {least}" for value in values if value < least]
         if len(set(values)) < len(values):
-            problems.append(f"{flag} {' '.join(map(str, values))}: a value stands there twice")
+            problems.append(f"{flag} {' '.join(map(str, values))}: a value is repeated")
     if problems:
         raise ConfigError(problems)
 
 
 def sweep(
     args: argparse.Namespace,
-    open_probe: Callable[[Recorder], AbstractContextManager[Probe]],
+    open_probe: OpenProbe,
     *,
     module: torch.nn.Module,
     ranks: Ranks,
@@ -142,8 +136,8 @@ def sweep(
     longest = max(s.length + s.copies - (s.bos == "none") for s in settings) + len(first)
     if positions is not None and longest > positions:
         raise UserError(
-            f"--lengths {max(args.lengths)} makes sequences of {longest} tokens with what stands "
-            f"before the text, and {args.model} has {positions} positions: use less"
+            f"--lengths {max(args.lengths)} makes sequences of {longest} tokens, counting those "
+            f"before the text, but {args.model} has {positions} positions: use shorter lengths"
         )
     contents = contents_of(args, tokenizer)
     measured: list[tuple[Setting, Measurements]] = []
@@ -170,7 +164,7 @@ def sweep(
             measured.append((setting, measurements))
     if ranks.rank:
         return None
-    set_by, thresholds, rows = summarise_sweep(measured)
+    set_by, thresholds, rows = summarize_sweep(measured)
     results = SweepResults(
         format=FORMAT,
         megasink=megasink.__version__,
@@ -236,7 +230,7 @@ def contents_of(args: argparse.Namespace, tokenizer: Any) -> list[Sample]:
                 break
         if not count:
             raise UserError(
-                f"{source} has no text of {longest} tokens, the longest has {most}: use "
+                f"{source} has no text of {longest} tokens (the longest has {most}): use "
                 f"--lengths of at most {most}, or longer texts"
             )
     return contents
@@ -255,7 +249,7 @@ def samples_of(
     return made
 
 
-def summarise_sweep(
+def summarize_sweep(
     measured: Sequence[tuple[Setting, Measurements]],
 ) -> tuple[str, dict[str, float], list[SweepRow]]:
     """Return the label of the row that sets the shared thresholds, the thresholds, and all rows.
@@ -265,10 +259,9 @@ def summarise_sweep(
     longest = max(measured, key=lambda entry: entry[0].length)
     reference = longest[1].analysis_values(SEED)
     thresholds = {
-        name: threshold(
-            reference.by_sample[name].numpy(), LAYER_SHARE, metrics()[name].inactive or ""
-        )
-        for name in SCORES
+        name: threshold(scores, LAYER_SHARE, metrics()[name].inactive or "")
+        for name, scores in scores_of(reference).items()
+        if name in SCORES
     }
     return longest[0].label, thresholds, [_row(*entry, thresholds) for entry in measured]
 

@@ -7,6 +7,7 @@ Shapes: B rows, T tokens, H query heads, G key/value groups, D head dim, E hidde
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,18 +16,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from megasink.diagnostics.registry import ATTENTION
-from megasink.errors import ConfigError, UserError
+from megasink.errors import UserError
+from megasink.probe.base import Observer, Probe
 from megasink.probe.blocks import Block, find_blocks, gate_reader, output_weight
-from megasink.probe.geometry import Sites
-from megasink.probe.segments import Segment, check_mask, segments_of, whole_rows
-from megasink.probe.statistics import (
-    MAP,
-    AttentionCall,
-    Observer,
-    at_least_float32,
-    attention_statistics,
-)
+from megasink.probe.segments import check_mask, segments_of, whole_rows
+from megasink.probe.sites import Sites, tensor_of
+from megasink.probe.statistics import AttentionCall
 from megasink.probe.transformers_sites import transformers_sites
 
 # Features of megasink's modeling file that the capture supports only in Megatron runs.
@@ -36,43 +31,30 @@ _BASES = ("sdpa", "eager")
 _KINDS = {"full_attention", "sliding_attention", "linear_attention", "conv"}
 
 
-class TransformersProbe:
-    """Context manager in which `forward` runs the model and passes statistics to an observer.
+class TransformersProbe(Probe):
+    """A probe of a transformers model.
 
     Args:
         model: a transformers decoder in evaluation mode; its attention implementation ("sdpa" or
             "eager") is kept.
-        observer: receives the statistics of each sequence; samples are numbered as in `segments`.
-        needs: names of the statistics to capture (`megasink.diagnostics.STATISTICS`).
-
-    Attributes:
-        heads: H per layer, 0 for a layer without softmax attention.
-        segments: sequences of the last batch.
+        observer, needs: see `Probe`; samples are numbered as in `segments`.
 
     Raises:
         ConfigError: the model's attention bypasses the interface, or does something that the
-            statistics do not support; one message lists every reason.
+            statistics do not support.
     """
 
     def __init__(self, model: PreTrainedModel, observer: Observer, needs: set[str]):
-        problems = model_problems(model)
-        if problems:
-            raise ConfigError(problems)
+        super().__init__(model_problems(model), observer, needs)
         self.model = model
-        self.observer = observer
-        self.needs = set(needs)
         self.base: str = model.config._attn_implementation
-        self.blocks = find_blocks(model)
+        self.layers = find_blocks(model)
         heads = model.config.get_text_config().num_attention_heads
-        self.heads = [0 if block.attention is None else heads for block in self.blocks]
-        self.segments: list[Segment] = []
-        self._index = {id(b.attention): i for i, b in enumerate(self.blocks) if b.attention}
-        self._calls: dict[int, AttentionCall] = {}
-        self._gates: dict[int, Tensor] = {}
+        self.heads = [0 if block.attention is None else heads for block in self.layers]
+        self._index = {id(b.attention): i for i, b in enumerate(self.layers) if b.attention}
         self._inputs: dict[int, Tensor] = {}
         self._seen: set[int] = set()
         self._checked: set[tuple[int, int | None]] = set()
-        self._hooks: list[Any] = []
 
     def __enter__(self) -> "TransformersProbe":
         if NAME in AttentionInterface._global_mapping:
@@ -82,14 +64,10 @@ class TransformersProbe:
         # turns bidirectional without a word.
         AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[self.base])
         self.model.set_attn_implementation(NAME)
-        for index, block in enumerate(self.blocks):
-            self._attach(index, block)
-        return self
+        return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        super().__exit__(*error)
         self.model.set_attn_implementation(self.base)
         del AttentionInterface._global_mapping[NAME]
         del AttentionMaskInterface._global_mapping[NAME]
@@ -103,14 +81,10 @@ class TransformersProbe:
         *,
         logits: bool = True,
     ) -> Any:
-        """Run the model; the observer has received all statistics when this returns.
+        """Run the model, without its output layer if `logits` is False, and return its output.
 
         Args:
             attention_mask_BT, position_ids_BT: as in the model's forward; padding on one side only.
-            logits: False skips the output layer.
-
-        Returns:
-            the model's output.
 
         Raises:
             UserError: attention bypassed the interface, used a mask that is neither causal nor
@@ -136,8 +110,7 @@ class TransformersProbe:
         return output
 
     def sites(self) -> Sites:
-        """Return the sites; see `megasink.probe.geometry`."""
-        return transformers_sites(self.blocks)
+        return transformers_sites(self.layers)
 
     def _attend(
         self,
@@ -202,59 +175,42 @@ class TransformersProbe:
         elif (id(mask), window) not in self._checked:
             problem = check_mask(mask[:, 0], self.segments, window)
             if problem:
-                raise UserError(f"the mask of {name} is not one that megasink knows: {problem}")
+                raise UserError(f"megasink does not support the mask of {name}: {problem}")
             self._checked.add((id(mask), window))
 
     def _attach(self, index: int, block: Block) -> None:
-        """Register read-only hooks on one block."""
-
-        def before(module: torch.nn.Module, do: Any) -> None:
-            def hook(_: Any, args: Any, kwargs: Any) -> None:
-                do(args[0] if args else kwargs["hidden_states"])
-
-            self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-
-        def after(module: torch.nn.Module, do: Any) -> None:
-            def hook(_: Any, args: Any, output: Any) -> None:
-                do(output[0] if isinstance(output, tuple) else output)
-
-            self._hooks.append(module.register_forward_hook(hook))
-
         if "state_TE" in self.needs:
             if index == 0:
-                before(block.module, lambda state: self._state(0, state))
-            after(block.module, lambda state: self._state(2 * index + 2, state))
+                self._before(block.module, lambda state: self._state(0, state))
+            self._after(block.module, lambda state: self._state(2 * index + 2, state))
             if block.middle is not None:
-                before(block.middle, lambda state: self._state(2 * index + 1, state))
+                self._before(block.middle, lambda state: self._state(2 * index + 1, state))
             if block.parallel and block.attention is not None:
-                before(block.module, lambda state: self._inputs.update({index: state}))
-                after(
+                self._before(block.module, lambda state: self._inputs.update({index: state}))
+                self._after(
                     block.attention,
                     lambda out: self._state(2 * index + 1, self._inputs.pop(index) + out),
                 )
         if block.mlp is not None:
-            after(block.mlp, lambda out: self._branch("mlp_branch_TE", index, out))
+            self._after(block.mlp, lambda out: self._branch("mlp_branch_TE", index, out))
         if block.attention is None or block.output is None:
             return
         reader = gate_reader(block.attention)
         if reader is not None:
-            module, read = reader
-            after(module, lambda out: self._gates.update({index: read(out, self.heads[index])}))
-        before(block.output, lambda gated: self._gated(index, gated))
-        after(block.attention, lambda out: self._finish(index, block.output, out))
+            gate, read = reader
+            heads = self.heads[index]
+            self._after(
+                gate, lambda out: self._gates.update({index: read(out, heads).transpose(1, 2)})
+            )
+        self._before(block.output, lambda gated: self._gated(index, gated))
+        self._after(block.attention, lambda out: self._finish(index, block.output, out))
 
-    def _state(self, half: int, state_BTE: Tensor) -> None:
-        for sample, (row, start, stop) in enumerate(self.segments):
-            self.observer.state(sample, half, at_least_float32(state_BTE[row, start:stop]))
+    def _after(self, module: torch.nn.Module, do: Callable[[Tensor], None]) -> None:
+        super()._after(module, lambda output: do(tensor_of(output)))
 
     def _branch(self, name: str, index: int, branch_BTE: Tensor) -> None:
-        if name not in self.needs:
-            return
-        rows = self.segments[-1].row + 1
-        branch_BTE = branch_BTE.reshape(rows, -1, branch_BTE.shape[-1])  # experts flatten it
-        for sample, (row, start, stop) in enumerate(self.segments):
-            found = {name: at_least_float32(branch_BTE[row, start:stop])}
-            self.observer.layer(sample, index, found)
+        rows = self.segments[-1].row + 1  # experts flatten them
+        super()._branch(name, index, branch_BTE.reshape(rows, -1, branch_BTE.shape[-1]))
 
     def _gated(self, index: int, gated_BTX: Tensor) -> None:
         """Store the output projection's input: the kernel's output, times a known gate."""
@@ -267,9 +223,9 @@ class TransformersProbe:
         expected_BHTD = call.out_BHTD if gate_BHTX is None else call.out_BHTD * gate_BHTX
         if not torch.allclose(gated_BHTD, expected_BHTD, rtol=0.02, atol=1e-6, equal_nan=True):
             raise UserError(
-                f"{type(self.blocks[index].attention).__name__} changes what its heads return, "
-                "between attention and output projection, in a way that megasink does not know (a "
-                "gate or a norm): the scores of its heads would be wrong"
+                f"{type(self.layers[index].attention).__name__} changes the outputs of its "
+                "heads between attention and output projection in a way that megasink does not "
+                "know (a gate or a norm): the scores of its heads would be wrong"
             )
         if gate_BHTX is not None:
             call.gated_out_BHTD, call.explicit_gate_BHTX = gated_BHTD, gate_BHTX
@@ -281,10 +237,7 @@ class TransformersProbe:
         self._seen.add(index)
         if output is not None and "output_weight_HDE" in self.needs:
             call.output_weight_HDE = output_weight(output, self.heads[index])
-        wanted = self.needs & {*ATTENTION, MAP}
-        for sample, found in enumerate(attention_statistics(call, self.segments, wanted)):
-            self.observer.layer(sample, index, found)
-        self._branch("attention_branch_TE", index, branch_BTE)
+        self._report(index, call, branch_BTE)
 
 
 def model_problems(model: PreTrainedModel) -> list[str]:
@@ -313,7 +266,7 @@ def model_problems(model: PreTrainedModel) -> list[str]:
         problems.append(f"{name} has layers of kind {', '.join(sorted(kinds))}: not supported")
     if base == "eager" and getattr(config, "reorder_and_upcast_attn", False):
         problems.append(
-            f"{name}: reorder_and_upcast_attn has an eager attention of its own; load it with "
+            f"{name}: reorder_and_upcast_attn uses its own eager attention; load it with "
             "attn_implementation sdpa"
         )
     return problems

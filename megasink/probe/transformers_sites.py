@@ -3,13 +3,10 @@
 Shapes: B rows, T tokens, F intermediate size, E hidden size.
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
-from megasink.probe.blocks import Block
-from megasink.probe.geometry import BLOCKS, PRODUCT, UP, Site, Sites
+from megasink.probe.blocks import Block, child
+from megasink.probe.sites import BLOCKS, PRODUCT, UP, Site, Sites, tensor_of
 
 _DOWN = ("down_proj", "c_proj", "dense_4h_to_h", "fc2", "w2")
 _UP = ("up_proj", "w3", "c_fc", "dense_h_to_4h", "fc1")
@@ -23,41 +20,30 @@ def transformers_sites(blocks: list[Block]) -> Sites:
     _add_mlp(sites, blocks[0].mlp)
     for index, block in enumerate(blocks[:BLOCKS]):
         norms: list[tuple[int, torch.nn.Module | None]] = [
-            (2 * index, _first(block.module, _BEFORE))
+            (2 * index, child(block.module, _BEFORE))
         ]
         if not block.parallel:  # there the MLP reads the block's input too
             is_norm = block.middle is not block.mlp
             norms.append((2 * index + 1, block.middle if is_norm else None))
         for half, norm in norms:
             if norm is None:
-                reason = f"block {index} has no norm before what reads this state"
-                sites.missing[f"normed state {half / 2:g}"] = reason
+                sites.lacks_norm(half)
             else:
-                sites.found.append(Site(str(half), norm, lambda _, out: _tensor(out)))
+                sites.found.append(Site(str(half), norm, lambda _, out: tensor_of(out)))
     return sites
 
 
 def _add_mlp(sites: Sites, mlp: torch.nn.Module | None) -> None:
-    down = None if mlp is None else _first(mlp, _DOWN)
+    down = None if mlp is None else child(mlp, _DOWN)
     if mlp is None or down is None:
         reason = f"block 0 has no MLP with {', '.join(_DOWN)}: experts have no common activation"
         sites.missing[PRODUCT] = sites.missing[UP] = reason
         return
     sites.found.append(Site(PRODUCT, down, lambda product, _: product))
-    up, fused = _first(mlp, _UP), _first(mlp, (_FUSED,))
+    up, fused = child(mlp, _UP), child(mlp, (_FUSED,))
     if up is not None:
         sites.found.append(Site(UP, up, lambda _, out: out))
     elif fused is not None:
         sites.found.append(Site(UP, fused, lambda _, out: out.chunk(2, -1)[1]))
     else:
         sites.missing[UP] = f"the MLP of block 0 has no {', '.join(_UP)} or {_FUSED}"
-
-
-def _first(module: torch.nn.Module, names: tuple[str, ...]) -> torch.nn.Module | None:
-    found = (getattr(module, name, None) for name in names)
-    return next((child for child in found if isinstance(child, torch.nn.Module)), None)
-
-
-def _tensor(output: Any) -> Tensor:
-    tensor: Tensor = output[0] if isinstance(output, tuple) else output
-    return tensor

@@ -19,8 +19,7 @@ from megasink.probe.geometry import Geometry
 from megasink.probe.inputs import Sample, data_hash
 from megasink.probe.maps import Arrays
 from megasink.probe.measurements import Measurements
-from megasink.probe.summary import summarise
-from megasink.report.analysis import read_analysis
+from megasink.probe.summary import summarize
 from megasink.report.analysis_page import in_words
 from megasink.report.pages import write_report
 from megasink.typed_json import schema_of, to_json
@@ -35,18 +34,11 @@ def write_analysis(
     geometry: Geometry,
     maps: Arrays | None = None,
 ) -> Results:
-    """Write everything about one model to a folder, and print its summary.
-
-    Args:
-        options, geometry, maps: as in `write_numbers`.
-
-    Raises:
-        UserError: as in `write_numbers`.
-    """
+    """Write everything about one model to a folder, and print its summary; see `write_numbers`."""
     results = write_numbers(output, measurements, samples, model, options, geometry, maps)
     with _named(output):
-        write_report([output], output)
-    say(in_words(read_analysis(output)))
+        (analysis,) = write_report([output], output)
+    say(in_words(analysis))
     for entry in measurements.non_finite:
         print(
             f"megasink: warning: {printable(entry.source)} has infinite or NaN values in layers "
@@ -66,15 +58,14 @@ def write_numbers(
     geometry: Geometry | None = None,
     maps: Arrays | None = None,
 ) -> Results:
-    """Write results.json, its schema and the arrays; `megasink report` creates the rest.
+    """Write results.json, its schema and the arrays, and return the first.
+
+    `megasink report` creates the rest.
 
     Args:
         options: command-line options, including "seed".
         geometry: result of `project`; None if not computed.
         maps: from `megasink.probe.maps.geometry`; None if not requested.
-
-    Returns:
-        contents of results.json.
 
     Raises:
         UserError: the folder cannot be written, or the disk is full.
@@ -82,7 +73,7 @@ def write_numbers(
     known = {field.name: options[field.name] for field in fields(RunFacts) if field.name in options}
     run = RunFacts(**known, data_sha256=data_hash(samples))
     analysis = measurements.analysis_values(run.seed)
-    results = summarise(
+    results = summarize(
         measurements,
         analysis,
         model=model,
@@ -133,6 +124,6 @@ def _named(output: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"the results cannot be written to {output} ({error.strerror or error}): make room, "
-            "and the same command writes them without measuring anything again"
+            f"the results cannot be written to {output} ({error.strerror or error}): free some "
+            "space and repeat the command, which then writes them without measuring again"
         ) from error

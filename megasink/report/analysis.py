@@ -76,7 +76,7 @@ def read_analysis(folder: Path) -> Analysis:
         raise UserError(f"{folder} holds no analysis: {error}") from error
     if content.get("format") != FORMAT:
         raise UserError(
-            f"{path} has the format {content.get('format')}, this version reads {FORMAT}: analyze "
+            f"{path} has format {content.get('format')}, but this version reads {FORMAT}: analyze "
             "the model again"
         )
     try:
@@ -117,20 +117,22 @@ def write_tables(analysis: Analysis, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     results, written = analysis.results, []
     heads = [(i, head) for i, count in enumerate(results.model.heads) for head in range(count)]
-    layers = range(results.model.layers)
-    tables = {
-        "heads": _indexed({"layer": [i for i, _ in heads], "head": [h for _, h in heads]}),
-        "layers": _indexed({"layer": list(layers)}),
+    tables: dict[str, list[dict[str, Any]]] = {
+        "heads": [{"layer": layer, "head": head} for layer, head in heads],
+        "layers": [{"layer": layer} for layer in range(results.model.layers)],
         # 0 the embedding, 0.5 after attention of block 0.
-        "states": _indexed({"state": [half / 2 for half in range(2 * len(layers) + 1)]}),
-        "scores": _scores(results),
+        "states": [{"state": half / 2} for half in range(2 * results.model.layers + 1)],
+        "scores": [
+            {"score": name, **{f"threshold_at_{share}": tau for share, tau in taus.items()}}
+            for name, taus in results.inactive_heads.thresholds.items()
+        ],
         "datasets": [
             {"dataset": name, **summary_cells(of)} for name, of in results.datasets.items()
         ],
     }
-    for name, cells in _columns(analysis, heads):
-        for row, cell in zip(tables[name[0]], cells, strict=True):
-            row[name[1]] = cell
+    for table, column, cells in _columns(analysis, heads):
+        for row, cell in zip(tables[table], cells, strict=True):
+            row[column] = cell
     for table, rows in tables.items():
         path = folder / f"{table}.csv"
         write_csv(path, list(rows[0]) if rows else [], rows)
@@ -138,15 +140,8 @@ def write_tables(analysis: Analysis, folder: Path) -> list[Path]:
     return written
 
 
-def _indexed(index: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    """Return a row for each entry of the index columns."""
-    return [dict(zip(index, cells, strict=True)) for cells in zip(*index.values(), strict=True)]
-
-
-def _columns(
-    analysis: Analysis, heads: list[tuple[int, int]]
-) -> Iterator[tuple[tuple[str, str], list[Any]]]:
-    """Yield ((table, column), cells) for each metric shown in tables.
+def _columns(analysis: Analysis, heads: list[tuple[int, int]]) -> Iterator[tuple[str, str, Any]]:
+    """Yield (table, column, cells) for each metric shown in tables.
 
     With several datasets, head importance (the load of heads) has a column for each (P0.22).
     """
@@ -156,25 +151,17 @@ def _columns(
             continue
         values = analysis.values(name)
         if entry.axis == "head":
-            yield ("heads", name), [values[head] for head in heads]
+            yield "heads", name, [values[head] for head in heads]
             if len(datasets) > 1 and "heatmap" in entry.shown:
                 for dataset in datasets:
                     of = analysis.values(name, dataset)
-                    yield ("heads", f"{name}_on_{dataset}"), [of[head] for head in heads]
+                    yield "heads", f"{name}_on_{dataset}", [of[head] for head in heads]
         elif entry.axis in ("layer", "state"):
-            yield (f"{entry.axis}s", name), list(values)
+            yield f"{entry.axis}s", name, values
         elif entry.axis in ("layer position", "state position"):
             for position in range(min(TABLE_POSITIONS, values.shape[1])):
-                column = f"{name}_at_{position}"
-                yield (f"{entry.axis.split()[0]}s", column), list(values[:, position])
-
-
-def _scores(results: Results) -> list[dict[str, Any]]:
-    """Return one row per inactive-head score: its thresholds by share of heads."""
-    return [
-        {"score": name, **{f"threshold_at_{share}": tau for share, tau in taus.items()}}
-        for name, taus in results.inactive_heads.thresholds.items()
-    ]
+                table = f"{entry.axis.split()[0]}s"
+                yield table, f"{name}_at_{position}", values[:, position]
 
 
 def summary_cells(of: SampleResults) -> dict[str, Any]:
@@ -186,6 +173,6 @@ def summary_cells(of: SampleResults) -> dict[str, Any]:
         **{
             name: of.metrics.get(name, nothing).number
             for name, entry in metrics().items()
-            if entry.is_summarised
+            if entry.is_summarized
         },
     }

@@ -1,7 +1,6 @@
 """All figures of an analysis, in page order."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,55 +25,33 @@ def figures(analyses: Sequence[Analysis], kinds: Sequence[str] = ("png",)) -> li
         kinds: file types: "png", "pdf".
     """
     jobs = list(_jobs(analyses))
-    made = (_drawn(job, kinds) for job in tracked(jobs, "drawing", len(jobs), "figures"))
-    return [picture for picture in made if picture is not None]
+    for picture, draw in tracked(jobs, "drawing", len(jobs), "figures"):
+        with styled():
+            figure = draw()
+            if figure is not None:
+                picture.files.update({kind: rendered(figure, kind) for kind in kinds})
+    return [picture for picture, _ in jobs if picture.files]
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A figure to draw; see `Picture`."""
-
-    name: str
-    drawing: Drawing
-    draw: Callable[[], Any]
-    model: str = ""
-
-
-def _jobs(analyses: Sequence[Analysis]) -> Iterator[_Job]:
-    for section in SECTIONS:
-        for drawing in drawings():
-            if drawing.section != section:
-                continue
-            if not drawing.by_model:
-                yield _Job(drawing.name, drawing, partial(drawing.draw, analyses))
-                continue
-            for analysis, suffix in _numbered(analyses):
-                draw = partial(drawing.draw, [analysis])
-                yield _Job(drawing.name + suffix, drawing, draw, analysis.name)
-        if section == "Geometry":
-            for analysis, suffix in _numbered(analyses):
+def _jobs(analyses: Sequence[Analysis]) -> Iterator[tuple[Picture, Callable[[], Any]]]:
+    """Yield each picture, without files, and the function that draws it."""
+    for drawing in sorted(drawings(), key=lambda drawing: SECTIONS.index(drawing.section)):
+        if not drawing.by_model:
+            yield Picture(drawing.name, drawing), partial(drawing.draw, analyses)
+            continue
+        for number, analysis in enumerate(analyses, 1):
+            suffix = f"_{number}" if len(analyses) > 1 else ""
+            if drawing is figures_maps.HEAD:
                 yield from _heads(analysis, suffix)
+            else:
+                picture = Picture(drawing.name + suffix, drawing, analysis.name)
+                yield picture, partial(drawing.draw, analysis)
 
 
-def _numbered(analyses: Sequence[Analysis]) -> list[tuple[Analysis, str]]:
-    """Pair each analysis with the suffix of its file names."""
-    many = len(analyses) > 1
-    return [(analysis, f"_{n}" if many else "") for n, analysis in enumerate(analyses, 1)]
-
-
-def _heads(analysis: Analysis, suffix: str) -> Iterator[_Job]:
+def _heads(analysis: Analysis, suffix: str) -> Iterator[tuple[Picture, Callable[[], Any]]]:
     """Yield one figure per chosen head."""
     for index, head in enumerate(figures_maps.heads_of(analysis)):
         why = str(analysis.maps["why_C"][index])
         about = f"{analysis.name}, layer {head.replace('.', ', head ')} ({why})"
-        draw = partial(figures_maps.draw_head, analysis, index)
-        yield _Job(f"head_{head}{suffix}", figures_maps.HEAD, draw, about)
-
-
-@styled()
-def _drawn(job: _Job, kinds: Sequence[str]) -> Picture | None:
-    figure = job.draw()
-    if figure is None:
-        return None
-    files = {kind: rendered(figure, kind) for kind in kinds}
-    return Picture(job.name, job.drawing, files, job.model)
+        picture = Picture(f"head_{head}{suffix}", figures_maps.HEAD, about)
+        yield picture, partial(figures_maps.draw_head, analysis, index)

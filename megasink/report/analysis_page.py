@@ -18,18 +18,14 @@ from megasink.report.drawing import Picture
 
 SUMMARY, DATASETS, DISTANCES, PROVENANCE = (
     "Summary",
-    "By data set",
-    "Between every two models",
+    "By dataset",
+    "Pairwise comparison",
     "How it was measured",
 )
 
 
 def page(analyses: Sequence[Analysis], pictures: Sequence[Picture]) -> str:
-    """Return the page; figures are embedded, and nothing is loaded from elsewhere.
-
-    Args:
-        pictures: output of `figures`.
-    """
+    """Return the page; figures are embedded, and nothing is loaded from elsewhere."""
     names = ", ".join(analysis.name for analysis in analyses)
     by_section = {
         section: list(group) for section, group in groupby(pictures, lambda p: p.drawing.section)
@@ -46,7 +42,7 @@ def page(analyses: Sequence[Analysis], pictures: Sequence[Picture]) -> str:
         "</header><main>",
         html.heading(2, SUMMARY),
         *(html.paragraph(in_words(analysis)) for analysis in analyses),
-        *(html.paragraph(f"These are of {d}.", "warning") for d in differences(analyses)),
+        *(html.paragraph(f"The analyses have {d}.", "warning") for d in differences(analyses)),
         *(_warning(analysis) for analysis in analyses if analysis.results.non_finite),
         _summaries({analysis.name: analysis.results for analysis in analyses}),
     ]
@@ -99,10 +95,10 @@ def in_words(analysis: Analysis) -> str:
     flat = importance[np.isfinite(importance)]
     layer, head = np.unravel_index(np.nanargmin(importance), importance.shape)
     return (
-        f"{analysis.name}: {100 * number['sink_rate']:.1f} % of the heads have a sink on the first "
+        f"{analysis.name}: {100 * number['sink_rate']:.1f}% of the heads have a sink on the first "
         f"token (weight above {SINK_EPSILON}), which gets "
-        f"{100 * number['first_token_attention']:.1f} % of the attention; {where}, and the "
-        f"circuit's stage is “{number['circuit_stage']}”, with its centre at position "
+        f"{100 * number['first_token_attention']:.1f}% of the attention; {where}. "
+        f"The circuit stage is “{number['circuit_stage']}”; the sink center is position "
         f"{number['sink_centre']:.0f}. Head importance runs from {flat.min():.3f} "
         f"(layer {layer}, head {head}) to {flat.max():.3f}; the head imbalance is "
         f"{number['imbalance']:.3f}."
@@ -113,8 +109,8 @@ def _warning(analysis: Analysis) -> str:
     bad = analysis.results.non_finite
     first = bad[0]
     return html.paragraph(
-        f"{analysis.name}: {len(bad)} samples had infinite or NaN values and are in no average; "
-        f"first {first.source}, layers {first.layers}, heads {first.heads}.",
+        f"{analysis.name}: {len(bad)} samples had infinite or NaN values and are left out of "
+        f"every average; the first: {first.source}, layers {first.layers}, heads {first.heads}.",
         "warning",
     )
 
@@ -150,14 +146,14 @@ def _distances(analyses: Sequence[Analysis]) -> str:
             if mine.shape == theirs.shape:
                 cells += [f"{spearman(mine, theirs):.3f}", f"{top_agreement(mine, theirs):.2f}"]
             else:
-                cells += ["other shape", ""]
+                cells += ["different shapes", ""]
         rows.append([f"{a.name} and {b.name}", *cells])
     head = ["", *(f"W1 of {entry.title}" for entry in pooled.values())]
     for entry in ranked.values():
         head += [f"Spearman of {entry.title}", f"IoU of top 5 of {entry.title}"]
     note = (
-        "Wasserstein distance of the values of all samples, layers and heads (P3.21); rank "
-        "correlation of the heads, and overlap of the five highest ones (P3.30)."
+        "Wasserstein distance between the values of all samples, layers and heads (P3.21); "
+        "rank correlation of the heads, and overlap of the top five (P3.30)."
     )
     return html.paragraph(note, "note") + html.table(head, rows)
 

@@ -6,11 +6,11 @@ from typing import Any
 from megasink.report.analysis import Analysis
 
 _OPTIONS = {
-    "seq_length": "sequences of other lengths (--seq-length)",
-    "data": "other texts (--data)",
-    "inputs": "other kinds of inputs (--inputs)",
-    "bos": "BOS in another way (--bos)",
-    "max_samples": "other numbers of samples (--max-samples)",
+    "seq_length": "different sequence lengths (--seq-length)",
+    "data": "different texts (--data)",
+    "inputs": "different inputs (--inputs)",
+    "bos": "different BOS settings (--bos)",
+    "max_samples": "different sample limits (--max-samples)",
 }
 
 
@@ -26,13 +26,11 @@ def differences(analyses: Sequence[Analysis]) -> list[str]:
         if len(set(values)) == 1 or (same_tokens and key != "seq_length"):
             continue
         named = ", ".join(f"{a.name}: {value}" for a, value in zip(analyses, values, strict=True))
-        sentences.append(
-            f"{what}: {named}; numbers of one can only be compared with those of its like"
-        )
+        sentences.append(f"{what}: {named}; compare only numbers measured in the same way")
     counts = [a.results.samples for a in analyses]
     if not sentences and len(set(counts)) > 1:
         named = ", ".join(f"{a.name}: {n}" for a, n in zip(analyses, counts, strict=True))
-        sentences.append(f"other numbers of samples: {named}")
+        sentences.append(f"different numbers of samples: {named}")
     return sentences
 
 

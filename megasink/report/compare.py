@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from megasink.report.curves import mark_spikes, series, smoothed
 from megasink.report.spikes import loss_spikes
-from megasink.report.style import label, model_colours, panels, save, styled
+from megasink.report.style import label, model_colors, panels, save, styled
 
 AXES = ("step", "tokens")
 
@@ -21,23 +21,22 @@ def draw_comparison(
 
     Args:
         runs: name -> lines of its metrics.jsonl.
-        output: PNG to write.
         x: "step" or "tokens".
         factor: of the exponential moving average of training loss and imbalance.
     """
     figure, (axes,) = panels(1, 3, 4.2, width=14)
-    for colour, (name, lines) in zip(model_colours(len(runs)), runs.items(), strict=True):
+    for color, (name, lines) in zip(model_colors(len(runs)), runs.items(), strict=True):
         for axis, key in ((axes[0], "lm_loss"), (axes[2], "imbalance")):
             where, values = _series(lines, key, x)
             if not len(values):
                 continue
-            axis.plot(where, values, color=colour, alpha=0.2, linewidth=0.7)
+            axis.plot(where, values, color=color, alpha=0.2, linewidth=0.7)
             text = name
             if key == "lm_loss":
-                text += _plural(mark_spikes(axis, where, values, colour))
-            axis.plot(where, smoothed(values, factor), color=colour, label=text)
+                text += _plural(mark_spikes(axis, where, values, color))
+            axis.plot(where, smoothed(values, factor), color=color, label=text)
         where, values = _series(lines, _validation_key(runs), x)
-        axes[1].plot(where, values, "o-", color=colour, label=name)
+        axes[1].plot(where, values, "o-", color=color, label=name)
     bits = _validation_key(runs) == "valid_bits_per_byte"
     titles = (
         (f"training loss (EMA {factor:g})", "nats per token"),
@@ -46,9 +45,8 @@ def draw_comparison(
     )
     for axis, (title, text) in zip(axes, titles, strict=True):
         label(axis, title, text, x)
-        if not axis.lines:
-            continue
-        if axis is not axes[2]:
+    for axis in axes[:2]:
+        if axis.lines:
             _zoom(axis)
     # Below the spike marks.
     axes[0].legend(loc="upper right", bbox_to_anchor=(1, 0.96))

@@ -12,7 +12,7 @@ from megasink.json_file import read_object
 from megasink.report.divergence import MovingAverage
 from megasink.report.heatmap import draw_importance
 from megasink.report.spikes import loss_spikes
-from megasink.report.style import BLUE, GREY, VERMILION, label, note, panels, save, styled
+from megasink.report.style import BLUE, GRAY, VERMILION, label, note, panels, save, styled
 
 _NUMBERS = ("lm_loss", "valid_lm_loss", "valid_bits_per_byte", "imbalance", "tokens")
 
@@ -25,7 +25,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
-        raise UserError(f"{run_dir} holds no run: {path} not found")
+        raise UserError(f"{run_dir} is not a run: {path} not found")
     lines: list[dict[str, Any]] = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
@@ -34,16 +34,16 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
             raise UserError(f"{path} line {number} is not JSON: {error}") from error
         _check(lines[-1], f"{path} line {number}")
     if not any("lm_loss" in line for line in lines):
-        raise UserError(f"{path} holds no training step yet")
+        raise UserError(f"{path} has no training step yet")
     return lines
 
 
 def _check(line: object, where: str) -> None:
     if not isinstance(line, dict) or not isinstance(line.get("iteration"), int):
-        raise UserError(f"{where} is no line of metrics: it has no iteration")
+        raise UserError(f"{where} is not a line of metrics: it has no iteration")
     for key in _NUMBERS:
         if not isinstance(line.get(key), int | float | None):
-            raise UserError(f"{where}: {key} is {line[key]!r}, no number")
+            raise UserError(f"{where}: {key} is {line[key]!r}, not a number")
 
 
 def smoothed(values: NDArray[np.float64], factor: float = 0.9) -> NDArray[np.float64]:
@@ -65,14 +65,7 @@ def series(
 
 @styled()
 def draw_run(run_dir: Path, output: Path | None = None) -> Path:
-    """Draw the figure of a run.
-
-    Args:
-        run_dir: the run's folder.
-        output: PNG to write; default RUN/curves.png.
-
-    Returns:
-        path of the PNG.
+    """Draw the figure of a run, by default to RUN/curves.png, and return its path.
 
     Raises:
         UserError: as in `read_metrics`.
@@ -144,8 +137,8 @@ def _draw_imbalance(axis: Any, lines: list[dict[str, Any]]) -> None:
         return
     steps = np.asarray([row["iteration"] for row in rows], dtype=float)
     for layer in np.asarray([row["imbalance_per_layer"] for row in rows], dtype=float).T:
-        axis.plot(steps, layer, color=GREY, alpha=0.35, linewidth=0.8)
-    axis.plot([], [], color=GREY, alpha=0.6, linewidth=0.8, label="each layer")
+        axis.plot(steps, layer, color=GRAY, alpha=0.35, linewidth=0.8)
+    axis.plot([], [], color=GRAY, alpha=0.6, linewidth=0.8, label="each layer")
     mean_steps, mean = series(lines, "imbalance")
     axis.plot(mean_steps, mean, color=BLUE, alpha=0.3, linewidth=0.8)
     axis.plot(mean_steps, smoothed(mean), color=BLUE, label="mean over layers (EMA 0.9)")

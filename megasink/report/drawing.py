@@ -1,11 +1,9 @@
 """Definition of a report figure. A metric's figure comes from its record (figures_metrics.py); add
 any other one to the `DRAWINGS` of a figures file."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
-
-from megasink.report.analysis import Analysis
 
 SECTIONS = ("Sinks", "Heads", "Hidden states", "Geometry", "Other metrics", "Between models")
 """Sections of the page, in order."""
@@ -19,15 +17,15 @@ class Drawing:
         name: name of its file.
         section: section of the page, one of `SECTIONS`.
         title, caption: formula, unit and rows of the papers.
-        draw: creates a matplotlib figure of the analyses; None if they lack the numbers.
-        by_model: whether each model gets its own figure; else one shows them all.
+        draw: creates a matplotlib figure of all analyses; None if they lack the numbers.
+        by_model: whether each model gets its own figure; `draw` then takes one analysis.
     """
 
     name: str
     section: str
     title: str
     caption: str
-    draw: Callable[[Sequence[Analysis]], Any]
+    draw: Callable[[Any], Any]
     by_model: bool = False
 
 
@@ -37,11 +35,11 @@ class Picture:
 
     Attributes:
         name: name of its file, without the extension.
-        files: "png", and "pdf" if requested -> the bytes.
         model: the model shown; empty for a figure of all models.
+        files: "png", and "pdf" if requested -> the bytes.
     """
 
     name: str
     drawing: Drawing
-    files: dict[str, bytes]
-    model: str
+    model: str = ""
+    files: dict[str, bytes] = field(default_factory=dict)

@@ -40,8 +40,8 @@ DRAWINGS = (
         "distances",
         "Between models",
         "Distances between score distributions",
-        "Wasserstein distance between the scores of every two models, samples, layers and heads "
-        "pooled (P3.21).",
+        "Wasserstein distance between the scores of each pair of models, pooled over samples, "
+        "layers and heads (P3.21).",
         _distances,
     ),
 )

@@ -5,10 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from megasink.report.analysis import Analysis, Floats, array
+from megasink.diagnostics import metrics
+from megasink.report.analysis import Analysis, array
 from megasink.report.drawing import Drawing
 from megasink.report.style import (
     MAP,
+    density,
     heatmap,
     label,
     line,
@@ -32,60 +34,44 @@ def _scores(analyses: Sequence[Analysis]) -> Any:
     figure, axes = panels(7, 4, 13.5, layout=None, gridspec_kw=margins | spaces)
     pairs = [(name, f"{name}_ln") for name in SIX] + [("lthon_hn", "")]
     for row, pair in zip(axes, pairs, strict=True):
-        for (density, cumulative), name in zip((row[:2], row[2:]), pair, strict=True):
-            if not name:
-                density.set_axis_off()
-                cumulative.set_axis_off()
-                continue
-            _distribution(density, cumulative, name, analyses)
+        for (left, right), name in zip((row[:2], row[2:]), pair, strict=True):
+            if name:
+                _distribution(left, right, name, analyses)
+            else:
+                left.set_axis_off()
+                right.set_axis_off()
     model_legend(figure, axes[0, 0], analyses)
     return figure
 
 
-def _distribution(density: Any, cumulative: Any, name: str, analyses: Sequence[Analysis]) -> None:
+def _distribution(left: Any, right: Any, name: str, analyses: Sequence[Analysis]) -> None:
     pools = [analysis.by_sample[name] for analysis in analyses]
     pools = [pool[np.isfinite(pool)] for pool in pools]
     low = min(float(np.quantile(pool, 0.001)) for pool in pools)
     high = max(float(np.quantile(pool, 0.995)) for pool in pools)
     edges = np.linspace(low, high if high > low else low + 1, _BINS + 1)
-    for (analysis, colour, model), pool in zip(named(analyses), pools, strict=True):
+    for (analysis, color, model), pool in zip(named(analyses), pools, strict=True):
         counts, _ = np.histogram(pool, edges)
-        density.stairs(counts / len(pool) / np.diff(edges), edges, color=colour, label=model)
-        density.stairs(
-            counts / len(pool) / np.diff(edges), edges, fill=True, color=colour, alpha=0.15
-        )
-        ordered = np.sort(pool)
-        share = np.arange(1, len(ordered) + 1) / len(ordered)
-        cumulative.plot(ordered, share, color=colour)
+        density(left, counts / len(pool) / np.diff(edges), edges, color, model)
+        right.ecdf(pool, color=color)
         threshold = analysis.results.inactive_heads.thresholds[name][INACTIVE_SHARE]
-        cumulative.axvline(threshold, color=colour, linestyle=":", linewidth=1.1)
-    for axis in (density, cumulative):
+        right.axvline(threshold, color=color, linestyle=":", linewidth=1.1)
+    for axis in (left, right):
         axis.set_xlim(edges[0], edges[-1])
-    label(density, pretty(name), "density")
-    label(cumulative, f"{pretty(name)}, CDF", "share of heads")
-    density.set_ylim(bottom=0)
-    cumulative.set_ylim(0, 1)
-
-
-def pretty(name: str) -> str:
-    """Return a score's name as in the paper: awft_ln is AWFT (LN)."""
-    kind = {"ln": " (LN)", "hn": " (HN)"}
-    stem, _, last = name.rpartition("_")
-    text = stem if last in kind else name
-    text = text.replace("circuit_ahon", "circuit AHON").replace("random", "random score")
-    words = [
-        word if word in ("circuit", "random", "score") else word.upper() for word in text.split()
-    ]
-    return " ".join(words) + kind.get(last if stem else "", "")
+    title = metrics()[name].title
+    label(left, title, "density")
+    label(right, f"{title}, CDF", "share of heads")
+    left.set_ylim(bottom=0)
+    right.set_ylim(0, 1)
 
 
 def _inactive_by_layer(analyses: Sequence[Analysis]) -> Any:
     figure, axes = panels(1, 2, 3.2, sharey=True)
     for axis, score in zip(axes[0], ("awft", "ahon_ln"), strict=True):
-        for analysis, colour, name in named(analyses):
+        for analysis, color, name in named(analyses):
             share = 100 * array(analysis.results.inactive_heads.share_by_layer[score])
-            line(axis, np.arange(len(share)), share, color=colour, label=name)
-        label(axis, f"inactive by {pretty(score)}", "% of the layer's heads", "layer")
+            line(axis, np.arange(len(share)), share, color=color, label=name)
+        label(axis, f"inactive by {metrics()[score].title}", "% of the layer's heads", "layer")
         axis.set_ylim(-2, 102)
         axis.axhline(15, color="0.4", linewidth=0.8, linestyle=":")
         whole_numbers(axis.xaxis)
@@ -93,10 +79,9 @@ def _inactive_by_layer(analyses: Sequence[Analysis]) -> Any:
     return figure
 
 
-def _agreement(analyses: Sequence[Analysis]) -> Any:
-    (analysis,) = analyses
+def _agreement(analysis: Analysis) -> Any:
     agreement = analysis.results.inactive_heads.agreement
-    names = [pretty(name) for name in agreement.scores]
+    names = [metrics()[name].title for name in agreement.scores]
     margins = {"left": 0.11, "right": 0.935, "top": 0.95, "bottom": 0.22, "wspace": 0.36}
     figure, axes = panels(1, 2, 5.9, layout=None, gridspec_kw=margins)
     for axis, shares in zip(axes[0], (agreement.iou, agreement.precision), strict=True):
@@ -106,7 +91,7 @@ def _agreement(analyses: Sequence[Analysis]) -> Any:
         axis.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
         axis.set_yticks(range(len(names)), names, fontsize=7)
     label(axes[0, 0], "IoU", "score", "score")
-    label(axes[0, 1], "precision", "score that predicts", "score taken as the truth")
+    label(axes[0, 1], "precision", "predicting score", "score taken as truth")
     bar = figure.add_axes((0.952, 0.3, 0.012, 0.57))
     figure.colorbar(image, cax=bar)
     return figure
@@ -117,22 +102,20 @@ def _gates(analyses: Sequence[Analysis]) -> Any:
     if not gated:
         return None
     figure, axes = panels(1, 2, 3.4)
-    for analysis, colour, name in gated:
+    for analysis, color, name in gated:
         counts = array(analysis.results.gate_histogram).sum(0)
         edges = np.linspace(0, 1, len(counts) + 1)
-        density = counts / counts.sum() * len(counts)
-        axes[0, 0].stairs(density, edges, color=colour, linewidth=1.4, label=name)
-        axes[0, 0].stairs(density, edges, color=colour, fill=True, alpha=0.15)
+        density(axes[0, 0], counts / counts.sum() * len(counts), edges, color, name)
         mean = np.ma.masked_invalid(analysis.values("gate_score")).mean(1).filled(np.nan)
         std, low, high = map(analysis.values, ("gate_spread", "gate_min", "gate_max"))
         there = np.isfinite(mean)
         layers = np.arange(len(mean))
-        line(axes[0, 1], layers, mean, color=colour)
+        line(axes[0, 1], layers, mean, color=color)
         band = [np.clip(mean + sign * std, 0, 1)[there] for sign in (-1, 1)]
-        axes[0, 1].fill_between(layers[there], *band, color=colour, alpha=0.18, linewidth=0)
+        axes[0, 1].fill_between(layers[there], *band, color=color, alpha=0.18, linewidth=0)
         for edge in (low, high):
-            axes[0, 1].plot(layers[there], edge[there], color=colour, linestyle=":", linewidth=1)
-    label(axes[0, 0], "scores of all gates", "density", "gate score")
+            axes[0, 1].plot(layers[there], edge[there], color=color, linestyle=":", linewidth=1)
+    label(axes[0, 0], "all gate scores", "density", "gate score")
     label(axes[0, 1], "by layer", "gate score", "layer")
     axes[0, 0].set_xlim(0, 1)
     axes[0, 0].set_ylim(bottom=0)
@@ -151,17 +134,16 @@ def _datasets(analyses: Sequence[Analysis]) -> Any:
         return None
     figure, axes = panels(len(analyses), 2, 2.9 * len(analyses))
     names = list(dict.fromkeys(n for a in analyses for n in a.results.datasets))
-    colours = dict(zip(names, colormaps[MAP](np.linspace(0, 0.85, len(names))), strict=True))
+    colors = dict(zip(names, colormaps[MAP](np.linspace(0, 0.85, len(names))), strict=True))
     marks = dict(zip(names, "osD^vP*XdhH<>" * len(names), strict=False))
     for (left, right), analysis in zip(axes, analyses, strict=True):
         layer = int(np.nanargmax(analysis.values("imbalance")))
         for name in analysis.results.datasets:
             importance = analysis.values("importance", name)[layer]
-            style = {"color": colours[name], "marker": marks[name], "ms": 4}
+            style = {"color": colors[name], "marker": marks[name], "ms": 4}
             left.plot(importance, linewidth=0.9, label=name, **style)
-            awft: Floats = np.sort(analysis.values("awft", name), None)
-            awft = awft[np.isfinite(awft)]
-            right.plot(awft, np.arange(1, len(awft) + 1) / len(awft), color=colours[name])
+            awft = analysis.values("awft", name)
+            right.ecdf(awft[np.isfinite(awft)], color=colors[name])
         label(left, f"{wrapped(analysis.name)}: layer {layer}", "head importance", "head")
         label(right, "AWFT of all heads, CDF", "share of heads", "AWFT, mean over samples")
         left.set_ylim(top=1.02)
@@ -176,33 +158,33 @@ DRAWINGS = (
     Drawing(
         "datasets",
         "Heads",
-        "Load of heads by data set",
-        "Head importance of the layer with the highest imbalance, by data set (P0.22), and the "
+        "Head load by dataset",
+        "Head importance of the layer with the highest imbalance, by dataset (P0.22), and the "
         "distribution of AWFT over all heads, each head's mean over the samples (P3.23).",
         _datasets,
     ),
     Drawing(
         "scores",
         "Heads",
-        "Scores of inactive heads",
+        "Inactive-head scores",
         "Density and CDF of the 13 scores over samples, layers and heads (P3.1 to P3.8, P3.22); "
-        "the highest 0.5 % are cut off. Dotted: the threshold that calls 15 % of the heads "
+        "the highest 0.5% are cut off. Dotted: the threshold that marks 15% of the heads "
         "inactive, those above it for AWFT and below it for the others (P3.11).",
         _scores,
     ),
     Drawing(
         "inactive_by_layer",
         "Heads",
-        "Where the inactive heads are",
-        "Share of the layer's heads that AWFT and AHON (LN) call inactive, at thresholds that call "
-        "15 % of all heads so (dotted; P3.20).",
+        "Inactive heads by layer",
+        "Share of the layer's heads that AWFT and AHON (LN) mark inactive, at thresholds that mark "
+        "15% of all heads (dotted; P3.20).",
         _inactive_by_layer,
     ),
     Drawing(
         "agreement",
         "Heads",
-        "Agreement of the scores",
-        "Of the 10 % most inactive heads by each score: |a and b| / |a or b| (P3.18), and "
+        "Agreement between scores",
+        "Among the 10% most inactive heads by each score: |a and b| / |a or b| (P3.18), and "
         "precision |row and column| / |row| with the column as the truth (P3.19).",
         _agreement,
         by_model=True,
@@ -210,7 +192,7 @@ DRAWINGS = (
     Drawing(
         "gates",
         "Heads",
-        "Scores of explicit gates",
+        "Explicit gate scores",
         "Density over [0, 1] of the gate scores of all heads and tokens, 100 bins (P1.29); by "
         "layer their mean, one standard deviation (band), and minimum and maximum (dotted; P1.30).",
         _gates,

@@ -13,12 +13,13 @@ from megasink.report.drawing import Drawing
 from megasink.report.style import (
     BLUE,
     DIVERGING,
+    GRAY,
     GREEN,
-    GREY,
     MAP,
     VERMILION,
     WIDTH,
     grid,
+    heatmap,
     label,
     panels,
     token_label,
@@ -61,15 +62,14 @@ def has_sink(maps: dict[str, Any]) -> bool:
     return bool(np.nanmax(maps["layer_map_LTS"][..., 0]) > 0)
 
 
-def _colour_bar(figure: Any, image: Any, place: tuple[float, ...], orientation: str) -> None:
+def _color_bar(figure: Any, image: Any, place: tuple[float, ...], orientation: str) -> None:
     ticks = [0, 0.01, 0.05, 0.2, 0.5, 1]
     bar = figure.colorbar(image, cax=figure.add_axes(place), orientation=orientation)
     bar.set_label("attention weight")
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
 
 
-def _layers(analyses: Sequence[Analysis]) -> Any:
-    (analysis,) = analyses
+def _layers(analysis: Analysis) -> Any:
     if not analysis.maps:
         return None
     maps = analysis.maps["layer_map_LTS"]
@@ -78,8 +78,7 @@ def _layers(analyses: Sequence[Analysis]) -> Any:
     return _map_grid(analysis, maps[shown], [f"layer {layer}" for layer in shown], 6)
 
 
-def _first_layer(analyses: Sequence[Analysis]) -> Any:
-    (analysis,) = analyses
+def _first_layer(analysis: Analysis) -> Any:
     if not analysis.maps:
         return None
     maps = analysis.maps["first_layer_map_HTS"]
@@ -142,7 +141,7 @@ def _map_grid(analysis: Analysis, maps: Floats, titles: Sequence[str], most: int
         axis.set_xlabel("key")
     inside = 1 - (top + bottom) / height
     place = (1 - (right - 0.15) / width, bottom / height, 0.13 / width, inside)
-    _colour_bar(figure, image, place, "vertical")
+    _color_bar(figure, image, place, "vertical")
     return figure
 
 
@@ -168,19 +167,19 @@ def draw_head(analysis: Analysis, index: int) -> Any:
         axes[0].tick_params(axis="y", length=0, pad=1)
     label(axes[0], f"head {layer}.{head}: attention", "query", "key")
     bars = (
-        ("value_norm_CT", "norm(v_i)", GREY),
+        ("value_norm_CT", "norm(v_i)", GRAY),
         ("output_norm_CT", "norm(g o_i)", BLUE),
         ("gate_CT", "gate G_i", GREEN),
     )
-    for axis, (key, title, colour) in zip(axes[1:], bars, strict=True):
+    for axis, (key, title, color) in zip(axes[1:], bars, strict=True):
         values = maps[key][index]
-        axis.barh(np.arange(len(values)), values, height=0.85, color=colour)
+        axis.barh(np.arange(len(values)), values, height=0.85, color=color)
         axis.set_title(title)
         axis.grid(axis="y", visible=False)
         axis.set_xlim(0, 1 if key == "gate_CT" else max(1.05 * float(values.max()), 1e-9))
         axis.tick_params(axis="y", length=0)
         axis.set_xlabel("gate" if key == "gate_CT" else "L2 norm")
-    _colour_bar(figure, image, (0.095, 0.07, 0.565, 0.02), "horizontal")
+    _color_bar(figure, image, (0.095, 0.07, 0.565, 0.02), "horizontal")
     _queries_and_keys(figure.add_axes((0.73, 0.21, 0.26, 0.74)), maps, index)
     return figure
 
@@ -193,12 +192,11 @@ def _queries_and_keys(axis: Any, maps: dict[str, Any], index: int) -> None:
         *key[:1].T, s=170, marker="*", color=VERMILION, ec="black", lw=0.7, zorder=4, label="k_0"
     )
     axis.set_aspect("equal", adjustable="datalim")
-    label(axis, "queries and keys", *(f"PC {i + 1} ({100 * share[i]:.0f} %)" for i in (1, 0)))
+    label(axis, "queries and keys", *(f"PC {i + 1} ({100 * share[i]:.0f}%)" for i in (1, 0)))
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, handletextpad=0.2)
 
 
-def _components(analyses: Sequence[Analysis]) -> Any:
-    (analysis,) = analyses
+def _components(analysis: Analysis) -> Any:
     maps = analysis.maps
     if "component_KTS" not in maps:
         return None
@@ -206,29 +204,20 @@ def _components(analyses: Sequence[Analysis]) -> Any:
     figure, axes = panels(1, 3, 3.5)
     highest = float(np.abs(images).max())
     for index, (axis, picture) in enumerate(zip(axes[0, :2], images, strict=False)):
-        axis.grid(False)
-        image = axis.imshow(
-            np.ma.masked_equal(picture, 0.0),
-            cmap=DIVERGING,
-            vmin=-highest,
-            vmax=highest,
-            interpolation="nearest",
-            aspect="auto",
-        )
-        title = f"PC {index + 1}: {100 * share[index]:.0f} % of the variance"
+        seen = np.ma.masked_equal(picture, 0.0)
+        image = heatmap(axis, seen, cmap=DIVERGING, vmin=-highest, vmax=highest)
+        title = f"PC {index + 1}: {100 * share[index]:.0f}% of the variance"
         label(axis, title, "query", "key")
-        whole_numbers(axis.xaxis, axis.yaxis)
-    figure.colorbar(image, ax=axes[0, :2].tolist(), label="entry of the component")
+    figure.colorbar(image, ax=axes[0, :2].tolist(), label="component entry")
     points, heads = maps["component_point_MK"], maps["component_head_M2"]
     dots = axes[0, 2].scatter(*points[:, :2].T, c=heads[:, 0], cmap=MAP, s=16, alpha=0.85)
-    label(axes[0, 2], "every head", "PC 2", "PC 1")
+    label(axes[0, 2], "all heads", "PC 2", "PC 1")
     bar = figure.colorbar(dots, ax=axes[0, 2], label="layer")
     whole_numbers(bar.ax.yaxis)
     return figure
 
 
-def _points(analyses: Sequence[Analysis]) -> Any:
-    (analysis,) = analyses
+def _points(analysis: Analysis) -> Any:
     found = analysis.points
     kinds = [
         ("normed_pca_N2", "normed state before the MLP of layer 1: PCA", "PC"),
@@ -250,28 +239,40 @@ def _points(analyses: Sequence[Analysis]) -> Any:
         )
         label(axis, title, f"{name} 2", f"{name} 1")
         axis.legend(loc="best")
-    bar = figure.colorbar(dots, ax=axes[0].tolist(), label="position of the token")
+    bar = figure.colorbar(dots, ax=axes[0].tolist(), label="token position")
     whole_numbers(bar.ax.yaxis)
     for axis in axes[0, len(kinds) :]:
         axis.set_axis_off()
     return figure
 
 
+HEAD = Drawing(
+    "head",
+    "Geometry",
+    "Single heads",
+    "Left: A_ij on one input, and by token the norms of value and head output g o_i and the gate G "
+    "(P3.25, P3.26). Right: joint PCA of the head's queries and keys on the whole input, centered, "
+    "after rotary embeddings and query-key norms; the star is k_0 (P0.26).",
+    lambda analysis: None,
+    by_model=True,
+)
+"""One picture per chosen head, by `draw_head`."""
+
 DRAWINGS = (
     Drawing(
         "layer_maps",
         "Geometry",
         "Attention map of each layer",
-        "Mean of A_ij over heads and samples (P1.34, P4.2), colours on a square-root scale that "
+        "Mean of A_ij over heads and samples (P1.34, P4.2), colors on a square-root scale that "
         "all maps share. The weight of a sink or bias is a column of its own; keys without any "
-        "weight, such as those that a query cannot see, are blank. Deep models: twelve layers.",
+        "weight, such as those that a query cannot see, are blank. At most twelve layers.",
         _layers,
         by_model=True,
     ),
     Drawing(
         "first_layer_maps",
         "Geometry",
-        "Heads of the first layer with attention",
+        "Heads of the first attention layer",
         "Mean map of each head over samples, local heads first (P4.8): by the mean distance "
         "sum_j A_ij (i - j) / sum_j A_ij over the last half of the rows, given above each map.",
         _first_layer,
@@ -281,7 +282,7 @@ DRAWINGS = (
         "map_components",
         "Geometry",
         "Principal components of all attention maps",
-        "The maps of all layers and heads on one input, flattened and centred: the first two "
+        "The maps of all layers and heads on one input, flattened and centered: the first two "
         "components with their share of the variance, and every head's coordinates (P3.27).",
         _components,
         by_model=True,
@@ -291,19 +292,9 @@ DRAWINGS = (
         "Geometry",
         "First positions in the first layers",
         "States after the norm before the MLP of layer 1 by PCA (P4.9), and activations inside the "
-        "MLP of layer 0 by t-SNE (P4.6), one point per token, coloured by position.",
+        "MLP of layer 0 by t-SNE (P4.6), one point per token, colored by position.",
         _points,
         by_model=True,
     ),
+    HEAD,
 )
-
-HEAD = Drawing(
-    "head",
-    "Geometry",
-    "Single heads",
-    "Left: A_ij on one input, and by token the norms of value and head output g o_i and the gate G "
-    "(P3.25, P3.26). Right: joint PCA of the head's queries and keys on the whole input, centred, "
-    "after rotary embeddings and query-key norms; the star is k_0 (P0.26).",
-    lambda analyses: None,
-)
-"""The single-head drawing: one picture per head."""

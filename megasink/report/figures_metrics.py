@@ -14,14 +14,13 @@ from megasink.report.analysis import Analysis, Floats
 from megasink.report.drawing import Drawing
 from megasink.report.style import (
     MAP,
-    grid,
+    even_panels,
     heatmap,
     label,
     line,
     log_scale,
     model_legend,
     named,
-    panels,
     share_limit,
     whole_numbers,
     wrapped,
@@ -39,10 +38,10 @@ _ABSCISSA = {
     "head": "layer",
     "layer": "layer",
     "state": "layer (half: after attention)",
-    "head column": "k, position of the key",
-    "key": "k, position of the key",
-    "layer position": "i, position of the token",
-    "state position": "i, position of the token",
+    "head column": "key position k",
+    "key": "key position k",
+    "layer position": "token position i",
+    "state position": "token position i",
 }
 _LOGARITHMIC = ("activation", "ratio")
 _READABLE = 160  # maximum number of cells with readable numbers
@@ -60,7 +59,7 @@ def metric_drawings() -> list[Drawing]:
         draw = partial(_draw_curves, entries)
         drawings.append(Drawing(figure, section, title, f"{caption} Means over samples.", draw))
     for entry in metrics_shown("heatmap").values():
-        caption = f"{_definition(entry)} One colour scale; layers without attention are blank."
+        caption = f"{_definition(entry)} One color scale; layers without attention are blank."
         draw = partial(_draw_heatmap, entry)
         drawings.append(Drawing(entry.name, "Heads", entry.title.capitalize(), caption, draw))
     return drawings
@@ -75,19 +74,16 @@ def _draw_curves(entries: Sequence[Metric], analyses: Sequence[Analysis]) -> Any
     shown = [e for e in entries if any(a.has(e.name) and a.values(e.name).any() for a in analyses)]
     if not shown:
         return None
-    rows, columns = grid(len(shown), 5)
-    figure, axes = panels(rows, columns, 3.2 * rows)
+    figure, axes = even_panels(len(shown), 5, 3.2)
     by_unit: dict[str, list[Any]] = {}
-    for axis, entry in zip(axes.flat, shown, strict=False):
-        for analysis, colour, name in named(analyses):
+    for axis, entry in zip(axes, shown, strict=True):
+        for analysis, color, name in named(analyses):
             if analysis.has(entry.name):
                 x, curve = _curve(entry, analysis.values(entry.name))
-                line(axis, x, curve, color=colour, label=name)
+                line(axis, x, curve, color=color, label=name)
         label(axis, entry.title, "" if entry.unit == "1" else entry.unit, _ABSCISSA[entry.axis])
         whole_numbers(axis.xaxis)
         by_unit.setdefault(entry.unit, []).append(axis)
-    for axis in axes.flat[len(shown) :]:
-        axis.set_axis_off()
     for unit, those in by_unit.items():
         if unit == "share":
             share_limit(*those)
@@ -99,7 +95,7 @@ def _draw_curves(entries: Sequence[Metric], analyses: Sequence[Analysis]) -> Any
         elif unit.startswith("L2 norm"):
             for axis in those:
                 axis.set_ylim(bottom=0)
-    model_legend(figure, axes[0, 0], analyses)
+    model_legend(figure, axes[0], analyses)
     return figure
 
 
@@ -120,23 +116,20 @@ def _draw_heatmap(entry: Metric, analyses: Sequence[Analysis]) -> Any:
     if not analyses:
         return None
     tables = [analysis.values(entry.name) for analysis in analyses]
-    rows, columns = grid(len(analyses), 3)
     layers = max(len(table) for table in tables)
-    figure, axes = panels(rows, columns, rows * float(np.clip(0.24 * layers + 1.3, 2.8, 8.0)))
+    figure, axes = even_panels(len(analyses), 3, float(np.clip(0.24 * layers + 1.3, 2.8, 8.0)))
     lowest = float(min(np.nanmin(table) for table in tables))
     highest = float(max(np.nanmax(table) for table in tables))
     if entry.unit == "share":  # round down: gates of a balanced model differ little
         lowest, highest = min(0.9, float(np.floor(10 * lowest) / 10)), 1.0
-    for axis, analysis, table in zip(axes.flat, analyses, tables, strict=False):
+    for axis, analysis, table in zip(axes, analyses, tables, strict=True):
         image = heatmap(axis, table, vmin=lowest, vmax=highest, cmap=MAP)
         about = "\n".join([wrapped(analysis.name), *_made_of(entry, analysis)])
         label(axis, about, "layer", "head")
         if table.size <= _READABLE and len(analyses) <= 3:
-            write_cells(axis, image, table, 6.5 if columns < 3 else 5.5)
-    for axis in axes.flat[len(analyses) :]:
-        axis.set_axis_off()
+            write_cells(axis, image, table, 6.5 if len(analyses) < 3 else 5.5)
     bar_label = entry.title if entry.unit == "1" else f"{entry.title}, {entry.unit}"
-    figure.colorbar(image, ax=axes.ravel().tolist(), label=bar_label)
+    figure.colorbar(image, ax=figure.axes, label=bar_label)
     return figure
 
 

@@ -8,12 +8,10 @@ import numpy as np
 from megasink.report.analysis import Analysis
 from megasink.report.drawing import Drawing
 from megasink.report.style import (
-    grid,
+    even_panels,
     label,
     log_scale,
-    named,
-    panels,
-    position_colours,
+    position_colors,
     whole_numbers,
     wrapped,
 )
@@ -34,40 +32,29 @@ def _directions(analyses: Sequence[Analysis]) -> Any:
 
 def _by_position(analyses: Sequence[Analysis], key: str, ylabel: str, *, is_log: bool) -> Any:
     """Draw states along x, one curve for each of some positions, one panel per model."""
-    rows, columns = grid(len(analyses), 3)
-    figure, axes = panels(rows, columns, 3.1 * rows + 0.3, sharey=True)
-    for axis, (analysis, _, _) in zip(axes.flat, named(analyses), strict=False):
+    figure, axes = even_panels(len(analyses), 3, 3.4, sharey=True)
+    for axis, analysis in zip(axes, analyses, strict=True):
         table = analysis.values(key)
         state = np.arange(len(table)) / 2
         reached = [p for p in POSITIONS if p < table.shape[1] and np.isfinite(table[:, p]).any()]
-        for position, colour in zip(reached, position_colours(len(reached)), strict=True):
+        for position, color in zip(reached, position_colors(len(reached)), strict=True):
             there = np.isfinite(table[:, position])
             x, y = state[there], table[there, position]
-            first = position == 0
-            axis.plot(
-                x,
-                y,
-                color=colour,
-                linewidth=2.2 if first else 1.2,
-                zorder=3 if first else 2,
-                label=f"token {position}",
-            )
+            width, order = (2.2, 3) if position == 0 else (1.2, 2)
+            name = f"token {position}"
+            axis.plot(x, y, color=color, linewidth=width, zorder=order, label=name)
             if len(x) <= 81:
-                whole = x == np.floor(x)
                 size = 4 if len(x) <= 33 else 2.2
-                axis.plot(x[whole], y[whole], "o", color=colour, ms=size, zorder=4)
-                axis.plot(
-                    x[~whole], y[~whole], "o", color=colour, mfc="white", mew=0.8, ms=size, zorder=4
-                )
+                for points, fill in ((x == np.floor(x), color), (x != np.floor(x), "white")):
+                    style = {"color": color, "mfc": fill, "mew": 0.8, "ms": size, "zorder": 4}
+                    axis.plot(x[points], y[points], "o", **style)
         label(axis, wrapped(analysis.name), ylabel, "layer (half: after attention)")
         whole_numbers(axis.xaxis)
-    for axis in axes.flat[len(analyses) :]:
-        axis.set_axis_off()
     if is_log:
-        log_scale(*axes.flat[: len(analyses)])
+        log_scale(*axes)
     else:
-        axes[0, 0].set_ylim(-0.25, 1.05)
-    handles, labels = axes[0, 0].get_legend_handles_labels()
+        axes[0].set_ylim(-0.25, 1.05)
+    handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper left", ncols=len(handles))
     return figure
 

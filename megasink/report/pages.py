@@ -5,26 +5,30 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megasink.diagnostics import metrics
-from megasink.report.analysis import read_analysis, write_tables
+from megasink.report.analysis import Analysis, read_analysis, write_tables
 from megasink.report.analysis_figures import figures
 from megasink.report.analysis_page import page
 from megasink.report.comparable import differences
 
 
-def write_report(folders: Sequence[Path], output: Path, *, kinds: Sequence[str] = ("png",)) -> None:
-    """Write the page and figures of one or several analyses; tables only for a single one.
+def write_report(
+    folders: Sequence[Path], output: Path, *, kinds: Sequence[str] = ("png",)
+) -> list[Analysis]:
+    """Write the page and figures of one or several analyses, and return what was read.
+
+    Tables are written for a single analysis only.
 
     Args:
         kinds: figure file types to write next to the page: "png", "pdf".
     """
     analyses = [read_analysis(folder) for folder in folders]
     for difference in differences(analyses):
-        print(f"megasink: warning: the analyses are of {difference}", file=sys.stderr)
+        print(f"megasink: warning: the analyses have {difference}", file=sys.stderr)
     for analysis in analyses:
         if unknown := sorted(analysis.results.metrics.keys() - metrics().keys()):
             print(
-                f"megasink: warning: {analysis.name} has metrics that nothing registers here: "
-                f"{', '.join(unknown)}; load the module that they are of to see them",
+                f"megasink: warning: {analysis.name} has metrics that are not registered here: "
+                f"{', '.join(unknown)}; load the module that defines them (--plugin) to see them",
                 file=sys.stderr,
             )
     pictures = figures(analyses, kinds)
@@ -37,3 +41,4 @@ def write_report(folders: Sequence[Path], output: Path, *, kinds: Sequence[str] 
     (output / "report.html").write_text(page(analyses, pictures))
     if len(analyses) == 1:
         write_tables(analyses[0], output / "tables")
+    return analyses

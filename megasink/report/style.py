@@ -25,7 +25,7 @@ DPI = 160
 # Okabe and Ito (2008), ordered so that neighbors differ in lightness too.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 BLUE, VERMILION, GREEN = PALETTE[:3]
-GREY = "#6b7280"
+GRAY = "#6b7280"
 MAP = "viridis"
 DIVERGING = "PuOr_r"
 
@@ -90,6 +90,20 @@ def grid(count: int, most: int) -> tuple[int, int]:
     return rows, math.ceil(count / rows)
 
 
+def even_panels(count: int, most: int, height: float, **options: Any) -> tuple[Any, Any]:
+    """Return a figure and its `count` axes, in even rows of at most `most`; the rest stays blank.
+
+    Args:
+        height: of a row, in inches.
+        options: see `panels`.
+    """
+    rows, columns = grid(count, most)
+    figure, axes = panels(rows, columns, height * rows, **options)
+    for axis in axes.flat[count:]:
+        axis.set_axis_off()
+    return figure, axes.flat[:count]
+
+
 def rendered(figure: Any, kind: str = "png") -> bytes:
     """Render the figure to a file's bytes, "png" or "pdf", without a date."""
     stream = BytesIO()
@@ -108,7 +122,7 @@ def save(figure: Any, path: Path) -> None:
     path.write_bytes(rendered(figure))
 
 
-def model_colours(count: int) -> list[Any]:
+def model_colors(count: int) -> list[Any]:
     """Return one color per model: the palette, or a gradient for a series of checkpoints."""
     import matplotlib
 
@@ -117,7 +131,7 @@ def model_colours(count: int) -> list[Any]:
     return list(matplotlib.colormaps[MAP](np.linspace(0.0, 0.9, count)))
 
 
-def position_colours(count: int) -> list[Any]:
+def position_colors(count: int) -> list[Any]:
     """Return one color per position: position 0 stands out, the others follow a gradient."""
     import matplotlib
 
@@ -127,10 +141,10 @@ def position_colours(count: int) -> list[Any]:
 
 def named(analyses: Sequence[Analysis]) -> list[tuple[Analysis, Any, str]]:
     """Return each analysis with its color and its legend name."""
-    colours = model_colours(len(analyses))
+    colors = model_colors(len(analyses))
     return [
-        (analysis, colour, short(analysis.name, 40))
-        for analysis, colour in zip(analyses, colours, strict=True)
+        (analysis, color, short(analysis.name, 40))
+        for analysis, color in zip(analyses, colors, strict=True)
     ]
 
 
@@ -164,7 +178,7 @@ def label(axis: Any, title: str, ylabel: str = "", xlabel: str = "") -> None:
 
 def note(axis: Any, text: str) -> None:
     """Write a note in the middle of an empty axis."""
-    axis.text(0.5, 0.5, text, ha="center", color=GREY, transform=axis.transAxes)
+    axis.text(0.5, 0.5, text, ha="center", color=GRAY, transform=axis.transAxes)
 
 
 def log_scale(*axes: Any) -> None:
@@ -187,12 +201,18 @@ def log_scale(*axes: Any) -> None:
         axis.yaxis.set_minor_formatter(NullFormatter())
 
 
-def share_limit(*axes: Any, whole: float = 1.0) -> None:
-    """Set y from 0 to the next of 10, 25, 50 and 100 % above the curves, for all axes."""
+def share_limit(*axes: Any) -> None:
+    """Set y from 0 to the next of 10, 25, 50 and 100% above the curves, for all axes."""
     highest = max((np.nanmax(curve.get_ydata()) for a in axes for curve in a.lines), default=0.0)
-    top = next((x for x in (0.1, 0.25, 0.5) if highest <= x * whole), 1.0) * whole
+    top = next((x for x in (0.1, 0.25, 0.5) if highest <= x), 1.0)
     for axis in axes:
         axis.set_ylim(-0.03 * top, 1.04 * top)
+
+
+def density(axis: Any, values: Any, edges: Any, color: Any, name: str) -> None:
+    """Draw the step outline of a density over bins, lightly filled."""
+    axis.stairs(values, edges, color=color, linewidth=1.4, label=name)
+    axis.stairs(values, edges, color=color, fill=True, alpha=0.15)
 
 
 def whole_numbers(*axes: Any) -> None:

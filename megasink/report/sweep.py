@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,8 @@ def write_sweep(results: SweepResults, arrays: dict[str, Any], output: Path) -> 
         atomic_text(output / "sweep.json", json.dumps(to_json(results), indent=1))
     except OSError as error:
         raise UserError(
-            f"the sweep cannot be written to {output} ({error.strerror or error}): make room, and "
-            "the same command writes it without measuring anything again"
+            f"the sweep cannot be written to {output} ({error.strerror or error}): free some "
+            "space and repeat the command, which then writes it without measuring again"
         ) from error
     shown = [
         *("length", "bos", "copies", "samples", "sink_rate", "inactive_awft"),
@@ -55,10 +55,9 @@ def write_sweep(results: SweepResults, arrays: dict[str, Any], output: Path) -> 
         print("  ".join(f"{c:>{max(7, len(n))}}" for n, c in zip(shown, cells, strict=True)))
     for row in results.rows:
         if row.non_finite:
-            setting = ", ".join(_name(key, getattr(row, key)) for key in _AXES)
             print(
-                f"megasink: warning: {len(row.non_finite)} samples of {setting} have infinite "
-                f"or NaN values, {row.non_finite[0]} first: left out of every average",
+                f"megasink: warning: {len(row.non_finite)} samples of {_setting(row)} have "
+                f"infinite or NaN values, {row.non_finite[0]} first: left out of every average",
                 file=sys.stderr,
             )
     print(f"wrote {output}/sweep.csv, sweep.json, sweep.npz, sweep.png, sweep_masks.png")
@@ -72,7 +71,7 @@ def table_row(row: SweepRow, rows: Sequence[SweepRow]) -> dict[str, Any]:
         **{
             name: row.metrics[name].number if name in row.metrics else None
             for name, entry in metrics().items()
-            if entry.is_summarised and any(name in of.metrics for of in rows)
+            if entry.is_summarized and any(name in of.metrics for of in rows)
         },
         **{f"inactive_{name}": share for name, share in row.inactive.items()},
     }
@@ -95,33 +94,31 @@ def draw_sweep(results: SweepResults, output: Path) -> None:
     others = [k for k in _AXES if k != over and len({getattr(row, k) for row in rows}) > 1]
     lines: dict[str, list[SweepRow]] = {}
     for row in rows:
-        name = ", ".join(_name(key, getattr(row, key)) for key in others)
-        lines.setdefault(name, []).append(row)
+        lines.setdefault(_setting(row, others), []).append(row)
     figure, (axes,) = panels(1, 4, 3.8, width=18)
     rates = EPSILONS if len(lines) == 1 else {SINK_EPSILON: EPSILONS[SINK_EPSILON]}
     for index, (name, line) in enumerate(lines.items()):
-        colour = colormaps[MAP](0.9 * index / max(1, len(lines) - 1))
-        style = {"color": colour, "marker": "o"}
+        color = colormaps[MAP](0.9 * index / max(1, len(lines) - 1))
+        style = {"color": color, "marker": "o"}
         at = [getattr(row, over) for row in line]
         for rank, (eps, rate) in enumerate(rates.items()):
-            shade = colormaps["plasma"](0.8 * rank / len(rates)) if len(rates) > 1 else colour
+            shade = colormaps["plasma"](0.8 * rank / len(rates)) if len(rates) > 1 else color
             values = 100 * _numbers(line, rate)
             text = f"eps {eps}" if len(rates) > 1 else name
             axes[0].plot(at, values, **style | {"color": shade}, label=text)
         for score, dash in zip(rows[0].inactive, ("-", "--"), strict=True):
             values = [100 * row.inactive[score] for row in line]
-            once = score if index == 0 else "_"  # matplotlib omits such labels from legends
+            # matplotlib omits such labels from legends.
+            once = metrics()[score].title if index == 0 else "_"
             axes[1].plot(at, values, **style, linestyle=dash, label=once)
         axes[2].plot(at, _numbers(line, "massive_ratio"), **style, label=name)
         axes[3].plot(at, _numbers(line, "nats_per_token"), **style, label=name)
+    which = "" if len(rates) > 1 else f" (eps {SINK_EPSILON})"
     titles = (
-        (
-            "sink on the first token" + ("" if len(rates) > 1 else f" (eps {SINK_EPSILON})"),
-            "% of heads",
-        ),
-        ("inactive heads, thresholds fixed", "% of heads"),
+        (f"sink on the first token{which}", "% of heads"),
+        ("inactive heads (fixed thresholds)", "% of heads"),
         ("massive activation", "first token / mean of the others"),
-        ("loss on all of the text but its first token", "nats per token"),
+        ("loss on the text without its first token", "nats per token"),
     )
     for axis, (title, text) in zip(axes, titles, strict=True):
         label(axis, title, text, _AXES[over])
@@ -133,12 +130,11 @@ def draw_sweep(results: SweepResults, output: Path) -> None:
             axis.minorticks_off()
         else:
             axis.margins(x=0.3)
-    for axis in axes[:2]:
-        axis.set_ylim(-3, 103)
     ratios = _numbers(rows, "massive_ratio")
     if np.nanmax(ratios) > 10 * np.nanmin(ratios):
         axes[2].set_yscale("log")
-    for axis in (axes[0], axes[1]):
+    for axis in axes[:2]:
+        axis.set_ylim(-3, 103)
         if axis.get_legend_handles_labels()[1] not in ([], [""]):
             axis.legend()
     save(figure, output)
@@ -163,18 +159,20 @@ def draw_masks(results: SweepResults, output: Path) -> None:
         gap = np.full((layers, 1), np.nan)
         together = np.concatenate([part for table in tables for part in (table, gap)][:-1], 1)
         image = heatmap(axis, together, vmin=0, vmax=1, cmap="magma")
-        label(axis, score, "layer")
-        names = ["\n".join(_name(key, getattr(row, key)) for key in _AXES) for row in rows]
+        label(axis, metrics()[score].title, "layer")
+        names = [_setting(row).replace(", ", "\n") for row in rows]
         axis.set_xticks(np.arange(len(rows)) * (heads + 1) + (heads - 1) / 2, names, fontsize=8)
         axis.tick_params(axis="x", length=0)
-    figure.supxlabel("heads, setting by setting", fontsize=10)
+    figure.supxlabel("heads, by setting", fontsize=10)
     figure.colorbar(image, ax=axes[:, 0], label="share of samples")
     save(figure, output)
 
 
-def _name(key: str, value: Any) -> str:
-    if key == "bos":
-        return "with BOS" if value == "add" else "without BOS"
-    if key == "length":
-        return f"{value} tokens"
-    return "1 copy" if value == 1 else f"{value} copies"
+def _setting(row: SweepRow, keys: Iterable[str] = _AXES) -> str:
+    """Return the setting of a row in words, or a part of it."""
+    words = {
+        "length": f"{row.length} tokens",
+        "copies": "1 copy" if row.copies == 1 else f"{row.copies} copies",
+        "bos": "with BOS" if row.bos == "add" else "without BOS",
+    }
+    return ", ".join(words[key] for key in keys)

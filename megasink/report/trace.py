@@ -14,10 +14,9 @@ from megasink.report import html
 from megasink.report.csv_file import write_csv
 from megasink.report.style import (
     BLUE,
-    grid,
+    even_panels,
     label,
     log_scale,
-    panels,
     rendered,
     styled,
     whole_numbers,
@@ -49,7 +48,7 @@ def trace_row(results: Results) -> TraceRow:
     model = results.model
     if model.step is None or model.trained_tokens is None:
         raise UserError(
-            f"the analysis of {model.name} is not of a run's checkpoint: it has no step"
+            f"the analysis of {model.name} has no step: it is not of a run's checkpoint"
         )
     return TraceRow(model.step, model.trained_tokens, scalars_of(results))
 
@@ -83,15 +82,15 @@ def _measured(rows: Sequence[TraceRow]) -> list[str]:
 def _draw(rows: Sequence[TraceRow]) -> Any:
     """Draw a panel per metric, against tokens."""
     names, entries = _measured(rows), metrics_shown("scalar")
-    height, width = grid(len(names), 4)
-    figure, axes = panels(height, width, 2.8 * height)
+    figure, axes = even_panels(len(names), 4, 2.8)
     size, unit = _unit(max(row.tokens for row in rows))
     tokens = [row.tokens / size for row in rows]
-    for axis, name in zip(axes.flat, names, strict=False):
+    for axis, name in zip(axes, names, strict=True):
         entry = entries[name]
         values = [_ordinate(row.numbers[name], entry.levels) for row in rows]
         axis.plot(tokens, values, "o-", color=BLUE)
-        label(axis, entry.title, "" if entry.unit == "1" or entry.levels else entry.unit)
+        ylabel = "" if entry.unit == "1" or entry.levels else entry.unit
+        label(axis, entry.title, ylabel, f"tokens seen{unit}")
         if entry.levels:
             axis.set_yticks(range(len(entry.levels)), entry.levels)
             axis.set_ylim(-0.4, len(entry.levels) - 0.6)
@@ -102,10 +101,6 @@ def _draw(rows: Sequence[TraceRow]) -> Any:
         elif entry.unit == "token":
             axis.set_ylim(-0.4, max(3.4, 0.4 + np.nanmax(values)))
             whole_numbers(axis.yaxis)
-    for axis in axes.flat[len(names) :]:
-        axis.set_axis_off()
-    for axis in axes.T.flat:
-        axis.set_xlabel(f"tokens seen{unit}")
     return figure
 
 

@@ -246,16 +246,16 @@ def _gini(importance_LH, importance_NH):
     ("function", "arguments", "message"),
     [
         (_new, {"axis": "diagonal"}, "axis 'diagonal'"),
-        (_new, {"axis": "model"}, "axis 'model', which is that of derived metrics"),
+        (_new, {"axis": "model"}, "axis 'model', which only derived metrics can have"),
         (_new, {"name": "awft"}, "'awft' is registered twice, the first time in .*head_scores"),
         (_new, {"source": ""}, "has no source"),
-        (_new, {"shown": ("table", "wall")}, "has the shown 'wall': choose table, curve"),
-        (_new, {"axis": "layer", "shown": ("heatmap",)}, "heatmap, which takes the axis 'head'"),
+        (_new, {"shown": ("table", "wall")}, "has shown 'wall': choose table, curve"),
+        (_new, {"axis": "layer", "shown": ("heatmap",)}, "heatmap, which needs axis 'head'"),
         (lambda gate_HT: gate_HT, {}, "has no docstring"),
-        (lambda colour: colour, {}, "asks for colour: it is no statistic"),
+        (lambda colour: colour, {}, "asks for colour, which is neither a statistic"),
         (lambda gate_HT, state_TE: gate_HT, {}, "not known together"),
         (_gini, {}, "asks for importance_NH: write importance_LH or importance_NLH"),
-        (_gini, {"shown": ("wasserstein",)}, "no values of the samples: name over_samples"),
+        (_gini, {"shown": ("wasserstein",)}, "no sample values: set over_samples"),
     ],
 )
 def test_registering_is_refused(function, arguments, message):
@@ -266,5 +266,5 @@ def test_registering_is_refused(function, arguments, message):
 
 
 def test_an_unknown_metric_is_named():
-    with pytest.raises(ValueError, match="no metric colour"):
+    with pytest.raises(ValueError, match="unknown metric colour"):
         metrics(["colour"])

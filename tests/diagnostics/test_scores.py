@@ -20,18 +20,16 @@ from megasink.diagnostics.geometry import (
     principal_components,
     query_key_components,
 )
-from megasink.diagnostics.head_scores import layer_normalised, random_scores
+from megasink.diagnostics.head_scores import layer_normalized, random_scores
 from megasink.diagnostics.importance import gate_spread, layer_imbalance
 from megasink.diagnostics.maps import MAP_TOKENS
 from megasink.diagnostics.registry import OVER_SAMPLES, SCALARS
 from megasink.diagnostics.sinks import sink_rate
-from megasink.diagnostics.states import MeanCosine
+from megasink.diagnostics.states import MeanCosine, mean_cosine
 from megasink.diagnostics.thresholds import (
     agreement,
     inactive,
-    intersection_over_union,
     least_active,
-    precision,
     published_quantile,
     share_by_layer,
     threshold,
@@ -75,11 +73,12 @@ def test_masks_and_how_much_they_agree():
     assert least_active(scores, 0.34, "below").tolist() == [[[True, False], [False, False]]]
     assert least_active(scores, 0.67, "above").tolist() == [[[False, True], [True, False]]]
     a, b = np.array([1, 1, 1, 0], dtype=bool), np.array([0, 1, 1, 1], dtype=bool)
-    assert intersection_over_union(a, b) == 0.5
-    assert precision(a[:3], b[:3]) == pytest.approx(2 / 3)
-    assert precision(np.array([True, True]), np.array([True, False])) == 0.5
-    assert precision(np.array([True, False]), np.array([True, True])) == 1.0
-    assert np.isnan(intersection_over_union(~a & a, ~a & a))
+    few, none = np.array([0, 1, 0, 0], dtype=bool), np.zeros(4, dtype=bool)
+    iou, of_row = agreement([a, b, few, none])
+    assert iou.tolist()[:3] == [[1, 0.5, 1 / 3, 0], [0.5, 1, 1 / 3, 0], [1 / 3, 1 / 3, 1, 0]]
+    assert of_row.tolist()[:3] == [[1, 2 / 3, 1 / 3, 0], [2 / 3, 1, 1 / 3, 0], [1, 1, 1, 0]]
+    assert np.isnan(iou[3, 3])
+    assert np.isnan(of_row[3]).all()
     same = [least_active(scores, 0.67, "below"), least_active(-scores, 0.67, "above")]
     iou, of_row = agreement(same)
     assert iou.tolist() == of_row.tolist() == [[1.0, 1.0], [1.0, 1.0]]
@@ -88,8 +87,8 @@ def test_masks_and_how_much_they_agree():
 
 def test_normalised_and_random_scores():
     scores = torch.tensor([[[1.0, 3.0], [2.0, NAN]]])
-    assert layer_normalised(scores)[0, 0].tolist() == [0.5, 1.5]
-    assert layer_normalised(scores)[0, 1, 0] == 1.0
+    assert layer_normalized(scores)[0, 0].tolist() == [0.5, 1.5]
+    assert layer_normalized(scores)[0, 1, 0] == 1.0
     drawn = random_scores((50, 40), seed=1)
     assert torch.equal(drawn, random_scores((50, 40), seed=1))
     assert abs(float((drawn < 0.05).double().mean()) - 0.05) < 0.015
@@ -124,15 +123,18 @@ def test_gate_scores_over_all_tokens():
 def test_cosine_across_inputs():
     torch.manual_seed(0)
     samples = [torch.randn(n, 6) + 1.0 for n in (5, 5, 3, 1)]
-    mean = MeanCosine(4)
+    mean = MeanCosine(2, 4)
     for sample in samples:
-        mean.add(sample)
+        mean.add(1, sample)
+    cosine = mean_cosine(mean.unit_sum_SPE, mean.count_SP)
+    assert cosine[0].isnan().all()
     for position in range(4):
         rows = torch.stack([s[position] for s in samples if len(s) > position]).double()
         table = torch.nn.functional.cosine_similarity(rows[:, None], rows[None], dim=-1)
         expected = table[~torch.eye(len(rows), dtype=torch.bool)].mean()
-        torch.testing.assert_close(mean.result()[position], expected)
-    assert MeanCosine(2).result().isnan().all()
+        torch.testing.assert_close(cosine[1, position], expected)
+    none = MeanCosine(1, 2)
+    assert mean_cosine(none.unit_sum_SPE, none.count_SP).isnan().all()
 
 
 def test_distances_between_models():

@@ -14,7 +14,7 @@ from megasink.errors import UserError
 from megasink.probe.inputs import Sample
 from megasink.probe.recorder import Recorder
 from megasink.probe.run import run
-from megasink.probe.summary import scores_of, summarise
+from megasink.probe.summary import scores_of, summarize
 from megasink.probe.transformers_model import TransformersProbe
 from tests.probe.test_transformers import probed, tokens
 from tests.probe.tiny_models import tiny_model
@@ -49,7 +49,7 @@ def captured(model, samples):
 
 def summarised(measured, **options):
     facts = RunFacts(seed=3, data_sha256="0")
-    return summarise(measured, measured.analysis_values(3), run=facts, **options)
+    return summarize(measured, measured.analysis_values(3), run=facts, **options)
 
 
 @pytest.fixture(scope="module")

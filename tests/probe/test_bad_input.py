@@ -89,14 +89,14 @@ def bos_twice(root, name):
 MODELS = {
     "flash": (
         lambda root, name: copy(root, name, _attn_implementation="flash_attention_2"),
-        "is configured for flash_attention_2, which shows neither weights nor masks: add",
+        "is configured for flash_attention_2, which exposes neither weights nor masks: add",
     ),
     "bypassing": (bypassing, "BloomForCausalLM: its attention bypasses transformers' attention"),
     "truncated": (truncated, "transformers cannot load {}: Error while deserializing header"),
     "without-weights": (without_weights, "transformers cannot load {}: Error no file named"),
     "more-layers": (
         lambda root, name: copy(root, name, num_hidden_layers=3),
-        "are not those of its config.json, and random ones would take their place: "
+        "do not match its config.json, and random ones would replace them: "
         "model.layers.2.input_layernorm.weight is missing",
     ),
     "wider": (
@@ -107,13 +107,13 @@ MODELS = {
         lambda root, name: copy(
             root, name, model_type="mine", auto_map={"AutoConfig": "x.Y", "AutoModel": "x.Z"}
         ),
-        "cannot load {}: it needs code of its own, and code in a folder is not run",
+        "cannot load {}: it needs custom code, and megasink runs no code from a model folder",
     ),
     "nan-weights": (
         nan_weights,
         "activations of every sample are infinite or NaN, first in layer 1, heads [2, 3]",
     ),
-    "bos-twice": (bos_twice, "puts its BOS token 1 before a text twice: mend its post-processor"),
+    "bos-twice": (bos_twice, "adds its BOS token 1 twice: fix its post-processor"),
 }
 
 
@@ -134,7 +134,11 @@ def test_models_that_cannot_be_read(root, tmp_path, capsys, name):
         ("--max-samples 0", "texts.jsonl", "--max-samples 0: at least 1"),
         ("", "empty.txt", "no document in"),
         ("", "other-key.jsonl", "other-key.jsonl:1 has no key 'text': pass --json-key, one of"),
-        ("--output {0}/texts.jsonl/x", "texts.jsonl", "cannot be made: {0}/texts.jsonl is a file"),
+        (
+            "--output {0}/texts.jsonl/x",
+            "texts.jsonl",
+            "cannot be created: {0}/texts.jsonl is a file",
+        ),
         ("--output /proc/none/x", "texts.jsonl", "/proc/none/x/partial cannot be written (No such"),
     ],
 )
@@ -164,7 +168,7 @@ def test_the_length_follows_the_model(root, tmp_path, monkeypatch, first, length
 def test_a_folder_without_the_right_to_write(root, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
     assert analyze(root, tmp_path / "deeper" / "out") == 2
-    assert f"cannot be written: no right to write to {tmp_path}" in line(capsys)
+    assert f"cannot be written: no permission to write to {tmp_path}" in line(capsys)
 
 
 def test_a_tokenizer_of_another_vocabulary(root, tmp_path, capsys):
@@ -172,7 +176,7 @@ def test_a_tokenizer_of_another_vocabulary(root, tmp_path, capsys):
     save_with_tokenizer(small, "llama", TEXTS, 330, vocab_size=280)
     capsys.readouterr()
     assert analyze(root, tmp_path / "out", small / "llama", f"--tokenizer {root}/llama") == 2
-    assert "the model knows 280: name the model's own tokenizer" in line(capsys)
+    assert "but the model has 280 tokens: pass the model's own tokenizer" in line(capsys)
 
 
 def test_texts_that_begin_with_bos(root, tmp_path, capsys):
@@ -188,7 +192,7 @@ def test_texts_that_begin_with_bos(root, tmp_path, capsys):
     capsys.readouterr()
     assert analyze(root, tmp_path / "out", "adds-bos", data="bos.jsonl") == 2
     said = line(capsys)
-    assert f"{root}/bos.jsonl:1 begins with the BOS token 1 itself, and the tokenizer" in said
+    assert f"{root}/bos.jsonl:1 already begins with the BOS token 1, and the tokenizer" in said
     assert "--bos none" in said
 
 

@@ -105,14 +105,16 @@ def test_the_page_holds_everything_itself(analyzed):
     found = json.loads((analyzed / "llama" / "results.json").read_text())
     number = {name: result["number"] for name, result in found["metrics"].items()}
     assert f"<td>{number['imbalance']:.3f}</td>" in page
-    assert f"{100 * number['sink_rate']:.1f} % of the heads" in page
+    assert f"{100 * number['sink_rate']:.1f}% of the heads" in page
     anchors = set(re.findall(r'href="#([^"]+)"', page))
     assert anchors == set(re.findall(r'<h[23] id="([^"]+)"', page))
     assert len(re.findall('<img alt="[^"]+:', page)) == len(pictures)
 
 
 def test_two_models_on_one_page(analyzed, tmp_path, capsys, monkeypatch):
-    some = [d for d in analysis_figures.drawings() if d.name in ("importance", "layer_maps")]
+    some = [
+        d for d in analysis_figures.drawings() if d.name in ("importance", "layer_maps", "head")
+    ]
     monkeypatch.setattr(analysis_figures, "drawings", lambda: some)
     folders = f"{analyzed}/llama {analyzed}/gpt-oss"
     (tmp_path / "figures").mkdir()
@@ -146,8 +148,8 @@ def test_analyses_that_do_not_compare_say_so(analyzed, tmp_path, capsys, monkeyp
     assert main(command.split()) == 0
     said = capsys.readouterr().err
     page = (tmp_path / "out" / "report.html").read_text()
-    for words in ("sequences of other lengths (--seq-length)", "other texts (--data)"):
-        assert f"megasink: warning: the analyses are of {words}" in said
+    for words in ("different sequence lengths (--seq-length)", "different texts (--data)"):
+        assert f"megasink: warning: the analyses have {words}" in said
         assert words in page
     assert 'class="warning"' in page
     # The same samples, and other tokenizers alone, are nothing to say.
@@ -188,7 +190,7 @@ def test_problems_of_the_command_line_come_together(tmp_path):
     with pytest.raises(ConfigError) as error:
         check(args)
     parts = ("no config.json", "no --data", "--seq-length 1", "--batch-size 0", "--tokenizer")
-    for part in (*parts, "--maps 3: a head is LAYER.HEAD", "--map-length 999"):
+    for part in (*parts, "--maps 3: write a head as LAYER.HEAD", "--map-length 999"):
         assert sum(part in problem for problem in error.value.problems) == 1
 
 
@@ -202,7 +204,7 @@ class Doubled:
 
 
 def test_bos_is_added_once():
-    with pytest.raises(UserError, match="BOS token 7 before a text twice"):
+    with pytest.raises(UserError, match="adds its BOS token 7 twice"):
         inputs.encode(Doubled(), "a text", "auto")
     assert inputs.encode(Doubled(), "a text", "none") == [11, 14]
     once = Doubled()

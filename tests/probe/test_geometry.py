@@ -11,9 +11,10 @@ import torch
 import transformers
 
 from megasink.diagnostics import STATISTICS
-from megasink.diagnostics.geometry import neighbour_embedding
-from megasink.probe.geometry import POSITIONS, SAMPLES, Rows, fused_norm, project, read_rows
+from megasink.diagnostics.geometry import neighbor_embedding
+from megasink.probe.geometry import POSITIONS, SAMPLES, Rows, project, read_rows
 from megasink.probe.inputs import Sample
+from megasink.probe.sites import fused_norm
 from megasink.probe.transformers_model import TransformersProbe
 from tests.distributed.layout import SINGLE
 from tests.probe.kept import Kept
@@ -146,7 +147,8 @@ def test_points_and_numbers():
     far[position == 0] = 40.0  # position 0 is a cluster of its own
     far += rng.normal(size=far.shape)
     by_site = {"mlp0": far, "1": far, "3": np.ones((48, 4), dtype=np.float32)}
-    rows = Rows(by_site, position, np.repeat(np.arange(6), 8), {"mlp0_up": "no reason"})
+    sample, missing = np.repeat(np.arange(6), 8), {"mlp0_up": "no reason"}
+    rows = Rows(by_site, position, sample, missing, np.ones((1, 16)), np.zeros(1))
     arrays, told = project(rows, seed=5)
     assert told["missing"]["mlp0_up"] == "no reason"
     assert "all equal" in told["missing"]["normed state 1.5"]
@@ -163,14 +165,14 @@ def test_points_and_numbers():
         within = np.linalg.norm(first[:, None] - first, axis=-1).max(1)
         assert (between > within).all()
     assert np.array_equal(
-        neighbour_embedding(far.astype(np.float64), 5).points, arrays["mlp0_tsne_N2"]
+        neighbor_embedding(far.astype(np.float64), 5).points, arrays["mlp0_tsne_N2"]
     )
     equal = np.repeat(far[:8].astype(np.float64), 4, axis=0)  # as first tokens of texts may be
-    assert neighbour_embedding(equal, 5).divergence > 0
+    assert neighbor_embedding(equal, 5).divergence > 0
     with pytest.raises(ValueError, match="t-SNE of 7 rows: 8 or more"):
-        neighbour_embedding(far[:7], 0)
+        neighbor_embedding(far[:7], 0)
     with pytest.raises(ValueError, match="all equal"):
-        neighbour_embedding(np.ones((9, 2)), 0)
+        neighbor_embedding(np.ones((9, 2)), 0)
 
 
 @pytest.mark.parametrize("centred", [False, True])

@@ -85,7 +85,7 @@ def drawn():
         lambda observer: TransformersProbe(model, observer, observer.needs),
         samples,
         [4, 4],
-        [Head(1, 2, "asked for"), Head(0, 3, "asked for")],
+        [Head(1, 2, "requested"), Head(0, 3, "requested")],
         length=10,
         batch_size=2,
         device="cpu",
@@ -162,8 +162,8 @@ def test_heads_that_the_user_names():
         with pytest.raises(ValueError, match=r"LAYER\.HEAD"):
             parse_head(wrong)
     assert asked_heads(["0.3", "2.1", "0.3"], [4, 0, 4]) == [
-        Head(0, 3, "asked for"),
-        Head(2, 1, "asked for"),
+        Head(0, 3, "requested"),
+        Head(2, 1, "requested"),
     ]
     for wrong, reason in (
         ("3.0", "the layers are 0 to 2"),

@@ -127,4 +127,4 @@ def test_models_that_cannot_be_read_are_refused(pool):
     (problems,) = pool.run(f"{TASKS}:refused", SINGLE, training=True)
     assert problems == ["the model is in training mode: call model.eval()"]
     for problems in pool.run(f"{TASKS}:refused", Layout(tp=2)):
-        assert problems == ["the model is cut by TP 2: load it whole into one process"]
+        assert problems == ["the model is sharded by TP 2: load it whole in one process"]

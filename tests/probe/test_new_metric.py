@@ -174,7 +174,7 @@ def test_results_are_what_their_schema_says(analyzed):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"format": 2}, "has the format 2, this version reads 3: analyze the model again"),
+        ({"format": 2}, "has format 2, but this version reads 3: analyze the model again"),
         (
             {"samples": "two"},
             "results.json.samples is 'two', not of type integer: analyze the model",
@@ -200,4 +200,4 @@ def test_a_metric_that_is_not_registered_is_named(analyzed, tmp_path, capsys, mo
     monkeypatch.setattr(registry, "_REGISTRY", rest)
     monkeypatch.setattr(pages, "figures", lambda analyses, kinds: [])
     assert main(f"report {analyzed}/llama --output {tmp_path}".split()) == 0
-    assert f"llama has metrics that nothing registers here: {NAME}" in capsys.readouterr().err
+    assert f"llama has metrics that are not registered here: {NAME}" in capsys.readouterr().err

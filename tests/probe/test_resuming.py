@@ -92,11 +92,11 @@ def test_a_killed_analysis_goes_on_where_it_stopped(folder, killed, tmp_path, ca
         assert analyze(folder, output, *flags) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 or "Loading" in error
-        assert "holds an unfinished analysis of another kind (" in error
+        assert "holds an unfinished analysis with other settings (" in error
         assert difference in error
     assert [path.stat().st_mtime_ns for path in there] == times
     assert analyze(folder, output) == 0
-    assert f"goes on: {len(there)} of {SHARDS} shards" in capsys.readouterr().err
+    assert f"resuming: {len(there)} of {SHARDS} shards" in capsys.readouterr().err
     assert results(output) == results(folder / "whole")
 
 
@@ -107,7 +107,7 @@ def test_two_ranks_of_torchrun_find_the_same(folder, killed):
     done = server().run(line.split(), tree=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("wrote ") == 1  # the first rank's
-    assert done.stderr.count("goes on: ") == 1
+    assert done.stderr.count("resuming: ") == 1
     assert results(killed) == results(folder / "whole")
 
 
@@ -132,7 +132,7 @@ def test_a_full_disk_loses_nothing(folder, tmp_path, capsys, monkeypatch):
     assert error.startswith(f"megasink: error: the results cannot be written to {output} (No space")
     assert sorted(path.name for path in output.iterdir()) == ["partial"]
     assert analyze(folder, output) == 0
-    assert f"goes on: {SHARDS} of {SHARDS} shards" in capsys.readouterr().err
+    assert f"resuming: {SHARDS} of {SHARDS} shards" in capsys.readouterr().err
     assert results(output) == results(folder / "whole")
 
 

@@ -37,7 +37,7 @@ def test_one_long_text_is_cut_into_samples(text, capsys):
     assert pieces(samples) == ["abcdefgh", "ijklmnop", "qrstuvwx"]
     assert [s.source for s in samples] == [text, f"{text}, piece 2", f"{text}, piece 3"]
     said = capsys.readouterr().err
-    assert said == f"megasink: {text} is one text: cut into 3 samples of 8 tokens\n"
+    assert said == f"megasink: {text} is a single text: split into 3 samples of 8 tokens\n"
     some = text_samples(Characters(bos=False), [text], seq_length=8, max_samples=2)
     assert pieces(some) == ["abcdefgh", "ijklmnop"]
 
@@ -74,5 +74,5 @@ def test_of_several_documents_the_beginnings_are_taken(tmp_path, capsys):
 
 def test_a_text_of_one_token_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(UserError, match=r"a\.txt has no document of 2 tokens"):
+    with pytest.raises(UserError, match=r"a\.txt has no document of at least 2 tokens"):
         text_samples(Characters(bos=False), [str(tmp_path / "a.txt")], seq_length=4, max_samples=9)

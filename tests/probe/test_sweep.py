@@ -237,7 +237,7 @@ def test_two_processes_share_a_sweep(swept, folder, pool, tmp_path):
         ("--lengths 1 --first-token-copies 0", ["--lengths 1: at least 2", "copies 0: at least 1"]),
         (
             "--lengths 8 8 --attn-implementation eager",
-            ["--lengths 8 8: a value stands there twice"],
+            ["--lengths 8 8: a value is repeated"],
         ),
         ("--lengths 40", ["no text of 40 tokens, the longest has", "use --lengths of at most"]),
         ("--lengths 62 --first-token-copies 4", ["sequences of 65 tokens", "64 positions"]),
@@ -250,7 +250,7 @@ def test_bad_input_is_named(folder, tmp_path, capsys, flags, problems):
     for problem in problems:
         assert problem in said
     assert main(f"sweep {folder}/model --output {tmp_path} --lengths 8".split()) == 2
-    assert "no --data: name text files or folders" in capsys.readouterr().err
+    assert "no --data: pass text files or folders" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -134,7 +134,9 @@ def test_padding_and_other_documents_do_not_count(name, side):
     lengths = (11, 6)
     if side == "packed" and name == "gpt-oss":  # transformers makes its masks without the positions
         positions = torch.tensor([[0, 1, 2, 0, 1]])
-        with pytest.raises(UserError, match="the mask of GptOssAttention is not one that megasink"):
+        with pytest.raises(
+            UserError, match="megasink does not support the mask of GptOssAttention"
+        ):
             probed(model, tokens(1, 5), None, positions)
         return
     alone = [probed(model, tokens(1, n, seed=n))[0] for n in lengths]
@@ -181,7 +183,7 @@ def test_attention_that_is_not_what_it_seems_is_refused():
     ids = tokens(1, TOKENS)
     gated = tiny_model("llama")
     gated.model.layers[1].self_attn.o_proj.register_forward_pre_hook(lambda _, args: args[0] * 0.5)
-    with pytest.raises(UserError, match="LlamaAttention changes what its heads return"):
+    with pytest.raises(UserError, match="LlamaAttention changes the outputs of its heads"):
         probed(gated, ids)
     bidirectional = tiny_model("llama")
     for layer in bidirectional.model.layers:
@@ -196,7 +198,7 @@ def test_attention_that_is_not_what_it_seems_is_refused():
     prefix[..., :3] = True
     problem = check_mask(prefix[:, 0], segments_of((1, TOKENS), None, None), None)
     assert problem == (
-        "query 0 of row 0 sees 3 keys, where causal attention over tokens 0 to 12 has 1"
+        "query 0 of row 0 sees 3 keys, but causal attention over tokens 0 to 12 has 1"
     )
     assert NAME not in transformers.AttentionInterface._global_mapping
 
@@ -217,7 +219,7 @@ def test_rows_of_a_batch():
     assert segments_of((2, 3), mask, None) == [(0, 1, 3), (1, 0, 2)]
     positions = torch.tensor([[0, 1, 0, 1, 2]])
     assert segments_of((1, 5), None, positions) == [(0, 0, 2), (0, 2, 5)]
-    with pytest.raises(UserError, match="row 1 of the batch has no real token"):
+    with pytest.raises(UserError, match="row 1 of the batch is all padding"):
         segments_of((2, 3), torch.tensor([[1, 1, 1], [0, 0, 0]]), None)
     with pytest.raises(UserError, match="padding between real tokens"):
         segments_of((1, 3), torch.tensor([[1, 0, 1]]), None)

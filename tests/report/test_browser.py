@@ -55,7 +55,7 @@ def report(tmp_path_factory):
         position_N=position,
         sample_N=np.repeat(np.arange(3), 6),
     )
-    names = ("sinks", "importance", "gates", "norms", "layer_maps", "states")
+    names = ("sinks", "importance", "gates", "norms", "layer_maps", "head", "states")
     with pytest.MonkeyPatch.context() as patch:
         some = [d for d in analysis_figures.drawings() if d.name in names]
         patch.setattr(analysis_figures, "drawings", lambda: some)

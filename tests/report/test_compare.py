@@ -53,7 +53,7 @@ def test_the_numbers_of_a_run(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["nothing"], "holds no run"),
+        (["nothing"], "is not a run"),
         (["a", "a"], "given twice"),
         (["a", "--smoothing", "1"], "--smoothing 1.0"),
     ],

@@ -80,7 +80,7 @@ def test_the_heatmap_distinguishes_open_and_closed_heads(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "holds no run"),
+        (None, "is not a run"),
         ("", "no training step"),
         ('{"iteration": 1}\n{"b', "line 2 is not JSON"),
     ],

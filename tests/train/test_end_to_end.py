@@ -185,8 +185,8 @@ def test_analyze_and_trace_a_run(pipeline_run, pool, tmp_path):
     assert "trace: 1 of 2 checkpoints" in answers[0][2]
     assert "/report.html, results.json" not in answers[4][1]  # both analyses are there
     assert answers[4][1].endswith("trace.csv and trace.png from 2 analyses\n")
-    assert "--dtype is for transformers" in answers[1][2]
-    assert "not a transformers folder" in answers[2][2]
+    assert "--dtype applies to Hugging Face models" in answers[1][2]
+    assert "is not a Hugging Face model folder" in answers[2][2]
     header, *rows = (tmp_path / "trace" / "trace.csv").read_text().splitlines()
     rows = [dict(zip(header.split(","), row.split(","), strict=True)) for row in rows]
     assert [row["step"] for row in rows] == ["6", "12"]
