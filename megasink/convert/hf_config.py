@@ -179,8 +179,6 @@ def read_config(folder: Path) -> Config:
         UserError: the file does not exist or cannot be read.
     """
     path = folder / "config.json"
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; nothing is downloaded")
     try:
         return read_object(path)
     except UserError as error:

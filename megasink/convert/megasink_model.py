@@ -109,11 +109,11 @@ def options_from(given: Mapping[str, Any], *, gated_unit: bool = True) -> Megasi
     """
     foreign = foreign_options(variant(given.get("attention_variant", "vanilla")))
     has_buckets = given.get("attention_bias_type", "none") in ("t5", "bucket")
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(MegasinkOptions):
-        unused = field.name in foreign
-        unused |= field.name.startswith("relative_") and not has_buckets
-        values[field.name] = field.default if unused else given.get(field.name, field.default)
+    values = {
+        name: given[name]
+        for name in NAMES & given.keys() - foreign
+        if has_buckets or not name.startswith("relative_")
+    }
     return MegasinkOptions(**values | {"gated_unit": gated_unit})
 
 

@@ -20,7 +20,7 @@ from megasink.checkpoint.torch_metadata import read_metadata
 from megasink.convert.architecture import Architecture
 from megasink.convert.attention_change import SOFTMAX_OFFSET
 from megasink.convert.table import LAYERS
-from megasink.convert.verify import sample_tokens
+from megasink.convert.verify import megatron_logits, sample_tokens
 from megasink.printable import say as say_printable
 
 _BISECTIONS = 60
@@ -65,7 +65,7 @@ def set_sinks(
     from megasink.checkpoint.load import load_without_tokenizer
 
     loaded, _ = load_without_tokenizer(found, torch.float32, model.vocabulary)
-    tokens_BS = sample_tokens(model, tokenizer).to(next(loaded.parameters()).device)
+    tokens_BS = sample_tokens(model, tokenizer)
     before = _loss(loaded, tokens_BS, model.vocabulary)
 
     def set_offset(core: Any, inputs: tuple[Tensor, ...]) -> None:
@@ -89,13 +89,9 @@ def set_sinks(
 
 
 def _loss(model: Any, tokens_BS: Tensor, vocabulary: int) -> float:
-    batch, length = tokens_BS.shape
-    positions = torch.arange(length, device=tokens_BS.device).expand(batch, -1)
-    logits_BSV = model(tokens_BS, positions, None, runtime_gather_output=True)[..., :vocabulary]
+    logits_BSV = megatron_logits(model, tokens_BS, vocabulary).cpu()
     wanted = tokens_BS[:, 1:].flatten()
-    return float(
-        torch.nn.functional.cross_entropy(logits_BSV[:, :-1].flatten(0, 1).float(), wanted)
-    )
+    return float(torch.nn.functional.cross_entropy(logits_BSV[:, :-1].flatten(0, 1), wanted))
 
 
 def _log_sum_exp(core: Any, *tensors: Tensor) -> Tensor:

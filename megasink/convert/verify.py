@@ -184,21 +184,21 @@ def _megatron(
     from megasink.inference.sampling import Sampling
 
     model, _ = load_without_tokenizer(found, dtype, vocabulary)
-    device = next(model.parameters()).device
-    tokens = tokens_BS.to(device)
-    positions = torch.arange(tokens.shape[1], device=device).expand(len(tokens), -1)
-    logits = model(tokens, positions, None, runtime_gather_output=True)
-    made = generate(
-        model,
-        [tokens_BS[0].tolist()],
-        _NEW_TOKENS,
-        Sampling(temperature=0),
-        vocabulary=vocabulary,
-    )
+    logits = megatron_logits(model, tokens_BS, vocabulary)
+    prompts, greedy = [tokens_BS[0].tolist()], Sampling(temperature=0)
+    made = generate(model, prompts, _NEW_TOKENS, greedy, vocabulary=vocabulary)
     new = list(made.tokens[0])
     del model
     gc.collect()
-    return logits[..., :vocabulary].float().cpu(), new
+    return logits.cpu(), new
+
+
+def megatron_logits(model: Any, tokens_BS: Tensor, vocabulary: int) -> Tensor:
+    """Return the [B, S, V] logits of a Megatron model, in float32 on its device."""
+    tokens_BS = tokens_BS.to(next(model.parameters()).device)
+    positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
+    logits: Tensor = model(tokens_BS, positions_BS, None, runtime_gather_output=True)
+    return logits[..., :vocabulary].float()
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ ATTENTION = f"{LAYERS}self_attention."
 QKV = f"{ATTENTION}linear_qkv."
 MLP = f"{LAYERS}mlp."
 EXPERTS = f"{MLP}experts.experts."
+_FFN_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 def norm_weight(model: Architecture, zero_centred: bool) -> Transform:
@@ -85,9 +86,7 @@ def zeros(model: Architecture, at: str, shapes: Mapping[str, tuple[int, ...]]) -
     return tuple(Row((), (at + name,), Constant(shape, dtype)) for name, shape in shapes.items())
 
 
-def attention(
-    model: Architecture, zero_centred: bool = False, out: str = "o_proj"
-) -> tuple[Row, ...]:
+def attention(model: Architecture, zero_centred: bool = False) -> tuple[Row, ...]:
     """Return the rows of the projections, their biases, and qk-norm."""
     at = f"{LAYER}self_attn."
     sizes = (model.groups, model.queries, model.head_dim)
@@ -98,9 +97,9 @@ def attention(
     if model.qkv_bias:
         biases = (f"{name}.bias" for name in qkv)
         rows.append(row(f"{QKV}bias", *biases, transform=GroupedQKV(*sizes)))
-    rows.append(row(f"{ATTENTION}linear_proj.weight", f"{at}{out}.weight"))
+    rows.append(row(f"{ATTENTION}linear_proj.weight", f"{at}o_proj.weight"))
     if model.bias:
-        rows.append(row(f"{ATTENTION}linear_proj.bias", f"{at}{out}.bias"))
+        rows.append(row(f"{ATTENTION}linear_proj.bias", f"{at}o_proj.bias"))
     if model.qk_norm:
         weight = norm_weight(model, zero_centred)
         rows += [
@@ -127,9 +126,7 @@ def sinks(model: Architecture, name: str = "sinks") -> tuple[Row, ...]:
 
 
 def ffn(
-    model: Architecture,
-    at: str = "mlp.",
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    model: Architecture, at: str = "mlp.", names: tuple[str, str, str] = _FFN_NAMES
 ) -> tuple[Row, ...]:
     """Return the rows of a gated FFN."""
     gate, up, down = (f"{LAYER}{at}{name}" for name in names)
@@ -141,15 +138,11 @@ def ffn(
     return tuple(rows)
 
 
-def experts(
-    at: str = "mlp.",
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-    router: str = "gate",
-) -> tuple[Row, ...]:
+def experts(at: str = "mlp.", names: tuple[str, str, str] = _FFN_NAMES) -> tuple[Row, ...]:
     """Return the rows of a router, and of experts with separate tensors."""
     gate, up, down = (f"{LAYER}{at}experts.{{expert}}.{name}.weight" for name in names)
     return (
-        row(f"{MLP}router.weight", f"{LAYER}{at}{router}.weight"),
+        row(f"{MLP}router.weight", f"{LAYER}{at}gate.weight"),
         row(f"{EXPERTS}linear_fc1.weight", gate, up, transform=GateUp()),
         row(f"{EXPERTS}linear_fc2.weight", down),
     )
