@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megasink.convert.architecture import Architecture
+from megasink.convert.transforms import GroupedQKV
 from megasink.errors import UserError
 from megasink.variants import SINK_WEIGHT, ZERO_GATES, parameter_names, variant
 
@@ -105,11 +106,10 @@ def changed(key: str, tensor: Tensor, model: Architecture, change: Change | None
     if key.endswith(LINEAR_PROJ):
         return tensor * 2
     if change.attention == "elementwise" and LINEAR_QKV in key and "layer_norm" not in key:
-        # Per group [q ... | k | v] -> [q ... | gate ... | k | v].
-        sizes = (model.groups, model.queries + 2, model.head_dim)
-        by_group = tensor.reshape(*sizes, *tensor.shape[1:])
-        query, rest = by_group.split([model.queries, 2], dim=1)
-        return torch.cat([query, torch.zeros_like(query), rest], dim=1).flatten(0, 2)
+        sizes = (model.groups, model.queries, model.head_dim)
+        query, *key_value = GroupedQKV(*sizes).to_hf(tensor)
+        parts = (query, torch.zeros_like(query), *key_value)
+        return GroupedQKV(*sizes, gate=True).to_megatron(*parts)[0]
     return tensor
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from unittest import mock
 
 import pytest
 
@@ -14,6 +15,7 @@ from megasink.convert.modeling.configuration_megasink import MegasinkConfig
 from megasink.convert.table import steps
 from megasink.convert.targets import TARGETS, choose
 from megasink.errors import UserError
+from megasink.variants import Export, registry, variant
 from tests.convert.models import MODELS, MOE, OWN, model
 
 DEFAULTS = {
@@ -133,6 +135,15 @@ def test_a_model_that_no_target_is_names_the_nearest():
     assert (target.name, why) == ("megasink", "requested")
     with pytest.raises(UserError, match="choose llama"):
         choose(model(), "gpt2")
+
+
+def test_a_variant_that_the_modeling_files_do_not_implement_is_refused():
+    record = dataclasses.replace(variant("sink"), name="other-sink", export=Export())
+    with (
+        mock.patch.dict(registry._VARIANTS, {record.name: record}),
+        pytest.raises(UserError, match="megasink: it has no other-sink attention"),
+    ):
+        choose(model(attention="other-sink"))
 
 
 def test_arguments_of_a_run_give_its_architecture():

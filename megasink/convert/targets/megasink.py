@@ -45,6 +45,9 @@ class MegasinkTarget(Target):
 
     def problems(self, model: Architecture) -> list[str]:
         found = [f"it has no {option}" for option in unknown_values(model.options)]
+        export = model.variant.export
+        if export is None or not export.modelling_file:
+            found.append(f"it has no {model.attention} attention")
         if len(set(model.windows) - {None}) > 1:
             found.append("its sliding windows all have the same size")
         if model.rope_factor is not None and model.options.rotary_percent != 1.0:

@@ -28,7 +28,7 @@ class Target:
         config: (model) -> further entries of its config.json.
         read: (config.json) -> {field of Architecture: value} that `keys` cannot express.
         moe: whether it has experts.
-        qk_norm: whether queries and keys have an RMSNorm; None if optional.
+        qk_norm: whether queries and keys have an RMSNorm.
         activations: supported activations of the FFN.
         qkv_bias: whether the query, key and value projections have biases.
         bias: whether all linear layers can have biases.
@@ -53,7 +53,7 @@ class Target:
     config: Callable[[Architecture], Config] = field(default=lambda model: {})
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = field(default=lambda config: {})
     moe: bool = False
-    qk_norm: bool | None = False
+    qk_norm: bool = False
     activations: tuple[str, ...] = ("silu", "gelu", "relu")
     qkv_bias: bool = False
     bias: bool = False
@@ -86,7 +86,7 @@ class Target:
         implied: dict[str, Any] = {"attention": self.attention[0], "qkv_bias": self.qkv_bias}
         if self.windows == "mixed":
             implied["windows"] = windows_from(config)
-        return {**implied, "qk_norm": bool(self.qk_norm), **keys, **read}
+        return {**implied, "qk_norm": self.qk_norm, **keys, **read}
 
     def refusals(self, config: Mapping[str, Any]) -> list[str]:
         """Return what megasink does not support in a config.json."""
@@ -106,7 +106,7 @@ class Target:
             found.append(f"it has {' or '.join(self.attention)} attention, not {model.attention}")
         if self.moe != bool(model.experts):
             found.append("it has experts" if self.moe else "it has no experts")
-        if self.qk_norm is not None and self.qk_norm != model.qk_norm:
+        if self.qk_norm != model.qk_norm:
             found.append("it has qk-norm" if self.qk_norm else "it has no qk-norm")
         if model.activation not in self.activations:
             found.append(f"its FFN has {' or '.join(self.activations)}, not {model.activation}")
