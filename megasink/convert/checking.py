@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -23,13 +23,11 @@ from megasink.convert.safetensors_reader import HuggingFaceWeights
 from megasink.convert.sink_calibration import set_sinks
 from megasink.convert.table import steps
 from megasink.convert.targets import choose
-from megasink.convert.to_hf import Source, converted
+from megasink.convert.to_hf import Say, Source, converted
 from megasink.convert.torch_dist_writer import TorchDistWriter
 from megasink.convert.verify import fits_in_memory, verify_logits, verify_tokenizer
 from megasink.errors import UserError
 from megasink.printable import say as say_printable
-
-Say = Callable[[str], None]
 
 
 def check_export(

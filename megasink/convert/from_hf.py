@@ -9,7 +9,7 @@ import io
 import shlex
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from megasink.convert.table import (
     steps,
 )
 from megasink.convert.targets.target import Target
-from megasink.convert.to_hf import refuse_nan
+from megasink.convert.to_hf import Say, Verify, refuse_nan
 from megasink.convert.torch_dist_writer import TorchDistWriter
 from megasink.errors import UserError
 from megasink.parser import parse_apart
@@ -46,8 +46,6 @@ from megasink.printable import say as say_printable
 from megasink.progress import tracked
 
 _POSITIONS = "--max-position-embeddings"
-Say = Callable[[str], None]
-Verify = Callable[[Path], None]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,7 @@ _CUT_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)")
+_DENSE_FFN = f"{LAYERS}mlp.linear_fc1."
 _BALANCE_STATE = ".head_counter."
 
 
@@ -86,6 +87,7 @@ def _pieces(ranks: Ranks, arguments: dict[str, Any]) -> Iterator[_Piece]:
     local_experts = int(arguments.get("num_experts") or 0) // ep
     first_layers = _first_layers(ranks)
     tied = not arguments.get("untie_embeddings_and_output_weights")
+    width = int(arguments.get("ffn_hidden_size") or 0)
     seen = set()
     for (tensor_rank, stage, expert_rank), file in sorted(ranks.items()):
         for chunk, tensors in enumerate(file.chunks):
@@ -98,7 +100,9 @@ def _pieces(ranks: Ranks, arguments: dict[str, Any]) -> Iterator[_Piece]:
                     index = (*index, expert_rank * local_experts + expert)
                     share = share if etp > 1 else (0, 1)
                 for part, rows in _split_gate(key, tensor, arguments, tp):
-                    for piece in _placed(part, index, rows, *share):
+                    plain = part.startswith(_DENSE_FFN) and rows.shape[0] * share[1] == width
+                    halved = ".linear_fc1." in part and not plain and share[1] > 1
+                    for piece in _placed(part, index, rows, *share, halved=halved):
                         place = (part, index, piece.offsets)
                         if place not in seen:  # otherwise a copy on another rank
                             seen.add(place)
@@ -137,7 +141,7 @@ def _split_gate(
     key: str, tensor: StoredTensor, arguments: dict[str, Any], tp: int
 ) -> Iterator[tuple[str, StoredTensor]]:
     """Split the gate rows, which have their own key, from the end of a rank's linear_qkv."""
-    if ".linear_qkv." not in key or key.endswith("layer_norm_weight"):
+    if ".linear_qkv." not in key or "layer_norm_" in key:
         yield key, tensor
         return
     heads, groups = int(arguments["num_attention_heads"]), _groups(arguments)
@@ -156,7 +160,7 @@ def _groups(arguments: dict[str, Any]) -> int:
 
 
 def _cut_axis(key: str) -> int | None:
-    if key.endswith("layer_norm_weight"):
+    if "layer_norm_" in key:
         return None
     if key.endswith("softmax_offset") or any(name in key for name in _CUT_ROWS):
         return 0
@@ -164,16 +168,16 @@ def _cut_axis(key: str) -> int | None:
 
 
 def _placed(
-    key: str, index: tuple[int, ...], tensor: StoredTensor, rank: int, ranks: int
+    key: str, index: tuple[int, ...], tensor: StoredTensor, rank: int, ranks: int, *, halved: bool
 ) -> Iterator[_Piece]:
-    """Yield the share of one of `ranks` ranks: one piece, or its gate rows and its up rows."""
+    """Yield the share of one of `ranks` ranks: one piece, or if halved its gate and up rows."""
     axis, shape = _cut_axis(key), list(tensor.shape)
     if axis is None:
         yield _Piece(key, index, (0,) * len(shape), tensor.shape, tensor)
         return
     shape[axis] *= ranks
     pieces = [(tensor, rank * tensor.shape[axis])]
-    if ".linear_fc1." in key and ranks > 1:
+    if halved:
         half = tensor.shape[0] // 2
         pieces = [
             (tensor.rows(0, half), rank * half),

@@ -49,6 +49,7 @@ def expand(item: str, json_key: str, max_bytes: int) -> list[File]:
     Raises:
         UserError: the input is missing, or is or contains neither a regular file nor a folder.
     """
+    path, named = Path(item), False
     if item == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
         # _sysconfigdata holds the paths of the machine that built the interpreter.
@@ -59,15 +60,14 @@ def expand(item: str, json_key: str, max_bytes: int) -> list[File]:
         ]
         if not paths:
             raise UserError(f"stdlib: {root} has no Python sources: name files instead")
-        return [_classify(p, json_key, max_bytes, named=False) for p in paths]
-    path = Path(item)
-    if path.is_dir():
-        found = _walk(path, {"__pycache__"})
-        return [_classify(p, json_key, max_bytes, named=False) for p in found]
-    if path.is_file():
-        return [_classify(path, json_key, max_bytes, named=True)]
-    state = "is not a regular file" if path.exists() else "does not exist"
-    raise UserError(f"input {item} {state}: name a file, a folder or `stdlib:`")
+    elif path.is_dir():
+        paths = _walk(path, {"__pycache__"})
+    elif path.is_file():
+        paths, named = [path], True
+    else:
+        state = "is not a regular file" if path.exists() else "does not exist"
+        raise UserError(f"input {item} {state}: name a file, a folder or `stdlib:`")
+    return [_classify(p, json_key, max_bytes, named=named) for p in paths]
 
 
 def _walk(root: Path, left_out: set[str]) -> list[Path]:

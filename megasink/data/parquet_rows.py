@@ -53,11 +53,9 @@ def main() -> None:
         except BrokenPipeError:
             return
         except MemoryError:
-            text = (
-                f"{asked['path']} cannot be read: it needs more than {memory_limit(limit):,} bytes "
-                "of memory: write it with smaller pages, or raise --max-document-bytes"
-            )
-            _frame(out, ERROR, text.encode())
+            need = f"it needs more than {memory_limit(limit):,} bytes of memory"
+            more = "write it with smaller pages, or raise --max-document-bytes"
+            _frame(out, ERROR, f"{asked['path']} cannot be read: {need}: {more}".encode())
         except Exception as error:  # Arrow raises nearly anything on a damaged file
             _frame(out, ERROR, _explained(asked["path"], error).encode("utf-8", "replace"))
         out.flush()

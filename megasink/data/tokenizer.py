@@ -279,9 +279,7 @@ def load_tokenizer(folder: str | Path) -> Any:
         )
     except Exception as error:  # transformers raises nearly anything on a bad folder
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise UserError(
-            f"{folder} has no tokenizer that transformers can load: {reason}"
-        ) from error
+        raise UserError(f"{folder} has no tokenizer that transformers loads: {reason}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
             f"the tokenizer in {folder} ({type(tokenizer).__name__}) has no fast version: save one "

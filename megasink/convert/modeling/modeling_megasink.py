@@ -237,11 +237,10 @@ class MegasinkModel(MegasinkPreTrainedModel):
             "full_attention": create_causal_mask,
             "sliding_attention": create_sliding_window_causal_mask,
         }
-        masks = attention_mask  # already made by generate for some caches
-        if not isinstance(masks, dict):
-            given = (self.config, embeds, attention_mask, past_key_values, position_ids)
-            masks = {kind: makers[kind](*given) for kind in set(self.config.layer_types)}
-        return masks
+        if isinstance(attention_mask, dict):  # already made by generate for some caches
+            return attention_mask
+        given = (self.config, embeds, attention_mask, past_key_values, position_ids)
+        return {kind: makers[kind](*given) for kind in set(self.config.layer_types)}
 
 
 class MegasinkForCausalLM(MegasinkPreTrainedModel, GenerationMixin):
