@@ -1,10 +1,11 @@
-"""What a model is, as far as both sides can say it: between Megatron's arguments and a config.json.
+"""The model description between Megatron's arguments and a config.json.
 
-Everything that a run can switch on is either one of these fields or refused by name, options that
-will be added later included.
+Every option of a run is either one of its fields or refused by name, including options that will be
+added later.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,12 +13,13 @@ from typing import Any, get_args
 
 from megasink.config import MODEL_OPTIONS, GateGranularity, visible_tokens
 from megasink.convert.megasink_model import NAMES, MegasinkOptions, options_from, unknown_values
+from megasink.flags import flag_of
 from megasink.gate_options import is_megatrons_output_gate
 from megasink.variants import Variant, foreign_options, of_kind, variant
 
 GATES = get_args(GateGranularity)
 
-# Options of megasink that the fields below say, or that leave a trained model as it is.
+# Options of megasink that a field below covers, or that do not affect a trained model.
 _SAID = {
     "attention_variant",
     "gate_granularity",
@@ -28,7 +30,7 @@ _SAID = {
     "sink_weight_decay",
     "match_ffn_width",
 }
-# Megatron's own options with the one value that every target has: what else they take is refused.
+# Megatron's options with the values that every target supports; others are refused.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "rotary_interleaved": (False,),
     "rotary_seq_len_interpolation_factor": (None,),
@@ -62,27 +64,28 @@ _PLAIN_ACTIVATIONS = ("relu", "gelu", "silu")
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A decoder; unless `options` says else, with RoPE, RMSNorm before its parts, gated FFN units.
+    """A decoder with RoPE, pre-RMSNorm and a gated FFN, unless `options` differs.
 
     Attributes:
-        layers, hidden, heads, groups, head_dim, ffn: sizes; `ffn` is that of one expert, where
-            there are experts.
-        vocabulary: tokens; `padded` rows in Megatron's embedding.
-        tied: the output layer has the embedding's weight.
-        positions: that the model was trained with.
+        layers, hidden, heads, groups, head_dim: sizes.
+        ffn: width of the FFN, or of one expert.
+        vocabulary, padded: number of tokens; number of rows in Megatron's embedding.
+        tied: whether the output layer shares the embedding's weight.
+        positions: maximum number of positions.
         norm_eps, zero_centred: of the norms; whether Megatron stores their weights minus one.
-        rope_base, rope_factor: of RoPE; the factor of Llama 3's scaling, None for none.
+        rope_base, rope_factor: of RoPE; the factor of Llama 3's scaling, None without it.
         attention: one of the kinds of a variant (`megasink.variants.Variant.kinds`).
-        qk_norm: RMSNorm of each query and key head.
-        qkv_bias, bias: of linear_qkv; of every linear layer (then also `qkv_bias`).
-        windows: by layer, tokens that a token sees, itself included; None for all.
-        activation: of the gate of the FFN unit: silu, gelu, relu; "gpt-oss" for its clamped one.
+        qk_norm: whether each query and key head has an RMSNorm.
+        qkv_bias, bias: whether linear_qkv has a bias; whether every linear layer has one (then
+            `qkv_bias` is True too).
+        windows: per layer, the number of tokens that a token sees, including itself; None for all.
+        activation: of the FFN: silu, gelu, relu, or "gpt-oss" for its clamped gated unit.
         experts, topk: 0 for a dense model.
         shared_ffn: width of the shared expert; 0 for none.
-        renormalize: the chosen experts' probabilities add up to one.
-        dtype: of the weights, as torch names it.
-        init_std: of the initial weights.
-        options: what only megasink's own modelling file has.
+        renormalize: whether the probabilities of the chosen experts are rescaled to sum to one.
+        dtype: torch's name for the dtype of the weights.
+        init_std: standard deviation of the initial weights.
+        options: what only megasink's own modeling files support.
     """
 
     layers: int
@@ -115,27 +118,27 @@ class Architecture:
 
     @property
     def queries(self) -> int:
-        """Query heads of each group."""
+        """Number of query heads per group."""
         return self.heads // self.groups
 
     @property
     def variant(self) -> Variant:
-        """The record of its attention."""
+        """The record of the attention variant."""
         return of_kind(self.attention)
 
     @property
     def has_sink(self) -> bool:
-        """Whether the softmax has a sink in its denominator, which targets hold in a tensor."""
+        """Whether the softmax denominator has a sink, which targets store as a tensor."""
         export = self.variant.export
         return export is not None and export.sink_tensor
 
     @property
     def megatrons_gate(self) -> bool:
-        """Whether the rows of the gate stand in linear_qkv, as those of Megatron's output gate."""
+        """Whether the gate rows are in linear_qkv, like those of Megatron's output gate."""
         return is_megatrons_output_gate(self.gate_options())
 
     def gate_options(self) -> SimpleNamespace:
-        """What `megasink.gate_options` and the shapes of a variant's parameters ask for."""
+        """Return the options for `megasink.gate_options` and `Parameter.shape`."""
         return SimpleNamespace(
             **dataclasses.asdict(self.options),
             attention_variant=self.variant.name,
@@ -150,23 +153,21 @@ class Architecture:
 def architecture_of(
     saved: Mapping[str, Any], vocabulary: int | None
 ) -> tuple[Architecture, list[str]]:
-    """The architecture of a run, and what it does that no target has.
+    """Return the architecture of a run, and a list of what no target supports.
 
     Args:
-        saved: its arguments, as `megasink.checkpoint.saved_arguments.read_arguments` gives them.
-        vocabulary: tokens of its tokenizer; None where it has none: every row of the embedding.
+        saved: the run's arguments (`megasink.checkpoint.saved_arguments.read_arguments`).
+        vocabulary: size of the tokenizer; None without one.
     """
     problems = [*_unknown(saved), *_unfixed(saved)]
     activation, gated_unit = _activation(saved)
     if activation is None:
         problems.append(
-            "its FFN has an activation of Megatron's own: targets have --swiglu or "
+            "no target has the activation of its FFN: targets support --swiglu and "
             f"--ffn-activation {'|'.join([*_ACTIVATIONS, *_PLAIN_ACTIVATIONS])}"
         )
     options = options_from(saved, gated_unit=gated_unit)
-    problems += [
-        f"{option} has no counterpart in Hugging Face" for option in unknown_values(options)
-    ]
+    problems += [_without_counterpart(option) for option in unknown_values(options)]
     record = variant(saved["attention_variant"])
     attention = record.kind(saved)
     if record.export is None:
@@ -175,18 +176,17 @@ def architecture_of(
             "(megasink.variants.Export)"
         )
     elif attention not in record.kinds:
-        problems.append(f"--attention-variant {record.name} has no {attention}")
+        problems.append(f"--attention-variant {record.name} has no kind {attention!r}")
         attention = record.kinds[0]
     experts = saved.get("num_experts") or 0
     ffn = saved["ffn_hidden_size"]
     bias = bool(saved.get("add_bias_linear"))
+    grouped = "num_query_groups" if saved.get("group_query_attention") else "num_attention_heads"
     found = Architecture(
         layers=saved["num_layers"],
         hidden=saved["hidden_size"],
         heads=saved["num_attention_heads"],
-        groups=saved["num_query_groups"]
-        if saved.get("group_query_attention")
-        else saved["num_attention_heads"],
+        groups=saved[grouped],
         head_dim=saved["kv_channels"],
         ffn=(saved.get("moe_ffn_hidden_size") or ffn) if experts else ffn,
         vocabulary=_tokens(saved, vocabulary),
@@ -217,34 +217,37 @@ def architecture_of(
 def _tokens(saved: Mapping[str, Any], vocabulary: int | None) -> int:
     rows, named = int(saved["padded_vocab_size"]), saved.get("vocab_size") or 0
     if vocabulary is not None:
-        # An imported model may have more rows than its tokenizer has tokens.
+        # An imported model can have more rows than its tokenizer has tokens.
         return min(rows, max(vocabulary, named))
-    # Megatron's NullTokenizer has an end-of-document token after those.
+    # Megatron's NullTokenizer adds an end-of-document token.
     return min(rows, named + 1) if named else rows
 
 
 def _unknown(saved: Mapping[str, Any]) -> list[str]:
-    """Options of megasink that no field says."""
-    found = []
+    """Return the problems of options that no field covers."""
     known = _SAID | NAMES | foreign_options(variant(saved["attention_variant"]))
-    for options in MODEL_OPTIONS:
-        for field in dataclasses.fields(options):
-            value = saved.get(field.name, field.default)
-            if field.name not in known and value != field.default:
-                found.append(f"--{field.name.replace('_', '-')} {value}")
-    return [f"{option} has no counterpart in Hugging Face" for option in found]
+    fields = itertools.chain.from_iterable(map(dataclasses.fields, MODEL_OPTIONS))
+    return [
+        _without_counterpart(f"{flag_of(field.name)} {saved[field.name]}")
+        for field in fields
+        if field.name not in known and saved.get(field.name, field.default) != field.default
+    ]
+
+
+def _without_counterpart(option: str) -> str:
+    return f"{option} has no counterpart in Hugging Face"
 
 
 def _unfixed(saved: Mapping[str, Any]) -> list[str]:
     return [
-        f"--{name.replace('_', '-')} {saved[name]}: targets have {fine[0]} alone"
+        f"{flag_of(name)} {saved[name]}: targets only support {fine[0]}"
         for name, fine in _FIXED.items()
         if name in saved and saved[name] not in fine
     ]
 
 
 def _activation(saved: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """Activation of the FFN, and whether it has a gated unit."""
+    """Return the activation of the FFN, None if unsupported, and whether it is gated."""
     name = saved.get("ffn_activation")
     if name in _PLAIN_ACTIVATIONS:
         return name, False
@@ -258,14 +261,14 @@ def _activation(saved: Mapping[str, Any]) -> tuple[str | None, bool]:
 
 
 def _windows(saved: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """By layer; as megatron.core.transformer.utils.is_layer_window_attention counts them."""
+    """Return the window per layer, like `is_layer_window_attention` of megatron.core."""
     layers, window = saved["num_layers"], saved.get("window_size")
     visible = visible_tokens(tuple(window) if window else None)
     skip = saved.get("window_attn_skip_freq")
     if visible is None:
         return (None,) * layers
     if skip is None:
-        return (visible,) * layers
-    if isinstance(skip, int):
-        return tuple(visible if (layer + 1) % skip else None for layer in range(layers))
+        skip = [1] * layers
+    elif isinstance(skip, int):
+        skip = [(layer + 1) % skip for layer in range(layers)]
     return tuple(visible if flag else None for flag in skip)

@@ -1,11 +1,11 @@
-"""A vanilla model as the start of a gated or a sink one.
+"""Turn a model with plain attention into one with gates or sinks.
 
-A gate with zero weights lets half of every head through, sigmoid(0); an output projection twice as
-large makes up for it. Both are exact in floating point: the logits stay to the bit, and the gates
-still learn, because their gradient does not vanish at 1/2.
+A gate with zero weights passes half of every head, sigmoid(0); doubling the output projection
+compensates. Both are exact in floating point: the logits do not change by a bit, and the gates can
+learn, because their gradient does not vanish at 1/2.
 
-A sink has no such start: one that changes nothing (a logit of minus infinity) gets no gradient. Its
-logits are set by a mean sink weight instead: see megasink/convert/sinks.py.
+Sinks have no such start: a sink that changes nothing (logit minus infinity) gets no gradient. Their
+logits are set from a mean sink weight instead, see sink_calibration.py.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megasink.convert.architecture import Architecture
+from megasink.convert.transforms import GroupedQKV
 from megasink.errors import UserError
 from megasink.variants import SINK_WEIGHT, ZERO_GATES, parameter_names, variant
 
@@ -22,22 +23,22 @@ LINEAR_QKV = "self_attention.linear_qkv."
 LINEAR_PROJ = "self_attention.linear_proj.weight"
 LINEAR_GATE = "self_attention.linear_gate."
 SOFTMAX_OFFSET = "self_attention.core_attention.softmax_offset"
-# The weight of a sink with this logit is below 1e-12 wherever scores are usual: as good as none.
+# For ordinary scores, a sink with this logit has a weight below 1e-12.
 NO_SINK = -30.0
 
 
 def is_float32(key: str) -> bool:
-    """Whether a weight is float32 in a model of any data type."""
+    """Return whether a weight is float32 in a model of any dtype."""
     names = (*(f"core_attention.{name}" for name in parameter_names()), "relative_bias.weight")
     return key.endswith(names)
 
 
 @dataclass(frozen=True)
 class Change:
-    """Into which attention a vanilla model is changed.
+    """The attention that a vanilla model is changed to.
 
     Attributes:
-        attention: as `Architecture.attention`.
+        attention: see `Architecture.attention`.
         sink_weight: mean attention weight of each head's sink; None for gates.
     """
 
@@ -46,10 +47,10 @@ class Change:
 
 
 def change_of(name: str | None, granularity: str | None, sink_weight: float) -> Change | None:
-    """What the options of an import ask for.
+    """Return the change that the options of an import specify.
 
     Raises:
-        UserError: they do not fit together.
+        UserError: the options contradict each other.
     """
     if name is None:
         return None
@@ -59,61 +60,61 @@ def change_of(name: str | None, granularity: str | None, sink_weight: float) -> 
         return Change(record.kind({"gate_granularity": granularity} if granularity else {}))
     if start != SINK_WEIGHT:
         raise UserError(
-            f"--attention-variant {name}: its record says no way to start from plain attention"
+            f"--attention-variant {name} cannot start from plain attention: its record has no "
+            "Export.start"
         )
     if granularity is not None:
         raise UserError(f"--gate-granularity does not go with --attention-variant {name}")
     if not 0 < sink_weight < 1:
         raise UserError(
-            f"--sink-weight {sink_weight}: give a weight between 0 and 1; a sink of weight 0 would "
-            "get no gradient"
+            f"--sink-weight {sink_weight} must be between 0 and 1; a sink of weight 0 would get no "
+            "gradient"
         )
     return Change(record.kinds[0], sink_weight)
 
 
 def gated_model(model: Architecture, change: Change | None) -> Architecture:
-    """The architecture after a change.
+    """Return the architecture after a change.
 
     Raises:
-        UserError: the model is not vanilla.
+        UserError: the model is not vanilla, or has position biases and would get sinks.
     """
     if change is None:
         return model
     if not model.variant.is_plain:
         raise UserError(
-            f"--attention-variant: the model has {model.attention} attention already; only plain "
+            f"--attention-variant: the model already has {model.attention} attention; only plain "
             "softmax attention can be changed"
         )
     if change.sink_weight is not None and model.options.attention_bias_type != "none":
         raise UserError(
-            f"--attention-variant {change.attention}: not for a model with biases of positions"
+            f"--attention-variant {change.attention} does not support a model with position biases"
         )
     return dataclasses.replace(model, attention=change.attention)
 
 
 def changed(key: str, tensor: Tensor, model: Architecture, change: Change | None) -> Tensor:
-    """A weight of a vanilla model in the changed one.
+    """Return a weight of the vanilla model as it is in the changed one.
 
     Args:
-        key: of Megatron, with or without what stands before "self_attention".
-        tensor: one layer's.
-        model: the vanilla one.
+        key: Megatron's key.
+        tensor: the weight of one layer.
+        model: the vanilla model.
     """
     if change is None or change.sink_weight is not None:
         return tensor
     if key.endswith(LINEAR_PROJ):
         return tensor * 2
     if change.attention == "elementwise" and LINEAR_QKV in key and "layer_norm" not in key:
-        # By group [q ... | k | v] -> [q ... | gate ... | k | v].
-        sizes = (model.groups, model.queries + 2, model.head_dim)
-        by_group = tensor.reshape(*sizes, *tensor.shape[1:])
-        query, rest = by_group.split([model.queries, 2], dim=1)
-        return torch.cat([query, torch.zeros_like(query), rest], dim=1).flatten(0, 2)
+        sizes = (model.groups, model.queries, model.head_dim)
+        query, *key_value = GroupedQKV(*sizes).to_hf(tensor)
+        parts = (query, torch.zeros_like(query), *key_value)
+        return GroupedQKV(*sizes, gate=True).to_megatron(*parts)[0]
     return tensor
 
 
 def added(model: Architecture, change: Change | None) -> dict[str, Tensor]:
-    """What a layer of the changed model has more, by key without what stands before it."""
+    """Return the weights that a layer gains, by key without "decoder.layers."."""
     if change is None:
         return {}
     dtype = getattr(torch, model.dtype)

@@ -1,6 +1,6 @@
-"""Reading, converting and writing at once: two threads read ahead, another one writes.
+"""Read ahead in two threads and write in a third while the caller converts.
 
-What waits to be written is bounded, so that memory stays that of the largest tensors.
+The amount of data waiting to be written is bounded, so peak memory is that of the largest tensors.
 """
 
 import contextlib
@@ -14,28 +14,41 @@ import torch
 
 from megasink.atomic import sync
 
-# What may wait to be written, and after how much the disk is made to begin.
+# Limit on data waiting to be written, and the amount after which to start flushing to disk.
 _WAITING_BYTES = 128 * 2**20
 _SYNC_BYTES = 128 * 2**20
-# Steps that are read before their turn, each in a thread: checksums take longer than writing.
+# Steps read ahead, each in a thread: checksums take longer than writing.
 _AHEAD = 2
 
 
-class Background:
-    """Runs tasks in their order in one thread; a failed one raises in a later call here."""
+class BackgroundWriter:
+    """Base of classes that write one file after another in a thread, which ends with the context.
+
+    Tasks run in order; the exception of a failed one is raised by a later call in the main thread.
+    """
 
     def __init__(self) -> None:
+        self._file: BinaryIO | None = None
         self._writing = ThreadPoolExecutor(1)
         self._syncing = ThreadPoolExecutor(1)
         self._waiting: deque[tuple[Future[None], int]] = deque()
         self._synced: Future[None] | None = None
         self._since_sync = 0
 
-    def run(self, size: int, task: Callable[[], None]) -> None:
-        """Queue a task that holds `size` bytes; waits while too much is held.
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._writing.shutdown(cancel_futures=True)
+        self._syncing.shutdown()
+        if self._file is not None:
+            self._file.close()
+
+    def _run(self, size: int, task: Callable[[], None]) -> None:
+        """Queue a task that holds `size` bytes; block while too much is held.
 
         Raises:
-            OSError: an earlier task could not write.
+            OSError: an earlier task failed to write.
         """
         self._waiting.append((self._writing.submit(task), size))
         held = sum(size for _, size in self._waiting)
@@ -44,61 +57,41 @@ class Background:
             future.result()
             held -= size
 
-    def wrote(self, file: BinaryIO, size: int) -> None:
-        """Called by tasks: let the disk begin with what is written, while more of it is."""
+    def _wrote(self, size: int) -> None:
+        """Flush what a task wrote to the open file in the background, while writing continues."""
+        assert self._file is not None
         self._since_sync += size
         if self._since_sync < _SYNC_BYTES:
             return
         self._since_sync = 0
         if self._synced is None or self._synced.done():
-            # A descriptor of its own: the file may be closed before its turn comes.
-            self._synced = self._syncing.submit(_sync_and_close, os.dup(file.fileno()))
+            # A separate descriptor: the file may be closed before its turn comes.
+            self._synced = self._syncing.submit(_sync_and_close, os.dup(self._file.fileno()))
 
-    def wait(self) -> None:
-        """Until everything queued is written.
+    def _close_file(self) -> None:
+        """Flush and close the open file."""
+        assert self._file is not None
+        sync(self._file)
+        self._file.close()
+        self._file = None
+
+    def _wait(self) -> None:
+        """Block until all queued tasks are done.
 
         Raises:
-            OSError: a task could not write.
+            OSError: a task failed to write.
         """
         while self._waiting:
             self._waiting.popleft()[0].result()
         if self._synced is not None:
             self._synced.result()
 
-    def close(self) -> None:
-        """End the threads; what was not begun is dropped."""
-        self._writing.shutdown(cancel_futures=True)
-        self._syncing.shutdown()
-
-
-class BackgroundWriter:
-    """What writes one file after another in the background; the end of its context ends that."""
-
-    def __init__(self) -> None:
-        self._background = Background()
-        self._file: BinaryIO | None = None
-
-    def _close_file(self) -> None:
-        """Let the file that is open reach the disk."""
-        assert self._file is not None
-        sync(self._file)
-        self._file.close()
-        self._file = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._background.close()
-        if self._file is not None:
-            self._file.close()
-
 
 def ahead[S, R](steps: Iterable[S], read: Callable[[S], R]) -> Iterator[tuple[S, R]]:
-    """Each step with what `read` returns for it; the next two are read meanwhile.
+    """Yield each step with the result of `read`, reading the next two in the meantime.
 
     Raises:
-        Exception: what `read` raises, at its step.
+        Exception: whatever `read` raises, at that step.
     """
     with ThreadPoolExecutor(_AHEAD) as reading:
         waiting: deque[tuple[S, Future[R]]] = deque()
@@ -116,9 +109,9 @@ def _first[S, R](waiting: deque[tuple[S, Future[R]]]) -> tuple[S, R]:
 
 
 def use_large_pages() -> None:
-    """Let torch ask for them: new memory, which every tensor here is, costs half the time then.
+    """Let torch request huge pages, which halves the cost of new memory (every tensor here).
 
-    Before torch's first large tensor, which is when torch looks.
+    Call it before torch allocates its first large tensor, when it reads the setting.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
@@ -132,7 +125,7 @@ def _sync_and_close(descriptor: int) -> None:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch compute in the calling thread alone: others would spin where the writer runs."""
+    """Restrict torch to the calling thread; its other threads would spin next to the writer."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

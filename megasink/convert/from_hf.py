@@ -1,4 +1,4 @@
-"""A Hugging Face folder -> a run folder whose checkpoint ``megasink train --load`` takes.
+"""Import a Hugging Face folder as a run folder, whose checkpoint ``megasink train --load`` takes.
 
 OUT/config.json, OUT/checkpoints/iter_0000000, OUT/tokenizer, OUT/flags.txt
 """
@@ -9,7 +9,7 @@ import io
 import shlex
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from megasink.convert.table import (
     steps,
 )
 from megasink.convert.targets.target import Target
-from megasink.convert.to_hf import refuse_nan
+from megasink.convert.to_hf import Say, Verify, refuse_nan
 from megasink.convert.torch_dist_writer import TorchDistWriter
 from megasink.errors import UserError
 from megasink.parser import parse_apart
@@ -46,19 +46,17 @@ from megasink.printable import say as say_printable
 from megasink.progress import tracked
 
 _POSITIONS = "--max-position-embeddings"
-Say = Callable[[str], None]
-Verify = Callable[[Path], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class HuggingFaceSource:
-    """A folder and what is in it.
+    """A Hugging Face folder.
 
     Attributes:
-        folder: of the model.
-        model: its architecture.
-        target: the architecture of transformers.
-        tokenizer: it has one.
+        folder: the folder.
+        model: what its config.json describes.
+        target: its architecture in transformers.
+        tokenizer: whether it has a tokenizer.
     """
 
     folder: Path
@@ -68,19 +66,19 @@ class HuggingFaceSource:
 
 
 def source_of(folder: Path, granularity: str | None = None) -> HuggingFaceSource:
-    """What is to be imported.
+    """Describe a folder to be imported.
 
     Args:
-        granularity: of the gate: "headwise" where an architecture with elementwise gates has the
-            same gate for every element of a head.
+        granularity: of the gate: "headwise" if an architecture with elementwise gates has the same
+            gate for all elements of a head; None for the architecture's own.
 
     Raises:
-        UserError: it cannot be imported, with everything that stands against it.
+        UserError: it cannot be imported, for all the reasons listed.
     """
     model, target = architecture_from(read_config(folder))
     if granularity is not None:
         if granularity not in target.attention:
-            raise UserError(f"--gate-granularity {granularity}: {target.name} has no such gate")
+            raise UserError(f"--gate-granularity {granularity}: {target.name} has no such gates")
         model = dataclasses.replace(model, attention=granularity)
     tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
     if tokenizer:
@@ -90,7 +88,7 @@ def source_of(folder: Path, granularity: str | None = None) -> HuggingFaceSource
         if size > model.vocabulary:
             raise UserError(
                 f"the tokenizer in {folder} has {size} tokens but the model only "
-                f"{model.vocabulary}: it is not the model's"
+                f"{model.vocabulary}: it belongs to another model"
             )
     return HuggingFaceSource(folder, model, target, tokenizer)
 
@@ -106,16 +104,16 @@ def import_model(
     """Write a run folder.
 
     Args:
-        output: must not exist, or be empty. It appears when everything is written and verified.
-        change: into another attention; None for none.
-        say: takes a line for the user.
-        verify: is called with the written folder before it gets its name, and raises.
+        output: must be missing or empty; it appears when everything is written and verified.
+        change: to another attention; None to keep it.
+        say: prints a line for the user.
+        verify: called with the written folder before it gets its name; raises on failure.
 
     Returns:
-        what was written.
+        the architecture written.
 
     Raises:
-        UserError: anything that the user can mend; then there is no folder.
+        UserError: anything that the user can fix; no folder is left behind.
     """
     weights = HuggingFaceWeights(source.folder)
     table = source.target.table(source.model)
@@ -124,10 +122,10 @@ def import_model(
     model = gated_model(source.model, change)
     say(f"from {source.target.architecture}, {source.model.attention} attention")
     if ignored:
-        say(f"not taken: {', '.join(ignored)}")
+        say(f"ignored: {', '.join(ignored)}")
     if rounded := _rounded(weights, todo, source.model.dtype):
         say(
-            f"rounded to {source.model.dtype}, which config.json names: {len(rounded)} tensors, "
+            f"rounded to {source.model.dtype}, as config.json specifies: {len(rounded)} tensors, "
             f"the first {rounded[0]} ({weights.meta(rounded[0]).dtype})"
         )
     flags = model_flags(model)
@@ -139,9 +137,13 @@ def import_model(
         begin = time.perf_counter()
         with one_thread(), TorchDistWriter(checkpoint) as writer:
             for step in tracked(todo, "converting", len(todo), "weights"):
-                _write(writer, weights, step, source.model, change)
-            for key, index, sizes, tensor in _added(model, source.model, change):
-                writer.write(key, tensor, index, sizes)
+                sizes = (model.layers, model.experts)[: len(step.index)]
+                for key, tensor in made(step, weights, source.model, change):
+                    write_weight(writer, key, tensor, step.index, sizes)
+            for key, tensor in added(source.model, change).items():
+                for layer in range(model.layers):
+                    writer.write(LAYERS + key, tensor, (layer,), (model.layers,))
+            write_balance_state(writer, model)
             writer.finish({"checkpoint_version": 3.0, "iteration": 0})
         seconds = time.perf_counter() - begin
         say(
@@ -157,20 +159,20 @@ def import_model(
 
 
 def _account(weights: HuggingFaceWeights, todo: list[Step], source: HuggingFaceSource) -> list[str]:
-    """Every tensor has a row and every row has its tensors, of the right shape.
+    """Check that rows and tensors match one to one, with the right shapes.
 
     Returns:
-        tensors that are there twice, or are not weights, and are not needed.
+        tensors that are not needed: copies, and buffers that are not weights.
     """
     known = {name for step in todo for name in step.hf}
     extra = sorted(weights.names - known)
     ignored = [n for n in extra if n.endswith("rotary_emb.inv_freq")]
     ignored += [n for n in extra if n == "lm_head.weight" and source.model.tied]
     found = [f"{name} is missing" for name in sorted(known - weights.names)]
-    found += [f"{name} has no place in Megatron's model" for name in extra if name not in ignored]
+    found += [f"{name} has no place in megasink's model" for name in extra if name not in ignored]
     if not found:
         found = list(_misfits(weights, todo, weight_shapes(source.model)))
-    refuse(f"{source.folder} does not hold the weights that its config.json describes", found)
+    refuse(f"{source.folder} does not contain the weights that its config.json describes", found)
     return ignored
 
 
@@ -187,18 +189,18 @@ def _misfits(
             continue
         for key, tensor in zip(step.row.megatron, made, strict=True):
             wanted = shapes[key]
-            # Experts in one tensor have their axis in it.
+            # A tensor of all experts has a leading axis of experts.
             if tuple(tensor.shape[tensor.dim() - len(wanted) :]) != wanted:
                 yield f"{have}: the shape is not what config.json describes"
 
 
 def made(
-    step: Step, weights: HuggingFaceWeights, source: Architecture, change: Change | None
+    step: Step, weights: HuggingFaceWeights, model: Architecture, change: Change | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(key, tensor) of what a step writes.
+    """Yield (key, tensor) for the output of a step.
 
     Raises:
-        UserError: it holds NaN, or something that Megatron's model has no place for.
+        UserError: a tensor holds NaN or infinity, or values that megasink's model has no place for.
     """
     tensors = [weights.read(name) for name in step.hf]
     for name, tensor in zip(step.hf, tensors, strict=True):
@@ -207,29 +209,27 @@ def made(
         converted = step.row.transform.to_megatron(*tensors)
     except UserError as error:
         raise UserError(f"{step.hf[0]}: {error}") from error
-    dtype = getattr(torch, source.dtype)
+    dtype = getattr(torch, model.dtype)
     for key, tensor in zip(step.row.megatron, converted, strict=True):
-        # Sinks and their biases are float32 in a model of any data type.
         kept = torch.float32 if is_float32(key) else dtype
-        yield key, changed(key, tensor, source, change).to(kept)
+        yield key, changed(key, tensor, model, change).to(kept)
 
 
-def _write(
+def write_weight(
     writer: TorchDistWriter,
-    weights: HuggingFaceWeights,
-    step: Step,
-    source: Architecture,
-    change: Change | None,
+    key: str,
+    tensor: Tensor,
+    index: tuple[int, ...],
+    sizes: tuple[int, ...],
 ) -> None:
-    sizes = (source.layers, source.experts)[: len(step.index)]
-    for key, tensor in made(step, weights, source, change):
-        writer.write(key, tensor, step.index, sizes)
-        if key == NORM_BEFORE_EXPERTS:
-            writer.write(NORM_OF_LOCAL_SPEC, tensor, step.index, sizes)
+    """Write a weight, under both names if it is the norm before experts."""
+    writer.write(key, tensor, index, sizes)
+    if key == NORM_BEFORE_EXPERTS:
+        writer.write(NORM_OF_LOCAL_SPEC, tensor, index, sizes)
 
 
 def _rounded(weights: HuggingFaceWeights, todo: list[Step], dtype: str) -> list[str]:
-    """Names of tensors that have more digits than the model's data type."""
+    """Return the names of tensors that have a wider dtype than the model."""
     size = getattr(torch, dtype).itemsize
     return [
         name
@@ -240,29 +240,21 @@ def _rounded(weights: HuggingFaceWeights, todo: list[Step], dtype: str) -> list[
     ]
 
 
-def _added(
-    model: Architecture, source: Architecture, change: Change | None
-) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
-    """What the table does not know: new gates and sinks, and the state of the balance loss."""
-    for layer in range(model.layers):
-        tensors = added(source, change) | head_counter(model)
-        for key, tensor in tensors.items():
-            yield LAYERS + key, (layer,), (model.layers,), tensor
-
-
-def head_counter(model: Architecture) -> dict[str, Tensor]:
-    """Of a layer, as megasink/layers/importance.py has it before the first step."""
-    counter = {
+def write_balance_state(writer: TorchDistWriter, model: Architecture) -> None:
+    """Write the state that megasink/layers/importance.py has before the first step."""
+    state = {
         "coefficients": torch.zeros(model.heads),
         "routed": torch.ones(model.heads, dtype=torch.bool),
         "steps": torch.zeros(1, dtype=torch.int64),
     }
-    at = "self_attention.core_attention.head_counter."
-    return {at + name: tensor for name, tensor in counter.items()}
+    for name, tensor in state.items():
+        key = f"{LAYERS}self_attention.core_attention.head_counter.{name}"
+        for layer in range(model.layers):
+            writer.write(key, tensor, (layer,), (model.layers,))
 
 
 def arguments_of(flags: list[str]) -> tuple[Namespace, dict[str, Any]]:
-    """Megatron's arguments of a model, validated, and those that were given."""
+    """Return Megatron's arguments for a model's flags: validated, and those of `SHAPE` as given."""
     from megatron.training import arguments
 
     training = ["--micro-batch-size", "1", "--lr", "1e-4", "--train-iters", "1"]
@@ -282,15 +274,15 @@ def _write_beside(
     folder: Path,
     output: Path,
 ) -> None:
-    """Tokenizer, flags.txt and, last, config.json."""
+    """Write the tokenizer, flags.txt and, last, config.json."""
     namespace, given = args
     arguments = {name: plain(value) for name, value in sorted(vars(namespace).items())}
-    # NullTokenizer adds one.
+    # NullTokenizer adds a token.
     arguments |= {"vocab_size": model.vocabulary - 1, "tokenizer_type": "NullTokenizer"}
     if source.tokenizer:
         from megasink.data.tokenizer import load_tokenizer
 
-        # As transformers loads it beside that config.json.
+        # Save it the way transformers loads it with that config.json.
         load_tokenizer(source.folder).save_pretrained(folder / "tokenizer")
         tokenizer = str(output / "tokenizer")
         arguments |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": tokenizer}

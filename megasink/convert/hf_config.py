@@ -1,4 +1,4 @@
-"""config.json <-> Architecture: the keys that the architectures of transformers share."""
+"""config.json <-> Architecture, for the keys that all architectures of transformers share."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from megasink.convert.targets.target import Config, Target
 from megasink.errors import UserError
 from megasink.json_file import read_object
 
-# Llama 3's scaling as Megatron has it; only the factor is an option
+# Llama 3's scaling in Megatron; only the factor is an option
 # (megatron/core/models/common/embeddings/rotary_pos_embedding.py:98).
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -34,15 +34,15 @@ _COMMON = {
     "tie_word_embeddings": "tied",
     "dtype": "dtype",
 }
-# What only megasink reads of a config.json: what the architecture cannot tell apart.
+# Key of a config.json that only megasink reads: what the architecture does not distinguish.
 OURS = "megasink"
 
 
 def config_of(model: Architecture, target: Target, special_tokens: Mapping[str, Any]) -> Config:
-    """config.json of an exported model.
+    """Return the config.json of an exported model.
 
     Args:
-        special_tokens: bos_token_id, eos_token_id and pad_token_id; None for those it has not.
+        special_tokens: bos_token_id, eos_token_id and pad_token_id, each an id or None.
     """
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_base}
     if model.rope_factor is not None:
@@ -64,27 +64,26 @@ def config_of(model: Architecture, target: Target, special_tokens: Mapping[str, 
 
 
 def architecture_from(config: Mapping[str, Any]) -> tuple[Architecture, Target]:
-    """What a config.json describes.
+    """Return the model that a config.json describes.
 
     Raises:
-        UserError: an architecture that has no table here, or something in it that Megatron's model
-            here cannot express.
+        UserError: the architecture has no target, or megasink's model cannot express it.
     """
     target = _target(config)
     problems = [*target.refusals(config), *_rope_problems(config, target), *_quantized(config)]
     if problems:
         raise UserError(
-            f"this {target.name} has what Megatron's model here has not: {'; '.join(problems)}"
+            f"this {target.name} has features that megasink does not support: {'; '.join(problems)}"
         )
     try:
         fields = _common(config) | target.read_config(config)
     except KeyError as error:
-        raise UserError(f"config.json of a {target.name} without {error}") from error
+        raise UserError(f"the config.json of this {target.name} has no {error}") from error
     ours = {} if target.custom_code else config.get(OURS) or {}
     fields |= {name: ours[name] for name in ("attention", "zero_centred") if name in ours}
     model = Architecture(**fields)
     if misfits := target.problems(model):
-        raise UserError(f"config.json is no {target.name} that is known here: {misfits[0]}")
+        raise UserError(f"config.json does not describe a {target.name}: {misfits[0]}")
     return model, target
 
 
@@ -93,17 +92,17 @@ def _target(config: Mapping[str, Any]) -> Target:
     if name in TARGETS:
         return TARGETS[name]
     reasons = {
-        "olmo2": "it norms the outputs of attention and FFN and not their inputs, and its qk-norm "
-        "spans all heads: Megatron's is of one head",
+        "olmo2": "it normalizes the outputs of attention and FFN, not their inputs, and its "
+        "qk-norm spans all heads, where Megatron's spans one head",
         "granite": "its multipliers (embedding, attention, residual, logits) have no counterpart",
         "llama4": "its layers without RoPE and its chunked attention have no counterpart",
     }
     why = f": {reasons[name]}" if name in reasons else ""
-    raise UserError(f"model_type {name!r} cannot be imported{why}. Known: {', '.join(TARGETS)}")
+    raise UserError(f"model_type {name!r} cannot be imported{why}. Supported: {', '.join(TARGETS)}")
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE's parameters, from the keys of transformers 5 or of those before it."""
+    """Return the RoPE parameters, from the keys of transformers 5 or of older versions."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
@@ -114,8 +113,8 @@ def _rope_problems(config: Mapping[str, Any], target: Target) -> list[str]:
     rope = _rope(config)
     if by_layer := [name for name, value in rope.items() if isinstance(value, dict)]:
         if target.rope_by_layer:
-            return []  # the target's own business
-        return [f"RoPE parameters by kind of layer ({', '.join(by_layer)})"]
+            return []  # the target checks them
+        return [f"RoPE parameters per layer type ({', '.join(by_layer)})"]
     kind = rope["rope_type"]
     if kind == "default":
         return []
@@ -132,11 +131,11 @@ def _quantized(config: Mapping[str, Any]) -> list[str]:
     found = config.get("quantization_config")
     if not found:
         return []
-    return [f"weights quantized by {found.get('quant_method')}: save it in bfloat16 first"]
+    return [f"weights quantized with {found.get('quant_method')}: save them in bfloat16 first"]
 
 
 def _common(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the common keys; what may be missing as transformers 4 and 5 take it."""
+    """Return the fields of the common keys, with the defaults of transformers 4 and 5."""
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     rope, vocabulary, layers = _rope(config), config["vocab_size"], config["num_hidden_layers"]
     missing = {
@@ -159,32 +158,28 @@ def _common(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def transformers_has(target: Target) -> None:
-    """Whether the installed transformers knows an architecture.
+    """Check that the installed transformers has an architecture.
 
     Raises:
         UserError: it does not.
     """
     import transformers
 
-    if target.custom_code:
-        return
-    if not hasattr(transformers, target.architecture):
+    if not target.custom_code and not hasattr(transformers, target.architecture):
         raise UserError(
             f"transformers {transformers.__version__} has no {target.architecture}: install "
-            f"transformers>={target.since}, or use --no-verify"
+            f"transformers>={target.since} or use --no-verify"
         )
 
 
 def read_config(folder: Path) -> Config:
-    """config.json of a Hugging Face folder.
+    """Read the config.json of a Hugging Face folder.
 
     Raises:
-        UserError: there is none, or it cannot be read.
+        UserError: the file does not exist or cannot be read.
     """
     path = folder / "config.json"
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; nothing is downloaded")
     try:
         return read_object(path)
     except UserError as error:
-        raise UserError(f"{path} is no configuration of a model: {error}") from error
+        raise UserError(f"{path} is not a model configuration: {error}") from error

@@ -1,13 +1,12 @@
-"""Weights of Megatron's old format under the keys and in the shapes of torch_dist checkpoints.
+"""Weights of Megatron's legacy format under the keys and in the shapes of torch_dist checkpoints.
 
-A rank's file names modules: layers count from its stage's first, experts from its own first, and
-tensor-parallel layers hold a share of the rows or columns.
+The file of a rank numbers layers from the first of its stage and experts from its own first, and
+holds a share of the rows or columns of tensor-parallel layers.
 """
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,31 +20,35 @@ from megasink.gate_options import is_megatrons_output_gate
 
 Ranks = dict[tuple[int, int, int], RankFile]
 
-# Which axis tensor parallelism cuts; what is not here is whole on every rank.
+# The axis that tensor parallelism shards; everything else is whole on every rank.
 _CUT_ROWS = ("linear_qkv", "linear_fc1", "linear_gate", "word_embeddings", "output_layer")
 _CUT_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)")
+_DENSE_FFN = f"{LAYERS}mlp.linear_fc1."
 _BALANCE_STATE = ".head_counter."
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A tensor of a rank, and where it goes: `index` by layer and expert, `rank` of `ranks`."""
+    """A tensor of a rank: its key, layer and expert, and offsets in a weight of `shape`."""
 
     key: str
     index: tuple[int, ...]
-    rank: int
-    ranks: int
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
     tensor: StoredTensor
+
+    def find(self) -> StoredTensor:
+        return self.tensor
 
 
 def legacy_weights(folder: Path) -> dict[str, Weight]:
-    """{key: weight} of every weight in a folder iter_NNNNNNN.
+    """Return {key: weight} for all weights in a folder iter_NNNNNNN.
 
     Raises:
-        UserError: it is not whole, broken, not to be trusted, or of a layout that is not known.
+        UserError: the checkpoint is incomplete, corrupt, untrusted, or of an unsupported layout.
     """
     ranks = read_ranks(folder)
     arguments = next(iter(ranks.values())).arguments
@@ -53,34 +56,38 @@ def legacy_weights(folder: Path) -> dict[str, Weight]:
     found: dict[str, list[_Piece]] = {}
     for piece in _pieces(ranks, arguments):
         found.setdefault(piece.key, []).append(piece)
-    return {key: _weight(pieces, _glu(key)) for key, pieces in found.items()}
+    return {key: _weight(pieces) for key, pieces in found.items()}
+
+
+def _tensor_ranks(arguments: dict[str, Any]) -> tuple[int, int]:
+    """Return the tensor-parallel sizes of the model and of its experts."""
+    tp = int(arguments.get("tensor_model_parallel_size") or 1)
+    return tp, int(arguments.get("expert_tensor_parallel_size") or tp)
 
 
 def _refuse(folder: Path, arguments: dict[str, Any]) -> None:
-    """Layouts whose pieces are not told apart here."""
-    tp = int(arguments.get("tensor_model_parallel_size") or 1)
-    etp = int(arguments.get("expert_tensor_parallel_size") or tp)
-    groups = _groups(arguments)
+    """Refuse layouts whose pieces cannot be told apart here."""
+    (tp, etp), groups = _tensor_ranks(arguments), _groups(arguments)
     why = None
     if groups < tp:
-        why = f"{groups} key/value groups over TP={tp}, where ranks share them"
+        why = f"{groups} key/value groups over TP={tp}, which ranks share"
     elif arguments.get("num_experts") and etp not in (1, tp):
         why = f"--expert-tensor-parallel-size {etp} with TP={tp}"
     if why:
         raise UserError(
-            f"{folder} is in Megatron's old format with {why}: load it with Megatron and save it "
+            f"{folder} has Megatron's legacy format with {why}: load it with Megatron and save it "
             "with --ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
         )
 
 
 def _pieces(ranks: Ranks, arguments: dict[str, Any]) -> Iterator[_Piece]:
-    """Every part of every weight, once."""
-    tp = int(arguments.get("tensor_model_parallel_size") or 1)
+    """Yield every part of every weight once."""
+    tp, etp = _tensor_ranks(arguments)
     ep = int(arguments.get("expert_model_parallel_size") or 1)
-    etp = int(arguments.get("expert_tensor_parallel_size") or tp)
     local_experts = int(arguments.get("num_experts") or 0) // ep
     first_layers = _first_layers(ranks)
     tied = not arguments.get("untie_embeddings_and_output_weights")
+    width = int(arguments.get("ffn_hidden_size") or 0)
     seen = set()
     for (tensor_rank, stage, expert_rank), file in sorted(ranks.items()):
         for chunk, tensors in enumerate(file.chunks):
@@ -88,20 +95,22 @@ def _pieces(ranks: Ranks, arguments: dict[str, Any]) -> Iterator[_Piece]:
                 if _BALANCE_STATE in name or (tied and name.startswith("output_layer.")):
                     continue
                 key, index, expert = _key(name, first_layers[stage, chunk])
-                rank, count = tensor_rank, tp
+                share = (tensor_rank, tp)
                 if expert is not None:
                     index = (*index, expert_rank * local_experts + expert)
-                    rank, count = (tensor_rank, tp) if etp > 1 else (0, 1)
+                    share = share if etp > 1 else (0, 1)
                 for part, rows in _split_gate(key, tensor, arguments, tp):
-                    share = (rank, count) if _cut_axis(part) is not None else (0, 1)
-                    if (part, index, *share) in seen:
-                        continue  # another rank's copy
-                    seen.add((part, index, *share))
-                    yield _Piece(part, index, *share, rows)
+                    plain = part.startswith(_DENSE_FFN) and rows.shape[0] * share[1] == width
+                    halved = ".linear_fc1." in part and not plain and share[1] > 1
+                    for piece in _placed(part, index, rows, *share, halved=halved):
+                        place = (part, index, piece.offsets)
+                        if place not in seen:  # otherwise a copy on another rank
+                            seen.add(place)
+                            yield piece
 
 
 def _first_layers(ranks: Ranks) -> dict[tuple[int, int], int]:
-    """{(stage, chunk): the model's number of its first layer}."""
+    """Return {(stage, chunk): index in the model of its first layer}."""
     files = {stage: file for (_, stage, _), file in sorted(ranks.items(), reverse=True)}
     found, first = {}, 0
     for chunk in range(max(len(file.chunks) for file in files.values())):
@@ -113,7 +122,7 @@ def _first_layers(ranks: Ranks) -> dict[tuple[int, int], int]:
 
 
 def _key(name: str, first_layer: int) -> tuple[str, tuple[int, ...], int | None]:
-    """The key, the layer, and the rank's number of the expert."""
+    """Return the key, the layer if any, and the number of the expert on its rank if any."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return name, (), None
@@ -131,8 +140,8 @@ def _key(name: str, first_layer: int) -> tuple[str, tuple[int, ...], int | None]
 def _split_gate(
     key: str, tensor: StoredTensor, arguments: dict[str, Any], tp: int
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """A rank's linear_qkv ends with the rows of its gate, which have a key of their own."""
-    if ".linear_qkv." not in key or key.endswith("layer_norm_weight"):
+    """Split the gate rows, which have their own key, from the end of a rank's linear_qkv."""
+    if ".linear_qkv." not in key or "layer_norm_" in key:
         yield key, tensor
         return
     heads, groups = int(arguments["num_attention_heads"]), _groups(arguments)
@@ -151,49 +160,40 @@ def _groups(arguments: dict[str, Any]) -> int:
 
 
 def _cut_axis(key: str) -> int | None:
-    if key.endswith("layer_norm_weight"):
+    if "layer_norm_" in key:
         return None
     if key.endswith("softmax_offset") or any(name in key for name in _CUT_ROWS):
         return 0
     return 1 if key.endswith(_CUT_COLUMNS) else None
 
 
-def _glu(key: str) -> bool:
-    """Whether a rank's rows are [its gate rows; its up rows]."""
-    return ".linear_fc1." in key and _cut_axis(key) == 0
+def _placed(
+    key: str, index: tuple[int, ...], tensor: StoredTensor, rank: int, ranks: int, *, halved: bool
+) -> Iterator[_Piece]:
+    """Yield the share of one of `ranks` ranks: one piece, or if halved its gate and up rows."""
+    axis, shape = _cut_axis(key), list(tensor.shape)
+    if axis is None:
+        yield _Piece(key, index, (0,) * len(shape), tensor.shape, tensor)
+        return
+    shape[axis] *= ranks
+    pieces = [(tensor, rank * tensor.shape[axis])]
+    if halved:
+        half = tensor.shape[0] // 2
+        pieces = [
+            (tensor.rows(0, half), rank * half),
+            (tensor.rows(half, half), shape[0] // 2 + rank * half),
+        ]
+    for part, start in pieces:
+        offsets = tuple(start if a == axis else 0 for a in range(len(shape)))
+        yield _Piece(key, index, offsets, tuple(shape), part)
 
 
-def _weight(pieces: list[_Piece], glu: bool) -> Weight:
-    """A weight from its pieces, with the axes of layers and experts before its own."""
+def _weight(pieces: list[_Piece]) -> Weight:
+    """Assemble a weight, with the axes of layers and experts before its own."""
     first = pieces[0]
-    axis = _cut_axis(first.key)
-    shape = list(first.tensor.shape)
-    if axis is not None:
-        shape[axis] *= first.ranks
     leading = tuple(1 + max(p.index[n] for p in pieces) for n in range(len(first.index)))
-    parts = []
-    for piece in pieces:
-        ones = (1,) * len(piece.index)
-        for tensor, start in _halves(piece, shape[0]) if glu else [(piece.tensor, None)]:
-            offsets = [0] * len(shape)
-            if axis is not None:
-                offsets[axis] = piece.rank * tensor.shape[axis] if start is None else start
-            where = (*piece.index, *offsets)
-            parts.append(Part(where, (*ones, *tensor.shape), partial(_itself, tensor)))
-    return Weight((*leading, *shape), first.tensor.dtype, parts)
-
-
-def _halves(piece: _Piece, rows: int) -> list[tuple[StoredTensor, int | None]]:
-    """A rank's gate rows and up rows, and where they begin among all rows."""
-    if piece.ranks == 1:
-        return [(piece.tensor, 0)]
-    half = piece.tensor.shape[0] // 2
-    begin = piece.rank * half
-    return [
-        (piece.tensor.rows(0, half), begin),
-        (piece.tensor.rows(half, half), rows // 2 + begin),
+    parts = [
+        Part((*p.index, *p.offsets), (*(1 for _ in p.index), *p.tensor.shape), p.find)
+        for p in pieces
     ]
-
-
-def _itself(tensor: StoredTensor) -> StoredTensor:
-    return tensor
+    return Weight((*leading, *first.shape), first.tensor.dtype, parts)

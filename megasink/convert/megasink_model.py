@@ -1,6 +1,6 @@
-"""What megasink's own modelling file has and no architecture of transformers does.
+"""Options that only megasink's own modeling files support, and no architecture of transformers.
 
-The files beside the weights of such a model are megasink/convert/modeling/*_megasink.py.
+Such a model is exported with the files megasink/convert/modeling/*_megasink.py.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from megasink.config import (
     GatePosition,
     OutputNorm,
 )
+from megasink.flags import flag_of
 from megasink.variants import foreign_options, variant
 
 FILES = tuple(sorted((Path(__file__).parent / "modeling").glob("*_megasink.py")))
@@ -27,7 +28,7 @@ AUTO_MAP = {
     "AutoModel": "modeling_megasink.MegasinkModel",
     "AutoModelForCausalLM": "modeling_megasink.MegasinkForCausalLM",
 }
-# The values that the modelling file has, of options with more.
+# The supported values, of options that have others as well.
 CHOICES: dict[str, tuple[Any, ...]] = {
     "gate_position": get_args(GatePosition),
     "gate_operation": get_args(GateOperation),
@@ -45,7 +46,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 class MegasinkOptions:
     """Options of a run, by name; the defaults are what every architecture of transformers has.
 
-    `gated_unit` alone is no option: False where --ffn-activation is relu, gelu or silu.
+    Only `gated_unit` is not an option: it is False if --ffn-activation is relu, gelu or silu.
     """
 
     gate_position: str = "sdpa"
@@ -73,61 +74,63 @@ class MegasinkOptions:
 
     @property
     def learned_positions(self) -> bool:
-        """Whether positions have a learned embedding."""
+        """Whether there is a learned position embedding."""
         learned = self.position_embedding_type == "learned_absolute"
         return learned and not self.sinusoidal_position_embedding
 
     def said(self) -> dict[str, Any]:
-        """The options that are not at their defaults."""
-        fields = dataclasses.fields(self)
-        values = {field.name: getattr(self, field.name) for field in fields}
-        return {f.name: values[f.name] for f in fields if values[f.name] != f.default}
+        """Return the options that differ from their defaults."""
+        values = dataclasses.asdict(self)
+        return {
+            field.name: values[field.name]
+            for field in dataclasses.fields(self)
+            if values[field.name] != field.default
+        }
 
     def flags(self) -> list[str]:
-        """Those options as megasink train takes them, without the FFN's."""
-        found = []
-        for name, value in self.said().items():
-            if name != "gated_unit":
-                flag = f"--{name.replace('_', '-')}"
-                found.append(flag if value is True else f"{flag} {value}")
-        return found
+        """Return those options as flags of megasink train, except `gated_unit`."""
+        return [
+            flag_of(name) if value is True else f"{flag_of(name)} {value}"
+            for name, value in self.said().items()
+            if name != "gated_unit"
+        ]
 
 
 NAMES = frozenset(field.name for field in dataclasses.fields(MegasinkOptions))
 
 
 def options_from(given: Mapping[str, Any], *, gated_unit: bool = True) -> MegasinkOptions:
-    """The options that a run's arguments, or a config.json, say.
+    """Read the options from a run's arguments or a config.json.
 
-    Options that belong to some variants, and those of buckets, count where there are those alone.
+    Options of other variants are ignored, and those of buckets if there are none.
 
     Raises:
-        UserError: an attention variant that is not registered.
+        UserError: the attention variant is not registered.
     """
     foreign = foreign_options(variant(given.get("attention_variant", "vanilla")))
     has_buckets = given.get("attention_bias_type", "none") in ("t5", "bucket")
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(MegasinkOptions):
-        unused = field.name in foreign
-        unused |= field.name.startswith("relative_") and not has_buckets
-        values[field.name] = field.default if unused else given.get(field.name, field.default)
+    values = {
+        name: given[name]
+        for name in NAMES & given.keys() - foreign
+        if has_buckets or not name.startswith("relative_")
+    }
     return MegasinkOptions(**values | {"gated_unit": gated_unit})
 
 
 def unknown_values(options: MegasinkOptions) -> list[str]:
-    """Options with a value that the modelling file has not."""
+    """Return the options whose value the modeling files do not support."""
     said = options.said()
     return [
-        f"--{name.replace('_', '-')} {said[name]}"
+        f"{flag_of(name)} {said[name]}"
         for name, known in CHOICES.items()
         if name in said and said[name] not in known
     ]
 
 
 def model_class(folder: Path) -> Any:
-    """The class of transformers that loads a Hugging Face folder without running code from it.
+    """Return the class that loads a Hugging Face folder without running code from it.
 
-    megasink's own is taken from the package, whatever file lies in the folder.
+    megasink's own class is the package's, whatever files are in the folder.
     """
     import transformers
 
@@ -140,7 +143,7 @@ def model_class(folder: Path) -> Any:
 
 
 def changed_files(folder: Path) -> list[str]:
-    """The modelling files that are not in a folder to the byte as in the package."""
+    """Return the modeling files that are missing in a folder or differ from the package's."""
     return [
         path.name
         for path in FILES

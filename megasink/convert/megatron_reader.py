@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, a layer and an expert at a time, whatever its layout was."""
+"""Read a checkpoint of any parallel layout, one layer and expert at a time."""
 
 import math
 from pathlib import Path
@@ -15,35 +15,31 @@ from megasink.errors import UserError
 
 
 class MegatronCheckpoint:
-    """The weights in a folder iter_NNNNNNN, of the torch_dist format or the old one.
+    """The weights in a folder iter_NNNNNNN of the torch_dist or the legacy format.
 
     Attributes:
-        folder: of the checkpoint.
-        shapes: {key: shape} of every weight, the axes of layers and experts included.
+        folder: the checkpoint.
+        shapes: {key: shape} of all weights, including the axes of layers and experts.
 
     Raises:
-        UserError: it is of another format, damaged, or not to be trusted.
+        UserError: the checkpoint is damaged, untrusted, or of another format.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
         self._weights = legacy_weights(folder) if is_legacy(folder) else torch_dist_weights(folder)
-        self._name_norm_before_experts()
+        if f"{LAYERS}mlp.linear_fc1.weight" not in self._weights:
+            # The norm before experts has one or the other name, or both in an imported run.
+            norm = self._weights.pop(NORM_OF_LOCAL_SPEC, None)
+            if norm is not None:
+                self._weights.setdefault(NORM_BEFORE_EXPERTS, norm)
         self.shapes = {key: weight.shape for key, weight in self._weights.items()}
 
-    def _name_norm_before_experts(self) -> None:
-        """One name for it, whatever the spec of the run was; an imported run has it under both."""
-        if f"{LAYERS}mlp.linear_fc1.weight" in self._weights:
-            return
-        norm = self._weights.pop(NORM_OF_LOCAL_SPEC, None)
-        if norm is not None:
-            self._weights.setdefault(NORM_BEFORE_EXPERTS, norm)
-
     def meta(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
-        """An empty tensor of the shape and dtype of `read`.
+        """Return a meta tensor of the shape and dtype of `read`.
 
         Raises:
-            UserError: there is no such weight.
+            UserError: the checkpoint has no such weight.
         """
         if key not in self._weights:
             raise UserError(f"{self.folder} has no {key}")
@@ -51,36 +47,35 @@ class MegatronCheckpoint:
         return torch.empty(weight.shape[len(index) :], dtype=weight.dtype, device="meta")
 
     def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
-        """One weight, or a part of it by leading indices (layer, or layer and expert).
+        """Read a weight, or its part at the leading indices (layer, or layer and expert).
 
         Raises:
-            UserError: the bytes are not there or broken.
+            UserError: the data is missing or corrupt.
         """
         whole = torch.empty_like(self.meta(key, index), device="cpu")
         skipped, covered = len(index), 0
         for part in self._weights[key].parts:
             if not _holds(part, index):
                 continue
-            target = whole
-            for axis, (offset, size) in enumerate(
-                zip(part.offsets[skipped:], part.sizes[skipped:], strict=True)
-            ):
-                target = target.narrow(axis, offset, size)
+            box = zip(part.offsets[skipped:], part.sizes[skipped:], strict=True)
+            target = whole[tuple(slice(offset, offset + size) for offset, size in box)]
             at = tuple(i - offset for i, offset in zip(index, part.offsets, strict=False))
             self._read_part(key, part, at, target)
             covered += target.numel()
         if covered != whole.numel():
-            raise UserError(f"{self.folder}: {key} is not whole: {covered} of {whole.numel()}")
+            raise UserError(
+                f"{self.folder}: {key} is incomplete: {covered} of {whole.numel()} values"
+            )
         return whole
 
     def _read_part(self, key: str, part: Part, at: tuple[int, ...], target: Tensor) -> None:
         try:
             stored = part.find()
             if torch.Size(stored.shape).numel() != math.prod(part.sizes):
-                raise ValueError(f"it is {list(stored.shape)}, not {list(part.sizes)}")
-            # A tensor of one layer may be stored without an axis of layers.
+                raise ValueError(f"its shape is {list(stored.shape)}, not {list(part.sizes)}")
+            # A single layer may be stored without the axis of layers.
             stored.read_into(at[len(part.sizes) - len(stored.shape) :], target)
-        except Exception as error:  # broken bytes raise anything
+        except Exception as error:  # corrupt data raises anything
             raise UserError(f"{self.folder} cannot be read ({key}): {error}") from error
 
 

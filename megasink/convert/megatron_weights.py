@@ -1,4 +1,4 @@
-"""The weights of Megatron's model, by key of a torch_dist checkpoint, from its architecture."""
+"""The keys and shapes of a model's weights in a torch_dist checkpoint, from its architecture."""
 
 from megasink.convert.architecture import Architecture
 from megasink.convert.table import LAYERS
@@ -8,10 +8,7 @@ Shape = tuple[int, ...]
 
 
 def weight_shapes(model: Architecture) -> dict[str, Shape]:
-    """{key: shape}; those of a layer, or of an expert in it, without the axes of layers, experts.
-
-    Shapes as in `megasink.convert.transforms`.
-    """
+    """Return {key: shape} of all weights, without the leading axes of layers and experts."""
     hidden, head_dim, heads = model.hidden, model.head_dim, model.heads
     gates = heads if model.megatrons_gate else 0
     mixed = (heads + gates + 2 * model.groups) * head_dim
@@ -24,7 +21,13 @@ def weight_shapes(model: Architecture) -> dict[str, Shape]:
         attention["linear_qkv.bias"] = (mixed,)
     if model.bias:
         attention["linear_proj.bias"] = (hidden,)
-    attention |= _gate(model) | _core_attention(model)
+    attention |= _gate(model)
+    if model.options.attention_bias_type == "t5":
+        buckets = model.options.relative_attention_num_buckets
+        attention["core_attention.relative_bias.weight"] = (buckets, heads)
+    options = model.gate_options()
+    for parameter in model.variant.parameters:
+        attention[f"core_attention.{parameter.name}"] = parameter.shape(options)
     layer = {f"self_attention.{key}": shape for key, shape in attention.items()}
     layer |= _ffn(model) | _norms(model)
     shapes: dict[str, Shape] = {"embedding.word_embeddings.weight": (model.padded, hidden)}
@@ -44,7 +47,7 @@ def _norm(model: Architecture, prefix: str, size: int) -> dict[str, Shape]:
 
 
 def _norms(model: Architecture) -> dict[str, Shape]:
-    """Of a layer."""
+    """Return the norms of a layer."""
     found: dict[str, Shape] = {}
     if not model.options.post_norm:
         before_ffn = "pre_mlp_layernorm." if model.experts else "mlp.linear_fc1.layer_norm_"
@@ -60,7 +63,7 @@ def _norms(model: Architecture) -> dict[str, Shape]:
 
 
 def _gate(model: Architecture) -> dict[str, Shape]:
-    """The explicit gate, where its rows are not in linear_qkv, and the norm of the SDPA output."""
+    """Return the explicit gate, unless its rows are in linear_qkv, and the SDPA output norm."""
     found: dict[str, Shape] = {}
     if model.options.sdpa_output_norm == "rmsnorm":
         found["output_norm.weight"] = (model.heads * model.head_dim,)
@@ -75,23 +78,12 @@ def _gate(model: Architecture) -> dict[str, Shape]:
     return found
 
 
-def _core_attention(model: Architecture) -> dict[str, Shape]:
-    """The parameters of its variant, and T5's biases of positions."""
-    found: dict[str, Shape] = {}
-    if model.options.attention_bias_type == "t5":
-        buckets = model.options.relative_attention_num_buckets
-        found["core_attention.relative_bias.weight"] = (buckets, model.heads)
-    options = model.gate_options()
-    for parameter in model.variant.parameters:
-        found[f"core_attention.{parameter.name}"] = parameter.shape(options)
-    return found
-
-
 def _ffn(model: Architecture) -> dict[str, Shape]:
     hidden, width = model.hidden, model.ffn
+    found: dict[str, Shape]
     if not model.experts:
         rows = 2 * width if model.options.gated_unit else width
-        found: dict[str, Shape] = {
+        found = {
             "mlp.linear_fc1.weight": (rows, hidden),
             "mlp.linear_fc2.weight": (hidden, width),
         }
@@ -111,5 +103,5 @@ def _ffn(model: Architecture) -> dict[str, Shape]:
 
 
 def leading_axes(key: str) -> int:
-    """How many axes a checkpoint has before those of `weight_shapes`: of layers, of experts."""
+    """Return the number of axes (layers, experts) before those of `weight_shapes`."""
     return key.startswith(LAYERS) + (".experts.experts." in key)

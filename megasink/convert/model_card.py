@@ -1,4 +1,4 @@
-"""README.md of an exported model: how it was trained, and on what papers it rests."""
+"""The README.md of an exported model: how it was trained, and which papers to cite."""
 
 import json
 from pathlib import Path
@@ -19,26 +19,26 @@ _OF_GATES = (
 )
 _OWN_CODE = """
 
-No architecture of transformers is this model: loading it needs `trust_remote_code=True`, which runs
-the files `*_megasink.py` of this folder. They import torch and transformers alone, read no
-file and open no connection."""
+No architecture of transformers supports this model: loading it requires `trust_remote_code=True`,
+which runs the files `*_megasink.py` in this folder. They import only torch and transformers, read
+no files and open no connections."""
 
-# Of metrics.jsonl.
-_SHOWN = (
-    "lm_loss",
-    "validation_lm_loss",
-    "validation_bits_per_byte",
-    "test_lm_loss",
-    "test_bits_per_byte",
-    "imbalance",
-    "tokens",
-)
+# {key of metrics.jsonl: row}
+_SHOWN = {
+    "tokens": "training tokens",
+    "lm_loss": "training loss",
+    "valid_lm_loss": "validation loss",
+    "valid_bits_per_byte": "validation bits per byte",
+    "test_lm_loss": "test loss",
+    "test_bits_per_byte": "test bits per byte",
+    "imbalance": "head imbalance",
+}
 
 
 def model_card(
     model: Architecture, target: Target, saved: dict[str, Any], found: Checkpoint
 ) -> str:
-    """Markdown with the front matter that the hub reads."""
+    """Return Markdown with the front matter that the Hugging Face Hub reads."""
     rows = [
         ("attention", model.attention),
         ("layers", model.layers),
@@ -48,11 +48,14 @@ def model_card(
             f"{model.heads}, {model.groups}, {model.head_dim}",
         ),
         ("FFN width", model.ffn),
-        ("experts, chosen", f"{model.experts}, {model.topk}" if model.experts else "none"),
-        ("tokens", model.vocabulary),
-        ("positions", model.positions),
-        ("data type", model.dtype),
-        ("steps", found.iteration),
+        (
+            "experts, active per token",
+            f"{model.experts}, {model.topk}" if model.experts else "none",
+        ),
+        ("vocabulary size", model.vocabulary),
+        ("maximum positions", model.positions),
+        ("dtype", model.dtype),
+        ("training steps", found.iteration),
         ("global batch size, sequence length", _both(saved, "global_batch_size", "seq_length")),
         ("learning rate", saved.get("lr")),
         (
@@ -76,8 +79,8 @@ tags:
 
 # {target.architecture}
 
-Trained with Megatron-Core and megasink {megasink.__version__}, and converted from its checkpoint.
-Needs transformers {target.since} or later.{_OWN_CODE if target.custom_code else ""}
+Trained with Megatron-Core and converted with megasink {megasink.__version__}.
+Requires transformers {target.since} or later.{_OWN_CODE if target.custom_code else ""}
 
 | | |
 |---|---|
@@ -97,12 +100,12 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 
 
 def _both(saved: dict[str, Any], first: str, second: str) -> str | None:
-    """Two of the run's arguments, where the first one is set."""
+    """Return two of the run's arguments if the first one is set."""
     return f"{saved[first]}, {saved.get(second)}" if saved.get(first) else None
 
 
 def _metrics(found: Checkpoint) -> list[tuple[str, Any]]:
-    """The last numbers of metrics.jsonl up to the exported step."""
+    """Return the last values in metrics.jsonl up to the exported step."""
     path = Path(found.config).parent / "metrics.jsonl"
     last: dict[str, Any] = {}
     try:
@@ -113,7 +116,7 @@ def _metrics(found: Checkpoint) -> list[tuple[str, Any]]:
         try:
             entry = json.loads(line)
         except ValueError:
-            continue  # the line that a kill cut
+            continue  # a line cut off by a kill
         if entry.get("iteration", 0) <= found.iteration:
             last |= {k: v for k, v in entry.items() if k in _SHOWN and isinstance(v, int | float)}
-    return [(name.replace("_", " "), f"{value:,.6g}") for name, value in sorted(last.items())]
+    return [(title, f"{last[key]:,.6g}") for key, title in _SHOWN.items() if key in last]

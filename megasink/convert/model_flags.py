@@ -1,20 +1,22 @@
-"""Architecture -> the flags with which ``megasink train`` builds that model."""
+"""Architecture -> the flags with which ``megasink train`` builds the model."""
 
 import dataclasses
 
 from megasink.convert.architecture import Architecture
 from megasink.convert.targets.target import window_of
+from megasink.flags import flag_of
 
-_UNITS = {"silu": ["--swiglu"], "gelu": ["--ffn-activation", "geglu"]}
-_UNITS["relu"] = ["--ffn-activation", "reglu"]
-_UNITS["gpt-oss"] = [
-    *("--quick-geglu", "--glu-linear-offset", "1.0"),
-    *("--activation-func-clamp-value", "7.0"),
-]
+_UNITS = {
+    "silu": "--swiglu",
+    "gelu": "--ffn-activation geglu",
+    "relu": "--ffn-activation reglu",
+    "gpt-oss": "--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0",
+}
 
 
 def model_flags(model: Architecture) -> list[str]:
-    """Megatron's and our flags of a model, without those of data, optimizer and layout."""
+    """Return Megatron's and megasink's flags of a model, without data, optimizer and layout."""
+    plain_ffn = f"--ffn-activation {model.activation}"
     flags = [
         *("--num-layers", model.layers),
         *("--hidden-size", model.hidden),
@@ -28,13 +30,13 @@ def model_flags(model: Architecture) -> list[str]:
         *("--position-embedding-type", model.options.position_embedding_type),
         *("--rotary-base", _number(model.rope_base)),
         *("--init-method-std", model.init_std),
-        *(_UNITS[model.activation] if model.options.gated_unit else _plain_ffn(model)),
+        *(_UNITS[model.activation] if model.options.gated_unit else plain_ffn).split(),
         *("--attention-variant", model.variant.name),
     ]
     if model.groups != model.heads:
         flags += ["--group-query-attention", "--num-query-groups", model.groups]
     if (export := model.variant.export) and export.kind_option:
-        flags += [f"--{export.kind_option.replace('_', '-')}", model.attention]
+        flags += [flag_of(export.kind_option), model.attention]
     if not model.bias:
         flags.append("--disable-bias-linear")
     if model.qkv_bias and not model.bias:
@@ -57,12 +59,8 @@ def model_flags(model: Architecture) -> list[str]:
     return [str(flag) for flag in flags]
 
 
-def _plain_ffn(model: Architecture) -> list[str]:
-    return ["--ffn-activation", model.activation]
-
-
 def _number(value: float) -> str:
-    """Without a fraction of zeros: --rotary-base is an integer."""
+    """Format without ".0": --rotary-base is an integer."""
     return str(int(value)) if value == int(value) else str(value)
 
 

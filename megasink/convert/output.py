@@ -1,4 +1,4 @@
-"""The folder that a conversion writes: there whole or not at all."""
+"""The output folder of a conversion: complete or absent."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ from megasink.errors import UserError
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """As `megasink.atomic.atomic_folder`, of a folder that is not there yet, or empty.
+    """Like `megasink.atomic.atomic_folder`, for a folder that is missing or empty.
 
     Raises:
-        UserError: `path` holds something already, or cannot be written.
+        UserError: `path` is not empty, or cannot be written.
     """
     path = path.absolute()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UserError(f"{path} exists and is not empty: choose another folder, or remove it")
+        raise UserError(f"{path} exists and is not empty: choose another folder or remove it")
     try:
         with atomic_folder(path) as partial:
             yield partial

@@ -1,8 +1,7 @@
-"""Sink logits for a model that had none: each head's sink draws a chosen weight on average.
+"""Set the sink logits of a model that had no sinks, to a chosen mean attention weight per head.
 
-A sink draws sigmoid(s_h - LSE) of a query's attention, so s_h is found from the log-sum-exp of the
-scores of real text. The model computes something else afterwards; by how much its loss grows is
-measured and said.
+A sink draws sigmoid(s_h - LSE) of a query's attention, so s_h follows from the log-sum-exp of the
+scores on real text. This changes what the model computes; the change of its loss is reported.
 
 Shapes: L layers, H heads, B texts, S tokens, V vocabulary.
 """
@@ -21,14 +20,14 @@ from megasink.checkpoint.torch_metadata import read_metadata
 from megasink.convert.architecture import Architecture
 from megasink.convert.attention_change import SOFTMAX_OFFSET
 from megasink.convert.table import LAYERS
-from megasink.convert.verify import sample_tokens
+from megasink.convert.verify import megatron_logits, sample_tokens
 from megasink.printable import say as say_printable
 
 _BISECTIONS = 60
 
 
 def sink_logits(lse_HN: Tensor, weight: float) -> Tensor:
-    """s_h with mean over N of sigmoid(s_h - LSE) equal to a weight, by bisection.
+    """Find s_h such that the mean over N of sigmoid(s_h - LSE) is `weight`, by bisection.
 
     Args:
         lse_HN: log-sum-exp of the scores of each head, float32.
@@ -56,18 +55,17 @@ def set_sinks(
     tokenizer: Any,
     say: Callable[[str], None] = say_printable,
 ) -> tuple[float, float]:
-    """Write the sink logits into a checkpoint whose sinks draw nothing, layer by layer.
+    """Write the sink logits into a checkpoint whose sinks draw nothing, from the first layer up.
 
-    A layer's scores depend on the sinks of the layers below it, so those are set first.
+    The scores of a layer depend on the sinks of the layers before it.
 
     Returns:
-        the loss per token in nats before and after.
-
+        the loss per token in nats, before and after.
     """
     from megasink.checkpoint.load import load_without_tokenizer
 
     loaded, _ = load_without_tokenizer(found, torch.float32, model.vocabulary)
-    tokens_BS = sample_tokens(model, tokenizer).to(next(loaded.parameters()).device)
+    tokens_BS = sample_tokens(model, tokenizer)
     before = _loss(loaded, tokens_BS, model.vocabulary)
 
     def set_offset(core: Any, inputs: tuple[Tensor, ...]) -> None:
@@ -83,7 +81,7 @@ def set_sinks(
     rows = [core.softmax_offset.cpu() for core in cores]
     _rewrite(found, torch.stack(rows))
     say(
-        f"sinks: each draws {weight:.3g} of its head's attention on average; loss "
+        f"sinks: each draws {weight:.3g} of the attention of its head on average; loss "
         f"{before:.4f} -> {after:.4f} nats per token ({after - before:+.4f}) on "
         f"{tokens_BS.numel()} tokens"
     )
@@ -91,17 +89,13 @@ def set_sinks(
 
 
 def _loss(model: Any, tokens_BS: Tensor, vocabulary: int) -> float:
-    batch, length = tokens_BS.shape
-    positions = torch.arange(length, device=tokens_BS.device).expand(batch, -1)
-    logits_BSV = model(tokens_BS, positions, None, runtime_gather_output=True)[..., :vocabulary]
+    logits_BSV = megatron_logits(model, tokens_BS, vocabulary).cpu()
     wanted = tokens_BS[:, 1:].flatten()
-    return float(
-        torch.nn.functional.cross_entropy(logits_BSV[:, :-1].flatten(0, 1).float(), wanted)
-    )
+    return float(torch.nn.functional.cross_entropy(logits_BSV[:, :-1].flatten(0, 1), wanted))
 
 
 def _log_sum_exp(core: Any, *tensors: Tensor) -> Tensor:
-    """[H, B * S] of one layer, without the sink, from its [S, B, heads, D] query, key and value."""
+    """Return [H, B * S] of a layer, without its sink, from query, key, value [S, B, heads, D]."""
     lse_BHS = attention(
         *(x.permute(1, 2, 0, 3) for x in tensors),
         window=core.window,
@@ -112,7 +106,7 @@ def _log_sum_exp(core: Any, *tensors: Tensor) -> Tensor:
 
 
 def _rewrite(found: Checkpoint, offsets_LH: Tensor) -> None:
-    """In place: a tensor of the same shape has as many bytes."""
+    """Write the logits in place: they take as many bytes as before."""
     key = LAYERS + SOFTMAX_OFFSET
     for index, where in read_metadata(found.folder).storage_data.items():
         if index.fqn != key:
@@ -121,7 +115,7 @@ def _rewrite(found: Checkpoint, offsets_LH: Tensor) -> None:
         layer = index.offset[0]
         torch.save(offsets_LH[layer : layer + 1].clone(), content)
         if len(content.getvalue()) != where.length:
-            raise RuntimeError(f"{key} takes {where.length} bytes")
+            raise RuntimeError(f"{key} takes {where.length} bytes, not {len(content.getvalue())}")
         with (found.folder / where.relative_path).open("r+b") as file:
             file.seek(where.offset)
             file.write(content.getvalue())

@@ -1,4 +1,4 @@
-"""Of what a weight consists in a checkpoint of any format."""
+"""The parts of a stored weight, in a checkpoint of any format."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,9 +12,9 @@ class Part(NamedTuple):
     """A box of a weight.
 
     Attributes:
-        offsets, sizes: of the box, axes of layers and experts included.
-        find: where its bytes are; raises anything where they are broken. Its shape may lack
-            leading axes of size one.
+        offsets, sizes: of the box, including the axes of layers and experts.
+        find: locates the data, which may lack leading axes of size one; raises exceptions of any
+            type if the data is corrupt.
     """
 
     offsets: tuple[int, ...]
@@ -26,8 +26,8 @@ class Weight(NamedTuple):
     """A weight of the model.
 
     Attributes:
-        shape, dtype: of it, axes of layers and experts included.
-        parts: that cover it.
+        shape, dtype: of the whole weight, including the axes of layers and experts.
+        parts: boxes that cover it.
     """
 
     shape: tuple[int, ...]

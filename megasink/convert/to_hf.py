@@ -1,4 +1,4 @@
-"""A run's checkpoint -> a Hugging Face folder, tensor by tensor."""
+"""Export the checkpoint of a run as a Hugging Face folder, tensor by tensor."""
 
 import shutil
 import time
@@ -35,13 +35,13 @@ Verify = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint and what it is.
+    """A checkpoint to be exported.
 
     Attributes:
-        found: where it is.
+        found: its location.
         saved: the arguments of its run.
         model: its architecture.
-        tokenizer: of transformers; None where the run has none.
+        tokenizer: a transformers tokenizer; None if the run has none.
     """
 
     found: Checkpoint
@@ -53,18 +53,18 @@ class Source:
 def source_of(
     run: Path, iteration: int | None = None, tokenizer: str | Path | None = None
 ) -> Source:
-    """What is to be exported.
+    """Describe a checkpoint to be exported.
 
     Raises:
-        UserError: no such checkpoint or tokenizer, or a model that no target has, with everything
-            that it does and none of them has.
+        UserError: the checkpoint or tokenizer does not exist, or no target supports the model; all
+            unsupported features are listed.
     """
     found = find_checkpoint(run, iteration)
     saved = read_arguments(found.config)
     loaded = tokenizer_of(saved, tokenizer, found.config)
     model, problems = architecture_of(saved, None if loaded is None else len(loaded))
     if problems:
-        raise UserError(f"{run} cannot be a model of transformers: {'; '.join(problems)}")
+        raise UserError(f"{run} cannot be converted for transformers: {'; '.join(problems)}")
     return Source(found, saved, model, loaded)
 
 
@@ -80,14 +80,14 @@ def export(
     """Write a Hugging Face folder.
 
     Args:
-        output: must not exist, or be empty. It appears when everything is written and verified.
-        target_name: of the target; None for the first that fits.
-        shard_bytes: of a safetensors file.
-        say: takes a line for the user.
-        verify: is called with the written folder before it gets its name, and raises.
+        output: must be missing or empty; it appears when everything is written and verified.
+        target_name: name of the target; None for the first that fits.
+        shard_bytes: maximum size of a safetensors file.
+        say: prints a line for the user.
+        verify: called with the written folder before it gets its name; raises on failure.
 
     Raises:
-        UserError: anything that the user can mend; then there is no folder.
+        UserError: anything that the user can fix; no folder is left behind.
     """
     use_large_pages()
     target, why = choose(source.model, target_name)
@@ -120,7 +120,7 @@ def export(
 
 
 def _account(checkpoint: MegatronCheckpoint, table: tuple[Row, ...], model: Architecture) -> None:
-    """Every weight has a row and every row has its weights, of the model's shapes."""
+    """Check that rows and weights match one to one, with the shapes of the model."""
     known = {key for row in table for key in row.megatron}
     stored_keys = checkpoint.shapes.keys()
     found = [f"{key} is missing" for key in sorted(known - stored_keys)]
@@ -131,15 +131,16 @@ def _account(checkpoint: MegatronCheckpoint, table: tuple[Row, ...], model: Arch
         if stored != (*axes, *shape):
             found.append(f"{key} is {list(stored)}, not {[*axes, *shape]}")
     refuse(
-        f"{checkpoint.folder} is a checkpoint of another model than config.json describes", found
+        f"{checkpoint.folder} is a checkpoint of a different model than config.json describes",
+        found,
     )
 
 
 def converted(checkpoint: MegatronCheckpoint, step: Step) -> Iterator[Tensor]:
-    """What a step writes.
+    """Yield the output of a step.
 
     Raises:
-        UserError: it holds NaN, or cannot be read.
+        UserError: a tensor cannot be read, or holds NaN or infinity.
     """
     yield from step.row.transform.to_hf(*_read(checkpoint, step))
 
@@ -152,23 +153,23 @@ def _read(checkpoint: MegatronCheckpoint, step: Step) -> list[Tensor]:
 
 
 def refuse_nan(name: str, tensor: Tensor) -> None:
-    """Refuse a weight with NaN or infinity in it.
+    """Refuse a weight that holds NaN or infinity.
 
     Raises:
-        UserError: naming the first place.
+        UserError: names the first position.
     """
-    # One quick pass: a NaN makes both NaN, an infinity is one of them.
+    # One fast pass: with a NaN, both are NaN; an infinity is one of them.
     if not tensor.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
         return
     bad = (~torch.isfinite(tensor)).nonzero()
     raise UserError(
         f"{name} holds NaN or infinity ({len(bad)} of {tensor.numel()} values, the first at "
-        f"{bad[0].tolist()}): export a checkpoint from before it diverged"
+        f"{bad[0].tolist()}): use a checkpoint from before the run diverged"
     )
 
 
 def _write_beside(source: Source, target: Target, folder: Path) -> None:
-    """Tokenizer, model card, modelling files, generation_config.json and, last, config.json."""
+    """Write the tokenizer, model card, modeling files, and config.json last."""
     special = special_tokens(source.tokenizer)
     if source.tokenizer is not None:
         source.tokenizer.save_pretrained(folder)
@@ -181,6 +182,6 @@ def _write_beside(source: Source, target: Target, folder: Path) -> None:
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int | None]:
-    """The ids that config.json names; transformers' own defaults belong to other tokenizers."""
+    """Return the ids for config.json; the defaults of transformers belong to other tokenizers."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {name: getattr(tokenizer, name, None) for name in names}

@@ -1,7 +1,4 @@
-"""Weights of a torch_dist checkpoint, by its index: which bytes of which file hold which part.
-
-Nothing of the model is built and no process group is needed.
-"""
+"""Locate the weights of a torch_dist checkpoint by its index, without a model or process group."""
 
 from collections import defaultdict
 from functools import partial
@@ -15,16 +12,16 @@ from megasink.convert.stored_weights import Part, Weight
 from megasink.convert.table import LAYERS
 from megasink.errors import UserError
 
-# What is not the model's: states of optimizers, of the balance loss, of random numbers.
+# Entries that are not weights: states of optimizers, random numbers and the balance loss.
 _STATES = ("optimizer.", "chained_", "rng_state", "rerun_state", "common_state", "opt_param_sched")
 _HEAD_STATE = ".head_counter."
 
 
 def torch_dist_weights(folder: Path) -> dict[str, Weight]:
-    """{key: weight} of every weight in a folder iter_NNNNNNN.
+    """Return {key: weight} for all weights in a folder iter_NNNNNNN.
 
     Raises:
-        UserError: it is of another format, damaged, or not to be trusted.
+        UserError: the checkpoint is damaged, untrusted, or of another format.
     """
     if problem := damage(folder):
         raise UserError(f"{folder} is damaged: {problem}")
@@ -47,7 +44,7 @@ def torch_dist_weights(folder: Path) -> dict[str, Weight]:
 
 
 def _stack_layers(weights: dict[str, Weight]) -> None:
-    """Keys with a number for each layer (layers that differ) as one key with a leading axis."""
+    """Merge keys that contain a layer number into one key with a leading axis of layers."""
     numbered: dict[str, dict[int, str]] = defaultdict(dict)
     for key in weights:
         number, _, rest = key.removeprefix(LAYERS).partition(".")
@@ -56,7 +53,7 @@ def _stack_layers(weights: dict[str, Weight]) -> None:
     for key, of_layer in numbered.items():
         shapes = {weights[name].shape for name in of_layer.values()}
         if len(shapes) > 1 or sorted(of_layer) != list(range(len(of_layer))):
-            continue  # layers that are not alike stay as they are, and no row knows them
+            continue  # layers that differ keep their names, which no row has
         first = weights[of_layer[0]]
         parts = [
             Part((layer, *part.offsets), (1, *part.sizes), part.find)

@@ -1,11 +1,10 @@
-"""A torch_dist checkpoint written tensor by tensor, as Megatron's own save would have left it.
+"""Write a torch_dist checkpoint tensor by tensor, in the form that Megatron itself saves.
 
-The files are those of torch.distributed.checkpoint: each tensor (one layer of it, one expert of it)
-is a ``torch.save`` at some offset of a .distcp file, and ``.metadata`` says which part of which
-tensor it is. Any layout loads it.
+The files are those of torch.distributed.checkpoint: each tensor (or one layer or expert of it) is a
+``torch.save`` at some offset of a .distcp file, and ``.metadata`` maps it to its place in the whole
+tensor. Every parallel layout can load it.
 """
 
-import json
 import pickle
 from functools import partial
 from pathlib import Path
@@ -26,15 +25,16 @@ from torch.distributed.checkpoint.metadata import (
 
 from megasink.atomic import sync
 from megasink.convert.background import BackgroundWriter
+from megasink.convert.safetensors_writer import write_json
 
 _FILE_BYTES = 5 * 10**9
 
 
 class TorchDistWriter(BackgroundWriter):
-    """Writes one checkpoint folder; as a context: the end of the body ends the thread that writes.
+    """Writes a checkpoint folder. The end of the context ends the writing thread.
 
     Args:
-        folder: exists, and is empty.
+        folder: an existing empty folder.
     """
 
     def __init__(self, folder: Path):
@@ -48,17 +48,17 @@ class TorchDistWriter(BackgroundWriter):
     def write(
         self, key: str, tensor: Tensor, index: tuple[int, ...] = (), sizes: tuple[int, ...] = ()
     ) -> None:
-        """A weight, or one layer (and expert) of it.
+        """Write a weight, or one layer (and expert) of it.
 
         Args:
-            key: as Megatron names it.
-            tensor: without the axes of `index`.
-            index: which layer, or layer and expert.
-            sizes: how many there are of each.
+            key: Megatron's name.
+            tensor: the data, without the axes of `index`.
+            index: the layer, or layer and expert.
+            sizes: the number of layers, or of layers and experts.
         """
         part = tensor.contiguous().reshape((1,) * len(index) + tuple(tensor.shape))
         if part.untyped_storage().nbytes() > part.nbytes:
-            part = part.clone()  # torch.save writes the whole storage of a view
+            part = part.clone()  # torch.save writes all of a view's storage
         offset = torch.Size(index + (0,) * tensor.dim())
         if key not in self._tensors:
             self._tensors[key] = TensorStorageMetadata(
@@ -67,31 +67,30 @@ class TorchDistWriter(BackgroundWriter):
                 [],
             )
         self._tensors[key].chunks.append(ChunkStorageMetadata(offset, part.shape))
-        self._background.run(part.nbytes, partial(self._store, MetadataIndex(key, offset), part))
+        self._run(part.nbytes, partial(self._store, MetadataIndex(key, offset), part))
         self.total_bytes += part.nbytes
 
     def finish(self, common: dict[str, Any]) -> None:
-        """Write what is not a tensor, and the index.
+        """Write the index, and everything that is not a tensor.
 
         Args:
-            common: Megatron's state outside of the model: plain values.
+            common: Megatron's state outside of the model, as plain values.
         """
         key = ShardedObject("common_state", None, (1,), (0,)).unique_key
-        self._background.wait()
+        self._wait()
         self._store(MetadataIndex(key), [common])
-        self._end_file()
+        self._close_file()
         metadata = Metadata({**self._tensors, key: BytesStorageMetadata()}, None, self._storage)
         with (self._folder / ".metadata").open("wb") as file:
             pickle.dump(metadata, file)
             sync(file)
-        with (self._folder / "metadata.json").open("wb") as file:
-            content = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-            file.write(json.dumps(content).encode())
-            sync(file)
+        content = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        write_json(self._folder / "metadata.json", content)
 
     def _store(self, index: MetadataIndex, content: Any) -> None:
         if self._file is not None and self._file.tell() > _FILE_BYTES:
-            self._end_file()
+            self._close_file()
+            self._count += 1
         name = f"__0_{self._count}.distcp"
         if self._file is None:
             self._file = (self._folder / name).open("xb")
@@ -99,9 +98,4 @@ class TorchDistWriter(BackgroundWriter):
         torch.save(content, self._file)
         length = self._file.tell() - start
         self._storage[index] = _StorageInfo(name, start, length)
-        self._background.wrote(self._file, length)
-
-    def _end_file(self) -> None:
-        if self._file is not None:
-            self._close_file()
-            self._count += 1
+        self._wrote(length)

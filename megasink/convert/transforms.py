@@ -1,15 +1,14 @@
-"""How the tensors of a row of the table differ between Megatron and Hugging Face.
+"""How the tensors of a table row differ between Megatron and Hugging Face.
 
-Each transform is exact in both directions. ``to_hf`` takes the tensors that Megatron stores and
-gives those of Hugging Face; ``to_megatron`` is its inverse. They work on meta tensors too, so that
-shapes are known before a byte is read.
+Each transform is exact in both directions: ``to_hf`` takes Megatron's tensors and returns Hugging
+Face's, ``to_megatron`` is its inverse. Both also work on meta tensors, so that shapes are known
+before any data is read.
 
-Shapes: G key/value groups, Q query heads of each, H = G * Q heads, D head dim, F width of the FFN,
+Shapes: G key/value groups, Q query heads per group, H = G * Q heads, D head dim, F FFN width,
 E experts, M hidden size, V tokens. A trailing "..." is M for weights and nothing for biases.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,32 +16,24 @@ from torch import Tensor
 from megasink.errors import UserError
 
 
-class Transform(Protocol):
-    """Both directions of one row."""
-
-    def to_hf(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Megatron's tensors -> Hugging Face's."""
-
-    def to_megatron(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Hugging Face's tensors -> Megatron's."""
-
-
 @dataclass(frozen=True)
-class Same:
-    """The tensors as they are."""
+class Transform:
+    """Both directions of a row; this base class keeps the tensors as they are."""
 
     def to_hf(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Convert Megatron's tensors to Hugging Face's."""
         return tensors
 
     def to_megatron(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Convert Hugging Face's tensors to Megatron's."""
         return tensors
 
 
 @dataclass(frozen=True)
-class GroupedQKV:
-    """linear_qkv, by group [q ... | k | v] -> q_proj [H * D, ...], k_proj, v_proj [G * D, ...].
+class GroupedQKV(Transform):
+    """linear_qkv, per group [q ... | k | v] -> q_proj [H * D, ...], k_proj, v_proj [G * D, ...].
 
-    With Megatron's output gate, by group [q ... | gate ... | k | v] -> q, gate [H * D, ...], k, v.
+    With Megatron's output gate: per group [q ... | gate ... | k | v] -> q, gate [H * D, ...], k, v.
     """
 
     groups: int
@@ -62,43 +53,33 @@ class GroupedQKV:
 
 
 @dataclass(frozen=True)
-class GatedGroupedQKV:
-    """As `GroupedQKV` with a gate, for q_proj [H * 2D, ...] that is by head [q; gate].
+class GatedGroupedQKV(GroupedQKV):
+    """`GroupedQKV` with a gate, for q_proj [H * 2D, ...] laid out per head as [q; gate].
 
-    Qwen3-Next and Qwen3.5 have it so.
+    Used by Qwen3-Next and Qwen3.5.
     """
 
-    groups: int
-    queries: int
-    head_dim: int
+    gate: bool = True
 
     def to_hf(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        query, gate, key, value = self._grouped.to_hf(*tensors)
+        query, gate, key, value = super().to_hf(*tensors)
         return _interleaved(query, gate, self.head_dim), key, value
 
     def to_megatron(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         query_gate, key, value = tensors
-        return self._grouped.to_megatron(*_separated(query_gate, self.head_dim), key, value)
-
-    @property
-    def _grouped(self) -> GroupedQKV:
-        return GroupedQKV(self.groups, self.queries, self.head_dim, gate=True)
+        return super().to_megatron(*_separated(query_gate, self.head_dim), key, value)
 
 
 @dataclass(frozen=True)
-class RepeatedGateQKV:
+class RepeatedGateQKV(GroupedQKV):
     """linear_qkv and linear_gate [H, ...] -> q_proj with each gate row D times, k_proj, v_proj.
 
     An elementwise gate whose D rows are equal is a headwise gate.
     """
 
-    groups: int
-    queries: int
-    head_dim: int
-
     def to_hf(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         mixed, gate = tensors
-        query, key, value = GroupedQKV(self.groups, self.queries, self.head_dim).to_hf(mixed)
+        query, key, value = super().to_hf(mixed)
         repeated = gate.repeat_interleave(self.head_dim, dim=0)
         return _interleaved(query, repeated, self.head_dim), key, value
 
@@ -110,29 +91,28 @@ class RepeatedGateQKV:
             repeated, gate.repeat_interleave(self.head_dim, dim=0)
         ):
             raise UserError(
-                "the gate rows of a head differ from each other: it is no headwise gate; "
-                "import it with --gate-granularity elementwise"
+                "the gate rows of a head differ, so the gate is not headwise: import it with "
+                "--gate-granularity elementwise"
             )
-        plain = GroupedQKV(self.groups, self.queries, self.head_dim)
-        return *plain.to_megatron(query, key, value), gate.contiguous()
+        return *super().to_megatron(query, key, value), gate.contiguous()
 
 
 def _interleaved(query: Tensor, gate: Tensor, head_dim: int) -> Tensor:
-    """[H * D, ...] of each -> [H * 2D, ...], by head [q; gate]."""
+    """Combine two [H * D, ...] into [H * 2D, ...], per head [q; gate]."""
     by_head = [t.reshape(-1, head_dim, *t.shape[1:]) for t in (query, gate)]
     return torch.stack(by_head, dim=1).flatten(0, 2)
 
 
 def _separated(query_gate: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """The inverse of `_interleaved`."""
+    """Invert `_interleaved`."""
     by_head = query_gate.reshape(-1, 2, head_dim, *query_gate.shape[1:])
     query, gate = by_head.unbind(dim=1)
     return query.flatten(0, 1), gate.flatten(0, 1)
 
 
 @dataclass(frozen=True)
-class GateUp:
-    """linear_fc1 [2F, ...], the gate's rows first -> gate_proj and up_proj [F, ...]."""
+class GateUp(Transform):
+    """linear_fc1 [2F, ...], gate rows first -> gate_proj and up_proj [F, ...]."""
 
     def to_hf(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors[0].chunk(2, dim=0)
@@ -142,40 +122,33 @@ class GateUp:
 
 
 @dataclass(frozen=True)
-class InterleavedGateUp:
-    """linear_fc1 of experts [E, 2F, M] -> [E, M, 2F] with gate and up columns in turn (GPT-OSS)."""
+class InterleavedGateUp(Transform):
+    """linear_fc1 of experts [E, 2F, M] -> [E, M, 2F], alternating gate and up columns (GPT-OSS)."""
 
     def to_hf(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        (weight,) = tensors
-        experts, rows, hidden = weight.shape
-        in_turn = weight.reshape(experts, 2, rows // 2, hidden).transpose(1, 2)
-        return (in_turn.reshape(experts, rows, hidden).transpose(1, 2),)
+        return (tensors[0].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).transpose(1, 2),)
 
     def to_megatron(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        in_turn = tensors[0].transpose(1, 2)
-        experts, rows, hidden = in_turn.shape
-        halves = in_turn.reshape(experts, rows // 2, 2, hidden).transpose(1, 2)
-        return (halves.reshape(experts, rows, hidden),)
+        return (tensors[0].transpose(1, 2).unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2),)
 
 
 @dataclass(frozen=True)
-class Transposed:
-    """The last two axes exchanged."""
+class Transposed(Transform):
+    """Swap the last two axes."""
 
     def to_hf(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(t.transpose(-1, -2) for t in tensors)
 
-    def to_megatron(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(t.transpose(-1, -2) for t in tensors)
+    to_megatron = to_hf
 
 
 @dataclass(frozen=True)
-class Shifted:
-    """Weights of a norm: Hugging Face's are Megatron's plus `by`.
+class Shifted(Transform):
+    """Norm weights: Hugging Face's are Megatron's plus `by`.
 
-    -1 where only Hugging Face stores the weight minus one, 1 where only Megatron does
-    (``--apply-layernorm-1p``). Exact for weights between 0.5 and 2, else within one unit in the
-    last place.
+    -1 if only Hugging Face stores the weight minus one, 1 if only Megatron does
+    (``--apply-layernorm-1p``). Exact for weights between 0.5 and 2, otherwise within one unit in
+    the last place.
     """
 
     by: int
@@ -188,8 +161,8 @@ class Shifted:
 
 
 @dataclass(frozen=True)
-class PaddedRows:
-    """Rows [padded, M] -> [V, M]: those that no token has go, and come back as zeros."""
+class PaddedRows(Transform):
+    """[padded, M] -> [V, M]: drop the padding rows; they come back as zeros."""
 
     tokens: int
     padded: int
@@ -203,8 +176,8 @@ class PaddedRows:
 
 
 @dataclass(frozen=True)
-class Constant:
-    """A tensor of zeros that Hugging Face's model needs and Megatron's does not have."""
+class Constant(Transform):
+    """A tensor of zeros that Hugging Face's model requires and Megatron's does not have."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -214,5 +187,5 @@ class Constant:
 
     def to_megatron(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if any(t.device.type != "meta" and bool(t.any()) for t in tensors):
-            raise UserError("it is not zero, and Megatron's model here has no place for it")
+            raise UserError("it is not zero, and megasink's model has no place for it")
         return ()

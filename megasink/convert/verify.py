@@ -1,14 +1,15 @@
-"""Whether two sides of a conversion are the same model: logits and greedy tokens on real text.
+"""Verify that both sides of a conversion are the same model: logits and greedy tokens on text.
 
 Shapes: B texts, S tokens, V vocabulary.
 """
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -19,9 +20,9 @@ from megasink.errors import UserError
 from megasink.printable import say as say_printable
 
 TOLERANCE = 1e-4
-# The logits for which the tolerance is meant; it grows with larger ones.
+# The tolerance is for logits of this size and grows in proportion to larger ones.
 _USUAL_LOGIT = 8.0
-# Rounding in half precision may differ, but not by more than this, from side to side.
+# Maximum ratio between the rounding errors of both sides in half precision.
 _TIMES_WORSE = 4.0
 _NEW_TOKENS = 16
 _MOST_TOKENS = 256
@@ -38,13 +39,13 @@ _TEXTS = (
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two models are apart.
+    """The difference between two models.
 
     Attributes:
         logits: largest absolute difference.
-        largest: the largest absolute logit.
-        argmax: share of positions with the same most likely token.
-        generated: share of new greedy tokens that are the same; None where none were made.
+        largest: largest absolute logit.
+        argmax: fraction of positions with the same most likely token.
+        generated: fraction of generated tokens that are the same; None if none were generated.
     """
 
     logits: float
@@ -54,7 +55,7 @@ class Difference:
 
     @property
     def tolerance(self) -> float:
-        """What the logits may differ by in float32."""
+        """Maximum difference of the logits in float32."""
         return TOLERANCE * max(1.0, self.largest / _USUAL_LOGIT)
 
     def __str__(self) -> str:
@@ -76,28 +77,28 @@ def verify_logits(
 ) -> Difference:
     """Compare a Megatron checkpoint with a Hugging Face folder in stock transformers.
 
-    Once in float32, which decides, and once in the model's data type, where the folder may be at
-    most four times as far from float32 as the checkpoint is.
+    They must agree in float32; in the model's dtype, the rounding error in transformers must be at
+    most four times the one in Megatron.
 
     Args:
-        tokenizer: for real text; None for random tokens.
+        tokenizer: for real text; None to use random tokens.
 
     Returns:
         the difference in float32.
 
     Raises:
-        UserError: they are not the same model, or transformers does not load it.
+        UserError: they are not the same model, or transformers cannot load the folder.
     """
     tokens_BS = sample_tokens(model, tokenizer)
-    what = "text" if tokenizer is not None else "random tokens (there is no tokenizer)"
+    what = "text" if tokenizer is not None else "random tokens (no tokenizer)"
     ours, ours_new = _megatron(found, torch.float32, tokens_BS, model.vocabulary)
     theirs, theirs_new = _transformers(hf_folder, torch.float32, tokens_BS)
     full = difference(ours, theirs, ours_new, theirs_new)
     say(f"verified on {tokens_BS.numel()} tokens of {what}, float32: {full}")
     if not full.logits <= full.tolerance:
         raise UserError(
-            f"the conversion is not exact: {full}; allowed {full.tolerance:.2g}. Nothing was kept; "
-            "--no-verify writes it all the same"
+            f"the conversion is not exact: {full}; the limit is {full.tolerance:.2g}. Nothing was "
+            "kept; --no-verify writes the output anyway"
         )
     if model.dtype == "float32":
         return full
@@ -108,9 +109,9 @@ def verify_logits(
     error, error_hf = (float((x - ours).abs().mean()) for x in (half, half_hf))
     if error_hf > _TIMES_WORSE * error:
         raise UserError(
-            f"in {model.dtype} transformers is {error_hf:.2g} from float32 on average, Megatron "
-            f"{error:.2g}: something is rounded that should not be. --no-verify writes it all the "
-            "same"
+            f"in {model.dtype}, logits differ from float32 by {error_hf:.2g} on average in "
+            f"transformers, but by {error:.2g} in Megatron: something is rounded that should not "
+            "be. Nothing was kept; --no-verify writes the output anyway"
         )
     return full
 
@@ -118,7 +119,7 @@ def verify_logits(
 def difference(
     ours_BSV: Tensor, theirs_BSV: Tensor, ours_new: list[int], theirs_new: list[int]
 ) -> Difference:
-    """Of logits, and of greedy continuations of the first text."""
+    """Compare logits, and greedy continuations of the first text."""
     same = ours_BSV.argmax(-1) == theirs_BSV.argmax(-1)
     equal = [a == b for a, b in zip(ours_new, theirs_new, strict=False)]
     return Difference(
@@ -130,13 +131,13 @@ def difference(
 
 
 def verify_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Whether a folder's tokenizer, as transformers loads it from there, is a given one.
+    """Check that transformers loads the given tokenizer from a folder.
 
-    transformers chooses a tokenizer by the architecture beside it too: a folder of Qwen2 gets
-    Qwen2's splitting of words whatever its tokenizer.json says.
+    The architecture in config.json affects which tokenizer is loaded: in a Qwen2 folder, text is
+    split into words as in Qwen2, whatever tokenizer.json says.
 
     Raises:
-        UserError: it gives other tokens.
+        UserError: the loaded tokenizer gives other tokens.
     """
     from megasink.data.tokenizer import load_tokenizer
 
@@ -146,54 +147,26 @@ def verify_tokenizer(tokenizer: Any, folder: Path) -> None:
             text, add_special_tokens=False
         ):
             raise UserError(
-                f"beside this config.json transformers loads {type(other).__name__}, which gives "
-                f"other tokens than the tokenizer of the model ({type(tokenizer).__name__}): "
-                "choose another --target, or use --no-verify and load the tokenizer from elsewhere"
+                f"with this config.json, transformers loads {type(other).__name__}, which gives "
+                f"other tokens than the model's tokenizer ({type(tokenizer).__name__}): choose "
+                "another --target, or use --no-verify and load the tokenizer from elsewhere"
             )
 
 
-def verify_tensors(written: Iterable[tuple[str, Tensor, Tensor]], folder: Path) -> int:
-    """Compare, to the bit, everything that is in a written folder with what it was made from.
-
-    Args:
-        written: name, as it is read from there, as it was made.
-
-    Returns:
-        how many tensors.
-
-    Raises:
-        UserError: one differs.
-    """
-    count = 0
-    for name, found, wanted in written:
-        if found.dtype != wanted.dtype or not torch.equal(found, wanted):
-            raise UserError(f"{folder}: {name} is not what was written: a broken disk?")
-        count += 1
-    return count
-
-
 def fits_in_memory(parameters: int) -> bool:
-    """Whether two copies in float32, with room to compute, fit into the memory that is free."""
-    needed = 2.5 * 4 * parameters
-    return needed < _free_bytes()
-
-
-def _free_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    """Return whether two float32 copies, and room to compute, fit into the available memory."""
+    return bool(2.5 * 4 * parameters < psutil.virtual_memory().available)
 
 
 def sample_tokens(model: Architecture, tokenizer: Any) -> Tensor:
-    """[B, S] of real text where there is a tokenizer, of one length: padding is another matter.
+    """Return [B, S] tokens of real text, or random ones without a tokenizer; none are padding.
 
     Raises:
         UserError: the model has too few positions.
     """
     most = min(_MOST_TOKENS, model.positions - _NEW_TOKENS)
     if most < 2:
-        raise UserError(f"{model.positions} positions are too few to verify: use --no-verify")
+        raise UserError(f"{model.positions} positions are too few to verify with: use --no-verify")
     if tokenizer is None:
         generator = torch.Generator().manual_seed(1234)
         return torch.randint(model.vocabulary, (2, min(most, 64)), generator=generator)
@@ -211,21 +184,21 @@ def _megatron(
     from megasink.inference.sampling import Sampling
 
     model, _ = load_without_tokenizer(found, dtype, vocabulary)
-    device = next(model.parameters()).device
-    tokens = tokens_BS.to(device)
-    positions = torch.arange(tokens.shape[1], device=device).expand(len(tokens), -1)
-    logits = model(tokens, positions, None, runtime_gather_output=True)
-    made = generate(
-        model,
-        [tokens_BS[0].tolist()],
-        _NEW_TOKENS,
-        Sampling(temperature=0),
-        vocabulary=vocabulary,
-    )
+    logits = megatron_logits(model, tokens_BS, vocabulary)
+    prompts, greedy = [tokens_BS[0].tolist()], Sampling(temperature=0)
+    made = generate(model, prompts, _NEW_TOKENS, greedy, vocabulary=vocabulary)
     new = list(made.tokens[0])
     del model
     gc.collect()
-    return logits[..., :vocabulary].float().cpu(), new
+    return logits.cpu(), new
+
+
+def megatron_logits(model: Any, tokens_BS: Tensor, vocabulary: int) -> Tensor:
+    """Return the [B, S, V] logits of a Megatron model, in float32 on its device."""
+    tokens_BS = tokens_BS.to(next(model.parameters()).device)
+    positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
+    logits: Tensor = model(tokens_BS, positions_BS, None, runtime_gather_output=True)
+    return logits[..., :vocabulary].float()
 
 
 @torch.no_grad()
@@ -245,12 +218,12 @@ def _transformers(folder: Path, dtype: torch.dtype, tokens_BS: Tensor) -> tuple[
     except Exception as error:  # transformers raises nearly anything
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UserError(
-            f"transformers {transformers.__version__} does not load it: {reason}"
+            f"transformers {transformers.__version__} cannot load the model: {reason}"
         ) from error
     model, loading = loaded
     wrong = [f"{kind}: {names}" for kind, names in loading.items() if names]
     if wrong:
-        raise UserError(f"transformers loads it, but not all of it: {'; '.join(wrong)}")
+        raise UserError(f"transformers does not load all weights: {'; '.join(wrong)}")
     model.eval()
     logits = model(tokens_BS).logits
     first = tokens_BS[:1]

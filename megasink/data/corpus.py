@@ -92,7 +92,7 @@ class Corpus:
         self.skipped = Skipped()
         self.read_bytes = 0
         self._files: list[File] = []
-        problems = [] if inputs else ["no input: name files or folders, or `stdlib:`"]
+        problems = [] if inputs else ["no input: name files, folders or `stdlib:`"]
         if max_document_bytes < 1:
             problems.append(f"--max-document-bytes {max_document_bytes}: at least 1")
         for item in self.inputs:
@@ -142,8 +142,8 @@ class Corpus:
         if characters > max(self.max_document_bytes, _RATIO * file.size):
             raise UserError(
                 f"{file.path} holds more than {_RATIO:,} times its {file.size:,} bytes: it is "
-                "damaged, or the same text over and over (--max-document-bytes of megasink data "
-                "raises what any file may hold)"
+                "damaged or very repetitive (to accept it, raise --max-document-bytes of megasink "
+                "data)"
             )
 
     def _read(self, file: File, parquet: ParquetReader) -> Iterator[_Item]:

@@ -117,7 +117,7 @@ def encode_in_order(
             yield pending.popleft().result()
     except BrokenProcessPool as error:
         raise UserError(
-            f"one of {workers} tokenizing processes died, out of memory perhaps: "
+            f"one of {workers} tokenizing processes died, possibly out of memory: "
             "use fewer --workers"
         ) from error
     finally:

@@ -49,6 +49,7 @@ def expand(item: str, json_key: str, max_bytes: int) -> list[File]:
     Raises:
         UserError: the input is missing, or is or contains neither a regular file nor a folder.
     """
+    path, named = Path(item), False
     if item == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
         # _sysconfigdata holds the paths of the machine that built the interpreter.
@@ -58,16 +59,15 @@ def expand(item: str, json_key: str, max_bytes: int) -> list[File]:
             if p.suffix == ".py" and not p.name.startswith("_sysconfigdata")
         ]
         if not paths:
-            raise UserError(f"stdlib: {root} holds no Python sources: name files instead")
-        return [_classify(p, json_key, max_bytes, named=False) for p in paths]
-    path = Path(item)
-    if path.is_dir():
-        found = _walk(path, {"__pycache__"})
-        return [_classify(p, json_key, max_bytes, named=False) for p in found]
-    if path.is_file():
-        return [_classify(path, json_key, max_bytes, named=True)]
-    state = "is no regular file" if path.exists() else "does not exist"
-    raise UserError(f"input {item} {state}: name a file, a folder or `stdlib:`")
+            raise UserError(f"stdlib: {root} has no Python sources: name files instead")
+    elif path.is_dir():
+        paths = _walk(path, {"__pycache__"})
+    elif path.is_file():
+        paths, named = [path], True
+    else:
+        state = "is not a regular file" if path.exists() else "does not exist"
+        raise UserError(f"input {item} {state}: name a file, a folder or `stdlib:`")
+    return [_classify(p, json_key, max_bytes, named=named) for p in paths]
 
 
 def _walk(root: Path, left_out: set[str]) -> list[Path]:
@@ -85,8 +85,8 @@ def _classify(path: Path, json_key: str, max_bytes: int, *, named: bool) -> File
     with readable(path):
         facts = path.stat()
     if not stat.S_ISREG(facts.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(facts.st_mode), "no file")
-        raise UserError(f"{path} is {kind}: take it out of the folder, or name files instead")
+        kind = _KINDS.get(stat.S_IFMT(facts.st_mode), "not a file")
+        raise UserError(f"{path} is {kind}: remove it from the folder, or name files instead")
     name = path.name.lower()
     compression = _COMPRESSION.get(Path(name).suffix)
     inner = Path(name).stem if compression else name
@@ -131,7 +131,7 @@ def open_file(
     """
     with open(path, "rb", opener=_at_once) as raw:
         if not stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
-            raise UserError(f"{path} is no regular file")
+            raise UserError(f"{path} is not a regular file")
         if compression is None:
             yield raw, raw.tell
             return

@@ -25,6 +25,10 @@ the start, the end and places between."""
 _PLACES = 16
 
 
+class _Damage(Exception):
+    """A description of the damage."""
+
+
 @dataclass(frozen=True)
 class _Index:
     path: Path
@@ -67,15 +71,13 @@ def data_problem(prefix: str, vocabulary: int | None) -> str | None:
     """
     try:
         index = _read_header(Path(f"{prefix}.idx"))
-        if isinstance(index, str):
-            return index
         tokens = Path(f"{prefix}.bin")
         size = _size(tokens)
-        return (
-            _entries_problem(index, tokens, size)
-            or _sidecar_problem(prefix, index, size)
-            or (None if vocabulary is None else _ids_problem(prefix, index, size, vocabulary))
-        )
+        _check_entries(index, tokens, size)
+        _check_sidecar(prefix, index, size)
+        return None if vocabulary is None else _ids_problem(prefix, index, size, vocabulary)
+    except _Damage as damage:
+        return f"{damage}: make the data set again"
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         return f"{prefix}.bin and .idx cannot be read: {reason}"
@@ -84,57 +86,53 @@ def data_problem(prefix: str, vocabulary: int | None) -> str | None:
 def sequence_lengths(prefix: str) -> NDArray[Any] | None:
     """Return [sequences] int32 tokens of each sequence; None if `data_problem` finds a problem."""
     try:
-        index = _read_header(Path(f"{prefix}.idx"))
-        return None if isinstance(index, str) else index.lengths
-    except (OSError, ValueError):
+        return _read_header(Path(f"{prefix}.idx")).lengths
+    except (OSError, ValueError, _Damage):
         return None
 
 
 def _size(path: Path) -> int:
     facts = path.stat()
     if not stat.S_ISREG(facts.st_mode):
-        raise ValueError(f"{path} is no file")
+        raise ValueError(f"{path} is not a regular file")
     return facts.st_size
 
 
-def _read_header(path: Path) -> _Index | str:
-    """Return the index, or a description of its problem."""
+def _read_header(path: Path) -> _Index:
     size = _size(path)
     with path.open("rb") as file:
         head = file.read(_HEADER.size)
-    again = "make the data set again"
     if len(head) < _HEADER.size:
-        return f"{path} is cut short: it has {size} bytes, not even a header: {again}"
+        raise _Damage(f"{path} is cut short: it has {size} bytes, less than a header")
     magic, version, code, sequences, documents = _HEADER.unpack(head)
     if magic != _MAGIC or version != 1:
-        return f"{path} is no index of Megatron's (its first bytes are {head[:9]!r}): {again}"
+        raise _Damage(f"{path} is not a Megatron index (its first bytes are {head[:9]!r})")
     if code not in _DTYPES:
-        return f"{path} has the token type {code}, which is none of integers: {again}"
+        raise _Damage(f"{path} has the token type {code}, which is not an integer type")
     needed = _HEADER.size + 12 * sequences + 8 * documents
     # Multimodal indices have one more byte per sequence.
     if size not in (needed, needed + sequences):
-        return (
-            f"{path} has {size:,} bytes, and the {sequences:,} sequences and {documents:,} "
-            f"boundaries that it speaks of take {needed:,}: it is cut short or damaged, {again}"
+        raise _Damage(
+            f"{path} has {size:,} bytes, but its {sequences:,} sequences and {documents:,} "
+            f"document boundaries take {needed:,}: it is cut short or damaged"
         )
     if not sequences or not documents:
-        return f"{path} has no document: {again}"
+        raise _Damage(f"{path} has no document")
     return _Index(path, np.dtype(_DTYPES[code]).newbyteorder("<"), sequences, documents)
 
 
-def _entries_problem(index: _Index, tokens: Path, size: int) -> str | None:
+def _check_entries(index: _Index, tokens: Path, size: int) -> None:
     lengths, pointers, ends = index.lengths, index.pointers, index.ends
-    again = "make the data set again"
     if ends[0] != 0 or ends[-1] != index.sequences:
-        return (
+        raise _Damage(
             f"{index.path} has documents from sequence {ends[0]} to {ends[-1]}, not from 0 to "
-            f"{index.sequences}: {again}"
+            f"{index.sequences}"
         )
     for part in _sampled_slices(index.documents):
         falling = np.flatnonzero(np.diff(ends[part]) < 0)
         if len(falling):
             at = part.start + int(falling[0]) + 1
-            return f"{index.path}: document {at} begins before the one before it: {again}"
+            raise _Damage(f"{index.path}: document {at} begins before the previous one")
     width = index.dtype.itemsize
     for part in _sampled_slices(index.sequences):
         begins = pointers[part].astype(np.int64)
@@ -143,12 +141,11 @@ def _entries_problem(index: _Index, tokens: Path, size: int) -> str | None:
         wrong = (counts < 0) | (begins < 0) | (begins > size) | (counts > (size - begins) // width)
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
-            return (
+            raise _Damage(
                 f"{index.path}: sequence {part.start + at} has {counts[at]:,} tokens of {width} "
-                f"bytes from byte {begins[at]:,} on, and {tokens} has {size:,} bytes: it is cut "
-                f"short, or another's, {again}"
+                f"bytes from byte {begins[at]:,} on, but {tokens} has {size:,} bytes: it is cut "
+                "short, or belongs to another data set"
             )
-    return None
 
 
 def _sampled_slices(count: int, budget: int = _ENTRIES) -> Iterator[slice]:
@@ -162,22 +159,21 @@ def _sampled_slices(count: int, budget: int = _ENTRIES) -> Iterator[slice]:
         yield slice(start, start + size)
 
 
-def _sidecar_problem(prefix: str, index: _Index, size: int) -> str | None:
-    """Check the number of tokens against that of the sidecar."""
+def _check_sidecar(prefix: str, index: _Index, size: int) -> None:
+    """Compare the number of tokens with that in the sidecar."""
     tokens = read_sidecar(prefix).get("tokens")
-    if not isinstance(tokens, int) or tokens * index.dtype.itemsize == size:
-        return None
-    return (
-        f"{prefix}.bin has {size:,} bytes, and {prefix}.json speaks of {tokens:,} tokens of "
-        f"{index.dtype.itemsize} bytes: one of them is another data set's, make it again"
-    )
+    if isinstance(tokens, int) and tokens * index.dtype.itemsize != size:
+        raise _Damage(
+            f"{prefix}.bin has {size:,} bytes, but {prefix}.json states {tokens:,} tokens of "
+            f"{index.dtype.itemsize} bytes: one of them belongs to another data set"
+        )
 
 
 def _ids_problem(prefix: str, index: _Index, size: int, vocabulary: int) -> str | None:
+    but = f"but the vocabulary has {vocabulary:,}: use the tokenizer that it was made with"
     largest = read_sidecar(prefix).get("largest_id")
-    again = f"the vocabulary has {vocabulary:,}: name the tokenizer that it was made with"
     if isinstance(largest, int) and largest >= vocabulary:
-        return f"{prefix}.bin holds the id {largest:,}, by {prefix}.json, and {again}"
+        return f"{prefix}.bin holds the id {largest:,} according to {prefix}.json, {but}"
     count = size // index.dtype.itemsize
     tokens = np.memmap(f"{prefix}.bin", index.dtype, "r", shape=(count,))
     for part in _sampled_slices(count):
@@ -185,7 +181,5 @@ def _ids_problem(prefix: str, index: _Index, size: int, vocabulary: int) -> str 
         wrong = (ids < 0) | (ids >= vocabulary)
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
-            return (
-                f"{prefix}.bin holds the id {ids[at]:,} at token {part.start + at:,}, and {again}"
-            )
+            return f"{prefix}.bin holds the id {ids[at]:,} at token {part.start + at:,}, {but}"
     return None

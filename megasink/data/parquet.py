@@ -84,6 +84,6 @@ class ParquetReader:
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         memory = parquet_rows.memory_limit(self.max_bytes)
         return UserError(
-            f"{path} cannot be read: the parquet reader ended with {how}, the file is damaged or "
-            f"needs more than {memory:,} bytes of memory (--max-document-bytes raises that)"
+            f"{path} cannot be read: the parquet reader ended with {how}; the file is damaged or "
+            f"needs more than {memory:,} bytes of memory (raise --max-document-bytes)"
         )

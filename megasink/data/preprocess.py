@@ -129,7 +129,7 @@ def output_problems(prefix: Path, inputs: Sequence[str], *, overwrite: bool) -> 
         return [f"--output {prefix} is a prefix: leave {prefix.suffix} off"]
     written = {_file(prefix, s).resolve() for s in _SUFFIXES}
     problems = [
-        f"--output {prefix} is written to what is read, {i}: put it elsewhere"
+        f"--output {prefix} would write into the input {i}: choose another place"
         for i in map(Path, inputs)
         # the next run would read this run's output in the folder as documents
         if i.resolve() in written or (i.is_dir() and prefix.resolve().is_relative_to(i.resolve()))

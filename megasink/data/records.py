@@ -42,7 +42,16 @@ def text_of(line: bytes, source: str, key: str) -> str | None:
         raise UserError(f"{source} holds a JSON {type(record).__name__}, not an object")
     if key not in record:
         raise UserError(f"{source} has no key {key!r}: pass --json-key, one of {_keys(record)}")
-    return _checked(record[key], source, key)
+    text = record[key]
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise UserError(f"{source}: {key!r} holds a {type(text).__name__}, not a string")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # lone surrogates
+        return None
+    return text
 
 
 def _values_beyond(line: bytes) -> bool:
@@ -56,16 +65,3 @@ def _values_beyond(line: bytes) -> bool:
 def _keys(record: dict[str, object]) -> str:
     shown = sorted(record)[:10]
     return f"{shown}{' and others' if len(record) > len(shown) else ''}"
-
-
-def _checked(value: object, source: str, key: str) -> str | None:
-    """Return a record's text: "" for null, None for lone surrogates, which are not UTF-8."""
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise UserError(f"{source}: {key!r} holds a {type(value).__name__}, not a string")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        return None
-    return value

@@ -1,4 +1,4 @@
-"""The PREFIX.json of a data set: how it was made, checked before training on it."""
+"""The PREFIX.json of a data set: how it was made; checked before training on it."""
 
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ def mismatch(prefix: str, tokenizer: Any) -> str | None:
         return None  # made by Megatron's own tool
     found = read_sidecar(prefix).get("tokenizer")
     if not isinstance(found, dict) or not isinstance(found.get("sha256"), str):
-        return f"{sidecar} is not the description of a data set: make the data set again"
+        return f"{sidecar} does not describe a data set: make the data set again"
     if found["sha256"] == tokenizer_hash(tokenizer):
         return None
     return (
-        f"made with the tokenizer {found.get('folder')}, whose tokens are not those of "
-        f"{tokenizer.name_or_path}: train with that one or make the data set again"
+        f"made with the tokenizer {found.get('folder')}, whose tokens differ from those of "
+        f"{tokenizer.name_or_path}: train with that tokenizer or make the data set again"
     )
 
 

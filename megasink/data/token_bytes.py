@@ -81,8 +81,8 @@ def _speller(backend: Any) -> Any:
         space = steps.get("Replace", {}).get("pattern", {}).get("String", " ")
         return lambda t: 1 if _BYTE_TOKEN.fullmatch(t) else len(t.replace(space, " ").encode())
     raise UserError(
-        f"bits per byte: no byte count for tokens of a tokenizer with {'+'.join(steps)} decoder; "
-        "known are byte-level ones and sentencepiece ones with byte fallback"
+        f"bits per byte: cannot count the bytes of tokens with {'+'.join(steps)} decoder; "
+        "supported are byte-level tokenizers, and sentencepiece ones with byte fallback"
     )
 
 

@@ -118,7 +118,7 @@ def folder_problem(folder: Path, *, overwrite: bool) -> str | None:
     if not overwrite:
         return f"{folder} exists: use it with --tokenizer, or pass --overwrite"
     if not folder.is_dir() or {p.name for p in folder.iterdir()} - _FOLDER_FILES:
-        return f"{folder} holds more than a tokenizer and is not overwritten: name another folder"
+        return f"{folder} holds more than a tokenizer and is not overwritten: choose another folder"
     return None
 
 
@@ -192,7 +192,7 @@ def train_sentencepiece(chunks: list[str], vocab_size: int, *, bos: bool = False
         )
     except RuntimeError as error:
         raise UserError(
-            f"no tokenizer of {vocab_size} tokens from this corpus: {_limit(str(error))}"
+            f"cannot train {vocab_size} tokens on this corpus: {_limit(str(error))}"
         ) from error
     return model.getvalue()
 
@@ -279,11 +279,11 @@ def load_tokenizer(folder: str | Path) -> Any:
         )
     except Exception as error:  # transformers raises nearly anything on a bad folder
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise UserError(f"{folder} holds no tokenizer that transformers loads: {reason}") from error
+        raise UserError(f"{folder} has no tokenizer that transformers loads: {reason}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
-            f"the tokenizer in {folder} ({type(tokenizer).__name__}) has no fast form: "
-            "save one with a tokenizer.json"
+            f"the tokenizer in {folder} ({type(tokenizer).__name__}) has no fast version: save one "
+            "with a tokenizer.json"
         )
     if tokenizer.eos_token_id is None:
         raise UserError(

@@ -51,7 +51,7 @@ def run(script, folder):
 def test_a_target_of_ones_own_makes_the_round_trip(folder):
     done = run(COMMANDS["target"], folder)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    assert done.stdout.count("target: Phi3ForCausalLM (phi3): asked for") == 2
+    assert done.stdout.count("target: Phi3ForCausalLM (phi3): requested") == 2
     # Against Megatron, from both sides and once more.
     assert len(re.findall(r"verified on \d+ tokens of text, float32: logits", done.stdout)) == 3
     first, second = (folder / name / "model.safetensors" for name in ("exported", "again"))

@@ -71,7 +71,7 @@ def accuracy(folder: str) -> dict[str, str]:
 
 
 def convert_in_little_memory(source: str, output: str, damaged: bool) -> dict[str, Any]:
-    """Convert with 100 kB of free memory; flip a bit before verification if asked to.
+    """Convert with too little free memory; flip a bit before verification if asked to.
 
     Args:
         source: a run, for an export, or a Hugging Face folder, for an import.
@@ -81,7 +81,7 @@ def convert_in_little_memory(source: str, output: str, damaged: bool) -> dict[st
     """
     from unittest import mock
 
-    from megasink.convert import from_hf, to_hf, verify
+    from megasink.convert import checking, from_hf, to_hf
     from megasink.convert.checking import check_export, check_import
     from megasink.errors import UserError
 
@@ -101,7 +101,7 @@ def convert_in_little_memory(source: str, output: str, damaged: bool) -> dict[st
             check_import(hf, None, folder, say=lines.append)
 
     message = None
-    with mock.patch.object(verify, "_free_bytes", return_value=100_000):
+    with mock.patch.object(checking, "fits_in_memory", return_value=False):
         try:
             if exports:
                 run = to_hf.source_of(Path(source))

@@ -76,7 +76,7 @@ def test_a_weight_too_many_is_named(other, tmp_path):
             twin = twin or type(index)(extra, index.offset, index.index)
             metadata.storage_data[twin] = where
     (other / ITERATION / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused(other, tmp_path / "out", "another model", f"{extra} has no place in the target")
+    refused(other, tmp_path / "out", "different model", f"{extra} has no place in the target")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_checkpoint_of_another_model_is_said(other, tmp_path, option, value, s
     config = json.loads((other / "config.json").read_text())
     config["arguments"][option] = value
     (other / "config.json").write_text(json.dumps(config))
-    refused(other, tmp_path / "out", "another model than config.json describes", said)
+    refused(other, tmp_path / "out", "different model than config.json describes", said)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -165,7 +165,9 @@ def test_what_is_rounded_on_the_way_in_is_said(pool, hf, tmp_path):
     code, said, _ = answer
     assert code == 0
     # All but the sinks of two layers.
-    assert "rounded to bfloat16, which config.json names: 21 tensors, the first model.embed" in said
+    assert (
+        "rounded to bfloat16, as config.json specifies: 21 tensors, the first model.embed" in said
+    )
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -187,5 +189,5 @@ def test_without_memory_for_two_models_every_tensor_is_compared(
     assert report["message"] is None
     count = 23 if way == "out" else 17
     assert report["lines"][-1].startswith(
-        f"verified: {count} tensors are those of the other side, to the bit. Not verified: logits"
+        f"verified: {count} tensors are identical on both sides. Not verified: logits"
     )

@@ -144,4 +144,4 @@ def test_files_that_are_not_whole_are_said(runs, tmp_path):
     config = run / "config.json"
     saved = read_arguments(config)
     config.write_text(json.dumps({"arguments": saved | {"num_layers": 1}}))
-    refused("another model", "is [2, ", "not [1, ")
+    refused("different model", "is [2, ", "not [1, ")

@@ -97,8 +97,8 @@ def test_a_kernel_that_would_drop_something_is_refused(name, kind):
     model = tiny(name)
     if name in SINKS and kind in ("flex_attention", "paged|eager", "flash_attention_4"):
         return  # these have sinks
-    what = "attention sinks" if OWN[name][1].has_sink else "a bias of keys or positions"
-    with pytest.raises(ValueError, match=f"would leave out ({what}|a bias .*): use"):
+    what = "attention sinks" if OWN[name][1].has_sink else "a key or position bias"
+    with pytest.raises(ValueError, match=f"would drop ({what}|a .* bias): use"):
         model.set_attn_implementation(kind)
     assert model.config._attn_implementation == "eager"
 

@@ -117,10 +117,10 @@ def test_the_frequencies_of_a_model_of_16_bits_are_not_rounded(tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"rope_parameters": {"rope_type": "spiral"}}, "has no RoPE of the rope_type 'spiral'"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "does not support the rope_type 'spiral'"),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0}}},
-            r"rope_parameters by kind of layer \(full_attention\)",
+            r"rope_parameters per layer type \(full_attention\)",
         ),
         (
             {"rotary_percent": 0.25, "rope_parameters": {"partial_rotary_factor": 0.5}},

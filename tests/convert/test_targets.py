@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from unittest import mock
 
 import pytest
 
@@ -14,6 +15,7 @@ from megasink.convert.modeling.configuration_megasink import MegasinkConfig
 from megasink.convert.table import steps
 from megasink.convert.targets import TARGETS, choose
 from megasink.errors import UserError
+from megasink.variants import Export, registry, variant
 from tests.convert.models import MODELS, MOE, OWN, model
 
 DEFAULTS = {
@@ -85,27 +87,27 @@ def test_every_weight_has_one_row_and_every_name_one_weight(name):
         ({**MOE}, "llama", "it has no experts"),
         ({}, "mixtral", "it has experts"),
         ({"bias": True, "qkv_bias": True}, "qwen2", "no biases"),
-        ({"qkv_bias": True}, "llama", "projections have no biases of their own"),
+        ({"qkv_bias": True}, "llama", "no biases of only the query"),
         ({}, "qwen2", "projections have biases"),
         ({"windows": (5, None)}, "llama", "no sliding window"),
         ({**MOE, "windows": (5, None)}, "mixtral", "all have the same window"),
-        ({"attention": "sink", "windows": (5, 6)}, "granite_swa", "windows have one size"),
+        ({"attention": "sink", "windows": (5, 6)}, "granite_swa", "windows all have the same size"),
         ({**MOE, "shared_ffn": 8}, "mixtral", "no shared expert"),
-        ({**MOE, "renormalize": False}, "mixtral", "add up to one"),
+        ({**MOE, "renormalize": False}, "mixtral", "sum to one"),
         (
             {"attention": "headwise", "qk_norm": True, "rope_factor": 8.0},
             "lfm3",
-            "no RoPE scaling",
+            "no Llama 3 RoPE scaling",
         ),
         ({"attention": "headwise", "qk_norm": True, "activation": "relu"}, "lfm3", "silu, not"),
         ({"options": MegasinkOptions(sandwich_norm=True)}, "llama", "it has no --sandwich-norm"),
-        ({"options": PLAIN_FFN}, "llama", "its FFN has a gated unit"),
+        ({"options": PLAIN_FFN}, "llama", "its FFN is gated"),
         (
             {**MOE, "options": PLAIN_FFN},
             "megasink",
-            "experts have gated units",
+            "experts are gated",
         ),
-        ({"windows": (5, 6)}, "megasink", "windows have one size"),
+        ({"windows": (5, 6)}, "megasink", "windows all have the same size"),
         (
             {"rope_factor": 8.0, "options": HALF_ROPE},
             "megasink",
@@ -121,14 +123,27 @@ def test_what_does_not_fit_a_target_is_said(change, target, reason):
 def test_a_model_that_no_target_is_names_the_nearest():
     target, why = choose(model(attention="elementwise"))
     assert target.name == "megasink"
-    for words in ("no architecture of transformers has", "qwen3_5_text: it has qk-norm", "trust_"):
+    for words in (
+        "no architecture of transformers supports",
+        "qwen3_5_text: it has qk-norm",
+        "trust_",
+    ):
         assert words in why
     with pytest.raises(UserError, match="megasink: its experts have no biases"):
         choose(model(attention="sink", bias=True, qkv_bias=True, **MOE))
     target, why = choose(model(), "megasink")
-    assert (target.name, why) == ("megasink", "asked for")
+    assert (target.name, why) == ("megasink", "requested")
     with pytest.raises(UserError, match="choose llama"):
         choose(model(), "gpt2")
+
+
+def test_a_variant_that_the_modeling_files_do_not_implement_is_refused():
+    record = dataclasses.replace(variant("sink"), name="other-sink", export=Export())
+    with (
+        mock.patch.dict(registry._VARIANTS, {record.name: record}),
+        pytest.raises(UserError, match="megasink: it has no other-sink attention"),
+    ):
+        choose(model(attention="other-sink"))
 
 
 def test_arguments_of_a_run_give_its_architecture():
@@ -150,9 +165,9 @@ def test_arguments_of_a_run_give_its_architecture():
         ("sink_token", True, "--sink-token True"),
         ("attention_bias_type", "rope", "--attention-bias-type rope"),
         ("prefix_lm_tokens", 8, "--prefix-lm-tokens 8"),
-        ("swiglu", False, "its FFN has an activation of Megatron's own"),
+        ("swiglu", False, "no target has the activation of its FFN"),
         ("position_embedding_type", "mrope", "--position-embedding-type mrope"),
-        ("moe_router_score_function", "sigmoid", "targets have softmax alone"),
+        ("moe_router_score_function", "sigmoid", "targets only support softmax"),
         ("rotary_interleaved", True, "--rotary-interleaved True"),
     ],
 )
@@ -232,8 +247,8 @@ BY_LAYER = {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor":
         ("megasink", {"attention_bias_type": "rope"}, "--attention-bias-type rope"),
         ("megasink", {"rope_parameters": {"rope_type": "yarn"}}, "RoPE scaling 'yarn'"),
         ("megasink", {"rope_scaling": {"type": "linear"}} | NO_ROPE, "RoPE scaling 'linear'"),
-        ("megasink", {"rope_parameters": BY_LAYER}, "RoPE parameters by kind of layer"),
-        ("qwen3", {"rope_parameters": BY_LAYER}, "RoPE parameters by kind of layer"),
+        ("megasink", {"rope_parameters": BY_LAYER}, "RoPE parameters per layer type"),
+        ("qwen3", {"rope_parameters": BY_LAYER}, "RoPE parameters per layer type"),
         (
             "megasink",
             {"partial_rotary_factor": 0.5},

@@ -11,8 +11,8 @@ from megasink.convert.transforms import (
     InterleavedGateUp,
     PaddedRows,
     RepeatedGateQKV,
-    Same,
     Shifted,
+    Transform,
     Transposed,
 )
 from megasink.errors import UserError
@@ -160,7 +160,7 @@ def test_meta_tensors_go_through_every_transform():
         (Transposed(), (experts,)),
         (Shifted(1), (weight,)),
         (PaddedRows(5, len(PLAIN)), (weight,)),
-        (Same(), (weight,)),
+        (Transform(), (weight,)),
     ]
     for transform, tensors in cases:
         made = transform.to_hf(*tensors)

@@ -143,7 +143,7 @@ def test_missing_inputs_are_reported_together(tmp_path):
     absent, dangling, device = caught.value.problems
     assert "absent does not exist" in absent
     assert "dangling cannot be read: No such file" in dangling
-    assert "/dev/null is no regular file" in device
+    assert "/dev/null is not a regular file" in device
 
 
 def test_a_file_that_goes_away_while_reading(tmp_path):

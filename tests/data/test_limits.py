@@ -123,7 +123,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, monkeypatch, ki
     else:
         return
     with pytest.raises(
-        ConfigError, match="is no regular file" if named else rf"jsonl is a.* {kind}"
+        ConfigError, match="is not a regular file" if named else rf"jsonl is a.* {kind}"
     ):
         Corpus([path if named else path.parent])
 
@@ -133,7 +133,7 @@ def test_a_pipe_that_takes_the_place_of_a_file(tmp_path):
     corpus = Corpus([tmp_path])
     (tmp_path / "a.jsonl").unlink()
     os.mkfifo(tmp_path / "a.jsonl")
-    with pytest.raises(UserError, match=r"a\.jsonl is no regular file"):
+    with pytest.raises(UserError, match=r"a\.jsonl is not a regular file"):
         list(corpus)
 
 

@@ -205,10 +205,10 @@ def test_outputs_that_cannot_be(tmp_path, folder):
     corpus = Corpus([write_lines(tmp_path / "a.jsonl", TEXTS)])
     with pytest.raises(ConfigError, match=r"a prefix: leave \.bin off"):
         preprocess(corpus, tmp_path / "out.bin", folder)
-    with pytest.raises(ConfigError, match=r"is written to what is read, .*: put it elsewhere"):
+    with pytest.raises(ConfigError, match=r"would write into the input .*: choose another place"):
         preprocess(Corpus([tmp_path]), tmp_path / "sub" / "out", folder)
     records = write_lines(tmp_path / "own.json", TEXTS)
-    with pytest.raises(ConfigError, match=r"is written to what is read, .*own\.json"):
+    with pytest.raises(ConfigError, match=r"would write into the input .*own\.json"):
         preprocess(Corpus([records]), tmp_path / "own", folder, overwrite=True)
     with pytest.raises(ConfigError, match="--workers 0: at least 1"):
         preprocess(corpus, tmp_path / "out", folder, workers=0)

@@ -131,7 +131,7 @@ def test_vocabulary_sizes_that_cannot_be(tmp_path):
 def test_folders_that_hold_no_usable_tokenizer(tmp_path):
     with pytest.raises(UserError, match="absent does not exist: nothing is downloaded"):
         load_tokenizer(tmp_path / "absent")
-    with pytest.raises(UserError, match="holds no tokenizer that transformers loads"):
+    with pytest.raises(UserError, match="has no tokenizer that transformers loads"):
         load_tokenizer(tmp_path)
     no_eod = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0}, [])))
     no_eod.save_pretrained(tmp_path / "no_eod")
@@ -144,7 +144,7 @@ def test_remote_code_is_refused(tmp_path):
     (tmp_path / "code.py").write_text(f"open({str(ran)!r}, 'w')\nclass T: pass\n")
     config = {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["code.T", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="holds no tokenizer that transformers loads"):
+    with pytest.raises(UserError, match="has no tokenizer that transformers loads"):
         load_tokenizer(tmp_path)
     assert not ran.exists()
 

@@ -134,7 +134,7 @@ def test_many_problems_are_one_message(answers):
 def test_a_data_set_of_another_tokenizer_is_refused(answers):
     (problem,) = answers["wrong-tokenizer"]["problems"]
     assert "tokenizer-a" in problem
-    assert "whose tokens are not those of" in problem
+    assert "whose tokens differ from those of" in problem
 
 
 def test_a_vocabulary_larger_than_the_embedding_is_refused(answers):

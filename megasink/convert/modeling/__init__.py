@@ -1,1 +1,1 @@
-"""The modelling files for transformers that are copied beside the weights."""
+"""The modeling files for transformers, which are copied into exported folders."""

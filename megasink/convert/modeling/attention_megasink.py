@@ -1,7 +1,7 @@
 """Attention of a decoder trained with megasink: sinks, biases and explicit gates.
 
-Shapes: B batch, T queries, S keys, H query heads, G key/value groups, N of either, D head dim,
-C gate scores of a head (1 or D), M hidden size.
+Shapes: B batch, T queries, S keys, H query heads, G key/value groups, N heads or groups,
+D head dim, C gate scores per head (1 or D), M hidden size.
 """
 
 import math
@@ -17,9 +17,9 @@ from .rotary_megasink import rotate
 def eager_attention_forward(
     module, query, key, value, attention_mask, scaling, dropout=0.0, s_aux=None, **kwargs
 ):
-    """Softmax attention in which a head may have one key more, of a given logit and value.
+    """Softmax attention in which each head may have an extra key, the slot.
 
-    Its logit is the sink s_aux [H], with value zero, or scale * q . k* of a key bias.
+    Its logit is the sink s_aux [H], with value zero, or scale * q . k* for a key bias k*.
     Query [B, H, T, D], key and value [B, G, S, D] -> output [B, T, H, D], weights [B, H, T, S].
     """
     key = key.repeat_interleave(module.num_key_value_groups, dim=1)
@@ -72,14 +72,14 @@ def norm(config, size):
 
 
 class MegasinkGateScore(nn.Module):
-    """gate = f(score), for shared heads the mean over them; a module, so that hooks can read it."""
+    """gate = f(score), averaged over shared heads; a module, so that hooks can read the gate."""
 
     def __init__(self, config):
         super().__init__()
         self.activation, self.shared_heads = config.gate_activation, config.gate_shared_heads
 
     def forward(self, score):
-        """score [B, T, N, C], float32 -> as score, N is 1 for shared heads."""
+        """Score [B, T, N, C], float32 -> gate of the same shape, with N = 1 for shared heads."""
         gate = score if self.activation in ("identity", "silu") else score.sigmoid()
         if self.activation == "silu":
             gate = F.silu(score)
@@ -109,7 +109,7 @@ class MegasinkGate(nn.Module):
             self.logit = nn.Parameter(torch.zeros(heads * self.width))
 
     def forward(self, gated, hidden_states):
-        """gated [B, T, N, D], normed hidden states [B, T, M] -> as gated."""
+        """Gated tensor [B, T, N, D], normalized hidden states [B, T, M] -> [B, T, N, D]."""
         if self.logit is None:
             score = self.proj(hidden_states)
         else:
@@ -120,7 +120,7 @@ class MegasinkGate(nn.Module):
 
 
 class MegasinkPositionBias(nn.Module):
-    """Biases on the scores by head and distance, in float32: ALiBi, T5's, T5's bucket itself."""
+    """Score biases per head and distance, in float32: ALiBi, T5's, or the T5 bucket itself."""
 
     def __init__(self, config):
         super().__init__()
@@ -132,9 +132,10 @@ class MegasinkPositionBias(nn.Module):
             self.weight = nn.Parameter(torch.zeros(self.buckets, self.heads))
 
     def forward(self, mask, past):
-        """Mask [B, 1, T, S], tokens before the first query -> mask with biases [B, H, T, S]."""
+        """Mask [B, 1, T, S], count of tokens before the queries -> biased mask [B, H, T, S]."""
         queries, keys = (torch.arange(size, device=mask.device) for size in mask.shape[-2:])
-        first_key = max(past + len(queries) - len(keys), 0)  # a cache of a window drops the others
+        # A sliding-window cache drops earlier keys.
+        first_key = max(past + len(queries) - len(keys), 0)
         distance = (past + queries[:, None] - keys - first_key).clamp(min=0)
         if self.kind == "alibi":
             slopes = torch.tensor(alibi_slopes(self.heads), device=mask.device)
@@ -142,7 +143,7 @@ class MegasinkPositionBias(nn.Module):
         half = self.buckets // 2
         ratio = torch.log(distance.double().clamp(min=half) / half)
         ratio = ratio / math.log(self.max_distance / half)
-        # A distance that is exactly at a boundary must not fall below it by a rounding of log.
+        # Rounding of log must not move a distance exactly on a boundary below it.
         far = (half + (ratio * (self.buckets - half) + 1e-9).floor()).clamp(max=self.buckets - 1)
         bucket = torch.where(distance < half, distance, far.long())
         bias = (
@@ -152,7 +153,7 @@ class MegasinkPositionBias(nn.Module):
 
 
 def alibi_slopes(heads):
-    """2 ** (-8 h / heads) for a power of two; then every second one of twice the power below."""
+    """2 ** (-8 h / heads) for a power of two; further heads take every other slope of 2 * power."""
     power = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * h / power) for h in range(1, power + 1)]
     return slopes + [2.0 ** (-4.0 * h / power) for h in range(1, 2 * power, 2)][: heads - power]
@@ -185,7 +186,7 @@ class MegasinkAttention(nn.Module):
         self.output_norm = None
         if config.sdpa_output_norm == "rmsnorm":
             self.output_norm = nn.Parameter(torch.ones(heads * self.head_dim))
-        if config.has_sink:  # no attribute without: transformers' paged attention asks for it
+        if config.has_sink:  # only then: transformers' paged attention checks for the attribute
             self.sinks = nn.Parameter(torch.zeros(heads), requires_grad=variant == "sink")
         shape = (self.head_dim,) if config.bias_shared_heads else (heads, self.head_dim)
         self.key_bias = nn.Parameter(torch.zeros(shape)) if variant[0] == "k" else None
@@ -204,11 +205,10 @@ class MegasinkAttention(nn.Module):
     def forward(
         self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
     ):
-        """Normed hidden states [B, T, M] -> [B, T, M], weights [B, H, T, S] or None."""
+        """Normalized hidden states [B, T, M] -> [B, T, M], weights [B, H, T, S] or None."""
         x, position = hidden_states, self.gate_position
-        query = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
-        key = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
-        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in projections)
         shape = query.shape
         if position == "query":
             query = self.gate(query, x)

@@ -1,7 +1,7 @@
-"""Configuration of a decoder trained with megasink: its options by the names of their flags.
+"""Configuration of a decoder trained with megasink, with options named like their flags.
 
-The files *_megasink.py lie beside the weights of a model that no architecture of
-transformers is. They need torch and transformers alone.
+The files *_megasink.py are exported with models that no architecture of transformers supports. They
+need only torch and transformers.
 """
 
 from typing import ClassVar
@@ -10,35 +10,36 @@ from transformers import PreTrainedConfig
 
 
 class MegasinkConfig(PreTrainedConfig):
-    """What the model is.
+    """Configuration of the model.
 
     Attributes:
-        intermediate_size: width of the FFN, of one expert where there are experts.
-        hidden_act: of the FFN: "silu", "gelu" (exact), "relu"; "gpt-oss", the clamped gated unit.
-        gated_unit: the FFN multiplies act(gate) with up; else it is act(up).
-        norm_topk_prob: the chosen experts' probabilities add up to one.
+        intermediate_size: width of the FFN, or of one expert.
+        hidden_act: of the FFN: "silu", "gelu" (exact), "relu", or "gpt-oss" (clamped gated unit).
+        gated_unit: whether the FFN computes act(gate) * up rather than act(up).
+        norm_topk_prob: whether the probabilities of the chosen experts are rescaled to sum to one.
         shared_expert_intermediate_size: 0 for no shared expert.
-        output_router_logits, router_aux_loss_coef: the load-balancing loss of the experts, when
-            they are trained with transformers.
-        linear_bias, qkv_bias: biases of every linear layer; of queries, keys, values and gates.
-        qk_norm, zero_centred_norms: norm of each query and key head; norms store weight minus one.
-        layer_types, sliding_window: a "sliding_attention" layer sees so many tokens.
-        attention_variant: "vanilla"; "sink", a learned logit per head in the denominator of the
-            softmax; "off-by-one", that logit at 0; "gated"; "k-bias", "kv-bias", "v-bias".
-        gate_granularity, ..., gate_input: of the explicit gate of "gated".
-        sdpa_output_norm: "none"; "rmsnorm" or "silu" on each head's output, before its gate.
-        sandwich_norm, post_norm, residual_clip: of the outputs of attention and FFN; of the
-            residual stream, in place of the norms before them; the outputs are clamped.
-        multi_head_addition: one output projection for the sum of the heads.
+        output_router_logits, router_aux_loss_coef: load-balancing loss of the experts in training.
+        linear_bias: whether every linear layer has a bias.
+        qkv_bias: whether queries, keys, values and gates have one.
+        qk_norm: whether each query and key head is normalized.
+        zero_centred_norms: whether norms store their weight minus one.
+        layer_types, sliding_window: tokens that a "sliding_attention" layer sees.
+        attention_variant: "vanilla"; "sink", a learned logit per head in the softmax denominator;
+            "off-by-one", the same with logit 0; "gated"; "k-bias", "kv-bias", "v-bias".
+        gate_granularity, ..., gate_input: of the explicit gate in "gated".
+        sdpa_output_norm: "none", or "rmsnorm" or "silu" on each head's output, before its gate.
+        sandwich_norm: whether the outputs of attention and FFN are normalized too.
+        post_norm: whether the residual stream is normalized instead of their inputs.
+        residual_clip: limit to which the outputs of attention and FFN are clamped.
+        multi_head_addition: whether one output projection applies to the sum of the heads.
         bias_shared_heads, bias_fixed_value, bias_fixed_value_norm: of the bias variants.
-        attention_scale_alpha: factor of the output of the softmax.
+        attention_scale_alpha: factor of the softmax output.
         normalization: "RMSNorm" or "LayerNorm".
         position_embedding_type: "rope", "learned_absolute" or "none".
-        sinusoidal_position_embedding: a fixed table in place of the learned one.
-        rope_parameters, rotary_percent: as every model of transformers has them, one for all
-            layers; share of a head that RoPE turns.
-        attention_bias_type: "none", "alibi", "t5" or "bucket"; with relative_attention_num_buckets
-            and relative_attention_max_distance for the last two.
+        sinusoidal_position_embedding: whether a fixed table replaces the learned one.
+        rope_parameters, rotary_percent: one RoPE for all layers; fraction of a head it rotates.
+        attention_bias_type: "none", "alibi", "t5" or "bucket"; the last two use
+            relative_attention_num_buckets and relative_attention_max_distance.
     """
 
     model_type = "megasink"
@@ -108,17 +109,17 @@ class MegasinkConfig(PreTrainedConfig):
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         super().__post_init__(**kwargs)
         self.settle_rope()
-        # No property: some versions of transformers write to it.
+        # Not a property: some versions of transformers assign to it.
         self.base_model_tp_plan = self.tensor_parallel_plan()
 
     def settle_rope(self):
-        """One share of rotated channels, and RoPE parameters that hold for every layer."""
+        """Settle the fraction of rotated channels, and check that all layers share one RoPE."""
         rope = self.rope_parameters or {}
         kinds = [name for name, value in rope.items() if isinstance(value, dict)]
         if kinds and self.position_embedding_type == "rope":
             raise ValueError(
-                f"rope_parameters by kind of layer ({', '.join(kinds)}): a megasink model has one "
-                "RoPE for all of its layers"
+                f"rope_parameters per layer type ({', '.join(kinds)}): a megasink model has one "
+                "RoPE for all layers"
             )
         share = rope.get("partial_rotary_factor")
         if share is not None and self.rotary_percent not in (1.0, share):
@@ -132,17 +133,17 @@ class MegasinkConfig(PreTrainedConfig):
 
     @property
     def has_sink(self) -> bool:
-        """Whether the softmax has a logit of its own in its denominator."""
+        """Whether the softmax denominator has a sink logit."""
         return self.attention_variant in ("sink", "off-by-one")
 
     @property
     def needs_scores(self) -> bool:
-        """Whether attention needs what only `eager_attention_forward` computes."""
+        """Whether only `eager_attention_forward` can compute the attention."""
         return self.attention_variant in ("k-bias", "kv-bias") or self.attention_bias_type != "none"
 
     @property
     def float32_parameters(self) -> set[str]:
-        """Parameters that stay float32 in a model of 16 bits."""
+        """Parameters that stay float32 in a 16-bit model."""
         found = {"sinks"} if self.has_sink else set()
         if self.attention_variant[0] == "k":
             found.add("key_bias")
@@ -152,7 +153,7 @@ class MegasinkConfig(PreTrainedConfig):
 
     @property
     def base_model_ep_plan(self) -> dict[str, str] | None:
-        """How experts are divided among ranks, each one whole."""
+        """Expert-parallel plan: each rank holds whole experts."""
         if not self.num_experts:
             return None
         weights = dict.fromkeys(("gate_up_proj", "down_proj"), "grouped_gemm")
@@ -160,7 +161,7 @@ class MegasinkConfig(PreTrainedConfig):
         return plan | {"layers.*.mlp.experts": "ep_dispatch_experts"}
 
     def tensor_parallel_plan(self) -> dict[str, str] | None:
-        """How every parameter is divided, where all can be; nothing that the model has not."""
+        """Tensor-parallel plan of the parameters; None if one of them cannot be split."""
         gated = self.attention_variant == "gated"
         whole = self.gate_shared_heads or self.gate_input == "none"
         if (

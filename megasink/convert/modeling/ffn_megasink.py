@@ -1,6 +1,6 @@
 """Feed-forward networks of a decoder trained with megasink, and the router of experts.
 
-Shapes: B batch, T tokens, M hidden size, E experts, K experts of a token.
+Shapes: B batch, T tokens, M hidden size, E experts, K experts per token.
 """
 
 import torch
@@ -10,12 +10,12 @@ from transformers.activations import ACT2FN
 
 
 def activation(config):
-    """None for "gpt-oss", whose unit is not a product with an activation."""
+    """Return the activation; None for "gpt-oss", whose gated unit has none."""
     return None if config.hidden_act == "gpt-oss" else ACT2FN[config.hidden_act]
 
 
 def gated_unit(act_fn, gate, up):
-    """act(gate) * up; without act GPT-OSS's clamped unit."""
+    """Compute act(gate) * up, or GPT-OSS's clamped unit without act."""
     if act_fn is not None:
         return act_fn(gate) * up
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
@@ -45,7 +45,7 @@ class MegasinkRouter(nn.Module):
         self.weight = nn.Parameter(torch.zeros(config.num_experts, config.hidden_size))
 
     def forward(self, hidden_states):
-        """Tokens [B * T, M] -> logits [B * T, E], weights and experts of each token [B * T, K]."""
+        """Tokens [B * T, M] -> logits [B * T, E], weights and experts per token [B * T, K]."""
         logits = F.linear(hidden_states, self.weight)
         weights, experts = torch.topk(logits.softmax(-1, dtype=torch.float32), self.top_k, dim=-1)
         if self.norm_topk_prob:

@@ -1,4 +1,4 @@
-"""A decoder trained with megasink, for transformers: sinks, gates and the options around them.
+"""A decoder trained with megasink, for transformers: sinks, gates and related options.
 
 Shapes: B batch, T queries, S keys, H query heads, D head dim, M hidden size.
 """
@@ -36,11 +36,11 @@ from .configuration_megasink import MegasinkConfig
 from .ffn_megasink import MegasinkMLP, MegasinkRouter, activation, gated_unit
 from .rotary_megasink import MegasinkRotaryEmbedding, sinusoids
 
-# Kernels that transformers hands the sinks to, beside "eager" and "flex_attention".
+# Kernels that transformers passes sinks to, besides "eager" and "flex_attention".
 FLASH_WITH_SINKS = ("flash_attention_4", "kernels-community/vllm-flash-attn3")
 
 
-# The experts are in this file because transformers looks for the decorator in its text.
+# Defined in this file because transformers searches its source for the decorator.
 @use_experts_implementation
 class MegasinkExperts(nn.Module):
     def __init__(self, config):
@@ -54,7 +54,7 @@ class MegasinkExperts(nn.Module):
         return gated_unit(self.act_fn, *gate_up.chunk(2, dim=-1))
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
-        """Tokens [B * T, M], experts of each and their weights -> [B * T, M]."""
+        """Tokens [B * T, M], their experts and weights [B * T, K] -> [B * T, M]."""
         total = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():
             token, place = torch.where(top_k_index == expert)
@@ -132,14 +132,14 @@ class MegasinkPreTrainedModel(PreTrainedModel):
         super().__init__(config, *args, **kwargs)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
-        """Refuse what would leave a sink or a bias out; transformers lets some of it pass."""
+        """Refuse implementations that drop a sink or bias; transformers accepts some of them."""
         name = attn_implementation or "eager"
         kernel = "flash" in name or "sdpa" in name or "/" in name
         drops_sinks = self.config.has_sink and kernel and name not in FLASH_WITH_SINKS
         if drops_sinks or (self.config.needs_scores and name != "eager"):
-            what = "attention sinks" if drops_sinks else "a bias of keys or positions"
+            what = "attention sinks" if drops_sinks else "a key or position bias"
             fine = '"eager"' if self.config.needs_scores else '"eager" or "flex_attention"'
-            raise ValueError(f'attn_implementation="{name}" would leave out {what}: use {fine}')
+            raise ValueError(f'attn_implementation="{name}" would drop {what}: use {fine}')
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
     def _init_weights(self, module):
@@ -194,13 +194,13 @@ class MegasinkModel(MegasinkPreTrainedModel):
         use_cache=None,
         **kwargs,
     ) -> MoeModelOutputWithPast | BaseModelOutputWithPast:
-        """As any decoder of transformers: tokens [B, T] -> last hidden states [B, T, M]."""
+        """Tokens [B, T] -> last hidden states [B, T, M], as in any decoder of transformers."""
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         tokens = inputs_embeds.shape[1]
-        # Some caches count in place while the layers run.
+        # + 0: some caches update the count in place while the layers run.
         past = 0 if past_key_values is None else past_key_values.get_seq_length() + 0
         if position_ids is None and torch.is_tensor(attention_mask) and attention_mask.dim() == 2:
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens:]
@@ -222,7 +222,7 @@ class MegasinkModel(MegasinkPreTrainedModel):
         return output(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
     def positions(self, embeds, position_ids):
-        """The embeddings with those of the positions, and RoPE's cosines and sines [B, T, D]."""
+        """Add position embeddings; return them and RoPE's cosines and sines [B, T, D]."""
         if self.rotary_emb is not None:
             return embeds, self.rotary_emb(embeds, position_ids)
         if self.embed_positions is not None:
@@ -232,16 +232,15 @@ class MegasinkModel(MegasinkPreTrainedModel):
         return embeds, None
 
     def masks(self, embeds, attention_mask, past_key_values, position_ids):
-        """{kind of layer: mask}."""
+        """Return {layer type: mask}."""
         makers = {
             "full_attention": create_causal_mask,
             "sliding_attention": create_sliding_window_causal_mask,
         }
-        masks = attention_mask  # generate makes them itself for some caches
-        if not isinstance(masks, dict):
-            given = (self.config, embeds, attention_mask, past_key_values, position_ids)
-            masks = {kind: makers[kind](*given) for kind in set(self.config.layer_types)}
-        return masks
+        if isinstance(attention_mask, dict):  # already made by generate for some caches
+            return attention_mask
+        given = (self.config, embeds, attention_mask, past_key_values, position_ids)
+        return {kind: makers[kind](*given) for kind in set(self.config.layer_types)}
 
 
 class MegasinkForCausalLM(MegasinkPreTrainedModel, GenerationMixin):
@@ -270,10 +269,10 @@ class MegasinkForCausalLM(MegasinkPreTrainedModel, GenerationMixin):
         logits_to_keep=0,
         **kwargs,
     ) -> MoeCausalLMOutputWithPast | CausalLMOutputWithPast:
-        """Tokens [B, T] -> logits [B, T, tokens] of the last `logits_to_keep`; 0 for all.
+        """Tokens [B, T] -> logits [B, T, vocabulary] of the last `logits_to_keep`; 0 for all.
 
-        With `output_router_logits` the loss has router_aux_loss_coef times the load-balancing loss
-        of the experts, as that of Mixtral and Qwen3-MoE has.
+        With `output_router_logits`, router_aux_loss_coef times the load-balancing loss of the
+        experts is added to the loss, as in Mixtral and Qwen3-MoE.
         """
         config = self.config
         if output_router_logits is None:
@@ -317,7 +316,7 @@ class MegasinkForCausalLM(MegasinkPreTrainedModel, GenerationMixin):
 
 
 def kept_positions(hidden_states, keep):
-    """Of [B, T, M] the last `keep` tokens (0: all), those at [S] or [B, S], or of a mask [B, T]."""
+    """Select tokens of [B, T, M]: the last `keep` (0: all), indices [S], [B, S], or mask [B, T]."""
     if not torch.is_tensor(keep):
         return hidden_states[:, -keep:]
     if keep.dim() == 1:

@@ -1,13 +1,13 @@
-"""The architectures that a model can become: transformers' own, and that of our modelling file.
+"""The architectures that a model can be exported as: those of transformers, and megasink's own.
 
-Each file registers some of them, as a plugin's does. A new file is imported here.
+Each file registers some of them, as a plugin does. A new file is imported here.
 """
 
 from megasink.convert.targets.registry import TARGETS, choose, named, register
 from megasink.convert.targets.target import Target
 
 # isort: split
-# They import what stands above, as a plugin does.
+# They import the names above, as a plugin does.
 from megasink.convert.targets import gated_attention, megasink, sink_attention, softmax_attention
 
 __all__ = [

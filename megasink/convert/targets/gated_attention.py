@@ -1,4 +1,4 @@
-"""Architectures with an explicit gate on the SDPA output: LFM3, Qwen3.5 text, Qwen3-Next."""
+"""Targets with an explicit gate on the SDPA output: LFM3, Qwen3.5 text, Qwen3-Next."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,19 +14,17 @@ from megasink.convert.targets.softmax_attention import (
 )
 from megasink.convert.targets.target import Config, Target
 
-# A file of theirs holds elementwise gates, which may be a headwise one repeated.
+# Qwen stores elementwise gates; a headwise gate is stored repeated.
 _GATES = ("elementwise", "headwise")
-# Qwen3-Next always adds a shared expert; one of zeros this wide adds nothing.
+# Qwen3-Next always has a shared expert; one of this width with zero weights adds nothing.
 _NO_SHARED_EXPERT = 16
 
 
-def _gated_attention(model: Architecture) -> tuple[Row, ...]:
+def _qwen(model: Architecture, ffn: tuple[Row, ...] = ()) -> tuple[Row, ...]:
     attention = rows.attention(model, zero_centred=True)
-    return rows.with_repeated_gate(model, attention) if model.attention == "headwise" else attention
-
-
-def _qwen3_5(model: Architecture) -> tuple[Row, ...]:
-    return rows.decoder(model, rows.ffn(model), _gated_attention(model), zero_centred=True)
+    if model.attention == "headwise":
+        attention = rows.with_repeated_gate(model, attention)
+    return rows.decoder(model, ffn or rows.ffn(model), attention, zero_centred=True)
 
 
 def _qwen3_next(model: Architecture) -> tuple[Row, ...]:
@@ -36,8 +34,7 @@ def _qwen3_next(model: Architecture) -> tuple[Row, ...]:
         "shared_expert.down_proj.weight": (model.hidden, _NO_SHARED_EXPERT),
         "shared_expert_gate.weight": (1, model.hidden),
     }
-    ffn = (*rows.experts(), *rows.zeros(model, f"{rows.LAYER}mlp.", zeros))
-    return rows.decoder(model, ffn, _gated_attention(model), zero_centred=True)
+    return _qwen(model, (*rows.experts(), *rows.zeros(model, f"{rows.LAYER}mlp.", zeros)))
 
 
 def _lfm3(model: Architecture) -> tuple[Row, ...]:
@@ -58,21 +55,17 @@ def _rope(model: Architecture) -> Config:
 def _qwen_config(model: Architecture) -> Config:
     return {
         "layer_types": ["full_attention"] * model.layers,
-        # llama.cpp's converter reads this one, and takes 4 where it is not said.
+        # llama.cpp's converter reads this key, and assumes 4 without it.
         "full_attention_interval": 1,
         "partial_rotary_factor": 1.0,
         "rope_parameters": _rope(model) | {"partial_rotary_factor": 1.0},
     }
 
 
-def _qwen3_next_config(model: Architecture) -> Config:
-    return {**_qwen_config(model), "shared_expert_intermediate_size": _NO_SHARED_EXPERT}
-
-
 def _qwen_refused(config: Mapping[str, Any]) -> list[str]:
     found = []
     if set(config.get("layer_types") or ["linear_attention"]) != {"full_attention"}:
-        found.append("layer_types: layers of linear attention")
+        found.append("layer_types: linear attention")
     rope = config.get("rope_parameters") or {}
     if config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 0.25)) != 1.0:
         found.append("partial_rotary_factor other than 1")
@@ -82,13 +75,8 @@ def _qwen_refused(config: Mapping[str, Any]) -> list[str]:
 def _lfm3_config(model: Architecture) -> Config:
     return {
         "use_sandwich_norm": False,
-        "rope_parameters": {kind: _rope(model) for kind in ("full_attention", "sliding_attention")},
+        "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _rope(model)),
     }
-
-
-def _read_lfm3(config: Mapping[str, Any]) -> dict[str, Any]:
-    rope = config["rope_parameters"]["full_attention"]
-    return {"rope_base": float(rope["rope_theta"])}
 
 
 def _lfm3_refused(config: Mapping[str, Any]) -> list[str]:
@@ -100,7 +88,7 @@ def _lfm3_refused(config: Mapping[str, Any]) -> list[str]:
     parameters = config.get("rope_parameters") or {}
     ropes = [parameters.get(kind) for kind in set(config.get("layer_types") or [])]
     if any(r != ropes[0] or not r or r.get("rope_type") != "default" for r in ropes):
-        found.append("rope_parameters: other than one plain RoPE for every layer")
+        found.append("rope_parameters: layers with different or scaled RoPE")
     return found
 
 
@@ -114,7 +102,9 @@ register(
         keys={"norm_eps": "norm_eps"},
         fixed={"use_attention_gate": True, "attention_bias": False},
         config=_lfm3_config,
-        read=_read_lfm3,
+        read=lambda config: {
+            "rope_base": float(config["rope_parameters"]["full_attention"]["rope_theta"])
+        },
         refused=_lfm3_refused,
         qk_norm=True,
         activations=("silu",),
@@ -129,7 +119,7 @@ register(
         architecture="Qwen3_5ForCausalLM",
         since="5.2",
         attention=_GATES,
-        table=_qwen3_5,
+        table=_qwen,
         fixed={"attention_bias": False},
         config=_qwen_config,
         refused=_qwen_refused,
@@ -146,7 +136,10 @@ register(
         table=_qwen3_next,
         keys=QWEN_EXPERTS,
         fixed={"attention_bias": False, **QWEN_EVERY_LAYER},
-        config=_qwen3_next_config,
+        config=lambda model: {
+            **_qwen_config(model),
+            "shared_expert_intermediate_size": _NO_SHARED_EXPERT,
+        },
         read=read_qwen_experts,
         refused=_qwen_refused,
         moe=True,

@@ -1,4 +1,4 @@
-"""megasink's own modelling file, for models that no architecture of transformers is."""
+"""The target of megasink's own modeling files, for models that transformers does not support."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,10 +10,10 @@ from megasink.convert.table import LAYERS, Row, row
 from megasink.convert.targets import rows
 from megasink.convert.targets.registry import register
 from megasink.convert.targets.target import Config, Target
-from megasink.convert.transforms import GateUp, GroupedQKV, Same, Transform
+from megasink.convert.transforms import GateUp, GroupedQKV, Transform
 from megasink.variants import is_variant, variant, variants
 
-# Of a layer: how a key of Megatron's begins, and the name in our modelling file. The first counts.
+# For a layer: {start of Megatron's key: name in the modeling files}; the first match counts.
 _NAMES = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "post_attention_layernorm.",
@@ -36,31 +36,33 @@ _NAMES = {
     "mlp.shared_experts.linear_fc2.": "mlp.shared_expert.down_proj.",
 }
 _CORE = "self_attention.core_attention."
-# Gated units, whose two halves Megatron has in one tensor.
+# Gated FFNs, whose two halves are one tensor in Megatron.
 _UNITS = {"mlp.linear_fc1": "mlp", "mlp.shared_experts.linear_fc1": "mlp.shared_expert"}
 
 
 class MegasinkTarget(Target):
-    """The target with (nearly) everything that a run can switch on."""
+    """The target that supports nearly every option of a run."""
 
     def problems(self, model: Architecture) -> list[str]:
-        """See `Target`."""
         found = [f"it has no {option}" for option in unknown_values(model.options)]
+        export = model.variant.export
+        if export is None or not export.modelling_file:
+            found.append(f"it has no {model.attention} attention")
         if len(set(model.windows) - {None}) > 1:
-            found.append("its sliding windows have one size")
+            found.append("its sliding windows all have the same size")
         if model.rope_factor is not None and model.options.rotary_percent != 1.0:
-            found.append("its RoPE scaling is of whole heads")
+            found.append("its RoPE scaling applies to whole heads")
         if model.experts and model.bias:
             found.append("its experts have no biases")
         if model.experts and not model.options.gated_unit:
-            found.append("its experts have gated units")
+            found.append("its experts are gated")
         if model.experts and model.options.normalization != "RMSNorm":
-            found.append("its experts come after an RMSNorm")
+            found.append("its experts follow an RMSNorm")
         return found
 
 
 def _table(model: Architecture) -> tuple[Row, ...]:
-    """Every weight of Megatron's model, in its order, under its name here."""
+    """Return rows for all weights of Megatron's model, in its order."""
     keys = list(weight_shapes(model))
     layers = [_layer_row(model, key) for key in keys if key.startswith(LAYERS)]
     if model.has_sink and not model.variant.parameters:
@@ -80,7 +82,7 @@ def _layer_row(model: Architecture, key: str) -> Row:
     name = key.removeprefix(LAYERS)
     module, _, kind = name.rpartition(".")
     names: tuple[str, ...]
-    transform: Transform = Same()
+    transform: Transform = Transform()
     if module == "self_attention.linear_qkv" and kind in ("weight", "bias"):
         sizes, gate = (model.groups, model.queries, model.head_dim), model.megatrons_gate
         transform = GroupedQKV(*sizes, gate=gate)
@@ -127,7 +129,7 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
     share, rope = config.get("rotary_percent", 1.0), config.get("rope_parameters") or {}
     factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", share))
     if factor != share:
-        found.append(f"partial_rotary_factor {factor} and rotary_percent {share}: two shares")
+        found.append(f"partial_rotary_factor {factor} and rotary_percent {share}, which differ")
     return found
 
 

@@ -1,4 +1,4 @@
-"""The architectures that a model can become, and which one it becomes."""
+"""The registry of conversion targets, and the choice of one for a model."""
 
 from megasink.command_line import unknown_name
 from megasink.convert.architecture import Architecture
@@ -7,14 +7,14 @@ from megasink.errors import UserError
 from megasink.plugins import advice
 
 TARGETS: dict[str, Target] = {}
-"""By name, in the order in which they were registered."""
+"""Targets by name, in the order of registration."""
 
 
 def register(target: Target) -> Target:
-    """Add a target: it can be named, and a model that no earlier one fits becomes it.
+    """Add a target, which can then be named, and is chosen for models that fit no earlier one.
 
     Raises:
-        UserError: its name is taken.
+        UserError: the name is taken.
     """
     if target.name in TARGETS:
         raise UserError(f"two conversion targets are called {target.name!r}: choose another name")
@@ -23,10 +23,10 @@ def register(target: Target) -> Target:
 
 
 def named(name: str) -> Target:
-    """The target of ``--target``.
+    """Return the target for ``--target``.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: there is no target of that name.
     """
     if name not in TARGETS:
         raise UserError(f"{unknown_name('--target', name, TARGETS)}; {advice()}")
@@ -34,45 +34,45 @@ def named(name: str) -> Target:
 
 
 def choose(model: Architecture, name: str | None = None) -> tuple[Target, str]:
-    """The target of a model, and why it is that one.
+    """Return the target for a model, and the reason for the choice.
 
     Args:
-        name: the one that must be taken; None for the first that fits, one of transformers' before
-            one with code of its own.
+        name: the target to use; None for the first that fits, architectures of transformers before
+            those with custom code.
 
     Raises:
-        UserError: none fits, with the reason of each.
+        UserError: no target fits, with the reasons.
     """
     if name is not None:
         target = named(name)
         if problems := target.problems(model):
             raise UserError(f"--target {name} does not fit this model: {'; '.join(problems)}")
-        return target, "asked for"
+        return target, "requested"
     reasons: list[str] = []
     for target in sorted(TARGETS.values(), key=lambda target: target.custom_code):
         problems = target.problems(model)
         if not problems and not target.custom_code:
-            return target, f"the first that has all of: {described(model)}"
+            return target, f"the first that supports {described(model)}"
         if not problems:
             nearest = f" ({' | '.join(reasons)})" if reasons else ""
             return target, (
-                f"no architecture of transformers has all of: {described(model)}{nearest}; "
-                "own modelling file; loading needs trust_remote_code=True"
+                f"no architecture of transformers supports {described(model)}{nearest}; exporting "
+                "with megasink's modeling files; loading needs trust_remote_code=True"
             )
         near = model.attention in target.attention and target.moe == bool(model.experts)
         if near or target.custom_code:
             reasons.append(f"{target.name}: {'; '.join(problems)}")
-    raise UserError(f"no architecture of transformers is this model ({' | '.join(reasons)})")
+    raise UserError(f"no target supports this model ({' | '.join(reasons)})")
 
 
 def described(model: Architecture) -> str:
-    """What decides about the target, in a few words."""
-    units = "units" if model.options.gated_unit else "FFN without a gated unit"
+    """Summarize the features that determine the target."""
+    units = "gated FFN" if model.options.gated_unit else "plain FFN"
     words = [f"{model.attention} attention", f"{model.activation} {units}"]
     words.append("qk-norm" if model.qk_norm else "no qk-norm")
     words.append(f"{model.experts} experts" if model.experts else "no experts")
     if model.bias or model.qkv_bias:
-        words.append("biases" if model.bias else "biases of q, k and v")
+        words.append("biases" if model.bias else "q, k and v biases")
     if any(model.windows):
         words.append("sliding windows")
     return ", ".join([*words, *model.options.flags()])

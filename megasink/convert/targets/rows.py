@@ -1,7 +1,7 @@
-"""Rows that architectures share. Keys of Megatron are those of torch_dist checkpoints.
+"""Rows shared by several targets, with Megatron's keys in torch_dist checkpoints.
 
-Under TransformerEngine's spec and Megatron's own the keys are the same: the norms before attention
-and FFN have the names that they have where they are fused into the linear layers after them.
+TransformerEngine's spec and Megatron's own have the same keys: the norms before attention and FFN
+are always named as if they were fused into the linear layers after them.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,6 @@ from megasink.convert.transforms import (
     GroupedQKV,
     PaddedRows,
     RepeatedGateQKV,
-    Same,
     Shifted,
     Transform,
 )
@@ -27,12 +26,13 @@ ATTENTION = f"{LAYERS}self_attention."
 QKV = f"{ATTENTION}linear_qkv."
 MLP = f"{LAYERS}mlp."
 EXPERTS = f"{MLP}experts.experts."
+_FFN_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 def norm_weight(model: Architecture, zero_centred: bool) -> Transform:
-    """Between the norms of a model and of a target that stores them so."""
+    """Return the transform between the norms of a model and those of a target."""
     if model.zero_centred == zero_centred:
-        return Same()
+        return Transform()
     return Shifted(1 if model.zero_centred else -1)
 
 
@@ -45,13 +45,13 @@ def decoder(
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
     last_norm: str = "norm",
 ) -> tuple[Row, ...]:
-    """The whole table: embedding, layers, output layer.
+    """Return the whole table: embedding, layers, output layer.
 
     Args:
-        ffn, attention_rows: of a layer; None for `attention`.
-        zero_centred: the weights of its norms are stored minus one.
-        norms: names of those before attention and before the FFN.
-        last_norm: name of the one after the last layer.
+        ffn, attention_rows: rows of a layer; None for `attention`.
+        zero_centred: whether the target stores norm weights minus one.
+        norms: names of the norms before attention and before the FFN.
+        last_norm: name of the norm after the last layer.
     """
     weight = norm_weight(model, zero_centred)
     before_ffn = NORM_BEFORE_EXPERTS if model.experts else NORM_OF_LOCAL_SPEC
@@ -67,13 +67,13 @@ def decoder(
 
 
 def embedding(model: Architecture) -> tuple[Row, ...]:
-    """The tokens' embeddings."""
+    """Return the row of the token embedding."""
     rows = PaddedRows(model.vocabulary, model.padded)
     return (row("embedding.word_embeddings.weight", "model.embed_tokens.weight", transform=rows),)
 
 
 def output_layer(model: Architecture) -> tuple[Row, ...]:
-    """The output layer, where it is not the embedding."""
+    """Return the row of the output layer, unless it is tied to the embedding."""
     if model.tied:
         return ()
     kept = PaddedRows(model.vocabulary, model.padded)
@@ -81,31 +81,25 @@ def output_layer(model: Architecture) -> tuple[Row, ...]:
 
 
 def zeros(model: Architecture, at: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Row, ...]:
-    """Tensors that the target has and Megatron's model has not: {name behind `at`: shape}."""
+    """Return rows for {name after `at`: shape} of tensors that only the target has."""
     dtype = getattr(torch, model.dtype)
     return tuple(Row((), (at + name,), Constant(shape, dtype)) for name, shape in shapes.items())
 
 
-def attention(
-    model: Architecture, zero_centred: bool = False, out: str = "o_proj"
-) -> tuple[Row, ...]:
-    """Projections, their biases, and qk-norm."""
+def attention(model: Architecture, zero_centred: bool = False) -> tuple[Row, ...]:
+    """Return the rows of the projections, their biases, and qk-norm."""
     at = f"{LAYER}self_attn."
     sizes = (model.groups, model.queries, model.head_dim)
     qkv = tuple(f"{at}{name}_proj" for name in "qkv")
     weights = tuple(f"{name}.weight" for name in qkv)
-    mixed: Row
-    if model.attention == "elementwise":
-        mixed = row(f"{QKV}weight", *weights, transform=GatedGroupedQKV(*sizes))
-    else:
-        mixed = row(f"{QKV}weight", *weights, transform=GroupedQKV(*sizes))
-    rows = [mixed]
+    mixed = GatedGroupedQKV if model.attention == "elementwise" else GroupedQKV
+    rows = [row(f"{QKV}weight", *weights, transform=mixed(*sizes))]
     if model.qkv_bias:
         biases = (f"{name}.bias" for name in qkv)
         rows.append(row(f"{QKV}bias", *biases, transform=GroupedQKV(*sizes)))
-    rows.append(row(f"{ATTENTION}linear_proj.weight", f"{at}{out}.weight"))
+    rows.append(row(f"{ATTENTION}linear_proj.weight", f"{at}o_proj.weight"))
     if model.bias:
-        rows.append(row(f"{ATTENTION}linear_proj.bias", f"{at}{out}.bias"))
+        rows.append(row(f"{ATTENTION}linear_proj.bias", f"{at}o_proj.bias"))
     if model.qk_norm:
         weight = norm_weight(model, zero_centred)
         rows += [
@@ -116,7 +110,7 @@ def attention(
 
 
 def with_repeated_gate(model: Architecture, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """`attention` for a headwise gate in an architecture whose gates are elementwise."""
+    """Adapt the rows of `attention` to store a headwise gate as an elementwise one."""
     sizes = (model.groups, model.queries, model.head_dim)
     first = rows[0]
     keys = (*first.megatron, f"{ATTENTION}linear_gate.weight")
@@ -124,7 +118,7 @@ def with_repeated_gate(model: Architecture, rows: tuple[Row, ...]) -> tuple[Row,
 
 
 def sinks(model: Architecture, name: str = "sinks") -> tuple[Row, ...]:
-    """One logit per head; zeros for a variant whose logit is fixed there."""
+    """Return the row of one sink logit per head; zeros for a variant whose logit is fixed at 0."""
     name = f"{LAYER}self_attn.{name}"
     if not model.variant.parameters:
         return (Row((), (name,), Constant((model.heads,), torch.float32)),)
@@ -132,11 +126,9 @@ def sinks(model: Architecture, name: str = "sinks") -> tuple[Row, ...]:
 
 
 def ffn(
-    model: Architecture,
-    at: str = "mlp.",
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    model: Architecture, at: str = "mlp.", names: tuple[str, str, str] = _FFN_NAMES
 ) -> tuple[Row, ...]:
-    """A gated unit."""
+    """Return the rows of a gated FFN."""
     gate, up, down = (f"{LAYER}{at}{name}" for name in names)
     rows = []
     for kind in ("weight", "bias") if model.bias else ("weight",):
@@ -146,15 +138,11 @@ def ffn(
     return tuple(rows)
 
 
-def experts(
-    at: str = "mlp.",
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-    router: str = "gate",
-) -> tuple[Row, ...]:
-    """A router and experts with a tensor each."""
+def experts(at: str = "mlp.", names: tuple[str, str, str] = _FFN_NAMES) -> tuple[Row, ...]:
+    """Return the rows of a router, and of experts with separate tensors."""
     gate, up, down = (f"{LAYER}{at}experts.{{expert}}.{name}.weight" for name in names)
     return (
-        row(f"{MLP}router.weight", f"{LAYER}{at}{router}.weight"),
+        row(f"{MLP}router.weight", f"{LAYER}{at}gate.weight"),
         row(f"{EXPERTS}linear_fc1.weight", gate, up, transform=GateUp()),
         row(f"{EXPERTS}linear_fc2.weight", down),
     )

@@ -1,4 +1,4 @@
-"""Architectures whose softmax has a learned logit per head: Granite, Flint, GPT-OSS."""
+"""Targets with a learned sink logit per head: Granite, Flint, GPT-OSS."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -8,16 +8,11 @@ from megasink.convert.architecture import Architecture
 from megasink.convert.table import Row, row
 from megasink.convert.targets import rows
 from megasink.convert.targets.registry import register
-from megasink.convert.targets.target import (
-    EXPERTS,
-    Config,
-    Target,
-    window_of,
-)
+from megasink.convert.targets.target import EXPERTS, Config, Target, window_of
 from megasink.convert.transforms import InterleavedGateUp, Transposed
 
 SINKS = ("sink", "off-by-one")
-# Megatron multiplies nothing and has no biases there.
+# Megatron has no such multipliers, and no biases there.
 GRANITE = {
     "attention_bias": False,
     "mlp_bias": False,
@@ -27,35 +22,30 @@ GRANITE = {
 }
 
 
-def _attention(model: Architecture, name: str = "sinks") -> tuple[Row, ...]:
-    return (*rows.attention(model), *rows.sinks(model, name))
-
-
-def _dense(model: Architecture, sinks: str = "sinks") -> tuple[Row, ...]:
-    return rows.decoder(model, rows.ffn(model), _attention(model, sinks))
+def _decoder(
+    model: Architecture, ffn: tuple[Row, ...] = (), sinks: str = "sinks"
+) -> tuple[Row, ...]:
+    attention = (*rows.attention(model), *rows.sinks(model, sinks))
+    return rows.decoder(model, ffn or rows.ffn(model), attention)
 
 
 def _granite_moe(model: Architecture) -> tuple[Row, ...]:
-    shared: tuple[Row, ...] = ()
-    if model.shared_ffn:
-        at = f"{rows.LAYER}shared_mlp."
-        shared = (
-            row(f"{rows.MLP}shared_experts.linear_fc1.weight", f"{at}input_linear.weight"),
-            row(f"{rows.MLP}shared_experts.linear_fc2.weight", f"{at}output_linear.weight"),
-        )
-    at = f"{rows.LAYER}block_sparse_moe."
+    at, shared_at = f"{rows.LAYER}block_sparse_moe.", f"{rows.LAYER}shared_mlp."
     ffn = (
         row(f"{rows.MLP}router.weight", f"{at}router.weight"),
         row(f"{rows.EXPERTS}linear_fc1.weight", f"{at}experts.gate_up_proj"),
         row(f"{rows.EXPERTS}linear_fc2.weight", f"{at}experts.down_proj"),
-        *shared,
     )
-    return rows.decoder(model, ffn, _attention(model))
+    shared = (
+        row(f"{rows.MLP}shared_experts.linear_fc1.weight", f"{shared_at}input_linear.weight"),
+        row(f"{rows.MLP}shared_experts.linear_fc2.weight", f"{shared_at}output_linear.weight"),
+    )
+    return _decoder(model, (*ffn, *shared) if model.shared_ffn else ffn)
 
 
 def _gpt_oss(model: Architecture) -> tuple[Row, ...]:
     at, fc = f"{rows.LAYER}mlp.", f"{rows.EXPERTS}linear_fc"
-    # Megatron's experts have no biases here; those of GPT-OSS are always there.
+    # GPT-OSS always has biases of experts, and megasink's experts never have.
     zeros = {
         "router.bias": (model.experts,),
         "experts.gate_up_proj_bias": (model.experts, 2 * model.ffn),
@@ -67,14 +57,14 @@ def _gpt_oss(model: Architecture) -> tuple[Row, ...]:
         row(f"{fc}2.weight", f"{at}experts.down_proj", transform=Transposed()),
         *rows.zeros(model, at, zeros),
     )
-    return rows.decoder(model, ffn, _attention(model))
+    return _decoder(model, ffn)
 
 
 def _granite(model: Architecture) -> Config:
     return {
-        # Its scores are multiplied by this, not by head_dim ** -0.5.
+        # It scales scores by this instead of head_dim ** -0.5.
         "attention_multiplier": model.head_dim**-0.5,
-        # A mask of this width is made even where no layer asks for it.
+        # It makes a mask of this width even if no layer uses it.
         "sliding_window": window_of(model) or model.positions,
         "layer_rope_theta": [model.rope_base] * model.layers,
     }
@@ -88,7 +78,7 @@ def _granite_refused(config: Mapping[str, Any]) -> list[str]:
         found.append(f"attention_multiplier {multiplier} (not {scale:.6g})")
     thetas = set(config.get("layer_rope_theta") or [])
     if len(thetas) > 1 or 0 in thetas:
-        found.append("layer_rope_theta: layers with different RoPE, or none")
+        found.append("layer_rope_theta: layers with different RoPE, or without it")
     return found
 
 
@@ -99,7 +89,7 @@ def _read_granite(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _flint(model: Architecture) -> Config:
     return {
-        # Its layers have RoPE only where they have a window: one that hides nothing is none.
+        # Its layers have RoPE only with a window; a window of all positions hides nothing.
         "layer_types": ["sliding_attention"] * model.layers,
         "sliding_window": window_of(model) or model.positions,
         "mlp_only_layers": list(range(model.layers)),
@@ -116,9 +106,9 @@ def _read_flint(config: Mapping[str, Any]) -> dict[str, Any]:
 def _flint_refused(config: Mapping[str, Any]) -> list[str]:
     found = []
     if set(config.get("layer_types") or ["full_attention"]) != {"sliding_attention"}:
-        found.append("layer_types: its layers without a window have no RoPE")
+        found.append("layer_types: layers without a window have no RoPE")
     if config.get("mlp_only_layers") != list(range(config["num_hidden_layers"])):
-        found.append("its experts, which a sigmoid routes to")
+        found.append("mlp_only_layers: experts with a sigmoid router")
     return found
 
 
@@ -132,7 +122,7 @@ def _gpt_oss_config(model: Architecture) -> Config:
 
 def _gpt_oss_refused(config: Mapping[str, Any]) -> list[str]:
     if config.get("attention_bias", True):
-        return ["attention_bias: Megatron would have biases in the experts too"]
+        return ["attention_bias: in Megatron, experts would have biases too"]
     return []
 
 
@@ -142,7 +132,7 @@ register(
         architecture="GraniteSWAForCausalLM",
         since="5.15",
         attention=SINKS,
-        table=_dense,
+        table=_decoder,
         fixed=GRANITE,
         config=_granite,
         read=_read_granite,
@@ -156,8 +146,8 @@ register(
         architecture="FlintForCausalLM",
         since="5.21",
         attention=SINKS,
-        # The name in released files, which transformers renames and vLLM does not.
-        table=partial(_dense, sinks="softmax_offset"),
+        # The name in released files; transformers renames it, vLLM does not.
+        table=partial(_decoder, sinks="softmax_offset"),
         fixed={"attention_bias": False},
         config=_flint,
         read=_read_flint,

@@ -1,4 +1,4 @@
-"""Architectures with softmax attention: Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE."""
+"""Targets with plain softmax attention: Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ from megasink.convert.targets.target import (
     windows_from,
 )
 
-# Of Qwen's mixtures of experts.
+# Config keys of Qwen's mixtures of experts.
 QWEN_EXPERTS = {
     "moe_intermediate_size": "ffn",
     "num_experts": "experts",
@@ -34,22 +34,9 @@ def _mixtral(model: Architecture) -> tuple[Row, ...]:
     return rows.decoder(model, rows.experts("block_sparse_moe.", ("w1", "w3", "w2")))
 
 
-def _qwen_moe(model: Architecture) -> tuple[Row, ...]:
-    return rows.decoder(model, rows.experts())
-
-
-def _llama(model: Architecture) -> Config:
-    return {"attention_bias": model.bias, "mlp_bias": model.bias}
-
-
-def _read_llama(config: Mapping[str, Any]) -> dict[str, Any]:
-    bias = bool(config.get("attention_bias"))
-    return {"bias": bias, "qkv_bias": bias}
-
-
 def _llama_refused(config: Mapping[str, Any]) -> list[str]:
     if bool(config.get("attention_bias")) != bool(config.get("mlp_bias")):
-        return ["attention_bias without mlp_bias, or the other way round"]
+        return ["attention_bias without mlp_bias, or vice versa"]
     return []
 
 
@@ -73,12 +60,8 @@ def _read_windowed(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"windows": tuple(window if layer >= first else None for layer in range(layers))}
 
 
-def _read_mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"windows": (config.get("sliding_window"),) * config["num_hidden_layers"]}
-
-
 def read_qwen_experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What released files leave out, or name otherwise."""
+    """Read what released files omit or name differently."""
     return {
         "experts": config.get("num_experts") or config["num_local_experts"],
         "renormalize": bool(config.get("norm_topk_prob", False)),
@@ -92,8 +75,8 @@ register(
         since="4.28",
         attention=("vanilla",),
         table=_dense,
-        config=_llama,
-        read=_read_llama,
+        keys={"attention_bias": "bias", "mlp_bias": "bias"},
+        read=lambda config: {"qkv_bias": bool(config.get("attention_bias"))},
         refused=_llama_refused,
         bias=True,
     )
@@ -134,7 +117,9 @@ register(
         table=_mixtral,
         keys=EXPERTS,
         config=lambda model: {"sliding_window": window_of(model), "router_jitter_noise": 0.0},
-        read=_read_mixtral,
+        read=lambda config: {
+            "windows": (config.get("sliding_window"),) * config["num_hidden_layers"]
+        },
         moe=True,
         windows="all",
     )
@@ -145,7 +130,7 @@ register(
         architecture="Qwen3MoeForCausalLM",
         since="4.51",
         attention=("vanilla",),
-        table=_qwen_moe,
+        table=lambda model: rows.decoder(model, rows.experts()),
         keys=QWEN_EXPERTS,
         fixed={"attention_bias": False, "use_sliding_window": False, **QWEN_EVERY_LAYER},
         read=read_qwen_experts,
