@@ -68,13 +68,6 @@ def refuse(args: Namespace, ranks: int | None) -> None:
         raise ConfigError(problems)
 
 
-def check(flags: Sequence[str], ranks: int | None) -> Namespace:
-    """Call `read`, then `refuse`."""
-    args = read(flags)
-    refuse(args, ranks)
-    return args
-
-
 def replica_ranks(args: Namespace) -> int:
     """Return the number of ranks per model replica; 1 if the flags are wrong."""
     return math.prod(getattr(args, f"{kind}_parallel_size") for kind in _SIZES) or 1

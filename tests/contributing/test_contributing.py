@@ -7,16 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.documented import CONTRIBUTING as PAGE
+from tests.documented import MODULES, ROOT
 from tests.forkserver import HANG_SECONDS, put_megasink_into
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "CONTRIBUTING.md").read_text()
-MODULES = dict(re.findall(r"^```python (\w+\.py)\n(.*?)^```$", PAGE, re.M | re.S))
 COMMANDS = dict(re.findall(r"^```bash (\w+)\n(.*?)^```$", PAGE, re.M | re.S))
 # How many files of the package and its tests one of them may touch.
 MOST_FILES = {"variant": 3, "metric": 2, "target": 2}

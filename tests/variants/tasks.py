@@ -4,7 +4,6 @@ Shapes: L layers, H query heads, N samples.
 """
 
 import contextlib
-import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,16 +36,15 @@ from tests.convert.tasks import layout_config, save_checkpoint
 from tests.distributed import observing_tasks, tiny_gpt
 from tests.distributed.skewed_gates import skew_gates
 from tests.distributed.tiny_gpt import skew_sinks
+from tests.documented import register_variant
 from tests.inference.tasks import GREEDY, recompute
-
-PLUGIN = Path(__file__).with_name("sink_per_group.py")
 
 
 @contextlib.contextmanager
-def registered(plugin: Path = PLUGIN) -> Iterator[None]:
-    """While the body runs, there are the variants of a module outside of the package."""
+def registered() -> Iterator[None]:
+    """While the body runs, there is the variant of CONTRIBUTING.md, outside of the package."""
     with mock.patch.dict(registry._VARIANTS):
-        runpy.run_path(str(plugin))
+        register_variant()
         yield
 
 
