@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.forkserver import ROOT, server
+from tests.runs import steps
 from tests.train.test_end_to_end import FLAGS
 
 
@@ -31,8 +32,7 @@ def folder(tmp_path_factory):
 
 
 def test_the_model_learned(folder):
-    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    losses = [line["lm_loss"] for line in lines if "lm_loss" in line]
+    losses = [line["lm_loss"] for line in steps(folder / "run")]
     assert len(losses) == 12
     assert losses[-1] < losses[0] - 0.5
 

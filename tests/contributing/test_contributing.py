@@ -14,6 +14,7 @@ import torch
 from tests.documented import CONTRIBUTING as PAGE
 from tests.documented import MODULES, ROOT
 from tests.forkserver import HANG_SECONDS, put_megasink_into
+from tests.runs import steps
 
 COMMANDS = dict(re.findall(r"^```bash (\w+)\n(.*?)^```$", PAGE, re.M | re.S))
 # How many files of the package and its tests one of them may touch.
@@ -65,12 +66,9 @@ def variant(folder):
 
 
 def test_a_variant_of_ones_own_trains_and_resumes(folder, variant):
-    lines = [
-        json.loads(x) for x in (folder / "runs/grouped/metrics.jsonl").read_text().splitlines()
-    ]
-    steps = [line for line in lines if "lm_loss" in line]
-    assert [line["iteration"] for line in steps] == [1, 2, 3, 4]
-    assert all(line["imbalance"] > 0 for line in steps)
+    lines = steps(folder / "runs/grouped")
+    assert [line["iteration"] for line in lines] == [1, 2, 3, 4]
+    assert all(line["imbalance"] > 0 for line in lines)
     config = json.loads((folder / "runs/grouped/config.json").read_text())
     assert config["arguments"]["plugin"] == ["my_variant"]
     assert "my_variant (--plugin): variant sink-per-group" in variant

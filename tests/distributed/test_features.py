@@ -1,7 +1,5 @@
 """Options of Megatron that change attention or layers, with sink attention (docs/features.md)."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -9,6 +7,7 @@ from tests.distributed import merging
 from tests.distributed.cases import PP, SP, TOLERANCE, TP_SP, TRAIN
 from tests.distributed.layout import SINGLE
 from tests.distributed.test_resume import FLAGS, TP
+from tests.runs import metrics
 
 ORACLE = "tests.distributed.oracle:train"
 OPTIONS = {
@@ -54,8 +53,7 @@ def test_deterministic_mode_runs_twice_the_same_to_the_bit(pool, tmp_path):
     for name in "ab":
         flags = [*FLAGS, *TP, "--deterministic-mode", "--train-iters", "3", "--run-dir"]
         pool.train([*flags, str(tmp_path / name)], 2)
-        text = (tmp_path / name / "metrics.jsonl").read_text()
         keys = ("iteration", "lm_loss", "grad_norm", "importance", "balance_loss")
-        lines.append([{k: json.loads(line).get(k) for k in keys} for line in text.splitlines()])
+        lines.append([{k: line.get(k) for k in keys} for line in metrics(tmp_path / name)])
     assert lines[0] == lines[1]
     assert len({line["lm_loss"] for line in lines[0] if line["lm_loss"]}) == 3

@@ -4,8 +4,6 @@ Megatron's own router losses and our head-balance loss are on together: each mus
 Not covered: grouped GEMM and DeepEP, which need CUDA.
 """
 
-import json
-
 import numpy as np
 import pytest
 
@@ -14,6 +12,7 @@ from tests.distributed.cases import EP, TOLERANCE, TRAIN, case, cases
 from tests.distributed.layout import SINGLE
 from tests.distributed.pool import Pool
 from tests.distributed.test_resume import FLAGS
+from tests.runs import steps
 
 ORACLE = "tests.layers.block_oracle:train_once"
 MOE = {
@@ -97,7 +96,6 @@ def test_the_trainer_runs_with_expert_parallelism(fresh_pool, tmp_path):
     --train-iters 3
     """.split()
     fresh_pool.train([*FLAGS, *flags, "--run-dir", str(tmp_path / "run")], 2)
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    losses = [line["lm_loss"] for line in map(json.loads, lines) if "lm_loss" in line]
+    losses = [line["lm_loss"] for line in steps(tmp_path / "run")]
     assert len(losses) == 3
     assert np.isfinite(losses).all()

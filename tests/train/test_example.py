@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.pool import ROOT
-from tests.train.test_end_to_end import FLAGS, metrics
+from tests.runs import steps
+from tests.train.test_end_to_end import FLAGS
 
 SCRIPT = str(ROOT / "examples" / "pretrain_gpt_sink.sh")
 
@@ -38,8 +39,7 @@ def test_the_example_starts_in_every_way(starter, text, tmp_path):
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    steps = [line for line in metrics(tmp_path / "run") if "lm_loss" in line]
-    assert [step["iteration"] for step in steps] == [1, 2]
+    assert [step["iteration"] for step in steps(tmp_path / "run")] == [1, 2]
 
 
 def test_slurm_gives_the_meeting_point(tmp_path):
