@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.training.argument_utils import ArgumentGroupFactory
 
 from megasink.checkpoint.identity import plain
 from megasink.checkpoint.model import model_config
@@ -84,20 +83,6 @@ def _save_legacy(folder: Path, other: Path, args: Namespace, model: Any) -> None
     path = Path(get_checkpoint_name(str(folder / "checkpoints"), 3))
     path.parent.mkdir(parents=True)
     torch.save(state, path)
-
-
-_docstrings: dict[type, dict[str, str]] = {}
-_read_docstrings = ArgumentGroupFactory._get_field_docstrings
-
-
-def _remembered(self: ArgumentGroupFactory, options: type) -> dict[str, str]:
-    """Megatron reads the source of its dataclasses for every command line: 0.3 s each time."""
-    if options not in _docstrings:
-        _docstrings[options] = _read_docstrings(self, options)
-    return dict(_docstrings[options])
-
-
-ArgumentGroupFactory._get_field_docstrings = _remembered
 
 
 def layout_config(args: Namespace) -> Any:
