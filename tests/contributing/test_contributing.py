@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
     for name, text in MODULES.items():
         (path / name).write_text(text)
     (path / "bin").mkdir()
-    put_megasink_into(path / "bin")
+    put_megasink_into(path / "bin", "tests.probe.without_figures")
     return path
 
 
