@@ -66,8 +66,7 @@ OTHERWISE = {"torch.Generator", "Tensor.to", "Tensor.is_pinned", "Tensor.pin_mem
 
 
 def test_whatever_takes_a_device_is_redirected(fresh):
-    found = fresh("tests.platform.factories:with_and_without")
-    every = fresh("tests.platform.factories:takes_a_device")
+    found, every = fresh("tests.platform.factories:both")
     assert set(every) - set(found) == OTHERWISE
     assert len(found) > 60
     answers = {"cpu", "read: True", "seeded: True"}
