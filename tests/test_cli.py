@@ -35,11 +35,7 @@ def test_the_version_is_the_packages():
 def test_problems_are_numbered_in_one_message():
     assert str(ConfigError(["a"])) == "a"
     text = str(ConfigError(["first", "second"]))
-    assert text.splitlines() == [
-        "2 problems in the configuration:",
-        "  1. first",
-        "  2. second",
-    ]
+    assert text.splitlines() == ["2 problems in the configuration:", "  1. first", "  2. second"]
 
 
 @pytest.mark.parametrize(

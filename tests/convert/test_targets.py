@@ -92,25 +92,13 @@ def test_every_weight_has_one_row_and_every_name_one_weight(name):
         ({"attention": "sink", "windows": (5, 6)}, "granite_swa", "windows have one size"),
         ({**MOE, "shared_ffn": 8}, "mixtral", "no shared expert"),
         ({**MOE, "renormalize": False}, "mixtral", "add up to one"),
-        (
-            {"attention": "headwise", "qk_norm": True, "rope_factor": 8.0},
-            "lfm3",
-            "no RoPE scaling",
-        ),
+        ({"attention": "headwise", "qk_norm": True, "rope_factor": 8.0}, "lfm3", "no RoPE scaling"),
         ({"attention": "headwise", "qk_norm": True, "activation": "relu"}, "lfm3", "silu, not"),
         ({"options": MegasinkOptions(sandwich_norm=True)}, "llama", "it has no --sandwich-norm"),
         ({"options": PLAIN_FFN}, "llama", "its FFN has a gated unit"),
-        (
-            {**MOE, "options": PLAIN_FFN},
-            "megasink",
-            "experts have gated units",
-        ),
+        ({**MOE, "options": PLAIN_FFN}, "megasink", "experts have gated units"),
         ({"windows": (5, 6)}, "megasink", "windows have one size"),
-        (
-            {"rope_factor": 8.0, "options": HALF_ROPE},
-            "megasink",
-            "whole heads",
-        ),
+        ({"rope_factor": 8.0, "options": HALF_ROPE}, "megasink", "whole heads"),
     ],
 )
 def test_what_does_not_fit_a_target_is_said(change, target, reason):

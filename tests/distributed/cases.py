@@ -18,11 +18,7 @@ TP, TP_SP, PP, DP, CP = (
 VPP, EP = Layout(pp=2, vpp=2), Layout(dp=2, ep=2)
 TP_EP = Layout(tp=2, sp=True, ep=2, etp=1)
 SP = {"sequence_parallel": True}
-FULL = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 DISTRIBUTED = {"distributed_optimizer": True}
 ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}

@@ -38,11 +38,7 @@ def test_every_scope_has_its_oracle(pool, scope, layout, shared):
     compare(pool, layout, 4, {"head_balance_scope": scope, **shared})
 
 
-FIXED = {
-    "attention_variant": "k-bias",
-    "bias_fixed_value": "uniform",
-    "bias_fixed_value_norm": 5.0,
-}
+FIXED = {"attention_variant": "k-bias", "bias_fixed_value": "uniform", "bias_fixed_value_norm": 5.0}
 WINDOW = {"window_size": (7, 0), "window_attn_skip_freq": 2}
 MLP = {"attention_variant": "vanilla", "attention_similarity": "mlp"}
 

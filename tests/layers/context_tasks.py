@@ -12,10 +12,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from megasink.attention import attention
-from megasink.layers.context_parallel import (
-    attend_to_gathered_keys,
-    attend_with_scattered_heads,
-)
+from megasink.layers.context_parallel import attend_to_gathered_keys, attend_with_scattered_heads
 from megasink.layers.core_attention import CoreAttention
 from tests.distributed import tiny_gpt
 from tests.layers.context_case import case_of

@@ -47,11 +47,7 @@ def test_the_last_rank_alone_writes(watched):
 
 
 @pytest.mark.parametrize(
-    ("key", "name"),
-    [
-        ("importance", "head importance"),
-        ("softmax_offset", "softmax offset"),
-    ],
+    ("key", "name"), [("importance", "head importance"), ("softmax_offset", "softmax offset")]
 )
 def test_wandb_gets_every_layers_mean_and_extremes(watched, key, name):
     (_, report), metrics = watched
