@@ -12,7 +12,8 @@ demo: $(READY)
 	@echo "to have megasink on the path: source $(BIN)/activate"
 
 # A file's tests share a worker and its fixtures; the order of the files is that of tests/schedule.py.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 PYTEST += --no-loadscope-reorder
 
 test: $(READY)

@@ -10,12 +10,14 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 from unittest import mock
+
+from megasink.train import early
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docker" / "README.md"]
@@ -33,6 +35,9 @@ IMPORTED = (  # of convert-from-hf
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 2048 "
     "--position-embedding-type rope --tokenizer-model /data/corpus-tokenizer\n"
 )
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+# The modules of a reader's own.
+MODULES = dict(re.findall(r"^```python (\w+\.py)\n(.*?)^```$", CONTRIBUTING, re.M | re.S))
 _NOTED = ("DATA_PATH", "TOKENIZER", "RUN_DIR")
 
 _NOTE = r"""#!/bin/bash
@@ -222,3 +227,13 @@ def train_lines(data: Path, tokenizer: Path) -> dict[str, tuple[list[str], int]]
 def shown(call: Call) -> str:
     """A call as one types it."""
     return shlex.join([call.program, *call.words])
+
+
+def register_variant() -> None:
+    """Do what the import of the variant's module does."""
+    exec(MODULES["my_variant.py"], {"__name__": "my_variant"})
+
+
+def refuse(flags: Sequence[str], ranks: int | None) -> None:
+    """Refuse a line of `megasink train` as the launcher does, before Megatron is imported."""
+    early.refuse(early.read(flags), ranks)

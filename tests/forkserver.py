@@ -202,15 +202,18 @@ def server() -> ForkServer:
 _session: ForkServer | None = None
 
 
-def put_megasink_into(folder: Path) -> None:
+def put_megasink_into(folder: Path, module: str = "megasink") -> None:
     """Write a program ``megasink`` for shells, which is a fork of the session's server.
 
     ``megasink info`` starts anew: it is about what is there before a platform is chosen.
+
+    Args:
+        module: the program.
     """
     program = folder / "megasink"
-    module = '$([ "$1" = info ] || echo tests.forkserver) megasink'
+    words = f'$([ "$1" = info ] || echo tests.forkserver) {module}'
     program.write_text(
-        f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -W ignore -m {module} "$@"\n'
+        f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -W ignore -m {words} "$@"\n'
     )
     program.chmod(0o755)
     server()

@@ -32,7 +32,7 @@ class Forked:
         self.args, self.returncode = command, None
         self.pid = os.fork()
         if self.pid == 0:
-            become(command[command.index("-m") + 1 :], **options)
+            become(_program(command), **options)
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -61,12 +61,21 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+def _program(command: Any) -> list[str]:
+    """The module or script of a command of this interpreter, and its arguments; [] for others."""
+    if not isinstance(command, list | tuple) or command[0] != sys.executable:
+        return []
+    if "-m" in command:
+        return list(command[command.index("-m") + 1 :])
+    words = [word for word in command[1:] if word != "-u"]
+    return words if words and "/" in words[0] else []
+
+
 class Popen(_real):  # type: ignore[type-arg]
-    """Forks where the command is a module of this interpreter, whose output nobody reads."""
+    """Forks where the command is a program of this interpreter, whose output nobody reads."""
 
     def __new__(cls, args: Any, **options: Any) -> Any:
-        module = isinstance(args, list | tuple) and args[0] == sys.executable and "-m" in args
-        if module and subprocess.PIPE not in options.values():
+        if _program(args) and subprocess.PIPE not in options.values():
             return Forked(list(args), options)
         return super().__new__(cls)
 
@@ -115,7 +124,10 @@ def become(
     sys.argv = list(argv)
     code = 1
     try:
-        runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+        if "/" in argv[0]:
+            runpy.run_path(argv[0], run_name="__main__")
+        else:
+            runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -204,27 +216,59 @@ def _ended() -> list[tuple[int, int]]:
 
 
 def _import_everything() -> None:
+    """All of the package, and what upstream and it import when they are called."""
     import gc
+    import importlib
+    import pkgutil
 
+    import megasink
     from megasink.process import prepare_process
 
     prepare_process([])
-    import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler
-    import torch.distributed.run  # noqa: F401
-    import transformers.models.auto  # noqa: F401
-
-    from megasink.checkpoint import model  # noqa: F401
-    from megasink.train import (  # noqa: F401
-        arguments,
-        checkpoint_writer,
-        forward,
-        launch,
-        observer,
-        pretrain,
-    )
-
+    found = pkgutil.walk_packages(megasink.__path__, "megasink.")
+    for name in [module.name for module in found if not module.name.endswith("__main__")]:
+        importlib.import_module(name)
+    for name in LATE:
+        importlib.import_module(name)
+    _remember_docstrings()
     gc.collect()
     gc.freeze()
+
+
+LATE = (
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "megatron.core.tokenizers.text.libraries",
+    "megatron.training.training",
+    "scipy.optimize",
+    "scipy.stats",
+    "sklearn.decomposition",
+    "sklearn.manifold",
+    "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler",
+    "torch.distributed.run",
+    "torch.utils.tensorboard",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+)
+
+
+def _remember_docstrings() -> None:
+    """Megatron reads the source of its dataclasses for every command line, which takes longer than
+    all the rest of it."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    from megasink.parser import parse_apart
+
+    texts = ArgumentGroupFactory._get_field_docstrings
+    known: dict[type, dict[str, str]] = {}
+
+    def remembered(self: ArgumentGroupFactory, options: type) -> dict[str, str]:
+        if options not in known:
+            known[options] = texts(self, options)
+        return dict(known[options])
+
+    ArgumentGroupFactory._get_field_docstrings = remembered
+    parse_apart([])
 
 
 if __name__ == "__main__":

@@ -127,14 +127,26 @@ MISTAKES = {
     "data-no-tokenizer-there": (DATA.replace("llama", "lama"), "{0}/lama is not a folder"),
     # generate
     "generate-nothing": ("generate", "missing: run, --prompt"),
-    "generate-no-run": ("generate {0}/runs --prompt a", "{0}/runs"),
+    "generate-no-run": ("generate {0}/runs --prompt a", "{0}/runs: no such folder"),
     "generate-no-model": ("generate {0}/llama --prompt a", "{0}/llama"),
-    "generate-iteration": ("generate {0}/run --prompt a --iteration 7", "{0}/run", "7"),
+    "generate-iteration": (
+        "generate {0}/run --prompt a --iteration 7",
+        "no checkpoint of iteration 7; there are: 4",
+    ),
     "generate-temperature": ("generate {0}/run --prompt a --temperature -1", "--temperature -1.0"),
     "generate-top-p": ("generate {0}/run --prompt a --top-p 1.5", "--top-p 1.5"),
     "generate-nan": ("generate {0}/run --prompt a --temperature nan", "--temperature nan"),
-    "generate-tokens": ("generate {0}/run --prompt a --max-new-tokens 0", "--max-new-tokens 0"),
-    "generate-empty": ("generate {0}/run --prompt ''", "--prompt"),
+    "generate-tokens": (
+        "generate {0}/run --prompt '' --max-new-tokens 0 --top-k -2",
+        "--prompt is empty",
+        "--max-new-tokens 0: generate at least one",
+        "--top-k -2",
+    ),
+    "generate-unfinished": ("generate {0}/notes --prompt a", "{0}/notes: no finished checkpoint"),
+    "generate-another-checkpoint": (
+        "generate {0}/run/checkpoints/iter_0000004 --prompt a --iteration 7",
+        "not the checkpoint of",
+    ),
     "generate-tokenizer": ("generate {0}/run --prompt a --tokenizer {0}/lama", "{0}/lama"),
     "generate-misspelt": (
         "generate {0}/run --prompt a --max-tokens 5",

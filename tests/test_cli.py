@@ -18,53 +18,6 @@ def test_every_command_has_help(command, capsys):
     assert "usage:" in capsys.readouterr().out
 
 
-def test_an_unknown_command_is_refused(capsys):
-    assert cli.main(["trian"]) == 2
-    assert "the command 'trian' is unknown: choose " in capsys.readouterr().err
-
-
-def test_what_the_user_can_mend_is_one_line_and_exit_2(tmp_path, capsys):
-    assert cli.main(["plot", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("megasink: error: ")
-    assert len(error.splitlines()) == 1
-
-
-GENERATE = ["generate", "--prompt", "def "]
-
-
-@pytest.mark.parametrize(
-    ("flags", "phrases"),
-    [
-        (["nowhere"], ["nowhere: no such folder"]),
-        (["run"], ["run: no finished checkpoint"]),
-        (["run/checkpoints"], ["checkpoints: no finished checkpoint"]),
-        (["done", "--iteration", "7"], ["no checkpoint of iteration 7; available: 4"]),
-        (["done/checkpoints/iter_0000004", "--iteration", "7"], ["not the checkpoint of"]),
-        (["done"], ["not a megasink run"]),
-        (
-            ["run", "--prompt", "", "--temperature", "-1", "--top-p", "0", "--top-k", "-2"],
-            ["--prompt is empty", "--temperature -1.0", "--top-p 0.0", "--top-k -2"],
-        ),
-        (["run", "--max-new-tokens", "0"], ["--max-new-tokens 0: use 1 or more"]),
-    ],
-)
-def test_generate_refuses_before_it_loads_anything(tmp_path, monkeypatch, capsys, flags, phrases):
-    monkeypatch.chdir(tmp_path)
-    for name in ("run", "done"):
-        (tmp_path / name / "checkpoints" / "iter_0000004").mkdir(parents=True)
-    (tmp_path / "run" / "config.json").write_text("{}")
-    checkpoints = tmp_path / "done" / "checkpoints"
-    (checkpoints / "latest_checkpointed_iteration.txt").write_text("4")
-    if "--iteration" in flags:
-        (tmp_path / "done" / "config.json").write_text("{}")
-    assert cli.main([*GENERATE, *flags]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("megasink: error: ")
-    for phrase in phrases:
-        assert phrase in error
-
-
 def test_info_says_what_runs_and_why_not_the_others(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")  # else the reasons are broken into many lines
     assert cli.main(["info"]) == 0
@@ -82,11 +35,7 @@ def test_the_version_is_the_packages():
 def test_problems_are_numbered_in_one_message():
     assert str(ConfigError(["a"])) == "a"
     text = str(ConfigError(["first", "second"]))
-    assert text.splitlines() == [
-        "2 problems in the configuration:",
-        "  1. first",
-        "  2. second",
-    ]
+    assert text.splitlines() == ["2 problems in the configuration:", "  1. first", "  2. second"]
 
 
 @pytest.mark.parametrize(

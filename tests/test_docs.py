@@ -9,7 +9,6 @@ import pytest
 from megasink import cli
 from megasink.command_line import CommandParser
 from megasink.commands.convert_from_hf import train_line
-from megasink.train import early
 from tests.documented import (
     EXAMPLE,
     IMPORTED,
@@ -17,6 +16,7 @@ from tests.documented import (
     blocks,
     calls,
     megasink_call,
+    refuse,
     shown,
     train_lines,
 )
@@ -75,7 +75,7 @@ def test_the_lines_that_train_are_accepted(data):
     assert sum(str(EXAMPLE.name) in shown(call) for call in calls()) >= 6
     assert len(lines) >= 9
     for flags, ranks in lines.values():
-        early.refuse(early.read(flags), ranks)
+        refuse(flags, ranks)
 
 
 def test_the_line_that_an_import_prints_lacks_nothing(data, tmp_path):
@@ -86,7 +86,7 @@ def test_the_line_that_an_import_prints_lacks_nothing(data, tmp_path):
         line = line.replace(f" {name}", f" {value}")
     read = f"printf '%s\\n' {line.removeprefix('megasink train ')}"
     flags = subprocess.run(["bash", "-c", read], capture_output=True, text=True, check=True)
-    early.refuse(early.read(flags.stdout.splitlines()), 1)
+    refuse(flags.stdout.splitlines(), 1)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 100, 21400, 100000])
@@ -97,7 +97,7 @@ def test_the_schedule_of_the_example_follows_its_length(steps, data, monkeypatch
     command = ["python", "-c", program, f"--train-iters={steps}", "--run-dir", "nowhere/run"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     flags = ast.literal_eval(done.stdout)
-    early.refuse(early.read(flags), 64)
+    refuse(flags, 64)
     warmup, decay = (
         int(flags[flags.index(name) + 1]) for name in ("--lr-warmup-iters", "--lr-wsd-decay-iters")
     )

@@ -124,10 +124,7 @@ def test_a_planted_violation_is_found(tmp_path, module, line):
         ("megasink.layers.norm", "from megatron.core import mpu"),
         ("megasink.balance.reduce", "from megatron.core import mpu"),
         ("megasink.commands.train", "from megasink.train.launch import launch"),
-        (
-            "megasink.attention.flash",
-            "import math, torch\nfrom megasink.errors import UserError",
-        ),
+        ("megasink.attention.flash", "import math, torch\nfrom megasink.errors import UserError"),
         ("megasink.attention.flash", "from . import reference\nfrom .backends import base"),
         ("megasink.errors", "import megatronics"),
     ],

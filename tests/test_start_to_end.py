@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.forkserver import ROOT, server
+from tests.runs import steps
 from tests.train.test_end_to_end import FLAGS
 
 
@@ -17,22 +18,22 @@ def folder(tmp_path_factory):
     source = ["--data-path", str(text), "--tokenizer-model", f"{text}-tokenizer"]
     samples = ["--data", docs, "--seq-length", "32", "--max-samples", "4", "--device", "cpu"]
 
-    def megasink(*argv):
-        done = server().run(["megasink", *map(str, argv)], tree=True)
+    def megasink(*argv, module="megasink"):
+        done = server().run([module, *map(str, argv)], tree=True)
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
 
     megasink("data", docs, "--output", text, "--train-tokenizer", "400", "--workers", "1")
     megasink("train", "--run-dir", folder / "run", *FLAGS, *layout, *source)
     megasink("convert-to-hf", folder / "run", folder / "hf", "--cpu")
-    for name in ("run", "hf"):
-        megasink("analyze", folder / name, *samples, "--output", folder / f"{name}-page")
+    for name, module in (("run", "megasink"), ("hf", "tests.probe.without_figures")):
+        page = ["--output", folder / f"{name}-page"]
+        megasink("analyze", folder / name, *samples, *page, module=module)
     return folder
 
 
 def test_the_model_learned(folder):
-    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    losses = [line["lm_loss"] for line in lines if "lm_loss" in line]
+    losses = [line["lm_loss"] for line in steps(folder / "run")]
     assert len(losses) == 12
     assert losses[-1] < losses[0] - 0.5
 

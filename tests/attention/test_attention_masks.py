@@ -19,11 +19,7 @@ from megasink.attention import (
 )
 from megasink.attention.block_masks import plan_blocks
 from megasink.errors import ConfigError
-from tests.attention.attention_oracle import (
-    assert_at_most_twice_plain_error,
-    check,
-    make_case,
-)
+from tests.attention.attention_oracle import assert_at_most_twice_plain_error, check, make_case
 
 LOW = [torch.float32, torch.bfloat16]
 FLASH_AND_EAGER = ["flash-cpu", "eager"]
@@ -267,10 +263,7 @@ def test_masks_without_meaning_are_refused():
         r"must be \[2, keys\]": {"distance_bias_HS": bias[:1]},
         "torch.float32": {"distance_bias_HS": bias.double()},
         "has 4 distances, 8 are needed": {"distance_bias_HS": bias[:, :4]},
-        "has 4 distances, 5 are needed": {
-            "distance_bias_HS": bias[:, :4],
-            "cu_seqlens": (0, 5, 8),
-        },
+        "has 4 distances, 5 are needed": {"distance_bias_HS": bias[:, :4], "cu_seqlens": (0, 5, 8)},
     }.items():
         with pytest.raises(ValueError, match=problem):
             attention(query, query, query, **options)

@@ -1,8 +1,5 @@
 """Similarity kernels against their definitions: outputs, the proxy weight, every gradient."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -156,47 +153,3 @@ def test_refused(options, message):
     case = make_case()
     with pytest.raises(ValueError, match=message):
         similarity_attention(case.query, case.key, case.value, **options)
-
-
-PEAK = """
-import torch
-from pathlib import Path
-from megasink.attention import reference_similarity_attention, similarity_attention
-
-def run(function, tokens, similarity, **options):
-    query, key, value = (torch.randn(1, 1, tokens, 8).requires_grad_() for _ in range(3))
-    out, first = function(query, key, value, similarity=similarity, **options)
-    out.sum().backward()
-
-def peak():
-    # Not ru_maxrss: a process started by a large one begins with the large one's.
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) // 1024
-
-torch.set_num_threads(1)
-for function, similarity, options in [
-    (similarity_attention, "sigmoid", {}),
-    (similarity_attention, "elu-plus-one", {"window": 1500}),
-    (similarity_attention, "identity", {}),
-    (reference_similarity_attention, "sigmoid", {}),
-]:
-    run(function, 64, similarity, **options)
-    before = peak()
-    for _ in range(3):  # the kernel may sample the peak
-        run(function, 6144, similarity, **options)
-    print(peak() - before)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_nothing_is_tokens_by_tokens():
-    """Growth of the peak memory: a float32 tensor of 6144 x 6144 is 144 MiB, a chunk of it 6.
-
-    The definition makes several of the first, ours a dozen of the second.
-    """
-    result = subprocess.run(
-        [sys.executable, "-c", PEAK], capture_output=True, text=True, check=True
-    )
-    *ours, reference = map(int, result.stdout.split())
-    assert reference > 288  # the measurement sees such tensors
-    assert sum(ours) < 144

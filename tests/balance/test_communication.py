@@ -1,7 +1,6 @@
 """What the balance loss sends: as the model says, and never where training would wait for it."""
 
 import re
-import shlex
 from collections import Counter
 from pathlib import Path
 
@@ -11,18 +10,13 @@ from megasink.report.communication import AllReduces, balance_collectives
 from tests.balance.collective_sizes import HEADS, LAYERS, MICROBATCHES
 from tests.distributed.layout import Layout
 from tests.distributed.pool import ROOT, free_port
+from tests.runs import MOCK, TINY, UNTIED
 
 COUNTS = "tests.balance.collective_tasks"
 TRAINER = "tests.balance.trainer_tasks"
 SCOPES = ("global", "data-parallel", "microbatch")
-FLAGS = shlex.split("""
-    --hidden-size 64 --num-attention-heads 4 --seq-length 32
-    --max-position-embeddings 32 --micro-batch-size 2 --train-iters 3
-    --lr 1e-3 --normalization RMSNorm --swiglu --disable-bias-linear
-    --position-embedding-type rope --untie-embeddings-and-output-weights
-    --tokenizer-type NullTokenizer --vocab-size 255 --mock-data --eval-iters 0
-    --eval-interval 100 --log-interval 1 --head-balance-coeff 0.1 --num-workers 0
-""")
+FLAGS = [*TINY, *UNTIED, *MOCK]
+FLAGS += "--train-iters 3 --eval-iters 0 --head-balance-coeff 0.1 --num-workers 0".split()
 
 
 def expected(scope, layout, **sizes):

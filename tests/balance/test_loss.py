@@ -3,11 +3,7 @@
 import pytest
 import torch
 
-from megasink.balance.loss import (
-    head_balance_gradient,
-    head_balance_loss,
-    routed_heads,
-)
+from megasink.balance.loss import head_balance_gradient, head_balance_loss, routed_heads
 from megasink.diagnostics.importance import layer_imbalance, squared_cv
 
 

@@ -7,16 +7,15 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.documented import CONTRIBUTING as PAGE
+from tests.documented import MODULES, ROOT
 from tests.forkserver import HANG_SECONDS, put_megasink_into
+from tests.runs import steps
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "CONTRIBUTING.md").read_text()
-MODULES = dict(re.findall(r"^```python (\w+\.py)\n(.*?)^```$", PAGE, re.M | re.S))
 COMMANDS = dict(re.findall(r"^```bash (\w+)\n(.*?)^```$", PAGE, re.M | re.S))
 # How many files of the package and its tests one of them may touch.
 MOST_FILES = {"variant": 3, "metric": 2, "target": 2}
@@ -31,7 +30,7 @@ def folder(tmp_path_factory):
     for name, text in MODULES.items():
         (path / name).write_text(text)
     (path / "bin").mkdir()
-    put_megasink_into(path / "bin")
+    put_megasink_into(path / "bin", "tests.probe.without_figures")
     return path
 
 
@@ -67,12 +66,9 @@ def variant(folder):
 
 
 def test_a_variant_of_ones_own_trains_and_resumes(folder, variant):
-    lines = [
-        json.loads(x) for x in (folder / "runs/grouped/metrics.jsonl").read_text().splitlines()
-    ]
-    steps = [line for line in lines if "lm_loss" in line]
-    assert [line["iteration"] for line in steps] == [1, 2, 3, 4]
-    assert all(line["imbalance"] > 0 for line in steps)
+    lines = steps(folder / "runs/grouped")
+    assert [line["iteration"] for line in lines] == [1, 2, 3, 4]
+    assert all(line["imbalance"] > 0 for line in lines)
     config = json.loads((folder / "runs/grouped/config.json").read_text())
     assert config["arguments"]["plugin"] == ["my_variant"]
     assert "my_variant (--plugin): variant sink-per-group" in variant
@@ -141,26 +137,26 @@ def test_in_the_package_it_touches_few_files_that_exist(what):
         assert (ROOT / file).is_file() or file == f"megasink/{what}s/my_{what}.py", file
 
 
-@pytest.mark.parametrize(
-    ("what", "names"),
-    [
-        ("variant", "from megasink.variants import names; names = names()"),
-        ("metric", "from megasink.diagnostics import metrics; names = metrics()"),
-        ("target", "from megasink.convert.targets import TARGETS as names"),
-    ],
-)
-def test_the_same_code_works_inside_of_the_package(tmp_path, what, names):
+def test_the_same_code_works_inside_of_the_package(tmp_path):
     shutil.copytree(ROOT / "megasink", tmp_path / "megasink")
-    code = MODULES[f"my_{what}.py"]
-    first, second = (tmp_path / file for file in listed(what)[:2])
-    if not first.exists():
-        with second.open("a") as file:
-            file.write(f"from megasink.{what}s import {first.stem}\n")
-    with first.open("a") as file:
-        file.write(re.sub(r'\A""".*?"""', "", code, flags=re.S))
-    (name,) = re.findall(r'^(?: *name=|    )"([\w-]+)",$', code, re.M)[:1]
+    program = """
+from megasink.convert.targets import TARGETS
+from megasink.diagnostics import metrics
+from megasink.variants import names
+registered = {"variant": names(), "metric": metrics(), "target": TARGETS}
+"""
+    for what in MOST_FILES:
+        code = MODULES[f"my_{what}.py"]
+        first, second = (tmp_path / file for file in listed(what)[:2])
+        if not first.exists():
+            with second.open("a") as file:
+                file.write(f"from megasink.{what}s import {first.stem}\n")
+        with first.open("a") as file:
+            file.write(re.sub(r'\A""".*?"""', "", code, flags=re.S))
+        (name,) = re.findall(r'^(?: *name=|    )"([\w-]+)",$', code, re.M)[:1]
+        program += f"assert {name!r} in registered[{what!r}]\n"
     done = subprocess.run(
-        [sys.executable, "-c", f"{names}; assert {name!r} in names"],
+        [sys.executable, "-c", program],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,

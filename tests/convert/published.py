@@ -4,138 +4,101 @@ Sizes, and the numbers of layers, heads, experts and tokens, are ours; everythin
 released.
 """
 
-SIZES = {
-    "hidden_size": 48,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 101,
-}
-COMMON = SIZES | {
-    "attention_dropout": 0.0,
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-}
-LLAMA = COMMON | {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "attention_bias": False,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-}
-LLAMA3_ROPE = {
-    "high_freq_factor": 4.0,
-    "low_freq_factor": 1.0,
-    "original_max_position_embeddings": 8192,
-    "rope_type": "llama3",
-}
-QWEN = COMMON | {"rms_norm_eps": 1e-06, "use_sliding_window": False}
-QWEN3 = QWEN | {
-    "attention_bias": False,
-    "head_dim": 32,
-    "max_position_embeddings": 40960,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-}
+import json
+from typing import Any
+
+
+def _keys(text: str) -> dict[str, Any]:
+    """Of a part of a config.json."""
+    found: dict[str, Any] = json.loads(f"{{{text}}}")
+    return found
+
+
+COMMON = _keys("""
+    "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 101, "attention_dropout": 0.0, "hidden_act": "silu",
+    "initializer_range": 0.02, "torch_dtype": "bfloat16", "use_cache": true
+""")
+LLAMA = COMMON | _keys("""
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": false,
+    "pretraining_tp": 1, "rms_norm_eps": 1e-05
+""")
+LLAMA3_ROPE = _keys("""
+    "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+    "rope_type": "llama3"
+""")
+QWEN = COMMON | _keys("""
+    "rms_norm_eps": 1e-06, "use_sliding_window": false
+""")
+QWEN3 = QWEN | _keys("""
+    "attention_bias": false, "head_dim": 32, "max_position_embeddings": 40960, "rope_scaling":
+    null, "rope_theta": 1000000, "sliding_window": null
+""")
 
 # {model: (its config.json, fields of Architecture that it must give)}
 RELEASED = {
     "Llama-2-7b": (
         LLAMA
-        | {
-            "max_position_embeddings": 4096,
-            "rope_scaling": None,
-            "tie_word_embeddings": False,
-            "torch_dtype": "float16",
-        },
+        | _keys("""
+            "torch_dtype": "float16", "max_position_embeddings": 4096, "rope_scaling": null,
+            "tie_word_embeddings": false
+        """),
         {"head_dim": 12, "rope_base": 10000.0, "rope_factor": None, "dtype": "float16"},
     ),
     "Llama-3.1-8B-Instruct": (
         LLAMA
-        | {
-            "bos_token_id": 1,
-            "eos_token_id": [2, 3, 4],
-            "max_position_embeddings": 131072,
-            "mlp_bias": False,
-            "rope_scaling": LLAMA3_ROPE | {"factor": 8.0},
-            "rope_theta": 500000.0,
-            "tie_word_embeddings": False,
-        },
+        | {"rope_scaling": LLAMA3_ROPE | {"factor": 8.0}}
+        | _keys("""
+            "bos_token_id": 1, "eos_token_id": [2, 3, 4], "max_position_embeddings": 131072,
+            "mlp_bias": false, "rope_theta": 500000.0, "tie_word_embeddings": false
+        """),
         {"rope_base": 500000.0, "rope_factor": 8.0, "tied": False, "positions": 131072},
     ),
     "Llama-3.2-1B": (
         LLAMA
-        | {
-            "head_dim": 16,
-            "max_position_embeddings": 131072,
-            "mlp_bias": False,
-            "rope_scaling": LLAMA3_ROPE | {"factor": 32.0},
-            "rope_theta": 500000.0,
-            "tie_word_embeddings": True,
-        },
+        | {"rope_scaling": LLAMA3_ROPE | {"factor": 32.0}}
+        | _keys("""
+            "head_dim": 16, "max_position_embeddings": 131072, "mlp_bias": false, "rope_theta":
+            500000.0, "tie_word_embeddings": true
+        """),
         {"rope_factor": 32.0, "tied": True, "head_dim": 16, "bias": False, "dtype": "bfloat16"},
     ),
     "Qwen2.5-0.5B": (
         QWEN
-        | {
-            "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
-            "max_position_embeddings": 32768,
-            "max_window_layers": 24,
-            "rope_theta": 1000000.0,
-            "sliding_window": 32768,
-            "tie_word_embeddings": True,
-            "use_mrope": False,
-        },
+        | _keys("""
+            "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2",
+            "max_position_embeddings": 32768, "max_window_layers": 24, "rope_theta": 1000000.0,
+            "sliding_window": 32768, "tie_word_embeddings": true, "use_mrope": false
+        """),
         {"qkv_bias": True, "bias": False, "tied": True, "windows": (None, None)},
     ),
     "Qwen3-0.6B": (
         QWEN3
-        | {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "max_window_layers": 28,
-            "tie_word_embeddings": True,
-        },
-        {"qk_norm": True, "head_dim": 32, "tied": True, "rope_base": 1e6, "norm_eps": 1e-6},
+        | _keys("""
+            "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "max_window_layers": 28,
+            "tie_word_embeddings": true
+        """),
+        {"qk_norm": True, "head_dim": 32, "tied": True, "rope_base": 1000000.0, "norm_eps": 1e-06},
     ),
     "Qwen3-30B-A3B": (
         QWEN3
-        | {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
-            "decoder_sparse_step": 1,
-            "max_window_layers": 48,
-            "mlp_only_layers": [],
-            "moe_intermediate_size": 24,
-            "norm_topk_prob": True,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "output_router_logits": False,
-            "router_aux_loss_coef": 0.001,
-            "tie_word_embeddings": False,
-        },
+        | _keys("""
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+            "decoder_sparse_step": 1, "max_window_layers": 48, "mlp_only_layers": [],
+            "moe_intermediate_size": 24, "norm_topk_prob": true, "num_experts": 4,
+            "num_experts_per_tok": 2, "output_router_logits": false, "router_aux_loss_coef":
+            0.001, "tie_word_embeddings": false
+        """),
         {"experts": 4, "topk": 2, "ffn": 24, "renormalize": True, "qk_norm": True},
     ),
     "Mixtral-8x7B-v0.1": (
         COMMON
-        | {
-            "architectures": ["MixtralForCausalLM"],
-            "model_type": "mixtral",
-            "max_position_embeddings": 32768,
-            "num_experts_per_tok": 2,
-            "num_local_experts": 4,
-            "output_router_logits": False,
-            "rms_norm_eps": 1e-05,
-            "rope_theta": 1000000.0,
-            "router_aux_loss_coef": 0.02,
-            "sliding_window": None,
-            "tie_word_embeddings": False,
-        },
+        | _keys("""
+            "architectures": ["MixtralForCausalLM"], "model_type": "mixtral",
+            "max_position_embeddings": 32768, "num_experts_per_tok": 2, "num_local_experts": 4,
+            "output_router_logits": false, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+            "router_aux_loss_coef": 0.02, "sliding_window": null, "tie_word_embeddings": false
+        """),
         {"experts": 4, "topk": 2, "ffn": 40, "head_dim": 12, "windows": (None, None)},
     ),
 }
@@ -143,67 +106,37 @@ RELEASED = {
 REFUSED = {
     "gpt-oss-20b": (
         COMMON
-        | {
-            "architectures": ["GptOssForCausalLM"],
-            "model_type": "gpt_oss",
-            "attention_bias": True,
-            "experts_per_token": 4,
-            "head_dim": 64,
-            "initial_context_length": 4096,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "max_position_embeddings": 131072,
-            "num_experts_per_tok": 4,
-            "num_local_experts": 32,
-            "output_router_logits": False,
-            "quantization_config": {"quant_method": "mxfp4"},
-            "rms_norm_eps": 1e-05,
-            "rope_scaling": {
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "factor": 32.0,
-                "original_max_position_embeddings": 4096,
-                "rope_type": "yarn",
-                "truncate": False,
-            },
-            "rope_theta": 150000,
-            "router_aux_loss_coef": 0.9,
-            "sliding_window": 128,
-            "swiglu_limit": 7.0,
-            "tie_word_embeddings": False,
-        },
+        | _keys("""
+            "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias":
+            true, "experts_per_token": 4, "head_dim": 64, "initial_context_length": 4096,
+            "layer_types": ["sliding_attention", "full_attention"], "max_position_embeddings":
+            131072, "num_experts_per_tok": 4, "num_local_experts": 32, "output_router_logits":
+            false, "quantization_config": {"quant_method": "mxfp4"}, "rms_norm_eps": 1e-05,
+            "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+            "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": false},
+            "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128,
+            "swiglu_limit": 7.0, "tie_word_embeddings": false
+        """),
         ("attention_bias", "RoPE scaling 'yarn'", "mxfp4"),
     ),
     "granite-3.3-2b-base": (
         COMMON
-        | {
-            "architectures": ["GraniteForCausalLM"],
-            "model_type": "granite",
-            "attention_bias": False,
-            "attention_multiplier": 0.015625,
-            "embedding_multiplier": 12.0,
-            "logits_scaling": 8.0,
-            "max_position_embeddings": 131072,
-            "mlp_bias": False,
-            "residual_multiplier": 0.22,
-            "rms_norm_eps": 1e-05,
-            "rope_scaling": None,
-            "rope_theta": 10000000.0,
-            "tie_word_embeddings": True,
-        },
+        | _keys("""
+            "architectures": ["GraniteForCausalLM"], "model_type": "granite", "attention_bias":
+            false, "attention_multiplier": 0.015625, "embedding_multiplier": 12.0,
+            "logits_scaling": 8.0, "max_position_embeddings": 131072, "mlp_bias": false,
+            "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": null,
+            "rope_theta": 10000000.0, "tie_word_embeddings": true
+        """),
         ("'granite' cannot be imported", "multipliers"),
     ),
     "OLMo-2-1124-7B": (
         COMMON
-        | {
-            "architectures": ["Olmo2ForCausalLM"],
-            "model_type": "olmo2",
-            "attention_bias": False,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-06,
-            "rope_scaling": None,
-            "rope_theta": 500000,
-            "tie_word_embeddings": False,
-        },
+        | _keys("""
+            "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "attention_bias": false,
+            "max_position_embeddings": 4096, "rms_norm_eps": 1e-06, "rope_scaling": null,
+            "rope_theta": 500000, "tie_word_embeddings": false
+        """),
         ("'olmo2' cannot be imported", "outputs of attention and FFN", "spans all heads"),
     ),
 }

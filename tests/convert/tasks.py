@@ -9,19 +9,18 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.training.argument_utils import ArgumentGroupFactory
 
 from megasink.checkpoint.identity import plain
 from megasink.checkpoint.model import model_config
 from megasink.convert.from_hf import arguments_of
 from megasink.convert.model_flags import model_flags
-from megasink.errors import UserError
 from megasink.layers.builder import MegasinkGPTBuilder
 from megasink.layers.gate_projection import named_parts
 from megasink.train.foreign import accepting_megatrons_checkpoints
 from tests.convert.models import MODELS, OTHERS, OWN
 from tests.distributed.skewed_gates import skew_gates
 from tests.distributed.tiny_gpt import skew_sinks
+from tests.said import said
 
 
 def save_run(
@@ -84,20 +83,6 @@ def _save_legacy(folder: Path, other: Path, args: Namespace, model: Any) -> None
     path = Path(get_checkpoint_name(str(folder / "checkpoints"), 3))
     path.parent.mkdir(parents=True)
     torch.save(state, path)
-
-
-_docstrings: dict[type, dict[str, str]] = {}
-_read_docstrings = ArgumentGroupFactory._get_field_docstrings
-
-
-def _remembered(self: ArgumentGroupFactory, options: type) -> dict[str, str]:
-    """Megatron reads the source of its dataclasses for every command line: 0.3 s each time."""
-    if options not in _docstrings:
-        _docstrings[options] = _read_docstrings(self, options)
-    return dict(_docstrings[options])
-
-
-ArgumentGroupFactory._get_field_docstrings = _remembered
 
 
 def layout_config(args: Namespace) -> Any:
@@ -215,10 +200,7 @@ def own_round_trip(folder: str, name: str, bf16: bool = False) -> dict[str, Any]
     from_hf.import_model(imported, root / "back", say=lines.append)
     if bf16:  # once is enough
         check_import(imported, None, root / "back", say=lines.append)
-        try:
-            check_export(source, root / "changed", say=lines.append)
-        except UserError as error:
-            lines.append(str(error))
+        lines.append(said(check_export, source, root / "changed", say=lines.append))
     back = to_hf.source_of(root / "back")
     to_hf.export(back, root / "again", say=lines.append)
     first, second = ((root / x / "model.safetensors").read_bytes() for x in ("hf", "again"))
@@ -281,7 +263,6 @@ def export_with_a_mistake(run: str, output: str) -> str:
     from megasink.convert import to_hf
     from megasink.convert.checking import check_export
     from megasink.convert.transforms import GateUp
-    from megasink.errors import UserError
 
     source = to_hf.source_of(Path(run))
     right = GateUp.to_hf
@@ -293,16 +274,13 @@ def export_with_a_mistake(run: str, output: str) -> str:
         pass
 
     with mock.patch.object(GateUp, "to_hf", wrong):
-        try:
-            to_hf.export(
-                source,
-                Path(output),
-                say=silent,
-                verify=lambda folder: check_export(source, folder, say=silent),
-            )
-        except UserError as error:
-            return str(error)
-    return "nothing"
+        return said(
+            to_hf.export,
+            source,
+            Path(output),
+            say=silent,
+            verify=lambda folder: check_export(source, folder, say=silent),
+        )
 
 
 def mean_sink_weights(run: str) -> list[float]:

@@ -6,7 +6,6 @@ stages, grouped experts of TransformerEngine, expert tensor parallelism of its o
 
 import json
 import os
-import shlex
 import shutil
 from argparse import Namespace
 
@@ -19,18 +18,16 @@ from megasink.convert import to_hf
 from megasink.convert.legacy_weights import legacy_weights
 from megasink.errors import UserError
 from tests.distributed.layout import SINGLE
+from tests.runs import MOCK, TINY, UNTIED
 
-FLAGS = shlex.split("""
-    --num-layers 2 --hidden-size 48 --num-attention-heads 4 --group-query-attention
-    --num-query-groups 2 --kv-channels 16 --ffn-hidden-size 40 --seq-length 32
-    --max-position-embeddings 96 --micro-batch-size 1 --global-batch-size 4 --train-iters 3
-    --lr 1e-1 --normalization RMSNorm --swiglu --disable-bias-linear --bf16
-    --position-embedding-type rope --tokenizer-type NullTokenizer --vocab-size 100 --mock-data
-    --eval-iters 1 --eval-interval 100 --save-interval 100 --num-workers 0
+FLAGS = [*TINY, *UNTIED, *MOCK]
+FLAGS += """
+    --hidden-size 48 --group-query-attention --num-query-groups 2 --kv-channels 16
+    --ffn-hidden-size 40 --max-position-embeddings 96 --micro-batch-size 1 --train-iters 3
+    --lr 1e-1 --bf16 --vocab-size 100 --save-interval 100 --num-workers 0 --log-interval 100
     --attention-variant gated --gate-granularity headwise --qk-layernorm --num-experts 4
     --moe-router-topk 2 --moe-ffn-hidden-size 24 --expert-model-parallel-size 2
-    --untie-embeddings-and-output-weights
-""")
+""".split()
 
 
 @pytest.fixture(scope="module")

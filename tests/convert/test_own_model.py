@@ -134,10 +134,7 @@ def test_the_norm_of_heads_is_its_definition():
     model.config._attn_implementation_internal = "given"
     model.config.attention_variant = "vanilla"
     attention.gate_position = None
-    with (
-        mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, given=given),
-        torch.no_grad(),
-    ):
+    with mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, given=given), torch.no_grad():
         out, _ = attention(torch.randn(2, 3, 48), None, None)
         wanted = reference_head_norm(head, attention.output_norm.view(4, 16))
         assert torch.allclose(out, attention.o_proj(wanted.flatten(-2)), atol=1e-5)

@@ -17,6 +17,7 @@ from megasink.checkpoint.vocabulary import counted_rows, with_tokens
 from tests.distributed.layout import SINGLE
 from tests.distributed.pool import free_port
 from tests.probe.tiny_models import save_with_tokenizer
+from tests.runs import steps
 
 TASKS = "tests.convert.vocabulary_tasks"
 ROWS, TOKENS = 433, 400
@@ -76,9 +77,8 @@ def test_training_starts_from_the_loss_of_transformers(seen, folder):
         torch.testing.assert_close(
             torch.from_numpy(batch["nats"]), nats(model, batch), atol=1e-5, rtol=1e-5
         )
-    lines = (folder / "tuned" / "metrics.jsonl").read_text().splitlines()
     mean = torch.stack([nats(model, batch) for batch in first]).mean()
-    assert json.loads(lines[0])["lm_loss"] == pytest.approx(float(mean), rel=1e-5)
+    assert steps(folder / "tuned")[0]["lm_loss"] == pytest.approx(float(mean), rel=1e-5)
 
 
 def test_evaluation_and_export_have_it_too(pool, seen, folder):

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import random
-import socket
 import struct
 import tarfile
 from collections.abc import Callable, Sequence
@@ -72,22 +71,6 @@ def _link(target: str, name: str = "text.txt", named: bool = False) -> Callable[
     def make(folder: Path, sound: Sound) -> list[str]:
         (folder / name).symlink_to(target)
         return _data(folder / name if named else folder, sound)
-
-    return make
-
-
-def _special(kind: str, *, named: bool) -> Callable[..., list[str]]:
-    def make(folder: Path, sound: Sound) -> list[str]:
-        path = folder / "thing.jsonl"
-        if kind == "fifo":
-            os.mkfifo(path)
-        else:
-            with socket.socket(socket.AF_UNIX) as server:
-                where = Path.cwd()
-                os.chdir(folder)  # the path of a socket has 108 bytes
-                server.bind("thing.jsonl")
-                os.chdir(where)
-        return _data(path if named else folder, sound)
 
     return make
 
@@ -198,13 +181,8 @@ def _unreadable(folder: Path, sound: Sound) -> list[str]:
 
 
 DEEP = 200_000
+# What a reader of one format refuses is in tests/data: these do more than that to a command.
 CASES = {
-    "not-json": Case(_file("a.jsonl", LINES + b"{"), says="a.jsonl:51 is not valid JSON"),
-    "json-array": Case(_file("a.jsonl", b"[1]\n"), says="a.jsonl:1 holds a JSON list"),
-    "json-deep-lists": Case(
-        _file("a.jsonl", LINE + b'{"text": ' + b"[" * DEEP + b"]" * DEEP + b"}"),
-        says="a.jsonl:2 is nested too deeply",
-    ),
     "json-deep-objects": Case(
         _file("a.jsonl", b'{"text": "x", "a":' + b'{"a":' * DEEP + b"1" + b"}" * DEEP + b"}"),
         says="a.jsonl:1 is nested too deeply",
@@ -225,7 +203,6 @@ CASES = {
         _file("a.jsonl", json.dumps({f"key {i}": i for i in range(10_000)}).encode()),
         says="has no key 'text'",
     ),
-    "json-number-for-text": Case(_file("a.jsonl", b'{"text": 3}'), says="holds a int"),
     "json-utf16": Case(_file("a.jsonl", LINES.decode().encode("utf-16")), says="a.jsonl"),
     "json-nul": Case(_file("a.jsonl", b"\0" * 1000 + b"\n"), says="a.jsonl:1 is not valid JSON"),
     "json-surrogates": Case(_file("a.jsonl", b'{"text": "\\ud800"}\n'), says="no document"),
@@ -261,20 +238,11 @@ CASES = {
     ),
     "sparse-text": Case(_sparse("a.txt"), says="no document"),
     "sparse-lines": Case(_sparse("a.jsonl"), says="a.jsonl:1 is longer than"),
-    "gz-truncated": Case(_file("a.jsonl.gz", gzip.compress(LINES)[:-9]), says="Truncated"),
-    "gz-plain": Case(_file("a.jsonl.gz", LINES), says="a.jsonl.gz cannot be read"),
     "gz-crc": Case(
         _file("a.jsonl.gz", gzip.compress(LINES)[:-8] + b"\0" * 8), says="cannot be read"
     ),
-    "gz-text-truncated": Case(
-        _file("a.txt.gz", gzip.compress(LINES)[:-9], named=False), says="a.txt.gz cannot be read"
-    ),
     "gz-tar": Case(_file("a.tar.gz", _tar("x"), named=False), says="no document"),
     "gz-empty": Case(_file("a.jsonl.gz", b""), says="no document"),
-    "zst-truncated": Case(
-        _file("a.jsonl.zst", zstandard.compress(LINES)[:-1]), says="a.jsonl.zst cannot be read"
-    ),
-    "zst-plain": Case(_file("a.jsonl.zst", LINES), says="a.jsonl.zst cannot be read"),
     "zst-window": Case(_file("a.jsonl.zst", _zstd_window()), says="a.jsonl.zst cannot be read"),
     "zst-garbage-after": Case(
         _file("a.jsonl.zst", zstandard.compress(LINES) + b"garbage"), says="a.jsonl.zst"
@@ -283,11 +251,6 @@ CASES = {
     "parquet-one-value": Case(_parquet(_one_value), says="a.parquet"),
     "parquet-prefix-bomb": Case(_parquet(_prefix_bomb), says="1,000 times"),
     "parquet-huge-footer": Case(_parquet(_huge_footer), says="a.parquet is not a readable"),
-    "parquet-text": Case(_file("a.parquet", LINES), says="a.parquet is not a readable"),
-    "parquet-empty": Case(_file("a.parquet", b""), says="a.parquet is not a readable"),
-    "parquet-numbers": Case(
-        _parquet(lambda path, sound: _table(path, pa.array([1, 2]))), says="holds int64"
-    ),
     "dev-zero-behind-link": Case(_link("/dev/zero"), says="text.txt is a device"),
     "dev-zero-named": Case(_link("/dev/zero", named=True), says="is not a regular file"),
     "dev-zero-jsonl": Case(_link("/dev/zero", "a.jsonl.gz"), says="a.jsonl.gz is a device"),
@@ -295,10 +258,6 @@ CASES = {
     "link-to-folder": Case(_link("/usr"), says="is a link to a folder"),
     "link-dangling": Case(_link("/nowhere"), says="text.txt cannot be read: No such file"),
     "link-to-itself": Case(_unreadable, says="b.jsonl"),
-    "fifo-in-folder": Case(_special("fifo", named=False), says="thing.jsonl is a named pipe"),
-    "fifo-named": Case(_special("fifo", named=True), says="is not a regular file"),
-    "socket-in-folder": Case(_special("socket", named=False), says="thing.jsonl is a socket"),
-    "socket-named": Case(_special("socket", named=True), says="is not a regular file"),
     "name-with-escapes": Case(_name(b"a\x1b[31m\n.txt"), says="no document"),
     "name-not-utf8": Case(_name(b"a\xff.txt"), says="no document"),
     "name-in-summary": Case(_listed, code=0),

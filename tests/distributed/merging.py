@@ -64,10 +64,31 @@ def assert_same_training(
         for found, wanted in zip(report["statistics"], expected[0]["statistics"], strict=True):
             for key in wanted:
                 np.testing.assert_allclose(found[key], wanted[key], rtol=tolerance, err_msg=key)
-    for kind in ("initial", "gradients", "final"):
-        found, wanted = (whole([r[kind] for r in rs]) for rs in (reports, expected))
-        assert found.keys() == wanted.keys()
-        errors = {n: relative_error(found[n], wanted[n]) for n in wanted}
-        worst = max(errors, key=errors.__getitem__)
-        limit = 0.0 if kind == "initial" else tolerance
-        assert errors[worst] <= limit, f"{kind} of {worst}: {errors[worst]:.2e}"
+    assert_same_weights(reports, expected, 0.0, "initial")
+    assert_same_gradients(reports, expected, tolerance)
+    assert_same_weights(reports, expected, tolerance, "final")
+
+
+def assert_same_gradients(
+    reports: list[dict[str, Any]],
+    expected: list[dict[str, Any]],
+    tolerance: float,
+    scale: float = 1.0,
+) -> None:
+    """Each gradient is the expected one times `scale`, and so is there."""
+    assert_same_weights(reports, expected, tolerance, "gradients", scale)
+
+
+def assert_same_weights(
+    reports: list[dict[str, Any]],
+    expected: list[dict[str, Any]],
+    tolerance: float,
+    kind: str,
+    scale: float = 1.0,
+) -> None:
+    """A tensor for each parameter is the same; to the bit if the tolerance is 0."""
+    found, wanted = (whole([r[kind] for r in rs]) for rs in (reports, expected))
+    assert found.keys() == wanted.keys()
+    errors = {n: relative_error(found[n] / scale, wanted[n]) for n in wanted}
+    worst = max(errors, key=errors.__getitem__)
+    assert errors[worst] <= tolerance, f"{kind} of {worst}: {errors[worst]:.2e}"

@@ -10,10 +10,9 @@ from itertools import pairwise
 import pytest
 
 from tests.distributed import merging
-from tests.distributed.layout import SINGLE, Layout
-from tests.distributed.test_layouts import TRAIN, compare
+from tests.distributed.cases import CP, TOLERANCE, TRAIN
+from tests.distributed.layout import SINGLE
 
-CP = Layout(cp=2)
 GATHERED, SCATTERED = "all_gather", "a2a"
 STEP = {"steps": 1, "head_balance_scope": "microbatch"}
 VANILLA = {"attention_variant": "vanilla"}
@@ -63,12 +62,14 @@ def single(pool):
 
 @pytest.mark.parametrize(("model", "kind"), CASES)
 def test_two_ranks_equal_one_process(pool, single, model, kind):
-    compare(pool.run(TRAIN, CP, cp_comm_type=kind, **STEP | MODELS[model]), single(model))
+    found = pool.run(TRAIN, CP, cp_comm_type=kind, **STEP | MODELS[model])
+    merging.assert_same_training(found, single(model), TOLERANCE)
 
 
 def test_the_layers_may_communicate_in_different_ways(pool, single):
     kinds = {"cp_comm_type": [SCATTERED, GATHERED]}
-    compare(pool.run(TRAIN, CP, **kinds, **STEP | MODELS["k-bias"]), single("k-bias"))
+    found = pool.run(TRAIN, CP, **kinds, **STEP | MODELS["k-bias"])
+    merging.assert_same_training(found, single("k-bias"), TOLERANCE)
 
 
 def test_the_models_differ(single):
@@ -82,7 +83,7 @@ def test_the_models_differ(single):
 @pytest.mark.parametrize("kind", [GATHERED, SCATTERED])
 def test_half_precision_scales_the_balance_loss_as_the_other(pool, kind):
     """fp16 through its gradient scaler; a balance loss that is not unscaled would be far off."""
-    (exact,) = pool.run(TRAIN, SINGLE, **STEP)
+    (exact,) = pool.once(TRAIN, SINGLE, **STEP)
     fp16 = [
         {"fp16": True, "optimizer_options": {"initial_loss_scale": scale}}
         for scale in (2.0**4, 2.0**12)

@@ -12,9 +12,9 @@ from megasink.data.corpus import Corpus
 from megasink.data.preprocess import preprocess
 from megasink.data.tokenizer import train_tokenizer
 from tests.distributed import merging
+from tests.distributed.cases import TOLERANCE
 from tests.distributed.layout import SINGLE, Layout
 from tests.distributed.pool import Pool
-from tests.distributed.test_layouts import TOLERANCE
 
 TASKS = "tests.distributed.data_tasks"
 MODEL = (
@@ -56,59 +56,44 @@ def text(tmp_path_factory):
     return ["--data-path", str(folder / "text"), "--tokenizer-model", str(folder / "tokenizer")]
 
 
-@pytest.fixture(scope="module")
-def single(pool, text):
-    return pool.run(f"{TASKS}:one_step", SINGLE, argv=[*MODEL, *text, *ROPE, *DOCUMENTS])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_packed_documents_reach_every_stage(pool, text, single, layout):
-    argv = [*MODEL, *text, *ROPE, *DOCUMENTS, *LAYOUTS[layout]]
-    reports = pool.run(f"{TASKS}:one_step", layout, argv=argv)
-    assert merging.loss(reports) == pytest.approx(merging.loss(single), rel=TOLERANCE)
-    found, wanted = (merging.whole([r["gradients"] for r in rs]) for rs in (reports, single))
-    assert found.keys() == wanted.keys()
-    for name in wanted:
-        assert merging.relative_error(found[name], wanted[name]) <= TOLERANCE, name
-
-
 CP = ["--context-parallel-size", "2"]
 A2A = [*CP, "--cp-comm-type", "a2a"]
 # Under this seed the microbatches have different numbers of targets.
 SEED = ["--seed", "6"]
 EOD = [*SEED, "--eod-mask-loss"]
 PER_TOKEN = [*EOD, "--calculate-per-token-loss"]
-SHARED = [
+CASES = [
     (Layout(cp=2), EOD, CP),
     (Layout(cp=2), PER_TOKEN, A2A),
     (Layout(cp=2), ["--sink-token"], CP),
     (Layout(cp=2), ["--prefix-lm-tokens", "10"], A2A),
-    *((layout, PER_TOKEN, flags) for layout, flags in LAYOUTS.items()),
+    *(
+        (layout, kind, flags)
+        for layout, flags in LAYOUTS.items()
+        for kind in (PER_TOKEN, DOCUMENTS)
+    ),
 ]
 
 
 @pytest.fixture(scope="module")
 def whole(pool, text):
-    """Loss and gradients of one process, by the flags of the loss."""
+    """Loss and gradients of one process, by the flags of the loss and the mask."""
     task, start = f"{TASKS}:one_step", [*MODEL, *text, *ROPE]
     return lambda *flags: pool.once(task, SINGLE, argv=[*start, *flags])
 
 
 @pytest.mark.parametrize(
-    ("layout", "loss", "flags"),
-    SHARED,
+    ("layout", "kind", "flags"),
+    CASES,
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
-def test_every_rank_has_its_tokens_and_every_stage_the_number_of_targets(
-    pool, text, whole, layout, loss, flags
+def test_every_rank_has_its_tokens_and_every_stage_its_documents_and_targets(
+    pool, text, whole, layout, kind, flags
 ):
-    argv = [*MODEL, *text, *ROPE, *loss, *flags]
-    reports = pool.run(f"{TASKS}:one_step", layout, argv=argv)
-    assert merging.loss(reports) == pytest.approx(merging.loss(whole(*loss)), rel=TOLERANCE)
-    found, wanted = (merging.whole([r["gradients"] for r in rs]) for rs in (reports, whole(*loss)))
-    assert found.keys() == wanted.keys()
-    for name in wanted:
-        assert merging.relative_error(found[name], wanted[name]) <= TOLERANCE, name
+    argv = [*MODEL, *text, *ROPE, *kind, *flags]
+    reports, wanted = pool.run(f"{TASKS}:one_step", layout, argv=argv), whole(*kind)
+    assert merging.loss(reports) == pytest.approx(merging.loss(wanted), rel=TOLERANCE)
+    merging.assert_same_gradients(reports, wanted, TOLERANCE)
 
 
 def test_masked_targets_matter(whole):
@@ -128,9 +113,8 @@ def test_evaluation_adds_up_over_context_parallel_ranks(pool, text):
         assert 0 < found[0][name][1] < wanted[name][1]
 
 
-def test_without_the_flag_the_documents_see_each_other(pool, text, single):
-    whole = pool.run(f"{TASKS}:one_step", SINGLE, argv=[*MODEL, *text, *ROPE])
-    assert abs(merging.loss(whole)[0] - merging.loss(single)[0]) > 1e-3
+def test_without_the_flag_the_documents_see_each_other(whole):
+    assert abs(merging.loss(whole())[0] - merging.loss(whole(*DOCUMENTS))[0]) > 1e-3
 
 
 @pytest.mark.parametrize("reset", [[], ["--reset-position-ids"]], ids=["plain", "reset"])

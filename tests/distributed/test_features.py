@@ -1,14 +1,13 @@
 """Options of Megatron that change attention or layers, with sink attention (docs/features.md)."""
 
-import json
-
 import numpy as np
 import pytest
 
 from tests.distributed import merging
-from tests.distributed.layout import SINGLE, Layout
-from tests.distributed.test_layouts import SP, TOLERANCE, TRAIN, compare
+from tests.distributed.cases import PP, SP, TOLERANCE, TP_SP, TRAIN
+from tests.distributed.layout import SINGLE
 from tests.distributed.test_resume import FLAGS, TP
+from tests.runs import metrics
 
 ORACLE = "tests.distributed.oracle:train"
 OPTIONS = {
@@ -25,12 +24,10 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_training_equals_autograd_and_does_not_depend_on_the_layout(pool, name):
     options = OPTIONS[name]
-    (wanted,) = pool.run(ORACLE, SINGLE, coeff=1.0, steps=1, **options)
-    found = pool.run(TRAIN, Layout(tp=2, sp=True), steps=1, **options, **SP)
-    np.testing.assert_allclose(merging.loss(found), merging.loss([wanted]), rtol=TOLERANCE)
-    gradients = merging.whole([report["gradients"] for report in found])
-    for parameter, array in merging.whole([wanted["gradients"]]).items():
-        assert merging.relative_error(gradients[parameter], array) <= TOLERANCE, parameter
+    wanted = pool.run(ORACLE, SINGLE, coeff=1.0, steps=1, **options)
+    found = pool.run(TRAIN, TP_SP, steps=1, **options, **SP)
+    np.testing.assert_allclose(merging.loss(found), merging.loss(wanted), rtol=TOLERANCE)
+    merging.assert_same_gradients(found, wanted, TOLERANCE)
 
 
 def test_the_options_change_the_model(pool):
@@ -47,9 +44,8 @@ def test_the_options_change_the_model(pool):
 
 def test_stages_of_different_sizes(pool):
     options = {"num_layers": 3, "steps": 1}
-    uneven = {"num_layers_in_first_pipeline_stage": 1}
-    found = pool.run(TRAIN, Layout(pp=2), **options, **uneven)
-    compare(found, pool.run(TRAIN, SINGLE, **options))
+    found = pool.run(TRAIN, PP, num_layers_in_first_pipeline_stage=1, **options)
+    merging.assert_same_training(found, pool.run(TRAIN, SINGLE, **options), TOLERANCE)
 
 
 def test_deterministic_mode_runs_twice_the_same_to_the_bit(pool, tmp_path):
@@ -57,8 +53,7 @@ def test_deterministic_mode_runs_twice_the_same_to_the_bit(pool, tmp_path):
     for name in "ab":
         flags = [*FLAGS, *TP, "--deterministic-mode", "--train-iters", "3", "--run-dir"]
         pool.train([*flags, str(tmp_path / name)], 2)
-        text = (tmp_path / name / "metrics.jsonl").read_text()
         keys = ("iteration", "lm_loss", "grad_norm", "importance", "balance_loss")
-        lines.append([{k: json.loads(line).get(k) for k in keys} for line in text.splitlines()])
+        lines.append([{k: line.get(k) for k in keys} for line in metrics(tmp_path / name)])
     assert lines[0] == lines[1]
     assert len({line["lm_loss"] for line in lines[0] if line["lm_loss"]}) == 3

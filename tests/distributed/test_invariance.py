@@ -10,17 +10,9 @@ and the scopes in HeadCounter.
 import pytest
 
 from tests.distributed import merging
+from tests.distributed.cases import DISTRIBUTED, FULL, SELECTIVE, SP, TOLERANCE, TRAIN, name_of
 from tests.distributed.coverage import FEATURES, MECHANISMS, SCOPES, features, table
 from tests.distributed.layout import SINGLE, Layout
-from tests.distributed.test_layouts import (
-    DISTRIBUTED,
-    FULL,
-    SELECTIVE,
-    SP,
-    TOLERANCE,
-    TRAIN,
-    name_of,
-)
 
 ORACLE = "tests.distributed.oracle:train"
 

@@ -1,16 +1,13 @@
 """Training equals plain autograd of language-model loss + Eq. 7 or 8 over reference attention."""
 
-import numpy as np
 import pytest
 
 from tests.distributed import merging
-from tests.distributed.layout import SINGLE, Layout
-from tests.distributed.test_layouts import TOLERANCE, TRAIN
+from tests.distributed.cases import DP, TOLERANCE, TRAIN
+from tests.distributed.layout import SINGLE
 
 ORACLE = "tests.distributed.oracle:train"
 
-
-DP = Layout(dp=2)
 SHARED = {"head_balance_shared_heads": 1}
 REFRESHED = {"head_balance_shared_heads": 2, "head_balance_shared_refresh": 2}
 
@@ -41,11 +38,7 @@ def test_every_scope_has_its_oracle(pool, scope, layout, shared):
     compare(pool, layout, 4, {"head_balance_scope": scope, **shared})
 
 
-FIXED = {
-    "attention_variant": "k-bias",
-    "bias_fixed_value": "uniform",
-    "bias_fixed_value_norm": 5.0,
-}
+FIXED = {"attention_variant": "k-bias", "bias_fixed_value": "uniform", "bias_fixed_value_norm": 5.0}
 WINDOW = {"window_size": (7, 0), "window_attn_skip_freq": 2}
 MLP = {"attention_variant": "vanilla", "attention_similarity": "mlp"}
 
@@ -84,18 +77,7 @@ def compare(pool, layout, steps, options):
         "refresh": options.pop("head_balance_shared_refresh", 0),
     }
     wanted = pool.run(ORACLE, SINGLE, coeff=coeff, steps=steps, **balance, **options)
-    np.testing.assert_allclose(merging.loss(found), merging.loss(wanted), rtol=TOLERANCE)
-    for report in found:
-        np.testing.assert_allclose(report["grad_norm"], wanted[0]["grad_norm"], rtol=TOLERANCE)
-        for one, other in zip(report["statistics"], wanted[0]["statistics"], strict=True):
-            for key in other:
-                np.testing.assert_allclose(one[key], other[key], rtol=TOLERANCE, err_msg=key)
-    for kind in ("initial", "gradients", "final"):
-        arrays, expected = (merging.whole([r[kind] for r in rs]) for rs in (found, wanted))
-        assert arrays.keys() == expected.keys()
-        for name, array in expected.items():
-            error = merging.relative_error(arrays[name], array)
-            assert error <= TOLERANCE, f"{kind} of {name}: {error:.2e}"
+    merging.assert_same_training(found, wanted, TOLERANCE)
 
 
 def test_the_oracle_notices_another_coefficient(pool):

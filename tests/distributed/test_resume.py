@@ -4,26 +4,21 @@ By RUN/metrics.jsonl. One run of six steps with a checkpoint at three is the run
 stopped; a copy of it that has lost everything after step 3 is the run that was interrupted.
 """
 
-import json
-import shlex
 import shutil
 
 import pytest
 
+from tests import runs
 from tests.distributed.pool import free_port
 from tests.forkserver import server
 
-FLAGS = shlex.split("""
-    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention
-    --num-query-groups 2 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2
-    --global-batch-size 8 --train-iters 6 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
-    --lr-warmup-iters 2 --weight-decay 0.1 --clip-grad 1.0 --init-method-std 0.2
-    --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
-    --untie-embeddings-and-output-weights --tokenizer-type NullTokenizer --vocab-size 299
-    --mock-data --eval-iters 1 --eval-interval 100 --log-interval 1 --save-interval 3
-    --use-distributed-optimizer --head-balance-coeff 0.1 --softmax-offset-init 2.0
-    --sink-lr-mult 3 --sink-weight-decay 0.05
-""")
+FLAGS = [*runs.TINY, *runs.UNTIED, *runs.MOCK]
+FLAGS += """
+    --group-query-attention --num-query-groups 2 --global-batch-size 8 --train-iters 6
+    --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --clip-grad 1.0
+    --init-method-std 0.2 --vocab-size 299 --save-interval 3 --use-distributed-optimizer
+    --head-balance-coeff 0.1 --softmax-offset-init 2.0 --sink-lr-mult 3 --sink-weight-decay 0.05
+""".split()
 # 300 tokens: Megatron itself would give the model 512 rows under TP=2 and 384 otherwise.
 TP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 CP = ["--context-parallel-size", "2"]
@@ -65,8 +60,7 @@ def interrupted(finished, tmp_path):
 
 def steps(run) -> dict[int, dict]:
     """{iteration: its line}; an iteration that is logged twice is an error."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    trained = [line for line in lines if "lm_loss" in line]
+    trained = runs.steps(run)
     assert [line["iteration"] for line in trained] == [1, 2, 3, 4, 5, 6]
     return {line["iteration"]: line for line in trained}
 
@@ -83,8 +77,7 @@ def test_the_same_layout_resumes_to_the_bit(finished, interrupted):
         for key in COMPARED:
             assert after[iteration][key] == before[iteration][key], (iteration, key)
     assert len({line["lm_loss"] for line in after.values()}) == 6  # it trains
-    starts = [json.loads(s) for s in (interrupted / "starts.jsonl").read_text().splitlines()]
-    assert [s["resumed_from"] for s in starts] == [None, 3]
+    assert runs.resumed_from(interrupted) == [None, 3]
 
 
 @pytest.mark.parametrize(

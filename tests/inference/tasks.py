@@ -4,7 +4,6 @@ Shapes: B sequences, S tokens, V vocabulary.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -16,7 +15,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from megasink.errors import UserError
 from megasink.inference.decoding import generate
 from megasink.inference.sampling import Sampling
 from megasink.layers import inference_guard
@@ -24,6 +22,7 @@ from megasink.layers.builder import MegasinkGPTBuilder
 from megasink.layers.inference_guard import dynamic_inference_problems
 from tests.distributed import tiny_gpt
 from tests.distributed.tiny_gpt import VOCABULARY
+from tests.said import said
 
 GREEDY = Sampling(temperature=0)
 
@@ -124,25 +123,18 @@ def refusals() -> dict[str, str]:
     tokens = torch.tensor([[1, 2, 3]])
     inputs = (tokens, torch.arange(3)[None], None)
 
-    def message(call: Callable[[], Any]) -> str:
-        try:
-            call()
-        except (UserError, ValueError) as error:
-            return str(error)
-        return ""
-
-    found = {"training": message(lambda: model(*inputs))}
+    found = {"training": said(lambda: model(*inputs))}
     static = StaticInferenceContext(1, 8)
-    found["static"] = message(lambda: model(*inputs, inference_context=static))
+    found["static"] = said(lambda: model(*inputs, inference_context=static))
     dynamic = mock.Mock(is_dynamic_batching=lambda: True)
-    found["dynamic"] = message(lambda: model(*inputs, inference_context=dynamic))
+    found["dynamic"] = said(lambda: model(*inputs, inference_context=dynamic))
     model.config.flash_decode = True
-    found["flash decode"] = message(lambda: model(*inputs, inference_context=static))
+    found["flash decode"] = said(lambda: model(*inputs, inference_context=static))
     model.config.flash_decode = False
     for option, value in (("sequence_parallel", True), ("context_parallel_size", 2)):
         before = getattr(model.config, option)
         setattr(model.config, option, value)
-        found[option.removesuffix("_size").replace("_", " ")] = message(
+        found[option.removesuffix("_size").replace("_", " ")] = said(
             lambda: generate(model, [[1]], 1, GREEDY, vocabulary=VOCABULARY)
         )
         setattr(model.config, option, before)

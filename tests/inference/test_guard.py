@@ -8,16 +8,15 @@ TASKS = "tests.inference.tasks"
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    "options",
     [
-        ({"attention_variant": "vanilla"}, []),
-        ({"attention_variant": "sink", "softmax_offset_init": 2.0, "window_size": (3, 0)}, []),
-        ({"attention_variant": "off-by-one", "head_balance_coeff": 0.0}, []),
+        {"attention_variant": "vanilla"},
+        {"attention_variant": "sink", "softmax_offset_init": 2.0, "window_size": (3, 0)},
+        {"attention_variant": "off-by-one", "head_balance_coeff": 0.0},
     ],
 )
-def test_models_that_dynamic_inference_computes(pool, options, words):
-    (found,) = pool.run(f"{TASKS}:dynamic_problems", SINGLE, device="cuda", **options)
-    assert found == words
+def test_models_that_dynamic_inference_computes(pool, options):
+    assert pool.run(f"{TASKS}:dynamic_problems", SINGLE, device="cuda", **options) == [[]]
 
 
 def test_any_other_option_is_refused_by_name(pool):

@@ -1,18 +1,15 @@
 """The runs that are killed: one tiny model in layouts that save in different ways."""
 
-import shlex
 from dataclasses import dataclass
 
+from tests.runs import MOCK, TINY, UNTIED
+
 STEPS, SAVE_INTERVAL = 120, 10
-MODEL = shlex.split(f"""
-    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32
-    --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4
-    --train-iters {STEPS} --save-interval {SAVE_INTERVAL} --lr 1e-3 --normalization RMSNorm
-    --swiglu --disable-bias-linear --position-embedding-type rope
-    --untie-embeddings-and-output-weights --tokenizer-type NullTokenizer --vocab-size 127
-    --mock-data --eval-iters 1 --eval-interval 50 --log-interval 1 --head-balance-coeff 0.1
-    --num-workers 1 --distributed-timeout-minutes 1
-""")
+MODEL = [*TINY, *UNTIED, *MOCK]
+MODEL += f"""
+    --hidden-size 32 --train-iters {STEPS} --save-interval {SAVE_INTERVAL} --vocab-size 127
+    --eval-interval 50 --head-balance-coeff 0.1 --num-workers 1 --distributed-timeout-minutes 1
+""".split()
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from megasink.layers.core_attention import CoreAttention
 from megasink.layers.init import initialize_weights
 from megasink.layers.norm import TorchNorm
 from tests.distributed import tiny_gpt
+from tests.said import said
 
 
 def softmax_offset_facts(distributed_optimizer: bool, **options: Any) -> dict[str, Any]:
@@ -132,20 +133,13 @@ def refusals() -> dict[str, str]:
     mtp = tiny_gpt.model_config()
     mtp.transformer.mtp_num_layers = 1
 
-    def message(call: Any) -> str:
-        try:
-            call()
-        except (ValueError, NotImplementedError) as error:
-            return str(error)
-        return ""
-
     return {
-        "good": message(lambda: layer(query, key, key, None)),
-        "cross": message(lambda: CoreAttention(**good | {"attention_type": "cross"})),
-        "mask": message(lambda: CoreAttention(**good | {"attn_mask_type": AttnMaskType.padding})),
-        "packed": message(lambda: layer(query, key, key, None, packed_seq_params=packed)),
-        "bias": message(lambda: layer(query, key, key, None, attention_bias=query)),
-        "mtp": message(lambda: MegasinkGPTBuilder(mtp).build_model(groups)),
+        "good": said(lambda: layer(query, key, key, None)),
+        "cross": said(lambda: CoreAttention(**good | {"attention_type": "cross"})),
+        "mask": said(lambda: CoreAttention(**good | {"attn_mask_type": AttnMaskType.padding})),
+        "packed": said(lambda: layer(query, key, key, None, packed_seq_params=packed)),
+        "bias": said(lambda: layer(query, key, key, None, attention_bias=query)),
+        "mtp": said(lambda: MegasinkGPTBuilder(mtp).build_model(groups)),
     }
 
 
@@ -219,11 +213,7 @@ def unknown_weight() -> str:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     model = MegasinkGPTBuilder(config).build_model(groups)
     model.decoder.layers[0].extra = torch.nn.Linear(4, 4, bias=False)
-    try:
-        initialize_weights(model, 1)
-    except ValueError as error:
-        return str(error)
-    return ""
+    return said(initialize_weights, model, 1)
 
 
 def norm_facts() -> dict[str, Any]:
@@ -241,10 +231,7 @@ def norm_facts() -> dict[str, Any]:
     other = tiny_gpt.model_config().transformer
     other.normalization = "BatchNorm"
     for name, config in (("zero-centred", zero_centred), ("other", other)):
-        try:
-            TorchNorm(config, 8)
-        except ValueError as error:
-            found[name] = str(error)
+        found[name] = said(TorchNorm, config, 8)
     return found
 
 

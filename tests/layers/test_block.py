@@ -1,4 +1,4 @@
-"""The options of the block equal their definitions. Layouts: tests/distributed/test_blocks.py."""
+"""The options of the block equal their definitions. Layouts: tests/distributed."""
 
 import pytest
 

@@ -1,6 +1,6 @@
 """One gated layer against its definition and against Megatron's own gate; what Megatron sees of it.
 
-The definition: gate_tasks.py here. Layouts and checkpoints: tests/distributed/test_gates.py.
+The definition: gate_tasks.py here. Layouts: tests/distributed/test_layouts.py, test_checkpoint.py.
 """
 
 import itertools

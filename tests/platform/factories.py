@@ -55,6 +55,11 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 
 
+def both() -> tuple[dict[str, tuple[str, str]], list[str]]:
+    """What the two functions below return."""
+    return with_and_without(), takes_a_device()
+
+
 def with_and_without() -> dict[str, tuple[str, str]]:
     """{replacement: (what it answers, what torch does without it)}."""
     platform.activate()

@@ -3,11 +3,13 @@
 A child may do what it likes to its process: crash it, start CUDA, leave half a process group.
 """
 
+import functools
 import importlib
 import os
 import pickle
 import signal
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 SECONDS = 600
@@ -36,7 +38,18 @@ def probe(jobs: list[tuple[str | None, str]]) -> dict[tuple[str | None, str], tu
     """
     _prepare()
     share = jobs[int(os.environ["POOL_RANK"]) :: 2]
-    return {job: _in_a_child(*job) for job in share}
+    return {job: _in_a_child(functools.partial(_run, *job)) for job in share}
+
+
+def alone(name: str) -> Any:
+    """Run another task in a fork of this process, which imports torch and nothing else for it."""
+    import torch  # noqa: F401
+
+    module, function = name.split(":")
+    succeeded, answer = _in_a_child(lambda: getattr(importlib.import_module(module), function)())
+    if not succeeded:
+        raise RuntimeError(answer)
+    return answer
 
 
 def _prepare() -> None:
@@ -56,14 +69,14 @@ def _prepare() -> None:
         importlib.import_module(module)
 
 
-def _in_a_child(target: str | None, scenario: str) -> tuple[bool, Any]:
+def _in_a_child(call: Callable[[], Any]) -> tuple[bool, Any]:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(reading)
         signal.alarm(SECONDS)
         try:
-            answer: tuple[bool, Any] = (True, _run(target, scenario))
+            answer: tuple[bool, Any] = (True, call())
         except BaseException:
             answer = (False, traceback.format_exc())
         with os.fdopen(writing, "wb") as pipe:

@@ -7,7 +7,6 @@ the answer of the whole platform.
 import contextlib
 import io
 import os
-import shlex
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -18,16 +17,15 @@ import torch
 
 from tests.distributed.layout import SINGLE
 from tests.distributed.worker import forget, parallel_state
+from tests.runs import MOCK, TINY, UNTIED
 
-FLAGS = shlex.split("""
-    --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16
-    --max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 4 --train-iters 2
-    --lr 1e-3 --min-lr 1e-3 --lr-decay-style constant --normalization RMSNorm --swiglu
-    --disable-bias-linear --position-embedding-type rope --tokenizer-type NullTokenizer
-    --vocab-size 127 --eval-iters 1 --eval-interval 2 --log-interval 1 --mock-data
-    --untie-embeddings-and-output-weights --use-distributed-optimizer --overlap-grad-reduce
-    --overlap-param-gather --log-memory-to-tensorboard --timing-log-level 2
-""")
+FLAGS = [*TINY, *UNTIED, *MOCK]
+FLAGS += """
+    --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16
+    --train-iters 2 --min-lr 1e-3 --lr-decay-style constant --vocab-size 127 --eval-interval 2
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --log-memory-to-tensorboard --timing-log-level 2
+""".split()
 
 
 @contextlib.contextmanager

@@ -52,13 +52,9 @@ def too_late() -> str:
     import megatron.core.tensor_parallel.random  # noqa: F401
 
     from megasink import platform
-    from megasink.errors import UserError
+    from tests.said import said
 
-    try:
-        platform.activate()
-    except UserError as error:
-        return str(error)
-    return ""
+    return said(platform.activate)
 
 
 def with_cuda() -> tuple[str, int]:
@@ -66,15 +62,11 @@ def with_cuda() -> tuple[str, int]:
     import torch
 
     from megasink import platform
-    from megasink.errors import UserError
     from megasink.upstream.register import active
+    from tests.said import said
 
     torch.cuda.is_available = lambda: True
-    try:
-        platform.activate()
-    except UserError as error:
-        return str(error), len(active())
-    return "", len(active())
+    return said(platform.activate), len(active())
 
 
 def devices() -> dict[str, Any]:

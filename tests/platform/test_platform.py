@@ -8,15 +8,15 @@ from tests.distributed.pool import Pool
 TASKS = "tests.platform.tasks"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def fresh():
-    """One process in which nothing has happened."""
+    """What a task returns in a process in which nothing has happened but the import of torch."""
     with Pool(1, fresh=True) as worker:
-        yield worker
+        yield lambda task: worker.run("tests.platform.prober:alone", name=task)[0]
 
 
 def test_deactivate_puts_everything_back(fresh):
-    (found,) = fresh.run(f"{TASKS}:roundtrip")
+    found = fresh(f"{TASKS}:roundtrip")
     assert found["active"][0] is True
     assert found["active"][1].startswith("platform: CPU")
     assert found["replaced"]
@@ -27,12 +27,12 @@ def test_deactivate_puts_everything_back(fresh):
 
 
 def test_it_refuses_to_come_after_megatron(fresh):
-    (message,) = fresh.run(f"{TASKS}:too_late")
+    message = fresh(f"{TASKS}:too_late")
     assert "before megatron is imported" in message
 
 
 def test_it_refuses_a_machine_with_cuda_and_touches_nothing(fresh):
-    ((message, replaced),) = fresh.run(f"{TASKS}:with_cuda")
+    message, replaced = fresh(f"{TASKS}:with_cuda")
     assert "a CUDA device is present" in message
     assert "--cpu" in message
     assert replaced == 0
@@ -66,8 +66,7 @@ OTHERWISE = {"torch.Generator", "Tensor.to", "Tensor.is_pinned", "Tensor.pin_mem
 
 
 def test_whatever_takes_a_device_is_redirected(fresh):
-    (found,) = fresh.run("tests.platform.factories:with_and_without")
-    (every,) = fresh.run("tests.platform.factories:takes_a_device")
+    found, every = fresh("tests.platform.factories:both")
     assert set(every) - set(found) == OTHERWISE
     assert len(found) > 60
     answers = {"cpu", "read: True", "seeded: True"}

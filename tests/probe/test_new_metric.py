@@ -5,7 +5,6 @@ import csv
 import importlib
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +16,9 @@ from megasink.report import analysis_figures, pages
 from megasink.report.analysis import read_analysis
 from megasink.report.trace import trace_row, write_trace
 from megasink.train.series import analysis_record, analysis_scalars, in_one_line
+from tests.documented import MODULES
 from tests.probe.tiny_models import save_with_tokenizer
 
-ROOT = Path(__file__).parents[2]
 NAME, TITLE = "importance_gini", "importance gini"
 TEXTS = [
     f"Text {i}: heads that are all alike have a coefficient of 0, {'and ' * i}." for i in (1, 4)
@@ -29,10 +28,8 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def registered(tmp_path_factory):
     """A module of one's own with the metric of CONTRIBUTING.md, which has no row of a paper."""
-    page = (ROOT / "CONTRIBUTING.md").read_text()
-    (snippet,) = re.findall(r"^```python my_metric.py\n(.*?)^```$", page, re.M | re.S)
     folder = tmp_path_factory.mktemp("own")
-    (folder / "my_metrics.py").write_text(snippet)
+    (folder / "my_metrics.py").write_text(MODULES["my_metric.py"])
     metrics()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))

@@ -14,6 +14,7 @@ import torch
 
 from megasink.errors import UserError
 from tests.distributed import launch_task
+from tests.said import said
 from tests.security.crafted import Mark, OfAFork, as_upstream_reads, craft
 
 
@@ -33,14 +34,7 @@ def read_upstream(checkpoints: dict[str, str]) -> None:
 
 def refusals(command_lines: list[list[str]], port: int) -> list[str | None]:
     """What the trainer says to each command line, in one process; None where it trained."""
-    answers: list[str | None] = []
-    for flags in command_lines:
-        try:
-            launch_task.train(flags, ranks=1, port=port)
-            answers.append(None)
-        except UserError as error:
-            answers.append(str(error))
-    return answers
+    return [said(launch_task.train, flags, ranks=1, port=port) or None for flags in command_lines]
 
 
 def read(checkpoints: list[str]) -> list[str]:
@@ -86,13 +80,11 @@ def load_classes_of_a_fork(folder: str) -> list[Any]:
     with loading_without_code():
         args = torch.load(Path(folder, "arguments.pt"))["args"]
     answers: list[Any] = [(args.num_layers, type(args.kind) is OfAFork)]
-    for name in ("elsewhere", "both"):
-        try:
-            with loading_without_code():
-                torch.load(Path(folder, f"{name}.pt"))
-        except UserError as error:
-            answers.append(str(error))
-    return answers
+    with loading_without_code():
+        return [
+            *answers,
+            *(said(torch.load, Path(folder, f"{n}.pt")) for n in ("elsewhere", "both")),
+        ]
 
 
 def load_state_of_fp8(mark: str) -> str:

@@ -6,7 +6,6 @@ FP8 on a machine with TransformerEngine (its module is imitated).
 """
 
 import pickle
-import shlex
 import shutil
 from pathlib import Path
 
@@ -16,16 +15,15 @@ from megasink.data.corpus import Document
 from megasink.data.tokenizer import train_tokenizer
 from tests.distributed.layout import SINGLE
 from tests.distributed.pool import free_port
+from tests.runs import MOCK, TINY
 from tests.security.crafted import ENTRIES, Mark
 
 TASKS = "tests.security.tasks"
-FLAGS = shlex.split("""
-    --num-layers 2 --hidden-size 48 --num-attention-heads 4 --seq-length 32
-    --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4 --train-iters 2
-    --lr 1e-2 --lr-decay-style constant --normalization RMSNorm --swiglu --disable-bias-linear
-    --position-embedding-type rope --tokenizer-type NullTokenizer --vocab-size 399 --mock-data
-    --eval-iters 0 --eval-interval 100 --save-interval 100 --num-workers 0
-""")
+FLAGS = [*TINY, *MOCK]
+FLAGS += """
+    --hidden-size 48 --max-position-embeddings 64 --train-iters 2 --lr 1e-2 --vocab-size 399
+    --lr-decay-style constant --eval-iters 0 --save-interval 100 --num-workers 0
+""".split()
 READ_BY_ENTRY = ["index", "file", "common.pt", "optimizer", *ENTRIES]
 PLACES = [*READ_BY_ENTRY, "tensor"]
 # What reads the weights of a run: with a pickle beside them and with one as their index.

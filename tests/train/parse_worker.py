@@ -25,20 +25,12 @@ KEEP = (
 def main() -> None:
     prepare_process([])
     with contextlib.redirect_stdout(sys.stderr):
-        from megatron.training.argument_utils import ArgumentGroupFactory
-
         from megasink.train import arguments, flag_table
 
         # A default of Megatron's is the world size.
         ranks = os.environ.pop("WORLD_SIZE")
         table = flag_table.make_table()
         os.environ["WORLD_SIZE"] = ranks
-    # Most of the time of a parse; the texts are the same each time.
-    texts = ArgumentGroupFactory._get_field_docstrings
-    known: dict[type, dict[str, str]] = {}
-    ArgumentGroupFactory._get_field_docstrings = lambda self, options: (
-        known.get(options) or known.setdefault(options, texts(self, options))
-    )
     answers = []
     for argv in json.load(sys.stdin):
         try:

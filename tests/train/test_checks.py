@@ -13,9 +13,9 @@ from megasink.data.corpus import Corpus
 from megasink.data.preprocess import preprocess
 from megasink.data.tokenizer import train_tokenizer
 from megasink.errors import ConfigError
-from megasink.train import early, flag_table
+from megasink.train import flag_table
 from megasink.train.checks import data_files
-from tests.documented import train_lines
+from tests.documented import refuse, train_lines
 from tests.forkserver import server
 from tests.train import command_lines, mechanism_lines, observing_lines, shape_lines
 from tests.train.command_lines import MOCK, MODEL
@@ -92,7 +92,7 @@ def test_refused_with_every_reason(answers, name):
 def test_nothing_is_refused_early_that_a_rank_would_accept(answers, name):
     told: list[str] = []
     try:
-        early.refuse(early.read(REFUSED[name][0]), 4)
+        refuse(REFUSED[name][0], 4)
     except ConfigError as error:
         told = error.problems
     assert set(told) <= set(answers[name]["problems"])
@@ -100,7 +100,7 @@ def test_nothing_is_refused_early_that_a_rank_would_accept(answers, name):
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_what_is_accepted_passes_early(name):
-    early.refuse(early.read(ACCEPTED[name]), 4)
+    refuse(ACCEPTED[name], 4)
 
 
 def test_the_table_of_flags_is_that_of_megatron(answers):
@@ -124,7 +124,7 @@ def test_a_table_of_other_sources_refuses_nothing(monkeypatch, tmp_path):
     (tmp_path / "flags.json").write_text(json.dumps(table))
     monkeypatch.setattr(flag_table, "TABLE", tmp_path / "flags.json")
     assert flag_table.read_table() is None
-    early.refuse(early.read(["--no-such-flag"]), None)
+    refuse(["--no-such-flag"], None)
 
 
 def test_many_problems_are_one_message(answers):

@@ -13,6 +13,7 @@ import pytest
 
 from tests import forkserver
 from tests.forkserver import HANG_SECONDS
+from tests.runs import resumed_from
 from tests.train.six_steps import FLAGS
 
 STEPS = 100
@@ -111,8 +112,7 @@ def test_sigterm_then_a_killed_rank_then_the_end(start, nursery, pool, tmp_path)
 
     for folder, flags in ((run, ["--resume"]), (whole, [])):
         pool.train([*LONG, "--run-dir", str(folder), *flags], 2)
-    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
-    assert [start["resumed_from"] for start in starts] == [None, saved, newest]
+    assert resumed_from(run) == [None, saved, newest]
     names = ("iteration", "lm_loss", "balance_loss", "grad_norm")
     found, expected = ([[s[name] for name in names] for s in steps(f)] for f in (run, whole))
     assert len(expected) == STEPS

@@ -10,16 +10,15 @@ import pytest
 from megasink.cli import main as megasink
 from tests.distributed.layout import SINGLE
 from tests.forkserver import server
+from tests.runs import TINY, UNTIED, metrics, steps
 
 ROOT = Path(__file__).parents[2]
-FLAGS = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
-    "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 "
-    "--train-iters 12 --lr 1e-2 --min-lr 1e-2 --lr-decay-style constant "
-    "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type "
-    "rope --untie-embeddings-and-output-weights --split 80,20,0 --eval-interval 6 "
-    "--eval-iters 2 --log-interval 2 --seed 7"
-).split()
+FLAGS = [*TINY, *UNTIED]
+FLAGS += """
+    --seq-length 64 --max-position-embeddings 64 --global-batch-size 8 --train-iters 12
+    --lr 1e-2 --min-lr 1e-2 --lr-decay-style constant --split 80,20,0 --eval-interval 6
+    --eval-iters 2 --log-interval 2 --seed 7
+""".split()
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +31,8 @@ def pipeline_run(text, tmp_path_factory):
     return run_dir
 
 
-def metrics(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_the_model_learns(pipeline_run):
-    losses = [line["lm_loss"] for line in metrics(pipeline_run) if "lm_loss" in line]
+    losses = [line["lm_loss"] for line in steps(pipeline_run)]
     assert len(losses) == 12
     assert losses[-1] < losses[0] - 0.5
 
@@ -179,7 +174,9 @@ def test_analyze_and_trace_a_run(pipeline_run, pool, tmp_path):
         ["sweep", str(run), *data[:2], *lengths, "--output", str(tmp_path / "sweep")],
     ]
     commands.append(commands[0])
-    (answers,) = pool.run(f"{GENERATE}:megasink", SINGLE, commands=commands)
+    (answers,) = pool.run(
+        "tests.convert.vocabulary_tasks:without_figures", SINGLE, commands=commands
+    )
     assert [code for code, _, _ in answers] == [0, 2, 2, 0, 0], answers
     assert answers[0][1].count("/report.html, results.json") == 2
     assert "trace: 1 of 2 checkpoints" in answers[0][2]

@@ -1,9 +1,8 @@
 """Which rank reports an error that every rank meets."""
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.forkserver import server
 
 # Rank 0 may be slower to meet the error than the others.
 RANKS = """
@@ -29,12 +28,7 @@ def test_an_error_is_reported_whichever_rank_is_first(failing, tmp_path):
     """Both ranks meet it, the second one earlier; or only the second one does."""
     entry = tmp_path / "entry.py"
     entry.write_text(RANKS)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    result = subprocess.run(
-        [*torchrun, "--standalone", str(entry), failing],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    torchrun = ["torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    result = server().run([*torchrun, str(entry), failing], tree=True)
     assert result.returncode == 1
     assert result.stderr.count("megasink: error: the data is one document") == 1, result.stderr

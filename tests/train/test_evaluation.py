@@ -1,21 +1,19 @@
 """Evaluations are of the same samples, whatever came before, and every step has one."""
 
-import json
-import shlex
 import shutil
 
 import pytest
 
 from tests.distributed.layout import SINGLE
+from tests.runs import TINY, metrics
 
-FLAGS = shlex.split("""
-    --num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32
-    --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4 --train-iters 4
-    --lr-decay-style constant --normalization RMSNorm --swiglu --disable-bias-linear
-    --position-embedding-type rope --init-method-std 0.2 --hidden-dropout 0.2
+FLAGS = [*TINY]
+FLAGS += """
+    --num-layers 1 --hidden-size 32 --num-attention-heads 2 --train-iters 4
+    --lr-decay-style constant --init-method-std 0.2 --hidden-dropout 0.2
     --tokenizer-type NullTokenizer --vocab-size 99 --split 60,20,20 --eval-iters 2
-    --eval-interval 1 --save-interval 2 --log-interval 1
-""")
+    --eval-interval 1 --save-interval 2
+""".split()
 # An evaluation reads 8 of the 18 samples that the validation part has.
 
 
@@ -45,8 +43,7 @@ def moving(train, tmp_path_factory):
 
 
 def lines(folder):
-    found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in found]
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in metrics(folder)]
 
 
 def values(found, name="valid_lm_loss"):
@@ -62,24 +59,16 @@ def after_step_2(folder, copy):
 
 
 def test_the_same_weights_have_the_same_value(train, tmp_path):
-    found = train(tmp_path / "still", "--lr", "0", "--min-lr", "0", "--weight-decay", "0")
+    still = "--lr 0 --min-lr 0 --weight-decay 0".split()
+    found = train(tmp_path / "still", *still)
     assert [line["iteration"] for line in found if "valid_lm_loss" in line] == [1, 2, 3, 4]
     assert len(set(values(found).values())) == 1
     assert len(set(values(found, "lm_loss").values())) == 4  # of other samples each
     assert len(values(found, "test_lm_loss")) == 1
     # In other places of other batches, and shuffled for training.
     layout = ["--tensor-model-parallel-size", "2", "--micro-batch-size", "1"]
-    other = train(
-        tmp_path / "tp2",
-        "--lr",
-        "0",
-        "--min-lr",
-        "0",
-        "--weight-decay",
-        "0",
-        *layout,
-        *["--dataloader-type", "cyclic", "--eval-interval", "3"],
-    )
+    layout += ["--dataloader-type", "cyclic", "--eval-interval", "3"]
+    other = train(tmp_path / "tp2", *still, *layout)
     for name in ("valid_lm_loss", "test_lm_loss"):
         wanted, again = values(found, name), values(other, name)
         assert again == pytest.approx(dict.fromkeys(again, wanted[4]), rel=1e-6)

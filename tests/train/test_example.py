@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.pool import ROOT
-from tests.train.test_end_to_end import FLAGS, metrics
+from tests.forkserver import server
+from tests.runs import steps
+from tests.train.test_end_to_end import FLAGS
 
 SCRIPT = str(ROOT / "examples" / "pretrain_gpt_sink.sh")
 
@@ -30,16 +32,17 @@ SMALL = [*FLAGS, *"--train-iters 2 --eval-interval 2 --eval-iters 1 --save-inter
 
 @pytest.mark.parametrize("starter", ["torchrun", "bash"])
 def test_the_example_starts_in_every_way(starter, text, tmp_path):
-    result = subprocess.run(
-        [starter, SCRIPT, *SMALL, "--run-dir", str(tmp_path / "run")],
-        env=environment(DATA_PATH=text[1], TOKENIZER=text[3], RANKS_PER_NODE="1"),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """bash in new processes, torchrun in forks."""
+    line = [SCRIPT, *SMALL, "--run-dir", str(tmp_path / "run")]
+    variables = environment(DATA_PATH=text[1], TOKENIZER=text[3], RANKS_PER_NODE="1")
+    if starter == "torchrun":
+        result = server().run(["torch.distributed.run", *line], env=variables, tree=True)
+    else:
+        result = subprocess.run(
+            [starter, *line], env=variables, capture_output=True, text=True, check=False
+        )
     assert result.returncode == 0, result.stderr[-3000:]
-    steps = [line for line in metrics(tmp_path / "run") if "lm_loss" in line]
-    assert [step["iteration"] for step in steps] == [1, 2]
+    assert [step["iteration"] for step in steps(tmp_path / "run")] == [1, 2]
 
 
 def test_slurm_gives_the_meeting_point(tmp_path):

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import shlex
 import shutil
 
 import numpy as np
@@ -10,24 +9,22 @@ import pytest
 
 from megasink.cli import main
 from megasink.report import pages
+from tests.runs import MOCK, TINY, UNTIED, metrics
 
-FLAGS = shlex.split("""
-    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
-    --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4 --train-iters 6
-    --lr 1e-2 --normalization RMSNorm --swiglu --disable-bias-linear --bf16
-    --position-embedding-type rope --untie-embeddings-and-output-weights
-    --tokenizer-type NullTokenizer --vocab-size 255 --mock-data --eval-iters 1
+FLAGS = [*TINY, *UNTIED, *MOCK]
+FLAGS += """
+    --seq-length 64 --max-position-embeddings 64 --train-iters 6 --lr 1e-2 --bf16
     --eval-interval 2 --log-interval 2 --head-balance-coeff 0.1 --softmax-offset-init 1
     --hidden-dropout 0.1 --attention-dropout 0.0 --log-sink-rate
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
-""")
+""".split()
 LIVE = ["--analyze-interval", "4", "--analyze-samples", "7"]
 
 
 def lines(folder, wanted=lambda line: True):
     """metrics.jsonl without the times."""
-    found = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in found if wanted(line)]
+    found = [line for line in metrics(folder) if wanted(line)]
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in found]
 
 
 @pytest.fixture(scope="module")

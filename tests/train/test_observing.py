@@ -1,29 +1,22 @@
 """What the trainer writes while it runs: the same to W&B as to metrics.jsonl; and when it stops."""
 
-import json
 import math
 import re
-import shlex
 
 import pytest
 
 from megasink.train.run_dir import folder_problem
 from tests.distributed.pool import free_port
+from tests.runs import MOCK, TINY, UNTIED
+from tests.runs import metrics as lines
 
-FLAGS = shlex.split("""
-    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
-    --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4 --train-iters 5
-    --lr 1e-2 --normalization RMSNorm --swiglu --disable-bias-linear
-    --position-embedding-type rope --untie-embeddings-and-output-weights
-    --tokenizer-type NullTokenizer --vocab-size 255 --mock-data --eval-iters 1
-    --eval-interval 4 --log-interval 2 --head-balance-coeff 0.1 --softmax-offset-init 1
+FLAGS = [*TINY, *UNTIED, *MOCK]
+FLAGS += """
+    --seq-length 64 --max-position-embeddings 64 --train-iters 5 --lr 1e-2 --eval-interval 4
+    --log-interval 2 --head-balance-coeff 0.1 --softmax-offset-init 1
     --pipeline-model-parallel-size 2
-""")
+""".split()
 TASKS = "tests.train.observing_tasks"
-
-
-def lines(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +47,7 @@ def test_the_last_rank_alone_writes(watched):
 
 
 @pytest.mark.parametrize(
-    ("key", "name"),
-    [
-        ("importance", "head importance"),
-        ("softmax_offset", "softmax offset"),
-    ],
+    ("key", "name"), [("importance", "head importance"), ("softmax_offset", "softmax offset")]
 )
 def test_wandb_gets_every_layers_mean_and_extremes(watched, key, name):
     (_, report), metrics = watched

@@ -1,21 +1,17 @@
 """The sink token: the shift by itself, then in the batches of the real trainer in each layout."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 
 from megasink.train.sink_token import with_sink_token
 from tests.distributed.pool import Pool, free_port
+from tests.runs import MOCK, TINY, UNTIED, metrics
 
-FLAGS = """
-    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16
-    --max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 4 --train-iters 3
-    --lr 1e-3 --normalization RMSNorm --swiglu --disable-bias-linear --init-method-std 0.2
-    --position-embedding-type rope --untie-embeddings-and-output-weights --mock-data
-    --tokenizer-type NullTokenizer --vocab-size 126 --eval-iters 1 --eval-interval 3
-    --log-interval 1 --attention-variant k-bias --sink-token
+FLAGS = [*TINY, *UNTIED, *MOCK]
+FLAGS += """
+    --seq-length 16 --max-position-embeddings 16 --train-iters 3 --init-method-std 0.2
+    --vocab-size 126 --eval-interval 3 --attention-variant k-bias --sink-token
 """.split()
 TOKEN = 127  # 126 tokens and the end-of-document token of NullTokenizer come before it
 # One rank last: a process that has trained once takes part in one more collective when it starts
@@ -62,8 +58,7 @@ def runs(pool, tmp_path_factory):
             ranks=ranks,
             port=free_port(),
         )
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        found[name] = (reports[:ranks], lines)
+        found[name] = (reports[:ranks], metrics(folder))
     return found
 
 

@@ -3,7 +3,6 @@
 Done to real processes and real files; compared by metrics.jsonl with a run that never stopped.
 """
 
-import json
 import os
 import shutil
 import signal
@@ -12,6 +11,7 @@ import pytest
 
 from megasink.checkpoint.intact import iterations, newest_intact
 from megasink.train.lease import Lease
+from tests import runs
 from tests.distributed.pool import free_port
 from tests.forkserver import server
 from tests.train.six_steps import FLAGS, losses, only_line, resumed_from
@@ -172,8 +172,7 @@ def test_torchrun_starts_the_ranks_again_and_they_go_on(pool, tmp_path):
     done = server().run([*command, *FLAGS, "--run-dir", str(run), "--resume", "auto"], tree=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     pool.train([*FLAGS, "--run-dir", str(whole)], 2)
-    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
-    assert [start["resumed_from"] for start in starts] == [None, 4]
+    assert runs.resumed_from(run) == [None, 4]
     assert losses(run) == losses(whole)
     assert not (run / "lease.json").exists()
 

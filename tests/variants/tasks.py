@@ -4,7 +4,6 @@ Shapes: L layers, H query heads, N samples.
 """
 
 import contextlib
-import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from megasink.checkpoint.load import load_without_tokenizer
 from megasink.convert import from_hf, to_hf
 from megasink.convert.model_flags import model_flags
 from megasink.convert.verify import verify_logits
-from megasink.errors import ConfigError, UserError
+from megasink.errors import UserError
 from megasink.inference.decoding import generate
 from megasink.layers.core_attention import CoreAttention
 from megasink.layers.inference_guard import dynamic_inference_problems
@@ -37,16 +36,16 @@ from tests.convert.tasks import layout_config, save_checkpoint
 from tests.distributed import observing_tasks, tiny_gpt
 from tests.distributed.skewed_gates import skew_gates
 from tests.distributed.tiny_gpt import skew_sinks
+from tests.documented import register_variant
 from tests.inference.tasks import GREEDY, recompute
-
-PLUGIN = Path(__file__).with_name("sink_per_group.py")
+from tests.said import said
 
 
 @contextlib.contextmanager
-def registered(plugin: Path = PLUGIN) -> Iterator[None]:
-    """While the body runs, there are the variants of a module outside of the package."""
+def registered() -> Iterator[None]:
+    """While the body runs, there is the variant of CONTRIBUTING.md, outside of the package."""
     with mock.patch.dict(registry._VARIANTS):
-        runpy.run_path(str(plugin))
+        register_variant()
         yield
 
 
@@ -192,23 +191,15 @@ def unstated() -> dict[str, Any]:
             return plain.attend(*args, with_gate=False, **options)
 
         register(Variant(name="mystery", description="-", attend=attend, kernel=plain.kernel))
-        refused: dict[str, Any] = {}
-        try:
-            tiny_gpt.model_config(attention_variant="mystery")
-        except ValueError as error:
-            refused["balance loss"] = str(error)
+        refused: dict[str, Any] = {
+            "balance loss": said(tiny_gpt.model_config, attention_variant="mystery")
+        }
         options: dict[str, Any] = {"attention_variant": "mystery", "head_balance_coeff": 0.0}
         (model,) = tiny_gpt.build(tiny_gpt.model_config(**options))
         gpt = unwrap_model(model)
-        try:
-            MegatronProbe(gpt.eval(), Recorder([4, 4]), set())
-        except ConfigError as error:
-            refused["analysis"] = str(error)
-        try:
-            data = tiny_gpt.batch(0, 0)
-            gpt(data["tokens"], data["position_ids"], None)
-        except ValueError as error:
-            refused["no gate"] = str(error)
+        refused["analysis"] = said(MegatronProbe, gpt.eval(), Recorder([4, 4]), set())
+        data = tiny_gpt.batch(0, 0)
+        refused["no gate"] = said(gpt, data["tokens"], data["position_ids"], None)
         refused["inference"] = dynamic_inference_problems(gpt.config, "cuda")
         return refused
 
@@ -216,17 +207,10 @@ def unstated() -> dict[str, Any]:
 def refused_layout() -> str:
     """Groups that the tensor-parallel ranks do not divide."""
     with registered():
-        try:
-            tiny_gpt.model_config(attention_variant="sink-per-group", num_query_groups=1)
-        except ValueError as error:
-            return str(error)
-    return "nothing"
+        options: dict[str, Any] = {"attention_variant": "sink-per-group", "num_query_groups": 1}
+        return said(tiny_gpt.model_config, **options)
 
 
 def unregistered(run_folder: str) -> str:
     """What reading a run says whose variant no module of this process has registered."""
-    try:
-        load_without_tokenizer(find_checkpoint(Path(run_folder)))
-    except UserError as error:
-        return str(error)
-    return "nothing"
+    return said(lambda: load_without_tokenizer(find_checkpoint(Path(run_folder))))

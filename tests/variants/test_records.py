@@ -1,7 +1,6 @@
 """The registry, and that nothing but a variant's record decides by its name."""
 
 import ast
-import runpy
 from argparse import ArgumentParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +12,10 @@ from megasink import flags
 from megasink.errors import UserError
 from megasink.train.checks import variants as checks
 from megasink.variants import Kernel, Variant, of_kind, register, registry, variant, variants
+from tests.documented import register_variant
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megasink"
-PLUGIN = Path(__file__).with_name("sink_per_group.py")
 # Its own call, which records are mapped to; and files that are copied beside weights.
 APART = ("variants", "attention", "convert/modeling")
 NAMES = {record.name for record in variants()}
@@ -76,16 +75,16 @@ def test_a_planted_comparison_is_found(line):
 
 def test_a_module_adds_a_variant_to_the_flag_and_its_help():
     with mock.patch.dict(registry._VARIANTS):
-        runpy.run_path(str(PLUGIN))
+        register_variant()
         parser = ArgumentParser()
         flags.add_options(parser)
         assert parser.parse_args(["--attention-variant", "sink-per-group"])
         (action,) = (a for a in parser._actions if a.dest == "attention_variant")
         assert action.metavar.endswith("v-bias,sink-per-group}")
-        assert "sink-per-group: one sink logit per key/value group" in action.help
+        assert "sink-per-group: one learnable sink logit per key/value group" in action.help
         assert of_kind("sink-per-group") is variant("sink-per-group")
         with pytest.raises(UserError, match="'sink-per-group' is registered already"):
-            runpy.run_path(str(PLUGIN))
+            register_variant()
 
 
 def test_a_name_that_no_record_has():
@@ -119,7 +118,7 @@ def test_a_command_line_is_refused_what_a_record_does_not_say():
     )
     args.gate_position = "value"
     with mock.patch.dict(registry._VARIANTS):
-        runpy.run_path(str(PLUGIN))
+        register_variant()
         outside = variant("sink-per-group")
         register(
             Variant(
