@@ -17,7 +17,7 @@ from megasink.checkpoint.stored_tensor import StoredTensor
 from megasink.convert.stored_weights import Part, Weight
 from megasink.convert.table import LAYERS
 from megasink.errors import UserError
-from megasink.gate_options import is_megatrons_output_gate
+from megasink.gate_options import is_megatrons_output_gate, trailing_rows
 
 Ranks = dict[tuple[int, int, int], RankFile]
 
@@ -131,18 +131,20 @@ def _key(name: str, first_layer: int) -> tuple[str, tuple[int, ...], int | None]
 def _split_gate(
     key: str, tensor: StoredTensor, arguments: dict[str, Any], tp: int
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """A rank's linear_qkv ends with the rows of its gate, which have a key of their own."""
+    """A rank's linear_qkv ends with the rows of its gate, which have a key of their own; padding may
+    follow (layers/gate_projection.py)."""
     if ".linear_qkv." not in key or key.endswith("layer_norm_weight"):
         yield key, tensor
         return
     heads, groups = int(arguments["num_attention_heads"]), _groups(arguments)
-    grouped_gate = heads if is_megatrons_output_gate(SimpleNamespace(**arguments)) else 0
+    options = SimpleNamespace(**{**arguments, "num_query_groups": groups})
+    grouped_gate = heads if is_megatrons_output_gate(options) else 0
     mixed = (heads + grouped_gate + 2 * groups) * int(arguments["kv_channels"]) // tp
     if tensor.shape[0] == mixed:
         yield key, tensor
         return
     yield key, tensor.rows(0, mixed)
-    yield key.replace("linear_qkv", "linear_gate"), tensor.rows(mixed, tensor.shape[0] - mixed)
+    yield key.replace("linear_qkv", "linear_gate"), tensor.rows(mixed, trailing_rows(options) // tp)
 
 
 def _groups(arguments: dict[str, Any]) -> int:
