@@ -1,5 +1,6 @@
 """The tests' side of tests/hollow/server.py."""
 
+import contextlib
 import json
 import os
 import selectors
@@ -29,7 +30,8 @@ class Server:
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
             assert self._process.stdin is not None
-            self._process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
             self._process.wait()
         self._folder.cleanup()
 
@@ -47,7 +49,8 @@ class Server:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         request = {"task": task, "arguments": arguments}
-        print(json.dumps(request), file=self._process.stdin, flush=True)
+        with contextlib.suppress(BrokenPipeError):  # then there is no answer either
+            print(json.dumps(request), file=self._process.stdin, flush=True)
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             if not selector.select(SECONDS):

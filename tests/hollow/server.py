@@ -58,6 +58,9 @@ def _import_everything() -> None:
     from megasink.process import prepare_process
 
     prepare_process([])
+    import megatron.core.tokenizers.text.libraries  # noqa: F401
+    import megatron.training.ft_integration  # noqa: F401
+
     from megasink.checkpoint import model  # noqa: F401
     from megasink.hollow import events, world  # noqa: F401
     from megasink.train import (  # noqa: F401
@@ -75,7 +78,20 @@ def _import_everything() -> None:
     )
 
     import torch
+    from megatron.training.argument_utils import ArgumentGroupFactory
 
+    from megasink.parser import parse_apart
+    from megasink.upstream.table import TABLE
+
+    # What would take most of the time of each fork.
+    texts = ArgumentGroupFactory._get_field_docstrings
+    known: dict[type, dict[str, str]] = {}
+    ArgumentGroupFactory._get_field_docstrings = lambda self, options: (
+        known.get(options) or known.setdefault(options, texts(self, options))
+    )
+    parse_apart([])
+    for patch in TABLE:
+        patch.where()
     # torch refuses to begin in a fork, where a driver would be lost. This one has nothing to lose.
     torch.cuda.init()
     gc.collect()

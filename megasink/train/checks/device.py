@@ -1,9 +1,9 @@
-"""Checks for options that need a missing device."""
+"""Checks for options that need a missing device, or fused kernels that are not installed."""
 
 from argparse import Namespace
 
 from megasink import platform
-from megasink.upstream.versions import have_transformer_engine
+from megasink.upstream import fused
 
 # Parts of the trainer that call the CUDA driver directly.
 _NEED_CUDA = {
@@ -30,9 +30,5 @@ def problems(args: Namespace) -> list[str]:
         for name, flag in _NEED_CUDA.items():
             if getattr(args, name):
                 found.append(f"{flag} needs CUDA and no CUDA device is present: drop the flag")
-    elif args.transformer_impl == "transformer_engine" and not have_transformer_engine():
-        found.append(
-            "--transformer-impl transformer_engine (Megatron's default) but transformer-engine is "
-            "not installed: pip install 'megasink[gpu]' or use --transformer-impl local"
-        )
-    return found
+        return found
+    return fused.problems(args)

@@ -1,0 +1,40 @@
+"""The lines at which the host may wait for the device in a step, by their text.
+
+Megatron 0.19 waits about twenty times in a step that it does not log: the norm of the gradients, its
+checks of NaN, losses that other ranks have. What is ours is said here line by line.
+"""
+
+from typing import Any
+
+_SERIES, _PHASES = "megasink/train/series.py", "megasink/train/phases.py"
+_RERUN, _UTILS = "megatron/core/rerun_state_machine.py", "megatron/training/utils/common_utils.py"
+_TRAINING = "megatron/training/training.py"
+
+MEGASINK = {
+    # Whether a rank was told to end: one number, agreed by all.
+    (_PHASES, "number = int(any_rank.item())"): 1,
+    # The values of metrics.jsonl, on the last rank, in one copy.
+    (_SERIES, "values = torch.cat([tensor.detach().flatten().double() for tensor in tensors]).cpu()"): 1,
+}
+MEGATRON = {
+    ("megatron/core/optimizer/clip_grads.py", "total_norm = total_norm.item() ** (1.0 / norm_type)"),
+    (_RERUN, "if result_rejected:"),
+    (_RERUN, "return val_tensor.item() > 0"),
+    (_RERUN, "val_tensor: torch.Tensor = torch.tensor([value], dtype=torch.int32, device='cuda')"),
+    (_TRAINING, "loss_scale = optimizer.get_loss_scale().item()"),
+    (_TRAINING, "total_loss_dict.get(key, torch.tensor([0.0], dtype=torch.float, device='cuda'))"),
+    (_UTILS, "if stat.item() == -1.0:"),
+    (_UTILS, "input = torch.tensor([input], dtype=torch.int, device=torch.cuda.current_device())"),
+    (_UTILS, "return bool(input.item())"),
+    (_UTILS, "return stat.item()"),
+    (_UTILS, "stat = torch.tensor([stat], dtype=torch.float32, device=torch.cuda.current_device())"),
+}
+
+
+def unexpected(found: dict[str, Any]) -> list[str]:
+    """The other waits of a step, and ours where they are more than allowed."""
+    return [
+        f"{what} in {file}: {text} ({count})"
+        for what, file, text, count in found["waits"]
+        if (file, text) not in MEGATRON and count > MEGASINK.get((file, text), 0)
+    ]
