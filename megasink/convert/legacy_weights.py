@@ -131,8 +131,7 @@ def _key(name: str, first_layer: int) -> tuple[str, tuple[int, ...], int | None]
 def _split_gate(
     key: str, tensor: StoredTensor, arguments: dict[str, Any], tp: int
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """A rank's linear_qkv ends with the rows of its gate, which have a key of their own; padding may
-    follow (layers/gate_projection.py)."""
+    """The gate rows of a rank's linear_qkv have a key of their own; padding may follow them."""
     if ".linear_qkv." not in key or key.endswith("layer_norm_weight"):
         yield key, tensor
         return

@@ -7,10 +7,9 @@ Launches, copies, waits and collectives are counted, with the line of Python the
 memory is allocated as addresses without pages, so that the model of an 80 GB device fits anywhere.
 
 What it shows: that a configuration starts and steps, how many kernels, copies, waits and bytes of
-collectives a step costs, its peak memory, and the strides and addresses that kernels are given. What
-it cannot: numbers. Memory that a kernel would have written keeps what it held, so a branch on a
-value from the device may go either way. Time, cuDNN, TransformerEngine and CUDA graphs are not
-covered either. docs/gpu.md has the details.
+collectives a step costs, its peak memory, and the strides and addresses that kernels are given.
+What it cannot: numbers, because whatever a kernel would have written reads as 0. Time, cuDNN,
+TransformerEngine and CUDA graphs are not covered either. docs/gpu.md has the details.
 
     build.py    compiles native/ into a cache folder
     process.py  the environment of a process that runs on it

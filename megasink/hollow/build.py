@@ -94,7 +94,8 @@ def _headers() -> Path:
         raise UserError(f"the hollow GPU needs a CUDA build of torch; {torch.__version__} is none")
     major = torch.version.cuda.split(".")[0]
     places = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include")]
-    for package, inside in (("nvidia", f"cu{major}/include"), ("triton", "backends/nvidia/include")):
+    wheels = {"nvidia": f"cu{major}/include", "triton": "backends/nvidia/include"}
+    for package, inside in wheels.items():
         spec = importlib.util.find_spec(package)
         places += [Path(p, inside) for p in (spec and spec.submodule_search_locations) or ()]
     for place in places:

@@ -37,9 +37,9 @@ def be_rank(rank: int, ranks: int) -> None:
     init_process_group, new_group = dist.init_process_group, dist.new_group
 
     def init(*args: Any, **options: Any) -> Any:
-        for name in ("init_method", "store", "rank", "world_size"):
-            options.pop(name, None)
-        return init_process_group(*args, **options, store=store, rank=rank, world_size=ranks)
+        options.pop("init_method", None)
+        mine = {"store": store, "rank": rank, "world_size": ranks}
+        return init_process_group(*args, **{**options, **mine})
 
     def group(ranks_of_group: Sequence[int] | None = None, *args: Any, **options: Any) -> Any:
         members = options.pop("ranks", ranks_of_group)
@@ -63,16 +63,20 @@ def be_rank(rank: int, ranks: int) -> None:
     }
     for name, function in replaced.items():
         setattr(dist, name, function)
-    distributed_c10d._store_based_barrier = lambda *_, **__: None
-    distributed_c10d.PrefixStore = lambda _, inner: inner  # type: ignore[misc,assignment]
-    dist.PrefixStore = distributed_c10d.PrefixStore  # type: ignore[misc]
+    # One store for all: the prefixes of groups are names that nobody else writes either.
+    for module, name, function in (
+        (distributed_c10d, "_store_based_barrier", lambda *_, **__: None),
+        (distributed_c10d, "PrefixStore", lambda _, inner: inner),
+        (dist, "PrefixStore", lambda _, inner: inner),
+    ):
+        setattr(module, name, function)
 
 
 def _store() -> Any:
     """Return a store in which everything that others would write is there already."""
     import torch.distributed as dist
 
-    class Store(dist.Store):  # type: ignore[misc]
+    class Store(dist.Store):
         def __init__(self) -> None:
             super().__init__()
             self.written: dict[str, bytes] = {}

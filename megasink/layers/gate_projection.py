@@ -1,16 +1,16 @@
 """Gate scores as extra rows at the end of linear_qkv: one GEMM, one gather of the sequence.
 
-If TransformerEngine fuses the norm into linear_qkv, only that layer has the normed hidden state. In
-memory a rank's weight is [its q, k, v rows | its gate rows | padding]. In a checkpoint the gate rows
-are a separate tensor, ``linear_gate.weight``, because rows at the end of each shard would end up in
-the wrong heads when the tensor-parallel size changes.
+If TransformerEngine fuses the norm into linear_qkv, only that layer has the normed hidden state.
+In memory a rank's weight is [its q, k, v rows | its gate rows | padding]. In a checkpoint the gate
+rows are a separate tensor, ``linear_gate.weight``, because rows at the end of each shard would end
+up in the wrong heads when the tensor-parallel size changes.
 
-The padding makes the number of rows a multiple of 8. Value is a view of the output of linear_qkv, so
-every row of it starts a multiple of that number further on, and flash kernels load 16 bytes at once
-without a check: on a GPU, rows of another length end in "misaligned address". Padding costs at most
-7 of thousands of rows and keeps the fast GEMMs, which need aligned rows too; a copy of the value
-would read and write it in every layer, and leave the GEMM slow. The padding is 0 and gets no
-gradient, and nothing reads its output; no checkpoint has it.
+The padding makes the number of rows a multiple of 8. Value is a view of the output of linear_qkv,
+so that number is the distance between its rows, and flash kernels load 16 bytes at once without a
+check: on a GPU another distance ends in "misaligned address". Padding costs at most 7 of thousands
+of rows and keeps the fast GEMMs, which need aligned rows too; a copy of the value would read and
+write it in every layer and leave the GEMM slow. The padding is 0, gets no gradient, nothing reads
+its output, and no torch_dist checkpoint has it.
 """
 
 import functools
@@ -35,9 +35,9 @@ class _GateRows:
     """Mixin for a column-parallel linear layer used as linear_qkv.
 
     Attributes:
-        row_split: Number of rows of this rank's query, key and value; of its gate; and of padding. They
-            are the rows of ``weight`` (and of ``bias``, if any: the gate then has a bias too, as
-            in Megatron's own output gate).
+        row_split: Number of rows of this rank's query, key and value; of its gate; and of padding.
+            They are the rows of ``weight`` (and of ``bias``, if any: the gate then has a bias too,
+            as in Megatron's own output gate).
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any):

@@ -59,7 +59,8 @@ def on_host(
     loss = None if lm_loss is None else float(read.pop(0))
     if statistics is None or not _recorded(read[0]):
         return loss, None
-    return loss, HeadStatistics(*read[:4], dict(zip(statistics.series, read[4:], strict=True)))
+    series = dict(zip(statistics.series, read[4:], strict=True))
+    return loss, HeadStatistics(read[0], read[1], read[2], read[3], series)
 
 
 def head_record(statistics: HeadStatistics, *, details: bool) -> dict[str, Any]:

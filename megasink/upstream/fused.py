@@ -1,7 +1,7 @@
 """Fused kernels of optional packages, which Megatron's defaults take for granted.
 
-On a CUDA machine a default that needs a package which does not import is turned off, and the run says
-so in one line; a flag that asks for it is refused.
+On a CUDA machine a default that needs a package which does not import is turned off, and the run
+says so in one line; a flag that asks for it is refused.
 """
 
 import functools

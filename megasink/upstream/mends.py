@@ -119,10 +119,7 @@ GRADIENT_NORM = Patch(
     "without TransformerEngine and apex every parameter's norm is read from the device by itself",
     (
         Q("megatron.core.optimizer.clip_grads", "l2_norm_impl = local_multi_tensor_l2_norm"),
-        Q(
-            "megatron.core.utils",
-            "def local_multi_tensor_l2_norm(chunk_size, noop_flag, tensor_lists, per_tensor, *args)",
-        ),
+        Q("megatron.core.utils", "def local_multi_tensor_l2_norm(chunk_size, noop_flag, *_)"),
         Q(
             "megatron.core.utils:local_multi_tensor_l2_norm",
             "l2_reduced = torch.norm(torch.tensor(l2))",

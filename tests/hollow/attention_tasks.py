@@ -21,12 +21,10 @@ SHAPES = ((2, 8, 2, 256, 128), (1, 4, 4, 257, 64), (1, 2, 1, 2, 64), (2, 2, 2, 1
 
 def leaf(layout: str, batch: int, heads: int, tokens: int, head_dim: int, dtype: Any) -> Tensor:
     """[B, H, T, D], lying as Megatron's [s, b, h, d] or as [b, h, s, d]."""
-    if layout == "sbhd":
-        shape = (tokens, batch, heads, head_dim)
-        return torch.empty(shape, device="cuda", dtype=dtype, requires_grad=True).permute(1, 2, 0, 3)
-    return torch.empty(
-        batch, heads, tokens, head_dim, device="cuda", dtype=dtype, requires_grad=True
-    )
+    by_token = layout == "sbhd"
+    shape = (tokens, batch, heads) if by_token else (batch, heads, tokens)
+    made = torch.empty(*shape, head_dim, device="cuda", dtype=dtype, requires_grad=True)
+    return made.permute(1, 2, 0, 3) if by_token else made
 
 
 def call(variant: str, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The server of the hollow GPU: one process that has imported everything, and forks for each test."""
+"""The server of the hollow GPU: a process that has imported everything, and forks for tests."""
 
 from collections.abc import Iterator
 

@@ -37,4 +37,5 @@ def _watched(inner: Any, name: str, misplaced: set[str]) -> Any:
 
 def _starts_whole(tensor: Tensor) -> bool:
     steps = [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1 and s != 1]
-    return not any(place % 16 for place in (tensor.data_ptr(), *(s * tensor.element_size() for s in steps)))
+    places = [tensor.data_ptr(), *(step * tensor.element_size() for step in steps)]
+    return not any(place % 16 for place in places)

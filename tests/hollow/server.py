@@ -1,7 +1,7 @@
 """``python -m tests.hollow.server FOLDER``: forks for each task that stands on a line of stdin.
 
-FOLDER/result gets what the task returned; its exit code is the answer on stdout. What it prints goes
-to stderr. The server ends with its stdin.
+FOLDER/result gets what the task returned; its exit code is the answer on stdout. What it prints
+goes to stderr. The server ends with its stdin.
 """
 
 import contextlib
@@ -58,11 +58,14 @@ def _import_everything() -> None:
     from megasink.process import prepare_process
 
     prepare_process([])
-    import megatron.core.tokenizers.text.libraries  # noqa: F401
+    import megatron.core.tokenizers.text.libraries
     import megatron.training.ft_integration  # noqa: F401
+    import torch
+    from megatron.training.argument_utils import ArgumentGroupFactory
 
     from megasink.checkpoint import model  # noqa: F401
     from megasink.hollow import events, world  # noqa: F401
+    from megasink.parser import parse_apart
     from megasink.train import (  # noqa: F401
         arguments,
         checkpoint_writer,
@@ -76,11 +79,6 @@ def _import_everything() -> None:
         optimizer,
         pretrain,
     )
-
-    import torch
-    from megatron.training.argument_utils import ArgumentGroupFactory
-
-    from megasink.parser import parse_apart
     from megasink.upstream.table import TABLE
 
     # What would take most of the time of each fork.

@@ -1,4 +1,4 @@
-"""Every call of attention that the host side can show, forward and backward: no kernel runs here."""
+"""Every call of attention that the host side can show, forward and backward."""
 
 import pytest
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron.training import training
+from megatron.training import get_args, training
 
 from megasink.hollow.events import Event, Recording
 from megasink.hollow.process import Device
@@ -32,14 +32,14 @@ def step(
     Returns:
         counts: events of each kind; waits and crossings: each line that makes the host wait, or
         copies between host and device, with how often; collectives: each kind of NCCL call, its
-        bytes, ranks and number; kernels: launches by name; misplaced: tensors handed to a flash kernel
-        whose rows are not multiples of 16 bytes; peak: bytes allocated at most; parameters: on this
-        rank.
+        bytes, ranks and number; kernels: launches by name; misplaced: tensors handed to a kernel
+        whose rows are not multiples of 16 bytes; before, peak: bytes allocated when the step
+        begins, and at most in it; parameters: on this rank.
     """
     os.environ |= Device(**device or {}).variables()
     be_rank(rank, ranks)
-    recording, misplaced, models = Recording(), watch_rows(), []
-    with _recorded_step(recording, models):
+    recording, misplaced, models, memory = Recording(), watch_rows(), [], []
+    with _recorded_step(recording, models, memory):
         pretrain.pretrain([*flags, "--train-iters", "3"])
     events = recording.events
     assert events, "the step was not recorded"
@@ -53,7 +53,8 @@ def step(
         "collectives": [[*what, count] for what, count in collectives.items()],
         "kernels": Counter(e.name for e in events if e.kind == "launch"),
         "misplaced": sorted(misplaced),
-        "peak": torch.cuda.max_memory_allocated(),
+        "before": memory[0],
+        "peak": memory[1],
         "parameters": sum(p.numel() for model in models for p in model.parameters()),
     }
 
@@ -69,21 +70,30 @@ def _lines(events: Iterator[Event]) -> list[list[Any]]:
 
 
 @contextlib.contextmanager
-def _recorded_step(recording: Recording, models: list[Any]) -> Iterator[None]:
-    """Record from the beginning of a step to that of the next."""
+def _recorded_step(recording: Recording, models: list[Any], memory: list[int]) -> Iterator[None]:
+    """Record from the beginning of a step to that of the next, and the memory at both."""
     inner, done = training.train_step, 0
+    build = training.build_train_valid_test_data_iterators
+
+    def build_iterators(*arguments: Any, **options: Any) -> Any:
+        get_args().do_train = True  # which rank 0 tells the others
+        return build(*arguments, **options)
 
     def train_step(*arguments: Any, **options: Any) -> Any:
         nonlocal done
         done += 1
         if done == RECORDED + 1:
             recording.__exit__()
+            memory.append(torch.cuda.max_memory_allocated())
         if done == RECORDED:
             models.extend(arguments[2])
+            torch.cuda.reset_peak_memory_stats()
+            memory.append(torch.cuda.memory_allocated())
             recording.__enter__()
         return inner(*arguments, **options)
 
     training.train_step = train_step
+    training.build_train_valid_test_data_iterators = build_iterators
     yield
 
 
