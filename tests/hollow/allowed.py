@@ -44,6 +44,11 @@ MEGATRON = {
     (_EXPERTS, "self.local_probs = self.local_probs.T.contiguous().masked_select("),
     (_EXPERTS, "tokens_per_expert = self.local_map.sum(dim=0).long().cpu()"),
 }
+# In a step of packed documents.
+PACKED = {
+    ("megatron/core/utils.py", "n_tensor = torch.tensor(n, dtype=torch.int64, device=dev)"),
+    (_TRAINING, "total_real_tokens, seqlen_squared_sum = t.tolist()"),
+}
 # In a step that Megatron logs.
 LOGGING = {
     ("megatron/core/timers.py", "torch.cuda.synchronize()"),
@@ -52,9 +57,13 @@ LOGGING = {
 }
 
 
-def unexpected(found: dict[str, Any], *, logged: bool) -> list[str]:
-    """The other waits of a step, and ours where they are more than allowed."""
-    upstream = MEGATRON | LOGGING if logged else MEGATRON
+def unexpected(found: dict[str, Any], flags: list[str]) -> list[str]:
+    """The other waits of a step with these flags, and ours where they are more than allowed."""
+    upstream = MEGATRON
+    if "--log-interval" in flags:
+        upstream = upstream | LOGGING
+    if "--dataloader-inter-document-masking" in flags:
+        upstream = upstream | PACKED
     return [
         f"{what} in {file}: {text} ({count})"
         for what, file, text, count in found["waits"]
