@@ -19,7 +19,11 @@ setup(
     # megatron-core 0.19 has wheels for these two versions of Python alone.
     python_requires=">=3.12,<3.14",
     packages=find_packages(include=["megasink", "megasink.*"]),
-    package_data={"megasink": ["py.typed"], "megasink.train": ["megatron_flags.json"]},
+    package_data={
+        "megasink": ["py.typed"],
+        "megasink.hollow": ["native/*"],
+        "megasink.train": ["megatron_flags.json"],
+    },
     install_requires=[
         "torch>=2.11",
         "megatron-core>=0.19,<0.20",

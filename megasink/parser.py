@@ -10,6 +10,7 @@ from megasink import platform
 from megasink.command_line import Reading, nearest, unknown_flags
 from megasink.errors import ConfigError
 from megasink.flags import add_options, escaped
+from megasink.upstream import fused
 
 # Megatron defaults to 0.1 for both dropouts; attention dropout breaks the identity between a gate
 # and the LSE (P0.9). Megatron's default for context parallelism, p2p, is not supported. The
@@ -52,7 +53,7 @@ _PLAIN = (None, int, float, str, bool)
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add megasink's flags and defaults; Megatron's ``extra_args_provider``."""
     taken = {a.dest for a in parser._actions}
-    defaults = DEFAULTS | (CPU_DEFAULTS if platform.is_active() else {})
+    defaults = DEFAULTS | (CPU_DEFAULTS if platform.is_active() else fused.defaults())
     unknown = sorted(set(defaults) - taken)
     if unknown:
         raise ConfigError(f"this megatron-core has no option {name}" for name in unknown)

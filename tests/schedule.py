@@ -12,6 +12,7 @@ import pytest
 # CPU seconds of the files that take longest. What is not here runs last.
 LONG = {
     "tests/train/test_survival.py": 130,
+    "tests/hollow/test_trainer.py": 130,
     "tests/contributing/test_contributing.py": 110,
     "tests/distributed/test_layouts.py": 110,
     "tests/train/test_end_to_end.py": 85,

@@ -16,7 +16,7 @@ from megasink.checkpoint.stored_tensor import StoredTensor
 from megasink.convert.stored_weights import Part, Weight
 from megasink.convert.table import LAYERS
 from megasink.errors import UserError
-from megasink.gate_options import is_megatrons_output_gate
+from megasink.gate_options import is_megatrons_output_gate, trailing_rows
 
 Ranks = dict[tuple[int, int, int], RankFile]
 
@@ -140,18 +140,19 @@ def _key(name: str, first_layer: int) -> tuple[str, tuple[int, ...], int | None]
 def _split_gate(
     key: str, tensor: StoredTensor, arguments: dict[str, Any], tp: int
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """Split the gate rows, which have their own key, from the end of a rank's linear_qkv."""
+    """Split the gate rows, which have their own key, from a rank's linear_qkv; drop the padding."""
     if ".linear_qkv." not in key or "layer_norm_" in key:
         yield key, tensor
         return
     heads, groups = int(arguments["num_attention_heads"]), _groups(arguments)
-    grouped_gate = heads if is_megatrons_output_gate(SimpleNamespace(**arguments)) else 0
+    options = SimpleNamespace(**{**arguments, "num_query_groups": groups})
+    grouped_gate = heads if is_megatrons_output_gate(options) else 0
     mixed = (heads + grouped_gate + 2 * groups) * int(arguments["kv_channels"]) // tp
     if tensor.shape[0] == mixed:
         yield key, tensor
         return
     yield key, tensor.rows(0, mixed)
-    yield key.replace("linear_qkv", "linear_gate"), tensor.rows(mixed, tensor.shape[0] - mixed)
+    yield key.replace("linear_qkv", "linear_gate"), tensor.rows(mixed, trailing_rows(options) // tp)
 
 
 def _groups(arguments: dict[str, Any]) -> int:

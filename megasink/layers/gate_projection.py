@@ -1,9 +1,16 @@
 """Gate scores as extra rows at the end of linear_qkv: one GEMM, one gather of the sequence.
 
-If TransformerEngine fuses the norm into linear_qkv, only that layer has the normed hidden state. In
-memory a rank's weight is [its q, k, v rows | its gate rows]. In a checkpoint the gate rows are a
-separate tensor, ``linear_gate.weight``, because rows at the end of each shard would end up in the
-wrong heads when the tensor-parallel size changes.
+If TransformerEngine fuses the norm into linear_qkv, only that layer has the normed hidden state.
+In memory a rank's weight is [its q, k, v rows | its gate rows | padding]. In a checkpoint the gate
+rows are a separate tensor, ``linear_gate.weight``, because rows at the end of each shard would end
+up in the wrong heads when the tensor-parallel size changes.
+
+The padding makes the number of rows a multiple of 8. Value is a view of the output of linear_qkv,
+so that number is the distance between its rows, and flash kernels load 16 bytes at once without a
+check: on a GPU another distance ends in "misaligned address". Padding costs at most 7 of thousands
+of rows and keeps the fast GEMMs, which need aligned rows too; a copy of the value would read and
+write it in every layer and leave the GEMM slow. The padding is 0, gets no gradient, nothing reads
+its output, and no torch_dist checkpoint has it.
 """
 
 import functools
@@ -21,29 +28,33 @@ from torch import Tensor
 
 from megasink.gate_options import trailing_rows
 
+_MULTIPLE = 8  # rows of bfloat16 that fill 16 bytes
+
 
 class _GateRows:
     """Mixin for a column-parallel linear layer used as linear_qkv.
 
     Attributes:
-        gate_rows: Number of gate rows of this rank, at the end of ``weight`` (and of ``bias``, if
-            any: the gate then has a bias too, as in Megatron's own output gate).
+        row_split: Number of rows of this rank's query, key and value; of its gate; and of padding.
+            They are the rows of ``weight`` (and of ``bias``, if any: the gate then has a bias too,
+            as in Megatron's own output gate).
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any):
-        rows = trailing_rows(config)
-        super().__init__(input_size, output_size + rows, config=config, **kwargs)  # type: ignore[call-arg]
-        self.gate_rows = rows // config.tensor_model_parallel_size
+        ranks = config.tensor_model_parallel_size
+        mixed, gate = output_size // ranks, trailing_rows(config) // ranks
+        self.row_split = (mixed, gate, -(mixed + gate) % _MULTIPLE)
+        super().__init__(input_size, ranks * sum(self.row_split), config=config, **kwargs)  # type: ignore[call-arg]
         self._scores: Tensor | None = None
         for parameter in (self.weight, self.bias):  # type: ignore[attr-defined]
             if parameter is not None and parameter.numel():
-                parameter.gate_rows = self.gate_rows
+                parameter.row_split = self.row_split
+                parameter.data[mixed + gate :] = 0.0
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Run the layer; return the output without the gate rows, kept for `take_scores`."""
         output, bias = super().forward(*args, **kwargs)  # type: ignore[misc]
-        sizes = [output.shape[-1] - self.gate_rows, self.gate_rows]
-        mixed_qkv, self._scores = output.split(sizes, dim=-1)
+        mixed_qkv, self._scores, _ = output.split(self.row_split, dim=-1)
         return mixed_qkv, bias
 
     def take_scores(self) -> Tensor:
@@ -58,12 +69,12 @@ class _GateRows:
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """Return the sharded state with the gate rows as a separate ``linear_gate``."""
+        """Return the sharded state: a separate ``linear_gate``, and no padding."""
         state: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         for name in ("weight", "bias"):
             whole = state.get(f"{prefix}{name}")
             if isinstance(whole, ShardedTensor):
-                state[f"{prefix}{name}"] = _two_tensors(whole, self.gate_rows)
+                state[f"{prefix}{name}"] = _two_tensors(whole, self.row_split)
         return state
 
 
@@ -78,6 +89,8 @@ def named_parts(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the named tensors stored in a parameter: two if it has gate rows, else one.
 
+    Padding rows are in none.
+
     Args:
         name: Name of the parameter in the whole model.
         tensor: Values, gradient or optimizer state, of the parameter's shape; None for the values.
@@ -86,10 +99,13 @@ def named_parts(
         (name, view); ``...linear_gate...`` for the gate rows of ``...linear_qkv...``.
     """
     tensor = parameter.data if tensor is None else tensor
-    rows = getattr(parameter, "gate_rows", 0)
-    yield name, tensor[: len(tensor) - rows]
-    if rows:
-        yield _gate_key(name), tensor[len(tensor) - rows :]
+    rows: tuple[int, int, int] | None = getattr(parameter, "row_split", None)
+    if rows is None:
+        yield name, tensor
+        return
+    mixed, gate, _ = tensor.split(rows)
+    yield name, mixed
+    yield _gate_key(name), gate
 
 
 def _gate_key(key: str) -> str:
@@ -97,7 +113,7 @@ def _gate_key(key: str) -> str:
     return key.replace("linear_qkv.", "linear_gate.")
 
 
-def _two_tensors(whole: ShardedTensor, gate_rows: int) -> ShardedTensorFactory:
+def _two_tensors(whole: ShardedTensor, rows: tuple[int, int, int]) -> ShardedTensorFactory:
     """Split a sharded tensor with a factory, so that optimizer states are split the same way."""
     prepended = whole.prepend_axis_num
     axis = prepended  # axis 0 of the parameter, after the layer axes
@@ -113,7 +129,7 @@ def _two_tensors(whole: ShardedTensor, gate_rows: int) -> ShardedTensorFactory:
         key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None
     ) -> list[ShardedTensor]:
         assert flattened_range is None, "flattened optimizer states have no rows"
-        parts = tensor.split([len(tensor) - gate_rows, gate_rows])
+        parts = tensor.split(rows)[:2]
         return [
             ShardedTensor.from_rank_offsets(
                 part_key,
@@ -128,7 +144,8 @@ def _two_tensors(whole: ShardedTensor, gate_rows: int) -> ShardedTensorFactory:
 
     @torch.no_grad()
     def merge(parts: list[Tensor]) -> Tensor:
-        return torch.cat(parts)
+        padding = parts[0].new_zeros(rows[2], *parts[0].shape[1:])
+        return torch.cat([*parts, padding])
 
     return ShardedTensorFactory(
         whole.key, whole.data, build, merge, whole.replica_id, whole.flattened_range

@@ -77,7 +77,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
         this context-parallel rank; None for what this pipeline stage does not need. targets [],
         the sum of the loss mask over all S tokens; None if unused. With
         --dataloader-inter-document-masking also cu_seqlens [B, S + 1] and max_seqlen [B] int32, on
-        every stage.
+        every stage, and host_cu_seqlens, the same on the host: None where another rank has read it.
     """
     args = get_args()
     packed = args.dataloader_inter_document_masking
@@ -85,7 +85,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
     if not _reads(args, vp_stage):
         return dict.fromkeys((*_KEYS, _TARGETS))
     batch: dict[str, Any] = dict.fromkeys(_KEYS + _PACKED + _UNUSED)
-    targets = None
+    targets = host_cu_seqlens = None
     if mpu.get_tensor_model_parallel_rank() == 0:
         assert data_iterator is not None
         read = read_batch(data_iterator)
@@ -93,6 +93,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
         # by the rank's pipeline stage, not the virtual stage.
         keys = _KEYS + _PACKED if packed else _KEYS
         batch |= {key: read[key].cuda(non_blocking=True) for key in keys}
+        host_cu_seqlens = read["cu_seqlens"] if packed else None
         if args.prefix_lm_tokens:
             batch["loss_mask"] = without_prefix(batch["loss_mask"], args.prefix_lm_tokens)
         if args.sink_token:
@@ -123,7 +124,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
     batch = get_batch_on_this_cp_rank(
         batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
     )
-    return batch | {_TARGETS: targets}
+    return batch | {_TARGETS: targets, "host_cu_seqlens": host_cu_seqlens}
 
 
 def counts_targets(args: Namespace) -> bool:

@@ -104,15 +104,16 @@ def _byte_table() -> Tensor | None:
 
 
 def _refuse_nan(loss: Tensor) -> None:
-    """Run Megatron's NaN check before the loss is reduced, so that the error names the rank."""
+    """Run Megatron's NaN check before the loss is reduced, so that the error names the rank.
+
+    One check for NaN and Inf: each makes the host wait for the microbatch.
+    """
     if not get_args().check_for_nan_in_loss_and_grad:
         return
-    machine = get_rerun_state_machine()
-    for test, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-        machine.validate_result(
-            result=loss,
-            rejection_func=test,
-            message=f"found {name} in local forward loss calculation",
-            tolerance=0.0,
-            fatal=True,
-        )
+    get_rerun_state_machine().validate_result(
+        result=loss,
+        rejection_func=lambda result: ~torch.isfinite(result),
+        message="found NaN or Inf in local forward loss calculation",
+        tolerance=0.0,
+        fatal=True,
+    )

@@ -6,6 +6,7 @@ from typing import Any
 from megatron.core.models.gpt import GPTModel
 
 from megasink.checkpoint.vocabulary import counted_rows
+from megasink.layers.gate_projection import named_parts
 
 _PADDED = ("word_embeddings.weight", "output_layer.weight")
 
@@ -27,8 +28,9 @@ def model_facts(args: Namespace, model: GPTModel, iteration: int, name: str) -> 
 
 
 def _parameters(args: Namespace, model: GPTModel) -> int:
-    """Count parameters as transformers does, without vocabulary padding."""
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    """Count parameters as transformers does, without the padding of vocabulary and gates."""
+    parts = (part for pair in model.named_parameters() for part in named_parts(*pair))
+    sizes = {name: tensor.numel() for name, tensor in parts}
     padding = args.padded_vocab_size - counted_rows(vars(args))
     padded = sum(name.endswith(_PADDED) for name in sizes)
     return sum(sizes.values()) - padded * padding * args.hidden_size

@@ -72,14 +72,14 @@ class Observer:
         logs = series.is_observed(args, self._iteration)
         if self._owner:
             losses = call["loss_dict"]
-            lm_loss = float(losses[LM_LOSS]) if LM_LOSS in losses else None
+            lm_loss, read = series.on_host(losses.get(LM_LOSS), statistics)
             record = self._record(call, lm_loss)
-            if statistics is not None and not bool(statistics.importance_LH.isnan().all()):
+            if statistics is not None and read is not None:
                 # Megatron then prints and writes these like the language model loss.
                 losses[BALANCE_LOSS] = statistics.balance_loss.reshape(1)
                 losses[IMBALANCE] = statistics.imbalance.reshape(1)
-                record |= series.head_record(statistics, details=logs)
-                self._draw(statistics.importance_LH)
+                record |= series.head_record(read, details=logs)
+                self._draw(read.importance_LH)
             if logs:
                 record["loss_spikes"] = self._spikes.count
                 self._write_scalars(series.head_scalars(record))
@@ -166,7 +166,7 @@ class Observer:
         self._divergence.add(iteration, lm_loss)
 
     def _draw(self, importance_LH: Tensor) -> None:
-        """Draw the heatmap, if it is due and a writer exists."""
+        """Draw the heatmap of a tensor on the host, if it is due and a writer exists."""
         args, interval = get_args(), get_args().head_heatmap_interval
         last = self._iteration == args.train_iters
         if not interval or (self._iteration % interval and not last):
@@ -175,7 +175,7 @@ class Observer:
         if not (writer or wandb):
             return
         title = f"head importance (mean gate), step {self._iteration}"
-        picture = importance_picture(importance_LH.cpu().numpy().astype(np.float64), title)
+        picture = importance_picture(importance_LH.numpy().astype(np.float64), title)
         if writer:
             writer.add_image(HEATMAP, picture, self._iteration, dataformats="HWC")
         if wandb:

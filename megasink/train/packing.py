@@ -23,15 +23,18 @@ def pack(batch: dict[str, Any]) -> PackedSeqParams | None:
     """Merge the samples of a microbatch into one row, in place.
 
     Args:
-        batch: with ``cu_seqlens`` [B, S + 1] int32, each row padded with S at the end; or None.
+        batch: with ``cu_seqlens`` [B, S + 1] int32, each row padded with S at the end, or None; and
+            ``host_cu_seqlens``, the same on the host, or None.
 
     Returns:
         Megatron's packing parameters, with the boundaries also on the host, so that a microbatch
-        synchronizes with the device only once; None if the batch is not packed.
+        synchronizes with the device at most once: on ranks that did not read them themselves.
+        None if the batch is not packed.
     """
     if batch.get("cu_seqlens") is None:
         return None
-    rows = batch["cu_seqlens"].tolist()
+    on_host = batch.get("host_cu_seqlens")
+    rows = (batch["cu_seqlens"] if on_host is None else on_host).tolist()
     tokens_of_sample = rows[0][-1]
     bounds = [0]
     for index, row in enumerate(rows):
@@ -40,7 +43,8 @@ def pack(batch: dict[str, Any]) -> PackedSeqParams | None:
     for key in _PER_TOKEN:
         if batch.get(key) is not None:
             batch[key] = batch[key].reshape(1, -1)
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32).to(batch["cu_seqlens"].device)
+    pinned = torch.tensor(bounds, dtype=torch.int32).pin_memory()
+    cu_seqlens = pinned.to(batch["cu_seqlens"].device, non_blocking=True)
     longest = max(stop - start for start, stop in pairwise(bounds))
     params = PackedSeqParams(
         qkv_format="thd",

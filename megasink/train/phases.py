@@ -75,7 +75,8 @@ def agreeing_on_signals(told: Callable[[], int], tell: Callable[[int], None]) ->
 
     def signals_received(self: Any) -> list[int]:
         here = max(told(), int(self.sig) if self._signal_received else 0)
-        any_rank = torch.tensor([here], dtype=torch.int32, device=torch.cuda.current_device())
+        # Filled on the device: a copy from unpinned memory would wait for it.
+        any_rank = torch.full((1,), here, dtype=torch.int32, device=torch.cuda.current_device())
         torch.distributed.all_reduce(any_rank, op=torch.distributed.ReduceOp.MAX)
         number = int(any_rank.item())
         if number:

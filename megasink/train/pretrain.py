@@ -20,6 +20,7 @@ from megasink.train import early, heartbeat, stop
 from megasink.train.endings import explained, speaks, wait_for_rank_0
 from megasink.train.guard import guard
 from megasink.train.stop import Told
+from megasink.upstream import fused
 
 # Limit for a rank's shutdown.
 _END_SECONDS = 60.0
@@ -102,6 +103,8 @@ def _run(args: Namespace, store: Any) -> None:
     from megasink.train.optimizer import grouping_sink_parameters
     from megasink.train.phases import agreeing_on_signals, following_phases
 
+    if args.rank == 0 and not platform.is_active():
+        print(fused.describe(), flush=True)
     if args.rank == 0 and args.attention_similarity != "softmax":
         print(f"attention: {args.attention_similarity} similarity, in chunks of rows", flush=True)
     elif args.rank == 0:

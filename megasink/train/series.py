@@ -10,6 +10,7 @@ import math
 from argparse import Namespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megasink.balance import tracker
@@ -24,8 +25,44 @@ def is_observed(args: Namespace, iteration: int) -> bool:
     return bool(iteration % args.log_interval == 0 or iteration == args.train_iters)
 
 
+def on_host(
+    lm_loss: Tensor | None, statistics: tracker.HeadStatistics | None
+) -> tuple[float | None, tracker.HeadStatistics | None]:
+    """Read the values of a step from the device, in one copy: each copy waits for the device.
+
+    Args:
+        lm_loss: One element.
+
+    Returns:
+        The loss, and the statistics in float64 on the host; None if no layer recorded any.
+    """
+    tensors = [] if lm_loss is None else [lm_loss]
+    if statistics is not None:
+        tensors += [
+            statistics.importance_LH,
+            statistics.imbalance_L,
+            statistics.imbalance,
+            statistics.balance_loss,
+            *statistics.series.values(),
+        ]
+    if not tensors:
+        return None, None
+    values = torch.cat([tensor.detach().flatten().double() for tensor in tensors]).cpu()
+    parts = values.split([tensor.numel() for tensor in tensors])
+    read = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    loss = None if lm_loss is None else float(read.pop(0))
+    if statistics is None or not _recorded(read[0]):
+        return loss, None
+    series = dict(zip(statistics.series, read[4:], strict=True))
+    return loss, tracker.HeadStatistics(read[0], read[1], read[2], read[3], series)
+
+
 def head_record(statistics: tracker.HeadStatistics, *, details: bool) -> dict[str, Any]:
-    """Return the head metrics of a step's record; `details` only on observed steps."""
+    """Return the head metrics of a step's record; `details` only on observed steps.
+
+    Args:
+        statistics: on the host.
+    """
     record: dict[str, Any] = {
         "balance_loss": number(statistics.balance_loss),
         "imbalance": number(statistics.imbalance),

@@ -73,6 +73,16 @@ CHAINED_STATES = _patch(
     "len(self.chained_optimizers) != len(state_dict)",
     test="tests/distributed/test_checkpoint.py",
 )
+GRADIENT_NORM = _patch(
+    "norm of the gradients",
+    "megatron.core.optimizer.clip_grads",
+    "l2_norm_impl",
+    "without TransformerEngine and apex every parameter's norm is read from the device by itself",
+    "megatron.core.optimizer.clip_grads: l2_norm_impl = local_multi_tensor_l2_norm",
+    "megatron.core.utils: def local_multi_tensor_l2_norm(chunk_size, noop_flag, *_)",
+    "megatron.core.utils:local_multi_tensor_l2_norm: l2_reduced = torch.norm(torch.tensor(l2))",
+    test="tests/hollow/test_trainer.py",
+)
 
 
 def mend_upstream() -> None:
@@ -82,6 +92,7 @@ def mend_upstream() -> None:
         UserError: upstream's source has changed, or its dataset helpers cannot be imported.
     """
     from megatron.core import optimizer
+    from megatron.core.optimizer import clip_grads
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
@@ -99,6 +110,8 @@ def mend_upstream() -> None:
     FLOAT32_STATES.apply(**{name: _with_every_parameter(f) for name, f in methods.items()})
     load = _for_any_expert_parallelism(ChainedOptimizer.load_state_dict)
     CHAINED_STATES.apply(load_state_dict=load)
+    if clip_grads.l2_norm_impl.__name__ == "local_multi_tensor_l2_norm":
+        GRADIENT_NORM.apply(l2_norm_impl=_norm_on_the_device)
 
 
 def _check_dataset_helpers() -> None:
@@ -109,6 +122,16 @@ def _check_dataset_helpers() -> None:
             f"megatron-core's dataset helpers cannot be imported ({error}): reinstall it with "
             "pip install --force-reinstall --no-deps megatron-core"
         ) from error
+
+
+def _norm_on_the_device(
+    chunk_size: int, noop_flag: Any, tensor_lists: Any, per_tensor: bool, *unused: Any
+) -> tuple[Any, None]:
+    """Return the norm [1] float32 of all tensors, with a kernel for many of them at once."""
+    import torch
+
+    norms = [norm for tensors in tensor_lists for norm in torch._foreach_norm(tensors)]
+    return torch.stack(norms).float().norm().reshape(1), None
 
 
 def _float32_first(upstream: Callable[..., Any]) -> Callable[..., Any]:

@@ -82,6 +82,22 @@ def test_megatron_layout(kernel):
     assert grad.permute(2, 0, 1, 3).is_contiguous()
 
 
+@pytest.mark.parametrize("extra", [0, 1, 4])
+def test_views_that_are_not_aligned(kernel, extra):
+    """Of a wider tensor, as a projection with more rows leaves them; and behind an odd offset."""
+    width = 3 * 4 * 8 + extra
+    mixed = torch.randn(13 * 2 * width + extra, dtype=torch.bfloat16)[extra:].view(13, 2, width)
+    mixed.requires_grad_()
+    heads = mixed[..., : 3 * 4 * 8].unflatten(-1, (3, 4, 8)).permute(2, 1, 3, 0, 4)
+    results = []
+    for query, key, value in (heads, heads.contiguous()):
+        out, _, gate = attention(query, key, value, backend=kernel)
+        (grad,) = torch.autograd.grad(out.float().square().sum() + gate.sum(), mixed)
+        results.append((out, gate, grad))
+    for odd, aligned in zip(*results, strict=True):
+        torch.testing.assert_close(odd, aligned, rtol=0, atol=0)
+
+
 def test_a_kernel_that_ignored_the_lse_gradient_would_be_caught(monkeypatch):
     backward = upstream_kernels.flash_backward
     monkeypatch.setattr(

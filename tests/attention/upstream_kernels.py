@@ -69,10 +69,19 @@ def _window(left, right, causal, everything):
 def _dense(q, lse, *tensors):
     batch, tokens, heads, _ = q.shape
     assert all(tensor.stride(-1) == 1 for tensor in (q, *tensors))
+    _whole_vectors(q, *tensors)
     if lse is not None:
         assert lse.shape == (batch, heads, tokens)
         assert lse.is_contiguous()
         assert lse.dtype is torch.float32
+
+
+def _whole_vectors(*tensors):
+    """They load 16 bytes at once: each row has to start at a multiple of that, unchecked."""
+    for tensor in tensors:
+        assert tensor.data_ptr() % 16 == 0
+        steps = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+        assert all(n == 1 or step * tensor.element_size() % 16 == 0 for n, step in steps)
 
 
 def _from_bthd(*tensors):
@@ -235,6 +244,7 @@ class TransformerEngine:
         _engine_inputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, lengths, fused_attention_backend)
         assert o.is_contiguous()
         assert d_o.is_contiguous()
+        _whole_vectors(o, d_o)
         stats, state = aux_ctx_tensors
         assert stats.shape == (q.shape[1], q.shape[2], q.shape[0], 1)
         assert stats.is_contiguous()
@@ -255,6 +265,7 @@ def _engine_mask(attn_mask_type, window_size, qkv_layout, o_format):
 def _engine_inputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, lengths, backend):
     assert backend == TransformerEngine.FusedAttnBackend["F16_arbitrary_seqlen"]
     assert all(tensor.is_contiguous() for tensor in (q, k, v))
+    _whole_vectors(q, k, v)
     assert lengths == (q.shape[0], k.shape[0])
     for ends, length in zip((cu_seqlens_q, cu_seqlens_kv), lengths, strict=True):
         assert ends.dtype is torch.int32

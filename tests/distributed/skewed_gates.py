@@ -37,12 +37,12 @@ def skew_gates(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
 
 def _skew_biases(attention: GatedSelfAttention) -> None:
     """Adam moves a bias that starts at 0 by a step of any size, rounding included."""
-    rows = getattr(attention.linear_qkv, "gate_rows", 0)
+    gates = sum(getattr(attention.linear_qkv, "row_split", (0, 0, 0))[1:])
     for name in ("linear_qkv", "linear_gate"):
         bias = getattr(getattr(attention, name), "bias", None)
         if bias is not None:
             sharded = name == "linear_qkv"
-            count = len(bias) - (rows if sharded else 0)
+            count = len(bias) - (gates if sharded else 0)
             bias.data[:count] += 0.1 * _zigzag(count, attention.tp_group.rank() if sharded else 0)
 
 
@@ -56,9 +56,11 @@ def _skew_rows(attention: GatedSelfAttention) -> None:
         skew = torch.cat([torch.zeros_like(gate_GX), gate_GX, key_value_GX], dim=1).flatten()
     mine = skew.chunk(attention.world_size)[attention.tp_group.rank()]
     linear = attention.linear_qkv
-    linear.weight.data[-len(mine) :] += mine[:, None] / 20.0
+    padding = getattr(linear, "row_split", (0, 0, 0))[2]
+    rows = slice(len(linear.weight) - padding - len(mine), len(linear.weight) - padding)
+    linear.weight.data[rows] += mine[:, None] / 20.0
     if linear.bias is not None:
-        linear.bias.data[-len(mine) :] += mine
+        linear.bias.data[rows] += mine
 
 
 def _zigzag(count: int, rank: int) -> Tensor:

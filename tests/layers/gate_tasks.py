@@ -81,9 +81,10 @@ def definition(attention: GatedSelfAttention, hidden_SBM: Tensor) -> tuple[Tenso
     position = config.gate_position if config.attention_variant == "gated" else None
     groups, head_dim = config.num_query_groups, config.kv_channels
     per_group = config.num_attention_heads // groups
-    projection, rows = attention.linear_qkv, getattr(attention.linear_qkv, "gate_rows", 0)
+    projection = attention.linear_qkv
     mixed = torch.nn.functional.linear(hidden_SBM, projection.weight, projection.bias)
-    mixed, score = mixed.split([mixed.shape[-1] - rows, rows], dim=-1)
+    rows = getattr(projection, "row_split", (mixed.shape[-1], 0, 0))
+    mixed, score, _ = mixed.split(rows, dim=-1)
     mixed_SBGND = mixed.reshape(*mixed.shape[:2], groups, -1, head_dim)
     sizes = [per_group] * (2 if attention.megatrons_layout else 1) + [1, 1]
     heads = [part.flatten(2, 3) for part in mixed_SBGND.split(sizes, dim=3)]

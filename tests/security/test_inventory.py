@@ -46,6 +46,10 @@ SAFE = {
     ("megasink/cli.py", "import_module"): OWN_NAMES,
     ("megasink/commands/demo.py", "subprocess"): FIXED,
     ("megasink/diagnostics/registry.py", "import_module"): OWN_NAMES,
+    (
+        "megasink/hollow/build.py",
+        "subprocess",
+    ): "the C++ compiler, no shell",
     ("megasink/plugins.py", "import_module"): "modules that the command line names, and those of "
     "packages that somebody installed; never a name that stands in a file",
     ("megasink/probe/load.py", "from_pretrained"): LOCAL,

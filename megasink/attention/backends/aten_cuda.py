@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megasink.attention.backends.base import AttentionRequest, VendorBackend, fp16_reason
-from megasink.attention.backends.cuda import BTHDLayout, cuda_reason
+from megasink.attention.backends.cuda import BTHDLayout, cuda_reason, with_whole_vectors
 from megasink.attention.backends.eager import EagerBackend
 from megasink.attention.call import AttentionCall, BackwardTensors, Gradients
 
@@ -94,7 +94,7 @@ class CudnnBackend(VendorBackend):
 
     def lay_out(self, tensor_BHTD: Tensor) -> Tensor:
         """See `VendorBackend`."""
-        return tensor_BHTD.contiguous()
+        return with_whole_vectors(tensor_BHTD.contiguous())
 
     def forward(
         self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, call: AttentionCall

@@ -52,12 +52,28 @@ def package_reason(module: str, package: str) -> str | None:
     return None
 
 
+_VECTOR_BYTES = 16
+
+
+def with_whole_vectors(tensor_BHTD: Tensor) -> Tensor:
+    """Return the tensor, copied unless all its rows start at multiples of 16 bytes.
+
+    CUDA kernels load 16 bytes at once. Their hosts check the last stride alone, so other rows end
+    in "misaligned address" on the device.
+    """
+    elements = _VECTOR_BYTES // tensor_BHTD.element_size()
+    rows = zip(tensor_BHTD.shape[:-1], tensor_BHTD.stride()[:-1], strict=True)
+    if tensor_BHTD.data_ptr() % _VECTOR_BYTES or any(n > 1 and step % elements for n, step in rows):
+        return tensor_BHTD.clone(memory_format=torch.contiguous_format)
+    return tensor_BHTD
+
+
 class BTHDLayout(VendorBackend):
-    """FlashAttention's layout [B, T, H, D]: a view if the last dimension is dense."""
+    """FlashAttention's layout [B, T, H, D]: a view if the last dimension is dense and aligned."""
 
     def lay_out(self, tensor_BHTD: Tensor) -> Tensor:
         """See `VendorBackend`."""
-        return super().lay_out(tensor_BHTD).transpose(1, 2)
+        return with_whole_vectors(super().lay_out(tensor_BHTD)).transpose(1, 2)
 
     def read(self, tensor: Tensor) -> Tensor:
         """See `VendorBackend`."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasink.attention.backends.cuda import PackageBackend
+from megasink.attention.backends.cuda import PackageBackend, with_whole_vectors
 from megasink.attention.call import AttentionCall, BackwardTensors
 
 
@@ -28,7 +28,7 @@ class TransformerEngineBackend(PackageBackend):
 
     def lay_out(self, tensor_BHTD: Tensor) -> Tensor:
         """Make the tensor contiguous in [s, b, h, d]; free for Megatron's tensors."""
-        return tensor_BHTD.permute(2, 0, 1, 3).contiguous()
+        return with_whole_vectors(tensor_BHTD.permute(2, 0, 1, 3).contiguous())
 
     def read(self, tensor: Tensor) -> Tensor:
         """See `VendorBackend`."""

@@ -1,11 +1,11 @@
-"""Checks for options that need a missing device."""
+"""Checks for options that need a missing device, or fused kernels that are not installed."""
 
 from argparse import Namespace
 from collections.abc import Iterator
 
 from megasink import platform
 from megasink.flags import flag_of
-from megasink.upstream.versions import have_transformer_engine
+from megasink.upstream import fused
 
 _ABSENT = "needs CUDA, but no CUDA device is present"
 # Parts of the trainer that call the CUDA driver directly.
@@ -24,8 +24,5 @@ def problems(args: Namespace) -> Iterator[str]:
         for name in _NEED_CUDA:
             if getattr(args, name):
                 yield f"{flag_of(name)} {_ABSENT}: drop the flag"
-    elif args.transformer_impl == "transformer_engine" and not have_transformer_engine():
-        yield (
-            "--transformer-impl transformer_engine (Megatron's default) needs transformer-engine, "
-            "which is not installed: pip install 'megasink[gpu]' or use --transformer-impl local"
-        )
+        return
+    yield from fused.problems(args)

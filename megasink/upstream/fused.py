@@ -1,0 +1,117 @@
+"""Fused kernels of optional packages, which Megatron's defaults take for granted.
+
+On a CUDA machine a default that needs a package which does not import is turned off, and the run
+says so in one line; a flag that asks for it is refused.
+"""
+
+import functools
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megasink.flags import flag_of
+
+
+@dataclass(frozen=True)
+class Package:
+    """An optional package with fused kernels.
+
+    Attributes:
+        name, module: what to install, and the module with the kernels.
+        cure: how to install it.
+    """
+
+    name: str
+    module: str
+    cure: str
+
+    def missing(self) -> str | None:
+        """Return why it cannot be used, or None. Imports it: a binary may be for another torch."""
+        return _reason(self.module, self.name)
+
+
+@functools.cache
+def _reason(module: str, name: str) -> str | None:
+    from megasink.attention.backends.cuda import package_reason
+
+    return package_reason(module, name)
+
+
+TRANSFORMER_ENGINE = Package(
+    "transformer-engine", "transformer_engine.pytorch", "pip install 'megasink[gpu]'"
+)
+APEX = Package(
+    "apex",
+    "fused_weight_gradient_mlp_cuda",
+    "build github.com/NVIDIA/apex, as docker/Dockerfile does",
+)
+
+
+@dataclass(frozen=True)
+class Default:
+    """A default of Megatron's that needs a package.
+
+    Attributes:
+        name: the argument.
+        without: its value if the package is missing.
+        kernels: what is then not used, for the log.
+    """
+
+    name: str
+    without: Any
+    package: Package
+    kernels: str
+
+
+DEFAULTS = (
+    Default("transformer_impl", "local", TRANSFORMER_ENGINE, "TransformerEngine's layers"),
+    Default("apply_rope_fusion", False, TRANSFORMER_ENGINE, "fused RoPE"),
+    # TransformerEngine's layers have it, but the output layer is Megatron's own.
+    Default("gradient_accumulation_fusion", False, APEX, "weight gradients added by the GEMM"),
+)
+# Flags that ask for a package: (argument, value, package).
+_ASKED: tuple[tuple[str, Any, Package], ...] = (
+    ("transformer_impl", "transformer_engine", TRANSFORMER_ENGINE),
+    ("te_rng_tracker", True, TRANSFORMER_ENGINE),
+    ("use_transformer_engine_op_fuser", True, TRANSFORMER_ENGINE),
+    ("fused_residual_rmsnorm", True, TRANSFORMER_ENGINE),
+    ("tp_comm_overlap", True, TRANSFORMER_ENGINE),
+    ("delay_wgrad_compute", True, TRANSFORMER_ENGINE),
+    ("use_precision_aware_optimizer", True, TRANSFORMER_ENGINE),
+    ("defer_embedding_wgrad_compute", True, APEX),
+)
+
+
+def defaults() -> dict[str, Any]:
+    """Return {argument: value} for Megatron's defaults that cannot be used here."""
+    return {d.name: d.without for d in DEFAULTS if d.package.missing() is not None}
+
+
+def describe() -> str:
+    """Return one line for the log that names the fused kernels that are not used, and why."""
+    absent: dict[str, list[str]] = {}
+    for default in DEFAULTS:
+        if (reason := default.package.missing()) is not None:
+            absent.setdefault(reason, []).append(default.kernels)
+    if not absent:
+        return "fused kernels: Megatron's defaults"
+    without = "; ".join(f"no {' and no '.join(names)}: {why}" for why, names in absent.items())
+    return f"fused kernels: {without}"
+
+
+def problems(args: Namespace) -> Iterator[str]:
+    """Yield one message per flag that asks for a package that cannot be used here."""
+    for name, value, package in _ASKED:
+        if getattr(args, name, None) == value and (reason := package.missing()) is not None:
+            flag = flag_of(name) if value is True else f"{flag_of(name)} {value}"
+            yield f"{flag}: {reason}; {package.cure}, or drop the flag"
+    if (
+        args.layernorm_zero_centered_gamma
+        and args.transformer_impl != "transformer_engine"
+        and (args.normalization == "RMSNorm" or APEX.missing() is not None)
+    ):
+        yield (
+            "--apply-layernorm-1p: torch's norms have no zero-centered weight; drop the flag, or "
+            f"use --transformer-impl transformer_engine ({TRANSFORMER_ENGINE.cure})"
+        )

@@ -1,0 +1,71 @@
+"""The lines at which the host may wait for the device in a step, by their text.
+
+Megatron 0.19 waits about twenty times in a step that it does not log: for the norm of the
+gradients, its checks of NaN, losses that other ranks have. What is ours stands here with how often.
+"""
+
+from typing import Any
+
+_SERIES, _PHASES = "megasink/train/series.py", "megasink/train/phases.py"
+_RERUN, _UTILS = "megatron/core/rerun_state_machine.py", "megatron/training/utils/common_utils.py"
+_TRAINING = "megatron/training/training.py"
+_EXPERTS = "megatron/core/transformer/moe/token_dispatcher.py"
+
+MEGASINK = {
+    # Whether a rank was told to end: one number, agreed by all.
+    (_PHASES, "number = int(any_rank.item())"): 1,
+    # The values of metrics.jsonl, on the last rank, in one copy.
+    (
+        _SERIES,
+        "values = torch.cat([tensor.detach().flatten().double() for tensor in tensors]).cpu()",
+    ): 1,
+}
+MEGATRON = {
+    (
+        "megatron/core/optimizer/clip_grads.py",
+        "total_norm = total_norm.item() ** (1.0 / norm_type)",
+    ),
+    (_RERUN, "if result_rejected:"),
+    (_RERUN, "return val_tensor.item() > 0"),
+    (_RERUN, "val_tensor: torch.Tensor = torch.tensor([value], dtype=torch.int32, device='cuda')"),
+    (_TRAINING, "loss_scale = optimizer.get_loss_scale().item()"),
+    (_TRAINING, "total_loss_dict.get(key, torch.tensor([0.0], dtype=torch.float, device='cuda'))"),
+    (_UTILS, "if stat.item() == -1.0:"),
+    (_UTILS, "input = torch.tensor([input], dtype=torch.int, device=torch.cuda.current_device())"),
+    (_UTILS, "return bool(input.item())"),
+    (_UTILS, "return stat.item()"),
+    (
+        _UTILS,
+        "stat = torch.tensor([stat], dtype=torch.float32, device=torch.cuda.current_device())",
+    ),
+    # Between pipeline stages that are not interleaved, each time.
+    ("megatron/core/pipeline_parallel/p2p_communication.py", "torch.cuda.synchronize()"),
+    # How many tokens an expert gets is known on the device alone.
+    (_EXPERTS, "self.local_probs = self.local_probs.T.contiguous().masked_select("),
+    (_EXPERTS, "tokens_per_expert = self.local_map.sum(dim=0).long().cpu()"),
+}
+# In a step of packed documents.
+PACKED = {
+    ("megatron/core/utils.py", "n_tensor = torch.tensor(n, dtype=torch.int64, device=dev)"),
+    (_TRAINING, "total_real_tokens, seqlen_squared_sum = t.tolist()"),
+}
+# In a step that Megatron logs.
+LOGGING = {
+    ("megatron/core/timers.py", "torch.cuda.synchronize()"),
+    (_TRAINING, "avg = total_loss_dict[key].item() / float("),
+    (_TRAINING, "total_loss_dict[key] = torch.tensor([0.0], dtype=torch.float, device='cuda')"),
+}
+
+
+def unexpected(found: dict[str, Any], flags: list[str]) -> list[str]:
+    """The other waits of a step with these flags, and ours where they are more than allowed."""
+    upstream = MEGATRON
+    if "--log-interval" in flags:
+        upstream = upstream | LOGGING
+    if "--dataloader-inter-document-masking" in flags:
+        upstream = upstream | PACKED
+    return [
+        f"{what} in {file}: {text} ({count})"
+        for what, file, text, count in found["waits"]
+        if (file, text) not in upstream and count > MEGASINK.get((file, text), 0)
+    ]

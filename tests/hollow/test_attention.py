@@ -1,0 +1,25 @@
+"""Every call of attention that the host side can show, forward and backward."""
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        ("flash-cuda", "bfloat16"),
+        ("eager", "bfloat16"),
+        ("eager", "float32"),
+        ("eager", "float16"),
+        ("auto", "bfloat16"),
+    ],
+)
+def test_every_call(gpu, backend, dtype):
+    """No check of a kernel refuses it, and the host never waits for the device."""
+    found = gpu.run("attention_tasks:all_calls", backend=backend, dtype=dtype)
+    assert found["calls"] == 400
+    assert found["problems"] == {}
+
+
+@pytest.mark.parametrize("extra", [0, 1, 4, 8])
+def test_kernels_are_given_whole_vectors(gpu, extra):
+    assert gpu.run("attention_tasks:given_rows", backend="flash-cuda", extra=extra) == []
