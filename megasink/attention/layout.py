@@ -19,10 +19,16 @@ def empty_in_order_of(like_BHTD: Tensor) -> Tensor:
 
 def in_order_of(like_BHTD: Tensor, tensor_BHTD: Tensor) -> Tensor:
     """Return the tensor in the memory layout of `empty_in_order_of`, copied only if needed."""
+    view_BHTD = as_order_of(like_BHTD, tensor_BHTD)
+    return empty_in_order_of(like_BHTD).copy_(tensor_BHTD) if view_BHTD is None else view_BHTD
+
+
+def as_order_of(like_BHTD: Tensor, tensor_BHTD: Tensor) -> Tensor | None:
+    """Return a view in the memory layout of `empty_in_order_of`, or None if there is none."""
     sizes, strides, wanted = tensor_BHTD.shape, tensor_BHTD.stride(), _dense_strides(like_BHTD)
     if all(n == 1 or a == b for n, a, b in zip(sizes, strides, wanted, strict=True)):
         return tensor_BHTD.as_strided(sizes, wanted)
-    return empty_in_order_of(like_BHTD).copy_(tensor_BHTD)
+    return None
 
 
 def _dense_strides(like_BHTD: Tensor) -> list[int]:
