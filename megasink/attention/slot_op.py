@@ -1,7 +1,7 @@
 """The op behind every variant: attention over real keys plus one sink slot (docs/maths.md).
 
-An attention kernel (`backends`) computes the keys; gate kernels (`gate_kernels`) add the slot to its
-result, and take the slot's gradients before its backward.
+An attention kernel (`backends`) computes the keys; gate kernels (`gate_kernels`) add the slot to
+its result, and take the slot's gradients before its backward.
 
 A custom op takes only tensors and scalars, so callers unpack `Slotted`, `AttentionCall` and the
 other records into arguments (`*tensors, *call`), and the op rebuilds them (`from_op`).

@@ -73,8 +73,8 @@ def choose_backend(request: AttentionRequest, requested: str = "auto") -> Choice
 
     Args:
         request: The configuration.
-        requested: "auto" for the first suitable backend, or the name of a required one; what follows
-            a "+" names gate kernels (`gate_kernels.choose_gate_kernels`).
+        requested: "auto" for the first suitable backend, or the name of a required one; a "+" and
+            the name of gate kernels may follow (`gate_kernels.choose_gate_kernels`).
 
     Raises:
         ConfigError: No backend, or not the requested one, computes the request exactly; the message

@@ -16,9 +16,9 @@ from torch import Tensor
 from megasink.attention.call import Arriving, Results
 from megasink.attention.gate_kernels.base import FirstKey
 
-# Elements of a program's tile: each of 128 threads holds four vectors of 16 bytes. Half as many
-# where a third tensor is read, or registers would spill.
-TILE, TILE_OF_THREE = 4096, 2048
+# Bytes of a program's tile: each of 128 threads holds four vectors of 16 bytes. Half as many where
+# a third tensor is read, or registers would spill.
+TILE, TILE_OF_THREE = 8192, 4096
 ROWS_TO_RESTORE = 256
 # Products and sums are not contracted: the injected rows are PyTorch's to the last bit.
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
@@ -242,11 +242,11 @@ def _blocks(tokens: int, rows: int) -> int:
     return -(-tokens // rows)
 
 
-def _tiles(out_BHTD: Tensor, elements: int) -> tuple[int, int, tuple[int]]:
+def _tiles(out_BHTD: Tensor, size: int) -> tuple[int, int, tuple[int]]:
     """Return columns and rows of a program's tile, powers of two, and the grid."""
     batch, heads, tokens, head_dim = out_BHTD.shape
     columns = 1 << (head_dim - 1).bit_length()
-    rows = max(1, min(128, elements // columns))
+    rows = max(1, min(128, size // (columns * out_BHTD.element_size())))
     return columns, rows, (batch * heads * _blocks(tokens, rows),)
 
 

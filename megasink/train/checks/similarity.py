@@ -80,7 +80,7 @@ def _similarity(args: Namespace) -> list[str]:
             f"--attention-similarity {similarity} has no gate with a gradient (head importance is "
             "a proxy, P2.37): set --head-balance-coeff 0"
         )
-    if args.attention_kernel != "auto":
+    if args.attention_kernel.partition("+")[0] != "auto":
         found.append(
             f"--attention-kernel {args.attention_kernel} computes softmax attention, not "
             f"--attention-similarity {similarity}: use --attention-kernel auto"
