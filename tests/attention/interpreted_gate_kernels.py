@@ -7,12 +7,20 @@ Triton is imported. Memory that PyTorch does not initialize is filled with NaN.
 import pytest
 import torch
 
-from megasink.attention import VARIANTS, attention, biased_attention, slot_attention
+from megasink.attention import (
+    VARIANTS,
+    apply_gate,
+    attention,
+    biased_attention,
+    gate_values,
+    slot_attention,
+)
 from megasink.attention.backends.aten_cpu import FlashCpuBackend
 from megasink.attention.call import Arriving, Results
 from megasink.attention.gate_kernels import choose_gate_kernels, gate_kernels_named
 from megasink.attention.gate_kernels.fused import TritonGateKernels
 from megasink.attention.injection import inject_lse_gradient
+from megasink.attention.layout import empty_in_order_of
 from tests.attention.attention_oracle import assert_at_most_twice_plain_error, check, make_case
 
 TRITON, PLAIN = gate_kernels_named("triton"), gate_kernels_named("torch")
@@ -49,8 +57,9 @@ def _results(*shape, dtype, layout="sbhd"):
     return Results(out, lse, logits.sigmoid().contiguous(), (-logits).sigmoid().contiguous())
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [*((d, BF16) for d in HEAD_DIMS), (40, torch.float32)]
+)
 def test_injected_rows_are_pytorchs_to_the_bit(head_dim, dtype):
     """Gradients from 1e-30 to 1e8, dO of zero and below the floor; then everything is put back."""
     torch.manual_seed(0)
@@ -75,11 +84,15 @@ def test_injected_rows_are_pytorchs_to_the_bit(head_dim, dtype):
     assert torch.equal(results.out_BHTD, before[1])
 
 
-LAYOUTS = [*((d, "sbhd") for d in HEAD_DIMS), (64, "bhsd"), (64, "sliced"), (40, "bhsd")]
+LAYOUTS = [
+    *((head_dim, "sbhd", BF16) for head_dim in HEAD_DIMS),
+    *((64, layout, BF16) for layout in ("bhsd", "sliced")),
+    *((64, "sbhd", dtype) for dtype in (torch.float32, torch.float16)),
+    (40, "bhsd", torch.float32),
+]
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize(("head_dim", "layout"), LAYOUTS)
+@pytest.mark.parametrize(("head_dim", "layout", "dtype"), LAYOUTS)
 def test_slot_against_float64(head_dim, layout, dtype):
     """Forward and gradients of the slot, beside PyTorch's in the same precision."""
     torch.manual_seed(head_dim)
@@ -249,3 +262,43 @@ def test_the_same_bits_every_time():
     runs = [check(case, BF16, "vanilla", backend="auto+triton") for _ in range(2)]
     for name in runs[0]:
         assert torch.equal(runs[0][name], runs[1][name]), name
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("activation", "operation"),
+    [
+        ("sigmoid", "multiply"),
+        ("ns-sigmoid", "multiply"),
+        ("silu", "add"),
+        ("identity", "multiply"),
+    ],
+)
+@pytest.mark.parametrize(("head_dim", "width", "layout"), [(40, 1, "sliced"), (64, 64, "sbhd")])
+def test_explicit_gates_against_float64(head_dim, width, layout, activation, operation, dtype):
+    """Scores of +-30 among them; a gradient on the mean gate as the balance loss sends it."""
+    torch.manual_seed(0)
+    shape = (1, 2, 37, head_dim)
+    x, grad_out = (_rows(*shape, dtype=dtype, layout=layout) for _ in range(2))
+    score = _rows(*shape[:3], width, dtype=dtype, layout=layout, scale=10.0)
+    score[:, 0, :3], score[:, 0, 3:6] = 30.0, -30.0
+    grad_gate = torch.randn(1, 2, 1)
+
+    def definition(x, score):
+        gate = gate_values(score, activation)
+        return apply_gate(x, gate, operation), gate.mean(-1)
+
+    def run(function, wide=dtype):
+        leaves = [t.detach().to(wide).requires_grad_() for t in (x, score)]
+        out, gate = function(*leaves)
+        arriving = [grad_out.to(wide), grad_gate.to(gate.dtype).expand(gate.shape)]
+        grads = torch.autograd.grad([out, gate], leaves, arriving)
+        assert out.stride() == empty_in_order_of(leaves[0]).stride()
+        names = ("out", "gate", "dx", "dscore")
+        return {n: t.detach().double() for n, t in zip(names, (out, gate, *grads), strict=True)}
+
+    ours = run(lambda x, score: TRITON.gate_rows(x, score, activation, operation))
+    plain, exact = run(definition), run(definition, torch.float64)
+    assert_at_most_twice_plain_error(ours, plain, exact, dtype)
+    if activation == "sigmoid" and width == 1:
+        torch.testing.assert_close(ours["gate"], exact["gate"], rtol=4e-6, atol=0)

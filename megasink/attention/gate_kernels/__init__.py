@@ -3,7 +3,7 @@
 from functools import lru_cache
 
 from megasink.attention.backends import AttentionRequest, Choice
-from megasink.attention.gate_kernels.base import BeforeBackward, FirstKey, GateKernels
+from megasink.attention.gate_kernels.base import BeforeBackward, FirstKey, GateKernels, GateRows
 from megasink.attention.gate_kernels.fused import TritonGateKernels
 from megasink.attention.gate_kernels.plain import PlainGateKernels
 from megasink.errors import ConfigError
@@ -12,6 +12,7 @@ __all__ = [
     "BeforeBackward",
     "FirstKey",
     "GateKernels",
+    "GateRows",
     "choose_gate_kernels",
     "gate_kernels_named",
 ]

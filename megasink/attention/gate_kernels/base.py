@@ -58,6 +58,10 @@ class BeforeBackward:
     first_value_grad: Callable[[], Tensor] | None = None
 
 
+# x_BHTD, score_BHTC, activation, operation -> gated tensor, mean gate [B, H, T].
+GateRows = Callable[[Tensor, Tensor, str, str], tuple[Tensor, Tensor]]
+
+
 class GateKernels(ABC):
     """Kernels for the slot of attention and for explicit gates.
 
@@ -66,9 +70,12 @@ class GateKernels(ABC):
 
     Attributes:
         name: Name by which users select them.
+        gate_rows: Applies an explicit gate (`explicit.gate_rows`); None where the layer's own
+            operations do.
     """
 
     name: str
+    gate_rows: GateRows | None = None
 
     @abstractmethod
     def supports(self, request: AttentionRequest) -> str | None:

@@ -26,15 +26,20 @@ from megasink.attention.backends.cuda import package_reason
 from megasink.attention.call import Arriving, AttentionCall, Results
 from megasink.attention.gate_kernels import launch
 from megasink.attention.gate_kernels.base import BeforeBackward, FirstKey, GateKernels
+from megasink.attention.gate_kernels.explicit import gate_rows
 from megasink.attention.gate_kernels.launch import dense_rows
 from megasink.attention.gate_kernels.plain import slot_value_grad
 from megasink.attention.layout import as_order_of, empty_in_order_of
 
+# A row of a tile is one program's.
+LARGEST_HEAD_DIM = 1024
+
 
 class TritonGateKernels(GateKernels):
-    """For A100 and later, in bfloat16, float16 and float32."""
+    """For A100 and later, in bfloat16, float16 and float32; any head dim up to 1024."""
 
     name = "triton"
+    gate_rows = staticmethod(gate_rows)
 
     def supports(self, request: AttentionRequest) -> str | None:
         """See `GateKernels.supports`."""
@@ -46,6 +51,8 @@ class TritonGateKernels(GateKernels):
             return f"they need compute capability 8.0 or later, the device has {found}"
         if request.dtype is torch.float64:
             return "they compute in float32, not in torch.float64"
+        if request.head_dim > LARGEST_HEAD_DIM:
+            return f"their programs hold rows of up to {LARGEST_HEAD_DIM}, got {request.head_dim}"
         if request.distance_bias:
             return "they add no bias to the logit of the first key"
         return package_reason("triton", "triton") or _toolchain_reason()

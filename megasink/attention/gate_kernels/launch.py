@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels of a slot, on PyTorch tensors.
+"""Launches of the Triton kernels of a slot, on PyTorch tensors, and what all launches share.
 
 Shapes: B batch, H query heads, G key/value groups, T queries, D head dim, N programs per head, C
 leading channels that carry the gradient of the LSE; 1 for a dimension that broadcasts.
@@ -85,25 +85,25 @@ def close_slot(
     batch, heads, tokens, head_dim = results.out_BHTD.shape
     out, lse = (None, None) if rows is None else rows
     query, key = (None, None) if first is None else (first.query_BHTD, first.key_BG1D)
-    align = _alignment(out, results.out_BHTD, value, query, key)
-    columns, block, grid = _tiles(results.out_BHTD, TILE if first is None else TILE_OF_THREE)
-    with _device_of(results.out_BHTD):
+    align = alignment(out, results.out_BHTD, value, query, key)
+    columns, block, grid = tiles(results.out_BHTD, TILE if first is None else TILE_OF_THREE)
+    with device_of(results.out_BHTD):
         close_slot_kernel[grid](
             out,
-            *_strides(out, align),
+            *strides(out, align),
             lse,
-            *_strides(lse),
+            *strides(lse),
             results.out_BHTD,
-            *_strides(results.out_BHTD, align),
+            *strides(results.out_BHTD, align),
             *results[1:],
             logit,
-            *_strides(logit),
+            *strides(logit),
             value,
-            *_strides(value, align),
+            *strides(value, align),
             query,
-            *_strides(query, align),
+            *strides(query, align),
             key,
-            *_strides(key, align)[:2],
+            *strides(key, align)[:2],
             scale,
             visible,
             0 if first is None else first.alone,
@@ -115,7 +115,7 @@ def close_slot(
             COLUMNS=columns,
             ROWS=block,
             ALIGN=align,
-            ROUND_BY_HAND=_interpreted(),
+            ROUND_BY_HAND=interpreted(),
             **OPTIONS,
         )
 
@@ -148,9 +148,9 @@ def open_slot(
     inject &= has_lse_grad
     grad_out = writable(grad_out) if inject else dense_rows(grad_out)
     query = None if first is None else first.query_BHTD
-    align = _alignment(grad_out, out, value, query)
+    align = alignment(grad_out, out, value, query)
     batch, heads, tokens, head_dim = out.shape
-    columns, block, grid = _tiles(out, TILE if first is None else TILE_OF_THREE)
+    columns, block, grid = tiles(out, TILE if first is None else TILE_OF_THREE)
     channels = _channels(out)
     programs = (batch, heads, grid[0] // (batch * heads))
 
@@ -169,22 +169,22 @@ def open_slot(
     )
     if not (has_lse_grad or logit_grad or logit_sum):
         return opened
-    with _device_of(out):
+    with device_of(out):
         open_slot_kernel[grid](
             grad_out,
-            *_strides(grad_out, align),
+            *strides(grad_out, align),
             out,
-            *_strides(out, align),
+            *strides(out, align),
             None if grad_gate is None else results.gate_BHT,
             weight if weight.numel() else None,
             grad_gate,
-            *_strides(grad_gate),
+            *strides(grad_gate),
             grad_lse,
-            *_strides(grad_lse),
+            *strides(grad_lse),
             value,
-            *_strides(value, align),
+            *strides(value, align),
             query,
-            *_strides(query, align),
+            *strides(query, align),
             opened.kept,
             opened.lse_grad_BHT,
             opened.logit_grad_BHT,
@@ -201,7 +201,7 @@ def open_slot(
             ROWS=block,
             CHANNELS=channels,
             ALIGN=align,
-            ROUND_BY_HAND=_interpreted(),
+            ROUND_BY_HAND=interpreted(),
             **OPTIONS,
         )
     return opened
@@ -215,13 +215,13 @@ def restore(opened: Opened) -> None:
         return
     grad_out, out = opened.grad_out_BHTD, opened.out_BHTD
     batch, heads, tokens, _ = out.shape
-    align = _alignment(grad_out, out)
-    with _device_of(out):
+    align = alignment(grad_out, out)
+    with device_of(out):
         restore_kernel[(batch * heads * _blocks(tokens, ROWS_TO_RESTORE),)](
             grad_out,
-            *_strides(grad_out, align),
+            *strides(grad_out, align),
             out,
-            *_strides(out, align),
+            *strides(out, align),
             opened.kept,
             batch,
             heads,
@@ -242,7 +242,7 @@ def _blocks(tokens: int, rows: int) -> int:
     return -(-tokens // rows)
 
 
-def _tiles(out_BHTD: Tensor, size: int) -> tuple[int, int, tuple[int]]:
+def tiles(out_BHTD: Tensor, size: int) -> tuple[int, int, tuple[int]]:
     """Return columns and rows of a program's tile, powers of two, and the grid."""
     batch, heads, tokens, head_dim = out_BHTD.shape
     columns = 1 << (head_dim - 1).bit_length()
@@ -250,14 +250,14 @@ def _tiles(out_BHTD: Tensor, size: int) -> tuple[int, int, tuple[int]]:
     return columns, rows, (batch * heads * _blocks(tokens, rows),)
 
 
-def _alignment(*tensors_BHTD: Tensor | None) -> int:
+def alignment(*tensors_BHTD: Tensor | None) -> int:
     """Return the largest number of elements, at most 16 bytes, that divides every stride."""
     given = [tensor for tensor in tensors_BHTD if tensor is not None]
     most = 16 // min(tensor.element_size() for tensor in given)
-    return gcd(most, *(stride for tensor in given for stride in _strides(tensor)))
+    return gcd(most, *(stride for tensor in given for stride in strides(tensor)))
 
 
-def _strides(tensor: Tensor | None, align: int = 1) -> list[int]:
+def strides(tensor: Tensor | None, align: int = 1) -> list[int]:
     """Return the strides of batch, heads and tokens in units of `align`; 0 where they broadcast."""
     if tensor is None:
         return [0, 0, 0]
@@ -265,12 +265,13 @@ def _strides(tensor: Tensor | None, align: int = 1) -> list[int]:
     return [0 if n == 1 else s // align for n, s in zip(sizes, strides, strict=True)]
 
 
-def _device_of(tensor: Tensor) -> AbstractContextManager[Any]:
+def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
     """Triton launches on the current device, which PyTorch's own kernels do not depend on."""
     if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(tensor.device)
 
 
-def _interpreted() -> bool:
+def interpreted() -> bool:
+    """Return whether Triton interprets its kernels, on a CPU."""
     return environ.get("TRITON_INTERPRET") == "1"
