@@ -9,10 +9,11 @@ model, for each launch:
 
     time = bytes / (0.88 * bandwidth) + 2 us
 
-0.88 is what copy kernels reach of the memory's bandwidth; 2 us is the gap and the ramp of a kernel on
-a stream that the host keeps filled. Caches are taken to hold nothing. The plain kernel is taken to
-run at one rate for every length, which flatters it where sequences are short: 180 TFLOP/s on an A100
-(FlashAttention 2), 500 on an H100 (FlashAttention 3), of 3.5 * 2 * S * S * H * D operations.
+0.88 is the share of the memory's bandwidth that copies reach; 2 us is the gap and the ramp of a
+kernel on a stream that the host keeps filled. Caches are taken to hold nothing. The plain kernel is
+taken to run at one rate for every length, which flatters it where sequences are short: 180 TFLOP/s
+on an A100 (FlashAttention 2), 500 on an H100 (FlashAttention 3), of 3.5 * 2 * S * S * H * D
+operations.
 
 A PyTorch operation that is no view counts as one launch (a sum of many rows may be two). Bytes are
 those of its distinct elements; a channel written alone counts as the 32 bytes of its sector, read
@@ -21,7 +22,7 @@ and written.
 
 import argparse
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -83,7 +84,7 @@ class Operations(TorchDispatchMode):
         name, returns = function._schema.name.removeprefix("aten::"), function._schema.returns
         views = [r.alias_info is not None and not r.alias_info.is_write for r in returns]
         allocates = name.startswith(("empty", "new_empty")) or name in ("detach", "_unsafe_view")
-        if all(views) or allocates or name.startswith(("_flash", "lift_fresh")):
+        if all(views) or allocates or name.startswith(("_flash", "prim::", "promote_types")):
             return result
         inputs = args[1:] if name in NOT_READ else args
         read = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
@@ -124,12 +125,16 @@ class Launches:
 
 
 @contextmanager
-def counting() -> Iterator[Count]:
-    """Within, tensors have no memory, and launches are counted."""
+def counting(without_memory: AbstractContextManager[Any] | None = None) -> Iterator[Count]:
+    """Within, CUDA tensors have no memory, and launches are counted."""
     from megasink.attention.gate_kernels import triton_explicit, triton_slot
 
     count = Count()
-    with FakeTensorMode(), Operations(count), _patches(count, triton_slot, triton_explicit):
+    with (
+        without_memory or FakeTensorMode(),
+        Operations(count),
+        _patches(count, triton_slot, triton_explicit),
+    ):
         yield count
 
 
@@ -143,19 +148,19 @@ def _patches(count: Count, *modules: Any) -> Iterator[None]:
     ]
     for module, name, kernel in saved:
         setattr(module, name, Launches(name, kernel, count))
-    guards = (
-        patch.object(module, "device_of", lambda _: nullcontext()) for module in (launch, explicit)
-    )
     try:
-        with next(guards), next(guards):
+        with (
+            patch.object(launch, "device_of", lambda _: nullcontext()),
+            patch.object(explicit, "device_of", lambda _: nullcontext()),
+        ):
             yield
     finally:
         for module, name, kernel in saved:
             setattr(module, name, kernel)
 
 
-def _rows(tokens: int, heads: int, head_dim: int) -> Tensor:
-    rows = torch.empty(tokens, 1, heads, head_dim, dtype=torch.bfloat16, device="cuda")
+def _rows(tokens: int, heads: int, head_dim: int, device: str = "cuda") -> Tensor:
+    rows = torch.empty(tokens, 1, heads, head_dim, dtype=torch.bfloat16, device=device)
     return rows.permute(1, 2, 0, 3)
 
 
@@ -163,7 +168,6 @@ def softmax_gate(slot: Slot, gates: str, shape: tuple[int, int, int]) -> Count:
     """Forward and backward of sink or vanilla attention, with the balance loss on its gate."""
     with counting() as count:
         query, key, value, grad_out = (_rows(*shape) for _ in range(4))
-        count.__init__()
         logit = torch.empty(1, shape[1], 1, device="cuda") if slot == Slot.GIVEN else None
         slotted = Slotted(query, key, value, logit)
         call = AttentionCall(
@@ -179,10 +183,9 @@ def softmax_gate(slot: Slot, gates: str, shape: tuple[int, int, int]) -> Count:
 
 def explicit_gate(width: int, gates: str, shape: tuple[int, int, int]) -> Count:
     """Forward and backward of a sigmoid gate on the output, with the balance loss on it."""
-    with counting() as count:
-        x, score = _rows(*shape).requires_grad_(), _rows(*shape[:2], width).requires_grad_()
-        grad_out = _rows(*shape)
-        count.__init__()
+    with counting(nullcontext()) as count:  # autograd asks the driver about a fake CUDA device
+        x, score, grad_out = (_rows(*shape[:2], n, "meta") for n in (shape[2], width, shape[2]))
+        x, score = x.requires_grad_(), score.requires_grad_()
         rows = gate_kernels_named(gates).gate_rows
         if rows is None:
             gate = gate_values(score, "sigmoid")
@@ -190,7 +193,7 @@ def explicit_gate(width: int, gates: str, shape: tuple[int, int, int]) -> Count:
             gate = gate[..., 0] if width == 1 else gate.mean(-1)
         else:
             out, gate = rows(x, score, "sigmoid", "multiply")
-        grad_gate = torch.empty(1, shape[1], 1, device="cuda").expand(gate.shape)
+        grad_gate = torch.empty(1, shape[1], 1, device="meta").expand(gate.shape)
         torch.autograd.grad([out, gate], [x, score], [grad_out, grad_gate])
     return count
 
@@ -200,9 +203,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[2**n for n in range(10, 16)])
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument(
-        "--launches", action="store_true", help="list every launch, at the first length"
-    )
+    parser.add_argument("--launches", action="store_true", help="list those of the first length")
     arguments = parser.parse_args()
     heads, head_dim = arguments.heads, arguments.head_dim
     variants = {
@@ -211,9 +212,7 @@ def main() -> None:
         "gated, headwise": lambda *given: explicit_gate(1, *given),
         "gated, elementwise": lambda *given: explicit_gate(head_dim, *given),
     }
-    print(
-        f"B1 H{heads} D{head_dim} bf16, forward and backward; predicted, not measured", end="\n\n"
-    )
+    print(f"B1 H{heads} D{head_dim} bf16, forward and backward; predicted, not measured\n")
     for name, run in variants.items():
         print(f"**{name}**\n")
         print("| S | launches: torch, Triton | MiB | over the kernel on A100 | on H100 |")

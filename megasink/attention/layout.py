@@ -52,7 +52,8 @@ def row_dot(left_BHTD: Tensor, right_BHTD: Tensor) -> Tensor:
 
 def repeat_groups(tensor_BGSD: Tensor, heads: int) -> Tensor:
     """Repeat each group's rows for each of its query heads: [B, H, S, D]."""
-    return tensor_BGSD.repeat_interleave(heads // tensor_BGSD.shape[1], dim=1)
+    repeats = heads // tensor_BGSD.shape[1]
+    return tensor_BGSD if repeats == 1 else tensor_BGSD.repeat_interleave(repeats, dim=1)
 
 
 def weighted_row_sum(weight_BHT: Tensor, rows_BHTD: Tensor, groups: int) -> Tensor:

@@ -93,7 +93,13 @@ def slot_attention_backward_op(*arguments: Any) -> tuple[Tensor, ...]:
 
     def to_kernel(before: BeforeBackward) -> BackwardTensors:
         return BackwardTensors(
-            before.grad_out_BHTD, *slotted[:3], before.out_BHTD, lse_BHT, before.lse_grad_BHT
+            before.grad_out_BHTD,
+            query_BHTD,
+            key_BGSD,
+            value_BGSD,
+            before.out_BHTD,
+            lse_BHT,
+            before.lse_grad_BHT,
         )
 
     grad_logit, grad_slot_value = lse_BHT.new_empty(0), query_BHTD.new_empty(0)
@@ -105,8 +111,12 @@ def slot_attention_backward_op(*arguments: Any) -> tuple[Tensor, ...]:
         opened = gates.open_slot(arriving, results, slot_logit, slot_value, inject=inject)
         with opened as before:
             grads = backward_blocks(kernel, to_kernel(before), call)
-        inputs = (query_BHTD, key_BGSD, value_BGSD)
-        grads = Gradients(*map(in_order_of, inputs, grads[:3]), grads.distance_bias_HS)
+        grads = Gradients(
+            in_order_of(query_BHTD, grads.query_BHTD),
+            in_order_of(key_BGSD, grads.key_BGSD),
+            in_order_of(value_BGSD, grads.value_BGSD),
+            grads.distance_bias_HS,
+        )
         grad_logit = grad_logit if before.logit_grad is None else before.logit_grad
         grad_slot_value = grad_slot_value if before.value_grad is None else before.value_grad
     *grads_of_inputs, grad_bias_HS = grads

@@ -81,8 +81,8 @@ class ExplicitGate(ShardedByHeads, MegatronModule):
             gate_SBHC = mean_over_heads(gate_SBHC, self.heads_of_layer, self._sum_over_ranks)
             out_SBHD = apply_gate(x_SBHD, gate_SBHC, operation)
         elif (gate_rows := self._gate_rows(x_SBHD)) is not None:
-            rows = (tensor.permute(1, 2, 0, 3) for tensor in (x_SBHD, score_SBHC))
-            out_BHSD, gate_BHS = gate_rows(*rows, activation, operation)
+            x_BHSD, score_BHSC = x_SBHD.permute(1, 2, 0, 3), score_SBHC.permute(1, 2, 0, 3)
+            out_BHSD, gate_BHS = gate_rows(x_BHSD, score_BHSC, activation, operation)
             return out_BHSD.permute(2, 0, 1, 3), gate_BHS.permute(2, 0, 1)[..., None]
         else:
             out_SBHD, gate_SBHC = _gate(x_SBHD, score_SBHC, activation, operation)

@@ -170,8 +170,10 @@ def _empty_results(query_BHTD: Tensor, out_BHTD: Tensor | None = None) -> Result
 
 
 def _dense(first: FirstKey) -> FirstKey:
-    tensors = (first.query_BHTD, first.key_BG1D, first.value_BG1D)
-    return FirstKey(*map(dense_rows, tensors), first.keys, first.alone)
+    query_BHTD, key_BG1D, value_BG1D = map(
+        dense_rows, (first.query_BHTD, first.key_BG1D, first.value_BG1D)
+    )
+    return FirstKey(query_BHTD, key_BG1D, value_BG1D, first.keys, first.alone)
 
 
 def _to_size(grad_BHT: Tensor | None, sum_BHN: Tensor | None, shape: torch.Size) -> Tensor:

@@ -144,6 +144,7 @@ class PlainGateKernels(GateKernels):
 
 def slot_value_grad(arriving: Arriving, results: Results, slot_value: Tensor) -> Tensor:
     """Return du, in the shape and dtype of u."""
+    assert arriving.grad_out_BHTD is not None
     grad = results.weight_BHT[..., None] * arriving.grad_out_BHTD
     return grad.sum_to_size(slot_value.shape).to(slot_value.dtype)
 
