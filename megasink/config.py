@@ -52,7 +52,8 @@ class AttentionOptions:
 
     attention_kernel: str = "auto"
     """Attention kernel: auto, or the name of a required kernel ('eager', 'flash-cpu', ...). A
-    kernel that would drop a term is rejected."""
+    kernel that would drop a term is rejected. The gate around it is computed by Triton kernels on a
+    GPU; 'auto+torch' has PyTorch compute it, as on a CPU, and 'auto+triton' insists on Triton."""
 
 
 @dataclass(kw_only=True)

@@ -18,6 +18,7 @@ from megasink.attention.explicit_gate import (
 )
 from megasink.attention.functional import attention, slot_attention
 from megasink.attention.gate_derivatives import gate_bias_gradient, gate_slope
+from megasink.attention.gate_kernels import choose_gate_kernels
 from megasink.attention.lse_statistics import first_key_gate, first_key_share, gate_sum
 from megasink.attention.reference import (
     SIMILARITIES,
@@ -52,6 +53,7 @@ __all__ = [
     "backend_names",
     "biased_attention",
     "choose_backend",
+    "choose_gate_kernels",
     "feature_map",
     "first_key_gate",
     "first_key_share",

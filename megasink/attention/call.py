@@ -1,6 +1,7 @@
 """Records of an attention call, shared by the public functions and the kernels.
 
-Shapes: H query heads, S keys, B batch, G key/value groups, T queries, D head dim.
+Shapes: H query heads, S keys, B batch, G key/value groups, T queries, D head dim. Statistics (LSE,
+gates, logits and their gradients) are float32, or float64 for float64.
 """
 
 from collections.abc import Sequence
@@ -102,6 +103,44 @@ class Gradients(NamedTuple):
     key_BGSD: Tensor
     value_BGSD: Tensor
     distance_bias_HS: Tensor | None = None
+
+
+class Slotted(NamedTuple):
+    """The input tensors, with any strides.
+
+    Attributes:
+        slot_logit: s, broadcastable to [B, H, T], statistics dtype; None unless `Slot.GIVEN`.
+        slot_value: u, broadcastable to [B, H, T, D]; None for 0.
+    """
+
+    query_BHTD: Tensor
+    key_BGSD: Tensor
+    value_BGSD: Tensor
+    slot_logit: Tensor | None = None
+    slot_value: Tensor | None = None
+
+
+class Results(NamedTuple):
+    """The results of the op.
+
+    Attributes:
+        out_BHTD: Dense, in the memory order of the query.
+        lse_BHT: lse'.
+        gate_BHT, weight_BHT: G and p; empty for `Slot.NONE`.
+    """
+
+    out_BHTD: Tensor
+    lse_BHT: Tensor
+    gate_BHT: Tensor
+    weight_BHT: Tensor
+
+
+class Arriving(NamedTuple):
+    """Incoming gradients of the results; None if absent."""
+
+    grad_out_BHTD: Tensor | None
+    grad_lse_BHT: Tensor | None
+    grad_gate_BHT: Tensor | None
 
 
 # How the types of a record's fields are written in the schema of a custom op.

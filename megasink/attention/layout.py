@@ -19,10 +19,16 @@ def empty_in_order_of(like_BHTD: Tensor) -> Tensor:
 
 def in_order_of(like_BHTD: Tensor, tensor_BHTD: Tensor) -> Tensor:
     """Return the tensor in the memory layout of `empty_in_order_of`, copied only if needed."""
+    view_BHTD = as_order_of(like_BHTD, tensor_BHTD)
+    return empty_in_order_of(like_BHTD).copy_(tensor_BHTD) if view_BHTD is None else view_BHTD
+
+
+def as_order_of(like_BHTD: Tensor, tensor_BHTD: Tensor) -> Tensor | None:
+    """Return a view in the memory layout of `empty_in_order_of`, or None if there is none."""
     sizes, strides, wanted = tensor_BHTD.shape, tensor_BHTD.stride(), _dense_strides(like_BHTD)
     if all(n == 1 or a == b for n, a, b in zip(sizes, strides, wanted, strict=True)):
         return tensor_BHTD.as_strided(sizes, wanted)
-    return empty_in_order_of(like_BHTD).copy_(tensor_BHTD)
+    return None
 
 
 def _dense_strides(like_BHTD: Tensor) -> list[int]:
@@ -60,7 +66,8 @@ def dot_with_each_row(rows_BHTD: Tensor, vector_BH1D: Tensor) -> Tensor:
 
 def repeat_groups(tensor_BGSD: Tensor, heads: int) -> Tensor:
     """Repeat each group's rows for each of its query heads: [B, H, S, D]."""
-    return tensor_BGSD.repeat_interleave(heads // tensor_BGSD.shape[1], dim=1)
+    repeats = heads // tensor_BGSD.shape[1]
+    return tensor_BGSD if repeats == 1 else tensor_BGSD.repeat_interleave(repeats, dim=1)
 
 
 def weighted_row_sum(weight_BHT: Tensor, rows_BHTD: Tensor, groups: int) -> Tensor:

@@ -1,19 +1,16 @@
 """The op behind every variant: attention over real keys plus one sink slot (docs/maths.md).
 
-With O and LSE over the real keys, and a slot with logit s_i and value u_i:
-lse' = logaddexp(LSE, s), G = sigmoid(LSE - s), p = sigmoid(s - LSE) = 1 - G, out = G O + p u.
-Backward, for incoming dY, dG and e = d lse': the kernel gets dY, out and lse', and the gradient
-g = p dG + e of its LSE; ds = p (dY . (u - out) + e - G dG); du = p dY.
+An attention kernel (`backends`) computes the keys; gate kernels (`gate_kernels`) add the slot to
+its result, and take the slot's gradients before its backward.
 
 A custom op takes only tensors and scalars, so callers unpack `Slotted`, `AttentionCall` and the
 other records into arguments (`*tensors, *call`), and the op rebuilds them (`from_op`).
 
 Shapes: B batch, H query heads, G key/value groups, T queries, S keys, D head dim; 1 for a dimension
-that broadcasts. Statistics (LSE, gates, logits and their gradients) are float32, or float64 for
-float64.
+that broadcasts.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,54 +18,25 @@ from torch import Tensor
 from megasink.attention.backends import AttentionRequest, Backend, backend_named, choose_backend
 from megasink.attention.backends.cuda import compute_capability
 from megasink.attention.block_masks import backward_blocks, forward_blocks
-from megasink.attention.call import AttentionCall, BackwardTensors, Slot, from_op, op_schema
-from megasink.attention.first_key import backward_first_key, forward_first_key
-from megasink.attention.injection import inject_lse_gradient
-from megasink.attention.layout import (
-    empty_in_order_of,
-    in_order_of,
-    repeat_groups,
-    row_dot,
-    statistics_dtype,
+from megasink.attention.call import (
+    Arriving,
+    AttentionCall,
+    BackwardTensors,
+    Gradients,
+    Results,
+    Slot,
+    Slotted,
+    from_op,
+    op_schema,
 )
-
-
-class Slotted(NamedTuple):
-    """The input tensors, with any strides.
-
-    Attributes:
-        slot_logit: s, broadcastable to [B, H, T], statistics dtype; None unless `Slot.GIVEN`.
-        slot_value: u, broadcastable to [B, H, T, D]; None for 0.
-    """
-
-    query_BHTD: Tensor
-    key_BGSD: Tensor
-    value_BGSD: Tensor
-    slot_logit: Tensor | None = None
-    slot_value: Tensor | None = None
-
-
-class Results(NamedTuple):
-    """The results of the op.
-
-    Attributes:
-        out_BHTD: Dense, in the memory order of the query.
-        lse_BHT: lse'.
-        gate_BHT, weight_BHT: G and p; empty for `Slot.NONE`.
-    """
-
-    out_BHTD: Tensor
-    lse_BHT: Tensor
-    gate_BHT: Tensor
-    weight_BHT: Tensor
-
-
-class Arriving(NamedTuple):
-    """Incoming gradients of the results; None if absent."""
-
-    grad_out_BHTD: Tensor | None
-    grad_lse_BHT: Tensor | None
-    grad_gate_BHT: Tensor | None
+from megasink.attention.first_key import backward_first_key, first_key, forward_first_key
+from megasink.attention.gate_kernels import (
+    BeforeBackward,
+    GateKernels,
+    choose_gate_kernels,
+    gate_kernels_named,
+)
+from megasink.attention.layout import empty_in_order_of, in_order_of, statistics_dtype
 
 
 @torch.library.custom_op(
@@ -84,25 +52,15 @@ def slot_attention_op(*arguments: Any) -> Results:
     """
     slotted, call = from_op(arguments, Slotted, AttentionCall)
     query_BHTD, key_BGSD, value_BGSD, slot_logit, slot_value = slotted
-    kernel = _kernel(query_BHTD, call)
+    kernel, gates = _kernels(query_BHTD, call)
     if call.slot == Slot.FIRST_KEY:
-        return Results(*forward_first_key(kernel, query_BHTD, key_BGSD, value_BGSD, call))
+        return forward_first_key(kernel, gates, query_BHTD, key_BGSD, value_BGSD, call)
     out_BHTD, lse_BHT = forward_blocks(kernel, query_BHTD, key_BGSD, value_BGSD, call)
-    lse_BHT = lse_BHT.contiguous()
     if slot_logit is None:
+        lse_BHT = lse_BHT.contiguous()
         nothing = (lse_BHT.new_empty(0), lse_BHT.new_empty(0))
         return Results(in_order_of(query_BHTD, out_BHTD), lse_BHT, *nothing)
-    gate_BHT = (lse_BHT - slot_logit).sigmoid_()
-    weight_BHT = (slot_logit - lse_BHT).sigmoid_()
-    if out_BHTD.dtype is gate_BHT.dtype:
-        out_BHTD.mul_(gate_BHT[..., None])
-    else:
-        out_BHTD = out_BHTD * gate_BHT[..., None]
-    if slot_value is not None:
-        out_BHTD += weight_BHT[..., None] * slot_value
-    total_lse_BHT = torch.logaddexp(lse_BHT, slot_logit)
-    out_BHTD = in_order_of(query_BHTD, out_BHTD.to(query_BHTD.dtype))
-    return Results(out_BHTD, total_lse_BHT, gate_BHT, weight_BHT)
+    return gates.close_slot(query_BHTD, out_BHTD, lse_BHT, slot_logit, slot_value)
 
 
 @torch.library.custom_op(
@@ -126,68 +84,47 @@ def slot_attention_backward_op(*arguments: Any) -> tuple[Tensor, ...]:
     """
     arriving, slotted, results, call = from_op(arguments, Arriving, Slotted, Results, AttentionCall)
     query_BHTD, key_BGSD, value_BGSD, slot_logit, slot_value = slotted
-    out_BHTD, lse_BHT, _, weight_BHT = results
-    grad_out_BHTD, lse_grad_BHT, grad_gate_BHT = arriving
-    if grad_gate_BHT is not None:
-        through_gate_BHT = grad_gate_BHT * weight_BHT
-        lse_grad_BHT = through_gate_BHT if lse_grad_BHT is None else lse_grad_BHT + through_gate_BHT
-    if lse_grad_BHT is not None and not call.needs_gate_gradient:
+    if not (arriving.grad_lse_BHT is None and arriving.grad_gate_BHT is None):
         call = call._replace(needs_gate_gradient=True)
-    kernel = _kernel(query_BHTD, call)
-    if grad_out_BHTD is None:
-        grad_out_BHTD = torch.zeros_like(out_BHTD)
-        arriving = arriving._replace(grad_out_BHTD=grad_out_BHTD)
+    kernel, gates = _kernels(query_BHTD, call)
+    if arriving.grad_out_BHTD is None:
+        arriving = arriving._replace(grad_out_BHTD=torch.zeros_like(results.out_BHTD))
+    lse_BHT, inject = results.lse_BHT, not kernel.takes_lse_gradient
 
-    to_kernel = (grad_out_BHTD, out_BHTD)
-    if lse_grad_BHT is not None and not kernel.takes_lse_gradient:
-        to_kernel = inject_lse_gradient(grad_out_BHTD, out_BHTD, lse_grad_BHT)
-        lse_grad_BHT = None
-    tensors = BackwardTensors(
-        to_kernel[0], query_BHTD, key_BGSD, value_BGSD, to_kernel[1], lse_BHT, lse_grad_BHT
-    )
+    def to_kernel(before: BeforeBackward) -> BackwardTensors:
+        return BackwardTensors(
+            before.grad_out_BHTD,
+            query_BHTD,
+            key_BGSD,
+            value_BGSD,
+            before.out_BHTD,
+            lse_BHT,
+            before.lse_grad_BHT,
+        )
+
     grad_logit, grad_slot_value = lse_BHT.new_empty(0), query_BHTD.new_empty(0)
     if call.slot == Slot.FIRST_KEY:
-        first_value_BH1D = repeat_groups(value_BGSD[:, :, :1], query_BHTD.shape[1])
-        logit_grad_BHT = _slot_logit_grad(arriving, results, first_value_BH1D)
-        *grads, grad_bias_HS = backward_first_key(
-            kernel, tensors, grad_out_BHTD, weight_BHT, logit_grad_BHT, call
-        )
-        grad_bias_HS = lse_BHT.new_empty(0) if grad_bias_HS is None else grad_bias_HS
-        return *grads, grad_logit, grad_slot_value, grad_bias_HS
-
-    if slot_logit is not None:
-        logit_grad_BHT = _slot_logit_grad(arriving, results, slot_value)
-        grad_logit = logit_grad_BHT.sum_to_size(slot_logit.shape)
-        if slot_value is not None:
-            grad_slot_value = (weight_BHT[..., None] * grad_out_BHTD).sum_to_size(slot_value.shape)
-            grad_slot_value = grad_slot_value.to(slot_value.dtype)
-    *grads, grad_bias_HS = backward_blocks(kernel, tensors, call)
-    inputs = (query_BHTD, key_BGSD, value_BGSD)
-    grads = [in_order_of(tensor, grad) for tensor, grad in zip(inputs, grads, strict=True)]
-    grad_bias_HS = lse_BHT.new_empty(0) if grad_bias_HS is None else grad_bias_HS
-    return *grads, grad_logit, grad_slot_value, grad_bias_HS
-
-
-def _slot_logit_grad(
-    arriving: Arriving, results: Results, slot_value_BHTD: Tensor | None
-) -> Tensor:
-    """Return ds_i = p_i (dY_i . (u_i - out_i) + e_i - G_i dG_i), [B, H, T], statistics dtype."""
-    grad_out_BHTD, grad_lse_BHT, grad_gate_BHT = arriving
-    assert grad_out_BHTD is not None
-    # One dot product with the difference, not two: exactly 0 where out is u (the first token).
-    if slot_value_BHTD is None:
-        grad_BHT = row_dot(grad_out_BHTD, results.out_BHTD).neg_()
+        first = first_key(query_BHTD, key_BGSD, value_BGSD, call)
+        with gates.open_first_key(arriving, results, first, call.scale, inject=inject) as before:
+            grads = backward_first_key(kernel, before, to_kernel(before), first, call)
     else:
-        difference_BHTD = (results.out_BHTD - slot_value_BHTD).to(results.weight_BHT.dtype)
-        grad_BHT = difference_BHTD.mul_(grad_out_BHTD).sum(-1).neg_()
-    if grad_lse_BHT is not None:
-        grad_BHT += grad_lse_BHT
-    if grad_gate_BHT is not None:
-        grad_BHT -= results.gate_BHT * grad_gate_BHT
-    return grad_BHT.mul_(results.weight_BHT)
+        opened = gates.open_slot(arriving, results, slot_logit, slot_value, inject=inject)
+        with opened as before:
+            grads = backward_blocks(kernel, to_kernel(before), call)
+        grads = Gradients(
+            in_order_of(query_BHTD, grads.query_BHTD),
+            in_order_of(key_BGSD, grads.key_BGSD),
+            in_order_of(value_BGSD, grads.value_BGSD),
+            grads.distance_bias_HS,
+        )
+        grad_logit = grad_logit if before.logit_grad is None else before.logit_grad
+        grad_slot_value = grad_slot_value if before.value_grad is None else before.value_grad
+    *grads_of_inputs, grad_bias_HS = grads
+    grad_bias_HS = lse_BHT.new_empty(0) if grad_bias_HS is None else grad_bias_HS
+    return *grads_of_inputs, grad_logit, grad_slot_value, grad_bias_HS
 
 
-def _kernel(query_BHTD: Tensor, call: AttentionCall) -> Backend:
+def _kernels(query_BHTD: Tensor, call: AttentionCall) -> tuple[Backend, GateKernels]:
     request = AttentionRequest(
         device_type=query_BHTD.device.type,
         dtype=query_BHTD.dtype,
@@ -200,7 +137,8 @@ def _kernel(query_BHTD: Tensor, call: AttentionCall) -> Backend:
         compute_capability=compute_capability(query_BHTD.device),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    return backend_named(choose_backend(request, call.backend).name)
+    kernel = backend_named(choose_backend(request, call.backend).name)
+    return kernel, gate_kernels_named(choose_gate_kernels(request, call.backend).name)
 
 
 @slot_attention_op.register_fake

@@ -5,6 +5,7 @@ Shapes: L layers of the model, H query heads, h those of this tensor-parallel ra
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -65,9 +66,11 @@ class HeadTracker:
     def __init__(self, layers: int, heads: int):
         self.layers, self.heads = layers, heads
         self.observes = False
-        # Per layer: a sum per head, how often each head was routed, then tokens, balance loss at
+        # Per layer: a sum per head, whether each head was routed, then tokens, balance loss at
         # coefficient 1, microbatches; for each series a sum and a weight per head.
         self._table: Tensor | None = None
+        # Layer -> tokens and microbatches of the step, which the host knows.
+        self._counts: dict[int, tuple[int, int]] = {}
         self._receivers: dict[int, Receiver] = {}
         self._pending: tuple[Tensor, Any] | None = None
 
@@ -87,7 +90,7 @@ class HeadTracker:
             first: Index in the layer of this rank's first head.
             gate_sum_h: Gates of this rank's heads, summed over tokens.
             tokens: Number of tokens in the sum.
-            routed_H: Mask of the heads that the balance loss covers, bool.
+            routed_H: Mask of the heads that the balance loss covers, bool; the same all step.
             receiver: Called with the layer's importance [H] at the end of the step.
 
         Raises:
@@ -101,9 +104,10 @@ class HeadTracker:
         row = self._row(layer, gate_sum_h.device)
         row[first : first + len(gate_sum_h)] += gate_sum_h.detach()
         if first == 0:  # the same on every tensor-parallel rank
-            row[self.heads : 2 * self.heads] += routed_H
-            row[2 * self.heads] += tokens
-            row[2 * self.heads + 2] += 1
+            if layer not in self._counts:
+                row[self.heads : 2 * self.heads] += routed_H
+            recorded, microbatches = self._counts.get(layer, (0, 0))
+            self._counts[layer] = recorded + tokens, microbatches + 1
 
     def record_loss(self, layer: int, first: int, loss: Tensor) -> None:
         """Add the layer's balance loss for one recorded microbatch."""
@@ -141,6 +145,13 @@ class HeadTracker:
         self._row(0, torch.device("cuda"))  # a stage without layers sends zeros
         table, self._table = self._table, None
         assert table is not None
+        # Adjoining layers mostly have the same counts: two launches for all of them.
+        placed = enumerate(sorted(self._counts.items()))
+        for (_, counts), run in groupby(placed, lambda at: (at[1][0] - at[0], at[1][1])):
+            layers = [layer for _, (layer, _) in run]
+            rows = table[layers[0] : layers[-1] + 1]
+            rows[:, 2 * self.heads], rows[:, 2 * self.heads + 2] = counts
+        self._counts = {}
         self._pending = table, torch.distributed.all_reduce(table, async_op=True)
 
     def finish_step(self, coeff: float, scope: str) -> HeadStatistics | None:

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from megasink.attention import AttentionRequest, choose_backend
+    from megasink.attention import AttentionRequest, Choice, choose_backend, choose_gate_kernels
     from megasink.variants import variants
 
     console = Console()
@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for column in ("variant", "dtype", "runs", "why not others"):
         table.add_column(column)
     kernels: dict[str, list[str]] = {}
+    gates: dict[str, Choice] = {}
     for record in variants():
         kernels.setdefault(record.kernel.variant, []).append(record.name)
     for kernel, named in kernels.items():
@@ -61,8 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             for other, reason in choice.reasons.items():
                 others.setdefault(reason, []).append(other)
             why = "\n".join(f"{', '.join(names)}: {reason}" for reason, names in others.items())
-            table.add_row("\n".join(named), str(dtype).removeprefix("torch."), choice.name, why)
+            short = str(dtype).removeprefix("torch.")
+            gates[short] = choose_gate_kernels(request)
+            table.add_row("\n".join(named), short, choice.name, why)
     console.print(table)
+    for short, choice in gates.items():
+        why = "; ".join(f"not {name}: {reason}" for name, reason in choice.reasons.items())
+        console.print(f"gates around them in {short}: {choice.name} ({why})", highlight=False)
     problems = _print_patches(console, cuda)
     if problems:
         raise ConfigError(problems)

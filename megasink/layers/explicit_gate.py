@@ -14,7 +14,16 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megasink.attention import apply_gate, gate_values, head_rms_norm, mean_over_heads
+from megasink.attention import (
+    AttentionRequest,
+    apply_gate,
+    choose_gate_kernels,
+    gate_values,
+    head_rms_norm,
+    mean_over_heads,
+)
+from megasink.attention.backends.cuda import compute_capability
+from megasink.attention.gate_kernels import GateRows, gate_kernels_named
 from megasink.gate_options import gate_shape
 from megasink.layers.parameters import ShardedByHeads, new_parameter
 from megasink.layers.transformer_config import MegasinkTransformerConfig
@@ -57,7 +66,8 @@ class ExplicitGate(ShardedByHeads, MegatronModule):
                 ``gate_input`` is "none".
 
         Returns:
-            The gated tensor in its dtype, and the gate [S, B, H, C], float32.
+            The gated tensor in its dtype, and the gate [S, B, H, C], float32, or its mean over C,
+            [S, B, H, 1].
         """
         config, (sequence, batch, heads, _) = self.config, x_SBHD.shape
         if self.logit is not None:
@@ -70,9 +80,27 @@ class ExplicitGate(ShardedByHeads, MegatronModule):
             gate_SBHC = gate_values(score_SBHC, activation)
             gate_SBHC = mean_over_heads(gate_SBHC, self.heads_of_layer, self._sum_over_ranks)
             out_SBHD = apply_gate(x_SBHD, gate_SBHC, operation)
+        elif (gate_rows := self._gate_rows(x_SBHD)) is not None:
+            x_BHSD, score_BHSC = x_SBHD.permute(1, 2, 0, 3), score_SBHC.permute(1, 2, 0, 3)
+            out_BHSD, gate_BHS = gate_rows(x_BHSD, score_BHSC, activation, operation)
+            return out_BHSD.permute(2, 0, 1, 3), gate_BHS.permute(2, 0, 1)[..., None]
         else:
             out_SBHD, gate_SBHC = _gate(x_SBHD, score_SBHC, activation, operation)
         return out_SBHD, gate_SBHC.expand(sequence, batch, heads, self.width)
+
+    def _gate_rows(self, x_SBHD: Tensor) -> GateRows | None:
+        """Return the kernel that gates this tensor, or None for PyTorch's operations."""
+        config = self.config
+        if self.logit is not None or (self.width > 1 and config.statistics.heads.observes):
+            return None  # scores for no token; the observer reads every element's gate
+        request = AttentionRequest(
+            device_type=x_SBHD.device.type,
+            dtype=x_SBHD.dtype,
+            head_dim=x_SBHD.shape[-1],
+            compute_capability=compute_capability(x_SBHD.device),
+        )
+        choice = choose_gate_kernels(request, config.attention_kernel)
+        return gate_kernels_named(choice.name).gate_rows
 
     def _sum_over_ranks(self, total: Tensor) -> Tensor:
         """Sum in forward and backward: the heads of every rank read the shared gate."""

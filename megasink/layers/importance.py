@@ -107,7 +107,8 @@ class HeadCounter(StaysFloat32):
             return out_SBX
         coefficients = self._coefficients(gate_sum_h, tokens)
         # This rank's share of the microbatch's importance: Megatron sums over context-parallel
-        # ranks, or averages and includes their number in the loss scale.
+        # ranks, or averages and includes their number in the loss scale. The gradient is divided,
+        # not the sum: one launch per layer less.
         count = tokens * self.cp_size
         slope_h = None
         if self._observer.compares_gradients:
@@ -117,9 +118,9 @@ class HeadCounter(StaysFloat32):
             sent_h = statistics.balance.scaled(coefficients(), config.head_balance_coeff)
             if slope_h is not None:
                 self._observer.add(BALANCE_GRADIENT, sent_h * slope_h, tokens)
-            return sent_h
+            return sent_h / count
 
-        return attach_gradient(out_SBX, gate_sum_h / count, gradient)
+        return attach_gradient(out_SBX, gate_sum_h, gradient)
 
     def _coefficients(self, gate_sum_h: Tensor, tokens: int) -> Callable[[], Tensor]:
         """Return a function that computes dL/dImp [h] at coefficient 1 in the backward pass.

@@ -86,7 +86,7 @@ def _run(args: Namespace, store: Any) -> None:
     from megatron.training import pretrain as megatron_pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megasink.attention import choose_backend
+    from megasink.attention import choose_backend, choose_gate_kernels
     from megasink.checkpoint.model import model_config
     from megasink.checkpoint.without_code import loading_without_code
     from megasink.report.curves import draw_run
@@ -108,9 +108,11 @@ def _run(args: Namespace, store: Any) -> None:
     if args.rank == 0 and args.attention_similarity != "softmax":
         print(f"attention: {args.attention_similarity} similarity, in chunks of rows", flush=True)
     elif args.rank == 0:
-        choice = choose_backend(attention_request(args), args.attention_kernel)
-        others = "; ".join(f"not {name}: {why}" for name, why in choice.reasons.items())
-        print(f"attention: {args.attention_variant} on {choice.name} ({others})", flush=True)
+        chosen = {args.attention_variant: choose_backend, "gates around it": choose_gate_kernels}
+        for title, choose in chosen.items():
+            choice = choose(attention_request(args), args.attention_kernel)
+            others = "; ".join(f"not {name}: {why}" for name, why in choice.reasons.items())
+            print(f"attention: {title} on {choice.name} ({others})", flush=True)
     with refusals_of_megatron():
         model = model_config(args)
         container = pretrain_cfg_container_from_args(args, model)

@@ -12,8 +12,8 @@ from megasink.attention import (
     reference_attention,
     reference_slot_attention,
     slot_attention,
-    slot_op,
 )
+from megasink.attention.gate_kernels import plain as definition
 from tests.attention.attention_oracle import (
     assert_at_most_twice_plain_error,
     check,
@@ -180,7 +180,7 @@ def test_loss_on_one_statistic_alone(variant, output, size, dtype):
 def test_an_op_that_drops_the_lse_gradient_is_caught(monkeypatch):
     """What flash kernels do when their LSE is differentiated: every check above would fail."""
     monkeypatch.setattr(
-        slot_op, "inject_lse_gradient", lambda grad_out, out, lse_grad: (grad_out, out)
+        definition, "inject_lse_gradient", lambda grad_out, out, lse_grad: (grad_out, out)
     )
     for variant in VARIANTS:
         with pytest.raises(AssertionError, match="d query"):
@@ -196,7 +196,7 @@ def test_a_floor_that_does_not_scale_with_the_gradient_is_caught(monkeypatch, dt
         at_one = lse_grad * 2.0**-40 / lse_grad.abs().clamp_min(2.0**-40)
         return injection.inject_lse_gradient(grad_out, out, at_one)
 
-    monkeypatch.setattr(slot_op, "inject_lse_gradient", fixed_floor)
+    monkeypatch.setattr(definition, "inject_lse_gradient", fixed_floor)
     case = make_case(dtype=dtype)
     case = case.with_(
         grad_out=torch.zeros_like(case.grad_out),

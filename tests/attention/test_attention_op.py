@@ -7,6 +7,7 @@ import torch
 
 from megasink.attention import VARIANTS, AttentionCall, attention, slot_op
 from megasink.attention.call import Slot
+from megasink.attention.gate_kernels import plain as definition
 from tests.attention.attention_oracle import check, make_case
 
 
@@ -116,9 +117,9 @@ def test_a_second_derivative_is_refused():
 def test_absent_gradients_cost_nothing(monkeypatch):
     """With no gradient on gate or LSE the injection is not run."""
     calls = []
-    inject = slot_op.inject_lse_gradient
+    inject = definition.inject_lse_gradient
     monkeypatch.setattr(
-        slot_op, "inject_lse_gradient", lambda *args: calls.append(1) or inject(*args)
+        definition, "inject_lse_gradient", lambda *args: calls.append(1) or inject(*args)
     )
     for variant in VARIANTS:
         check(make_case().with_(grad_lse=None, grad_gate=None), torch.float32, variant)

@@ -96,3 +96,16 @@ def test_a_step_without_records(pool):
     """Its importance is unknown and not 0."""
     (found,) = pool.run("tests.balance.two_models_tasks:nothing_recorded", SINGLE)
     assert found == {"nan": True, "balance_loss": 0.0}
+
+
+def test_layers_with_a_gap_between_them_and_other_counts():
+    """Chunks of a virtual pipeline stage, and a microbatch that one of them has not seen."""
+    tracker = HeadTracker(layers=6, heads=2)
+    for layer in (0, 1, 3, 4):
+        record(tracker, layer, [0.2, 0.4], 10)
+    for layer in (0, 1, 3):
+        record(tracker, layer, [0.6, 0.0], 30)
+    found_LH = finish(tracker).importance_LH
+    both, one, none = [0.5, 0.1], [0.2, 0.4], [float("nan")] * 2
+    expected_LH = torch.tensor([both, both, none, both, one, none])
+    torch.testing.assert_close(found_LH, expected_LH, equal_nan=True)

@@ -15,10 +15,10 @@ from megasink.attention import (
     attention,
     choose_backend,
     reference_attention,
-    slot_op,
 )
 from megasink.attention.backends import AttentionRequest, at_runtime, backend_named, backend_names
 from megasink.attention.block_masks import backward_blocks, forward_blocks
+from megasink.attention.gate_kernels import plain as definition
 from megasink.errors import ConfigError
 from tests.attention.attention_oracle import (
     assert_at_most_twice_plain_error,
@@ -137,10 +137,10 @@ def test_first_token_has_gate_zero_and_zero_gradients(kernel):
 
 @pytest.mark.parametrize("kernel", INJECTED)
 def test_an_op_that_drops_the_lse_gradient_is_caught(monkeypatch, kernel):
-    monkeypatch.setattr(slot_op, "inject_lse_gradient", lambda grad_out, out, _: (grad_out, out))
+    monkeypatch.setattr(definition, "inject_lse_gradient", lambda grad_out, out, _: (grad_out, out))
     for variant in VARIANTS:
         with pytest.raises(AssertionError, match="d query"):
-            check(cuda_case(), BF16, variant, backend=kernel)
+            check(cuda_case(), BF16, variant, backend=f"{kernel}+torch")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

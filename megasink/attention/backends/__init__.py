@@ -73,12 +73,14 @@ def choose_backend(request: AttentionRequest, requested: str = "auto") -> Choice
 
     Args:
         request: The configuration.
-        requested: "auto" for the first suitable backend, or the name of a required one.
+        requested: "auto" for the first suitable backend, or the name of a required one; a "+" and
+            the name of gate kernels may follow (`gate_kernels.choose_gate_kernels`).
 
     Raises:
         ConfigError: No backend, or not the requested one, computes the request exactly; the message
             gives the reasons and the backend that "auto" would select.
     """
+    requested = requested.partition("+")[0]
     problems = _problems_of_any_backend(request)
     if requested != "auto" and requested not in _REGISTRY:
         problems.append(

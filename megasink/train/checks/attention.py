@@ -5,7 +5,7 @@ from argparse import Namespace
 import torch
 
 from megasink import platform
-from megasink.attention import AttentionRequest, choose_backend
+from megasink.attention import AttentionRequest, choose_backend, choose_gate_kernels
 from megasink.attention.backends import at_runtime
 from megasink.config import visible_tokens
 from megasink.errors import ConfigError
@@ -21,11 +21,13 @@ def problems(args: Namespace) -> list[str]:
         return []
     # Other similarities have their own implementation, and their own message about kernels.
     softmax = args.attention_similarity == "softmax"
-    try:
-        choose_backend(attention_request(args), args.attention_kernel if softmax else "eager")
-    except ConfigError as error:
-        return error.problems
-    return []
+    request, found = attention_request(args), []
+    for choose in (choose_backend, choose_gate_kernels):
+        try:
+            choose(request, args.attention_kernel if softmax else "eager")
+        except ConfigError as error:
+            found += error.problems
+    return found
 
 
 def attention_request(args: Namespace) -> AttentionRequest:

@@ -59,7 +59,7 @@ def _without_softmax(args: Namespace, flag: str) -> Iterator[str]:
             f"{flag} has no gate with a gradient (head importance is a proxy, P2.37): set "
             "--head-balance-coeff 0"
         )
-    if args.attention_kernel != "auto":
+    if args.attention_kernel.partition("+")[0] != "auto":
         yield (
             f"--attention-kernel {args.attention_kernel} computes softmax attention, not {flag}: "
             "use --attention-kernel auto"

@@ -1,0 +1,55 @@
+"""The registry of gate kernels, which run around an attention kernel, and the choice among them."""
+
+from functools import lru_cache
+
+from megasink.attention.backends import AttentionRequest, Choice
+from megasink.attention.gate_kernels.base import BeforeBackward, FirstKey, GateKernels, GateRows
+from megasink.attention.gate_kernels.fused import TritonGateKernels
+from megasink.attention.gate_kernels.plain import PlainGateKernels
+from megasink.errors import ConfigError
+
+__all__ = [
+    "BeforeBackward",
+    "FirstKey",
+    "GateKernels",
+    "GateRows",
+    "choose_gate_kernels",
+    "gate_kernels_named",
+]
+
+# In the order in which they are tried.
+_REGISTRY: dict[str, GateKernels] = {
+    kernels.name: kernels for kernels in (TritonGateKernels(), PlainGateKernels())
+}
+
+
+def gate_kernels_named(name: str) -> GateKernels:
+    """Return the gate kernels with this name."""
+    return _REGISTRY[name]
+
+
+@lru_cache(maxsize=256)
+def choose_gate_kernels(request: AttentionRequest, requested: str = "auto") -> Choice:
+    """Select the gate kernels for a request.
+
+    Args:
+        request: The configuration; its masks and its attention kernel do not matter.
+        requested: An attention backend or "auto", and, to insist on gate kernels, "+" and their
+            name: "auto+torch".
+
+    Raises:
+        ConfigError: The requested gate kernels do not exist, or do not run for this request.
+    """
+    _, plus, name = requested.partition("+")
+    if plus and name not in _REGISTRY:
+        raise ConfigError([f"unknown gate kernels {name!r}: choose {', '.join(_REGISTRY)}"])
+    refusals = {kernels.name: kernels.supports(request) for kernels in _REGISTRY.values()}
+    able = [known for known, refusal in refusals.items() if refusal is None]
+    if plus and name not in able:
+        raise ConfigError(
+            [f"gate kernels {name!r} cannot run here: {refusals[name]}; use '+{able[0]}'"]
+        )
+    chosen = name if plus else able[0]
+    idle = f"{chosen} was requested" if plus else f"{chosen} comes first"
+    reasons = {other: why or idle for other, why in refusals.items() if other != chosen}
+    return Choice(chosen, reasons)

@@ -1,0 +1,142 @@
+"""The interface of gate kernels: what is computed around an attention kernel.
+
+Before the kernel nothing is; after its forward the slot joins the softmax, and before its backward
+the gradients of slot, gate and LSE are taken. Shapes: B batch, H query heads, G key/value groups, T
+queries, S keys, D head dim; 1 for a dimension that broadcasts. Statistics are float32, or float64
+for float64.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megasink.attention.backends import AttentionRequest
+from megasink.attention.call import Arriving, AttentionCall, Results
+
+
+@dataclass(frozen=True)
+class FirstKey:
+    """Key 0 as the slot.
+
+    Attributes:
+        query_BHTD: All queries.
+        key_BG1D, value_BG1D: Key 0 and its value.
+        keys: S.
+        alone: The number of leading rows that see only key 0.
+    """
+
+    query_BHTD: Tensor
+    key_BG1D: Tensor
+    value_BG1D: Tensor
+    keys: int
+    alone: int
+
+
+@dataclass(frozen=True)
+class BeforeBackward:
+    """What the backward of an attention kernel takes, and the gradients of the slot.
+
+    Attributes:
+        grad_out_BHTD, out_BHTD: dO' and O' if the gradient of the LSE is injected, else dO and O.
+        lse_grad_BHT: Gradient of the LSE for a kernel that takes it; else None.
+        logit_grad: Gradient of the slot logit, in its shape ([B, H, T] for the first key); None if
+            not wanted.
+        value_grad: Gradient of the slot value, in its shape; None if not wanted.
+        first_key_grad, first_value_grad: Compute the gradients of key 0 and its value as the slot,
+            [B, G, D] in the statistics dtype; only for the first key.
+    """
+
+    grad_out_BHTD: Tensor
+    out_BHTD: Tensor
+    lse_grad_BHT: Tensor | None
+    logit_grad: Tensor | None = None
+    value_grad: Tensor | None = None
+    first_key_grad: Callable[[], Tensor] | None = None
+    first_value_grad: Callable[[], Tensor] | None = None
+
+
+# x_BHTD, score_BHTC, activation, operation -> gated tensor, mean gate [B, H, T].
+GateRows = Callable[[Tensor, Tensor, str, str], tuple[Tensor, Tensor]]
+
+
+class GateKernels(ABC):
+    """Kernels for the slot of attention and for explicit gates.
+
+    `PlainGateKernels` is the definition; others compute the same within rounding, and the injected
+    rows to the bit.
+
+    Attributes:
+        name: Name by which users select them.
+        gate_rows: Applies an explicit gate (`explicit.gate_rows`); None where the layer's own
+            operations do.
+    """
+
+    name: str
+    gate_rows: GateRows | None = None
+
+    @abstractmethod
+    def supports(self, request: AttentionRequest) -> str | None:
+        """Return None if they run for this request, else the reason as a clause."""
+
+    @abstractmethod
+    def close_slot(
+        self,
+        query_BHTD: Tensor,
+        out_BHTD: Tensor,
+        lse_BHT: Tensor,
+        slot_logit: Tensor,
+        slot_value: Tensor | None,
+    ) -> Results:
+        """Add the slot to attention over the real keys.
+
+        Args:
+            out_BHTD, lse_BHT: Of the attention kernel; may be overwritten.
+            slot_logit, slot_value: Broadcastable to [B, H, T] and [B, H, T, D]; no value is 0.
+        """
+
+    @abstractmethod
+    def close_first_key(
+        self, first: FirstKey, rows: tuple[Tensor, Tensor] | None, call: AttentionCall
+    ) -> Results:
+        """Add key 0 to attention over the other keys.
+
+        Args:
+            rows: out and LSE of the attention kernel, for the rows from `first.alone` on; None if
+                there are none.
+        """
+
+    @abstractmethod
+    def open_slot(
+        self,
+        arriving: Arriving,
+        results: Results,
+        slot_logit: Tensor | None,
+        slot_value: Tensor | None,
+        *,
+        inject: bool,
+    ) -> AbstractContextManager[BeforeBackward]:
+        """Take the gradients of the slot and prepare those of the keys.
+
+        On exit, after the attention kernel's backward, `arriving` and `results` are as they were;
+        inside they may hold the injected rows.
+
+        Args:
+            arriving: With a gradient of out.
+            slot_logit: None if no gradient of the slot is wanted, or there is no slot.
+            inject: Whether the kernel takes no gradient of the LSE.
+        """
+
+    @abstractmethod
+    def open_first_key(
+        self,
+        arriving: Arriving,
+        results: Results,
+        first: FirstKey,
+        scale: float,
+        *,
+        inject: bool,
+    ) -> AbstractContextManager[BeforeBackward]:
+        """Like `open_slot`, for key 0."""

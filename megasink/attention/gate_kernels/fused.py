@@ -1,0 +1,203 @@
+"""Gate kernels in Triton: one launch after the attention kernel's forward, two around its backward.
+
+The rows that carry the gradient of the LSE into a kernel differ from dY and Y in one or two leading
+channels. Only those are written, in place: copies of both would be half of the memory traffic of
+the backward. They are put back on the same stream right after the attention kernel's backward, so
+nothing that the stream runs later sees them. Sums over tokens are one partial sum per program and
+then a reduction, without atomics: the same bits every time.
+
+Shapes: B batch, H query heads, G key/value groups, T queries, D head dim, N programs per head; 1
+for a dimension that broadcasts.
+"""
+
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from os import environ
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megasink.attention.backends import AttentionRequest
+from megasink.attention.backends.cuda import package_reason
+from megasink.attention.call import Arriving, AttentionCall, Results
+from megasink.attention.gate_kernels import launch
+from megasink.attention.gate_kernels.base import BeforeBackward, FirstKey, GateKernels
+from megasink.attention.gate_kernels.explicit import gate_rows
+from megasink.attention.gate_kernels.launch import dense_rows
+from megasink.attention.gate_kernels.plain import slot_value_grad
+from megasink.attention.layout import as_order_of, empty_in_order_of
+
+# A row of a tile is one program's.
+LARGEST_HEAD_DIM = 1024
+
+
+class TritonGateKernels(GateKernels):
+    """For A100 and later, in bfloat16, float16 and float32; any head dim up to 1024."""
+
+    name = "triton"
+    gate_rows = staticmethod(gate_rows)
+
+    def supports(self, request: AttentionRequest) -> str | None:
+        """See `GateKernels.supports`."""
+        if request.device_type != "cuda":
+            return f"they run on CUDA devices, not on {request.device_type}"
+        capability = request.compute_capability
+        if capability is not None and capability < (8, 0):
+            found = ".".join(map(str, capability))
+            return f"they need compute capability 8.0 or later, the device has {found}"
+        if request.dtype is torch.float64:
+            return "they compute in float32, not in torch.float64"
+        if request.head_dim > LARGEST_HEAD_DIM:
+            return f"their programs hold rows of up to {LARGEST_HEAD_DIM}, got {request.head_dim}"
+        if request.distance_bias:
+            return "they add no bias to the logit of the first key"
+        return package_reason("triton", "triton") or _toolchain_reason()
+
+    def close_slot(
+        self,
+        query_BHTD: Tensor,
+        out_BHTD: Tensor,
+        lse_BHT: Tensor,
+        slot_logit: Tensor,
+        slot_value: Tensor | None,
+    ) -> Results:
+        """See `GateKernels.close_slot`."""
+        out_BHTD = dense_rows(out_BHTD)
+        value = None if slot_value is None else dense_rows(slot_value)
+        results = _empty_results(query_BHTD, as_order_of(query_BHTD, out_BHTD))
+        launch.close_slot(results, (out_BHTD, lse_BHT), value, logit=slot_logit)
+        return results
+
+    def close_first_key(
+        self, first: FirstKey, rows: tuple[Tensor, Tensor] | None, call: AttentionCall
+    ) -> Results:
+        """See `GateKernels.close_first_key`."""
+        visible = queries = first.query_BHTD.shape[2]
+        if call.window is not None:
+            visible = max(call.window - (first.keys - queries), 0)
+        results, first = _empty_results(first.query_BHTD), _dense(first)
+        if rows is not None:
+            rows = dense_rows(rows[0]), rows[1]
+        launch.close_slot(
+            results, rows, first.value_BG1D, first=first, scale=call.scale, visible=visible
+        )
+        return results
+
+    @contextmanager
+    def open_slot(
+        self,
+        arriving: Arriving,
+        results: Results,
+        slot_logit: Tensor | None,
+        slot_value: Tensor | None,
+        *,
+        inject: bool,
+    ) -> Iterator[BeforeBackward]:
+        """See `GateKernels.open_slot`."""
+        if slot_logit is None:
+            slot_value = None
+        by_token = slot_logit is not None and slot_logit.shape[2] > 1
+        value_by_token = slot_value is not None and slot_value.shape[2] > 1
+        value_grad = None
+        if slot_value is not None and value_by_token:
+            value_grad = slot_value_grad(arriving, results, slot_value)
+        opened = launch.open_slot(
+            arriving,
+            results,
+            None if slot_value is None else dense_rows(slot_value),
+            inject=inject,
+            logit_grad=by_token,
+            logit_sum=slot_logit is not None and not by_token,
+            value_sum=slot_value is not None and not value_by_token,
+        )
+        try:
+            logit_grad = None
+            if slot_logit is not None:
+                logit_grad = _to_size(opened.logit_grad_BHT, opened.logit_sum_BHN, slot_logit.shape)
+            if slot_value is not None and opened.value_sum_BHND is not None:
+                sum_BH1D = opened.value_sum_BHND.sum(2, keepdim=True)
+                value_grad = sum_BH1D.sum_to_size(slot_value.shape).to(slot_value.dtype)
+            yield BeforeBackward(
+                opened.grad_out_BHTD, opened.out_BHTD, opened.lse_grad_BHT, logit_grad, value_grad
+            )
+        finally:
+            launch.restore(opened)
+
+    @contextmanager
+    def open_first_key(
+        self,
+        arriving: Arriving,
+        results: Results,
+        first: FirstKey,
+        scale: float,
+        *,
+        inject: bool,
+    ) -> Iterator[BeforeBackward]:
+        """See `GateKernels.open_first_key`."""
+        first = _dense(first)
+        opened = launch.open_slot(
+            arriving,
+            results,
+            first.value_BG1D,
+            inject=inject,
+            logit_grad=True,
+            value_sum=True,
+            first=first,
+            scale=scale,
+        )
+        groups = first.key_BG1D.shape[1]
+        try:
+            yield BeforeBackward(
+                opened.grad_out_BHTD,
+                opened.out_BHTD,
+                opened.lse_grad_BHT,
+                opened.logit_grad_BHT,
+                first_key_grad=lambda: _sum_of_groups(opened.key_sum_BHND, groups),
+                first_value_grad=lambda: _sum_of_groups(opened.value_sum_BHND, groups),
+            )
+        finally:
+            launch.restore(opened)
+
+
+def _empty_results(query_BHTD: Tensor, out_BHTD: Tensor | None = None) -> Results:
+    out_BHTD = empty_in_order_of(query_BHTD) if out_BHTD is None else out_BHTD
+    statistics = (query_BHTD.new_empty(query_BHTD.shape[:3], dtype=torch.float32) for _ in range(3))
+    return Results(out_BHTD, *statistics)
+
+
+def _dense(first: FirstKey) -> FirstKey:
+    query_BHTD, key_BG1D, value_BG1D = map(
+        dense_rows, (first.query_BHTD, first.key_BG1D, first.value_BG1D)
+    )
+    return FirstKey(query_BHTD, key_BG1D, value_BG1D, first.keys, first.alone)
+
+
+def _to_size(grad_BHT: Tensor | None, sum_BHN: Tensor | None, shape: torch.Size) -> Tensor:
+    """Return the gradient of a slot logit of this shape."""
+    if grad_BHT is not None:
+        return grad_BHT.sum_to_size(shape)
+    assert sum_BHN is not None
+    sum_dims = [dim for dim in (0, 1) if shape[dim] == 1 and sum_BHN.shape[dim] > 1]
+    return sum_BHN.sum([*sum_dims, 2], keepdim=True)
+
+
+def _sum_of_groups(sum_BHND: Tensor | None, groups: int) -> Tensor:
+    """Sum over programs and the heads of a group: [B, G, D]."""
+    assert sum_BHND is not None
+    return sum_BHND.unflatten(1, (groups, -1)).sum((2, 3))
+
+
+@lru_cache
+def _toolchain_reason() -> str | None:
+    """Return why Triton cannot build its launcher, which it compiles at its first kernel."""
+    compilers = [*environ.get("CC", "").split()[:1], "gcc", "clang"]
+    if not any(map(shutil.which, compilers)):
+        return "Triton finds no C compiler: install gcc, or set CC"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not header.is_file():
+        return f"Triton needs Python's headers, there is no {header}: install python3-dev"
+    return None

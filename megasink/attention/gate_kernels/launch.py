@@ -1,0 +1,277 @@
+"""Launches of the Triton kernels of a slot, on PyTorch tensors, and what all launches share.
+
+Shapes: B batch, H query heads, G key/value groups, T queries, D head dim, N programs per head, C
+leading channels that carry the gradient of the LSE; 1 for a dimension that broadcasts.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from math import gcd
+from os import environ
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasink.attention.call import Arriving, Results
+from megasink.attention.gate_kernels.base import FirstKey
+
+# Bytes of a program's tile: each of 128 threads holds four vectors of 16 bytes. Half as many where
+# a third tensor is read, or registers would spill.
+TILE, TILE_OF_THREE = 8192, 4096
+ROWS_TO_RESTORE = 256
+# Products and sums are not contracted: the injected rows are PyTorch's to the last bit.
+OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Results of `open_slot`; None where not asked for.
+
+    Attributes:
+        grad_out_BHTD, out_BHTD: Hold the injected rows, if `kept` is not None.
+        kept: What `restore` puts back.
+        lse_grad_BHT: p dG + e.
+        logit_grad_BHT, logit_sum_BHN: ds, and its sum over each program's rows.
+        value_sum_BHND, key_sum_BHND: p dY and scale * ds q, summed likewise.
+    """
+
+    grad_out_BHTD: Tensor
+    out_BHTD: Tensor
+    kept: Tensor | None
+    lse_grad_BHT: Tensor | None
+    logit_grad_BHT: Tensor | None
+    logit_sum_BHN: Tensor | None
+    value_sum_BHND: Tensor | None
+    key_sum_BHND: Tensor | None
+
+
+def dense_rows(tensor_BHTD: Tensor) -> Tensor:
+    """Return the tensor with a dense last dimension, copied only if needed."""
+    return tensor_BHTD if tensor_BHTD.stride(-1) == 1 else tensor_BHTD.contiguous()
+
+
+def writable(tensor_BHTD: Tensor) -> Tensor:
+    """Return the tensor, or a copy if its elements overlap or its last dimension is not dense."""
+    extent = 1
+    for stride, size in sorted(zip(tensor_BHTD.stride(), tensor_BHTD.shape, strict=True)):
+        if size > 1:
+            if stride < extent:
+                return tensor_BHTD.contiguous()
+            extent = stride * (size - 1) + extent
+    return dense_rows(tensor_BHTD)
+
+
+def close_slot(
+    results: Results,
+    rows: tuple[Tensor, Tensor] | None,
+    value: Tensor | None,
+    *,
+    logit: Tensor | None = None,
+    first: FirstKey | None = None,
+    scale: float = 1.0,
+    visible: int = 0,
+) -> None:
+    """Fill `results`; see `GateKernels.close_slot` and `close_first_key`.
+
+    Args:
+        rows: out_BHTD and lse_BHT of the attention kernel. out_BHTD may be that of `results`.
+        logit: None for the first key.
+        first: None for a given logit.
+        visible: Rows that see the first key.
+    """
+    from megasink.attention.gate_kernels.triton_slot import close_slot_kernel
+
+    batch, heads, tokens, head_dim = results.out_BHTD.shape
+    out, lse = (None, None) if rows is None else rows
+    query, key = (None, None) if first is None else (first.query_BHTD, first.key_BG1D)
+    align = alignment(out, results.out_BHTD, value, query, key)
+    columns, block, grid = tiles(results.out_BHTD, TILE if first is None else TILE_OF_THREE)
+    with device_of(results.out_BHTD):
+        close_slot_kernel[grid](
+            out,
+            *strides(out, align),
+            lse,
+            *strides(lse),
+            results.out_BHTD,
+            *strides(results.out_BHTD, align),
+            *results[1:],
+            logit,
+            *strides(logit),
+            value,
+            *strides(value, align),
+            query,
+            *strides(query, align),
+            key,
+            *strides(key, align)[:2],
+            scale,
+            visible,
+            0 if first is None else first.alone,
+            batch,
+            heads,
+            1 if key is None else heads // key.shape[1],
+            tokens,
+            D=head_dim,
+            COLUMNS=columns,
+            ROWS=block,
+            ALIGN=align,
+            ROUND_BY_HAND=interpreted(),
+            **OPTIONS,
+        )
+
+
+def open_slot(
+    arriving: Arriving,
+    results: Results,
+    value: Tensor | None,
+    *,
+    inject: bool,
+    logit_grad: bool = False,
+    logit_sum: bool = False,
+    value_sum: bool = False,
+    first: FirstKey | None = None,
+    scale: float = 1.0,
+) -> Opened:
+    """Take the gradients that are asked for; see `GateKernels.open_slot` and `open_first_key`.
+
+    Args:
+        inject: Put the gradient of the LSE, if there is one, into the leading channels of the
+            incoming gradient and of out, in place. Otherwise return it.
+        first: For `key_sum_BHND`; None for a given logit.
+    """
+    from megasink.attention.gate_kernels.triton_slot import open_slot_kernel
+
+    grad_out, grad_lse, grad_gate = arriving
+    assert grad_out is not None
+    out, weight = results.out_BHTD, results.weight_BHT
+    has_lse_grad = not (grad_lse is None and grad_gate is None)
+    inject &= has_lse_grad
+    grad_out = writable(grad_out) if inject else dense_rows(grad_out)
+    query = None if first is None else first.query_BHTD
+    align = alignment(grad_out, out, value, query)
+    batch, heads, tokens, head_dim = out.shape
+    columns, block, grid = tiles(out, TILE if first is None else TILE_OF_THREE)
+    channels = _channels(out)
+    programs = (batch, heads, grid[0] // (batch * heads))
+
+    def new(asked: bool, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        return out.new_empty(shape, dtype=dtype) if asked else None
+
+    opened = Opened(
+        grad_out,
+        out,
+        new(inject, batch, heads, tokens, 2 * channels, dtype=out.dtype),
+        new(has_lse_grad and not inject, batch, heads, tokens),
+        new(logit_grad, batch, heads, tokens),
+        new(logit_sum, *programs),
+        new(value_sum, *programs, head_dim),
+        new(first is not None, *programs, head_dim),
+    )
+    if not (has_lse_grad or logit_grad or logit_sum):
+        return opened
+    with device_of(out):
+        open_slot_kernel[grid](
+            grad_out,
+            *strides(grad_out, align),
+            out,
+            *strides(out, align),
+            None if grad_gate is None else results.gate_BHT,
+            weight if weight.numel() else None,
+            grad_gate,
+            *strides(grad_gate),
+            grad_lse,
+            *strides(grad_lse),
+            value,
+            *strides(value, align),
+            query,
+            *strides(query, align),
+            opened.kept,
+            opened.lse_grad_BHT,
+            opened.logit_grad_BHT,
+            opened.logit_sum_BHN,
+            opened.value_sum_BHND,
+            opened.key_sum_BHND,
+            scale,
+            batch,
+            heads,
+            1 if first is None else heads // first.key_BG1D.shape[1],
+            tokens,
+            D=head_dim,
+            COLUMNS=columns,
+            ROWS=block,
+            CHANNELS=channels,
+            ALIGN=align,
+            ROUND_BY_HAND=interpreted(),
+            **OPTIONS,
+        )
+    return opened
+
+
+def restore(opened: Opened) -> None:
+    """Undo what `open_slot` changed in place."""
+    from megasink.attention.gate_kernels.triton_slot import restore_kernel
+
+    if opened.kept is None:
+        return
+    grad_out, out = opened.grad_out_BHTD, opened.out_BHTD
+    batch, heads, tokens, _ = out.shape
+    align = alignment(grad_out, out)
+    with device_of(out):
+        restore_kernel[(batch * heads * _blocks(tokens, ROWS_TO_RESTORE),)](
+            grad_out,
+            *strides(grad_out, align),
+            out,
+            *strides(out, align),
+            opened.kept,
+            batch,
+            heads,
+            tokens,
+            ROWS=ROWS_TO_RESTORE,
+            CHANNELS=_channels(out),
+            ALIGN=align,
+            **OPTIONS,
+        )
+
+
+def _channels(out_BHTD: Tensor) -> int:
+    """Return C, as `inject_lse_gradient` does."""
+    return min(2 if out_BHTD.dtype is torch.bfloat16 else 1, out_BHTD.shape[-1])
+
+
+def _blocks(tokens: int, rows: int) -> int:
+    return -(-tokens // rows)
+
+
+def tiles(out_BHTD: Tensor, size: int) -> tuple[int, int, tuple[int]]:
+    """Return columns and rows of a program's tile, powers of two, and the grid."""
+    batch, heads, tokens, head_dim = out_BHTD.shape
+    columns = 1 << (head_dim - 1).bit_length()
+    rows = max(1, min(128, size // (columns * out_BHTD.element_size())))
+    return columns, rows, (batch * heads * _blocks(tokens, rows),)
+
+
+def alignment(*tensors_BHTD: Tensor | None) -> int:
+    """Return the largest number of elements, at most 16 bytes, that divides every stride."""
+    given = [tensor for tensor in tensors_BHTD if tensor is not None]
+    most = 16 // min(tensor.element_size() for tensor in given)
+    return gcd(most, *(stride for tensor in given for stride in strides(tensor)))
+
+
+def strides(tensor: Tensor | None, align: int = 1) -> list[int]:
+    """Return the strides of batch, heads and tokens in units of `align`; 0 where they broadcast."""
+    if tensor is None:
+        return [0, 0, 0]
+    sizes, strides = tensor.shape[:3], tensor.stride()[:3]
+    return [0 if n == 1 else s // align for n, s in zip(sizes, strides, strict=True)]
+
+
+def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which PyTorch's own kernels do not depend on."""
+    if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)
+
+
+def interpreted() -> bool:
+    """Return whether Triton interprets its kernels, on a CPU."""
+    return environ.get("TRITON_INTERPRET") == "1"

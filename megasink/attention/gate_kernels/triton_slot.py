@@ -1,0 +1,301 @@
+"""Triton kernels of a slot's gate: around a flash kernel's forward, and before its backward.
+
+The formulas are those of `plain.py`; docs/maths.md derives them. One program handles ROWS tokens of
+one head. Tensors have any strides but a dense last dimension. Strides come in units of ALIGN
+elements: the compiler then knows that rows are aligned and moves 16 bytes per instruction, whatever
+the head dim, and no stride's value makes it compile again.
+
+Shapes: B batch, H query heads, T tokens, D head dim, N programs per head, C leading channels that
+carry the gradient of the LSE (injection.py).
+"""
+
+import triton
+import triton.language as tl
+
+# Names that end so are strides or sizes, which must not be compiled in.
+_RUNTIME = ("_b", "_h", "_t", "tokens", "heads", "batch", "per_group", "first_row", "visible")
+
+
+def _jit(function):  # type: ignore[no-untyped-def]
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return triton.jit(function, do_not_specialize=[n for n in names if n.endswith(_RUNTIME)])
+
+
+@triton.jit
+def _rounded(wide, dtype: tl.constexpr, ROUND_BY_HAND: tl.constexpr):
+    """Round to nearest even. By hand for bfloat16 in Triton's interpreter, which truncates."""
+    if ROUND_BY_HAND and dtype == tl.bfloat16:
+        bits = wide.to(tl.int32, bitcast=True)
+        even = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        wide = tl.where(wide == wide, even.to(tl.float32, bitcast=True), wide)
+    return wide.to(dtype)
+
+
+@triton.jit
+def _program(heads, batch, ROWS: tl.constexpr):
+    """Return head, batch and first token. Heads come first: in Megatron's layout they adjoin."""
+    program = tl.program_id(0)
+    return program % heads, program // heads % batch, program // (heads * batch) * ROWS
+
+
+@_jit
+def close_slot_kernel(
+    rows_out,  # O, or None if every row sees the slot alone; may be the memory of out
+    o_b,
+    o_h,
+    o_t,
+    rows_lse,
+    l_b,
+    l_h,
+    l_t,
+    out,  # Y
+    y_b,
+    y_h,
+    y_t,
+    lse,  # LSE', G and p: dense [B, H, T]
+    gate,
+    weight,
+    logit,  # s; None for the first key, whose logit is scale * q_i . k
+    s_b,
+    s_h,
+    s_t,
+    value,  # u, by group; None for 0
+    u_b,
+    u_h,
+    u_t,
+    query,  # q and k, by group, for the first key
+    q_b,
+    q_h,
+    q_t,
+    key,
+    k_b,
+    k_h,
+    scale,
+    visible,  # the first key is visible to rows before this one
+    first_row,  # rows before it see the slot alone, and are not in rows_out
+    batch,
+    heads,
+    per_group,
+    tokens,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROUND_BY_HAND: tl.constexpr,
+):
+    """out = G O + p u, G = sigmoid(LSE - s), p = sigmoid(s - LSE), lse = logaddexp(LSE, s)."""
+    h, b, start = _program(heads, batch, ROWS)
+    b64, h64, start64 = b.to(tl.int64), h.to(tl.int64), start.to(tl.int64)
+    g64 = (h // per_group).to(tl.int64)
+    r = tl.arange(0, ROWS)
+    t = start + r
+    column = tl.arange(0, COLUMNS)
+    whole_columns = column < D
+    inside = t < tokens
+    tile = inside[:, None] & whole_columns[None, :]
+
+    if logit is None:
+        at = query + (b64 * q_b + h64 * q_h + start64 * q_t) * ALIGN
+        at += r[:, None] * q_t * ALIGN + column[None, :]
+        q = tl.load(at, mask=tile, other=0.0).to(tl.float32)
+        at = key + (b64 * k_b + g64 * k_h) * ALIGN + column
+        k = tl.load(at, mask=whole_columns, other=0.0).to(tl.float32)
+        s = tl.sum(q * k[None, :], 1) * scale
+        s = tl.where(t < visible, s, float("-inf"))
+    else:
+        at = logit + b64 * s_b + h64 * s_h + start64 * s_t + r * s_t
+        s = tl.load(at, mask=inside, other=0.0)
+    if rows_out is None:
+        x = tl.full([ROWS], float("-inf"), tl.float32)
+    else:
+        among = inside & (t >= first_row)
+        at = rows_lse + b64 * l_b + h64 * l_h + (start64 - first_row) * l_t + r * l_t
+        x = tl.load(at, mask=among, other=float("-inf"))
+
+    # 1 - G is never a difference: at s = -30 it would be lost.
+    small = tl.exp(-tl.abs(x - s))
+    large = tl.div_rn(1.0, 1.0 + small)
+    small_share = tl.div_rn(small, 1.0 + small)
+    keys_lead = x >= s
+    g = tl.where(keys_lead, large, small_share)
+    p = tl.where(keys_lead, small_share, large)
+    at = (b64 * heads + h64) * tokens + start64 + r
+    tl.store(lse + at, tl.maximum(x, s) + tl.log(1.0 + small), mask=inside)
+    tl.store(gate + at, g, mask=inside)
+    tl.store(weight + at, p, mask=inside)
+
+    y = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if rows_out is not None:
+        at = rows_out + (b64 * o_b + h64 * o_h + (start64 - first_row) * o_t) * ALIGN
+        at += r[:, None] * o_t * ALIGN + column[None, :]
+        o = tl.load(at, mask=among[:, None] & whole_columns[None, :], other=0.0)
+        y = o.to(tl.float32) * g[:, None]
+    if value is not None:
+        at = value + (b64 * u_b + g64 * u_h + start64 * u_t) * ALIGN
+        at += r[:, None] * u_t * ALIGN + column[None, :]
+        y += p[:, None] * tl.load(at, mask=tile, other=0.0).to(tl.float32)
+    at = out + (b64 * y_b + h64 * y_h + start64 * y_t) * ALIGN
+    at += r[:, None] * y_t * ALIGN + column[None, :]
+    tl.store(at, _rounded(y, out.dtype.element_ty, ROUND_BY_HAND), mask=tile)
+
+
+@_jit
+def open_slot_kernel(
+    grad_out,  # dY; its leading channels become those of dO'
+    d_b,
+    d_h,
+    d_t,
+    out,  # Y; its leading channels become those of O'
+    y_b,
+    y_h,
+    y_t,
+    gate,  # dense [B, H, T], as weight; None if not needed
+    weight,
+    grad_gate,  # dG, or None
+    g_b,
+    g_h,
+    g_t,
+    grad_lse,  # e, or None
+    e_b,
+    e_h,
+    e_t,
+    value,  # u, by group; None for 0
+    u_b,
+    u_h,
+    u_t,
+    query,  # for key_grad
+    q_b,
+    q_h,
+    q_t,
+    kept,  # [B, H, T, 2 C]: the leading channels of Y, and of dY where it changes, else NaN
+    lse_grad,  # dense [B, H, T]: p dG + e, for a kernel that takes it
+    logit_grad,  # dense [B, H, T]: ds
+    logit_sum,  # [B, H, N]: ds summed over the program's rows
+    value_sum,  # [B, H, N, D]: p dY summed
+    key_sum,  # [B, H, N, D]: scale * ds q summed
+    scale,
+    batch,
+    heads,
+    per_group,
+    tokens,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROUND_BY_HAND: tl.constexpr,
+):
+    """ds = p (dY . (u - Y) + e - G dG), and dO' . O' = dY . Y - (p dG + e)."""
+    h, b, start = _program(heads, batch, ROWS)
+    b64, h64, start64 = b.to(tl.int64), h.to(tl.int64), start.to(tl.int64)
+    g64 = (h // per_group).to(tl.int64)
+    r = tl.arange(0, ROWS)
+    t = start + r
+    inside = t < tokens
+    column = tl.arange(0, COLUMNS)
+    whole_columns = column < D
+    tile = inside[:, None] & whole_columns[None, :]
+    dense = (b64 * heads + h64) * tokens + start64 + r
+    block = (b64 * heads + h64) * tl.cdiv(tokens, ROWS) + start64 // ROWS
+    d_rows = grad_out + (b64 * d_b + h64 * d_h + start64 * d_t) * ALIGN + r * d_t * ALIGN
+    y_rows = out + (b64 * y_b + h64 * y_h + start64 * y_t) * ALIGN + r * y_t * ALIGN
+
+    g = tl.zeros([ROWS], tl.float32)
+    slot = tl.zeros([ROWS], tl.float32)  # e - G dG
+    if weight is not None:
+        p = tl.load(weight + dense, mask=inside, other=0.0)
+    if grad_lse is not None:
+        at = grad_lse + b64 * e_b + h64 * e_h + start64 * e_t + r * e_t
+        g = tl.load(at, mask=inside, other=0.0)
+        slot = g
+    if grad_gate is not None:
+        at = grad_gate + b64 * g_b + h64 * g_h + start64 * g_t + r * g_t
+        dg = tl.load(at, mask=inside, other=0.0)
+        g += dg * p
+        slot -= tl.load(gate + dense, mask=inside, other=0.0) * dg
+    if lse_grad is not None:
+        tl.store(lse_grad + dense, g, mask=inside)
+
+    if (logit_grad is not None) or (logit_sum is not None) or (value_sum is not None):
+        d = tl.load(d_rows[:, None] + column[None, :], mask=tile, other=0.0).to(tl.float32)
+        y = tl.load(y_rows[:, None] + column[None, :], mask=tile, other=0.0).to(tl.float32)
+        if value is not None:
+            at = value + (b64 * u_b + g64 * u_h + start64 * u_t) * ALIGN
+            at += r[:, None] * u_t * ALIGN + column[None, :]
+            y -= tl.load(at, mask=tile, other=0.0).to(tl.float32)
+        ds = (slot - tl.sum(d * y, 1)) * p
+        if logit_grad is not None:
+            tl.store(logit_grad + dense, ds, mask=inside)
+        if logit_sum is not None:
+            tl.store(logit_sum + block, tl.sum(ds, 0))
+        if value_sum is not None:
+            at = value_sum + block * D + column
+            tl.store(at, tl.sum(p[:, None] * d, 0), mask=whole_columns)
+        if key_sum is not None:
+            at = query + (b64 * q_b + h64 * q_h + start64 * q_t) * ALIGN
+            at += r[:, None] * q_t * ALIGN + column[None, :]
+            q = tl.load(at, mask=tile, other=0.0).to(tl.float32)
+            at = key_sum + block * D + column
+            tl.store(at, tl.sum((ds * scale)[:, None] * q, 0), mask=whole_columns)
+
+    if kept is not None:
+        # As injection.py, operation for operation: the results are the same to the last bit.
+        dtype: tl.constexpr = out.dtype.element_ty
+        absent = g == 0.0
+        floor = tl.where(absent, 0.0, tl.maximum(tl.abs(g) * 2.0**-60, 2.0**-120))
+        # Every load of these rows comes before the first store to them, in all warps.
+        d_0 = tl.load(d_rows, mask=inside, other=0.0)
+        y_0 = tl.load(y_rows, mask=inside, other=0.0)
+        d_1 = tl.load(d_rows + CHANNELS - 1, mask=inside, other=0.0)
+        y_1 = tl.load(y_rows + CHANNELS - 1, mask=inside, other=0.0)
+        tl.debug_barrier()
+        rest = g
+        for c in tl.static_range(CHANNELS):
+            d_c = d_0 if c == 0 else d_1
+            y_c = y_0 if c == 0 else y_1
+            tiny = inside & (tl.abs(d_c.to(tl.float32)) < floor)
+            to_d = tl.where(tiny, _rounded(floor, dtype, ROUND_BY_HAND), d_c)
+            grad = to_d.to(tl.float32)
+            old = y_c.to(tl.float32)
+            moved = tl.where(absent, 0.0, tl.div_rn(rest, tl.where(absent, 1.0, grad)))
+            to_y = _rounded(old - moved, dtype, ROUND_BY_HAND)
+            rest = rest - grad * (old - to_y.to(tl.float32))
+            nan = tl.full([ROWS], float("nan"), tl.float32).to(dtype)
+            at = kept + dense * (2 * CHANNELS) + c
+            tl.store(at, y_c, mask=inside)
+            tl.store(at + CHANNELS, tl.where(tiny, d_c, nan), mask=inside)
+            tl.store(d_rows + c, to_d, mask=tiny)
+            tl.store(y_rows + c, to_y, mask=inside)
+
+
+@_jit
+def restore_kernel(
+    grad_out,
+    d_b,
+    d_h,
+    d_t,
+    out,
+    y_b,
+    y_h,
+    y_t,
+    kept,
+    batch,
+    heads,
+    tokens,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Put the leading channels back that `open_slot_kernel` changed."""
+    h, b, start = _program(heads, batch, ROWS)
+    b64, h64, start64 = b.to(tl.int64), h.to(tl.int64), start.to(tl.int64)
+    r = tl.arange(0, ROWS)
+    inside = start + r < tokens
+    at = kept + ((b64 * heads + h64) * tokens + start64 + r) * (2 * CHANNELS)
+    d_rows = grad_out + (b64 * d_b + h64 * d_h + start64 * d_t) * ALIGN + r * d_t * ALIGN
+    y_rows = out + (b64 * y_b + h64 * y_h + start64 * y_t) * ALIGN + r * y_t * ALIGN
+    for c in tl.static_range(CHANNELS):
+        tl.store(y_rows + c, tl.load(at + c, mask=inside, other=0.0), mask=inside)
+        d_c = tl.load(at + CHANNELS + c, mask=inside, other=0.0)
+        wide = d_c.to(tl.float32)
+        tl.store(d_rows + c, d_c, mask=inside & (wide == wide))
