@@ -33,7 +33,7 @@ def step(
         counts: events of each kind; waits and crossings: each line that makes the host wait, or
         copies between host and device, with how often; collectives: each kind of NCCL call, its
         bytes, ranks and number; kernels: launches by name; misplaced: tensors handed to a kernel
-        whose rows are not multiples of 16 bytes; before, peak: bytes allocated when the step
+        whose rows are not multiples of 16 bytes; before, peak: bytes of tensors when the step
         begins, and at most in it; parameters: on this rank.
     """
     os.environ |= Device(**device or {}).variables()
@@ -69,6 +69,11 @@ def _lines(events: Iterator[Event]) -> list[list[Any]]:
     return [[*where, count] for where, count in sorted(found.items())]
 
 
+def _requested(which: str) -> int:
+    """Bytes of all tensors; what is allocated rounds each block up, by as much as 1 MiB."""
+    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{which}"])
+
+
 @contextlib.contextmanager
 def _recorded_step(recording: Recording, models: list[Any], memory: list[int]) -> Iterator[None]:
     """Record from the beginning of a step to that of the next, and the memory at both."""
@@ -84,11 +89,11 @@ def _recorded_step(recording: Recording, models: list[Any], memory: list[int]) -
         done += 1
         if done == RECORDED + 1:
             recording.__exit__()
-            memory.append(torch.cuda.max_memory_allocated())
+            memory.append(_requested("peak"))
         if done == RECORDED:
             models.extend(arguments[2])
             torch.cuda.reset_peak_memory_stats()
-            memory.append(torch.cuda.memory_allocated())
+            memory.append(_requested("current"))
             recording.__enter__()
         return inner(*arguments, **options)
 
