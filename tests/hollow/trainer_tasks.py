@@ -22,6 +22,7 @@ from megasink.train import pretrain
 from tests.hollow.given import watch_rows
 
 RECORDED = 2
+_FOLDERS = ("/megasink/", "/megatron/")
 
 
 def step(
@@ -63,8 +64,10 @@ def _lines(events: Iterator[Event]) -> list[list[Any]]:
     """[what, file, source, count] of the innermost lines in megasink's or Megatron's files."""
     found: Counter[tuple[str, str, str]] = Counter()
     for event in events:
-        line = event.line_in("/megasink/", "/megatron/")
-        file = line.file.split("site-packages/")[-1].split("/hollow/")[-1] if line else ""
+        line = event.line_in(*_FOLDERS)
+        file = "" if line is None else line.file
+        for folder in _FOLDERS:
+            file = file[max(file.rfind(folder) + 1, 0) :]
         found[event.name, file, line.text if line else ""] += 1
     return [[*where, count] for where, count in sorted(found.items())]
 
