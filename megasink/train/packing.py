@@ -43,8 +43,9 @@ def pack(batch: dict[str, Any]) -> PackedSeqParams | None:
     for key in _PER_TOKEN:
         if batch.get(key) is not None:
             batch[key] = batch[key].reshape(1, -1)
-    pinned = torch.tensor(bounds, dtype=torch.int32).pin_memory()
-    cu_seqlens = pinned.to(batch["cu_seqlens"].device, non_blocking=True)
+    device = batch["cu_seqlens"].device
+    pinned = torch.tensor(bounds, dtype=torch.int32, pin_memory=device.type == "cuda")
+    cu_seqlens = pinned.to(device, non_blocking=True)
     longest = max(stop - start for start, stop in pairwise(bounds))
     params = PackedSeqParams(
         qkv_format="thd",

@@ -91,6 +91,7 @@ def _import_everything() -> None:
     for patch in TABLE:
         patch.where()
     # torch refuses to begin in a fork, where a driver would be lost. This one has nothing to lose.
+    torch.cuda._queued_calls.clear()  # which ask what the device is; tasks choose it
     torch.cuda.init()
     gc.collect()
     gc.freeze()

@@ -22,6 +22,7 @@ from megasink.train import pretrain
 from tests.hollow.given import watch_rows
 
 RECORDED = 2
+_FOLDERS = ("/megasink/", "/megatron/")
 
 
 def step(
@@ -33,7 +34,7 @@ def step(
         counts: events of each kind; waits and crossings: each line that makes the host wait, or
         copies between host and device, with how often; collectives: each kind of NCCL call, its
         bytes, ranks and number; kernels: launches by name; misplaced: tensors handed to a kernel
-        whose rows are not multiples of 16 bytes; before, peak: bytes allocated when the step
+        whose rows are not multiples of 16 bytes; before, peak: bytes of tensors when the step
         begins, and at most in it; parameters: on this rank.
     """
     os.environ |= Device(**device or {}).variables()
@@ -63,10 +64,17 @@ def _lines(events: Iterator[Event]) -> list[list[Any]]:
     """[what, file, source, count] of the innermost lines in megasink's or Megatron's files."""
     found: Counter[tuple[str, str, str]] = Counter()
     for event in events:
-        line = event.line_in("/megasink/", "/megatron/")
-        file = line.file.split("site-packages/")[-1].split("/hollow/")[-1] if line else ""
+        line = event.line_in(*_FOLDERS)
+        file = "" if line is None else line.file
+        for folder in _FOLDERS:
+            file = file[max(file.rfind(folder) + 1, 0) :]
         found[event.name, file, line.text if line else ""] += 1
     return [[*where, count] for where, count in sorted(found.items())]
+
+
+def _requested(which: str) -> int:
+    """Bytes of all tensors; what is allocated rounds each block up, by as much as 1 MiB."""
+    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{which}"])
 
 
 @contextlib.contextmanager
@@ -84,11 +92,11 @@ def _recorded_step(recording: Recording, models: list[Any], memory: list[int]) -
         done += 1
         if done == RECORDED + 1:
             recording.__exit__()
-            memory.append(torch.cuda.max_memory_allocated())
+            memory.append(_requested("peak"))
         if done == RECORDED:
             models.extend(arguments[2])
             torch.cuda.reset_peak_memory_stats()
-            memory.append(torch.cuda.memory_allocated())
+            memory.append(_requested("current"))
             recording.__enter__()
         return inner(*arguments, **options)
 
