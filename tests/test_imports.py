@@ -28,7 +28,7 @@ MEGATRON = (
 TRAIN = ("megasink.train", "megasink.commands")
 # What a room may import beside the standard library and itself.
 ALLOWED = {
-    "megasink.attention": {"torch", "megasink.errors", "megasink.definitions"},
+    "megasink.attention": {"torch", "triton", "megasink.errors", "megasink.definitions"},
     "megasink.variants": {
         "megasink.attention",
         "megasink.command_line",

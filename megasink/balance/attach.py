@@ -20,6 +20,8 @@ class HeadBalanceScale:
     def __init__(self) -> None:
         self.share = 1.0
         self._loss_scale: Tensor | None = None
+        # The product of all factors, the same for every layer of a microbatch, and its coefficient.
+        self._factor: tuple[float, Tensor | float] | None = None
         self._targets: Tensor | None = None
 
     def set_loss_scale(self, scale: Tensor) -> None:
@@ -31,7 +33,7 @@ class HeadBalanceScale:
                 under ``calculate_per_token_loss``; the forward step then sets the number of
                 targets).
         """
-        self._loss_scale = scale
+        self._loss_scale, self._factor = scale, None
 
     def set_step(
         self, step: int, warmup_steps: int = 0, decay_steps: int = 0, total_steps: int = 0
@@ -46,7 +48,7 @@ class HeadBalanceScale:
         """
         rising = (step + 1) / warmup_steps if warmup_steps else 1.0
         falling = (total_steps - step) / decay_steps if decay_steps else 1.0
-        self.share = max(0.0, min(1.0, rising, falling))
+        self.share, self._factor = max(0.0, min(1.0, rising, falling)), None
 
     def set_targets(self, targets: Tensor) -> None:
         """Set the number of targets of the microbatch that runs forward next.
@@ -87,18 +89,20 @@ class HeadBalanceScale:
 
         Call it in the backward pass: the loss scale of a microbatch is set after its forward pass.
         """
-        scale: Tensor | float = 1.0  # outside of Megatron's schedules
-        if self._loss_scale is not None:
-            scale = self._loss_scale.detach().reshape(()).to(gradient_H.device)
-        return gradient_H * (scale * self.share * coeff)
+        if self._factor is None or self._factor[0] != coeff:
+            scale: Tensor | float = 1.0  # outside of Megatron's schedules
+            if self._loss_scale is not None:
+                scale = self._loss_scale.detach().reshape(()).to(gradient_H.device)
+            self._factor = coeff, scale * self.share * coeff
+        return gradient_H * self._factor[1]
 
 
 class _AttachGradient(torch.autograd.Function):
-    """Identity on ``output``; sends ``gradient()`` back to ``importance``."""
+    """Identity on ``output``; sends ``gradient()`` back to the gates."""
 
     @staticmethod
     def forward(
-        ctx: Any, output: Tensor, importance_H: Tensor, gradient: Callable[[], Tensor]
+        ctx: Any, output: Tensor, gate_sum_H: Tensor, gradient: Callable[[], Tensor]
     ) -> Tensor:
         ctx.gradient = gradient
         return output.view_as(output)
@@ -108,7 +112,7 @@ class _AttachGradient(torch.autograd.Function):
         return grad_output, ctx.gradient(), None
 
 
-def attach_gradient(output: Tensor, importance_H: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
+def attach_gradient(output: Tensor, gate_sum_H: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
     """Return ``output`` unchanged, with a backward that also propagates a loss on the importance.
 
     The head-balance loss is not linear in the importance, so its gradient dL/dImp is computed
@@ -116,12 +120,13 @@ def attach_gradient(output: Tensor, importance_H: Tensor, gradient: Callable[[],
 
     Args:
         output: Attention output, any shape and dtype; must require a gradient.
-        importance_H: [H] differentiable mean gate of this rank's heads, float32.
+        gate_sum_H: [H] differentiable sum of the gates of this rank's heads, float32.
         gradient: Called in the backward pass, where it waits for collectives started in the
-            forward pass; returns dL/dImp, [H] float32, without gradient.
+            forward pass; returns dL/dImp over the number of tokens in the sum, [H] float32, without
+            gradient.
 
     Returns:
         A tensor equal to ``output``.
     """
-    result: Tensor = _AttachGradient.apply(output, importance_H, gradient)
+    result: Tensor = _AttachGradient.apply(output, gate_sum_H, gradient)
     return result

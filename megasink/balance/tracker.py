@@ -5,12 +5,13 @@ Shapes: L layers of the model, H query heads, h those of this tensor-parallel ra
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megasink.balance.loss import head_balance_loss
+from megasink.balance.loss import head_balance_gradient, head_balance_loss
 from megasink.diagnostics.importance import layer_imbalance
 
 # Series that layers may record on observed steps: the sink logit; the mean of an explicit gate that
@@ -46,7 +47,7 @@ class HeadStatistics:
     series: dict[str, Tensor] = field(default_factory=dict)
 
 
-Receiver = Callable[[Tensor], None]
+Receiver = Callable[[Tensor, Tensor], None]
 
 
 class HeadTracker:
@@ -69,9 +70,11 @@ class HeadTracker:
     def __init__(self, layers: int, heads: int):
         self.layers, self.heads = layers, heads
         self.observes = False
-        # Per layer: a sum per head, how often each head was routed, then tokens, balance loss at
+        # Per layer: a sum per head, whether each head was routed, then tokens, balance loss at
         # coefficient 1, microbatches; for each series a sum and a weight per head.
         self._table: Tensor | None = None
+        # Layer -> tokens and microbatches of the step, which the host knows.
+        self._counts: dict[int, tuple[int, int]] = {}
         self._receivers: dict[int, Receiver] = {}
         self._pending: tuple[Tensor, Any] | None = None
 
@@ -91,8 +94,9 @@ class HeadTracker:
             first: Index in the layer of this rank's first head.
             gate_sum_h: Gates of this rank's heads, summed over tokens.
             tokens: Number of tokens in the sum.
-            routed_H: Mask of the heads that the balance loss covers, bool.
-            receiver: Called with the layer's importance [H] at the end of the step.
+            routed_H: Mask of the heads that the balance loss covers, bool; the same all step.
+            receiver: Called at the end of the step with the layer's importance [H] and dL/dImp [H],
+                for a balance loss over all heads at coefficient 1.
 
         Raises:
             RuntimeError: Another module has recorded as this layer in the current step.
@@ -103,11 +107,13 @@ class HeadTracker:
                 "need a MegasinkTransformerConfig each, for the statistics are the config's"
             )
         row = self._row(layer, gate_sum_h.device)
-        row[first : first + len(gate_sum_h)] += gate_sum_h.detach()
+        # add_, not +=, which would then copy the sum onto itself.
+        row[first : first + len(gate_sum_h)].add_(gate_sum_h.detach())
         if first == 0:  # the same on every tensor-parallel rank
-            row[self.heads : 2 * self.heads] += routed_H
-            row[2 * self.heads] += tokens
-            row[2 * self.heads + 2] += 1
+            if layer not in self._counts:
+                row[self.heads : 2 * self.heads].add_(routed_H)
+            recorded, microbatches = self._counts.get(layer, (0, 0))
+            self._counts[layer] = recorded + tokens, microbatches + 1
 
     def record_loss(self, layer: int, first: int, loss: Tensor) -> None:
         """Add the layer's balance loss for one recorded microbatch."""
@@ -146,6 +152,13 @@ class HeadTracker:
         self._row(0, torch.device("cuda"))  # a stage without layers sends zeros
         table, self._table = self._table, None
         assert table is not None
+        # Adjoining layers mostly have the same counts: two launches for all of them.
+        placed = enumerate(sorted(self._counts.items()))
+        for (_, counts), run in groupby(placed, lambda at: (at[1][0] - at[0], at[1][1])):
+            layers = [layer for _, (layer, _) in run]
+            rows = table[layers[0] : layers[-1] + 1]
+            rows[:, 2 * self.heads], rows[:, 2 * self.heads + 2] = counts
+        self._counts = {}
         self._pending = table, torch.distributed.all_reduce(table, async_op=True)
 
     def finish_step(self, coeff: float, scope: str) -> HeadStatistics | None:
@@ -171,8 +184,10 @@ class HeadTracker:
             loss = head_balance_loss(importance_LH.nan_to_num(), coeff, routed_LH)
         else:
             loss = coeff * (table[:, -2] / table[:, -1].clamp_min(1)).sum()
+        every_head_LH = torch.ones_like(importance_LH, dtype=torch.bool)
+        gradient_LH = head_balance_gradient(importance_LH, 1.0, every_head_LH)
         for layer, receive in self._receivers.items():
-            receive(importance_LH[layer])
+            receive(importance_LH[layer], gradient_LH[layer])
         self._receivers.clear()
         imbalance_L = layer_imbalance(importance_LH)
         series = {}

@@ -99,7 +99,7 @@ class HeadCounter(StaysFloat32):
         tokens, real_1T = batch * tokens, None
         if documents is not None:
             tokens, real_1T = documents.real_tokens, documents.real_1T
-        gate_sum_h = gate_sum(gate_BHTC[..., 0] if width == 1 else gate_BHTC.mean(-1), real_1T)
+        gate_sum_h = gate_sum(gate_BHTC.squeeze(-1) if width == 1 else gate_BHTC.mean(-1), real_1T)
         statistics.heads.record(
             self.layer, self._first, gate_sum_h, tokens, self.routed, self._receive
         )
@@ -107,7 +107,8 @@ class HeadCounter(StaysFloat32):
             return out_SBX
         coefficients = self._coefficients(gate_sum_h, tokens)
         # This rank's share of the microbatch's importance: Megatron sums over context-parallel
-        # ranks, or averages and includes their number in the loss scale.
+        # ranks, or averages and includes their number in the loss scale. The gradient is divided,
+        # not the sum: one launch per layer less.
         count = tokens * self.cp_size
         slope_h = None
         if self._observer.compares_gradients:
@@ -117,9 +118,9 @@ class HeadCounter(StaysFloat32):
             sent_h = statistics.balance.scaled(coefficients(), config.head_balance_coeff)
             if slope_h is not None:
                 self._observer.add(BALANCE_GRADIENT, sent_h * slope_h, tokens)
-            return sent_h
+            return sent_h / count
 
-        return attach_gradient(out_SBX, gate_sum_h / count, gradient)
+        return attach_gradient(out_SBX, gate_sum_h, gradient)
 
     def _coefficients(self, gate_sum_h: Tensor, tokens: int) -> Callable[[], Tensor]:
         """Return a function that computes dL/dImp [h] at coefficient 1 in the backward pass.
@@ -151,8 +152,12 @@ class HeadCounter(StaysFloat32):
             return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         return parallel_state.get_tensor_and_context_parallel_group()
 
-    def _receive(self, importance_H: Tensor) -> None:
-        """Receive the importance over the global batch at the end of a step."""
+    def _receive(self, importance_H: Tensor, gradient_H: Tensor) -> None:
+        """Receive the importance over the global batch at the end of a step.
+
+        Args:
+            gradient_H: dL/dImp at coefficient 1, if every head is routed; a row of all layers'.
+        """
         shared = self.config.head_balance_shared_heads
         refresh = self.config.head_balance_shared_refresh
         if shared:
@@ -161,5 +166,6 @@ class HeadCounter(StaysFloat32):
             if refresh:
                 due = self.steps % refresh == 0
             self.routed = torch.where(due, routed_heads(importance_H, shared), self.routed)
+            gradient_H = head_balance_gradient(importance_H, 1.0, self.routed)
         self.steps += 1
-        self.coefficients = head_balance_gradient(importance_H, 1.0, self.routed)
+        self.coefficients = gradient_H.clone()  # else a checkpoint would hold every layer's

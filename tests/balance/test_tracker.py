@@ -17,7 +17,7 @@ def one_process():
     torch.distributed.destroy_process_group()
 
 
-def ignore(importance_H):
+def ignore(importance_H, gradient_H):
     """What a layer does that shares no heads and has no balance loss."""
 
 
@@ -60,8 +60,12 @@ def test_a_step_starts_from_nothing():
 
 def test_a_pass_that_is_run_again_is_counted_once():
     received, tracker = [], HeadTracker(layers=1, heads=2)
+
+    def receive(importance_H, gradient_H):
+        received.append(importance_H)
+
     for value in (0.9, 0.3):
-        record(tracker, 0, [value, value], 8, received.append)
+        record(tracker, 0, [value, value], 8, receive)
         tracker.start_reduction()
     tracker.finish_step(1.0, "global")
     torch.testing.assert_close(received, [torch.tensor([0.3, 0.3])])
@@ -96,3 +100,16 @@ def test_a_step_without_records(pool):
     """Its importance is unknown and not 0."""
     (found,) = pool.run("tests.balance.two_models_tasks:nothing_recorded", SINGLE)
     assert found == {"nan": True, "balance_loss": 0.0}
+
+
+def test_layers_with_a_gap_between_them_and_other_counts():
+    """Chunks of a virtual pipeline stage, and a microbatch that one of them has not seen."""
+    tracker = HeadTracker(layers=6, heads=2)
+    for layer in (0, 1, 3, 4):
+        record(tracker, layer, [0.2, 0.4], 10)
+    for layer in (0, 1, 3):
+        record(tracker, layer, [0.6, 0.0], 30)
+    found_LH = finish(tracker).importance_LH
+    both, one, none = [0.5, 0.1], [0.2, 0.4], [float("nan")] * 2
+    expected_LH = torch.tensor([both, both, none, both, one, none])
+    torch.testing.assert_close(found_LH, expected_LH, equal_nan=True)
