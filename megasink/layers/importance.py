@@ -156,7 +156,7 @@ class HeadCounter(StaysFloat32):
         """Receive the importance over the global batch at the end of a step.
 
         Args:
-            gradient_H: dL/dImp at coefficient 1, if every head is routed; a row of all layers'.
+            gradient_H: dL/dImp at coefficient 1 over `routed`; a row of a tensor of all layers.
         """
         shared = self.config.head_balance_shared_heads
         refresh = self.config.head_balance_shared_refresh

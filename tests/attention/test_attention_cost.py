@@ -38,7 +38,7 @@ def test_a_sink_costs_little_where_sequences_are_long(cost, device, tokens):
 
 
 def test_the_launches_of_a_sink(cost):
-    """O read and Y written; dO and Y read, sectors of Y written, put back; a few numbers per row."""
+    """O read, Y written; dO and Y read, sectors of Y written and put back; few numbers per row."""
     tokens, heads, head_dim = 1024, 16, 128
     count = cost.softmax_gate(Slot.GIVEN, "triton", (tokens, heads, head_dim))
     assert count.launches == 4
