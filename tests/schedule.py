@@ -15,6 +15,7 @@ LONG = {
     "tests/train/test_survival.py": 180,
     "tests/train/test_end_to_end.py": 130,
     "tests/train/test_dead_rank.py": 100,
+    "tests/attention/test_gate_kernels.py": 100,
     "tests/distributed/test_gates.py": 85,
     "tests/platform/test_patches.py": 80,
     "tests/distributed/test_blocks.py": 65,
