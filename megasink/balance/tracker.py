@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasink.balance.loss import head_balance_loss
+from megasink.balance.loss import head_balance_gradient, head_balance_loss
 from megasink.diagnostics.importance import layer_imbalance
 
 # Series that layers may record on observed steps: the sink logit; the mean of an explicit gate that
@@ -47,7 +47,7 @@ class HeadStatistics:
     series: dict[str, Tensor] = field(default_factory=dict)
 
 
-Receiver = Callable[[Tensor], None]
+Receiver = Callable[[Tensor, Tensor], None]
 
 
 class HeadTracker:
@@ -91,7 +91,8 @@ class HeadTracker:
             gate_sum_h: Gates of this rank's heads, summed over tokens.
             tokens: Number of tokens in the sum.
             routed_H: Mask of the heads that the balance loss covers, bool; the same all step.
-            receiver: Called with the layer's importance [H] at the end of the step.
+            receiver: Called at the end of the step with the layer's importance [H] and dL/dImp [H]
+                at coefficient 1, over the heads that were routed in the step.
 
         Raises:
             RuntimeError: Another module has recorded as this layer in the current step.
@@ -102,10 +103,11 @@ class HeadTracker:
                 "own MegasinkTransformerConfig, which holds the statistics"
             )
         row = self._row(layer, gate_sum_h.device)
-        row[first : first + len(gate_sum_h)] += gate_sum_h.detach()
+        # add_, not +=, which would then copy the sum onto itself.
+        row[first : first + len(gate_sum_h)].add_(gate_sum_h.detach())
         if first == 0:  # the same on every tensor-parallel rank
             if layer not in self._counts:
-                row[self.heads : 2 * self.heads] += routed_H
+                row[self.heads : 2 * self.heads].add_(routed_H)
             recorded, microbatches = self._counts.get(layer, (0, 0))
             self._counts[layer] = recorded + tokens, microbatches + 1
 
@@ -135,6 +137,19 @@ class HeadTracker:
             self._table = torch.zeros(self.layers, width, dtype=torch.float64, device=device)
         return self._table[layer]
 
+    def _take_table(self) -> Tensor | None:
+        """Return the sums since the last call with their counts; None if there are none."""
+        table, self._table = self._table, None
+        counts, self._counts = self._counts, {}
+        if table is not None:
+            # Adjoining layers mostly have the same counts: two launches for all of them.
+            placed = enumerate(sorted(counts.items()))
+            for (_, same), run in groupby(placed, lambda at: (at[1][0] - at[0], at[1][1])):
+                layers = [layer for _, (layer, _) in run]
+                rows = table[layers[0] : layers[-1] + 1]
+                rows[:, 2 * self.heads], rows[:, 2 * self.heads + 2] = same
+        return table
+
     def start_reduction(self) -> None:
         """Start the all-reduce of the step; call it on every rank after the backward pass.
 
@@ -143,15 +158,8 @@ class HeadTracker:
         if self._pending is not None:
             self._pending[1].wait()
         self._row(0, torch.device("cuda"))  # a stage without layers sends zeros
-        table, self._table = self._table, None
+        table = self._take_table()
         assert table is not None
-        # Adjoining layers mostly have the same counts: two launches for all of them.
-        placed = enumerate(sorted(self._counts.items()))
-        for (_, counts), run in groupby(placed, lambda at: (at[1][0] - at[0], at[1][1])):
-            layers = [layer for _, (layer, _) in run]
-            rows = table[layers[0] : layers[-1] + 1]
-            rows[:, 2 * self.heads], rows[:, 2 * self.heads + 2] = counts
-        self._counts = {}
         self._pending = table, torch.distributed.all_reduce(table, async_op=True)
 
     def finish_step(self, coeff: float, scope: str) -> HeadStatistics | None:
@@ -167,13 +175,14 @@ class HeadTracker:
         heads = self.heads
         table, further = table[:, : 2 * heads + 3], table[:, 2 * heads + 3 :]
         importance_LH = (table[:, :heads] / table[:, -3:-2]).float()
+        routed_LH = table[:, heads:-3] > 0
         if scope == "global":
-            routed_LH = table[:, heads:-3] > 0
             loss = head_balance_loss(importance_LH.nan_to_num(), coeff, routed_LH)
         else:
             loss = coeff * (table[:, -2] / table[:, -1].clamp_min(1)).sum()
+        gradient_LH = head_balance_gradient(importance_LH, 1.0, routed_LH)
         for layer, receive in self._receivers.items():
-            receive(importance_LH[layer])
+            receive(importance_LH[layer], gradient_LH[layer])
         self._receivers.clear()
         imbalance_L = layer_imbalance(importance_LH)
         series = {}

@@ -99,7 +99,7 @@ class HeadCounter(StaysFloat32):
         tokens, real_1T = batch * tokens, None
         if documents is not None:
             tokens, real_1T = documents.real_tokens, documents.real_1T
-        gate_sum_h = gate_sum(gate_BHTC[..., 0] if width == 1 else gate_BHTC.mean(-1), real_1T)
+        gate_sum_h = gate_sum(gate_BHTC.squeeze(-1) if width == 1 else gate_BHTC.mean(-1), real_1T)
         statistics.heads.record(
             self.layer, self._first, gate_sum_h, tokens, self.routed, self._receive
         )
@@ -152,8 +152,12 @@ class HeadCounter(StaysFloat32):
             return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         return parallel_state.get_tensor_and_context_parallel_group()
 
-    def _receive(self, importance_H: Tensor) -> None:
-        """Receive the importance over the global batch at the end of a step."""
+    def _receive(self, importance_H: Tensor, gradient_H: Tensor) -> None:
+        """Receive the importance over the global batch at the end of a step.
+
+        Args:
+            gradient_H: dL/dImp at coefficient 1 over `routed`; a row of a tensor of all layers.
+        """
         shared = self.config.head_balance_shared_heads
         refresh = self.config.head_balance_shared_refresh
         if shared:
@@ -162,5 +166,6 @@ class HeadCounter(StaysFloat32):
             if refresh:
                 due = self.steps % refresh == 0
             self.routed = torch.where(due, routed_heads(importance_H, shared), self.routed)
+            gradient_H = head_balance_gradient(importance_H, 1.0, self.routed)
         self.steps += 1
-        self.coefficients = head_balance_gradient(importance_H, 1.0, self.routed)
+        self.coefficients = gradient_H.clone()  # else a checkpoint would hold every layer's

@@ -41,18 +41,29 @@ def test_in_tritons_interpreter():
     assert "skipped" not in run.stdout
 
 
+# Registers of a thread: 128 of them in 8 and 4 blocks per SM.
+LIMITS = {
+    "close_slot_kernel": 64,
+    "open_slot_kernel": 128,
+    "restore_kernel": 64,
+    "apply_gate_kernel": 64,
+    "apply_gate_backward_kernel": 128,
+}
+
+
 @pytest.fixture
 def recorded(monkeypatch, tmp_path):
-    """The kernels of a slot, each a recorder; Triton's cache is the test's own."""
+    """The kernels, each a recorder; Triton's cache is the test's own."""
     pytest.importorskip("triton")
-    from megasink.attention.gate_kernels import triton_slot
+    from megasink.attention.gate_kernels import triton_explicit, triton_slot
     from tests.attention.launched_kernels import Recorder
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    names = ("close_slot_kernel", "open_slot_kernel", "restore_kernel")
-    recorders = {name: Recorder(getattr(triton_slot, name)) for name in names}
-    for name, recorder in recorders.items():
-        monkeypatch.setattr(triton_slot, name, recorder)
+    recorders = {}
+    for name in LIMITS:
+        module = triton_slot if hasattr(triton_slot, name) else triton_explicit
+        recorders[name] = Recorder(getattr(module, name))
+        monkeypatch.setattr(module, name, recorders[name])
     return recorders
 
 
@@ -87,29 +98,31 @@ def _launch_first_key(head_dim, dtype):
         pass
 
 
-LIMITS = {"close_slot_kernel": 64, "open_slot_kernel": 128, "restore_kernel": 64}
-
-
 def _assert_fast(recorders, capability, dtype):
     """Registers, spills, shared memory, and 16 bytes per access to what is D wide."""
-    for name, recorder in recorders.items():
+    launched = {name: recorder for name, recorder in recorders.items() if recorder.launches}
+    for name, recorder in launched.items():
         compiled = recorder.compile(capability)
         usage, (_, given, _) = compiled.usage, recorder.launches[-1]
         assert usage["REG"] <= LIMITS[name], (name, usage)
         assert usage["STACK"] == usage["LOCAL"] == 0, (name, usage)
-        # 16 programs of 128 threads fit an SM, also by their shared memory.
+        # As many programs fit an SM by their shared memory.
         assert compiled.shared <= 8192
         if name == "restore_kernel":
             continue
         # Of each tile a thread of 128 moves its share in instructions of 16 bytes.
         tile = given["ROWS"] * given["COLUMNS"] * dtype.itemsize // (128 * 16)
-        wide = {"rows_out", "query", "grad_out"}
+        wide = {"rows_out", "query", "grad_out", "x"}
         if name == "open_slot_kernel":
             wide.add("out")
+        if given.get("ELEMENTWISE"):
+            wide.add("score")
         loads = tile * sum(given.get(tensor) is not None for tensor in wide)
         assert compiled.accesses["ld", 16] >= loads, (name, compiled.accesses)
-        if name == "close_slot_kernel":
-            assert compiled.accesses["st", 16] == tile
+        stores = {"close_slot_kernel": 1, "apply_gate_kernel": 1, "apply_gate_backward_kernel": 1}
+        if given.get("ELEMENTWISE") and name == "apply_gate_backward_kernel":
+            stores[name] = 2
+        assert compiled.accesses["st", 16] == tile * stores.get(name, 0)
 
 
 @pytest.mark.parametrize(("head_dim", "capability"), [(64, 80), (128, 80), (128, 90)])
@@ -130,10 +143,20 @@ def test_compiled_for_the_first_key(recorded, head_dim, capability):
     _assert_fast(recorded, capability, BF16)
 
 
+@pytest.mark.parametrize(("head_dim", "width"), [(128, 1), (128, 128), (40, 40)])
+def test_compiled_for_an_explicit_gate(recorded, head_dim, width):
+    x, grad_out, _ = _tensors(head_dim, BF16)
+    score, _, _ = _tensors(width, BF16)
+    leaves = [x.requires_grad_(), score.requires_grad_()]
+    out, gate = gate_kernels_named("triton").gate_rows(*leaves, "sigmoid", "multiply")
+    torch.autograd.grad([out, gate], leaves, [grad_out, torch.zeros_like(gate)])
+    _assert_fast(recorded, 80, BF16)
+
+
 def test_the_launches_of_a_forward_and_backward(recorded):
     """One after the forward, two around the backward, and the sum of the logit's gradient."""
     _launch_slot(128, BF16, value=False)
-    assert [len(recorder.launches) for recorder in recorded.values()] == [1, 1, 1]
+    assert [len(recorder.launches) for recorder in recorded.values()] == [1, 1, 1, 0, 0]
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ def one_process():
     torch.distributed.destroy_process_group()
 
 
-def ignore(importance_H):
+def ignore(importance_H, gradient_H):
     """What a layer does that shares no heads and has no balance loss."""
 
 
@@ -60,8 +60,12 @@ def test_a_step_starts_from_nothing():
 
 def test_a_pass_that_is_run_again_is_counted_once():
     received, tracker = [], HeadTracker(layers=1, heads=2)
+
+    def receive(importance_H, gradient_H):
+        received.append(importance_H)
+
     for value in (0.9, 0.3):
-        record(tracker, 0, [value, value], 8, received.append)
+        record(tracker, 0, [value, value], 8, receive)
         tracker.start_reduction()
     tracker.finish_step(1.0, "global")
     torch.testing.assert_close(received, [torch.tensor([0.3, 0.3])])

@@ -321,7 +321,7 @@ def statistics(transformer: MegasinkTransformerConfig) -> Any:
 def recorded(transformer: MegasinkTransformerConfig) -> Tensor | None:
     """The sums of each layer since the last call: as `HeadTracker` keeps them in a step."""
     statistics = transformer.statistics
-    table = statistics.heads._table
+    table = statistics.heads._take_table()
     statistics.heads = HeadTracker(transformer.num_layers, transformer.num_attention_heads)
     return table
 

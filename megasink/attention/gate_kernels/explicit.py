@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megasink.attention.gate_kernels.launch import (
     OPTIONS,
-    TILE,
     TILE_OF_THREE,
     alignment,
     dense_rows,
@@ -86,7 +85,7 @@ def _launch(
 
     by_element = _by_element(x_BHTD, score_BHTC)
     align = alignment(x_BHTD, out_BHTD, score_BHTC if by_element else None)
-    columns, block, grid = tiles(x_BHTD, TILE_OF_THREE if by_element else TILE)
+    columns, block, grid = tiles(x_BHTD, TILE_OF_THREE)
     with device_of(x_BHTD):
         apply_gate_kernel[grid](
             x_BHTD,

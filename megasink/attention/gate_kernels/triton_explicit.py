@@ -15,8 +15,9 @@ from megasink.attention.gate_kernels.triton_slot import _jit, _program, _rounded
 def _activated(score, ACTIVATION: tl.constexpr):
     """Return f(score) and f'(score)."""
     small = tl.exp(-tl.abs(score))
-    share = tl.div_rn(tl.where(score >= 0, 1.0, small), 1.0 + small)
-    slope = tl.div_rn(small, (1.0 + small) * (1.0 + small))  # never 1 - share: it may round to 0
+    inverse = 1.0 / (1.0 + small)
+    share = tl.where(score >= 0, 1.0, small) * inverse
+    slope = small * inverse * inverse  # not share * (1 - share), which rounds to 0
     if ACTIVATION == "sigmoid":
         value = share
     elif ACTIVATION == "ns-sigmoid":
