@@ -131,7 +131,7 @@ MISTAKES = {
     "generate-no-model": ("generate {0}/llama --prompt a", "{0}/llama"),
     "generate-iteration": (
         "generate {0}/run --prompt a --iteration 7",
-        "no checkpoint of iteration 7; there are: 4",
+        "no checkpoint of iteration 7; available: 4",
     ),
     "generate-temperature": ("generate {0}/run --prompt a --temperature -1", "--temperature -1.0"),
     "generate-top-p": ("generate {0}/run --prompt a --top-p 1.5", "--top-p 1.5"),
@@ -139,7 +139,7 @@ MISTAKES = {
     "generate-tokens": (
         "generate {0}/run --prompt '' --max-new-tokens 0 --top-k -2",
         "--prompt is empty",
-        "--max-new-tokens 0: generate at least one",
+        "--max-new-tokens 0: use 1 or more",
         "--top-k -2",
     ),
     "generate-unfinished": ("generate {0}/notes --prompt a", "{0}/notes: no finished checkpoint"),

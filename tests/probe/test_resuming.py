@@ -218,5 +218,5 @@ def test_a_device_for_each_process(monkeypatch):
 
 
 def test_a_folder_that_is_not_shared_is_named(tmp_path):
-    with pytest.raises(UserError, match="not there on every machine"):
+    with pytest.raises(UserError, match="does not exist on every machine"):
         PartialFolder(tmp_path, {}).check_shared()

@@ -65,7 +65,7 @@ def test_a_stopped_rank_is_named_with_the_cause(sleeper):
     until(lambda: state_of(sleeper.pid))
     text = beats.missing()
     assert text.startswith(f"rank 1 (process {sleeper.pid} on {socket.gethostname()}) has not")
-    assert "answered for 130 s, last seen after step 17, training" in text
+    assert "responded for 130 s, last seen after step 17, training" in text
     assert text.endswith(f"it is stopped (kill -CONT {sleeper.pid})")
 
 

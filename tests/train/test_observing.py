@@ -129,7 +129,7 @@ def test_a_run_that_diverges_stops_on_every_rank(pool, tmp_path):
     before = max(step for step in saved if step <= lowest)
     assert f"--load {run}/checkpoints --ckpt-step {before}, " in text
     # And what it says to do can be done.
-    advice = re.search(r"with (--load \S+ --ckpt-step \d+), and, for a lower --lr, (.*)$", text)
+    advice = re.search(r"with (--load \S+ --ckpt-step \d+), and to lower --lr also (.*)$", text)
     steps = ["--train-iters", str(before + 2), *advice[1].split(), *advice[2].split()]
     assert train(tmp_path / "again", *steps, "--lr", "1e-3") == [("", "")] * 2
     assert lines(tmp_path / "again")[0]["iteration"] == before + 1

@@ -225,7 +225,7 @@ def test_a_converted_model_is_no_run_to_go_on_with(saved, tmp_path):
     (run / "config.json").write_text(json.dumps(config))
     for flags in ([], ["--resume"], ["--resume", "auto"]):
         (problem,) = problems_of(run, *flags)
-        assert f"choose another folder, with --load {run}/checkpoints --finetune" in problem
+        assert f"choose another folder, and add --load {run}/checkpoints --finetune" in problem
 
 
 def test_a_tokenizer_is_known_by_what_it_holds(tmp_path):

@@ -143,7 +143,7 @@ def test_resume_auto_starts_again_where_no_checkpoint_is_whole(
     assert (run / "lease.json").is_file()  # of a process that is gone
     before = (run / "metrics.jsonl").read_text().splitlines()
     assert len(before) == (1 if moment == "step:2" else 2)
-    with pytest.raises(Exception, match=r"no (finished )?checkpoint.*--resume auto starts"):
+    with pytest.raises(Exception, match=r"no (finished )?checkpoint.*--resume auto to start"):
         train(run, "--resume")
     train(run, "--resume", "auto")
     assert resumed_from(run) is None
