@@ -77,6 +77,8 @@ class HeadCounter(StaysFloat32):
             state_dict.setdefault(prefix + name, buffer)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
+    # Its counts are Python's, which a compiled graph would take for constants.
+    @torch.compiler.disable
     def forward(
         self, out_SBX: Tensor, gate_BHTC: Tensor, documents: Documents | None = None
     ) -> Tensor:
