@@ -22,13 +22,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from attention_figure import draw
 from attention_steps import FLOOR, UPSTREAM, implementations, step
+
+from megasink.upstream.versions import version_of
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-4", "triton")
 
@@ -77,12 +78,7 @@ def _arguments() -> argparse.Namespace:
 
 def facts(arguments: argparse.Namespace) -> dict[str, Any]:
     """What the numbers depend on."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+    versions = {name: version for name in PACKAGES if (version := version_of(name))}
     cuda = arguments.device == "cuda"
     hardware = torch.cuda.get_device_name() if cuda else f"{os.cpu_count()}-core {_cpu_name()}"
     threads = {} if cuda else {"threads": arguments.threads}

@@ -2,11 +2,11 @@
 
 import json
 import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from megasink.atomic import atomic_text
+from megasink.upstream.versions import version_of
 
 PACKAGES = (
     *("torch", "triton", "megatron-core", "transformer-engine", "flash-attn", "flash-attn-4"),
@@ -39,7 +39,7 @@ def facts() -> dict[str, Any]:
         "no_device": None if present else platform.unusable_gpu() or "there is no CUDA device",
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "cuda": torch.version.cuda,
-        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+        "versions": {name: version for name in PACKAGES if (version := version_of(name))},
     }
 
 
@@ -51,13 +51,6 @@ def _output(*command: str) -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return result.stdout.strip()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def write_report(report: dict[str, Any], folder: Path) -> None:

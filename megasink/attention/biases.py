@@ -12,11 +12,7 @@ import torch
 from torch import Tensor
 
 from megasink.attention.functional import attention, slot_attention
-from megasink.attention.layout import (
-    dot_with_each_row,
-    statistics_dtype,
-    weighted_row_sum,
-)
+from megasink.attention.layout import dot_with_each_row, statistics_dtype, weighted_row_sum
 from megasink.attention.reference import AttentionOutput
 
 

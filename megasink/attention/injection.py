@@ -37,7 +37,7 @@ def inject_lse_gradient(
     """
     dtype = statistics_dtype(grad_out_BHTD.dtype)
     smallest, least = (2.0**-400, 2.0**-900) if dtype is torch.float64 else (2.0**-60, 2.0**-120)
-    channels = min(2 if grad_out_BHTD.dtype is torch.bfloat16 else 1, grad_out_BHTD.shape[-1])
+    channels = channels_of(grad_out_BHTD)
 
     floor_BHT = (lse_grad_BHT.abs() * smallest).clamp_(min=least)
     absent_BHT = lse_grad_BHT == 0
@@ -57,3 +57,8 @@ def inject_lse_gradient(
         if channel + 1 < channels:
             rest_BHT = rest_BHT - grad_BHT * (old_BHT.to(dtype) - injected_BHT)
     return grad_out_BHTD, injected_out_BHTD
+
+
+def channels_of(rows_BHTD: Tensor) -> int:
+    """Return the number of leading channels that carry the gradient, for rows of this dtype."""
+    return min(2 if rows_BHTD.dtype is torch.bfloat16 else 1, rows_BHTD.shape[-1])

@@ -40,6 +40,11 @@ def _dense_strides(like_BHTD: Tensor) -> list[int]:
     return strides
 
 
+def dense_rows(tensor_BHTD: Tensor) -> Tensor:
+    """Return the tensor with a dense last dimension, copied only if needed."""
+    return tensor_BHTD if tensor_BHTD.stride(-1) == 1 else tensor_BHTD.contiguous()
+
+
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return float64 for float64, else float32."""
     return torch.promote_types(dtype, torch.float32)

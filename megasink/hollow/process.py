@@ -34,7 +34,7 @@ class Device:
 def environment(device: Device | None = None) -> dict[str, str]:
     """Return what to add to the environment of a new process.
 
-    Kernels that triton would compile when they first run are left out of it: torch.compile is off.
+    torch.compile is off: what it would compile are kernels of its own.
 
     Raises:
         UserError: The hollow GPU cannot be built here.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megasink.attention.call import AttentionCall, BackwardTensors, Gradients
+from megasink.attention.layout import dense_rows
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class VendorBackend(Backend):
 
     def lay_out(self, tensor_BHTD: Tensor) -> Tensor:
         """Return the tensor in the kernel's layout; every kernel needs a dense last dimension."""
-        return tensor_BHTD if tensor_BHTD.stride(-1) == 1 else tensor_BHTD.contiguous()
+        return dense_rows(tensor_BHTD)
 
     def read(self, tensor: Tensor) -> Tensor:
         """Convert a result of the kernel to [B, H, T, D]."""

@@ -16,13 +16,12 @@ from megasink.attention.gate_kernels.launch import (
     OPTIONS,
     TILE_OF_THREE,
     alignment,
-    dense_rows,
     device_of,
     interpreted,
     strides,
     tiles,
 )
-from megasink.attention.layout import empty_in_order_of
+from megasink.attention.layout import dense_rows, empty_in_order_of
 
 
 def gate_rows(

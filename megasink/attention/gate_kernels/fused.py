@@ -27,9 +27,8 @@ from megasink.attention.call import Arriving, AttentionCall, Results
 from megasink.attention.gate_kernels import launch
 from megasink.attention.gate_kernels.base import BeforeBackward, FirstKey, GateKernels
 from megasink.attention.gate_kernels.explicit import gate_rows
-from megasink.attention.gate_kernels.launch import dense_rows
 from megasink.attention.gate_kernels.plain import slot_value_grad
-from megasink.attention.layout import as_order_of, empty_in_order_of
+from megasink.attention.layout import as_order_of, dense_rows, empty_in_order_of
 
 # A row of a tile is one program's.
 LARGEST_HEAD_DIM = 1024

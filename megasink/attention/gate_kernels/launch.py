@@ -15,6 +15,8 @@ from torch import Tensor
 
 from megasink.attention.call import Arriving, Results
 from megasink.attention.gate_kernels.base import FirstKey
+from megasink.attention.injection import channels_of
+from megasink.attention.layout import dense_rows
 
 # Bytes of a program's tile: each of 128 threads holds four vectors of 16 bytes. Half as many where
 # a third tensor is read, or registers would spill.
@@ -44,11 +46,6 @@ class Opened:
     logit_sum_BHN: Tensor | None
     value_sum_BHND: Tensor | None
     key_sum_BHND: Tensor | None
-
-
-def dense_rows(tensor_BHTD: Tensor) -> Tensor:
-    """Return the tensor with a dense last dimension, copied only if needed."""
-    return tensor_BHTD if tensor_BHTD.stride(-1) == 1 else tensor_BHTD.contiguous()
 
 
 def writable(tensor_BHTD: Tensor) -> Tensor:
@@ -151,7 +148,7 @@ def open_slot(
     align = alignment(grad_out, out, value, query)
     batch, heads, tokens, head_dim = out.shape
     columns, block, grid = tiles(out, TILE if first is None else TILE_OF_THREE)
-    channels = _channels(out)
+    channels = channels_of(out)
     programs = (batch, heads, grid[0] // (batch * heads))
 
     def new(asked: bool, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
@@ -227,15 +224,10 @@ def restore(opened: Opened) -> None:
             heads,
             tokens,
             ROWS=ROWS_TO_RESTORE,
-            CHANNELS=_channels(out),
+            CHANNELS=channels_of(out),
             ALIGN=align,
             **OPTIONS,
         )
-
-
-def _channels(out_BHTD: Tensor) -> int:
-    """Return C, as `inject_lse_gradient` does."""
-    return min(2 if out_BHTD.dtype is torch.bfloat16 else 1, out_BHTD.shape[-1])
 
 
 def _blocks(tokens: int, rows: int) -> int:

@@ -21,13 +21,13 @@ def problems(args: Namespace) -> list[str]:
         return []
     # Other similarities have their own implementation, and their own message about kernels.
     softmax = args.attention_similarity == "softmax"
-    request, found = attention_request(args), []
+    request, messages = attention_request(args), []
     for choose in (choose_backend, choose_gate_kernels):
         try:
             choose(request, args.attention_kernel if softmax else "eager")
         except ConfigError as error:
-            found += error.problems
-    return found
+            messages += error.problems
+    return messages
 
 
 def attention_request(args: Namespace) -> AttentionRequest:
