@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from megasink.checkpoint.find import find_checkpoint
-from megasink.diagnostics.results import Results
 from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.probe import options
 from megasink.probe.analysis import analyze
+from megasink.probe.base import ProbedModel
 from megasink.probe.cli import open_transformers
 from megasink.probe.ranks import Ranks, taking_part
 from megasink.process import prepare_quietly
@@ -34,18 +34,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure_model(
-    args: argparse.Namespace, is_ours: bool, ranks: Ranks, measure: Callable[..., Any]
+    args: argparse.Namespace,
+    is_ours: bool,
+    ranks: Ranks,
+    measure: Callable[[argparse.Namespace, ProbedModel, Ranks], Any],
 ) -> None:
     """Load the model that the command line names, of either kind, and measure it."""
     if not is_ours:
-        open_transformers(args, ranks, measure)
+        measure(args, open_transformers(args, ranks), ranks)
         return
     find_checkpoint(args.model)  # before the slow imports
     prepare_quietly(cpu=args.device == "cpu")
     from megasink.checkpoint.load import single_process
 
     with single_process():
-        open_checkpoint(args, None, ranks, measure)
+        measure(args, open_checkpoint(args, None, ranks), ranks)
 
 
 def is_run(path: Path) -> bool:
@@ -62,13 +65,8 @@ def is_run(path: Path) -> bool:
     return False
 
 
-def open_checkpoint(
-    args: argparse.Namespace,
-    iteration: int | None,
-    ranks: Ranks,
-    measure: Callable[..., Results | None],
-) -> Results | None:
-    """Load one checkpoint of a run, None for the latest; return rank 0's results, else None."""
+def open_checkpoint(args: argparse.Namespace, iteration: int | None, ranks: Ranks) -> ProbedModel:
+    """Load one checkpoint of a run, None for the latest."""
     from megasink.checkpoint.load import load_model
     from megasink.probe.megatron_model import MegatronProbe
     from megasink.train.model_facts import model_facts
@@ -76,17 +74,15 @@ def open_checkpoint(
     ranks.device(args.device)
     loaded = load_model(args.model, iteration, args.tokenizer)
     trained, config = loaded.args, loaded.model.config
-    return measure(
-        args,
-        lambda recorder: MegatronProbe(loaded.model, recorder, recorder.needs),
+    return ProbedModel(
+        lambda observer, changes=(): MegatronProbe(loaded.model, observer, observer.needs, changes),
         module=loaded.model,
-        ranks=ranks,
         heads=[config.num_attention_heads] * config.num_layers,
         tokenizer=loaded.tokenizer,
         vocabulary=len(loaded.tokenizer),
         positions=trained.max_position_embeddings,
         first=(trained.sink_token_id,) if trained.sink_token else (),
-        model=model_facts(
+        facts=model_facts(
             trained, loaded.model, loaded.iteration, args.name or args.model.resolve().name
         ),
     )

@@ -4,7 +4,6 @@ import argparse
 import gc
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -67,7 +66,7 @@ def _analyze_all(args: argparse.Namespace, steps: list[int], ranks: Ranks) -> li
     # One line per checkpoint, as every analysis has its own progress bar.
     for step in tracked(steps, "trace", len(steps), "checkpoints", console=console, every=0):
         args.output, args.name = checkpoint_path(root, step), f"step {step}"
-        result = open_checkpoint(args, step, ranks, partial(analyze, again=False))
+        result = analyze(args, open_checkpoint(args, step, ranks), ranks, again=False)
         if result is not None:
             analyses.append(result)
         gc.collect()

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from megasink.diagnostics import metrics
 from megasink.diagnostics.results import Results
 from megasink.errors import UserError
-from megasink.probe.base import OpenProbe
+from megasink.probe.base import ProbedModel
 from megasink.probe.geometry import project, read_rows
 from megasink.probe.identity import identity
 from megasink.probe.maps import asked_heads, geometry, telling_heads
@@ -28,18 +27,7 @@ from megasink.report.analysis import read_analysis
 
 
 def analyze(
-    args: argparse.Namespace,
-    open_probe: OpenProbe,
-    *,
-    module: torch.nn.Module,
-    ranks: Ranks,
-    heads: list[int],
-    tokenizer: Any,
-    vocabulary: int,
-    positions: int | None,
-    model: dict[str, Any],
-    first: tuple[int, ...] = (),
-    again: bool = True,
+    args: argparse.Namespace, model: ProbedModel, ranks: Ranks, *, again: bool = True
 ) -> Results | None:
     """Run the samples that the command line selects, and write the measurements.
 
@@ -47,12 +35,7 @@ def analyze(
     samples and options resumes from there.
 
     Args:
-        module: the model, whose weights are part of the analysis's identity.
         ranks: processes that share the samples.
-        heads: number of heads in each layer.
-        vocabulary: number of ids that the model knows.
-        positions: number of positions it was trained with; None for no limit.
-        first: tokens before every sequence, such as a sink token (P2.23).
         again: False returns the existing results if OUTPUT already holds this analysis.
 
     Returns:
@@ -63,6 +46,7 @@ def analyze(
             text, `--maps` names a missing head, or the folder cannot be written or holds another
             unfinished analysis.
     """
+    heads, positions, first = model.heads, model.positions, model.first
     asked = asked_heads(args.maps or [], heads)
     if args.seq_length is None:
         args.seq_length = min(SEQ_LENGTH, (positions or SEQ_LENGTH + len(first)) - len(first))
@@ -73,18 +57,18 @@ def analyze(
         )
     samples = [
         replace(sample, tokens=(*first, *sample.tokens))
-        for sample in samples_of(args, tokenizer, vocabulary)
+        for sample in samples_of(args, model.tokenizer, model.vocabulary)
     ]
     recorder = Recorder(heads, positions=args.positions, columns=args.columns)
     ranks.enter(str(args.output))
-    facts = identity(args, module, samples, model, recorder.metrics)
+    facts = identity(args, model.module, samples, model.facts, recorder.metrics)
     # A derived metric changes the results, but no shard.
     drawn = (args.name, args.seed, args.maps, args.map_length, sorted(metrics()))
     digest = hashlib.sha256(repr((facts, drawn)).encode()).hexdigest()
     if not again and (made := _made_before(args.output, digest)) is not None:
         return None if ranks.rank else made
     partial = PartialFolder(args.output / "partial", facts)
-    device = next(module.parameters()).device
+    device, tokenizer, open_probe = model.device, model.tokenizer, model.open_probe
     with open_probe(recorder) as probe:
         measurements = run(
             probe,
@@ -114,7 +98,7 @@ def analyze(
             text_of=lambda token: tokenizer.decode([token]),
         )
     options = vars(args) | {"identity": digest}
-    results = write_analysis(args.output, measurements, samples, model, options, points, maps)
+    results = write_analysis(args.output, measurements, samples, model.facts, options, points, maps)
     partial.remove()
     return results
 

@@ -1,18 +1,19 @@
 """What the probes of both kinds of model share: hooks, and what they report to an observer.
 
-Shapes: B rows, T tokens, E hidden size.
+Shapes: B rows, T tokens, E hidden size, H heads, D head dim.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from megasink.diagnostics.registry import ATTENTION
 from megasink.errors import ConfigError
+from megasink.probe.changes import ForwardPass, HeadChange, HeadOutputs
 from megasink.probe.segments import Segment
 from megasink.probe.sites import Sites
 from megasink.probe.statistics import MAP, AttentionCall, at_least_float32, attention_statistics
@@ -37,26 +38,38 @@ class Observer:
 
 
 class Probe(ABC):
-    """Context manager in which `forward` runs a model and passes statistics to an observer.
+    """Context manager in which a model passes statistics to an observer, and heads are changed.
+
+    Changes apply one after another, each to what the one before returned; the observer sees the
+    result as what enters the output projection. On leaving, the model is what it was.
 
     Attributes:
         heads: H per layer, 0 for a layer without softmax attention.
         layers: what `_attach` takes.
-        segments: sequences of the last batch.
+        changes: of the heads' outputs; none leaves the logits bit-identical.
+        current: the call of the model that runs, or the last one.
 
     Raises:
-        ConfigError: the model cannot be probed; one message lists every reason.
+        ConfigError: the model cannot be probed, or a change does not fit it; one message lists
+            every reason.
     """
 
     heads: list[int]
     layers: list[Any]
 
-    def __init__(self, problems: list[str], observer: Observer, needs: set[str]):
+    def __init__(
+        self,
+        problems: list[str],
+        observer: Observer,
+        needs: set[str],
+        changes: Sequence[HeadChange] = (),
+    ):
         if problems:
             raise ConfigError(problems)
         self.observer = observer
         self.needs = set(needs)
-        self.segments: list[Segment] = []
+        self.changes = list(changes)
+        self.current = ForwardPass(0, 0, 0, [])
         self._calls: dict[int, AttentionCall] = {}
         self._gates: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
@@ -84,19 +97,67 @@ class Probe(ABC):
     def sites(self) -> Sites:
         """Return the sites; see `megasink.probe.sites`."""
 
+    @property
+    def segments(self) -> list[Segment]:
+        """Sequences of the last batch."""
+        return self.current.segments
+
+    @property
+    def reads_attention(self) -> bool:
+        """Whether the observer or a change needs what attention reads."""
+        return bool(self.needs) or any(change.reads_attention for change in self.changes)
+
     def __enter__(self) -> Self:
-        for index, layer in enumerate(self.layers):
-            self._attach(index, layer)
+        problems = [problem for change in self.changes for problem in change.problems(self.heads)]
+        if problems:
+            raise ConfigError(problems)
+        try:
+            for index, layer in enumerate(self.layers):
+                self._attach(index, layer)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._calls.clear()
+        self._gates.clear()
+
+    def _begin(self, forward: ForwardPass) -> None:
+        """Start a call of the model."""
+        self.current = forward
+        self._calls.clear()
+        self._gates.clear()
+        for change in self.changes:
+            change.begin(forward)
+
+    def _changed(self, index: int, out_BQHD: Tensor) -> Tensor | None:
+        """Apply the changes to the outputs of one layer's heads; None if nothing is changed."""
+        outputs = HeadOutputs(index, out_BQHD, self._calls.get(index))
+        for change in self.changes:
+            new_BQHD = change.change(self.current, outputs)
+            if new_BQHD is not None:
+                outputs = replace(outputs, out_BQHD=new_BQHD)
+        return None if outputs.out_BQHD is out_BQHD else outputs.out_BQHD
 
     def _before(self, module: torch.nn.Module, do: Callable[[Any], None]) -> None:
         def hook(_: Any, args: Any, kwargs: Any) -> None:
             do(args[0] if args else kwargs["hidden_states"])
+
+        self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _replace(self, module: torch.nn.Module, do: Callable[[Tensor], Tensor | None]) -> None:
+        """Let `do` see a module's first argument, and replace it with what `do` returns, if so."""
+
+        def hook(_: Any, args: Any, kwargs: Any) -> Any:
+            name = None if args else next(iter(kwargs))
+            new = do(args[0] if args else kwargs[name])
+            if new is None:
+                return None
+            return ((new, *args[1:]), kwargs) if args else (args, kwargs | {name: new})
 
         self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
@@ -125,5 +186,38 @@ class Probe(ABC):
         self._branch("attention_branch_TE", index, branch_BTE)
 
 
-OpenProbe = Callable[[Observer], AbstractContextManager[Probe]]
-"""Creates a probe that reports to the given observer."""
+class OpenProbe(Protocol):
+    """Creates a probe that reports to the given observer."""
+
+    def __call__(self, observer: Observer, changes: Sequence[HeadChange] = ()) -> Probe:
+        """Return the probe, not yet entered."""
+
+
+@dataclass(frozen=True)
+class ProbedModel:
+    """A loaded model of either kind, ready for probing.
+
+    Attributes:
+        open_probe: creates its probes.
+        module: the model, whose weights are part of an analysis's identity.
+        heads: number of heads in each layer.
+        tokenizer: a transformers tokenizer, or megasink's.
+        vocabulary: number of ids that the model knows.
+        positions: number of positions it was trained with; None for no limit.
+        facts: entries of `ModelFacts`.
+        first: tokens before every sequence, such as a sink token (P2.23).
+    """
+
+    open_probe: OpenProbe
+    module: torch.nn.Module
+    heads: list[int]
+    tokenizer: Any
+    vocabulary: int
+    positions: int | None
+    facts: dict[str, Any]
+    first: tuple[int, ...] = ()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.module.parameters()).device

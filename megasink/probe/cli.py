@@ -1,20 +1,18 @@
-"""Run `megasink analyze` on a Hugging Face model folder."""
+"""Load a Hugging Face model folder for probing."""
 
 import argparse
-from collections.abc import Callable
 
 from megasink.errors import ConfigError
-from megasink.probe.analysis import analyze
+from megasink.probe.base import ProbedModel
 from megasink.probe.ranks import Ranks
 
 
-def open_transformers(
-    args: argparse.Namespace, ranks: Ranks, measure: Callable[..., object] = analyze
-) -> None:
-    """Load a Hugging Face model folder and measure it.
+def open_transformers(args: argparse.Namespace, ranks: Ranks) -> ProbedModel:
+    """Load the Hugging Face model folder that the command line names.
 
-    Args:
-        measure: `analyze`, or a function with the same parameters.
+    Raises:
+        ConfigError: megasink cannot read its attention.
+        UserError: see `load`.
     """
     from megasink.probe.blocks import find_blocks
     from megasink.probe.load import load
@@ -25,16 +23,14 @@ def open_transformers(
     if problems:
         raise ConfigError(problems)
     config = model.config.get_text_config()
-    measure(
-        args,
-        lambda recorder: TransformersProbe(model, recorder, recorder.needs),
+    return ProbedModel(
+        lambda observer, changes=(): TransformersProbe(model, observer, observer.needs, changes),
         module=model,
-        ranks=ranks,
         heads=[config.num_attention_heads if b.attention else 0 for b in find_blocks(model)],
         tokenizer=tokenizer,
         vocabulary=config.vocab_size,
         positions=getattr(config, "max_position_embeddings", None),
-        model={
+        facts={
             "name": args.name or args.model.resolve().name,
             "kind": type(model).__name__,
             "attention": model.config._attn_implementation,

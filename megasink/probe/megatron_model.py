@@ -1,12 +1,12 @@
 """Capture statistics from a Megatron-Core GPT with megasink's core attention, unsharded.
 
-Hooks read the inputs and outputs of core attention; the forward pass is unchanged.
+Hooks read the inputs and outputs of core attention; without changes the forward pass is unchanged.
 
 Shapes: S = T sequence, B batch, H query heads, G key/value groups, D head dim, E hidden size,
 X = H * D.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megasink.layers.core_attention import CoreAttention
 from megasink.probe.base import Observer, Probe
+from megasink.probe.changes import ForwardPass, HeadChange
 from megasink.probe.megatron_sites import batch_first, megatron_sites, with_bias
 from megasink.probe.segments import Segment
 from megasink.probe.sites import Sites
@@ -33,14 +34,20 @@ class MegatronProbe(Probe):
 
     Args:
         model: in evaluation mode, whole in this process (see `megasink.checkpoint.load`).
-        observer, needs: see `Probe`.
+        observer, needs, changes: see `Probe`.
 
     Raises:
         ConfigError: the model is sharded, or its attention is not megasink's.
     """
 
-    def __init__(self, model: GPTModel, observer: Observer, needs: set[str]):
-        super().__init__(model_problems(model), observer, needs)
+    def __init__(
+        self,
+        model: GPTModel,
+        observer: Observer,
+        needs: set[str],
+        changes: Sequence[HeadChange] = (),
+    ):
+        super().__init__(model_problems(model), observer, needs, changes)
         self.model = model
         self.layers: list[Any] = list(model.decoder.layers)
         self.heads = [model.config.num_attention_heads] * len(self.layers)
@@ -62,7 +69,8 @@ class MegatronProbe(Probe):
         if attention_mask_BT is not None:
             raise ValueError("a Megatron model takes no padding mask: batch equal lengths")
         rows, tokens = input_ids_BT.shape
-        self.segments = [Segment(row, 0, tokens) for row in range(rows)]
+        segments = [Segment(row, 0, tokens) for row in range(rows)]
+        self._begin(ForwardPass(rows, tokens, 0, segments))
         if position_ids_BT is None:
             position_ids_BT = torch.arange(tokens, device=input_ids_BT.device).expand(rows, tokens)
         return Logits(self.model(input_ids_BT, position_ids_BT, None))
@@ -98,7 +106,7 @@ class MegatronProbe(Probe):
         )
         if getattr(attention, "position", None) == "sdpa" and attention.gate is not None:
             self._after(attention.gate, lambda out: self._gates.update({index: out[1]}))
-        self._before(attention.linear_proj, lambda gated: self._gated(index, attention, gated))
+        self._replace(attention.linear_proj, lambda gated: self._gated(index, attention, gated))
         self._after(attention, lambda out: self._finish(index, attention, with_bias(out)))
 
     def _attended(
@@ -125,13 +133,18 @@ class MegatronProbe(Probe):
             mlp=None if mlp is None else (mlp.fc1.weight.detach(), mlp.fc2.weight.detach()),
         )
 
-    def _gated(self, index: int, attention: Any, gated_SBX: Tensor) -> None:
+    def _gated(self, index: int, attention: Any, gated_SBX: Tensor) -> Tensor | None:
         call = self._calls[index]
         call.gated_out_BHTD = _by_head(gated_SBX, self.heads[index])
         gate_SBHC = self._gates.pop(index, None)
         if gate_SBHC is not None:
             call.explicit_gate_BHTX = gate_SBHC.permute(1, 2, 0, 3)
             call.gate_is_importance = attention.counts_heads
+        new_BSHD = self._changed(index, call.gated_out_BHTD.transpose(1, 2))
+        if new_BSHD is None:
+            return None
+        call.gated_out_BHTD = new_BSHD.transpose(1, 2)
+        return new_BSHD.transpose(0, 1).reshape(gated_SBX.shape)
 
     def _finish(self, index: int, attention: Any, branch_SBE: Tensor) -> None:
         call = self._calls.pop(index)

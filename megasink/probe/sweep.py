@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 import megasink
 from megasink.data.corpus import Corpus
@@ -20,7 +19,7 @@ from megasink.diagnostics.results import FORMAT, ModelFacts, SweepResults, Sweep
 from megasink.diagnostics.thresholds import inactive, share_by_layer, threshold
 from megasink.diagnostics.tokens import repeated_first_token
 from megasink.errors import ConfigError, UserError
-from megasink.probe.base import OpenProbe
+from megasink.probe.base import ProbedModel
 from megasink.probe.identity import identity
 from megasink.probe.inputs import BOS, Sample, data_hash, dataset_names, encode
 from megasink.probe.measurements import Measurements
@@ -109,19 +108,7 @@ def check_sweep(args: argparse.Namespace, *, is_run: bool) -> None:
         raise ConfigError(problems)
 
 
-def sweep(
-    args: argparse.Namespace,
-    open_probe: OpenProbe,
-    *,
-    module: torch.nn.Module,
-    ranks: Ranks,
-    heads: list[int],
-    tokenizer: Any,
-    vocabulary: int,
-    positions: int | None,
-    model: dict[str, Any],
-    first: tuple[int, ...] = (),
-) -> SweepResults | None:
+def sweep(args: argparse.Namespace, model: ProbedModel, ranks: Ranks) -> SweepResults | None:
     """Run every combination and write the measurements; arguments as in `analyze`.
 
     The loss always covers the same tokens: all of the text but its first.
@@ -132,6 +119,7 @@ def sweep(
     Raises:
         UserError: texts are too short, sequences exceed the positions, or there is no BOS.
     """
+    heads, tokenizer, positions, first = model.heads, model.tokenizer, model.positions, model.first
     settings = settings_of(args, tokenizer)
     longest = max(s.length + s.copies - (s.bos == "none") for s in settings) + len(first)
     if positions is not None and longest > positions:
@@ -142,20 +130,19 @@ def sweep(
     contents = contents_of(args, tokenizer)
     measured: list[tuple[Setting, Measurements]] = []
     partials = []
-    device = next(module.parameters()).device
     for setting in settings:
         samples = samples_of(setting, contents, first, tokenizer.bos_token_id)
         recorder = Recorder(heads, METRICS, positions=1, columns=COLUMNS)
         ranks.enter(f"{args.output}/{setting.label}")
-        facts = identity(args, module, samples, model, recorder.metrics)
+        facts = identity(args, model.module, samples, model.facts, recorder.metrics)
         partial = PartialFolder(args.output / "partial" / setting.label, facts)
-        with open_probe(recorder) as probe:
+        with model.open_probe(recorder) as probe:
             measurements = run(
                 probe,
                 recorder,
                 samples,
                 batch_size=args.batch_size,
-                device=device,
+                device=model.device,
                 partial=partial,
                 ranks=ranks,
             )
@@ -168,7 +155,7 @@ def sweep(
     results = SweepResults(
         format=FORMAT,
         megasink=megasink.__version__,
-        model=ModelFacts(**model, layers=len(heads), heads=heads),
+        model=ModelFacts(**model.facts, layers=len(heads), heads=heads),
         data=[str(source) for source in args.data],
         max_samples=args.max_samples,
         data_sha256=data_hash(contents),

@@ -1,13 +1,14 @@
 """Capture statistics from a transformers model through its attention and mask interfaces.
 
-The model's own attention function runs on its unmodified inputs and mask, so the logits are
-bit-identical; the probe only reads its inputs and outputs.
+The model's own attention function runs on its unmodified inputs and mask, so without changes the
+logits are bit-identical; the probe only reads its inputs and outputs. A probe that neither reads
+attention nor needs to know where sequences are leaves the model's attention alone.
 
 Shapes: B rows, T tokens, H query heads, G key/value groups, D head dim, E hidden size.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from megasink.errors import UserError
 from megasink.probe.base import Observer, Probe
 from megasink.probe.blocks import Block, find_blocks, gate_reader, output_weight
+from megasink.probe.changes import ForwardPass, HeadChange
 from megasink.probe.segments import check_mask, segments_of, whole_rows
 from megasink.probe.sites import Sites, tensor_of
 from megasink.probe.statistics import AttentionCall
@@ -37,15 +39,23 @@ class TransformersProbe(Probe):
     Args:
         model: a transformers decoder in evaluation mode; its attention implementation ("sdpa" or
             "eager") is kept.
-        observer, needs: see `Probe`; samples are numbered as in `segments`.
+        observer, needs, changes: see `Probe`; samples are numbered as in `segments`.
 
     Raises:
         ConfigError: the model's attention bypasses the interface, or does something that the
             statistics do not support.
     """
 
-    def __init__(self, model: PreTrainedModel, observer: Observer, needs: set[str]):
-        super().__init__(model_problems(model), observer, needs)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        observer: Observer,
+        needs: set[str],
+        changes: Sequence[HeadChange] = (),
+    ):
+        reads = bool(needs) or any(change.reads_attention for change in changes)
+        problems = model_problems(model) if reads else []
+        super().__init__(problems, observer, needs, changes)
         self.model = model
         self.base: str = model.config._attn_implementation
         self.layers = find_blocks(model)
@@ -57,20 +67,25 @@ class TransformersProbe(Probe):
         self._checked: set[tuple[int, int | None]] = set()
 
     def __enter__(self) -> "TransformersProbe":
-        if NAME in AttentionInterface._global_mapping:
-            raise RuntimeError("another probe is open: close it first")
-        AttentionInterface.register(NAME, self._attend)
-        # Without a mask function of this name transformers makes no mask at all, and attention
-        # turns bidirectional without a word.
-        AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[self.base])
-        self.model.set_attn_implementation(NAME)
+        if self.reads_attention:
+            if NAME in AttentionInterface._global_mapping:
+                raise RuntimeError("another probe is open: close it first")
+            AttentionInterface.register(NAME, self._attend)
+            # Without a mask function of this name transformers makes no mask at all, and attention
+            # turns bidirectional without a word.
+            AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[self.base])
+            self.model.set_attn_implementation(NAME)
+        self._hooks.append(
+            self.model.base_model.register_forward_pre_hook(self._called, with_kwargs=True)
+        )
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        self.model.set_attn_implementation(self.base)
-        del AttentionInterface._global_mapping[NAME]
-        del AttentionMaskInterface._global_mapping[NAME]
+        if self.reads_attention:
+            self.model.set_attn_implementation(self.base)
+            del AttentionInterface._global_mapping[NAME]
+            del AttentionMaskInterface._global_mapping[NAME]
 
     @torch.no_grad()
     def forward(
@@ -90,10 +105,7 @@ class TransformersProbe(Probe):
             UserError: attention bypassed the interface, used a mask that is neither causal nor
                 sliding-window, or was changed by an unknown gate.
         """
-        rows, tokens = input_ids_BT.shape
-        self.segments = segments_of((rows, tokens), attention_mask_BT, position_ids_BT)
         self._seen.clear()
-        self._checked.clear()
         model = self.model if logits else self.model.base_model
         output = model(
             input_ids_BT,
@@ -102,12 +114,27 @@ class TransformersProbe(Probe):
             use_cache=False,
         )
         missed = [i for i, heads in enumerate(self.heads) if heads and i not in self._seen]
-        if missed:
+        if missed and self.reads_attention:
             raise UserError(
                 f"attention of layers {missed} of {type(self.model).__name__} did not come through "
                 "transformers' attention interface: megasink cannot read it"
             )
         return output
+
+    def _called(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the sequences of a call of the model, by `forward` or anyone else."""
+        tokens = args[0] if args else kwargs.get("input_ids")
+        if tokens is None:
+            tokens = kwargs["inputs_embeds"]
+        mask_BT, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+        cached = 0 if cache is None else cache.get_seq_length()
+        rows, new = tokens.shape[:2]
+        if mask_BT is not None and (not isinstance(mask_BT, Tensor) or mask_BT.dim() != 2):
+            raise UserError("megasink reads sequences from a mask [B, T]: pass one, or none")
+        positions_BT = None if cached else kwargs.get("position_ids")
+        segments = segments_of((rows, cached + new), mask_BT, positions_BT)
+        self._checked.clear()
+        self._begin(ForwardPass(rows, new, cached, segments))
 
     def sites(self) -> Sites:
         return transformers_sites(self.layers)
@@ -153,6 +180,8 @@ class TransformersProbe(Probe):
     ) -> None:
         """Reject calls that the statistics do not support."""
         name = type(module).__name__
+        if self.current.cached and not self.needs:
+            return
         if query.shape[2] != key.shape[2]:
             raise UserError(
                 f"{name} attends from {query.shape[2]} queries to {key.shape[2]} keys: megasink "
@@ -195,6 +224,10 @@ class TransformersProbe(Probe):
             self._after(block.mlp, lambda out: self._branch("mlp_branch_TE", index, out))
         if block.attention is None or block.output is None:
             return
+        if not self.reads_attention:
+            if self.changes:
+                self._replace(block.output, lambda out: self._gated(index, out))
+            return
         reader = gate_reader(block.attention)
         if reader is not None:
             gate, read = reader
@@ -202,7 +235,7 @@ class TransformersProbe(Probe):
             self._after(
                 gate, lambda out: self._gates.update({index: read(out, heads).transpose(1, 2)})
             )
-        self._before(block.output, lambda gated: self._gated(index, gated))
+        self._replace(block.output, lambda gated: self._gated(index, gated))
         self._after(block.attention, lambda out: self._finish(index, block.output, out))
 
     def _after(self, module: torch.nn.Module, do: Callable[[Tensor], None]) -> None:
@@ -212,13 +245,20 @@ class TransformersProbe(Probe):
         rows = self.segments[-1].row + 1  # experts flatten them
         super()._branch(name, index, branch_BTE.reshape(rows, -1, branch_BTE.shape[-1]))
 
-    def _gated(self, index: int, gated_BTX: Tensor) -> None:
-        """Store the output projection's input: the kernel's output, times a known gate."""
+    def _gated(self, index: int, gated_BTX: Tensor) -> Tensor | None:
+        """Store what the output projection reads, the output times a known gate; change it."""
+        gated_BTHD = gated_BTX.reshape(*gated_BTX.shape[:2], self.heads[index], -1)
         call = self._calls.get(index)
-        if call is None:
-            return
-        by_head_BTHD = gated_BTX.reshape(*gated_BTX.shape[:2], self.heads[index], -1)
-        gated_BHTD = by_head_BTHD.transpose(1, 2)
+        if call is not None:
+            self._store(index, call, gated_BTHD.transpose(1, 2))
+        new_BTHD = self._changed(index, gated_BTHD)
+        if new_BTHD is None:
+            return None
+        if call is not None:
+            call.gated_out_BHTD = new_BTHD.transpose(1, 2)
+        return new_BTHD.reshape(gated_BTX.shape)
+
+    def _store(self, index: int, call: AttentionCall, gated_BHTD: Tensor) -> None:
         gate_BHTX = self._gates.pop(index, None)
         expected_BHTD = call.out_BHTD if gate_BHTX is None else call.out_BHTD * gate_BHTX
         if not torch.allclose(gated_BHTD, expected_BHTD, rtol=0.02, atol=1e-6, equal_nan=True):
@@ -237,7 +277,8 @@ class TransformersProbe(Probe):
         self._seen.add(index)
         if output is not None and "output_weight_HDE" in self.needs:
             call.output_weight_HDE = output_weight(output, self.heads[index])
-        self._report(index, call, branch_BTE)
+        if self.needs:
+            self._report(index, call, branch_BTE)
 
 
 def model_problems(model: PreTrainedModel) -> list[str]:

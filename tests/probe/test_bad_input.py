@@ -13,6 +13,8 @@ from megasink.cli import main
 from megasink.errors import UserError
 from megasink.probe import options
 from megasink.probe.analysis import analyze as analyze_model
+from megasink.probe.base import ProbedModel
+from megasink.probe.ranks import Ranks
 from megasink.report import pages
 from tests.probe.tiny_models import save_with_tokenizer
 
@@ -158,10 +160,10 @@ def test_the_length_follows_the_model(root, tmp_path, monkeypatch, first, length
 
     monkeypatch.setattr("megasink.probe.analysis.samples_of", stop)
     args = options.parser().parse_args([str(root), "--output", str(tmp_path)])
-    positions = {"positions": 64, "first": first, "heads": [4]}
-    rest = dict.fromkeys(("module", "ranks", "tokenizer", "vocabulary", "model"))
+    rest = dict.fromkeys(("open_probe", "module", "tokenizer", "vocabulary", "facts"))
+    model = ProbedModel(**rest, positions=64, first=first, heads=[4])
     with pytest.raises(UserError, match="enough"):
-        analyze_model(args, None, **positions, **rest)
+        analyze_model(args, model, Ranks())
     assert asked == [length]
 
 

@@ -169,14 +169,14 @@ def test_models_that_cannot_be_read_are_refused():
         transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4)
     )
     with pytest.raises(ConfigError, match="BloomForCausalLM: its attention bypasses"):
-        TransformersProbe(bloom.eval(), Kept(), set())
+        TransformersProbe(bloom.eval(), Kept(), {"out_HTD"})
     training = tiny_model("llama").train()
     with pytest.raises(ConfigError, match=r"call model.eval\(\)"):
-        TransformersProbe(training, Kept(), set())
+        TransformersProbe(training, Kept(), {"out_HTD"})
     other = tiny_model("llama")
     other.set_attn_implementation("flex_attention")
     with pytest.raises(ConfigError, match="'flex_attention': load it with sdpa or eager"):
-        TransformersProbe(other, Kept(), set())
+        TransformersProbe(other, Kept(), {"out_HTD"})
 
 
 def test_attention_that_is_not_what_it_seems_is_refused():

@@ -1,0 +1,66 @@
+"""What may change the outputs of a model's heads while it runs: the seam of `megasink.intervene`.
+
+Shapes: B rows, H query heads, Q tokens of this forward pass, D head dim.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megasink.probe.segments import Segment
+from megasink.probe.statistics import AttentionCall
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """One call of the model.
+
+    Attributes:
+        rows, tokens: B and Q of this call.
+        cached: tokens that each row already has in a key/value cache, padding included.
+        segments: the sequences, numbered over cached and new tokens together.
+    """
+
+    rows: int
+    tokens: int
+    cached: int
+    segments: list[Segment]
+
+
+@dataclass(frozen=True)
+class HeadOutputs:
+    """What the heads of one layer hand to the output projection.
+
+    Attributes:
+        layer: from 0.
+        out_BQHD: after an explicit gate and earlier changes; do not write into it.
+        call: what attention read and wrote; None unless a change or the observer reads attention.
+    """
+
+    layer: int
+    out_BQHD: Tensor
+    call: AttentionCall | None
+
+
+class HeadChange(ABC):
+    """Changes the outputs of heads before the output projection, layer after layer.
+
+    Attributes:
+        reads_attention: whether `change` needs `HeadOutputs.call`. Without it a model's attention
+            is left alone, so any kernel will do.
+    """
+
+    reads_attention: bool = False
+
+    def problems(self, heads: Sequence[int]) -> list[str]:
+        """Return why this change does not fit a model with so many heads in each layer."""
+        return []
+
+    def begin(self, forward: ForwardPass) -> None:  # noqa: B027  # few changes need it
+        """Start one call of the model."""
+
+    @abstractmethod
+    def change(self, forward: ForwardPass, outputs: HeadOutputs) -> Tensor | None:
+        """Return the new outputs [B, Q, H, D], or None to leave them as they are."""
