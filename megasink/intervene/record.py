@@ -1,4 +1,4 @@
-"""What an intervention is: a frozen dataclass that says what is changed, and can be written as JSON.
+"""What an intervention is: a frozen dataclass of what is changed, which can be written as JSON.
 
 Every kind is one class, registered by its name; files, commands and the cache of a sweep read the
 registry. An intervention holds no state: `change` makes the object that runs (`HeadChange`).
