@@ -71,8 +71,9 @@ def _benchmark(name: str, *flags: str) -> tuple[str, ...]:
 
 
 PARTS = (
-    Part("environment", "Versions, kernels, patches", ("-m", "megasink", "info"), 60),
-    Part("kernels", "Tests: kernels against float64", _tests("test_attention_gpu.py"), 150),
+    Part("environment", "Versions, kernels, patches", ("-m", "megasink", "info"), 30),
+    Part("kernels", "Tests: kernels against float64", _tests("test_attention_gpu.py"), 130),
+    Part("gates", "Tests: Triton gate kernels", _tests("test_gate_kernels_gpu.py"), 60),
     Part("layers", "Tests: layers, graphs, steps", _tests("test_layers_gpu.py"), 90),
     Part("ranks", "Tests: NCCL ranks", _tests("test_ranks_gpu.py"), 60, gpus=2),
     Part(
@@ -90,7 +91,7 @@ PARTS = (
             *("--device", "cuda", "--heads", "16", "--head-dim", "128"),
             *("--lengths", "1024", "4096", "8192", "16384", "--output", "{folder}"),
         ),
-        120,
+        110,
         tables=True,
     ),
     Part(

@@ -158,6 +158,12 @@ def test_every_part_has_its_files(gpu):
                 assert (ROOT / word).is_file(), word
 
 
+def test_every_test_for_gpus_is_in_a_part(gpu):
+    words = {word for part in gpu.PARTS for word in part.command}
+    files = {f"tests/gpu/{path.name}" for path in (ROOT / "tests/gpu").glob("test_*.py")}
+    assert files <= words
+
+
 def test_facts_of_this_machine(gpu):
     machine = gpu.facts()
     assert machine["versions"]["torch"]
