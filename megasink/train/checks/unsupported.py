@@ -7,7 +7,8 @@ from typing import Any
 from megasink.flags import flag_of
 
 _FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format"}  # where the attribute has a different name
-_GRAPHS = "head statistics are collected outside of CUDA graphs"
+# Measured by tests/layers/test_graph.py.
+_GRAPHS = "a replayed graph neither counts heads nor updates the balance loss (docs/gpu.md)"
 _OFFLOADING = "use --recompute-granularity to save memory"
 _LAYOUT = "initial weights would depend on the layout"
 
@@ -44,7 +45,8 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("cuda_graph_impl", "none", _GRAPHS),
     ("enable_cuda_graph", False, _GRAPHS),
     ("external_cuda_graph", False, _GRAPHS),
-    ("optimizer_cuda_graph", False, _GRAPHS),
+    # megatron/core/optimizer/clip_grads.py:138 waits for the gradient norm.
+    ("optimizer_cuda_graph", False, "the optimizer step reads the gradient norm on the host"),
     ("cpu_offloading_num_layers", 0, _OFFLOADING),
     ("fine_grained_activation_offloading", False, _OFFLOADING),
     ("moe_paged_stash", False, _OFFLOADING),
