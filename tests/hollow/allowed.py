@@ -7,6 +7,7 @@ gradients, its checks of NaN, losses that other ranks have. What is ours stands 
 from typing import Any
 
 _SERIES, _PHASES = "megasink/train/series.py", "megasink/train/phases.py"
+_PACKING = "megasink/train/packing.py"
 _RERUN, _UTILS = "megatron/core/rerun_state_machine.py", "megatron/training/utils/common_utils.py"
 _TRAINING = "megatron/training/training.py"
 _EXPERTS = "megatron/core/transformer/moe/token_dispatcher.py"
@@ -19,6 +20,8 @@ MEGASINK = {
         _SERIES,
         "values = torch.cat([tensor.detach().flatten().double() for tensor in tensors]).cpu()",
     ): 1,
+    # Boundaries of documents that another rank has read, once for each of two microbatches.
+    (_PACKING, 'rows = (batch["cu_seqlens"] if on_host is None else on_host).tolist()'): 2,
 }
 MEGATRON = {
     (
@@ -43,9 +46,11 @@ MEGATRON = {
     # How many tokens an expert gets is known on the device alone.
     (_EXPERTS, "self.local_probs = self.local_probs.T.contiguous().masked_select("),
     (_EXPERTS, "tokens_per_expert = self.local_map.sum(dim=0).long().cpu()"),
+    (_EXPERTS, "self.d2h_event.synchronize()"),
 }
 # In a step of packed documents.
 PACKED = {
+    ("megatron/core/utils.py", "n = int(n.item())"),  # on a rank that another rank reads for
     ("megatron/core/utils.py", "n_tensor = torch.tensor(n, dtype=torch.int64, device=dev)"),
     (_TRAINING, "total_real_tokens, seqlen_squared_sum = t.tolist()"),
 }

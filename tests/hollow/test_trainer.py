@@ -21,6 +21,7 @@ MODEL = (
 GROUPS = "--group-query-attention --num-query-groups 2"
 GATED, ELEMENTWISE = "--attention-variant gated", "--gate-granularity elementwise"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type allgather"
+ALLTOALL = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LEARNED = "--position-embedding-type learned_absolute"  # Megatron's unfused RoPE reads documents
 TP, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
@@ -46,6 +47,7 @@ CASES = {
     "shared-heads": ("--head-balance-shared-heads 1", 0, 1),
     "microbatch-scope": ("--head-balance-scope microbatch", 0, 1),
     "packed": (f"--dataloader-inter-document-masking {LEARNED}", 0, 1),
+    "packed-tensor": (f"--dataloader-inter-document-masking {LEARNED} {TP}", 1, 2),
     "observed": ("--log-interval 1", 0, 1),
     "recompute": (f"{FULL} {GATED}", 0, 1),
     "tensor": (f"{TP} {GATED}", 0, 2),
@@ -71,6 +73,21 @@ def test_a_step(gpu, name):
     found = gpu.run("trainer_tasks:step", flags=flags, rank=rank, ranks=ranks)
     assert unexpected(found, flags) == []
     assert found["misplaced"] == []
+
+
+@pytest.mark.parametrize(("tensor", "rank", "ranks"), [("", 1, 2), (f"{TP} {SP}", 3, 4)])
+def test_tokens_go_to_their_experts(gpu, tensor, rank, ranks):
+    """With alltoall the host sizes the exchange by counts that it waits for, once in each layer."""
+    flags = shlex.split(f"{MODEL} {ALLTOALL} --expert-model-parallel-size 2 {tensor}")
+    found = gpu.run("trainer_tasks:step", flags=flags, rank=rank, ranks=ranks)
+    assert unexpected(found, flags) == []
+    assert found["misplaced"] == []
+    layers, tokens, top_k, hidden, peers = 2, 512 * 2 // ranks, 2, 256, 2
+    of_peer = tokens * top_k // peers
+    sent = {size: count for name, size, _, count in found["collectives"] if name == "ncclSend"}
+    # Tokens there and back, probabilities only there; bf16; forward and backward.
+    exchanges = layers * 2 * peers
+    assert sent == {of_peer * hidden * 2: 2 * exchanges, of_peer * 2: exchanges}
 
 
 def test_the_gradient_norm_is_read_once(gpu):

@@ -19,6 +19,7 @@ from megasink.hollow.events import Event, Recording
 from megasink.hollow.process import Device
 from megasink.hollow.world import be_rank
 from megasink.train import pretrain
+from tests.hollow.answers import say_balanced_experts, say_documents
 from tests.hollow.given import watch_rows
 
 RECORDED = 2
@@ -39,6 +40,10 @@ def step(
     """
     os.environ |= Device(**device or {}).variables()
     be_rank(rank, ranks)
+    if "alltoall" in flags:
+        say_balanced_experts()
+    if "--dataloader-inter-document-masking" in flags and "--tensor-model-parallel-size" in flags:
+        say_documents()
     recording, misplaced, models, memory = Recording(), watch_rows(), [], []
     with _recorded_step(recording, models, memory):
         pretrain.pretrain([*flags, "--train-iters", "3"])

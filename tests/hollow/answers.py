@@ -1,0 +1,71 @@
+"""What a kernel, or another rank, would have told the host, where sizes depend on it.
+
+Counts of routed tokens and boundaries of documents would all read as 0. What is said here in their
+place is a case that is valid everywhere: experts that get equally many tokens, and documents of
+equal length. That the host waits for it is counted all the same.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.training import get_args
+from torch import Tensor
+
+from megasink.train import dataset, forward
+
+DOCUMENTS = 4
+"""Documents of each sample."""
+
+
+def say_balanced_experts() -> None:
+    """The router sends as many tokens to one expert as to the next, on every rank."""
+    inner = MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize
+
+    def copied(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        tokens_per_expert = inner(self, point, tokens_per_expert)
+        if point != self.cuda_dtoh_point:
+            return tokens_per_expert
+        of_expert = self.num_out_tokens // self.num_experts  # from each rank
+        ranks, local = self.ep_size * self.tp_size, self.num_local_experts
+        self.input_splits[:] = self.output_splits[:] = of_expert * local
+        self.output_splits_tp[:] = of_expert * local * self.ep_size
+        self.num_global_tokens_per_local_expert[:] = of_expert
+        tokens_per_expert[:] = of_expert * ranks
+        return tokens_per_expert
+
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = copied
+
+
+def say_documents() -> None:
+    """The first tensor-parallel rank has read documents, and has told this one."""
+    read_batch, pack, send = dataset.get_batch_on_this_tp_rank, forward.pack, dist.broadcast
+
+    def receive(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+        work = send(tensor, *arguments, **options)
+        if tensor.dim() == 0:  # the number of boundaries
+            args = get_args()
+            _write(tensor, torch.tensor(args.micro_batch_size * (args.seq_length + 1)))
+        return work
+
+    def read_as_received(*arguments: Any, **options: Any) -> Any:
+        dist.broadcast = receive
+        try:
+            return read_batch(*arguments, **options)
+        finally:
+            dist.broadcast = send
+
+    def pack_received(batch: dict[str, Any]) -> Any:
+        samples, places = batch["cu_seqlens"].shape
+        ends = torch.full((samples, places), places - 1)
+        ends[:, : DOCUMENTS + 1] = torch.linspace(0, places - 1, DOCUMENTS + 1)
+        _write(batch["cu_seqlens"], ends)
+        return pack(batch)
+
+    dataset.get_batch_on_this_tp_rank, forward.pack = read_as_received, pack_received
+
+
+def _write(tensor: Tensor, values: Tensor) -> None:
+    """The host reads it until the next launch."""
+    tensor.copy_(values.to(tensor.dtype).pin_memory(), non_blocking=True)
