@@ -160,3 +160,13 @@ def test_a_gate_of_part_of_a_group_is_refused(pool):
     messages = pool.run(f"{TASKS}:refused", Layout(tp=2), **options)
     assert "1 groups on 2 ranks" in messages[0]
     assert pool.run(f"{TASKS}:refused", SINGLE, **options) == [""]
+
+
+def test_a_state_from_before_the_padding_is_refused(pool):
+    """Only --ckpt-format torch saves the rows as they lie in memory."""
+    for message in pool.run(f"{TASKS}:loaded_without_padding", Layout(tp=2)):
+        assert "66 rows in decoder.layers.0.self_attention.linear_qkv.weight" in message
+        assert "this version has 72" in message
+        assert "megasink convert-to-hf and convert-from-hf" in message
+        assert "--ckpt-convert-format torch_dist" in message
+    assert pool.run(f"{TASKS}:loaded_without_padding", SINGLE, **ELEMENTWISE) == [""]
