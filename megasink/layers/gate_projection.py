@@ -67,7 +67,7 @@ class _GateRows:
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # Megatron would end in a traceback of shapes. The optimizer's states have no padding either.
+        # Megatron would end in a traceback of shapes. Optimizer states have no padding either.
         mixed, gate, padding = self.row_split
         stored = state_dict.get(f"{prefix}weight")
         if padding and stored is not None and len(stored) == mixed + gate:
