@@ -1,12 +1,16 @@
 """Task: the entry point of training in a worker, with the variables that torchrun would set."""
 
 import os
+from unittest import mock
 
 from tests.distributed.worker import forget
 
 
 def train(flags: list[str], ranks: int, port: int) -> None:
-    """Run ``megasink.train`` as one of ``ranks`` ranks; workers beyond them do nothing."""
+    """Run ``megasink.train`` as one of ``ranks`` ranks; workers beyond them do nothing.
+
+    Without the picture of the run, which takes as long as ten steps and has tests of its own.
+    """
     rank = int(os.environ["POOL_RANK"])
     if rank >= ranks:
         return
@@ -18,7 +22,8 @@ def train(flags: list[str], ranks: int, port: int) -> None:
     from megasink.train.pretrain import pretrain
 
     try:
-        pretrain(flags)
+        with mock.patch("megasink.report.curves.draw_run"):
+            pretrain(flags)
     finally:
         forget()
         torch.use_deterministic_algorithms(False)  # --deterministic-mode is for the process

@@ -3,7 +3,7 @@
 from tests import runs
 
 FLAGS = [*runs.TINY, *runs.UNTIED, *runs.MOCK]
-FLAGS += "--train-iters 6 --save-interval 2 --head-balance-coeff 0.1 --num-workers 0".split()
+FLAGS += "--train-iters 6 --save-interval 2 --head-balance-coeff 0.1".split()
 
 
 def losses(folder):
