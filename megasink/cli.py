@@ -22,6 +22,7 @@ COMMANDS = {
     "plot": "draw loss, imbalance and head importance of a run",
     "compare": "curves of several runs on one page, and a table of final numbers",
     "analyze": "sinks, heads and hidden states of a model, as a report",
+    "ablate": "what a model loses when inactive or chosen heads are zeroed",
     "sweep": "sinks, inactive heads and loss by length, BOS and repeated first tokens",
     "trace": "the same over the checkpoints of a run, against tokens",
     "report": "one page about several analyses",

@@ -110,6 +110,7 @@ class RunFacts:
 
     Attributes:
         identity: hash of everything that changes a result; only for `megasink analyze`.
+        weights_sha256: of samples of the model's weights; only for `megasink analyze`.
         data_sha256: of the token ids of all samples in order.
     """
 
@@ -121,6 +122,7 @@ class RunFacts:
     seed: int
     device: str | None = None
     identity: str | None = None
+    weights_sha256: str | None = None
     data_sha256: str
 
 

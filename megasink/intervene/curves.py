@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
 
 ACCURACY_TOLERANCE = 1.0
 """Accuracy that may be lost, in percentage points: the paper's "within 1%" (P3.15)."""
@@ -93,7 +95,7 @@ def ranks(aucs: Mapping[str, float], *, higher_is_better: bool = True) -> dict[s
     return {name: 1 + order.index(name) for name in aucs}
 
 
-def _sorted(percent_P: ArrayLike, value_P: ArrayLike) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[type-arg]
+def _sorted(percent_P: ArrayLike, value_P: ArrayLike) -> tuple[Floats, Floats]:
     x_P, y_P = (np.asarray(values, dtype=np.float64) for values in (percent_P, value_P))
     if x_P.shape != y_P.shape or x_P.ndim != 1 or not len(x_P):
         raise ValueError(f"a curve of {x_P.shape} percentages and {y_P.shape} values")

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megasink.data.corpus import STDLIB
 from megasink.diagnostics.maps import MAP_TOKENS
 from megasink.errors import ConfigError, UserError
 from megasink.plugins import add_flag
+from megasink.probe.base import ProbedModel
 from megasink.probe.inputs import BOS, KINDS, Sample, text_samples, token_samples
 from megasink.probe.maps import map_problems
 
@@ -34,14 +36,7 @@ def parser(
         default=["natural"],
         help="the texts (natural), random tokens, one repeated token (default: natural)",
     )
-    parser.add_argument(
-        "--seq-length",
-        type=int,
-        help=f"maximum tokens per sequence (default: {SEQ_LENGTH}, or the model's maximum)",
-    )
-    parser.add_argument(
-        "--bos", choices=BOS, default="auto", help="auto follows the tokenizer (default: auto)"
-    )
+    add_sequence_flags(parser)
     parser.add_argument("--positions", type=int, default=64, help="tokens in curves (default: 64)")
     parser.add_argument("--columns", type=int, default=8, help="keys with a sink rate (default: 8)")
     parser.add_argument(
@@ -59,6 +54,18 @@ def parser(
     )
     parser.add_argument("--no-loss", dest="loss", action="store_false", help="skip logits and loss")
     return parser
+
+
+def add_sequence_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the options of how texts become sequences; see `model_samples`."""
+    parser.add_argument(
+        "--seq-length",
+        type=int,
+        help=f"maximum tokens per sequence (default: {SEQ_LENGTH}, or the model's maximum)",
+    )
+    parser.add_argument(
+        "--bos", choices=BOS, default="auto", help="auto follows the tokenizer (default: auto)"
+    )
 
 
 def model_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
@@ -168,6 +175,28 @@ def _folder_problem(folder: Path) -> str | None:
     if not os.access(there, os.W_OK):
         return f"cannot be written: no permission to write to {there}"
     return None
+
+
+def model_samples(args: argparse.Namespace, model: ProbedModel) -> list[Sample]:
+    """Return the sequences that the command line selects, as the model reads them.
+
+    Sets `args.seq_length` if it was not given.
+
+    Raises:
+        UserError: sequences exceed the positions, or as `samples_of`.
+    """
+    positions, first = model.positions, model.first
+    if args.seq_length is None:
+        args.seq_length = min(SEQ_LENGTH, (positions or SEQ_LENGTH + len(first)) - len(first))
+    if positions is not None and args.seq_length + len(first) > positions:
+        raise UserError(
+            f"--seq-length {args.seq_length} is longer than the {positions - len(first)} positions "
+            f"of {args.model}: use at most {positions - len(first)}"
+        )
+    return [
+        replace(sample, tokens=(*first, *sample.tokens))
+        for sample in samples_of(args, model.tokenizer, model.vocabulary)
+    ]
 
 
 def samples_of(args: argparse.Namespace, tokenizer: Any, vocabulary: int) -> list[Sample]:

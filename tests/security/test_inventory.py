@@ -57,6 +57,7 @@ SAFE = {
     ("megasink/probe/measurements.py", "allow_pickle"): ARRAYS,
     ("megasink/probe/measurements.py", "numpy.load"): ARRAYS,
     ("megasink/probe/write.py", "allow_pickle"): ARRAYS,
+    ("megasink/report/ablation.py", "allow_pickle"): ARRAYS,
     ("megasink/report/analysis.py", "allow_pickle"): ARRAYS,
     ("megasink/report/analysis.py", "numpy.load"): ARRAYS,
     ("megasink/report/sweep.py", "allow_pickle"): ARRAYS,

@@ -1,0 +1,132 @@
+"""The options of `megasink ablate`, and what is checked before a model is loaded."""
+
+import argparse
+from pathlib import Path
+
+from megasink.command_line import unknown_name
+from megasink.diagnostics.thresholds import SHARES
+from megasink.errors import ConfigError, UserError
+from megasink.intervene.record import read_interventions
+from megasink.intervene.settings import score_names
+from megasink.probe.maps import parse_head
+from megasink.probe.options import add_sequence_flags, model_parser, problems_of
+from megasink.report.analysis import read_analysis
+
+SCORES = ("awft", "ahon_ln")
+"""Scores of a sweep by default: the paper's comparison."""
+SEEDS = (1, 2, 3)
+
+
+def ablate_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of `megasink ablate`."""
+    parser = model_parser("megasink ablate", description)
+    parser.add_argument(
+        "--score",
+        nargs="+",
+        metavar="NAME",
+        help="zero the heads that these scores mark, in each sequence "
+        f"(default: {' '.join(SCORES)}, unless --heads, --interventions or --layer is given)",
+    )
+    percents = [f"{100 * share:g}" for share in SHARES]
+    parser.add_argument(
+        "--zeroed",
+        type=float,
+        nargs="+",
+        default=[float(percent) for percent in percents],
+        metavar="PERCENT",
+        help=f"percentages of heads that each score zeroes (default: {' '.join(percents)})",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=list(SEEDS),
+        help="of the random baseline (default: 1 2 3)",
+    )
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="ANALYSIS",
+        help="set the thresholds by the texts of this analysis (default: by --data)",
+    )
+    parser.add_argument(
+        "--heads", nargs="+", metavar="LAYER.HEAD", help="also zero these heads, such as 3.5 7.2"
+    )
+    parser.add_argument(
+        "--interventions", type=Path, metavar="FILE", help="also apply this file of interventions"
+    )
+    parser.add_argument(
+        "--layer", type=int, metavar="L", help="also zero each head of this layer alone"
+    )
+    add_sequence_flags(parser)
+    # Options of an analysis that do not apply.
+    parser.set_defaults(inputs=["natural"], positions=1, columns=1, loss=False)
+    parser.set_defaults(maps=None, map_length=2)
+    return parser
+
+
+def check_ablate(args: argparse.Namespace, *, is_run: bool) -> None:
+    """Check everything that needs no model, and resolve the default of `--score`.
+
+    Raises:
+        ConfigError: one message with every problem.
+    """
+    problems = problems_of(args, is_run=is_run)
+    others = (args.heads, args.interventions, args.layer)
+    if args.score is None:
+        args.score = list(SCORES) if all(other is None for other in others) else []
+    known = score_names()
+    problems += [unknown_name("--score", name, known) for name in args.score if name not in known]
+    problems += [
+        f"--zeroed {percent:g}: a percentage, 0 to 100"
+        for percent in args.zeroed
+        if not 0 <= percent <= 100
+    ]
+    for flag in ("score", "zeroed", "seeds"):
+        values = getattr(args, flag)
+        if len(set(values)) < len(values):
+            problems.append(f"--{flag} {' '.join(map(str, values))}: a value is repeated")
+    problems += _of_others(args)
+    problems += _of_calibration(args)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _of_others(args: argparse.Namespace) -> list[str]:
+    """Return the problems of --heads, --interventions and --layer."""
+    problems = []
+    for text in args.heads or ():
+        try:
+            parse_head(text, "--heads")
+        except ValueError as error:
+            problems.append(str(error))
+    if args.interventions is not None:
+        try:
+            if not read_interventions(args.interventions):
+                problems.append(f"--interventions {args.interventions}: the list is empty")
+        except UserError as error:
+            problems.append(f"--interventions {error}")
+    if args.layer is not None and args.layer < 0:
+        problems.append(f"--layer {args.layer}: layers are numbered from 0")
+    return problems
+
+
+def _of_calibration(args: argparse.Namespace) -> list[str]:
+    if args.calibration is None:
+        return []
+    if not args.score:
+        return ["--calibration sets the thresholds of --score: add it"]
+    try:
+        analysis = read_analysis(args.calibration)
+    except UserError as error:
+        return [f"--calibration: {error}"]
+    if analysis.results.run.weights_sha256 is None:
+        return [
+            f"--calibration {args.calibration} was written in training, and does not say of which "
+            "weights it is: analyze the model with megasink analyze"
+        ]
+    return [
+        f"--score {name}: the calibration {args.calibration} has no such score"
+        for name in args.score
+        if name not in analysis.by_sample
+    ]
