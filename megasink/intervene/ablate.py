@@ -25,7 +25,6 @@ from megasink.probe.analysis import bytes_by_token
 from megasink.probe.base import ProbedModel
 from megasink.probe.identity import identity, weights_hash
 from megasink.probe.inputs import Sample
-from megasink.probe.maps import asked_heads
 from megasink.probe.measurements import merge_shards
 from megasink.probe.options import model_samples
 from megasink.probe.ranks import Ranks
@@ -53,7 +52,6 @@ def ablate(args: argparse.Namespace, model: ProbedModel, ranks: Ranks) -> Ablati
         ConfigError: interventions do not fit the model; one message lists every reason.
         UserError: as `analyze`; the calibration is of another model, or lacks a score.
     """
-    asked_heads(args.heads or [], model.heads, "--heads")
     _check_layer(args, model)
     weights = weights_hash(model.module)
     samples = model_samples(args, model)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 import megasink
+from megasink.intervene import DynamicChange
 from megasink.intervene.points import MeasuredPoint, TaskScore, TextLoss, texts_hash
 from megasink.intervene.record import Intervention
 from megasink.intervene.settings import Setting
@@ -19,19 +20,6 @@ from megasink.probe.inputs import Sample
 from megasink.probe.recorder import Recorder
 from megasink.probe.run import run
 from megasink.typed_json import to_json
-
-
-@runtime_checkable
-class Counting(Protocol):
-    """A change that counts the heads it zeroes.
-
-    Attributes:
-        share: of the model's heads, the mean over samples of the mean over layers (P3.13).
-        share_LH: [L, H], share of samples in which each head was zeroed; NaN for missing heads.
-    """
-
-    share: float
-    share_LH: Any
 
 
 @dataclass(frozen=True)
@@ -126,7 +114,7 @@ def measured(
 ) -> MeasuredPoint:
     """Run a point."""
     changes, texts, tasks = on.measure(model, setting.interventions)
-    zeroed = next((change for change in changes if isinstance(change, Counting)), None)
+    zeroed = next((change for change in changes if isinstance(change, DynamicChange)), None)
     share_LH = None if zeroed is None else np.asarray(zeroed.share_LH, dtype=np.float64)
     return MeasuredPoint(
         facts=facts,

@@ -1,14 +1,15 @@
 """The options of `megasink ablate`, and what is checked before a model is loaded."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from megasink.command_line import unknown_name
 from megasink.diagnostics.thresholds import SHARES
 from megasink.errors import ConfigError, UserError
 from megasink.intervene.record import read_interventions
-from megasink.intervene.settings import score_names
-from megasink.probe.maps import parse_head
+from megasink.intervene.scores import RANDOM, LayerScore, score_names
+from megasink.intervene.settings import heads_of
 from megasink.probe.options import add_sequence_flags, model_parser, problems_of
 from megasink.report.analysis import read_analysis
 
@@ -50,7 +51,10 @@ def ablate_parser(description: str | None) -> argparse.ArgumentParser:
         help="set the thresholds by the texts of this analysis (default: by --data)",
     )
     parser.add_argument(
-        "--heads", nargs="+", metavar="LAYER.HEAD", help="also zero these heads, such as 3.5 7.2"
+        "--heads",
+        nargs="+",
+        metavar="LAYER.HEAD",
+        help="also zero these heads together, such as 3.5 7.2, or those of a .json or .csv file",
     )
     parser.add_argument(
         "--interventions", type=Path, metavar="FILE", help="also apply this file of interventions"
@@ -75,8 +79,7 @@ def check_ablate(args: argparse.Namespace, *, is_run: bool) -> None:
     others = (args.heads, args.interventions, args.layer)
     if args.score is None:
         args.score = list(SCORES) if all(other is None for other in others) else []
-    known = score_names()
-    problems += [unknown_name("--score", name, known) for name in args.score if name not in known]
+    problems += _of_scores(args.score)
     problems += [
         f"--zeroed {percent:g}: a percentage, 0 to 100"
         for percent in args.zeroed
@@ -92,14 +95,29 @@ def check_ablate(args: argparse.Namespace, *, is_run: bool) -> None:
         raise ConfigError(problems)
 
 
+def _of_scores(names: Sequence[str]) -> list[str]:
+    problems = []
+    for name in names:
+        if name == RANDOM:
+            problems.append("--score random: it is always measured, as the baseline: leave it out")
+        elif name not in score_names():
+            problems.append(unknown_name("--score", name, score_names()))
+        else:
+            try:
+                LayerScore(name)
+            except ValueError as error:
+                problems.append(f"--score {name}: {error}")
+    return problems
+
+
 def _of_others(args: argparse.Namespace) -> list[str]:
     """Return the problems of --heads, --interventions and --layer."""
     problems = []
-    for text in args.heads or ():
+    if args.heads is not None:
         try:
-            parse_head(text, "--heads")
-        except ValueError as error:
-            problems.append(str(error))
+            heads_of(args.heads)
+        except (ValueError, UserError) as error:
+            problems.append(f"--heads {error}")
     if args.interventions is not None:
         try:
             if not read_interventions(args.interventions):

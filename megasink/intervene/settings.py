@@ -6,13 +6,15 @@ Shapes: N samples, L layers, H heads.
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megasink.diagnostics import metrics
 from megasink.diagnostics.ablation import RANDOM, UNCHANGED
 from megasink.diagnostics.thresholds import Scores, threshold
 from megasink.errors import UserError
-from megasink.intervene import DynamicZeroing, ZeroHeads
+from megasink.intervene import DynamicZeroing, ZeroHeads, parse_heads, read_heads
+from megasink.intervene.heads import HeadList
 from megasink.intervene.record import Intervention, read_interventions, to_entry
 
 HEADS, FILE = "--heads", "--interventions"
@@ -40,11 +42,6 @@ class Setting:
     def entries(self) -> list[dict[str, Any]]:
         """The interventions as JSON."""
         return [to_entry(intervention) for intervention in self.interventions]
-
-
-def score_names() -> list[str]:
-    """Return the scores that can mark inactive heads, without the random baseline."""
-    return [name for name, entry in metrics().items() if entry.inactive and name != RANDOM]
 
 
 def statistics_scores(names: Sequence[str]) -> list[str]:
@@ -79,8 +76,10 @@ def thresholds_of(
             raise UserError(
                 f"--score {name}: {where} has no such score; it has {', '.join(scores) or 'none'}"
             )
-        side = metrics()[name].inactive or ""
-        found[name] = {f"{p:g}": threshold(scores[name], p / 100, side) for p in percents}
+        entry = metrics()[name]
+        low, high = entry.bounds  # rounding may lead beyond them
+        taus = {p: threshold(scores[name], p / 100, entry.inactive or "") for p in percents}
+        found[name] = {f"{p:g}": min(max(tau, low), high) for p, tau in taus.items()}
     return found
 
 
@@ -93,7 +92,7 @@ def settings_of(
     the texts (P3.9); at 0 % it is the unchanged model.
 
     Raises:
-        UserError: the model does not have a head or layer, or the file cannot be read.
+        UserError: a file cannot be read.
     """
     found = [Setting(UNCHANGED, UNCHANGED)]
     if args.score:
@@ -108,8 +107,8 @@ def settings_of(
             label = f"{score}/{percent}"
             found.append(Setting(score, label, (change,), float(percent)))
     if args.heads:
-        names = ", ".join(args.heads)
-        found.append(Setting(HEADS, f"heads {names}", (ZeroHeads(heads_of(args.heads)),)))
+        chosen = ZeroHeads(**heads_of(args.heads)._asdict())
+        found.append(Setting(HEADS, f"heads {', '.join(args.heads)}", (chosen,)))
     if args.interventions is not None:
         changes = tuple(read_interventions(args.interventions))
         found.append(Setting(FILE, str(args.interventions), changes))
@@ -118,20 +117,20 @@ def settings_of(
     return found
 
 
+def heads_of(words: Sequence[str]) -> HeadList:
+    """Return the heads of --heads: LAYER.HEAD words, or one file of `read_heads`.
+
+    Raises:
+        ValueError: a word of another form.
+        UserError: the file cannot be read.
+    """
+    if len(words) == 1 and Path(words[0]).suffix in (".json", ".csv"):
+        return read_heads(Path(words[0]))
+    return HeadList(parse_heads(words))
+
+
 def _single_heads(layer: int, heads: Sequence[int]) -> Iterator[Setting]:
     """Yield each head of a layer, zeroed alone (P4.7)."""
     for head in range(heads[layer]):
         name = f"{layer}.{head}"
-        yield Setting(f"layer {layer}", f"head {name}", (ZeroHeads([(layer, head)]),))
-
-
-def heads_of(names: Sequence[str]) -> list[tuple[int, int]]:
-    """Return (layer, head) of names such as 3.5.
-
-    Raises:
-        ValueError: not of this form.
-    """
-    pairs = [tuple(map(int, name.split("."))) for name in names]
-    if any(len(pair) != 2 for pair in pairs):
-        raise ValueError("write LAYER.HEAD, such as 3.5")
-    return [(layer, head) for layer, head in pairs]
+        yield Setting(f"layer {layer}", f"head {name}", (ZeroHeads(((layer, head),)),))

@@ -34,15 +34,15 @@ class Head(NamedTuple):
     why: str
 
 
-def parse_head(text: str, flag: str = "--maps") -> tuple[int, int]:
-    """Parse "LAYER.HEAD", both from 0, into (layer, head); the flag is for errors.
+def parse_head(text: str) -> tuple[int, int]:
+    """Parse "LAYER.HEAD", both from 0, into (layer, head).
 
     Raises:
         ValueError: any other format.
     """
     layer, point, head = text.partition(".")
     if not (point and layer.isdecimal() and head.isdecimal()):
-        raise ValueError(f"{flag} {text}: write a head as LAYER.HEAD, both from 0, such as 3.5")
+        raise ValueError(f"--maps {text}: write a head as LAYER.HEAD, both from 0, such as 3.5")
     return int(layer), int(head)
 
 
@@ -59,25 +59,24 @@ def map_problems(heads: Sequence[str], length: int) -> list[str]:
     return problems
 
 
-def asked_heads(texts: Sequence[str], heads: Sequence[int], flag: str = "--maps") -> list[Head]:
+def asked_heads(texts: Sequence[str], heads: Sequence[int]) -> list[Head]:
     """Return the heads named on the command line.
 
     Args:
         heads: number of heads in each layer.
-        flag: the option that names them, for errors.
 
     Raises:
         UserError: the model has no such head.
     """
     chosen = []
-    for layer, head in dict.fromkeys(parse_head(text, flag) for text in texts):
+    for layer, head in dict.fromkeys(parse_head(text) for text in texts):
         if layer >= len(heads):
-            raise UserError(f"{flag} {layer}.{head}: the layers are 0 to {len(heads) - 1}")
+            raise UserError(f"--maps {layer}.{head}: the layers are 0 to {len(heads) - 1}")
         if not heads[layer]:
-            raise UserError(f"{flag} {layer}.{head}: layer {layer} has no softmax attention")
+            raise UserError(f"--maps {layer}.{head}: layer {layer} has no softmax attention")
         if head >= heads[layer]:
             raise UserError(
-                f"{flag} {layer}.{head}: the heads of layer {layer} are 0 to {heads[layer] - 1}"
+                f"--maps {layer}.{head}: the heads of layer {layer} are 0 to {heads[layer] - 1}"
             )
         chosen.append(Head(layer, head, "requested"))
     return chosen

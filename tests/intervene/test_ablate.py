@@ -35,7 +35,7 @@ HEADS, LENGTH = 4, 14
 def folder(tmp_path_factory):
     """A model, and two datasets."""
     root = tmp_path_factory.mktemp("ablate")
-    save_with_tokenizer(root, "llama", TEXTS, tokens=330, initializer_range=0.2)
+    save_with_tokenizer(root, "llama", TEXTS, tokens=330)
     for name, texts in (("first", TEXTS[:2]), ("second", TEXTS[2:])):
         lines = "".join(json.dumps({"text": t}) + "\n" for t in texts)
         (root / f"{name}.jsonl").write_text(lines)
@@ -307,12 +307,17 @@ def test_a_calibration_sets_the_same_thresholds(folder, swept, analysis, tmp_pat
     [
         (
             "--score awft ahon-ln --zeroed 5 101 --seeds 1 1",
-            ["'ahon-ln' is unknown", "did you mean ahon_ln?", "--zeroed 101: a percentage"]
-            + ["--seeds 1 1: a value is repeated"],
+            [
+                "'ahon-ln' is unknown",
+                "did you mean ahon_ln?",
+                "--zeroed 101: a percentage",
+                "--seeds 1 1: a value is repeated",
+            ],
         ),
-        ("--heads 3 --layer -1", ["--heads 3: write a head as LAYER.HEAD", "numbered from 0"]),
-        ("--heads 0.4", ["--heads 0.4: the heads of layer 0 are 0 to 3"]),
-        ("--heads 2.0", ["--heads 2.0: the layers are 0 to 1"]),
+        ("--heads 3 --layer -1", ["--heads '3': write a head as LAYER.HEAD", "numbered from 0"]),
+        ("--heads 0.4 2.0", ["head 0.4: layer 0 has heads 0 to 3", "model has layers 0 to 1"]),
+        ("--heads missing.json", ["--heads missing.json: No such file"]),
+        ("--score random", ["--score random: it is always measured"]),
         ("--layer 2", ["--layer 2: the layers are 0 to 1"]),
         ("--interventions missing.json", ["--interventions missing.json: No such file"]),
         ("--calibration .", ["--calibration: . holds no analysis"]),
@@ -339,7 +344,10 @@ def test_there_must_be_texts_and_a_folder_to_write(folder, tmp_path, capsys):
 
 def test_a_calibration_of_another_model(folder, analysis, tmp_path, capsys):
     other = tmp_path / "other"
-    tiny_model("llama", vocab_size=330, initializer_range=0.3).save_pretrained(other)
+    model = tiny_model("llama", vocab_size=330)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+    model.save_pretrained(other)
     flags = f"--tokenizer {folder}/llama --data {folder}/first.jsonl --output {tmp_path}/out"
     flags += f" --calibration {analysis} --score awft --device cpu"
     assert main(f"ablate {other} {flags}".split()) == 2
