@@ -1,6 +1,7 @@
 """``megasink ablate``: what a model loses when heads are zeroed."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from megasink.commands.analyze import is_run, measure_model
 from megasink.probe.ranks import taking_part
@@ -16,10 +17,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     from megasink.intervene.ablate import ablate
     from megasink.intervene.options import ablate_parser, check_ablate
+    from megasink.intervene.task_loading import load_tasks
 
     with taking_part() as ranks:
         args = ablate_parser(main.__doc__).parse_args(argv)
         is_ours = is_run(args.model)
         check_ablate(args, is_run=is_ours)
-        measure_model(args, is_ours, ranks, ablate)
+        tasks = load_tasks(args.task) if args.task else None  # before the model
+        measure_model(args, is_ours, ranks, partial(ablate, tasks=tasks))
     return 0

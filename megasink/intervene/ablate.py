@@ -5,45 +5,40 @@ Shapes: N samples, L layers, H heads.
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Console
 
-from megasink.diagnostics.ablation import AblationResults
-from megasink.diagnostics.thresholds import Scores
+from megasink.diagnostics.ablation import UNCHANGED, AblationResults
 from megasink.errors import ConfigError, UserError
-from megasink.intervene.measure import Texts, facts_of, measured, scored_alike
-from megasink.intervene.points import PointFolder, key_of, texts_hash
-from megasink.intervene.settings import (
-    Setting,
-    Thresholds,
-    settings_of,
-    statistics_scores,
-    thresholds_of,
-)
+from megasink.intervene.measure import Ground, facts_of, measured
+from megasink.intervene.on_texts import Texts, scored_alike
+from megasink.intervene.points import PointFolder, key_of
+from megasink.intervene.settings import Setting, Thresholds, settings_of, thresholds_of
 from megasink.intervene.summary import summarize
+from megasink.intervene.task_loading import LoadedTasks
 from megasink.probe.analysis import bytes_by_token
 from megasink.probe.base import ProbedModel
-from megasink.probe.identity import identity, weights_hash
-from megasink.probe.inputs import Sample
-from megasink.probe.measurements import merge_shards
+from megasink.probe.identity import weights_hash
 from megasink.probe.options import model_samples
 from megasink.probe.ranks import Ranks
-from megasink.probe.recorder import Recorder
-from megasink.probe.run import run
-from megasink.probe.shards import PartialFolder, plan
-from megasink.probe.summary import scores_of
 from megasink.progress import progress
 from megasink.report.ablation import write_ablation
 from megasink.report.analysis import read_analysis
 
-_SEED = 0
-"""Of random scores, which no threshold is taken from."""
 
-
-def ablate(args: argparse.Namespace, model: ProbedModel, ranks: Ranks) -> AblationResults | None:
+def ablate(
+    args: argparse.Namespace,
+    model: ProbedModel,
+    ranks: Ranks,
+    tasks: LoadedTasks | None = None,
+) -> AblationResults | None:
     """Measure every point of a sweep and write the results; arguments as in `analyze`.
 
     Points that OUTPUT/points holds are not measured again.
+
+    Args:
+        tasks: those of `--task`.
 
     Returns:
         contents of ablation.json; None on every process except rank 0.
@@ -53,8 +48,7 @@ def ablate(args: argparse.Namespace, model: ProbedModel, ranks: Ranks) -> Ablati
         UserError: as `analyze`; the calibration is of another model, or lacks a score.
     """
     _check_layer(args, model)
-    weights = weights_hash(model.module)
-    samples = model_samples(args, model)
+    on = _ground(args, model, ranks, tasks)
     folder = PointFolder(args.output / "points")
     ranks.enter(f"{args.output}/points")
     if ranks.rank:
@@ -63,12 +57,14 @@ def ablate(args: argparse.Namespace, model: ProbedModel, ranks: Ranks) -> Ablati
     else:
         folder.open()
         ranks.reach("opened")
-    thresholds = _thresholds(args, model, samples, weights, ranks)
+    ranks.enter(f"{args.output}/scores")
+    thresholds = _thresholds(args, model, on, folder, ranks)
     settings = settings_of(args, model.heads, thresholds)
     _check_fit(settings, model)
-    if any(i.change() is None for setting in settings for i in setting.interventions):
-        samples = scored_alike(samples, len(model.first), model.tokenizer.bos_token_id)
-    on = Texts(samples, args.batch_size, len(model.first), bytes_by_token(model.tokenizer, ranks))
+    if isinstance(on, Texts) and any(i.change() is None for s in settings for i in s.interventions):
+        alike = scored_alike(on.samples, len(model.first), model.tokenizer.bos_token_id)
+        on = replace(on, samples=alike)
+    weights = weights_hash(model.module)
     facts = [facts_of(model, weights, on, setting) for setting in settings]
     keys = [key_of(each) for each in facts]
     ranks.enter(f"{args.output}/measuring")
@@ -95,6 +91,19 @@ def ablate(args: argparse.Namespace, model: ProbedModel, ranks: Ranks) -> Ablati
     return results
 
 
+def _ground(
+    args: argparse.Namespace, model: ProbedModel, ranks: Ranks, tasks: LoadedTasks | None
+) -> Ground:
+    """Return what every point runs on."""
+    if tasks is not None:
+        from megasink.intervene.on_tasks import Tasks
+
+        return Tasks(tuple(args.task), args.limit, args.batch_size, tasks)
+    samples = model_samples(args, model)
+    token_bytes = bytes_by_token(model.tokenizer, ranks)
+    return Texts(samples, args.batch_size, len(model.first), token_bytes)
+
+
 def _check_layer(args: argparse.Namespace, model: ProbedModel) -> None:
     if args.layer is None:
         return
@@ -113,17 +122,15 @@ def _check_fit(settings: Sequence[Setting], model: ProbedModel) -> None:
 
 
 def _thresholds(
-    args: argparse.Namespace,
-    model: ProbedModel,
-    samples: Sequence[Sample],
-    weights: str,
-    ranks: Ranks,
+    args: argparse.Namespace, model: ProbedModel, on: Ground, folder: PointFolder, ranks: Ranks
 ) -> Thresholds:
-    """Return the thresholds by the scores of a calibration, or of the texts themselves."""
+    """Return the thresholds by the scores of a calibration, or of the texts or tasks themselves."""
     if not args.score:
         return {}
+    weights = weights_hash(model.module)
     if args.calibration is None:
-        scores, where = _measured_scores(args, model, samples, ranks), str(args.model)
+        facts = facts_of(model, weights, on, Setting(UNCHANGED, UNCHANGED))
+        scores, where = on.scores(model, args.score, facts, folder, ranks), str(args.model)
     else:
         analysis, where = read_analysis(args.calibration), str(args.calibration)
         if analysis.results.run.weights_sha256 != weights:
@@ -134,33 +141,3 @@ def _thresholds(
             )
         scores = analysis.by_sample
     return thresholds_of(scores, args.score, args.zeroed, where)
-
-
-def _measured_scores(
-    args: argparse.Namespace, model: ProbedModel, samples: Sequence[Sample], ranks: Ranks
-) -> dict[str, Scores]:
-    """Return the scores of the unchanged model, score -> [N, L, H].
-
-    The shards stay in OUTPUT/points, so that the same sweep need not measure them again.
-    """
-    recorder = Recorder(model.heads, statistics_scores(args.score), positions=1, columns=1)
-    facts = identity(args, model.module, samples, model.facts, recorder.metrics)
-    facts["data"] = texts_hash(samples)
-    partial = PartialFolder(args.output / "points" / f"scores-{key_of(facts)}", facts)
-    with model.open_probe(recorder) as probe:
-        run(
-            probe,
-            recorder,
-            samples,
-            batch_size=args.batch_size,
-            device=model.device,
-            loss=False,
-            partial=partial,
-            ranks=ranks,
-        )
-    if ranks.rank:
-        ranks.await_first("scored")
-    else:
-        ranks.reach("scored")
-    shards = partial.read(len(plan(samples, args.batch_size)))
-    return scores_of(merge_shards(shards, model.heads).analysis_values(_SEED))

@@ -45,10 +45,19 @@ def ablate_parser(description: str | None) -> argparse.ArgumentParser:
         help="of the random baseline (default: 1 2 3)",
     )
     parser.add_argument(
+        "--task",
+        nargs="+",
+        metavar="NAME",
+        help="tasks of lm-evaluation-harness in place of --data: accuracy in place of a loss",
+    )
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="questions of each task (default: all)"
+    )
+    parser.add_argument(
         "--calibration",
         type=Path,
         metavar="ANALYSIS",
-        help="set the thresholds by the texts of this analysis (default: by --data)",
+        help="set the thresholds by the texts of this analysis (default: by --data or --task)",
     )
     parser.add_argument(
         "--heads",
@@ -75,7 +84,15 @@ def check_ablate(args: argparse.Namespace, *, is_run: bool) -> None:
     Raises:
         ConfigError: one message with every problem.
     """
+    if args.task and not args.data:
+        args.inputs = []
     problems = problems_of(args, is_run=is_run)
+    if args.task and args.data:
+        problems.append("--task and --data: choose one")
+    if args.limit is not None and not args.task:
+        problems.append("--limit applies to --task: add it, or use --max-samples")
+    elif args.limit is not None and args.limit < 1:
+        problems.append(f"--limit {args.limit}: at least 1")
     others = (args.heads, args.interventions, args.layer)
     if args.score is None:
         args.score = list(SCORES) if all(other is None for other in others) else []

@@ -9,8 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
-from megasink.atomic import atomic_text
+import numpy as np
+from numpy.typing import NDArray
+
+from megasink.atomic import atomic_file, atomic_text
 from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.probe.inputs import Sample
@@ -113,7 +117,7 @@ class PointFolder:
 
     def has(self, key: str) -> bool:
         """Return whether a point is measured."""
-        return self._path(key).is_file()
+        return self.path(f"{key}.json").is_file()
 
     def write(self, key: str, point: MeasuredPoint) -> None:
         """Write a point.
@@ -122,7 +126,7 @@ class PointFolder:
             UserError: the disk is full or similar; earlier points are kept.
         """
         try:
-            atomic_text(self._path(key), json.dumps(to_json(point), indent=1))
+            atomic_text(self.path(f"{key}.json"), json.dumps(to_json(point), indent=1))
         except OSError as error:
             raise _cannot_write(self._folder, error) from error
 
@@ -132,15 +136,47 @@ class PointFolder:
         Raises:
             UserError: the file is damaged.
         """
-        path = self._path(key)
+        path = self.path(f"{key}.json")
         try:
             point: MeasuredPoint = from_json(MeasuredPoint, read_object(path), str(path))
         except UserError as error:
             raise UserError(f"{error}: delete the file, and the point is measured again") from error
         return point
 
-    def _path(self, key: str) -> Path:
-        return self._folder / f"{key}.json"
+    def path(self, name: str) -> Path:
+        """Return where something of this name belongs."""
+        return self._folder / name
+
+    def has_arrays(self, key: str) -> bool:
+        """Return whether arrays of this name are there."""
+        return self.path(f"{key}.npz").is_file()
+
+    def write_arrays(self, key: str, arrays: Mapping[str, NDArray[np.float64]]) -> None:
+        """Write arrays.
+
+        Raises:
+            UserError: as `write`.
+        """
+        try:
+            with atomic_file(self.path(f"{key}.npz")) as file:
+                np.savez_compressed(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+        except OSError as error:
+            raise _cannot_write(self._folder, error) from error
+
+    def read_arrays(self, key: str) -> dict[str, NDArray[np.float64]]:
+        """Read arrays that `write_arrays` wrote.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        path = self.path(f"{key}.npz")
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                return {name: arrays[name] for name in arrays.files}
+        except (OSError, ValueError, EOFError, BadZipFile) as error:
+            raise UserError(
+                f"{path} is damaged ({error}): delete it, and the scores are measured again"
+            ) from error
 
 
 def _cannot_write(folder: Path, error: OSError) -> UserError:
