@@ -1,15 +1,13 @@
 """Scores of a probed model on lm-evaluation-harness's tasks, intervened or not."""
 
-import contextlib
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
 from megasink.errors import UserError
 from megasink.intervene.record import Intervention, to_entry
-from megasink.intervene.task_loading import LoadedTasks, load_tasks
+from megasink.intervene.task_loading import LoadedTasks, load_tasks, quiet
 from megasink.probe.base import Observer, ProbedModel
 from megasink.probe.changes import HeadChange
 
@@ -183,15 +181,3 @@ def _scores(name: str, found: dict[str, Any]) -> TaskScores:
         version=str(found["versions"].get(name)),
         of=list(members),
     )
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence what lm-eval logs about every task; its errors are raised."""
-    logger = logging.getLogger("lm_eval")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

@@ -198,7 +198,7 @@ class HarnessModel(TemplateLM):
         if len(continuation) > self.max_length:
             raise UserError(
                 f"a task scores a continuation of {len(continuation)} tokens, but the model has "
-                f"{self.max_length} positions"
+                f"{self.max_length} positions: choose a model with more, or another task"
             )
         tokens = self._read([*context, *continuation], self.max_length + 1)
         scored = tokens[len(tokens) - len(continuation) :]
