@@ -11,6 +11,7 @@ from rich.console import Console
 
 from megasink.diagnostics.ablation import UNCHANGED, AblationResults
 from megasink.errors import ConfigError, UserError
+from megasink.intervene.calibration import read_calibration
 from megasink.intervene.measure import Ground, facts_of, measured
 from megasink.intervene.on_texts import Texts, scored_alike
 from megasink.intervene.points import PointFolder, key_of
@@ -24,7 +25,6 @@ from megasink.probe.options import model_samples
 from megasink.probe.ranks import Ranks
 from megasink.progress import progress
 from megasink.report.ablation import write_ablation
-from megasink.report.analysis import read_analysis
 
 
 def ablate(
@@ -127,17 +127,14 @@ def _thresholds(
     """Return the thresholds by the scores of a calibration, or of the texts or tasks themselves."""
     if not args.score:
         return {}
-    weights = weights_hash(model.module)
     if args.calibration is None:
-        facts = facts_of(model, weights, on, Setting(UNCHANGED, UNCHANGED))
+        facts = facts_of(model, weights_hash(model.module), on, Setting(UNCHANGED, UNCHANGED))
         scores, where = on.scores(model, args.score, facts, folder, ranks), str(args.model)
     else:
-        analysis, where = read_analysis(args.calibration), str(args.calibration)
-        if analysis.results.run.weights_sha256 != weights:
-            raise UserError(
-                f"--calibration {args.calibration} is of other weights than {args.model} "
-                f"({analysis.name}, {analysis.results.model.dtype}): analyze this model, or leave "
-                "it out"
-            )
-        scores = analysis.by_sample
+        calibration, where = read_calibration(args.calibration), str(args.calibration)
+        try:
+            calibration.check(model.module, model.heads)
+        except UserError as error:
+            raise UserError(f"--calibration {error}") from error
+        scores = calibration.scores
     return thresholds_of(scores, args.score, args.zeroed, where)

@@ -171,6 +171,10 @@ class DynamicChange(HeadChange):
                 found["output_weight_HDE"] = at_least_float32(weight_HDE)
             yield found
 
+    def forget(self) -> None:
+        """Forget every sample that was decided."""
+        self.samples, self.masks, self.scores, self._zeroed = 0, {}, {}, {}
+
     @property
     def share_LH(self) -> NDArray[np.float64]:
         """[L, H]: share of the samples in which each head was zeroed.

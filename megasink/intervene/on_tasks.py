@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-import numpy as np
-import torch
-
 from megasink.diagnostics.thresholds import Scores
 from megasink.errors import UserError
 from megasink.intervene import DynamicChange, Intervention
+from megasink.intervene.calibration import scores_of
 from megasink.intervene.harness import TaskScores, evaluate
 from megasink.intervene.points import PointFolder, TaskScore, TextLoss, key_of
 from megasink.intervene.scores import LayerScore
@@ -92,7 +90,7 @@ class Tasks:
             for change in observed.values():
                 change.keeps_scores = True
             self.measure(model, (), list(observed.values()))
-            found = {name: _by_sample(change, model) for name, change in observed.items()}
+            found = {name: scores_of(change, model.heads) for name, change in observed.items()}
             folder.write_arrays(key, found)
         if not ranks.rank:
             ranks.reach("scored")
@@ -114,11 +112,3 @@ def _score(name: str, of: TaskScores) -> TaskScore:
         f"--task {name} has {', '.join(of.metrics)}, and no accuracy: pass its texts as --data for "
         "a loss"
     )
-
-
-def _by_sample(change: DynamicChange, model: ProbedModel) -> Scores:
-    """Return [N, L, H], NaN for missing heads."""
-    scores_NLH = np.full((change.samples, len(model.heads), max(model.heads)), np.nan)
-    for layer, scores in change.scores.items():
-        scores_NLH[:, layer, : model.heads[layer]] = torch.stack(scores).cpu().numpy()
-    return scores_NLH

@@ -7,11 +7,11 @@ from pathlib import Path
 from megasink.command_line import unknown_name
 from megasink.diagnostics.thresholds import SHARES
 from megasink.errors import ConfigError, UserError
+from megasink.intervene.calibration import read_calibration
 from megasink.intervene.record import read_interventions
 from megasink.intervene.scores import RANDOM, LayerScore, score_names
 from megasink.intervene.settings import heads_of
 from megasink.probe.options import add_sequence_flags, model_parser, problems_of
-from megasink.report.analysis import read_analysis
 
 SCORES = ("awft", "ahon_ln")
 """Scores of a sweep by default: the paper's comparison."""
@@ -152,16 +152,11 @@ def _of_calibration(args: argparse.Namespace) -> list[str]:
     if not args.score:
         return ["--calibration sets the thresholds of --score: add it"]
     try:
-        analysis = read_analysis(args.calibration)
+        calibration = read_calibration(args.calibration)
     except UserError as error:
         return [f"--calibration: {error}"]
-    if analysis.results.run.weights_sha256 is None:
-        return [
-            f"--calibration {args.calibration} was written in training, and does not say of which "
-            "weights it is: analyze the model with megasink analyze"
-        ]
     return [
         f"--score {name}: the calibration {args.calibration} has no such score"
         for name in args.score
-        if name not in analysis.by_sample
+        if name not in calibration.scores
     ]

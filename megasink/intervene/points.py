@@ -159,7 +159,7 @@ class PointFolder:
         """
         try:
             with atomic_file(self.path(f"{key}.npz")) as file:
-                np.savez_compressed(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+                np.savez_compressed(file, allow_pickle=False, **arrays)
         except OSError as error:
             raise _cannot_write(self._folder, error) from error
 

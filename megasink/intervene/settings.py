@@ -11,9 +11,10 @@ from typing import Any
 
 from megasink.diagnostics import metrics
 from megasink.diagnostics.ablation import RANDOM, UNCHANGED
-from megasink.diagnostics.thresholds import Scores, threshold
+from megasink.diagnostics.thresholds import Scores
 from megasink.errors import UserError
 from megasink.intervene import DynamicZeroing, ZeroHeads, parse_heads, read_heads
+from megasink.intervene.calibration import threshold_of
 from megasink.intervene.heads import HeadList
 from megasink.intervene.record import Intervention, read_interventions, to_entry
 
@@ -76,9 +77,8 @@ def thresholds_of(
             raise UserError(
                 f"--score {name}: {where} has no such score; it has {', '.join(scores) or 'none'}"
             )
-        entry = metrics()[name]
-        low, high = entry.bounds  # rounding may lead beyond them
-        taus = {p: threshold(scores[name], p / 100, entry.inactive or "") for p in percents}
+        low, high = metrics()[name].bounds  # rounding may lead beyond them
+        taus = {p: threshold_of(name, p / 100, scores[name]) for p in percents}
         found[name] = {f"{p:g}": min(max(tau, low), high) for p, tau in taus.items()}
     return found
 

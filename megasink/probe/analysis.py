@@ -86,7 +86,7 @@ def analyze(
             device=device,
             text_of=lambda token: tokenizer.decode([token]),
         )
-    options = vars(args) | {"identity": digest, "weights_sha256": facts["weights"]}
+    options = vars(args) | {"identity": digest, "weights": facts["weights"]}
     results = write_analysis(args.output, measurements, samples, model.facts, options, points, maps)
     partial.remove()
     return results

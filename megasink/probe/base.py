@@ -49,6 +49,7 @@ class Probe(ABC):
 
     Attributes:
         model: what is probed.
+        body: the part of it that runs once in every call, without the output layer if possible.
         heads: H per layer, 0 for a layer without softmax attention.
         layers: what `_attach` takes.
         changes: of the heads' outputs; none leaves the logits bit-identical.
@@ -62,6 +63,7 @@ class Probe(ABC):
     """
 
     model: torch.nn.Module
+    body: torch.nn.Module
     heads: list[int]
     layers: list[Any]
 

@@ -50,6 +50,7 @@ class MegatronProbe(Probe):
     ):
         super().__init__(model_problems(model), observer, needs, changes)
         self.model: GPTModel = model
+        self.body = model
         self.layers: list[Any] = list(model.decoder.layers)
         self.heads = [model.config.num_attention_heads] * len(self.layers)
 

@@ -63,8 +63,9 @@ class TransformersProbe(Probe):
             ]
         super().__init__(problems, observer, needs, changes)
         self.model: PreTrainedModel = model
+        self.body: torch.nn.Module = model.base_model
         self._registered = False
-        self._signature = inspect.signature(model.base_model.forward)
+        self._signature = inspect.signature(self.body.forward)
         self.base: str = model.config._attn_implementation
         self.layers = find_blocks(model)
         heads = model.config.get_text_config().num_attention_heads
@@ -84,9 +85,8 @@ class TransformersProbe(Probe):
             # turns bidirectional without a word.
             AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[self.base])
             self.model.set_attn_implementation(NAME)
-        body = self.model.base_model
-        self._hooks.append(body.register_forward_pre_hook(self._called, with_kwargs=True))
-        self._hooks.append(body.register_forward_hook(lambda *_: self._end()))
+        self._hooks.append(self.body.register_forward_pre_hook(self._called, with_kwargs=True))
+        self._hooks.append(self.body.register_forward_hook(lambda *_: self._end()))
 
     def _uninstall(self) -> None:
         if self._registered:
