@@ -23,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = ablate_parser(main.__doc__).parse_args(argv)
         is_ours = is_run(args.model)
         check_ablate(args, is_run=is_ours)
-        tasks = load_tasks(args.task) if args.task else None  # before the model
+        tasks = None
+        if args.task:  # before the model is loaded
+            tasks = load_tasks(args.task, allow_download=args.allow_download)
         measure_model(args, is_ours, ranks, partial(ablate, tasks=tasks))
     return 0

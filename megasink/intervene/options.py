@@ -46,12 +46,16 @@ def ablate_parser(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--task",
+        "--tasks",
         nargs="+",
         metavar="NAME",
         help="tasks of lm-evaluation-harness in place of --data: accuracy in place of a loss",
     )
     parser.add_argument(
         "--limit", type=int, metavar="N", help="questions of each task (default: all)"
+    )
+    parser.add_argument(
+        "--allow-download", action="store_true", help="fetch the data of tasks that is not cached"
     )
     parser.add_argument(
         "--calibration",
