@@ -12,6 +12,7 @@ from rich.console import Console
 from megasink.diagnostics.ablation import UNCHANGED, AblationResults
 from megasink.errors import ConfigError, UserError
 from megasink.intervene.calibration import read_calibration
+from megasink.intervene.first_layer import activations
 from megasink.intervene.measure import Ground, facts_of, measured
 from megasink.intervene.on_texts import Texts, scored_alike
 from megasink.intervene.points import PointFolder, key_of
@@ -87,7 +88,11 @@ def ablate(
     results, arrays = summarize(
         args, model, settings, keys, [folder.read(key) for key in keys], thresholds
     )
-    write_ablation(results, arrays, args.output)
+    tsne = {}
+    if args.layer == 0 and isinstance(on, Texts):
+        alone = [s for s in settings if s.row in (UNCHANGED, "layer 0")]
+        tsne = activations(model, on, alone, weights, folder, args.seed)
+    write_ablation(results, arrays, tsne, args.output)
     return results
 
 

@@ -13,6 +13,7 @@ from megasink.diagnostics import metrics
 from megasink.diagnostics.ablation import (
     ALL,
     RANDOM,
+    UNCHANGED,
     AblationResults,
     mean_line,
 )
@@ -21,6 +22,7 @@ from megasink.report.style import (
     GRAY,
     MAP,
     PALETTE,
+    VERMILION,
     even_panels,
     heatmap,
     label,
@@ -30,8 +32,9 @@ from megasink.report.style import (
     whole_numbers,
 )
 
-Masks = Mapping[str, NDArray[np.float64]]
-"""Label of a point -> [L, H]: share of samples in which each head was zeroed; NaN for none."""
+Arrays = Mapping[str, NDArray[np.float64]]
+"""Label of a point -> [L, H], the share of samples in which each head was zeroed, NaN for none; or
+[N, 2], t-SNE."""
 
 _X = "% of heads zeroed"
 _SEVERAL = 8
@@ -140,7 +143,7 @@ def draw_ranks(results: AblationResults) -> Any:
 
 
 @styled()
-def draw_masks(results: AblationResults, masks: Masks) -> Any:
+def draw_masks(results: AblationResults, masks: Arrays) -> Any:
     """Draw how often each head was zeroed, [layer, head], by score and percentage asked for."""
     rows = [
         (score, {p.asked: masks[p.label] for p in results.of(score) if p.asked})
@@ -186,6 +189,27 @@ def draw_single_heads(results: AblationResults) -> Any:
     return figure
 
 
+@styled()
+def draw_tsne(tsne: Arrays) -> Any:
+    """Draw the activations of layer 0's MLP, a panel for each head zeroed (Figure 5 of P4)."""
+    if not tsne:
+        return None
+    position = tsne["position_N"]
+    first = position == 0
+    names = [name for name in tsne if name != "position_N"]
+    figure, axes = even_panels(len(names), 5, 2.3)
+    for axis, name in zip(axes, names, strict=True):
+        rest, zero = tsne[name][~first], tsne[name][first]
+        dots = axis.scatter(*rest.T, c=position[~first], cmap=MAP, s=9, alpha=0.85, linewidth=0)
+        axis.scatter(*zero.T, s=36, marker="*", color=VERMILION, ec="black", lw=0.4)
+        label(axis, name if name == UNCHANGED else f"{name} zeroed")
+        axis.set_xticks([])
+        axis.set_yticks([])
+    bar = figure.colorbar(dots, ax=list(axes), label="token position (star: 0)")
+    whole_numbers(bar.ax.yaxis)
+    return figure
+
+
 FIGURES: dict[str, tuple[str, str]] = {
     "curves": (
         "Quality against heads zeroed",
@@ -209,16 +233,23 @@ FIGURES: dict[str, tuple[str, str]] = {
         "Change when one head of the layer is zeroed in every sequence (P4.7), and one standard "
         "error of it, over the texts.",
     ),
+    "tsne": (
+        "MLP activations of layer 0",
+        "t-SNE of act(gate) up of the first tokens, unchanged and with each head of layer 0 "
+        "zeroed alone (P4.6, P4.7). Every panel is a projection of its own: distances between "
+        "panels mean nothing.",
+    ),
 }
 """Figure -> (title, caption)."""
 
 
-def draw_all(results: AblationResults, masks: Masks) -> dict[str, Any]:
+def draw_all(results: AblationResults, masks: Arrays, tsne: Arrays) -> dict[str, Any]:
     """Return the figures that the results have something for."""
     drawn = {
         "curves": draw_curves(results),
         "ranks": draw_ranks(results),
         "masks": draw_masks(results, masks),
         "single_heads": draw_single_heads(results),
+        "tsne": draw_tsne(tsne),
     }
     return {name: figure for name, figure in drawn.items() if figure is not None}

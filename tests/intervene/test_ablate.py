@@ -13,8 +13,10 @@ import torch
 
 from megasink.cli import main
 from megasink.diagnostics.ablation import ALL, AblationResults
+from megasink.diagnostics.geometry import Embedding
 from megasink.diagnostics.thresholds import published_quantile
 from megasink.errors import UserError
+from megasink.intervene import first_layer
 from megasink.intervene.curves import highest_loss, normalized_auc, removable
 from megasink.probe.transformers_model import TransformersProbe
 from megasink.report import ablation, pages
@@ -61,7 +63,7 @@ def swept(folder):
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    monkeypatch.setattr(ablation, "draw_all", lambda results, masks: {})
+    monkeypatch.setattr(ablation, "draw_all", lambda *_: {})
 
 
 @pytest.fixture
@@ -96,6 +98,9 @@ class ByHand:
                 lambda _, args, layer=layer: self._zero(layer, args[0])
             )
 
+        first = self.model.model.layers[0].mlp.down_proj
+        first.register_forward_pre_hook(lambda _, args: self.activations.append(args[0][0]))
+
     def _zero(self, layer, out_1TX):
         out_THD = out_1TX[0].unflatten(-1, (HEADS, -1))
         norm_H = out_THD.norm(dim=-1).mean(0)
@@ -108,7 +113,7 @@ class ByHand:
     @torch.no_grad()
     def run(self, choose):
         """Nats [N] and targets [N], scores and masks [N, L, H]."""
-        self.choose, self.scores, self.masks = choose, [], []
+        self.choose, self.scores, self.masks, self.activations = choose, [], [], []
         nats, targets = [], []
         for tokens in self.samples:
             ids = torch.tensor([tokens])
@@ -232,6 +237,30 @@ def test_the_files(swept):
     assert "http" not in html.replace("http-equiv", "")
     schema = json.loads((swept / "ablation.schema.json").read_text())
     assert set(schema["required"]) == set(json.loads((swept / "ablation.json").read_text()))
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_activations_of_layer_0_with_each_head_zeroed(folder, tmp_path, by_hand, monkeypatch):
+    """The rows that t-SNE gets, in its place; and nothing runs again."""
+    rows = []
+
+    def kept(rows_NX, seed):
+        rows.append(rows_NX)
+        return Embedding(rows_NX, 1.0, 0.0)
+
+    monkeypatch.setattr(first_layer, "neighbor_embedding", kept)
+    for _ in range(2):
+        assert main(command(folder, tmp_path, "--layer", "0")) == 0
+    assert len(rows) == 1 + HEADS
+    with np.load(tmp_path / "tsne.npz") as arrays:
+        found = dict(arrays)
+    np.testing.assert_array_equal(found.pop("position_N"), np.tile(np.arange(8), 3))
+    assert list(found) == ["unchanged", *(f"head 0.{head}" for head in range(HEADS))]
+    for number, points in enumerate(found.values()):
+        by_hand.run(lambda layer, head, _, n=number: (layer, head + 1) == (0, n))
+        expected = torch.cat([product_TX[:8] for product_TX in by_hand.activations])
+        np.testing.assert_allclose(points, expected, rtol=1e-4, atol=1e-6)
+    assert not np.allclose(found["unchanged"], found["head 0.1"])
 
 
 @pytest.mark.usefixtures("undrawn")
