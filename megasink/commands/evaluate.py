@@ -8,7 +8,7 @@ from typing import Any
 
 from megasink.commands.analyze import is_run, measure_model
 from megasink.errors import ConfigError
-from megasink.intervene.suites import SUITES
+from megasink.intervene.suites import ALL
 from megasink.probe.options import weights_parser, weights_problems
 from megasink.probe.ranks import taking_part
 
@@ -62,7 +62,7 @@ def _tokenizer(model: Path) -> Path:
 
 def _parser(description: str | None) -> argparse.ArgumentParser:
     parser = weights_parser("megasink evaluate", description)
-    suites = ", ".join(f"{suite.row} ({suite.name})" for suite in dict.fromkeys(SUITES.values()))
+    suites = ", ".join(f"{suite.row} ({suite.name})" for suite in ALL)
     parser.add_argument(
         "--tasks",
         nargs="+",
@@ -138,7 +138,9 @@ def _check(args: argparse.Namespace, *, is_run: bool) -> list[Any]:
         if isinstance(value, int) and value < least:
             problems.append(f"--{flag.replace('_', '-')} {value}: at least {least}")
     problems += [
-        f"--task-folder {folder} is not a folder" for folder in args.task_folder if not folder.is_dir()
+        f"--task-folder {folder} is not a folder"
+        for folder in args.task_folder
+        if not folder.is_dir()
     ]
     if args.interventions is not None and not args.interventions.is_file():
         problems.append(f"--interventions {args.interventions}: no such file")

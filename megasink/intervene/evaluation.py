@@ -75,7 +75,7 @@ def _write_samples(folder: Path, samples: dict[str, list[dict[str, Any]]]) -> No
 
 
 def _show(evaluation: Evaluation) -> None:
-    table = Table("task", "shots", "documents", "metric", "value", "± standard error")
+    table = Table("task", "shots", "n", "metric", "value", "± s.e.", box=None)
     for name, task in evaluation.tasks.items():
         first = True
         for metric, score in task.metrics.items():
@@ -90,9 +90,12 @@ def _show(evaluation: Evaluation) -> None:
             )
             first = False
     Console(markup=False).print(table)
+    print("n: documents; s.e.: standard error")
     if evaluation.limit is not None:
         print(f"The first {evaluation.limit} documents of each task: no score to compare with.")
     if evaluation.unscored:
         print(f"{evaluation.unscored} tokens had nothing before them, and do not count.")
     if evaluation.cut:
-        print(f"{evaluation.cut} sequences were longer than the model's positions: cut on the left")
+        print(
+            f"{evaluation.cut} sequences were longer than the model's positions: cut on the left."
+        )

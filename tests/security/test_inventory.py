@@ -50,6 +50,7 @@ SAFE = {
         "megasink/hollow/build.py",
         "subprocess",
     ): "the C++ compiler, no shell",
+    ("megasink/intervene/offline.py", "huggingface_hub"): "switches it offline",
     ("megasink/plugins.py", "import_module"): "modules that the command line names, and those of "
     "packages that somebody installed; never a name that stands in a file",
     ("megasink/probe/load.py", "from_pretrained"): LOCAL,
