@@ -24,6 +24,7 @@ COMMANDS = {
     "analyze": "sinks, heads and hidden states of a model, as a report",
     "ablate": "what a model loses when inactive or chosen heads are zeroed",
     "sweep": "sinks, inactive heads and loss by length, BOS and repeated first tokens",
+    "evaluate": "scores on tasks of lm-evaluation-harness, with interventions or without",
     "trace": "the same over the checkpoints of a run, against tokens",
     "report": "one page about several analyses",
     "info": "versions, platform, attention kernels and patches",

@@ -148,7 +148,8 @@ class HarnessModel(TemplateLM):
         rows = [self._row(context, continuation) for context, continuation in pairs]
         asking: dict[tuple[int, ...], list[int]] = {}  # sequences that several requests share
         for i, row in enumerate(rows):
-            asking.setdefault(row.tokens, []).append(i)
+            if row.targets:
+                asking.setdefault(row.tokens, []).append(i)
         scores: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         with progress("evaluate", len(rows), "requests") as tell:
             done = 0
@@ -312,8 +313,6 @@ class _Stop:
 
 def _score(logits_TV: Tensor, targets: Sequence[int]) -> tuple[float, bool]:
     """Return the sum of the targets' log-probabilities after the last tokens, in float32."""
-    if not targets:
-        return 0.0, True
     logits_NV = logits_TV[-len(targets) :].float()
     targets_N = torch.tensor(targets, device=logits_NV.device)
     chosen_N = torch.log_softmax(logits_NV, -1).gather(-1, targets_N[:, None])[:, 0]

@@ -46,7 +46,7 @@ _SILENT = "shots and normalization are not given: lm-eval's own"
 _ARC = (("arc_easy", "acc_norm"), ("arc_challenge", "acc_norm"))
 _RULER_LENGTHS = [4096, 8192, 16384, 32768, 65536, 131072]
 
-_ALL = (
+ALL = (
     Suite(
         "scratch-training",
         "P0.19",
@@ -140,7 +140,7 @@ _ALL = (
         "as P3.14; acc or acc_norm of PIQA is not given",
     ),
 )
-SUITES = {key: suite for suite in _ALL for key in (suite.name, suite.row)}
+SUITES = {key: suite for suite in ALL for key in (suite.name, suite.row)}
 """By readable name, and by row."""
 
 

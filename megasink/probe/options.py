@@ -68,12 +68,27 @@ def add_sequence_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def model_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the model, text and device options."""
+def weights_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options of how a model is loaded, and the output folder."""
     parser = CommandParser(prog=prog, description=description)
     parser.add_argument(
         "model", type=Path, metavar="MODEL", help="Hugging Face model folder, or a run"
     )
+    parser.add_argument("--output", type=Path, required=True, help="output folder")
+    parser.add_argument("--name", help="model name in tables and figures (default: the folder's)")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer folder (default: MODEL)")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: the model's")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--attn-implementation", choices=("sdpa", "eager"), help="default: the model's own"
+    )
+    add_flag(parser)
+    return parser
+
+
+def model_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the model, text and device options."""
+    parser = weights_parser(prog, description)
     parser.add_argument(
         "--data",
         nargs="+",
@@ -81,21 +96,12 @@ def model_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
         metavar="TEXT",
         help="text, .jsonl(.gz, .zst) or .parquet files, or folders; each one is a dataset",
     )
-    parser.add_argument("--output", type=Path, required=True, help="output folder")
-    parser.add_argument("--name", help="model name in tables and figures (default: the folder's)")
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer folder (default: MODEL)")
     parser.add_argument("--json-key", default="text", help="JSON key of the text (default: text)")
     parser.add_argument(
         "--max-samples", type=int, default=100, help="sequences per dataset (default: 100)"
     )
     parser.add_argument("--batch-size", type=int, default=8, help="batch size (default: 8)")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: the model's")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--attn-implementation", choices=("sdpa", "eager"), help="default: the model's own"
-    )
     parser.add_argument("--seed", type=int, default=1234, help="of random tokens (default: 1234)")
-    add_flag(parser)
     return parser
 
 
@@ -109,8 +115,8 @@ def check(args: argparse.Namespace, *, is_run: bool = False) -> None:
         raise ConfigError(problems)
 
 
-def problems_of(args: argparse.Namespace, *, is_run: bool) -> list[str]:
-    """Return the problems with the options.
+def weights_problems(args: argparse.Namespace, *, is_run: bool) -> list[str]:
+    """Return the problems with the options of `weights_parser`.
 
     Args:
         is_run: MODEL is a megasink run, which is known to exist.
@@ -124,6 +130,22 @@ def problems_of(args: argparse.Namespace, *, is_run: bool) -> list[str]:
         problems.append(f"{args.model}: no such folder")
     if not is_run and not (args.model / "config.json").is_file():
         problems.append(f"{args.model} is not a Hugging Face model folder: it has no config.json")
+    if problem := _device_problem(args.device):
+        problems.append(f"--device {args.device}: {problem}")
+    if args.tokenizer is not None and not args.tokenizer.is_dir():
+        problems.append(f"--tokenizer {args.tokenizer} is not a folder")
+    if problem := _folder_problem(args.output):
+        problems.append(f"--output {args.output} {problem}")
+    return problems
+
+
+def problems_of(args: argparse.Namespace, *, is_run: bool) -> list[str]:
+    """Return the problems with the options.
+
+    Args:
+        is_run: as in `weights_problems`.
+    """
+    problems = weights_problems(args, is_run=is_run)
     if "natural" in args.inputs and not args.data:
         problems.append("no --data: pass text files or folders")
     if "natural" not in args.inputs and args.data:
@@ -133,8 +155,6 @@ def problems_of(args: argparse.Namespace, *, is_run: bool) -> list[str]:
         for path in args.data
         if path != STDLIB and not Path(path).exists()
     ]
-    if problem := _device_problem(args.device):
-        problems.append(f"--device {args.device}: {problem}")
     for flag, least in (
         ("max_samples", 1),
         ("seq_length", 2),
@@ -145,12 +165,7 @@ def problems_of(args: argparse.Namespace, *, is_run: bool) -> list[str]:
         value = getattr(args, flag)
         if value is not None and value < least:
             problems.append(f"--{flag.replace('_', '-')} {value}: at least {least}")
-    problems += map_problems(args.maps or [], args.map_length)
-    if args.tokenizer is not None and not args.tokenizer.is_dir():
-        problems.append(f"--tokenizer {args.tokenizer} is not a folder")
-    if problem := _folder_problem(args.output):
-        problems.append(f"--output {args.output} {problem}")
-    return problems
+    return problems + map_problems(args.maps or [], args.map_length)
 
 
 def _device_problem(name: str) -> str | None:

@@ -50,6 +50,7 @@ SAFE = {
         "megasink/hollow/build.py",
         "subprocess",
     ): "the C++ compiler, no shell",
+    ("megasink/intervene/offline.py", "huggingface_hub"): "switches it offline",
     ("megasink/intervene/points.py", "allow_pickle"): ARRAYS,
     ("megasink/intervene/points.py", "numpy.load"): ARRAYS,
     ("megasink/plugins.py", "import_module"): "modules that the command line names, and those of "
