@@ -22,6 +22,7 @@ setup(
     package_data={
         "megasink": ["py.typed"],
         "megasink.hollow": ["native/*"],
+        "megasink.intervene": ["tasks/*"],
         "megasink.train": ["megatron_flags.json"],
     },
     install_requires=[
@@ -51,7 +52,13 @@ setup(
             "cuda-toolkit[crt,curand]",
             "flash-attn-4[cu13]>=4.0.0b30",
         ],
-        "dev": ["mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "zstandard"],
+        # `megasink evaluate`; its data sets come through "datasets", which lm-eval requires.
+        "eval": ["lm-eval>=0.4.13,<0.4.14"],
+        "dev": [
+            *("mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "zstandard"),
+            "lm-eval>=0.4.13,<0.4.14",
+            "accelerate",  # lm-eval's own model class, which ours is compared with
+        ],
     },
     entry_points={"console_scripts": ["megasink = megasink.cli:main"]},
 )

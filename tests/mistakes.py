@@ -179,6 +179,11 @@ MISTAKES = {
         "sweep {0}/llama --data {0}/text.txt --output {0}/new/out --bos with",
         "--bos 'with' is unknown: choose auto",
     ),
+    "evaluate-no-tasks": ("evaluate {0}/llama --output {0}/new/out", "missing: --tasks"),
+    "evaluate-limit": (
+        "evaluate {0}/llama --output {0}/new/out --device cpu --tasks docstrings_choice --limit 0",
+        "--limit 0: at least 1",
+    ),
     "trace-no-run": ("trace {0}/runs --output {0}/new/out", "{0}/runs: no such folder"),
     "report-no-analysis": ("report {0}/llama --output {0}/new/page", "{0}/llama"),
     "report-no-output": ("report {0}/llama", "missing: --output"),

@@ -6,10 +6,15 @@ it); see `thresholds`. Each score covers the real tokens of one sequence.
 Shapes: H query heads, G key/value groups, T tokens, D head dim, E hidden size.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from megasink.diagnostics.registry import metric
+
+POSITIVE = (0.0, math.inf)
+SHARE = (0.0, 1.0)
 
 
 def per_query_head(values_GT: Tensor, heads: int) -> Tensor:
@@ -23,6 +28,7 @@ def per_query_head(values_GT: Tensor, heads: int) -> Tensor:
     unit="1",
     axis="head",
     inactive="above",
+    bounds=SHARE,
     shown=("table", "wasserstein"),
     title="AWFT",
 )
@@ -31,33 +37,73 @@ def average_weight_of_first_token(first_weight_HT: Tensor) -> Tensor:
     return first_weight_HT.mean(-1)
 
 
-@metric("aeqd", source="P3.2", unit="nats", axis="head", inactive="below", title="AEQD")
+@metric(
+    "aeqd",
+    source="P3.2",
+    unit="nats",
+    axis="head",
+    inactive="below",
+    bounds=POSITIVE,
+    title="AEQD",
+)
 def average_entropy(entropy_HT: Tensor) -> Tensor:
     """AEQD: mean over queries of the entropy of the attention row; a sink is one more outcome."""
     return entropy_HT.mean(-1)
 
 
-@metric("ftvvn", source="P3.3", unit="L2 norm", axis="head", inactive="below", title="FTVVN")
-def first_value_norm(value_GTD: Tensor, first_weight_HT: Tensor) -> Tensor:
+@metric(
+    "ftvvn",
+    source="P3.3",
+    unit="L2 norm",
+    axis="head",
+    inactive="below",
+    bounds=POSITIVE,
+    title="FTVVN",
+)
+def first_value_norm(value_GTD: Tensor, out_HTD: Tensor) -> Tensor:
     """FTVVN: norm of the first token's value; equal for the query heads of a group."""
     norm_G1 = value_GTD[:, :1].norm(dim=-1)
-    return per_query_head(norm_G1, first_weight_HT.shape[0]).squeeze(-1)
+    return per_query_head(norm_G1, out_HTD.shape[0]).squeeze(-1)
 
 
-@metric("avvn", source="P3.4", unit="L2 norm", axis="head", inactive="below", title="AVVN")
-def average_value_norm(value_GTD: Tensor, first_weight_HT: Tensor) -> Tensor:
+@metric(
+    "avvn",
+    source="P3.4",
+    unit="L2 norm",
+    axis="head",
+    inactive="below",
+    bounds=POSITIVE,
+    title="AVVN",
+)
+def average_value_norm(value_GTD: Tensor, out_HTD: Tensor) -> Tensor:
     """AVVN: mean over tokens of the value's norm; equal for the query heads of a group."""
     norm_G1 = value_GTD.norm(dim=-1).mean(-1, keepdim=True)
-    return per_query_head(norm_G1, first_weight_HT.shape[0]).squeeze(-1)
+    return per_query_head(norm_G1, out_HTD.shape[0]).squeeze(-1)
 
 
-@metric("lthon", source="P3.5", unit="L2 norm", axis="head", inactive="below", title="LTHON")
+@metric(
+    "lthon",
+    source="P3.5",
+    unit="L2 norm",
+    axis="head",
+    inactive="below",
+    bounds=POSITIVE,
+    title="LTHON",
+)
 def last_output_norm(gated_out_HTD: Tensor) -> Tensor:
     """LTHON: norm of the head's output at the last real token."""
     return gated_out_HTD[:, -1].norm(dim=-1)
 
 
-@metric("ahon", source="P3.6", unit="L2 norm", axis="head", inactive="below", title="AHON")
+@metric(
+    "ahon",
+    source="P3.6",
+    unit="L2 norm",
+    axis="head",
+    inactive="below",
+    bounds=POSITIVE,
+    title="AHON",
+)
 def average_output_norm(gated_out_HTD: Tensor) -> Tensor:
     """AHON: mean over tokens of the norm of the head's output, after a gate, before W_O."""
     return gated_out_HTD.norm(dim=-1).mean(-1)
@@ -80,6 +126,7 @@ def circuit_norm(gated_out_HTD: Tensor, output_weight_HDE: Tensor) -> Tensor:
     unit="L2 norm",
     axis="head",
     inactive="below",
+    bounds=POSITIVE,
     title="circuit AHON",
 )
 def average_circuit_norm(gated_out_HTD: Tensor, output_weight_HDE: Tensor) -> Tensor:
@@ -104,6 +151,7 @@ def layer_normalized(scores_NLH: Tensor) -> Tensor:
     shown=(),
     title="LTHON (HN)",
     inactive="below",
+    bounds=POSITIVE,
 )
 def own_average_normalized(lthon_NLH: Tensor, ahon_NLH: Tensor) -> Tensor:
     """LTHON(HN): the last token's output norm over the head's own average."""
@@ -129,6 +177,7 @@ for _score, _inactive in (
         shown=("wasserstein",) if _score == "ahon" else (),
         title={"circuit_ahon": "circuit AHON"}.get(_score, _score.upper()) + " (LN)",
         inactive=_inactive,
+        bounds=POSITIVE,
         needs=(f"{_score}_NLH",),
     )(layer_normalized)
 
@@ -142,6 +191,7 @@ for _score, _inactive in (
     shown=(),
     title="random score",
     inactive="below",
+    bounds=SHARE,
 )
 def random_baseline(awft_NLH: Tensor, seed: int) -> Tensor:
     """Uniform in [0, 1), by the analysis's seed: the random baseline."""

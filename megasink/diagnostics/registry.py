@@ -140,6 +140,7 @@ class Metric:
         number: format of its number.
         levels: names of the values 0, 1, ... of a categorical metric.
         inactive: "above" or "below", for a score whose threshold marks inactive heads (P3.11).
+        bounds: lowest and highest value it can have; thresholds lie between them.
     """
 
     name: str
@@ -157,6 +158,7 @@ class Metric:
     number: str = "{:.3f}"
     levels: tuple[str, ...] = ()
     inactive: str | None = None
+    bounds: tuple[float, float] = (-math.inf, math.inf)
 
     @property
     def is_derived(self) -> bool:

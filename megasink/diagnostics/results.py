@@ -110,6 +110,8 @@ class RunFacts:
 
     Attributes:
         identity: hash of everything that changes a result; only for `megasink analyze`.
+        weights: hash of the model's weights, so that thresholds are not used for another model;
+            only for `megasink analyze`.
         data_sha256: of the token ids of all samples in order.
     """
 
@@ -121,6 +123,7 @@ class RunFacts:
     seed: int
     device: str | None = None
     identity: str | None = None
+    weights: str | None = None
     data_sha256: str
 
 

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import hashlib
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from megasink.probe.base import ProbedModel
 from megasink.probe.geometry import project, read_rows
 from megasink.probe.identity import identity
 from megasink.probe.maps import asked_heads, geometry, telling_heads
-from megasink.probe.options import SEQ_LENGTH, samples_of
+from megasink.probe.options import model_samples
 from megasink.probe.ranks import Ranks
 from megasink.probe.recorder import Recorder
 from megasink.probe.run import run
@@ -46,19 +45,9 @@ def analyze(
             text, `--maps` names a missing head, or the folder cannot be written or holds another
             unfinished analysis.
     """
-    heads, positions, first = model.heads, model.positions, model.first
+    heads, first = model.heads, model.first
     asked = asked_heads(args.maps or [], heads)
-    if args.seq_length is None:
-        args.seq_length = min(SEQ_LENGTH, (positions or SEQ_LENGTH + len(first)) - len(first))
-    if positions is not None and args.seq_length + len(first) > positions:
-        raise UserError(
-            f"--seq-length {args.seq_length} is longer than the {positions - len(first)} positions "
-            f"of {args.model}: use at most {positions - len(first)}"
-        )
-    samples = [
-        replace(sample, tokens=(*first, *sample.tokens))
-        for sample in samples_of(args, model.tokenizer, model.vocabulary)
-    ]
+    samples = model_samples(args, model)
     recorder = Recorder(heads, positions=args.positions, columns=args.columns)
     ranks.enter(str(args.output))
     facts = identity(args, model.module, samples, model.facts, recorder.metrics)
@@ -77,7 +66,7 @@ def analyze(
             batch_size=args.batch_size,
             device=device,
             loss=args.loss,
-            token_bytes=_token_bytes(tokenizer, ranks) if args.loss else None,
+            token_bytes=bytes_by_token(tokenizer, ranks) if args.loss else None,
             partial=partial,
             ranks=ranks,
         )
@@ -97,7 +86,7 @@ def analyze(
             device=device,
             text_of=lambda token: tokenizer.decode([token]),
         )
-    options = vars(args) | {"identity": digest}
+    options = vars(args) | {"identity": digest, "weights": facts["weights"]}
     results = write_analysis(args.output, measurements, samples, model.facts, options, points, maps)
     partial.remove()
     return results
@@ -113,7 +102,7 @@ def _made_before(output: Path, digest: str) -> Results | None:
     return None
 
 
-def _token_bytes(tokenizer: Any, ranks: Ranks) -> np.ndarray[Any, np.dtype[np.int32]] | None:
+def bytes_by_token(tokenizer: Any, ranks: Ranks) -> np.ndarray[Any, np.dtype[np.int32]] | None:
     """Return the bytes of each token; None, with a message, if they do not add up."""
     from megasink.data.token_bytes import token_bytes
 

@@ -7,16 +7,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from megasink.diagnostics.registry import ATTENTION
-from megasink.errors import ConfigError
+from megasink.errors import ConfigError, UserError
 from megasink.probe.changes import ForwardPass, HeadChange, HeadOutputs
+from megasink.probe.identity import weights_hash
 from megasink.probe.segments import Segment
 from megasink.probe.sites import Sites
 from megasink.probe.statistics import MAP, AttentionCall, at_least_float32, attention_statistics
+
+_PROBED: "WeakSet[torch.nn.Module]" = WeakSet()
 
 
 class Observer:
@@ -44,6 +48,8 @@ class Probe(ABC):
     result as what enters the output projection. On leaving, the model is what it was.
 
     Attributes:
+        model: what is probed.
+        body: the part of it that runs once in every call, without the output layer if possible.
         heads: H per layer, 0 for a layer without softmax attention.
         layers: what `_attach` takes.
         changes: of the heads' outputs; none leaves the logits bit-identical.
@@ -52,8 +58,12 @@ class Probe(ABC):
     Raises:
         ConfigError: the model cannot be probed, or a change does not fit it; one message lists
             every reason.
+        RuntimeError: another probe is open on the model.
+        UserError: in a call of the model, the outputs of a layer's heads did not come by.
     """
 
+    model: torch.nn.Module
+    body: torch.nn.Module
     heads: list[int]
     layers: list[Any]
 
@@ -72,7 +82,19 @@ class Probe(ABC):
         self.current = ForwardPass(0, 0, 0, [])
         self._calls: dict[int, AttentionCall] = {}
         self._gates: dict[int, Tensor] = {}
+        self._changed_layers: set[int] = set()
         self._hooks: list[Any] = []
+        self._entered = False
+
+    def _install(self) -> None:  # noqa: B027  # few probes need it
+        """Prepare the model before hooks are registered; `_uninstall` must undo it."""
+
+    def _uninstall(self) -> None:  # noqa: B027
+        """Undo `_install`, however far it came."""
+
+    @abstractmethod
+    def _output_weight(self, index: int) -> Tensor:
+        """Return [H, D, E]: the output projection of one layer by query head."""
 
     @abstractmethod
     def _attach(self, index: int, layer: Any) -> None:
@@ -107,11 +129,30 @@ class Probe(ABC):
         """Whether the observer or a change needs what attention reads."""
         return bool(self.needs) or any(change.reads_attention for change in self.changes)
 
+    @property
+    def reads_segments(self) -> bool:
+        """Whether the observer or a change needs to know where sequences begin and end."""
+        return self.reads_attention or any(change.reads_segments for change in self.changes)
+
     def __enter__(self) -> Self:
         problems = [problem for change in self.changes for problem in change.problems(self.heads)]
+        made_for = {change.weights for change in self.changes} - {None}
+        if made_for and made_for != {weights_hash(self.model)}:
+            problems.append(
+                "an intervention holds values of other weights (another model, checkpoint or "
+                "dtype): measure them again with this one"
+            )
         if problems:
             raise ConfigError(problems)
+        if self.model in _PROBED:
+            raise RuntimeError(
+                "another probe or intervention is open on this model: close it first, or pass all "
+                "interventions together (megasink.intervene)"
+            )
+        _PROBED.add(self.model)
+        self._entered = True
         try:
+            self._install()
             for index, layer in enumerate(self.layers):
                 self._attach(index, layer)
         except BaseException:
@@ -120,23 +161,47 @@ class Probe(ABC):
         return self
 
     def __exit__(self, *error: object) -> None:
+        if not self._entered:
+            return
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._calls.clear()
         self._gates.clear()
+        self._uninstall()
+        _PROBED.discard(self.model)
+        self._entered = False
 
     def _begin(self, forward: ForwardPass) -> None:
         """Start a call of the model."""
         self.current = forward
         self._calls.clear()
         self._gates.clear()
+        self._changed_layers.clear()
         for change in self.changes:
             change.begin(forward)
 
+    def _end(self) -> None:
+        """Check that the changes reached every layer in the call that ends."""
+        if not self.changes:
+            return
+        missed = [i for i, h in enumerate(self.heads) if h and i not in self._changed_layers]
+        if missed:
+            raise UserError(
+                f"the outputs of the heads in layers {missed} of {type(self.model).__name__} did "
+                "not come through their output projections: megasink cannot change them"
+            )
+
     def _changed(self, index: int, out_BQHD: Tensor) -> Tensor | None:
         """Apply the changes to the outputs of one layer's heads; None if nothing is changed."""
-        outputs = HeadOutputs(index, out_BQHD, self._calls.get(index))
+        call = self._calls.get(index)
+        if call is None and any(change.reads_attention for change in self.changes):
+            raise UserError(
+                f"attention of layer {index} of {type(self.model).__name__} did not come through "
+                "transformers' attention interface: megasink cannot read it"
+            )
+        self._changed_layers.add(index)
+        outputs = HeadOutputs(index, out_BQHD, call, lambda: self._output_weight(index))
         for change in self.changes:
             new_BQHD = change.change(self.current, outputs)
             if new_BQHD is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from megasink.errors import UserError
 
 _LAYERS = ("layers", "h", "blocks")
-_ATTENTION = ("self_attn", "attn", "attention")
+_ATTENTION = ("self_attn", "attn", "attention", "self_attention")
 _OUTPUT = ("o_proj", "c_proj", "dense", "out_proj")
 _MLP = ("mlp", "feed_forward", "block_sparse_moe")
 # The input of these modules is the state between attention and MLP. In blocks that have one,

@@ -1,10 +1,10 @@
 """What may change the outputs of a model's heads while it runs: the seam of `megasink.intervene`.
 
-Shapes: B rows, H query heads, Q tokens of this forward pass, D head dim.
+Shapes: B rows, H query heads, Q tokens of this forward pass, D head dim, E hidden size.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -20,13 +20,16 @@ class ForwardPass:
     Attributes:
         rows, tokens: B and Q of this call.
         cached: tokens that each row already has in a key/value cache, padding included.
-        segments: the sequences, numbered over cached and new tokens together.
+        segments: the sequences, numbered over cached and new tokens together; whole rows if
+            nobody asked for them (`HeadChange.reads_segments`).
+        input_ids_BQ: the new tokens; None if the model was given embeddings.
     """
 
     rows: int
     tokens: int
     cached: int
     segments: list[Segment]
+    input_ids_BQ: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,13 @@ class HeadOutputs:
         layer: from 0.
         out_BQHD: after an explicit gate and earlier changes; do not write into it.
         call: what attention read and wrote; None unless a change or the observer reads attention.
+        output_weight: returns [H, D, E], the output projection by query head.
     """
 
     layer: int
     out_BQHD: Tensor
     call: AttentionCall | None
+    output_weight: Callable[[], Tensor]
 
 
 class HeadChange(ABC):
@@ -50,9 +55,15 @@ class HeadChange(ABC):
     Attributes:
         reads_attention: whether `change` needs `HeadOutputs.call`. Without it a model's attention
             is left alone, so any kernel will do.
+        reads_segments: whether it needs to know where sequences begin and end; one that reads
+            attention always does.
+        weights: hash of the weights (`megasink.probe.identity.weights_hash`) of the only model
+            that it is for; None for any.
     """
 
     reads_attention: bool = False
+    reads_segments: bool = False
+    weights: str | None = None
 
     def problems(self, heads: Sequence[int]) -> list[str]:
         """Return why this change does not fit a model with so many heads in each layer."""

@@ -13,6 +13,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from megasink.errors import UserError
 from megasink.layers.core_attention import CoreAttention
 from megasink.probe.base import Observer, Probe
 from megasink.probe.changes import ForwardPass, HeadChange
@@ -48,7 +49,8 @@ class MegatronProbe(Probe):
         changes: Sequence[HeadChange] = (),
     ):
         super().__init__(model_problems(model), observer, needs, changes)
-        self.model = model
+        self.model: GPTModel = model
+        self.body = model
         self.layers: list[Any] = list(model.decoder.layers)
         self.heads = [model.config.num_attention_heads] * len(self.layers)
 
@@ -69,14 +71,39 @@ class MegatronProbe(Probe):
         if attention_mask_BT is not None:
             raise ValueError("a Megatron model takes no padding mask: batch equal lengths")
         rows, tokens = input_ids_BT.shape
-        segments = [Segment(row, 0, tokens) for row in range(rows)]
-        self._begin(ForwardPass(rows, tokens, 0, segments))
         if position_ids_BT is None:
             position_ids_BT = torch.arange(tokens, device=input_ids_BT.device).expand(rows, tokens)
         return Logits(self.model(input_ids_BT, position_ids_BT, None))
 
+    def _install(self) -> None:
+        self._hooks.append(self.model.register_forward_pre_hook(self._called, with_kwargs=True))
+        self._hooks.append(self.model.register_forward_hook(lambda *_: self._end()))
+
+    def _called(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the sequences of a call of the model, by `forward` or anyone else."""
+        ids_BQ = args[0] if args else kwargs["input_ids"]
+        if kwargs.get("packed_seq_params") is not None:
+            raise UserError("megasink does not read packed documents of a run: run them one by one")
+        context = kwargs.get("inference_context")
+        cached = 0 if context is None else int(context.sequence_len_offset)
+        rows, new = ids_BQ.shape
+        if self.needs and context is not None:
+            raise UserError("megasink reads whole sequences: run them without a cache")
+        segments = [Segment(row, 0, cached + new) for row in range(rows)]
+        self._begin(ForwardPass(rows, new, cached, segments, ids_BQ))
+
     def sites(self) -> Sites:
         return megatron_sites(self.model)
+
+    def _output_weight(self, index: int) -> Tensor:
+        attention = self.layers[index].self_attention
+        weight_XE = attention.linear_proj.weight.detach().t()
+        heads = self.heads[index]
+        # With multi-head addition (P2.44) all heads share one [D, E].
+        weight_HDE = weight_XE.reshape(
+            -1, attention.hidden_size_per_attention_head, weight_XE.shape[1]
+        )
+        return weight_HDE.expand(heads, -1, -1)
 
     def _attach(self, index: int, layer: Any) -> None:
         attention, core = layer.self_attention, layer.self_attention.core_attention
@@ -94,10 +121,11 @@ class MegatronProbe(Probe):
             else:
                 self._before(layer.pre_mlp_layernorm, keep_state(2 * index + 1))
                 self._after(layer, keep_state(2 * index + 2))
-        self._after(
-            layer.mlp,
-            lambda out: self._branch("mlp_branch_TE", index, batch_first(with_bias(out))),
-        )
+        if "mlp_branch_TE" in self.needs:
+            self._after(
+                layer.mlp,
+                lambda out: self._branch("mlp_branch_TE", index, batch_first(with_bias(out))),
+            )
         self._hooks.append(
             core.register_forward_hook(
                 lambda _, args, kwargs, out: self._attended(index, core, args, kwargs, out),
@@ -107,7 +135,7 @@ class MegatronProbe(Probe):
         if getattr(attention, "position", None) == "sdpa" and attention.gate is not None:
             self._after(attention.gate, lambda out: self._gates.update({index: out[1]}))
         self._replace(attention.linear_proj, lambda gated: self._gated(index, attention, gated))
-        self._after(attention, lambda out: self._finish(index, attention, with_bias(out)))
+        self._after(attention, lambda out: self._finish(index, with_bias(out)))
 
     def _attended(
         self, index: int, core: CoreAttention, args: tuple[Any, ...], kwargs: Any, out_SBX: Tensor
@@ -130,6 +158,8 @@ class MegatronProbe(Probe):
             slot_logit_BHT=core.slot_logit(query),
             distance_bias_HT=bias,
             similarity=core.config.attention_similarity,
+            out_scale=core.config.attention_scale_alpha,
+            slot_has_value=_slot_has_value(core, value),
             mlp=None if mlp is None else (mlp.fc1.weight.detach(), mlp.fc2.weight.detach()),
         )
 
@@ -146,14 +176,12 @@ class MegatronProbe(Probe):
         call.gated_out_BHTD = new_BSHD.transpose(1, 2)
         return new_BSHD.transpose(0, 1).reshape(gated_SBX.shape)
 
-    def _finish(self, index: int, attention: Any, branch_SBE: Tensor) -> None:
+    def _finish(self, index: int, branch_SBE: Tensor) -> None:
         call = self._calls.pop(index)
+        if not self.needs:
+            return
         if "output_weight_HDE" in self.needs:
-            weight_XE = attention.linear_proj.weight.detach().t()
-            heads, head_dim = self.heads[index], call.out_BHTD.shape[-1]
-            # With multi-head addition (P2.44) all heads share one [D, E].
-            call.output_weight_HDE = weight_XE.reshape(-1, head_dim, weight_XE.shape[1])
-            call.output_weight_HDE = call.output_weight_HDE.expand(heads, -1, -1)
+            call.output_weight_HDE = self._output_weight(index)
         self._report(index, call, batch_first(branch_SBE))
 
 
@@ -185,6 +213,14 @@ def model_problems(model: GPTModel) -> list[str]:
             )
             break
     return problems
+
+
+def _slot_has_value(core: CoreAttention, value_BGTD: Tensor) -> bool:
+    """Return whether the slot adds to the output: the value of a bias, unlike that of a sink."""
+    value_of = core.variant.slot_value
+    own = {added.name: getattr(core, added.name).detach() for added in core.variant.parameters}
+    first = lambda: value_BGTD[:, :, :1]  # noqa: E731
+    return value_of is None or value_of(core.config, own, first) is not None
 
 
 def _by_head(out_SBX: Tensor, heads: int) -> Tensor:

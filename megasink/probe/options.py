@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megasink.data.corpus import STDLIB
 from megasink.diagnostics.maps import MAP_TOKENS
 from megasink.errors import ConfigError, UserError
 from megasink.plugins import add_flag
+from megasink.probe.base import ProbedModel
 from megasink.probe.inputs import BOS, KINDS, Sample, text_samples, token_samples
 from megasink.probe.maps import map_problems
 
@@ -34,14 +36,7 @@ def parser(
         default=["natural"],
         help="the texts (natural), random tokens, one repeated token (default: natural)",
     )
-    parser.add_argument(
-        "--seq-length",
-        type=int,
-        help=f"maximum tokens per sequence (default: {SEQ_LENGTH}, or the model's maximum)",
-    )
-    parser.add_argument(
-        "--bos", choices=BOS, default="auto", help="auto follows the tokenizer (default: auto)"
-    )
+    add_sequence_flags(parser)
     parser.add_argument("--positions", type=int, default=64, help="tokens in curves (default: 64)")
     parser.add_argument("--columns", type=int, default=8, help="keys with a sink rate (default: 8)")
     parser.add_argument(
@@ -61,12 +56,39 @@ def parser(
     return parser
 
 
-def model_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the model, text and device options."""
+def add_sequence_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the options of how texts become sequences; see `model_samples`."""
+    parser.add_argument(
+        "--seq-length",
+        type=int,
+        help=f"maximum tokens per sequence (default: {SEQ_LENGTH}, or the model's maximum)",
+    )
+    parser.add_argument(
+        "--bos", choices=BOS, default="auto", help="auto follows the tokenizer (default: auto)"
+    )
+
+
+def weights_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options of how a model is loaded, and the output folder."""
     parser = CommandParser(prog=prog, description=description)
     parser.add_argument(
         "model", type=Path, metavar="MODEL", help="Hugging Face model folder, or a run"
     )
+    parser.add_argument("--output", type=Path, required=True, help="output folder")
+    parser.add_argument("--name", help="model name in tables and figures (default: the folder's)")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer folder (default: MODEL)")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: the model's")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--attn-implementation", choices=("sdpa", "eager"), help="default: the model's own"
+    )
+    add_flag(parser)
+    return parser
+
+
+def model_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the model, text and device options."""
+    parser = weights_parser(prog, description)
     parser.add_argument(
         "--data",
         nargs="+",
@@ -74,21 +96,12 @@ def model_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
         metavar="TEXT",
         help="text, .jsonl(.gz, .zst) or .parquet files, or folders; each one is a dataset",
     )
-    parser.add_argument("--output", type=Path, required=True, help="output folder")
-    parser.add_argument("--name", help="model name in tables and figures (default: the folder's)")
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer folder (default: MODEL)")
     parser.add_argument("--json-key", default="text", help="JSON key of the text (default: text)")
     parser.add_argument(
         "--max-samples", type=int, default=100, help="sequences per dataset (default: 100)"
     )
     parser.add_argument("--batch-size", type=int, default=8, help="batch size (default: 8)")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: the model's")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--attn-implementation", choices=("sdpa", "eager"), help="default: the model's own"
-    )
     parser.add_argument("--seed", type=int, default=1234, help="of random tokens (default: 1234)")
-    add_flag(parser)
     return parser
 
 
@@ -102,8 +115,8 @@ def check(args: argparse.Namespace, *, is_run: bool = False) -> None:
         raise ConfigError(problems)
 
 
-def problems_of(args: argparse.Namespace, *, is_run: bool) -> list[str]:
-    """Return the problems with the options.
+def weights_problems(args: argparse.Namespace, *, is_run: bool) -> list[str]:
+    """Return the problems with the options of `weights_parser`.
 
     Args:
         is_run: MODEL is a megasink run, which is known to exist.
@@ -117,6 +130,22 @@ def problems_of(args: argparse.Namespace, *, is_run: bool) -> list[str]:
         problems.append(f"{args.model}: no such folder")
     if not is_run and not (args.model / "config.json").is_file():
         problems.append(f"{args.model} is not a Hugging Face model folder: it has no config.json")
+    if problem := _device_problem(args.device):
+        problems.append(f"--device {args.device}: {problem}")
+    if args.tokenizer is not None and not args.tokenizer.is_dir():
+        problems.append(f"--tokenizer {args.tokenizer} is not a folder")
+    if problem := _folder_problem(args.output):
+        problems.append(f"--output {args.output} {problem}")
+    return problems
+
+
+def problems_of(args: argparse.Namespace, *, is_run: bool) -> list[str]:
+    """Return the problems with the options.
+
+    Args:
+        is_run: as in `weights_problems`.
+    """
+    problems = weights_problems(args, is_run=is_run)
     if "natural" in args.inputs and not args.data:
         problems.append("no --data: pass text files or folders")
     if "natural" not in args.inputs and args.data:
@@ -126,8 +155,6 @@ def problems_of(args: argparse.Namespace, *, is_run: bool) -> list[str]:
         for path in args.data
         if path != STDLIB and not Path(path).exists()
     ]
-    if problem := _device_problem(args.device):
-        problems.append(f"--device {args.device}: {problem}")
     for flag, least in (
         ("max_samples", 1),
         ("seq_length", 2),
@@ -138,12 +165,7 @@ def problems_of(args: argparse.Namespace, *, is_run: bool) -> list[str]:
         value = getattr(args, flag)
         if value is not None and value < least:
             problems.append(f"--{flag.replace('_', '-')} {value}: at least {least}")
-    problems += map_problems(args.maps or [], args.map_length)
-    if args.tokenizer is not None and not args.tokenizer.is_dir():
-        problems.append(f"--tokenizer {args.tokenizer} is not a folder")
-    if problem := _folder_problem(args.output):
-        problems.append(f"--output {args.output} {problem}")
-    return problems
+    return problems + map_problems(args.maps or [], args.map_length)
 
 
 def _device_problem(name: str) -> str | None:
@@ -168,6 +190,28 @@ def _folder_problem(folder: Path) -> str | None:
     if not os.access(there, os.W_OK):
         return f"cannot be written: no permission to write to {there}"
     return None
+
+
+def model_samples(args: argparse.Namespace, model: ProbedModel) -> list[Sample]:
+    """Return the sequences that the command line selects, as the model reads them.
+
+    Sets `args.seq_length` if it was not given.
+
+    Raises:
+        UserError: sequences exceed the positions, or as `samples_of`.
+    """
+    positions, first = model.positions, model.first
+    if args.seq_length is None:
+        args.seq_length = min(SEQ_LENGTH, (positions or SEQ_LENGTH + len(first)) - len(first))
+    if positions is not None and args.seq_length + len(first) > positions:
+        raise UserError(
+            f"--seq-length {args.seq_length} is longer than the {positions - len(first)} positions "
+            f"of {args.model}: use at most {positions - len(first)}"
+        )
+    return [
+        replace(sample, tokens=(*first, *sample.tokens))
+        for sample in samples_of(args, model.tokenizer, model.vocabulary)
+    ]
 
 
 def samples_of(args: argparse.Namespace, tokenizer: Any, vocabulary: int) -> list[Sample]:

@@ -66,34 +66,45 @@ def whole_rows(segments: list[Segment], shape: tuple[int, int]) -> bool:
     return segments == [Segment(row, 0, tokens) for row in range(rows)]
 
 
-def check_mask(mask_BQK: Tensor, segments: list[Segment], window: int | None) -> str | None:
+def check_mask(
+    mask_BQK: Tensor,
+    segments: list[Segment],
+    window: int | None,
+    first_query: int = 0,
+    first_key: int = 0,
+) -> str | None:
     """Check that a mask shows each real token exactly the keys that the statistics assume.
 
-    Compares the number of visible keys of each row, and its first and last key: O(T^2) reads of
+    Compares the number of visible keys of each row, and its first and last key: O(QK) reads of
     the model's mask, row by row.
 
     Args:
-        mask_BQK: [B or 1, T, T], bool (True: visible) or additive.
+        mask_BQK: [B or 1, Q, K], bool (True: visible) or additive.
+        first_query, first_key: positions of the first query and key; not 0 after a cache.
 
     Returns:
         None, or a clause that says what differs.
     """
     for row, start, stop in segments:
-        seen_QK = mask_BQK[min(row, len(mask_BQK) - 1), start:stop]
+        begin = max(start, first_query)
+        seen_QK = mask_BQK[
+            min(row, len(mask_BQK) - 1), begin - first_query : max(stop - first_query, 0)
+        ]
         if seen_QK.dtype is not torch.bool:
             seen_QK = seen_QK > torch.finfo(seen_QK.dtype).min / 2
-        position_Q = torch.arange(start, stop, device=seen_QK.device)
-        first_Q = torch.full_like(position_Q, start)
+        position_Q = torch.arange(begin, begin + len(seen_QK), device=seen_QK.device)
+        first_Q = torch.full_like(position_Q, max(start, first_key))
         if window is not None:
             first_Q = torch.maximum(first_Q, position_Q - window + 1)
-        ends_Q = seen_QK.gather(1, first_Q[:, None]) & seen_QK.gather(1, position_Q[:, None])
+        ends_Q = seen_QK.gather(1, first_Q[:, None] - first_key)
+        ends_Q = ends_Q & seen_QK.gather(1, position_Q[:, None] - first_key)
         expected_Q = position_Q - first_Q + 1
         wrong_Q = (seen_QK.sum(-1) != expected_Q) | ~ends_Q[:, 0]
         if bool(wrong_Q.any()):
             index = int(wrong_Q.nonzero()[0])
             where = "" if window is None else f" in a window of {window}"
             return (
-                f"query {start + index} of row {row} sees {int(seen_QK[index].sum())} keys, but "
+                f"query {begin + index} of row {row} sees {int(seen_QK[index].sum())} keys, but "
                 f"causal attention{where} over tokens {start} to {stop - 1} has "
                 f"{int(expected_Q[index])}"
             )

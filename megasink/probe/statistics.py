@@ -13,7 +13,7 @@ from torch import Tensor
 from megasink.attention import feature_map
 from megasink.diagnostics.maps import attention_maps
 from megasink.diagnostics.proxy import proxy_maps, proxy_statistics
-from megasink.diagnostics.weights import WeightStatistics, weight_statistics
+from megasink.diagnostics.weights import WeightStatistics, first_weights, weight_statistics
 from megasink.probe.segments import Segment, whole_rows
 
 _OF_WEIGHTS = {name.replace("_BHT", "_HT"): name for name in WeightStatistics._fields}
@@ -37,6 +37,9 @@ class AttentionCall:
         similarity: "softmax", or one of P2.30 to P2.36, which have proxy weights (P2.37) and no
             prefix, slot, bias or softcap.
         mlp: the two [D, D] weights of the similarity "mlp".
+        out_scale: constant factor of `out_BHTD`, applied after attention.
+        slot_has_value: whether the slot adds a value to the output, as a value bias does and a
+            sink does not.
     """
 
     query_BHTD: Tensor
@@ -55,6 +58,8 @@ class AttentionCall:
     output_weight_HDE: Tensor | None = None
     similarity: str = "softmax"
     mlp: tuple[Tensor, Tensor] | None = None
+    out_scale: float = 1.0
+    slot_has_value: bool = False
 
 
 @torch.no_grad()
@@ -74,7 +79,7 @@ def attention_statistics(
     of_weights = needs & _OF_WEIGHTS.keys()
     of_batch = None
     if of_weights and whole_rows(segments, shape):
-        of_batch = _weights(call, slice(None), slice(None))
+        of_batch = _weights(call, slice(None), slice(None), of_weights)
     for row, start, stop in segments:
         cut = slice(start, stop)
         gated = call.out_BHTD if call.gated_out_BHTD is None else call.gated_out_BHTD
@@ -92,8 +97,8 @@ def attention_statistics(
         if of_weights:
             weights, index = of_batch, row
             if weights is None:
-                weights, index = _weights(call, slice(row, row + 1), cut), 0
-            found |= {ours: getattr(weights, name)[index] for ours, name in _OF_WEIGHTS.items()}
+                weights, index = _weights(call, slice(row, row + 1), cut, of_weights), 0
+            found |= {name: by_row[index] for name, by_row in weights.items()}
         if MAP in needs:
             found[MAP] = _map(call, row, cut)
         if call.explicit_gate_BHTX is not None and call.gate_is_importance:
@@ -106,11 +111,16 @@ def at_least_float32(tensor: Tensor) -> Tensor:
     return tensor if tensor.itemsize >= 4 else tensor.float()
 
 
-def _weights(call: AttentionCall, rows: slice, cut: slice) -> WeightStatistics:
+def _weights(call: AttentionCall, rows: slice, cut: slice, names: set[str]) -> dict[str, Tensor]:
+    """Return at least the named statistics, [B, H, T] each."""
     query, key, slot, options = _arguments(call, rows, cut)
     if call.similarity != "softmax":
-        return proxy_statistics(query, key, **options)
-    return weight_statistics(query, key, slot_logit_BHT=slot, **options)
+        found = proxy_statistics(query, key, **options)
+    elif names == {"first_weight_HT"}:
+        return {"first_weight_HT": first_weights(query, key, slot_logit_BHT=slot, **options)}
+    else:
+        found = weight_statistics(query, key, slot_logit_BHT=slot, **options)
+    return {ours: getattr(found, name) for ours, name in _OF_WEIGHTS.items()}
 
 
 def _map(call: AttentionCall, row: int, cut: slice) -> Tensor:

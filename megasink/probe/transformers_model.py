@@ -7,6 +7,7 @@ attention nor needs to know where sequences are leaves the model's attention alo
 Shapes: B rows, T tokens, H query heads, G key/value groups, D head dim, E hidden size.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from megasink.errors import UserError
 from megasink.probe.base import Observer, Probe
 from megasink.probe.blocks import Block, find_blocks, gate_reader, output_weight
 from megasink.probe.changes import ForwardPass, HeadChange
-from megasink.probe.segments import check_mask, segments_of, whole_rows
+from megasink.probe.segments import Segment, check_mask, segments_of, whole_rows
 from megasink.probe.sites import Sites, tensor_of
 from megasink.probe.statistics import AttentionCall
 from megasink.probe.transformers_sites import transformers_sites
@@ -55,8 +56,16 @@ class TransformersProbe(Probe):
     ):
         reads = bool(needs) or any(change.reads_attention for change in changes)
         problems = model_problems(model) if reads else []
+        if changes and getattr(model.config, "multi_head_addition", False) and not problems:
+            problems = [
+                f"{type(model).__name__} has multi_head_addition: what enters its output "
+                "projection is the sum of the heads, which cannot be changed one by one"
+            ]
         super().__init__(problems, observer, needs, changes)
-        self.model = model
+        self.model: PreTrainedModel = model
+        self.body: torch.nn.Module = model.base_model
+        self._registered = False
+        self._signature = inspect.signature(self.body.forward)
         self.base: str = model.config._attn_implementation
         self.layers = find_blocks(model)
         heads = model.config.get_text_config().num_attention_heads
@@ -66,26 +75,28 @@ class TransformersProbe(Probe):
         self._seen: set[int] = set()
         self._checked: set[tuple[int, int | None]] = set()
 
-    def __enter__(self) -> "TransformersProbe":
+    def _install(self) -> None:
         if self.reads_attention:
             if NAME in AttentionInterface._global_mapping:
-                raise RuntimeError("another probe is open: close it first")
+                raise RuntimeError("a probe that reads attention is open: close it first")
             AttentionInterface.register(NAME, self._attend)
+            self._registered = True
             # Without a mask function of this name transformers makes no mask at all, and attention
             # turns bidirectional without a word.
             AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[self.base])
             self.model.set_attn_implementation(NAME)
-        self._hooks.append(
-            self.model.base_model.register_forward_pre_hook(self._called, with_kwargs=True)
-        )
-        return super().__enter__()
+        self._hooks.append(self.body.register_forward_pre_hook(self._called, with_kwargs=True))
+        self._hooks.append(self.body.register_forward_hook(lambda *_: self._end()))
 
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        if self.reads_attention:
+    def _uninstall(self) -> None:
+        if self._registered:
             self.model.set_attn_implementation(self.base)
-            del AttentionInterface._global_mapping[NAME]
-            del AttentionMaskInterface._global_mapping[NAME]
+            AttentionInterface._global_mapping.pop(NAME, None)
+            AttentionMaskInterface._global_mapping.pop(NAME, None)
+            self._registered = False
+
+    def _output_weight(self, index: int) -> Tensor:
+        return output_weight(self.layers[index].output, self.heads[index])
 
     @torch.no_grad()
     def forward(
@@ -123,18 +134,22 @@ class TransformersProbe(Probe):
 
     def _called(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the sequences of a call of the model, by `forward` or anyone else."""
-        tokens = args[0] if args else kwargs.get("input_ids")
-        if tokens is None:
-            tokens = kwargs["inputs_embeds"]
-        mask_BT, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
-        cached = 0 if cache is None else cache.get_seq_length()
-        rows, new = tokens.shape[:2]
-        if mask_BT is not None and (not isinstance(mask_BT, Tensor) or mask_BT.dim() != 2):
-            raise UserError("megasink reads sequences from a mask [B, T]: pass one, or none")
-        positions_BT = None if cached else kwargs.get("position_ids")
-        segments = segments_of((rows, cached + new), mask_BT, positions_BT)
+        given = self._signature.bind_partial(*args, **kwargs).arguments
+        for extra in [name for name, value in given.items() if isinstance(value, dict)]:
+            given = given[extra] | given  # the callable's **kwargs
+        ids_BQ = given.get("input_ids")
+        rows, new = (given["inputs_embeds"] if ids_BQ is None else ids_BQ).shape[:2]
+        cache = given.get("past_key_values")
+        cached = 0 if cache is None else int(cache.get_seq_length())
+        segments = [Segment(row, 0, cached + new) for row in range(rows)]
+        if self.needs or self.reads_segments:
+            mask_BT = given.get("attention_mask")
+            if mask_BT is not None and (not isinstance(mask_BT, Tensor) or mask_BT.dim() != 2):
+                raise UserError("megasink reads sequences from a mask [B, T]: pass one, or none")
+            positions_BT = None if cached else given.get("position_ids")
+            segments = segments_of((rows, cached + new), mask_BT, positions_BT)
         self._checked.clear()
-        self._begin(ForwardPass(rows, new, cached, segments))
+        self._begin(ForwardPass(rows, new, cached, segments, ids_BQ))
 
     def sites(self) -> Sites:
         return transformers_sites(self.layers)
@@ -179,13 +194,18 @@ class TransformersProbe(Probe):
         kwargs: dict[str, Any],
     ) -> None:
         """Reject calls that the statistics do not support."""
-        name = type(module).__name__
-        if self.current.cached and not self.needs:
-            return
-        if query.shape[2] != key.shape[2]:
+        name, cached = type(module).__name__, self.current.cached
+        queries, keys = query.shape[2], key.shape[2]
+        first_key = cached + queries - keys
+        if (self.needs and cached) or (not cached and first_key):
             raise UserError(
-                f"{name} attends from {query.shape[2]} queries to {key.shape[2]} keys: megasink "
-                "reads whole sequences, run them without a cache"
+                f"{name} attends from {queries} queries to {keys} keys: megasink reads whole "
+                "sequences, run them without a cache, or with one that grows (DynamicCache)"
+            )
+        if first_key < 0:
+            raise UserError(
+                f"{name} attends to {keys} keys after {cached + queries} tokens: megasink reads "
+                "caches that grow (DynamicCache), not static ones"
             )
         if kwargs.get("position_bias") is not None:
             raise UserError(f"{name} adds a position bias to its scores: megasink cannot read it")
@@ -194,15 +214,17 @@ class TransformersProbe(Probe):
             causal = kwargs.get("is_causal")
             if not (getattr(module, "is_causal", True) if causal is None else causal):
                 raise UserError(f"{name} is not causal: megasink reads decoders")
-            if window is not None and window < query.shape[2]:
+            if window is not None and window < keys:
                 raise UserError(f"{name} has a window of {window} and no mask for it")
-            if not whole_rows(self.segments, (query.shape[0], query.shape[2])):
+            if cached and queries > 1:
+                raise UserError(f"{name} has no mask for {queries} queries after {cached} tokens")
+            if not whole_rows(self.segments, (query.shape[0], cached + queries)):
                 raise UserError(
                     f"{name} has no mask, although the batch has padding or several documents in a "
                     "row: run them one by one"
                 )
         elif (id(mask), window) not in self._checked:
-            problem = check_mask(mask[:, 0], self.segments, window)
+            problem = check_mask(mask[:, 0], self.segments, window, cached, first_key)
             if problem:
                 raise UserError(f"megasink does not support the mask of {name}: {problem}")
             self._checked.add((id(mask), window))
@@ -220,7 +242,7 @@ class TransformersProbe(Probe):
                     block.attention,
                     lambda out: self._state(2 * index + 1, self._inputs.pop(index) + out),
                 )
-        if block.mlp is not None:
+        if block.mlp is not None and "mlp_branch_TE" in self.needs:
             self._after(block.mlp, lambda out: self._branch("mlp_branch_TE", index, out))
         if block.attention is None or block.output is None:
             return
@@ -247,7 +269,14 @@ class TransformersProbe(Probe):
 
     def _gated(self, index: int, gated_BTX: Tensor) -> Tensor | None:
         """Store what the output projection reads, the output times a known gate; change it."""
-        gated_BTHD = gated_BTX.reshape(*gated_BTX.shape[:2], self.heads[index], -1)
+        if gated_BTX.shape[-1] % self.heads[index]:
+            raise UserError(
+                f"the output projection of layer {index} of {type(self.model).__name__} reads "
+                f"{gated_BTX.shape[-1]} numbers, which are not those of {self.heads[index]} heads"
+            )
+        # Some models flatten rows and tokens.
+        shape = (self.current.rows, self.current.tokens, self.heads[index], -1)
+        gated_BTHD = gated_BTX.reshape(shape)
         call = self._calls.get(index)
         if call is not None:
             self._store(index, call, gated_BTHD.transpose(1, 2))
@@ -276,7 +305,7 @@ class TransformersProbe(Probe):
             return
         self._seen.add(index)
         if output is not None and "output_weight_HDE" in self.needs:
-            call.output_weight_HDE = output_weight(output, self.heads[index])
+            call.output_weight_HDE = self._output_weight(index)
         if self.needs:
             self._report(index, call, branch_BTE)
 

@@ -50,6 +50,9 @@ SAFE = {
         "megasink/hollow/build.py",
         "subprocess",
     ): "the C++ compiler, no shell",
+    ("megasink/intervene/offline.py", "huggingface_hub"): "switches it offline",
+    ("megasink/intervene/points.py", "allow_pickle"): ARRAYS,
+    ("megasink/intervene/points.py", "numpy.load"): ARRAYS,
     ("megasink/plugins.py", "import_module"): "modules that the command line names, and those of "
     "packages that somebody installed; never a name that stands in a file",
     ("megasink/probe/load.py", "from_pretrained"): LOCAL,
@@ -57,6 +60,7 @@ SAFE = {
     ("megasink/probe/measurements.py", "allow_pickle"): ARRAYS,
     ("megasink/probe/measurements.py", "numpy.load"): ARRAYS,
     ("megasink/probe/write.py", "allow_pickle"): ARRAYS,
+    ("megasink/report/ablation.py", "allow_pickle"): ARRAYS,
     ("megasink/report/analysis.py", "allow_pickle"): ARRAYS,
     ("megasink/report/analysis.py", "numpy.load"): ARRAYS,
     ("megasink/report/sweep.py", "allow_pickle"): ARRAYS,

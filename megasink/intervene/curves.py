@@ -1,0 +1,103 @@
+"""What a curve of quality against the percentage of heads zeroed says (P3.15, P3.16).
+
+Both rules are those of the paper's released code, which its Table 2 and Figure 3 come from.
+
+Shapes: P points of a curve.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
+
+ACCURACY_TOLERANCE = 1.0
+"""Accuracy that may be lost, in percentage points: the paper's "within 1%" (P3.15)."""
+
+LOSS_TOLERANCE = 0.01
+"""Share of the unchanged model's loss by which it may rise; the paper has no loss curves."""
+
+
+class Removable(NamedTuple):
+    """Return value of `removable`.
+
+    Attributes:
+        percent: of heads, by the published rule; 0 for a curve that never meets the level.
+        never_left: whether every point keeps the level. The published rule then says 0, although
+            at least the largest percentage measured is removable.
+    """
+
+    percent: float
+    never_left: bool
+
+
+def lowest_accuracy(baseline: float) -> float:
+    """Return the accuracy, in percent, that still counts as kept: one percentage point less."""
+    return baseline - ACCURACY_TOLERANCE
+
+
+def highest_loss(baseline: float) -> float:
+    """Return the loss, in nats, that still counts as kept: one percent more."""
+    return baseline * (1 + LOSS_TOLERANCE)
+
+
+def removable(
+    percent_P: ArrayLike, value_P: ArrayLike, level: float, *, higher_is_better: bool = True
+) -> Removable:
+    """Return the percentage of heads that can be zeroed while a model keeps a level (P3.15).
+
+    The largest percentage at which the curve meets the level: the last crossing, in either
+    direction, by linear interpolation between points sorted by percentage; a point that lies on
+    the level counts too. 0 if there is none. A segment next to a NaN meets nothing.
+
+    Args:
+        percent_P: percentages of heads zeroed.
+        value_P: accuracies, or losses.
+        level: `lowest_accuracy` or `highest_loss` of the unchanged model.
+        higher_is_better: False for a loss, whose sign is flipped first; this changes nothing but
+            `never_left`.
+
+    Raises:
+        ValueError: the two have different lengths, or there is no point.
+    """
+    x_P, y_P = _sorted(percent_P, value_P)
+    above_P = y_P - level if higher_is_better else level - y_P
+    met = [float(x) for x, above in zip(x_P, above_P, strict=True) if above == 0]
+    for i in range(len(x_P) - 1):
+        here, there = above_P[i], above_P[i + 1]
+        if here * there < 0:
+            met.append(float(x_P[i] + here * (x_P[i + 1] - x_P[i]) / (here - there)))
+    return Removable(max(met, default=0.0), bool((above_P > 0).all()))
+
+
+def normalized_auc(percent_P: ArrayLike, value_P: ArrayLike, *, worst: float = 0.0) -> float:
+    """Return the area under a curve over its span of percentages (P3.16): its mean value.
+
+    Args:
+        percent_P, value_P: as in `removable`; sorted by percentage, joined by straight lines.
+        worst: returned for a curve that holds a NaN or has no span. The paper's 0 is the worst
+            accuracy; a loss takes infinity, since 0 would be its best value.
+
+    Raises:
+        ValueError: as in `removable`.
+    """
+    x_P, y_P = _sorted(percent_P, value_P)
+    span = float(x_P[-1] - x_P[0])
+    area = float(np.trapezoid(y_P, x_P))
+    return worst if span == 0 or np.isnan(area) else area / span
+
+
+def ranks(aucs: Mapping[str, float], *, higher_is_better: bool = True) -> dict[str, int]:
+    """Return the rank of each score, 1 the best; equal ones keep their order (P3.16)."""
+    order: Sequence[str] = sorted(aucs, key=lambda name: aucs[name], reverse=higher_is_better)
+    return {name: 1 + order.index(name) for name in aucs}
+
+
+def _sorted(percent_P: ArrayLike, value_P: ArrayLike) -> tuple[Floats, Floats]:
+    x_P, y_P = (np.asarray(values, dtype=np.float64) for values in (percent_P, value_P))
+    if x_P.shape != y_P.shape or x_P.ndim != 1 or not len(x_P):
+        raise ValueError(f"a curve of {x_P.shape} percentages and {y_P.shape} values")
+    order = np.argsort(x_P, kind="stable")
+    return x_P[order], y_P[order]

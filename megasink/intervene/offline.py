@@ -1,0 +1,54 @@
+"""No connection to anywhere while tasks load: an answer at once, and nothing fetched unasked."""
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+# What HF_HUB_OFFLINE and HF_DATASETS_OFFLINE set, which are read when these modules are imported.
+_SWITCHES = {
+    "huggingface_hub.constants": ("HF_HUB_OFFLINE",),
+    "datasets.config": ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"),
+}
+
+
+class UnreachableError(OSError):
+    """A host was looked up in `offline`."""
+
+
+@contextlib.contextmanager
+def offline() -> Iterator[None]:
+    """Read datasets from their cache only, and let every lookup of a host fail at once.
+
+    Some tasks fetch data in their own code (lm-eval's RULER does); without the second part they
+    would do so, or wait for a network that is not there.
+
+    Raises:
+        AttributeError: Hugging Face's libraries renamed a switch.
+    """
+    import datasets.config
+    import huggingface_hub.constants
+
+    modules: dict[str, Any] = {
+        "datasets.config": datasets.config,
+        "huggingface_hub.constants": huggingface_hub.constants,
+    }
+    before = {
+        (modules[name], switch): getattr(modules[name], switch)
+        for name, switches in _SWITCHES.items()
+        for switch in switches
+    }
+    lookup = socket.getaddrinfo
+    try:
+        for module, switch in before:
+            setattr(module, switch, True)
+        socket.getaddrinfo = _unreachable
+        yield
+    finally:
+        socket.getaddrinfo = lookup
+        for (module, switch), value in before.items():
+            setattr(module, switch, value)
+
+
+def _unreachable(host: Any, *args: Any, **named: Any) -> NoReturn:
+    raise UnreachableError(f"{host} is not asked: tasks load without a network")

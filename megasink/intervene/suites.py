@@ -1,0 +1,166 @@
+"""The papers' benchmark suites, as lists of lm-evaluation-harness's tasks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Part:
+    """One task of a suite.
+
+    Attributes:
+        task: name of a task, group or tag of lm-eval.
+        shots: examples before each question; None for the task's own number.
+        metric: the one that the paper reports, or, where it does not say, lm-eval's main one.
+    """
+
+    task: str
+    shots: int | None
+    metric: str
+
+
+@dataclass(frozen=True)
+class Suite:
+    """One row of the papers.
+
+    Attributes:
+        name: readable name; the row is another one.
+        row: row of docs/papers.md.
+        notes: what the paper leaves open, and what lm-eval lacks.
+        metadata: what lm-eval hands to the tasks' own code.
+    """
+
+    name: str
+    row: str
+    parts: tuple[Part, ...]
+    notes: str
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+def _parts(*entries: tuple[str, str], shots: int | None = None) -> tuple[Part, ...]:
+    return tuple(Part(task, shots, metric) for task, metric in entries)
+
+
+_SILENT = "shots and normalization are not given: lm-eval's own"
+_ARC = (("arc_easy", "acc_norm"), ("arc_challenge", "acc_norm"))
+_RULER_LENGTHS = [4096, 8192, 16384, 32768, 65536, 131072]
+
+ALL = (
+    Suite(
+        "scratch-training",
+        "P0.19",
+        _parts(
+            ("mmlu", "acc"),
+            ("gsm8k", "exact_match,strict-match"),
+            ("humaneval", "pass@1,create_test"),
+            *_ARC,
+            ("hellaswag", "acc_norm"),
+            ("piqa", "acc_norm"),
+            ("openbookqa", "acc_norm"),
+            ("boolq", "acc"),
+            ("winogrande", "acc"),
+        ),
+        f"{_SILENT}; the paper's average is the plain mean of the ten",
+    ),
+    Suite(
+        "reasoning",
+        "P0.24",
+        _parts(
+            *_ARC,
+            ("leaderboard_musr", "acc_norm"),
+            ("gsm8k", "exact_match,strict-match"),
+            ("hendrycks_math500", "exact_match"),
+            ("hendrycks_math", "exact_match"),
+        ),
+        f"{_SILENT}; which ARC is not given; lm-eval has no ProcessBench",
+    ),
+    Suite(
+        "long-context",
+        "P0.25",
+        _parts(
+            ("longbench_hotpotqa", "score"),
+            ("longbench_qasper", "score"),
+            ("longbench_triviaqa", "score"),
+            ("longbench_narrativeqa", "score"),
+            ("longbench_2wikimqa", "score"),
+            ("longbench_multifieldqa_en", "score"),
+        ),
+        "English MultiFieldQA is assumed",
+    ),
+    Suite(
+        "value-drain",
+        "P0.29",
+        _parts(
+            *_ARC,
+            ("hellaswag", "acc_norm"),
+            ("mmlu", "acc"),
+            ("gsm8k", "exact_match,strict-match"),
+            ("bbh", "exact_match,get-answer"),
+            ("boolq", "acc"),
+            ("toxigen", "acc"),
+            ("truthfulqa_mc2", "acc"),
+            ("humaneval", "pass@1,create_test"),
+        ),
+        f"{_SILENT}; which ARC is not given; TQA is taken as TruthfulQA",
+    ),
+    Suite(
+        "few-shot",
+        "P1.27",
+        _parts(
+            ("hellaswag", "acc_norm"),
+            ("mmlu", "acc"),
+            ("gsm8k", "exact_match,strict-match"),
+            ("humaneval", "pass@1,create_test"),
+            ("ceval-valid", "acc"),
+            ("cmmlu", "acc"),
+        ),
+        "'few-shot', without a number: lm-eval's own, which is 0 for most; --num-fewshot sets it. "
+        "C-Eval's answers are public for its validation split only",
+    ),
+    Suite(
+        "ruler-lengths",
+        "P1.38",
+        _parts(("ruler", "4096 to 131072")),
+        "13 tasks, plain mean assumed; the metrics are the lengths, in tokens of the model's "
+        "tokenizer. lm-eval makes the texts by code that downloads: --allow-download",
+        {"max_seq_lengths": _RULER_LENGTHS},
+    ),
+    Suite(
+        "mmlu-intervention",
+        "P3.14",
+        _parts(("mmlu", "acc"), shots=5),
+        "log-likelihood of the letters; lm-eval 0.4.5 there. --chat-template for -Instruct, -SFT "
+        "and -DPO models",
+    ),
+    Suite(
+        "piqa-winogrande",
+        "P3.17",
+        (Part("piqa", 0, "acc"), Part("winogrande", 5, "acc")),
+        "as P3.14; acc or acc_norm of PIQA is not given",
+    ),
+)
+SUITES = {key: suite for suite in ALL for key in (suite.name, suite.row)}
+"""By readable name, and by row."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A task to load, by itself or out of a suite."""
+
+    task: str
+    shots: int | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+def expanded(names: Sequence[str]) -> list[Asked]:
+    """Return the tasks behind names, each once, with the shots of the suites among them."""
+    found: dict[str, Asked] = {}
+    for name in names:
+        suite = SUITES.get(name)
+        if suite is None:
+            found.setdefault(name, Asked(name))
+            continue
+        for part in suite.parts:
+            found.setdefault(part.task, Asked(part.task, part.shots, suite.metadata))
+    return list(found.values())
