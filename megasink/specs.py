@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from megasink.gate_options import changes_self_attention, trailing_rows
-from megasink.layers.block import with_block_options
+from megasink.layers.block_options import with_block_options
 from megasink.layers.core_attention import CoreAttention
 from megasink.layers.gate_projection import with_gate_rows
 from megasink.layers.gated_self_attention import GatedSelfAttention

@@ -32,6 +32,15 @@ from megasink.train.stop import SIGNALS, left, name_of
 
 _ERROR = "megasink: error: "
 _SMALL = 1 << 16  # bytes; a disk with less free space is full
+# Keys of metrics.jsonl on the progress line, and what they are called there.
+_SHOWN = {
+    "lm_loss": "loss",
+    "imbalance": "imbalance",
+    "valid_lm_loss": "validation loss",
+    "valid_bits_per_byte": "bits per byte",
+    "test_lm_loss": "test loss",
+    "test_bits_per_byte": "bits per byte",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -188,7 +197,7 @@ def _follow(running: Ranks, new_lines: NewLines, total: int | None, console: Con
             for line in new_lines():
                 step = line["iteration"]
                 try:
-                    tell(step, _state(line), now="valid_lm_loss" in line or step == total)
+                    tell(step, _shown(line), now="valid_lm_loss" in line or step == total)
                 except OSError:
                     running.closed_terminal()
             if code is not None:
@@ -196,17 +205,10 @@ def _follow(running: Ranks, new_lines: NewLines, total: int | None, console: Con
             time.sleep(0.2)
 
 
-def _state(line: dict[str, Any]) -> str:
-    names = {
-        "lm_loss": "loss",
-        "imbalance": "imbalance",
-        "valid_lm_loss": "validation loss",
-        "valid_bits_per_byte": "bits per byte",
-        "test_lm_loss": "test loss",
-        "test_bits_per_byte": "bits per byte",
-    }
-    given = {key: text for key, text in names.items() if line.get(key) is not None}
-    return "  ".join(f"{text} {line[key]:.4f}" for key, text in given.items())
+def _shown(line: dict[str, Any]) -> str:
+    """Return the values of a line of metrics.jsonl that the progress line shows."""
+    given = {key: label for key, label in _SHOWN.items() if line.get(key) is not None}
+    return "  ".join(f"{label} {line[key]:.4f}" for key, label in given.items())
 
 
 def _said(logs: Path) -> str | None:

@@ -177,7 +177,7 @@ def transformer_engine_spec(**options: Any) -> dict[str, list[str]]:
     from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    from megasink.layers.block import with_block_options
+    from megasink.layers.block_options import with_block_options
 
     with mock.patch.object(specs, "TESpecProvider", TESpecProvider):
         make = specs.get_gpt_layer_with_transformer_engine_spec
