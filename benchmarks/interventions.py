@@ -3,7 +3,8 @@
     python benchmarks/interventions.py            # prints the table of docs/interventions.md
 
 The plain pass and those of every intervention alternate in one process with the same attention
-kernel; the least of each is compared, as what else the machine does only adds to it. `--peak` also prints how much the peak of resident memory grows.
+kernel; the least of each is compared, as what else the machine does only adds to it. `--peak` also
+prints how much the peak of resident memory grows.
 """
 
 import argparse

@@ -87,8 +87,11 @@ class MegatronProbe(Probe):
         context = kwargs.get("inference_context")
         cached = 0 if context is None else int(context.sequence_len_offset)
         rows, new = ids_BQ.shape
-        if self.needs and context is not None:
-            raise UserError("megasink reads whole sequences: run them without a cache")
+        if self.reads_attention and context is not None:
+            raise UserError(
+                "megasink reads attention of whole sequences of a run: generate without an "
+                "intervention that reads it, or export the run (megasink convert-to-hf)"
+            )
         segments = [Segment(row, 0, cached + new) for row in range(rows)]
         self._begin(ForwardPass(rows, new, cached, segments, ids_BQ))
 

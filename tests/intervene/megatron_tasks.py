@@ -7,9 +7,10 @@ from torch import Tensor
 
 from megasink import intervening
 from megasink.errors import UserError
+from megasink.inference.decoding import generate
 from megasink.intervene import DrainFirstValue, DynamicZeroing, SteerGates, ZeroHeads
 from tests.diagnostics import definitions
-from tests.inference.tasks import model_of
+from tests.inference.tasks import GREEDY, model_of
 from tests.intervene import oracle
 
 TOKENS = 11
@@ -50,6 +51,18 @@ def errors(**options: Any) -> dict[str, float | str]:
         expected = _by_definition(model, ids, definition)[0]
         assert (expected - plain).abs().max() > 1e-4, name
         found[name] = float((actual - expected).abs().max() / expected.abs().max())
+    prompt = ids[0].tolist()
+    with intervening(model, [ZeroHeads(HEADS)]):
+        cached = generate(model, [prompt], 4, GREEDY, vocabulary=128).tokens[0]
+        whole = model(torch.tensor([prompt + cached]), torch.arange(TOKENS + 4)[None], None)[0]
+    assert whole[TOKENS - 1 : -1].argmax(-1).tolist() == cached
+    with intervening(model, [DrainFirstValue()]):
+        try:
+            generate(model, [prompt], 4, GREEDY, vocabulary=128)
+        except UserError as error:
+            assert "reads attention of whole sequences" in str(error)  # noqa: PT017
+        else:
+            raise AssertionError("a drain with a cache of a run was not refused")
     with intervening(model, []):
         found["plain"] = float((model(ids, positions, None) - plain).abs().max()) * 1e9
     assert torch.equal(model(ids, positions, None), plain)

@@ -36,11 +36,13 @@ def analysis(folder):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_calibration_sets_the_same_thresholds(folder, swept, analysis, tmp_path, forwards):
+def test_a_calibration_sets_the_same_thresholds(folder, analysis, tmp_path, forwards):
+    assert main(command(folder, tmp_path / "own", "--score", "ahon_ln", "--zeroed", "0", "10")) == 0
+    forwards.clear()
     flags = ("--score", "ahon_ln", "--calibration", str(analysis), "--max-samples", "1")
-    assert main(command(folder, tmp_path, *flags)) == 0
-    found = results_of(tmp_path)
-    assert found.thresholds == results_of(swept).thresholds
+    assert main(command(folder, tmp_path / "given", *flags, "--zeroed", "0", "10")) == 0
+    found = results_of(tmp_path / "given")
+    assert found.thresholds == results_of(tmp_path / "own").thresholds
     assert found.calibration == str(analysis)
     assert len(forwards) == len(found.points)
 
