@@ -12,44 +12,30 @@ import pytest
 import torch
 
 from megasink.cli import main
-from megasink.diagnostics.ablation import ALL, AblationResults
+from megasink.diagnostics.ablation import ALL
 from megasink.diagnostics.geometry import Embedding
 from megasink.diagnostics.thresholds import published_quantile
 from megasink.errors import UserError
 from megasink.intervene import first_layer
 from megasink.intervene.curves import highest_loss, normalized_auc, removable
 from megasink.probe.transformers_model import TransformersProbe
-from megasink.report import ablation, pages
-from megasink.typed_json import from_json
+from megasink.report import ablation
 from tests.distributed.layout import Layout
-from tests.probe.tiny_models import save_with_tokenizer, tiny_model
-
-TEXTS = [
-    "Zeroed heads write nothing, and what a model loses by it says what they wrote before.",
-    "Random heads are the baseline: they cost the most of all heads that are zeroed here.",
-    "Short, but not empty.",
-]
-PERCENTS = (0, 10, 30)
-HEADS, LENGTH = 4, 14
+from tests.intervene.ablating import (
+    HEADS,
+    LENGTH,
+    PERCENTS,
+    TEXTS,
+    command,
+    count_forwards,
+    make_folder,
+    results_of,
+)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model, and two datasets."""
-    root = tmp_path_factory.mktemp("ablate")
-    save_with_tokenizer(root, "llama", TEXTS, tokens=330)
-    for name, texts in (("first", TEXTS[:2]), ("second", TEXTS[2:])):
-        lines = "".join(json.dumps({"text": t}) + "\n" for t in texts)
-        (root / f"{name}.jsonl").write_text(lines)
-    return root
-
-
-def command(folder, output, *flags):
-    """Two samples of one dataset and one of another."""
-    texts = f"{folder}/first.jsonl {folder}/second.jsonl"
-    base = f"ablate {folder}/llama --data {texts} --output {output} --device cpu"
-    base += f" --seq-length {LENGTH} --zeroed {' '.join(map(str, PERCENTS))} --seeds 4 5"
-    return [*base.split(), *flags]
+    return make_folder(tmp_path_factory.mktemp("ablate"))
 
 
 FLAGS = ("--score", "ahon_ln", "--heads", "0.1", "1.2", "--layer", "1")
@@ -68,19 +54,7 @@ def undrawn(monkeypatch):
 
 @pytest.fixture
 def forwards(monkeypatch):
-    """The calls of the model."""
-    forward, calls = TransformersProbe.forward, []
-
-    def counted(probe, *args, **kwargs):
-        calls.append(args)
-        return forward(probe, *args, **kwargs)
-
-    monkeypatch.setattr(TransformersProbe, "forward", counted)
-    return calls
-
-
-def results_of(output) -> AblationResults:
-    return from_json(AblationResults, json.loads((output / "ablation.json").read_text()), "it")
+    return count_forwards(monkeypatch)
 
 
 class ByHand:
@@ -308,80 +282,3 @@ def test_two_processes_share_the_points(folder, swept, pool, tmp_path):
     assert pool.run("tests.intervene.tasks:ablated", Layout(dp=2), **arguments) == [0, 0]
     for name in ("ablation.json", "ablation.csv"):
         assert (tmp_path / "out" / name).read_text() == (swept / name).read_text()
-
-
-@pytest.fixture(scope="module")
-def analysis(folder):
-    """An analysis of the model on the same texts."""
-    texts = f"{folder}/first.jsonl {folder}/second.jsonl"
-    flags = f"--seq-length {LENGTH} --output {folder}/analysis --device cpu --no-loss"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pages, "figures", lambda analyses, kinds: [])
-        assert main(f"analyze {folder}/llama --data {texts} {flags}".split()) == 0
-    return folder / "analysis"
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_a_calibration_sets_the_same_thresholds(folder, swept, analysis, tmp_path, forwards):
-    flags = ("--score", "ahon_ln", "--calibration", str(analysis), "--max-samples", "1")
-    assert main(command(folder, tmp_path, *flags)) == 0
-    found = results_of(tmp_path)
-    assert found.thresholds == results_of(swept).thresholds
-    assert found.calibration == str(analysis)
-    assert len(forwards) == len(found.points)
-
-
-@pytest.mark.parametrize(
-    ("flags", "problems"),
-    [
-        (
-            "--score awft ahon-ln --zeroed 5 101 --seeds 1 1",
-            [
-                "'ahon-ln' is unknown",
-                "did you mean ahon_ln?",
-                "--zeroed 101: a percentage",
-                "--seeds 1 1: a value is repeated",
-            ],
-        ),
-        ("--heads 3 --layer -1", ["--heads '3': write a head as LAYER.HEAD", "numbered from 0"]),
-        ("--heads 0.4 2.0", ["head 0.4: layer 0 has heads 0 to 3", "model has layers 0 to 1"]),
-        ("--heads missing.json", ["--heads missing.json: No such file"]),
-        ("--score random", ["--score random: it is always measured"]),
-        ("--layer 2", ["--layer 2: the layers are 0 to 1"]),
-        ("--interventions missing.json", ["--interventions missing.json: No such file"]),
-        ("--calibration .", ["--calibration: . holds no analysis"]),
-        ("--heads 0.1 --calibration .", ["--calibration sets the thresholds of --score"]),
-        ("--seq-length 65", ["--seq-length 65 is longer than the 64 positions"]),
-    ],
-)
-def test_bad_input_is_named(folder, tmp_path, capsys, flags, problems):
-    base = f"ablate {folder}/llama --data {folder}/first.jsonl --output {tmp_path}/out --device cpu"
-    assert main(f"{base} {flags}".split()) == 2
-    said = capsys.readouterr().err
-    for problem in problems:
-        assert problem in said
-    assert not list(tmp_path.rglob("*.json"))
-
-
-def test_there_must_be_texts_and_a_folder_to_write(folder, tmp_path, capsys):
-    assert main(f"ablate {folder}/llama --output {tmp_path}/out --device cpu".split()) == 2
-    assert "no --data: pass text files or folders" in capsys.readouterr().err
-    (tmp_path / "file").write_text("")
-    assert main(command(folder, tmp_path / "file" / "out")) == 2
-    assert "cannot be created" in capsys.readouterr().err
-
-
-def test_a_calibration_of_another_model(folder, analysis, tmp_path, capsys):
-    other = tmp_path / "other"
-    model = tiny_model("llama", vocab_size=330)
-    with torch.no_grad():
-        model.lm_head.weight[0, 0] += 1
-    model.save_pretrained(other)
-    flags = f"--tokenizer {folder}/llama --data {folder}/first.jsonl --output {tmp_path}/out"
-    flags += f" --calibration {analysis} --score awft --device cpu"
-    assert main(f"ablate {other} {flags}".split()) == 2
-    assert (
-        f"--calibration {analysis} is of other weights (LlamaForCausalLM)"
-        in capsys.readouterr().err
-    )
-    assert not list((tmp_path / "out").rglob("*.json"))
