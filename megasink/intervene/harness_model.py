@@ -113,15 +113,15 @@ class HarnessModel(TemplateLM):
         return ids
 
     def loglikelihood(
-        self, requests: list[Any], disable_tqdm: bool = True
+        self, instances: list[Any], disable_tqdm: bool = True
     ) -> list[tuple[float, bool]]:
-        scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        scores: list[tuple[float, bool]] = super().loglikelihood(instances, disable_tqdm=True)
         return scores
 
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
+    def loglikelihood_rolling(self, instances: list[Any], disable_tqdm: bool = True) -> list[float]:
         pairs: list[tuple[list[int], list[int]]] = []
         counts = []
-        for (text,) in (request.args for request in requests):
+        for (text,) in (instance.args for instance in instances):
             tokens = self.tok_encode(text)
             if tokens[:1] == [self.prefix_token_id]:
                 tokens = tokens[1:]  # the windows put it there themselves
@@ -138,9 +138,9 @@ class HarnessModel(TemplateLM):
         return [sum(score for score, _ in itertools.islice(scores, n)) for n in counts]
 
     def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
+        self, encoded: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        return self._scores([(context, continuation) for _, context, continuation in requests])
+        return self._scores([(context, continuation) for _, context, continuation in encoded])
 
     @torch.no_grad()
     def _scores(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
@@ -230,7 +230,7 @@ class HarnessModel(TemplateLM):
         return tokens
 
     @torch.no_grad()
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
+    def generate_until(self, instances: list[Any], disable_tqdm: bool = True) -> list[str]:
         """Return greedy continuations; prompts of equal length and settings share a batch.
 
         Raises:
@@ -238,7 +238,7 @@ class HarnessModel(TemplateLM):
         """
         eos = self.tokenizer.decode([self.eot_token_id])
         jobs: dict[tuple[int, int, tuple[str, ...]], list[tuple[int, tuple[int, ...]]]] = {}
-        for i, (text, asked) in enumerate(request.args for request in requests):
+        for i, (text, asked) in enumerate(instance.args for instance in instances):
             settings: Any = normalize_gen_kwargs(asked, NEW_TOKENS)
             stops = tuple(handle_stop_sequences(settings.get("until"), eos=eos))
             new = settings["max_gen_toks"]
@@ -251,8 +251,8 @@ class HarnessModel(TemplateLM):
                 )
             prompt = (*self.model.first, *self._read(self.tok_encode(text), self.max_length - new))
             jobs.setdefault((len(prompt), new, stops), []).append((i, prompt))
-        texts = [""] * len(requests)
-        with progress("evaluate", len(requests), "answers") as tell:
+        texts = [""] * len(instances)
+        with progress("evaluate", len(instances), "answers") as tell:
             done = 0
             for (length, new, stops), prompts in sorted(jobs.items(), reverse=True):
                 for batch in itertools.batched(prompts, self._rows(length + new)):

@@ -105,7 +105,7 @@ def _load(index: Any, name: str) -> Any:
         raise
     # Tasks run code of their own, which raises anything; a missing network has many faces.
     except Exception as error:
-        causes = [error]
+        causes: list[BaseException] = [error]
         while (cause := causes[-1].__cause__ or causes[-1].__context__) and len(causes) < 20:
             causes.append(cause)
         away = (ConnectionError, UnreachableError, DatasetNotFoundError)

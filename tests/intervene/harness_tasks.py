@@ -1,8 +1,14 @@
-"""Tasks of lm-eval for the tests, in a folder."""
+"""Tasks of lm-eval for the tests, models that are scored on them, and the comparison."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from megasink.probe.base import ProbedModel
+from megasink.probe.transformers_model import TransformersProbe
 
 # Of several lengths; some share a context, or all but their last token. The last ones have one
 # length with the tests' tokenizers, in which <|unk|> is 0.
@@ -69,3 +75,80 @@ def write_tasks(folder: Path, choices: list[Any] = CHOICES, texts: list[str] = T
         )
         (folder / f"{name}.yaml").write_text(filled)
     return folder
+
+
+def probed(model, tokenizer, **options):
+    fields = {
+        "module": model,
+        "heads": [4, 4],
+        "tokenizer": tokenizer,
+        "vocabulary": model.config.vocab_size,
+        "positions": model.config.max_position_embeddings,
+        "facts": {"name": "tiny"},
+    }
+
+    def open_probe(observer, changes=()):
+        return TransformersProbe(model, observer, observer.needs, changes)
+
+    return ProbedModel(open_probe, **(fields | options))
+
+
+def answers(results):
+    """By task, what was answered to each request."""
+    return {
+        name: [response for entry in entries for response in responses(entry["resps"])]
+        for name, entries in results.samples.items()
+    }
+
+
+def responses(found):
+    return [response[0] for response in found]
+
+
+def compare(found, expected, atol=2e-5):
+    """Scores within rounding of float32; whether they are the argmax, and texts, exactly."""
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert len(found[name]) == len(expected[name])
+        for one, other in zip(found[name], expected[name], strict=True):
+            if isinstance(other, str):
+                assert one == other
+                continue
+            one, other = (x if isinstance(x, tuple) else (x, None) for x in (one, other))
+            assert one[0] == pytest.approx(other[0], abs=atol, rel=1e-6)
+            assert one[1] == other[1]
+
+
+def by_lm_eval(model, tasks, batch_size=4):
+    """The same by lm-eval's own class."""
+    lm_eval = pytest.importorskip("lm_eval")
+    huggingface = pytest.importorskip("lm_eval.models.huggingface", reason="needs accelerate")
+    lm = huggingface.HFLM(pretrained=model.module, tokenizer=model.tokenizer, batch_size=batch_size)
+    found = lm_eval.evaluate(lm=lm, task_dict=tasks.loaded, log_samples=True, bootstrap_iters=10)
+    return found
+
+
+class Reading:
+    """Keeps what the model reads."""
+
+    def __init__(self, model):
+        self.batches = []
+        self.model = replace(model, open_probe=self.open)
+        self.inner = model.open_probe
+
+    def open(self, observer, changes=()):
+        probe = self.inner(observer, changes)
+        forward = probe.forward
+
+        def kept(ids, *rest, **named):
+            assert not rest
+            assert not named
+            self.batches.append(ids.clone())
+            return forward(ids)
+
+        probe.forward = kept
+        return probe
+
+    @property
+    def rows(self):
+        return sorted(tuple(row) for batch in self.batches for row in batch.tolist())

@@ -9,15 +9,23 @@ from megasink.data.corpus import Document
 from megasink.data.tokenizer import load_tokenizer, train_tokenizer
 from megasink.errors import UserError
 from megasink.intervene import DynamicZeroing, RemoveBos, RepeatFirstToken, ZeroHeads
-from megasink.intervene.harness import evaluate
+from megasink.intervene.harness import _Nobody, evaluate
 from megasink.intervene.task_loading import load_tasks
-from megasink.probe.base import ProbedModel
-from megasink.probe.transformers_model import TransformersProbe
 from tests.distributed.layout import SINGLE
-from tests.intervene.harness_tasks import CHOICES, TEXTS, write_tasks
+from tests.intervene.harness_tasks import (
+    CHOICES,
+    TEXTS,
+    Reading,
+    answers,
+    by_lm_eval,
+    compare,
+    probed,
+    responses,
+    write_tasks,
+)
 from tests.probe.tiny_models import tiny_model
 
-lm_eval = pytest.importorskip("lm_eval", reason="the extra eval is not installed")
+pytest.importorskip("lm_eval", reason="the extra eval is not installed")
 
 POSITIONS = 40
 SCORES = DynamicZeroing("awft", 0.3)
@@ -52,63 +60,13 @@ def models(folder):
     return found
 
 
-def probed(model, tokenizer, **options):
-    fields = {
-        "module": model,
-        "heads": [4, 4],
-        "tokenizer": tokenizer,
-        "vocabulary": model.config.vocab_size,
-        "positions": model.config.max_position_embeddings,
-        "facts": {"name": "tiny"},
-    }
-
-    def open_probe(observer, changes=()):
-        return TransformersProbe(model, observer, observer.needs, changes)
-
-    return ProbedModel(open_probe, **(fields | options))
-
-
-def answers(results):
-    """By task, what was answered to each request."""
-    return {
-        name: [response for entry in entries for response in _flat(entry["resps"])]
-        for name, entries in results.samples.items()
-    }
-
-
-def _flat(responses):
-    return [response[0] for response in responses]
-
-
-def compare(found, expected, atol=2e-5):
-    """Scores within rounding of float32; whether they are the argmax, and texts, exactly."""
-    assert found.keys() == expected.keys()
-    for name in expected:
-        assert len(found[name]) == len(expected[name])
-        for one, other in zip(found[name], expected[name], strict=True):
-            if isinstance(other, str):
-                assert one == other
-                continue
-            one, other = (x if isinstance(x, tuple) else (x, None) for x in (one, other))
-            assert one[0] == pytest.approx(other[0], abs=atol, rel=1e-6)
-            assert one[1] == other[1]
-
-
-def by_lm_eval(model, tasks, batch_size=4):
-    """The same by lm-eval's own class."""
-    huggingface = pytest.importorskip("lm_eval.models.huggingface", reason="needs accelerate")
-    lm = huggingface.HFLM(pretrained=model.module, tokenizer=model.tokenizer, batch_size=batch_size)
-    found = lm_eval.evaluate(lm=lm, task_dict=tasks.loaded, log_samples=True, bootstrap_iters=10)
-    return found
-
-
 @pytest.mark.parametrize("batch_size", [1, 4, "auto"])
 def test_without_interventions_scores_are_those_of_lm_eval(models, tasks, batch_size):
     results = evaluate(models[0], [], tasks, batch_size=batch_size, samples=True)
     expected = by_lm_eval(models[0], tasks)
     compare(
         answers(results),
-        {n: [r for e in s for r in _flat(e["resps"])] for n, s in expected["samples"].items()},
+        {n: [r for e in s for r in responses(e["resps"])] for n, s in expected["samples"].items()},
     )
     choice = results.tasks["choice"]
     assert choice.metrics["acc"].value == expected["results"]["choice"]["acc,none"]
@@ -145,32 +103,6 @@ def test_zeroed_heads_are_zeroed_columns_of_the_output_projection(models, tasks)
     compare(answers(results), answers(other))
 
 
-class Reading:
-    """Keeps what the model reads."""
-
-    def __init__(self, model):
-        self.batches = []
-        self.model = replace(model, open_probe=self.open)
-        self.inner = model.open_probe
-
-    def open(self, observer, changes=()):
-        probe = self.inner(observer, changes)
-        forward = probe.forward
-
-        def kept(ids, *rest, **named):
-            assert not rest
-            assert not named
-            self.batches.append(ids.clone())
-            return forward(ids)
-
-        probe.forward = kept
-        return probe
-
-    @property
-    def rows(self):
-        return sorted(tuple(row) for batch in self.batches for row in batch.tolist())
-
-
 def test_nothing_is_padded_and_id_0_is_a_token(models, folder):
     """<|unk|> has the id 0, with which lm-eval pads."""
     model = models[0]
@@ -193,17 +125,11 @@ def test_nothing_is_padded_and_id_0_is_a_token(models, folder):
         for choice in item["choices"]:
             whole, start = encode(item["context"] + choice), len(encode(item["context"]))
             change = SCORES.change()
-            with model.open_probe(_observer(), [change]) as probe:
+            with model.open_probe(_Nobody(), [change]) as probe:
                 logits = probe.forward(torch.tensor([whole[:-1]])).logits[0].double()
             logs = logits.log_softmax(-1)[start - 1 :]
             scores.append(float(logs.gather(1, torch.tensor(whole[start:])[:, None]).sum()))
     assert [r[0] for r in answers(results)["choice"]] == pytest.approx(scores, abs=2e-5)
-
-
-def _observer():
-    from megasink.intervene.harness import _Nobody
-
-    return _Nobody()
 
 
 def test_bos_stands_once_before_every_text(models, tasks, folder):
@@ -253,7 +179,7 @@ def test_long_contexts_lose_their_beginning_as_in_lm_eval(models, folder):
     assert results.cut == 2
     compare(
         answers(results),
-        {n: [r for e in s for r in _flat(e["resps"])] for n, s in expected.items()},
+        {n: [r for e in s for r in responses(e["resps"])] for n, s in expected.items()},
     )
 
 
