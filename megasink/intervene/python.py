@@ -5,7 +5,6 @@ Each takes a model that is loaded: of transformers, a Megatron GPTModel (a run's
 it was. Contexts on one model do not nest; `intervening` takes several interventions at once.
 """
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,8 +27,9 @@ from megasink.intervene.record import Intervention
 from megasink.intervene.scores import RANDOM, LayerScore
 from megasink.intervene.steer_gates import SteerGates
 from megasink.intervene.zero_heads import ZeroHeads
-from megasink.probe.base import Observer, OpenProbe, Probe, ProbedModel
+from megasink.probe.base import Observer, OpenProbe, Probe
 from megasink.probe.changes import HeadChange
+from megasink.probe.loaded import open_probe_on
 
 GivenHeads = str | Path | Iterable[Sequence[int] | str]
 """(layer, head) pairs, words such as "3.5", or a file that `read_heads` reads."""
@@ -57,7 +57,7 @@ def intervening(model: Any, interventions: Sequence[Intervention]) -> Iterator[l
                 "run the model on the result"
             )
         changes.append(change)
-    with _open_probe(model)(_nothing(), changes):
+    with open_probe_on(model)(_nothing(), changes):
         yield changes
 
 
@@ -131,7 +131,7 @@ def dynamic_zeroing(
         raise ValueError("give either threshold or quantile")
     if calibration is not None and quantile is None:
         raise ValueError("a calibration sets the threshold of a quantile: give quantile")
-    open_probe, first = _open_probe(model), False
+    open_probe, first = open_probe_on(model), False
     if quantile is not None:
         check_share(quantile)
         LayerScore(score)  # an unknown one raises before anything runs
@@ -221,34 +221,3 @@ def _nothing() -> Observer:
     observer = Observer()
     observer.needs = set()
     return observer
-
-
-def _open_probe(model: Any) -> OpenProbe:
-    """Return the function that opens a probe on a model of any kind.
-
-    Raises:
-        UserError: it is none that megasink can change.
-    """
-    if isinstance(model, ProbedModel):
-        return model.open_probe
-    from transformers import PreTrainedModel
-
-    if isinstance(model, PreTrainedModel):
-        from megasink.probe.transformers_model import TransformersProbe
-
-        return lambda observer, changes=(): TransformersProbe(
-            model, observer, observer.needs, changes
-        )
-    if "megatron.core.models.gpt" in sys.modules:
-        from megatron.core.models.gpt import GPTModel
-
-        from megasink.probe.megatron_model import MegatronProbe
-
-        if isinstance(model, GPTModel):
-            return lambda observer, changes=(): MegatronProbe(
-                model, observer, observer.needs, changes
-            )
-    raise UserError(
-        f"{type(model).__name__} is neither a model of transformers nor a Megatron GPTModel: "
-        "unwrap it first (torch.compile, adapters, parallel wrappers)"
-    )

@@ -7,7 +7,7 @@ import torch
 from megasink import dynamic_zeroing
 from megasink.diagnostics.thresholds import threshold
 from megasink.diagnostics.weights import first_weights, weight_statistics
-from megasink.errors import ConfigError, UserError
+from megasink.errors import UserError
 from megasink.intervene.ablated_geometry import ablated_geometry
 from megasink.intervene.calibration import measure_scores, read_calibration
 from megasink.probe.identity import weights_hash
@@ -95,19 +95,18 @@ def test_calibrations_of_another_model_are_refused(model, folder, tmp_path):
         read_calibration(tmp_path)
 
 
-def test_points_without_each_head(model, samples):
-    found = ablated_geometry(opener(model), samples, [4, 4])
-    assert list(found) == [None, 0, 1, 2, 3]
+def test_points_without_each_head(samples):
+    two = tiny_model("llama", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    found = ablated_geometry(opener(two), samples[:3], [2])
+    assert list(found) == [None, 0, 1]
     arrays = {head: geometry.arrays for head, geometry in found.items()}
     points = [arrays[head]["mlp0_tsne_N2"] for head in found]
     assert all(not np.array_equal(points[0], other) for other in points[1:])
     figure = draw_ablated(arrays, 0)
     titles = [axis.get_title(loc="left") for axis in figure.axes]
-    assert titles[:5] == ["no head ablated", *(f"without head 0.{h}" for h in range(4))]
+    assert titles[:3] == ["no head ablated", "without head 0.0", "without head 0.1"]
     with pytest.raises(ValueError, match="no mlp1"):
         draw_ablated(arrays, 0, "mlp1")
-    with pytest.raises(ConfigError, match="layer 0 has no softmax attention"):
-        ablated_geometry(opener(tiny_model("qwen3.5")), samples, [0, 0, 0, 4])
 
 
 @pytest.mark.parametrize(
