@@ -8,7 +8,6 @@ from megasink import dynamic_zeroing
 from megasink.diagnostics.thresholds import threshold
 from megasink.diagnostics.weights import first_weights, weight_statistics
 from megasink.errors import UserError
-from megasink.intervene.ablated_geometry import ablated_geometry
 from megasink.intervene.calibration import measure_scores, read_calibration
 from megasink.probe.identity import weights_hash
 from megasink.probe.inputs import Sample
@@ -16,7 +15,6 @@ from megasink.probe.recorder import Recorder
 from megasink.probe.run import run
 from megasink.probe.transformers_model import TransformersProbe
 from megasink.probe.write import write_numbers
-from megasink.report.figures_ablation import draw_ablated
 from tests.probe.tiny_models import VOCABULARY, tiny_model
 
 SCORES = ("awft", "ahon_ln", "lthon_hn")
@@ -93,20 +91,6 @@ def test_calibrations_of_another_model_are_refused(model, folder, tmp_path):
     (tmp_path / "results.json").write_text(told)
     with pytest.raises(UserError, match="does not tell the weights"):
         read_calibration(tmp_path)
-
-
-def test_points_without_each_head(samples):
-    two = tiny_model("llama", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
-    found = ablated_geometry(opener(two), samples[:3], [2])
-    assert list(found) == [None, 0, 1]
-    arrays = {head: geometry.arrays for head, geometry in found.items()}
-    points = [arrays[head]["mlp0_tsne_N2"] for head in found]
-    assert all(not np.array_equal(points[0], other) for other in points[1:])
-    figure = draw_ablated(arrays, 0)
-    titles = [axis.get_title(loc="left") for axis in figure.axes]
-    assert titles[:3] == ["no head ablated", "without head 0.0", "without head 0.1"]
-    with pytest.raises(ValueError, match="no mlp1"):
-        draw_ablated(arrays, 0, "mlp1")
 
 
 @pytest.mark.parametrize(
