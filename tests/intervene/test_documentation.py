@@ -6,7 +6,7 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs/interventions.md"
 
 
 def test_the_example_runs(capsys):
-    (example,) = DOCUMENT.read_text().split("```python\n")[1:]
+    example = DOCUMENT.read_text().split("```python\n")[1]
     exec(compile(example.split("```")[0], str(DOCUMENT), "exec"), {})
     told = capsys.readouterr().out
     assert "% of the heads, threshold 0." in told
