@@ -179,6 +179,16 @@ MISTAKES = {
         "sweep {0}/llama --data {0}/text.txt --output {0}/new/out --bos with",
         "--bos 'with' is unknown: choose auto",
     ),
+    "ablate-score": (
+        "ablate {0}/llama --data {0}/text.txt --output {0}/new/out --score ahon_nl",
+        "ahon_nl",
+        "ahon_ln",
+    ),
+    "ablate-share": (
+        "ablate {0}/llama --data {0}/text.txt --output {0}/new/out --zeroed 5 120",
+        "--zeroed 120",
+    ),
+    "ablate-no-text": ("ablate {0}/llama --output {0}/new/out", "--data"),
     "evaluate-no-tasks": ("evaluate {0}/llama --output {0}/new/out", "missing: --tasks"),
     "evaluate-limit": (
         "evaluate {0}/llama --output {0}/new/out --device cpu --tasks docstrings_choice --limit 0",
