@@ -80,10 +80,10 @@ def in_words(results: AblationResults) -> list[str]:
         if found:
             best = min(found, key=lambda curve: curve.rank)
             most = max((c for c in found if c.score != RANDOM), key=_reach)
+            random = next(curve for curve in found if curve.score == RANDOM)
             text += (
-                f" {title_of(most.score)} finds the most heads that can be zeroed with {what} "
-                f"{how}: {removable_text(most)} of them; random heads: "
-                f"{removable_text(next(c for c in found if c.score == RANDOM))}. "
+                f" Heads that can be zeroed with {what} {how}: {removable_text(most)} by "
+                f"{title_of(most.score)}, {removable_text(random)} at random. "
                 f"Best by AUC: {title_of(best.score)}."
             )
         lines.append(text)
