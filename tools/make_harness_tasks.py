@@ -1,6 +1,6 @@
 """Make the items of megasink's own evaluation tasks from the docstrings of Python's library.
 
-python tools/make_harness_tasks.py [FOLDER]: writes docstrings_*.jsonl; the same Python version
+python tools/make_harness_tasks.py [FOLDER]: writes docstrings_*.json; the same Python version
 gives the same files.
 """
 
@@ -76,8 +76,8 @@ def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
     made = {"choice": choice_items(), "perplexity": texts()}
     for name, items in made.items():
-        lines = "".join(json.dumps(item) + "\n" for item in items)
-        (folder / f"docstrings_{name}.jsonl").write_text(lines, encoding="utf-8")
+        lines = ",\n".join(json.dumps(item) for item in items)
+        (folder / f"docstrings_{name}.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ OWN = ("docstrings_choice", "docstrings_perplexity")
 
 
 def items(name):
-    return [json.loads(line) for line in (OWN_TASKS / f"{name}.jsonl").read_text().splitlines()]
+    return json.loads((OWN_TASKS / f"{name}.json").read_text())
 
 
 @pytest.fixture(scope="module")
