@@ -7,6 +7,7 @@ X = H * D.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from megasink.errors import UserError
 from megasink.layers.core_attention import CoreAttention
+from megasink.layers.documents import first_values
 from megasink.probe.base import Observer, Probe
 from megasink.probe.changes import ForwardPass, HeadChange
 from megasink.probe.megatron_sites import batch_first, megatron_sites, with_bias
@@ -162,7 +164,7 @@ class MegatronProbe(Probe):
             distance_bias_HT=bias,
             similarity=core.config.attention_similarity,
             out_scale=core.config.attention_scale_alpha,
-            slot_has_value=_slot_has_value(core, value),
+            slot_has_value=_slot_has_value(core, value, query.shape[1]),
             mlp=None if mlp is None else (mlp.fc1.weight.detach(), mlp.fc2.weight.detach()),
         )
 
@@ -218,11 +220,11 @@ def model_problems(model: GPTModel) -> list[str]:
     return problems
 
 
-def _slot_has_value(core: CoreAttention, value_BGTD: Tensor) -> bool:
+def _slot_has_value(core: CoreAttention, value_BGTD: Tensor, heads: int) -> bool:
     """Return whether the slot adds to the output: the value of a bias, unlike that of a sink."""
     value_of = core.variant.slot_value
     own = {added.name: getattr(core, added.name).detach() for added in core.variant.parameters}
-    first = lambda: value_BGTD[:, :, :1]  # noqa: E731
+    first = partial(first_values, value_BGTD, heads, None)
     return value_of is None or value_of(core.config, own, first) is not None
 
 
