@@ -1,0 +1,1 @@
+"""`megasink finetune`: a Hugging Face model adapted on conversations, and exported again."""
