@@ -64,7 +64,7 @@ def test_a_calibration_sets_the_same_thresholds(folder, analysis, tmp_path, forw
         ("--heads missing.json", ["--heads missing.json cannot be read (No such file"]),
         ("--score random", ["--score random: it is always measured"]),
         ("--layer 2", ["--layer 2: the layers are 0 to 1"]),
-        ("--interventions missing.json", ["--interventions missing.json cannot be read (No such file"]),
+        ("--interventions missing.json", ["missing.json cannot be read (No such file"]),
         ("--calibration .", ["--calibration: . holds no analysis"]),
         ("--heads 0.1 --calibration .", ["--calibration sets the thresholds of --score"]),
         ("--seq-length 65", ["--seq-length 65 is longer than the 64 positions"]),
