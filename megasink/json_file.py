@@ -1,4 +1,4 @@
-"""Reading of untrusted JSON objects, with a one-line error for any problem."""
+"""Reading of untrusted JSON, with a one-line error for any problem."""
 
 import json
 from pathlib import Path
@@ -15,18 +15,27 @@ def read_object(path: Path) -> dict[str, Any]:
     Raises:
         UserError: The path is not a readable file, or does not contain a JSON object.
     """
+    value = read_value(path)
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def read_value(path: Path) -> Any:
+    """Return the JSON value in a file.
+
+    Raises:
+        UserError: The path is not a readable file, or does not contain JSON.
+    """
     try:
         if path.exists() and not path.is_file():
             raise UserError(f"{path} is not a file")
         if path.stat().st_size > _LARGEST:
             raise UserError(f"{path} has more than {_LARGEST:,} bytes: too large to be read")
-        value = json.loads(path.read_text())
+        return json.loads(path.read_text())
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error})") from error
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from error
     except RecursionError:
         raise UserError(f"{path} is not readable JSON: it is nested too deeply") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds a JSON {type(value).__name__}, not an object")
-    return value

@@ -13,6 +13,7 @@ from megasink.probe import options
 from megasink.probe.analysis import analyze
 from megasink.probe.base import ProbedModel
 from megasink.probe.cli import open_transformers
+from megasink.probe.loaded import open_probe_on
 from megasink.probe.ranks import Ranks, taking_part
 from megasink.process import prepare_quietly
 
@@ -68,14 +69,13 @@ def is_run(path: Path) -> bool:
 def open_checkpoint(args: argparse.Namespace, iteration: int | None, ranks: Ranks) -> ProbedModel:
     """Load one checkpoint of a run, None for the latest."""
     from megasink.checkpoint.load import load_model
-    from megasink.probe.megatron_model import MegatronProbe
     from megasink.train.model_facts import model_facts
 
     ranks.device(args.device)
     loaded = load_model(args.model, iteration, args.tokenizer)
     trained, config = loaded.args, loaded.model.config
     return ProbedModel(
-        lambda observer, changes=(): MegatronProbe(loaded.model, observer, observer.needs, changes),
+        open_probe_on(loaded.model),
         module=loaded.model,
         heads=[config.num_attention_heads] * config.num_layers,
         tokenizer=loaded.tokenizer,

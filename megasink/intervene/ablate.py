@@ -16,6 +16,7 @@ from megasink.intervene.first_layer import activations
 from megasink.intervene.measure import Ground, facts_of, measured
 from megasink.intervene.on_texts import Texts, scored_alike
 from megasink.intervene.points import PointFolder, key_of
+from megasink.intervene.record import changes_of
 from megasink.intervene.settings import Setting, Thresholds, settings_of, thresholds_of
 from megasink.intervene.summary import summarize
 from megasink.intervene.task_loading import LoadedTasks
@@ -59,13 +60,13 @@ def ablate(
         folder.open()
         ranks.reach("opened")
     ranks.enter(f"{args.output}/scores")
-    thresholds = _thresholds(args, model, on, folder, ranks)
+    weights = weights_hash(model.module)
+    thresholds = _thresholds(args, model, weights, on, folder, ranks)
     settings = settings_of(args, model.heads, thresholds)
     _check_fit(settings, model)
     if isinstance(on, Texts) and any(i.change() is None for s in settings for i in s.interventions):
         alike = scored_alike(on.samples, len(model.first), model.tokenizer.bos_token_id)
         on = replace(on, samples=alike)
-    weights = weights_hash(model.module)
     facts = [facts_of(model, weights, on, setting) for setting in settings]
     keys = [key_of(each) for each in facts]
     ranks.enter(f"{args.output}/measuring")
@@ -120,25 +121,30 @@ def _check_layer(args: argparse.Namespace, model: ProbedModel) -> None:
 
 def _check_fit(settings: Sequence[Setting], model: ProbedModel) -> None:
     """Check every point before the first one runs."""
-    changes = [c for s in settings for i in s.interventions if (c := i.change()) is not None]
+    changes = [change for setting in settings for change in changes_of(setting.interventions)]
     problems = dict.fromkeys(problem for c in changes for problem in c.problems(model.heads))
     if problems:
         raise ConfigError(problems)
 
 
 def _thresholds(
-    args: argparse.Namespace, model: ProbedModel, on: Ground, folder: PointFolder, ranks: Ranks
+    args: argparse.Namespace,
+    model: ProbedModel,
+    weights: str,
+    on: Ground,
+    folder: PointFolder,
+    ranks: Ranks,
 ) -> Thresholds:
     """Return the thresholds by the scores of a calibration, or of the texts or tasks themselves."""
     if not args.score:
         return {}
     if args.calibration is None:
-        facts = facts_of(model, weights_hash(model.module), on, Setting(UNCHANGED, UNCHANGED))
+        facts = facts_of(model, weights, on, Setting(UNCHANGED, UNCHANGED))
         scores, where = on.scores(model, args.score, facts, folder, ranks), str(args.model)
     else:
         calibration, where = read_calibration(args.calibration), str(args.calibration)
         try:
-            calibration.check(model.module, model.heads)
+            calibration.check(weights, model.heads)
         except UserError as error:
             raise UserError(f"--calibration {error}") from error
         scores = calibration.scores

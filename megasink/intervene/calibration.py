@@ -9,18 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import nn
 
-from megasink.diagnostics.thresholds import threshold
+from megasink.diagnostics.thresholds import Scores, threshold
 from megasink.errors import UserError
 from megasink.intervene.dynamic_zeroing import DynamicChange
 from megasink.intervene.scores import RANDOM, LayerScore
 from megasink.probe.base import Observer, OpenProbe
-from megasink.probe.identity import weights_hash
 from megasink.report.analysis import read_analysis
-
-Scores = NDArray[np.float64]
 
 
 def threshold_of(score: str, share: float, scores_NLH: Scores) -> float:
@@ -64,18 +59,18 @@ class Calibration:
     kind: str
     weights: str
 
-    def check(self, module: nn.Module, heads: Sequence[int]) -> None:
+    def check(self, weights: str, heads: Sequence[int]) -> None:
         """Raise UserError unless the scores are of this very model.
 
         Args:
-            heads: number of heads in each layer of the model.
+            weights: hash of the model's weights; heads: number in each of its layers.
         """
         if list(heads) != self.heads:
             raise UserError(
                 f"{self.folder} is of another model ({self.kind}, heads by layer {self.heads}, not "
                 f"{list(heads)}): analyze this one"
             )
-        if weights_hash(module) != self.weights:
+        if weights != self.weights:
             raise UserError(
                 f"{self.folder} is of other weights ({self.kind}): another model, checkpoint or "
                 "dtype; analyze this one"
@@ -123,10 +118,9 @@ def measure_scores(
     device: torch.device | str = "cpu",
 ) -> Scores:
     """Return [N, L, H]: the scores of token sequences in the unchanged model, run one by one."""
-    change, nothing = DynamicChange(LayerScore(score), None, 0), Observer()
+    change = DynamicChange(LayerScore(score), None, 0)
     change.keeps_scores = True
-    nothing.needs = set()
-    with open_probe(nothing, [change]) as probe:
+    with open_probe(Observer(), [change]) as probe:
         for tokens in samples:
             probe.forward(torch.tensor([list(tokens)], device=device), logits=False)
         return scores_of(change, probe.heads)

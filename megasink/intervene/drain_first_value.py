@@ -10,7 +10,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megasink.errors import UserError
 from megasink.intervene.first_weights import weights_after_cache
 from megasink.intervene.gates import attention_of, explicit_gate
 from megasink.intervene.record import Intervention
@@ -80,13 +79,7 @@ class _Drain(HeadChange):
             return
         if self._threshold is None or self._phase == "prefill":
             return
-        rows = [segment.row for segment in self._segments]
-        if not self._masks or rows != list(range(forward.rows)):
-            raise UserError(
-                f"drain-first-value: this call continues a cache of {forward.rows} rows, but the "
-                f"heads were chosen for {len(rows)} sequences in {len(set(rows))} rows: run the "
-                "whole prompts in this context first, one in each row"
-            )
+        forward.check_continues(self._segments if self._masks else [])
 
     @torch.no_grad()
     def _first_weights(self, call: AttentionCall, forward: ForwardPass, layer: int) -> list[Tensor]:

@@ -103,13 +103,7 @@ class DynamicChange(HeadChange):
             if self._score.is_random and forward.input_ids_BQ is None:
                 raise UserError("the random score is drawn by tokens: pass input_ids to the model")
             return
-        rows = [segment.row for segment in self._segments]
-        if not self.masks or rows != list(range(forward.rows)):
-            raise UserError(
-                f"this call continues a cache of {forward.rows} rows, but the masks were decided "
-                f"for {len(rows)} sequences in {len(set(rows))} rows: run the whole prompts in "
-                "this context first, one in each row"
-            )
+        forward.check_continues(self._segments if self.masks else [])
 
     def change(self, forward: ForwardPass, outputs: HeadOutputs) -> Tensor | None:
         layer, out_BQHD = outputs.layer, outputs.out_BQHD

@@ -14,6 +14,7 @@ from megasink.errors import UserError
 from megasink.intervene.measure import facts_of
 from megasink.intervene.on_texts import Texts
 from megasink.intervene.points import PointFolder, key_of
+from megasink.intervene.record import changes_of
 from megasink.intervene.settings import Setting
 from megasink.probe.base import ProbedModel
 from megasink.probe.geometry import read_rows
@@ -54,7 +55,7 @@ def activations(
 
 def _embedded(model: ProbedModel, on: Texts, setting: Setting, seed: int) -> dict[str, Floats]:
     def open_probe(observer: Any, changes: Any = ()) -> Any:
-        made = [c for i in setting.interventions if (c := i.change()) is not None]
+        made = changes_of(setting.interventions)
         return model.open_probe(observer, [*changes, *made])
 
     rows = read_rows(open_probe, on.samples, device=model.device)

@@ -6,7 +6,7 @@ from importlib.metadata import version
 from typing import Any
 
 from megasink.errors import UserError
-from megasink.intervene.record import Intervention, to_entry
+from megasink.intervene.record import Intervention, changes_of, to_entry
 from megasink.intervene.task_loading import LoadedTasks, load_tasks, quiet
 from megasink.probe.base import Observer, ProbedModel
 from megasink.probe.changes import HeadChange
@@ -72,12 +72,6 @@ class TaskResults:
     samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
 
-class _Nobody(Observer):
-    """Observes nothing."""
-
-    needs: set[str] = set()  # noqa: RUF012
-
-
 def evaluate(
     model: ProbedModel,
     interventions: Sequence[Intervention],
@@ -115,8 +109,8 @@ def evaluate(
     from megasink.intervene.harness_model import HarnessModel
 
     if changes is None:
-        changes = [c for c in (i.change() for i in interventions) if c is not None]
-    with quiet(), model.open_probe(_Nobody(), list(changes)) as probe:
+        changes = changes_of(interventions)
+    with quiet(), model.open_probe(Observer(), changes) as probe:
         asked = HarnessModel(model, probe, interventions, batch_size)
         found: Any = lm_eval.evaluate(
             lm=asked,

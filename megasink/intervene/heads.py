@@ -1,12 +1,13 @@
 """Lists of heads: from the command line, from JSON or CSV files, and checks against a model."""
 
 import csv
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megasink.errors import UserError
+from megasink.json_file import read_value
+from megasink.probe.head_names import head_problems, parse_head
 
 Heads = tuple[tuple[int, int], ...]
 """(layer, head) pairs, both from 0."""
@@ -48,13 +49,15 @@ def parse_heads(words: Iterable[str]) -> Heads:
     Raises:
         ValueError: a word of another form.
     """
-    pairs = []
-    for word in words:
-        layer, _, head = word.partition(".")
-        if not (layer.isdecimal() and head.isdecimal()):
-            raise ValueError(f"{word!r}: write a head as LAYER.HEAD, both from 0, such as 3.5")
-        pairs.append((int(layer), int(head)))
-    return normalized_heads(pairs)
+    return normalized_heads(parse_head(word) for word in words)
+
+
+def heads_by_layer(heads: Heads) -> dict[int, list[int]]:
+    """Return layer -> its heads."""
+    layers: dict[int, list[int]] = {}
+    for layer, head in heads:
+        layers.setdefault(layer, []).append(head)
+    return layers
 
 
 def all_but(layer: int, head: int, heads: Sequence[int]) -> Heads:
@@ -76,19 +79,6 @@ def all_heads(heads: Sequence[int]) -> Heads:
     return tuple((layer, head) for layer, count in enumerate(heads) for head in range(count))
 
 
-def head_problems(chosen: Iterable[tuple[int, int]], heads: Sequence[int]) -> list[str]:
-    """Return one sentence for each chosen head that a model does not have."""
-    found = []
-    for layer, head in chosen:
-        if layer >= len(heads):
-            found.append(f"head {layer}.{head}: the model has layers 0 to {len(heads) - 1}")
-        elif not heads[layer]:
-            found.append(f"head {layer}.{head}: layer {layer} has no softmax attention")
-        elif head >= heads[layer]:
-            found.append(f"head {layer}.{head}: layer {layer} has heads 0 to {heads[layer] - 1}")
-    return found
-
-
 def read_heads(path: Path) -> HeadList:
     """Read heads from a file.
 
@@ -99,10 +89,9 @@ def read_heads(path: Path) -> HeadList:
         UserError: the file is missing or of another form.
     """
     try:
-        text = path.read_text()
         if path.suffix == ".json":
-            return _from_json(json.loads(text))
-        rows = [row for row in csv.reader(text.splitlines()) if row]
+            return _from_json(read_value(path))
+        rows = [row for row in csv.reader(path.read_text().splitlines()) if row]
         if [word.strip() for word in rows[0]] == ["layer", "head"] if rows else False:
             pairs = [[int(word) for word in row] for row in rows[1:]]
             return HeadList(normalized_heads(pairs))

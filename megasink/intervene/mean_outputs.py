@@ -90,9 +90,8 @@ def mean_outputs(
 
     Every token of every sample counts once, whatever its position.
     """
-    summing, nothing = _Summing(), Observer()
-    nothing.needs = set()
-    with open_probe(nothing, [summing]) as probe:
+    summing = _Summing()
+    with open_probe(Observer(), [summing]) as probe:
         for sample in samples:
             probe.forward(torch.tensor([sample.tokens], device=device), logits=False)
         weights = weights_hash(probe.model)

@@ -9,6 +9,7 @@ import megasink
 from megasink.diagnostics.thresholds import Scores
 from megasink.intervene import DynamicChange, Intervention
 from megasink.intervene.points import MeasuredPoint, PointFolder, TaskScore, TextLoss
+from megasink.intervene.record import changes_of
 from megasink.intervene.settings import Setting
 from megasink.probe.base import ProbedModel
 from megasink.probe.changes import HeadChange
@@ -69,7 +70,7 @@ def measured(
     model: ProbedModel, on: Ground, setting: Setting, facts: dict[str, Any]
 ) -> MeasuredPoint:
     """Run a point."""
-    changes = [c for i in setting.interventions if (c := i.change()) is not None]
+    changes = changes_of(setting.interventions)
     texts, tasks = on.measure(model, setting.interventions, changes)
     zeroed = next((change for change in changes if isinstance(change, DynamicChange)), None)
     return MeasuredPoint(

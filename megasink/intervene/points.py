@@ -18,6 +18,7 @@ from megasink.atomic import atomic_file, atomic_text
 from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.probe.inputs import Sample
+from megasink.probe.shards import cannot_write, check_shared
 from megasink.typed_json import from_json, to_json
 
 
@@ -105,15 +106,11 @@ class PointFolder:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise _cannot_write(self._folder, error) from error
+            raise cannot_write(self._folder, error) from error
 
     def check_shared(self) -> None:
         """Raise UserError if another process does not see what the first one created."""
-        if not self._folder.is_dir():
-            raise UserError(
-                f"--output: {self._folder} does not exist on every machine: use a folder that "
-                "they all share"
-            )
+        check_shared(self._folder)
 
     def has(self, key: str) -> bool:
         """Return whether a point is measured."""
@@ -128,7 +125,7 @@ class PointFolder:
         try:
             atomic_text(self.path(f"{key}.json"), json.dumps(to_json(point), indent=1))
         except OSError as error:
-            raise _cannot_write(self._folder, error) from error
+            raise cannot_write(self._folder, error) from error
 
     def read(self, key: str) -> MeasuredPoint:
         """Read a point.
@@ -161,7 +158,7 @@ class PointFolder:
             with atomic_file(self.path(f"{key}.npz")) as file:
                 np.savez_compressed(file, allow_pickle=False, **arrays)
         except OSError as error:
-            raise _cannot_write(self._folder, error) from error
+            raise cannot_write(self._folder, error) from error
 
     def read_arrays(self, key: str) -> dict[str, NDArray[np.float64]]:
         """Read arrays that `write_arrays` wrote.
@@ -177,10 +174,3 @@ class PointFolder:
             raise UserError(
                 f"{path} is damaged ({error}): delete it, and the scores are measured again"
             ) from error
-
-
-def _cannot_write(folder: Path, error: OSError) -> UserError:
-    return UserError(
-        f"{folder} cannot be written ({error.strerror or error}): free some space or choose "
-        "another --output; measured points are kept, and the same command goes on from them"
-    )

@@ -29,6 +29,7 @@ from megasink.intervene.steer_gates import SteerGates
 from megasink.intervene.zero_heads import ZeroHeads
 from megasink.probe.base import Observer, OpenProbe, Probe
 from megasink.probe.changes import HeadChange
+from megasink.probe.identity import weights_hash
 from megasink.probe.loaded import open_probe_on
 
 GivenHeads = str | Path | Iterable[Sequence[int] | str]
@@ -57,7 +58,7 @@ def intervening(model: Any, interventions: Sequence[Intervention]) -> Iterator[l
                 "run the model on the result"
             )
         changes.append(change)
-    with open_probe_on(model)(_nothing(), changes):
+    with open_probe_on(model)(Observer(), changes):
         yield changes
 
 
@@ -143,7 +144,7 @@ def dynamic_zeroing(
             threshold, first = LayerScore(score).bounds[0], True
     assert threshold is not None
     change = DynamicZeroing(score, threshold, seed).change()
-    with open_probe(_nothing(), [change]) as probe:
+    with open_probe(Observer(), [change]) as probe:
         if first:
             assert quantile is not None
             change.threshold = None
@@ -163,10 +164,10 @@ def _calibrated(
     calibration: str | Path | Iterable[Sequence[int]],
 ) -> float:
     """Return the threshold by an analysis, or by token sequences."""
-    probe = open_probe(_nothing())
+    probe = open_probe(Observer())
     if isinstance(calibration, str | Path):
         found = read_calibration(Path(calibration))
-        found.check(probe.model, probe.heads)
+        found.check(weights_hash(probe.model), probe.heads)
         return found.threshold(score, share)
     device = next(probe.model.parameters()).device
     samples = [list(map(int, tokens)) for tokens in calibration]
@@ -215,9 +216,3 @@ def _heads(given: Iterable[Sequence[int] | str]) -> Heads:
         for entry in given
         for pair in (parse_heads([entry]) if isinstance(entry, str) else [entry])
     )
-
-
-def _nothing() -> Observer:
-    observer = Observer()
-    observer.needs = set()
-    return observer

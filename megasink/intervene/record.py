@@ -5,13 +5,13 @@ registry. An intervention holds no state: `change` makes the object that runs (`
 """
 
 import dataclasses
-import json
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from megasink.errors import UserError
+from megasink.json_file import read_value
 from megasink.probe.changes import HeadChange
 
 KINDS: dict[str, type["Intervention"]] = {}
@@ -48,6 +48,11 @@ class Intervention(ABC):
         return list(tokens)
 
 
+def changes_of(interventions: Iterable[Intervention]) -> list[HeadChange]:
+    """Return fresh changes of those interventions that change heads."""
+    return [change for each in interventions if (change := each.change()) is not None]
+
+
 def to_entry(intervention: Intervention) -> dict[str, Any]:
     """Return an intervention as a JSON object, such as {"kind": "zero-heads", ...}."""
     fields: Any = dataclasses.asdict(intervention)  # type: ignore[call-overload]
@@ -79,12 +84,7 @@ def read_interventions(path: Path) -> list[Intervention]:
     Raises:
         UserError: the file is missing, no such list, or an entry is wrong.
     """
-    try:
-        entries = json.loads(path.read_text())
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
+    entries = read_value(path)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise UserError(f"{path}: write a list of objects, each with a kind")
     return [from_entry(entry, f"{path}, entry {i}") for i, entry in enumerate(entries)]

@@ -10,11 +10,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from megasink.diagnostics.ablation import RANDOM
 from megasink.diagnostics.head_scores import random_scores
 from megasink.diagnostics.registry import Metric, metrics
-
-RANDOM = "random"
-"""The baseline, which depends on a sample's tokens and not on what the model does with them."""
 
 
 def score_names() -> list[str]:

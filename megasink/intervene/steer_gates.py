@@ -14,9 +14,10 @@ from torch import Tensor
 from megasink.errors import UserError
 from megasink.intervene.first_weights import slot_gate
 from megasink.intervene.gates import attention_of, explicit_gate
-from megasink.intervene.heads import Heads, head_problems, normalized_heads
+from megasink.intervene.heads import Heads, heads_by_layer, normalized_heads
 from megasink.intervene.record import Intervention
 from megasink.probe.changes import ForwardPass, HeadChange, HeadOutputs
+from megasink.probe.head_names import head_problems
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,7 @@ class _Steering(HeadChange):
 
     def __init__(self, steering: SteerGates):
         self._steering = steering
-        self._layers: dict[int, list[int]] = {}
-        for layer, head in steering.heads:
-            self._layers.setdefault(layer, []).append(head)
+        self._layers = heads_by_layer(steering.heads)
 
     def problems(self, heads: Sequence[int]) -> list[str]:
         return head_problems(self._steering.heads, heads)

@@ -12,10 +12,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megasink.intervene.heads import Heads, head_problems, normalized_heads
+from megasink.intervene.heads import Heads, heads_by_layer, normalized_heads
 from megasink.intervene.mean_outputs import MeanOutputs, read_means
 from megasink.intervene.record import Intervention
 from megasink.probe.changes import ForwardPass, HeadChange, HeadOutputs
+from megasink.probe.head_names import head_problems
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,7 @@ class _Zeroing(HeadChange):
         mask_shape: tuple[int, int] | None,
     ):
         self._heads, self._means, self._shape = heads, means, mask_shape
-        self._layers: dict[int, list[int]] = {}
-        for layer, head in heads:
-            self._layers.setdefault(layer, []).append(head)
+        self._layers = heads_by_layer(heads)
         if means is not None:
             self.weights = means.weights
         self._masks: dict[int, Tensor] = {}

@@ -4,7 +4,7 @@ Shapes: B rows, T tokens, E hidden size, H heads, D head dim.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 from weakref import WeakSet
@@ -24,7 +24,7 @@ _PROBED: "WeakSet[torch.nn.Module]" = WeakSet()
 
 
 class Observer:
-    """Receives the statistics; samples are numbered within the batch.
+    """Receives the statistics; samples are numbered within the batch. This one needs none.
 
     Tensors may alias memory that the model overwrites later: copy anything you keep.
 
@@ -32,7 +32,7 @@ class Observer:
         needs: names of the statistics to capture (`megasink.diagnostics.STATISTICS`, `MAP`).
     """
 
-    needs: set[str]
+    needs: Set[str] = frozenset()
 
     def layer(self, sample: int, layer: int, statistics: dict[str, Tensor]) -> None:
         """Receive the statistics of one sequence in one block."""
@@ -71,7 +71,7 @@ class Probe(ABC):
         self,
         problems: list[str],
         observer: Observer,
-        needs: set[str],
+        needs: Set[str],
         changes: Sequence[HeadChange] = (),
     ):
         if problems:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megasink.errors import UserError
 from megasink.probe.segments import Segment
 from megasink.probe.statistics import AttentionCall
 
@@ -30,6 +31,20 @@ class ForwardPass:
     cached: int
     segments: list[Segment]
     input_ids_BQ: Tensor | None = None
+
+    def check_continues(self, segments: Sequence[Segment]) -> None:
+        """Check that a call with a cache continues the call that ran these sequences.
+
+        Raises:
+            UserError: it does not, so what was decided for them says nothing about its rows.
+        """
+        rows = [segment.row for segment in segments]
+        if rows != list(range(self.rows)):
+            raise UserError(
+                f"this call continues a cache of {self.rows} rows, but heads were chosen for "
+                f"{len(rows)} sequences in {len(set(rows))} rows: run the whole prompts in this "
+                "context first, one in each row"
+            )
 
 
 @dataclass(frozen=True)

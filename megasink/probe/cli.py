@@ -4,6 +4,7 @@ import argparse
 
 from megasink.errors import ConfigError
 from megasink.probe.base import ProbedModel
+from megasink.probe.loaded import open_probe_on
 from megasink.probe.ranks import Ranks
 
 
@@ -16,7 +17,7 @@ def open_transformers(args: argparse.Namespace, ranks: Ranks) -> ProbedModel:
     """
     from megasink.probe.blocks import find_blocks
     from megasink.probe.load import load
-    from megasink.probe.transformers_model import TransformersProbe, model_problems
+    from megasink.probe.transformers_model import model_problems
 
     model, tokenizer = load(args, ranks.device(args.device), quiet=bool(ranks.rank))
     problems = model_problems(model)
@@ -24,7 +25,7 @@ def open_transformers(args: argparse.Namespace, ranks: Ranks) -> ProbedModel:
         raise ConfigError(problems)
     config = model.config.get_text_config()
     return ProbedModel(
-        lambda observer, changes=(): TransformersProbe(model, observer, observer.needs, changes),
+        open_probe_on(model),
         module=model,
         heads=[config.num_attention_heads if b.attention else 0 for b in find_blocks(model)],
         tokenizer=tokenizer,

@@ -15,14 +15,6 @@ def open_probe_on(model: Any) -> OpenProbe:
     """
     if isinstance(model, ProbedModel):
         return model.open_probe
-    from transformers import PreTrainedModel
-
-    if isinstance(model, PreTrainedModel):
-        from megasink.probe.transformers_model import TransformersProbe
-
-        return lambda observer, changes=(): TransformersProbe(
-            model, observer, observer.needs, changes
-        )
     if "megatron.core.models.gpt" in sys.modules:
         from megatron.core.models.gpt import GPTModel
 
@@ -32,6 +24,14 @@ def open_probe_on(model: Any) -> OpenProbe:
             return lambda observer, changes=(): MegatronProbe(
                 model, observer, observer.needs, changes
             )
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        from megasink.probe.transformers_model import TransformersProbe
+
+        return lambda observer, changes=(): TransformersProbe(
+            model, observer, observer.needs, changes
+        )
     raise UserError(
         f"{type(model).__name__} is neither a model of transformers nor a Megatron GPTModel: "
         "unwrap it first (torch.compile, adapters, parallel wrappers)"

@@ -19,6 +19,7 @@ from megasink.diagnostics.geometry import Floats, attention_map_components, quer
 from megasink.diagnostics.maps import MAP_TOKENS
 from megasink.errors import UserError
 from megasink.probe.base import Observer, OpenProbe
+from megasink.probe.head_names import head_problems, parse_head
 from megasink.probe.inputs import Sample, equal_lengths
 from megasink.probe.statistics import MAP
 from megasink.progress import tracked
@@ -34,18 +35,6 @@ class Head(NamedTuple):
     why: str
 
 
-def parse_head(text: str) -> tuple[int, int]:
-    """Parse "LAYER.HEAD", both from 0, into (layer, head).
-
-    Raises:
-        ValueError: any other format.
-    """
-    layer, point, head = text.partition(".")
-    if not (point and layer.isdecimal() and head.isdecimal()):
-        raise ValueError(f"--maps {text}: write a head as LAYER.HEAD, both from 0, such as 3.5")
-    return int(layer), int(head)
-
-
 def map_problems(heads: Sequence[str], length: int) -> list[str]:
     """Return the problems with `--maps` and `--map-length` that need no model to find."""
     problems = []
@@ -55,7 +44,7 @@ def map_problems(heads: Sequence[str], length: int) -> list[str]:
         try:
             parse_head(text)
         except ValueError as error:
-            problems.append(str(error))
+            problems.append(f"--maps {error}")
     return problems
 
 
@@ -68,18 +57,10 @@ def asked_heads(texts: Sequence[str], heads: Sequence[int]) -> list[Head]:
     Raises:
         UserError: the model has no such head.
     """
-    chosen = []
-    for layer, head in dict.fromkeys(parse_head(text) for text in texts):
-        if layer >= len(heads):
-            raise UserError(f"--maps {layer}.{head}: the layers are 0 to {len(heads) - 1}")
-        if not heads[layer]:
-            raise UserError(f"--maps {layer}.{head}: layer {layer} has no softmax attention")
-        if head >= heads[layer]:
-            raise UserError(
-                f"--maps {layer}.{head}: the heads of layer {layer} are 0 to {heads[layer] - 1}"
-            )
-        chosen.append(Head(layer, head, "requested"))
-    return chosen
+    chosen = list(dict.fromkeys(parse_head(text) for text in texts))
+    if problems := head_problems(chosen, heads):
+        raise UserError(f"--maps: {'; '.join(problems)}")
+    return [Head(layer, head, "requested") for layer, head in chosen]
 
 
 def telling_heads(awft_LH: Floats, importance_LH: Floats) -> list[Head]:

@@ -6,7 +6,7 @@ Shapes: S = T sequence, B batch, H query heads, G key/value groups, D head dim, 
 X = H * D.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,7 +47,7 @@ class MegatronProbe(Probe):
         self,
         model: GPTModel,
         observer: Observer,
-        needs: set[str],
+        needs: Set[str],
         changes: Sequence[HeadChange] = (),
     ):
         super().__init__(model_problems(model), observer, needs, changes)

@@ -75,16 +75,12 @@ class PartialFolder:
         except ValueError as error:
             raise UserError(f"{path} is not JSON ({error}): delete {self._folder}") from error
         except OSError as error:
-            raise _cannot_write(self._folder, error) from error
+            raise cannot_write(self._folder, error) from error
         return sum(self.has(number) for number in range(count))
 
     def check_shared(self) -> None:
         """Raise UserError if another process does not see what the first one wrote."""
-        if not (self._folder / "analysis.json").is_file():
-            raise UserError(
-                f"--output: {self._folder} does not exist on every machine: use a folder that "
-                "they all share"
-            )
+        check_shared(self._folder / "analysis.json")
 
     def has(self, number: int) -> bool:
         """Return whether a shard is finished."""
@@ -99,7 +95,7 @@ class PartialFolder:
         try:
             measured.save(self._path(number))
         except OSError as error:
-            raise _cannot_write(self._folder, error) from error
+            raise cannot_write(self._folder, error) from error
 
     def read(self, count: int) -> Iterator[ShardMeasurements]:
         """Yield all shards in order.
@@ -136,8 +132,21 @@ def _short(value: Any) -> str:
     return text if len(text) <= 24 else f"{text[:12]}..."
 
 
-def _cannot_write(folder: Path, error: OSError) -> UserError:
+def check_shared(path: Path) -> None:
+    """Check that this process sees what another one has created.
+
+    Raises:
+        UserError: it does not.
+    """
+    if not path.exists():
+        raise UserError(
+            f"--output: {path} does not exist on every machine: use a folder that they all share"
+        )
+
+
+def cannot_write(folder: Path, error: OSError) -> UserError:
+    """Return the error for a folder of finished parts that takes no more of them."""
     return UserError(
         f"{folder} cannot be written ({error.strerror or error}): free some space or choose "
-        "another --output; finished shards are kept, and the same command resumes from them"
+        "another --output; what is finished is kept, and the same command resumes from it"
     )

@@ -3,7 +3,7 @@
 Shapes: B rows, H query heads, G key/value groups, T tokens, D head dim, E hidden size, X 1 or D.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,7 @@ class AttentionCall:
 
 @torch.no_grad()
 def attention_statistics(
-    call: AttentionCall, segments: list[Segment], needs: set[str]
+    call: AttentionCall, segments: list[Segment], needs: Set[str]
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the statistics of each segment, keyed by names of `megasink.diagnostics.STATISTICS`.
 

@@ -9,7 +9,7 @@ Shapes: B rows, T tokens, H query heads, G key/value groups, D head dim, E hidde
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class TransformersProbe(Probe):
         self,
         model: PreTrainedModel,
         observer: Observer,
-        needs: set[str],
+        needs: Set[str],
         changes: Sequence[HeadChange] = (),
     ):
         reads = bool(needs) or any(change.reads_attention for change in changes)

@@ -9,8 +9,9 @@ from megasink.data.corpus import Document
 from megasink.data.tokenizer import load_tokenizer, train_tokenizer
 from megasink.errors import UserError
 from megasink.intervene import DynamicZeroing, RemoveBos, RepeatFirstToken, ZeroHeads
-from megasink.intervene.harness import _Nobody, evaluate
+from megasink.intervene.harness import evaluate
 from megasink.intervene.task_loading import load_tasks
+from megasink.probe.base import Observer
 from tests.distributed.layout import SINGLE
 from tests.intervene.harness_tasks import (
     CHOICES,
@@ -125,7 +126,7 @@ def test_nothing_is_padded_and_id_0_is_a_token(models, folder):
         for choice in item["choices"]:
             whole, start = encode(item["context"] + choice), len(encode(item["context"]))
             change = SCORES.change()
-            with model.open_probe(_Nobody(), [change]) as probe:
+            with model.open_probe(Observer(), [change]) as probe:
                 logits = probe.forward(torch.tensor([whole[:-1]])).logits[0].double()
             logs = logits.log_softmax(-1)[start - 1 :]
             scores.append(float(logs.gather(1, torch.tensor(whole[start:])[:, None]).sum()))

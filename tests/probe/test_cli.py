@@ -169,7 +169,7 @@ def test_maps_of_an_earlier_analysis_do_not_stay(analyzed, folder, tmp_path, mon
     ("flags", "problem"),
     [
         ("--data {0}/nothing", "nothing"),
-        ("--maps 0.4", "--maps 0.4: the heads of layer 0 are 0 to 3"),
+        ("--maps 0.4", "--maps: head 0.4: layer 0 has heads 0 to 3"),
         ("--bos add", "has no BOS token; use auto"),
         ("--attn-implementation sdpa", "scaled_dot_product_attention"),
     ],

@@ -9,8 +9,9 @@ import torch
 
 from megasink.diagnostics.maps import MAP_TOKENS, attention_maps
 from megasink.errors import UserError
+from megasink.probe.head_names import parse_head
 from megasink.probe.inputs import Sample
-from megasink.probe.maps import Head, asked_heads, geometry, parse_head, telling_heads
+from megasink.probe.maps import Head, asked_heads, geometry, telling_heads
 from megasink.probe.statistics import MAP
 from megasink.probe.transformers_model import TransformersProbe
 from tests.probe.kept import Kept
@@ -166,8 +167,8 @@ def test_heads_that_the_user_names():
         Head(2, 1, "requested"),
     ]
     for wrong, reason in (
-        ("3.0", "the layers are 0 to 2"),
-        ("0.4", "the heads of layer 0 are 0 to 3"),
+        ("3.0", "head 3.0: the model has layers 0 to 2"),
+        ("0.4", "layer 0 has heads 0 to 3"),
         ("1.0", "layer 1 has no softmax attention"),
     ):
         with pytest.raises(UserError, match=reason):
