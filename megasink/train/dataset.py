@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megasink.data.token_bytes import token_bytes
 from megasink.data.tokenizer import load_tokenizer
+from megasink.train.chat_dataset import ChatDataset
 from megasink.train.checked_dataset import GPTDataset, read_batch
 from megasink.train.sink_token import with_sink_token
 
@@ -60,7 +61,8 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
     def built_here() -> bool:
         return bool(mpu.get_tensor_model_parallel_rank() == 0 and _reads(args, vp_stage))
 
-    kind = MockGPTDataset if args.mock_data else GPTDataset
+    text = MockGPTDataset if args.mock_data else GPTDataset
+    kind = ChatDataset if args.chat_data else text
     builder = BlendedMegatronDatasetBuilder(kind, samples, built_here, dataset_config(args))
     return builder.build()
 
