@@ -114,7 +114,8 @@ def preprocess(
     with output.writing(prefix):
         # not len(tokenizer): some vocabularies have holes
         files = _Files(prefix, max(tokenizer.get_vocab().values()) + 1, with_mask=corpus.chat)
-        batches = _batches(corpus.tracked("tokenizing"), _record if corpus.chat else _text)
+        documents = corpus.tracked("tokenizing")
+        facts: dict[str, Any]
         if seq_length is None:
             texts = EncoderSettings(
                 tokenizer_json=tokenizer.backend_tokenizer.to_str(),
@@ -123,11 +124,12 @@ def preprocess(
                 dtype=files.dtype,
             )
             facts = {"before_document": texts.before, "after_document": texts.after}
-            counts = files.add(encode_in_order(batches, texts, workers))
+            counts = files.add(encode_in_order(_batches(documents, _text), texts, workers))
         else:
             chats = chat.chat_settings(tokenizer, files.dtype, corpus.json_key, seq_length)
             facts = {"kind": "chat", "seq_length": seq_length} | chat.template_facts(chats)
-            counts = files.add(encode_in_order(batches, chats, workers))
+            records = _batches(documents, _record)
+            counts = files.add(encode_in_order(records, chats, workers))
             if not counts["documents"]:
                 raise UserError(_nothing_kept(corpus, counts, seq_length))
         files.close()

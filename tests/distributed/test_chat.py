@@ -1,12 +1,13 @@
 """Training on conversations: packed as by themselves, in any layout, resumed as never stopped."""
 
 import shutil
+import textwrap
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from megasink.data.corpus import Corpus, Document
+from megasink.data.corpus import Corpus
 from megasink.data.output import LOSS_MASK
 from megasink.data.preprocess import preprocess
 from megasink.data.tokenizer import train_tokenizer
@@ -19,8 +20,8 @@ from tests.distributed.pool import Pool
 from tests.distributed.test_data_path import MODEL, ROPE
 
 TASKS, CHAT_TASKS = "tests.distributed.data_tasks", "tests.distributed.chat_tasks"
-SIZE = 64
-CHATS = conversations(50, words=8)
+SIZE = 128
+CHATS = conversations(50, words=2)
 NO_BALANCE = ["--head-balance-coeff", "0"]
 
 
@@ -35,8 +36,7 @@ def pool():
 def data(tmp_path_factory):
     """A folder with the data, its tokenizer, and flags to train on it."""
     folder = tmp_path_factory.mktemp("chats")
-    texts = [Document(m["content"], "chat") for chat in CHATS for m in chat]
-    train_tokenizer(texts * 5, 330, folder / "plain")
+    train_tokenizer(Corpus([textwrap.__file__]), 400, folder / "plain")
     chat_tokenizer(folder / "plain", folder / "tokenizer")
     corpus = Corpus([write_chats(folder / "a.jsonl", CHATS)], chat=True)
     preprocess(corpus, folder / "chat", folder / "tokenizer", seq_length=SIZE, workers=1)
@@ -46,7 +46,8 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def flags(data):
     own = ["--data-path", str(data / "chat"), "--tokenizer-model", str(data / "tokenizer")]
-    return [*MODEL, *ROPE, *own]
+    length = ["--seq-length", str(SIZE), "--max-position-embeddings", str(SIZE)]
+    return [*MODEL, *ROPE, *own, *length]
 
 
 def test_packed_conversations_train_as_each_by_itself(pool, flags):
@@ -62,6 +63,8 @@ def test_packed_conversations_train_as_each_by_itself(pool, flags):
     [
         (Layout(dp=2), []),
         (Layout(pp=2), ["--pipeline-model-parallel-size", "2"]),
+        (Layout(cp=2), ["--context-parallel-size", "2", "--cp-comm-type", "all_gather"]),
+        (Layout(cp=2), ["--context-parallel-size", "2", "--cp-comm-type", "a2a"]),
     ],
     ids=str,
 )
@@ -78,7 +81,7 @@ def test_every_epoch_has_every_conversation_once_in_another_order(pool, flags, d
     tokens = IndexedDataset(str(data / "chat"))
     masks = IndexedDataset(str(data / "chat") + LOSS_MASK)
     wanted = sorted((t[:-1].tolist(), m[1:].tolist()) for t, m in zip(tokens, masks, strict=True))
-    (many,) = pool.run(f"{CHAT_TASKS}:samples", SINGLE, argv=flags, wanted=60)
+    (many,) = pool.run(f"{CHAT_TASKS}:samples", SINGLE, argv=flags, wanted=80)
     read, per_epoch = [], None
     for number, sample in enumerate(many, 1):
         real = int(sample["real_tokens"])

@@ -2,13 +2,14 @@
 
 import json
 import shutil
+import textwrap
 from argparse import Namespace
 
 import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megasink.data.corpus import Corpus, Document
+from megasink.data.corpus import Corpus
 from megasink.data.output import CHAT, LOSS_MASK
 from megasink.data.preprocess import preprocess
 from megasink.data.tokenizer import train_tokenizer
@@ -27,8 +28,7 @@ CHATS = conversations(20, words=4)
 def sound(tmp_path_factory):
     """Chat data, text of the same tokenizer, and the tokenizer."""
     folder = tmp_path_factory.mktemp("chat")
-    texts = [Document(m["content"], "chat") for chat in CHATS for m in chat]
-    train_tokenizer(texts * 20, 330, folder / "plain")
+    train_tokenizer(Corpus([textwrap.__file__]), 400, folder / "plain")
     chat_tokenizer(folder / "plain", folder / "tokenizer")
     corpus = Corpus([write_chats(folder / "a.jsonl", CHATS)], chat=True)
     preprocess(corpus, folder / "chat", folder / "tokenizer", seq_length=64, workers=1)
