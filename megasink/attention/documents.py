@@ -1,11 +1,13 @@
 """Attention over packed documents, each attending only to itself.
 
 Attention runs per document, so it is exact for every variant, gate and mask on every backend.
-Documents of the same length share a call.
+Documents of the same size share a call.
 
-Shapes: B batch, H query heads, T tokens of the pack, D head dim.
+Shapes: B batch, H query heads, G key/value groups, T queries, S keys of the pack, D head dim,
+N heads or groups, X any size. The last query is aligned with the last key.
 """
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -33,29 +35,60 @@ def document_lengths(cu_seqlens: Sequence[int], tokens: int) -> list[int]:
     return [length for length in lengths if length]
 
 
+def document_starts(cu_seqlens: Sequence[int], device: torch.device) -> Tensor:
+    """Return the first token of each token's document, [S] int64.
+
+    The host does not wait for the device, and the layers of a microbatch share the tensor.
+    """
+    return _starts(tuple(cu_seqlens), device)
+
+
+@functools.lru_cache(maxsize=4)
+def _starts(cu_seqlens: tuple[int, ...], device: torch.device) -> Tensor:
+    bounds = torch.tensor(cu_seqlens, pin_memory=device.type == "cuda")
+    bounds = bounds.to(device, non_blocking=True)
+    return bounds[:-1].repeat_interleave(bounds.diff(), output_size=cu_seqlens[-1])
+
+
 def attend_by_document(
-    attend: Callable[..., AttentionOutput], cu_seqlens: Sequence[int] | None, *tensors_BNTX: Tensor
+    attend: Callable[..., AttentionOutput],
+    cu_seqlens: Sequence[int] | None,
+    query_BHTD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    *others_BNTX: Tensor,
 ) -> AttentionOutput:
-    """Call `attend` on each document, or once if `cu_seqlens` is None.
+    """Call `attend` on each document that has queries, or once if `cu_seqlens` is None.
+
+    With fewer queries than keys the first of these documents may begin before the queries: its
+    queries are then fewer than its keys.
 
     Args:
-        attend: Takes `tensors_BNTX` of one document, or of a batch of documents of equal length.
-        tensors_BNTX: Query, key, value and other per-token tensors (tokens in dimension 2).
+        attend: Takes these tensors of one document, or of a batch of documents of equal size.
+        others_BNTX: Other tensors with a row per query (tokens in dimension 2).
 
     Returns:
         The results in token order; the memory layout of out_BHTD is [T, B, H, D].
     """
     if cu_seqlens is None:
-        return attend(*tensors_BNTX)
-    lengths = document_lengths(cu_seqlens, tensors_BNTX[0].shape[2])
+        return attend(query_BHTD, key_BGSD, value_BGSD, *others_BNTX)
+    sizes = _sizes(cu_seqlens, query_BHTD.shape[2], key_BGSD.shape[2])
+    queries, keys = zip(*sizes, strict=True)
+    hidden = key_BGSD.shape[2] - sum(keys)
     # Use split, not slices: its backward is one concatenation, while each slice's backward
     # allocates a tensor of the size of the pack.
-    parts = list(zip(*(tensor.split(lengths, 2) for tensor in tensors_BNTX), strict=True))
-    by_length: dict[int, list[int]] = defaultdict(list)
-    for index, length in enumerate(lengths):
-        by_length[length].append(index)
+    by_key = [hidden, *keys] if hidden else list(keys)
+    split = (
+        query_BHTD.split(queries, 2),
+        *(tensor.split(by_key, 2)[-len(keys) :] for tensor in (key_BGSD, value_BGSD)),
+        *(tensor.split(queries, 2) for tensor in others_BNTX),
+    )
+    parts = list(zip(*split, strict=True))
+    by_size: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for index, size in enumerate(sizes):
+        by_size[size].append(index)
     results: dict[int, tuple[Tensor | None, ...]] = {}
-    for members in by_length.values():
+    for members in by_size.values():
         if len(members) == 1:
             results[members[0]] = attend(*parts[members[0]])
             continue
@@ -63,9 +96,20 @@ def attend_by_document(
         batched = attend(*(torch.cat(same) for same in alike))
         pieces = [[None] * len(members) if t is None else t.chunk(len(members)) for t in batched]
         results |= dict(zip(members, zip(*pieces, strict=True), strict=True))
-    ordered = [results[index] for index in range(len(lengths))]
+    ordered = [results[index] for index in range(len(sizes))]
     out_TBHD = torch.cat([out.permute(2, 0, 1, 3) for out, _, _ in ordered if out is not None])
     lse_BHT = torch.cat([lse for _, lse, _ in ordered if lse is not None], 2)
     gates_BHT = [gate for _, _, gate in ordered if gate is not None]
     gate_BHT = torch.cat(gates_BHT, 2) if gates_BHT else None
     return AttentionOutput(out_TBHD.permute(1, 2, 0, 3), lse_BHT, gate_BHT)
+
+
+def _sizes(cu_seqlens: Sequence[int], queries: int, keys: int) -> list[tuple[int, int]]:
+    """Return (queries, keys) of each document that has queries."""
+    found, start, past = [], 0, keys - queries
+    for length in document_lengths(cu_seqlens, keys):
+        stop = start + length
+        if stop > past:
+            found.append((stop - max(start, past), length))
+        start = stop
+    return found

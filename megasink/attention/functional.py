@@ -45,8 +45,8 @@ def attention(
         prefix: Keys visible to every token, earlier tokens included (prefix LM, P2.18). Needs
             `causal`; not with a window, documents or a bias.
         window: Tokens visible to a token, including itself (P2.19); None for all.
-        cu_seqlens: Boundaries 0, .., T of packed documents, integers on the host; T = S. Each
-            document attends only to itself, and its first key is key 0. None for one document.
+        cu_seqlens: Boundaries 0, .., S of packed documents, integers on the host. Each document
+            attends only to itself, and its first key is key 0. None for one document.
         distance_bias_HS: [H, S or more], entry [h, i - j] is added to the score of key j <= i
             (ALiBi, T5 and others, P2.20 to P2.22); float32, or float64 for float64 queries;
             differentiable. Needs `causal`, and a backend that adds a bias ("eager").
@@ -184,11 +184,8 @@ def _checked(
                 raise ValueError(f"a prefix is for causal attention alone, not with {name}")
         # A prefix of one key is the causal mask.
         return call._replace(prefix=0 if call.prefix < 2 else min(call.prefix, keys))
-    if cu_seqlens is not None and (queries != keys or not call.causal):
-        raise ValueError(
-            f"cu_seqlens needs causal attention with a query for every key, got {queries} queries "
-            f"and {keys} keys: decode each document by itself"
-        )
+    if cu_seqlens is not None and not call.causal:
+        raise ValueError("cu_seqlens needs causal attention: call each document by itself")
     if bias_HS is not None:
         _check_bias(bias_HS, query_BHTD, keys, cu_seqlens)
     return call

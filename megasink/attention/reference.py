@@ -69,8 +69,8 @@ def reference_slot_attention(
         causal: Mask keys after the token's own position.
         prefix: Keys visible to every token, also earlier ones (prefix LM, P2.18; needs `causal`).
         window: Tokens visible to token i, including itself (needs `causal`; P2.19); None for all.
-        cu_seqlens: Boundaries 0, .., T of packed documents (T = S): a token sees only its own
-            document, and the masks apply within each document; None for one document.
+        cu_seqlens: Boundaries 0, .., S of packed documents: a token sees only its own document, and
+            the masks apply within each document; None for one document.
         distance_bias_HS: [H, S or more]; distance_bias_HS[h, i - j] is added to the score of
             key j <= i (P2.20 to P2.22; needs `causal`).
     """
@@ -330,7 +330,13 @@ def _scores(
 def _each_document(
     attend: Callable[..., AttentionOutput], cu_seqlens: Sequence[int], tensors: Sequence[Tensor]
 ) -> AttentionOutput:
-    """Attend within each document and concatenate the results."""
-    outputs = [attend(*(t[:, :, a:b] for t in tensors)) for a, b in pairwise(cu_seqlens) if b > a]
+    """Attend within each document that has queries and concatenate the results."""
+    outputs, keys = [], tensors[1].shape[2]
+    for start, stop in pairwise(cu_seqlens):
+        # A tensor with a row per query begins later than the keys.
+        starts = [keys - tensor.shape[2] for tensor in tensors]
+        if stop > max(start, starts[0]):
+            parts = zip(tensors, starts, strict=True)
+            outputs.append(attend(*(t[:, :, max(start - s, 0) : stop - s] for t, s in parts)))
     out_BHTD, lse_BHT, gate_BHT = (torch.cat(parts, 2) for parts in zip(*outputs, strict=True))
     return AttentionOutput(out_BHTD, lse_BHT, gate_BHT)

@@ -51,6 +51,11 @@ class ImportanceSum:
         self._wait()
         return self._sums[:-2] / self._sums[-2]
 
+    def mean_tokens(self) -> Tensor:
+        """Return the mean of `tokens` over the group's ranks with tokens of their own, a scalar."""
+        self._wait()
+        return self._sums[-2] / self._replicas
+
     def mean_targets(self) -> Tensor:
         """Return the mean of `targets` over the group's microbatches, a scalar."""
         self._wait()

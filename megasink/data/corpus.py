@@ -26,7 +26,10 @@ _EXAMPLES = 5
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document: its text, and its origin (`path`, `path:line` or `path#row`)."""
+    """One document: its text, and its origin (`path`, `path:line` or `path#row`).
+
+    The text of a conversation is its record, a JSON object.
+    """
 
     text: str
     source: str
@@ -60,7 +63,10 @@ class Corpus:
 
     Args:
         inputs: files, folders, or `stdlib:` (see `STDLIB`).
-        json_key: the key of a JSON object, or the column of a parquet file, that holds the text.
+        json_key: the key of a JSON object, or the column of a parquet file, that holds the text
+            (default: text), or the messages (default: messages).
+        chat: read conversations, one per line or row, as they are: `megasink.data.conversation`
+            checks them. Files of text are an error.
         on_invalid_utf8: `skip` counts documents that are not UTF-8 text (or text files with NUL
             bytes) in `skipped`, `error` raises UserError.
         max_document_bytes: maximum size of a text file, line or cell, decompressed.
@@ -81,12 +87,14 @@ class Corpus:
         self,
         inputs: Sequence[str | Path],
         *,
-        json_key: str = "text",
+        json_key: str | None = None,
+        chat: bool = False,
         on_invalid_utf8: InvalidUtf8 = "skip",
         max_document_bytes: int = MAX_DOCUMENT_BYTES,
     ):
         self.inputs = [str(i) for i in inputs]
-        self.json_key = json_key
+        self.chat = chat
+        self.json_key = json_key or ("messages" if chat else "text")
         self.on_invalid_utf8 = on_invalid_utf8
         self.max_document_bytes = max_document_bytes
         self.skipped = Skipped()
@@ -97,9 +105,15 @@ class Corpus:
             problems.append(f"--max-document-bytes {max_document_bytes}: at least 1")
         for item in self.inputs:
             try:
-                self._files += expand(item, json_key, max_document_bytes)
+                self._files += expand(item, self.json_key, max_document_bytes)
             except UserError as error:
                 problems.append(str(error))
+        texts = [str(f.path) for f in self._files if chat and f.kind == "text"]
+        if texts:
+            problems.append(
+                f"{texts[0]}{f' and {len(texts) - 1} others' if texts[1:] else ''}: conversations "
+                "are read from .jsonl (also .gz, .zst) and .parquet files: name those"
+            )
         if problems:
             raise ConfigError(problems)
         self.total_bytes = sum(f.size for f in self._files)
@@ -181,10 +195,11 @@ class Corpus:
                         raise UserError(f"{source}: more than {limit:,} bytes of blank lines")
                     continue
                 blank = 0
-                yield source, text_of(line, source, self.json_key), tell()
+                text = _decoded(line) if self.chat else text_of(line, source, self.json_key)
+                yield source, text, tell()
 
     def _rows(self, file: File, parquet: ParquetReader) -> Iterator[_Item]:
-        rows = parquet.rows(file.path, self.json_key)
+        rows = parquet.rows(file.path, self.json_key, chat=self.chat)
         for row, (cell, part) in enumerate(rows, 1):
             source = f"{file.path}#{row}"
             if cell is None:

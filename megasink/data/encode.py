@@ -1,6 +1,6 @@
 """Encode batches of documents, in this process or in workers, and return them in order.
 
-Workers import only this file: no torch, transformers or Megatron.
+For text, workers import only this file: no torch, transformers or Megatron.
 """
 
 import multiprocessing
@@ -8,11 +8,12 @@ import os
 import re
 import signal
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,22 +28,43 @@ _WORD_START = re.compile(r"(?<=\S) (?=\S)")
 
 
 @dataclass(frozen=True, slots=True)
+class Encoded:
+    """A batch of documents, concatenated.
+
+    Attributes:
+        tokens: [N] ids, N the sum of `lengths`.
+        lengths: tokens of each document.
+        text_bytes: UTF-8 size of the text.
+        loss_mask: [N] uint8, 1 for the tokens that are targets; None if all are.
+        counts: what else was counted (see `chat`).
+    """
+
+    tokens: NDArray[np.integer]
+    lengths: list[int]
+    text_bytes: int
+    loss_mask: NDArray[np.uint8] | None = None
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+class Settings[Item](Protocol):
+    """What a worker needs to encode a batch of items."""
+
+    def encoder(self) -> Callable[[list[Item]], Encoded]:
+        """Return the function that encodes batches, in the process that calls it."""
+
+
+@dataclass(frozen=True, slots=True)
 class EncoderSettings:
-    """Worker settings: the tokenizer as JSON, and the ids put around every document."""
+    """Settings for texts: the tokenizer as JSON, and the ids put around every document."""
 
     tokenizer_json: str
     before: list[int]
     after: list[int]
     dtype: str
 
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """A batch: `tokens` [sum of lengths], documents concatenated; the UTF-8 size of its text."""
-
-    tokens: NDArray[np.integer]
-    lengths: list[int]
-    text_bytes: int
+    def encoder(self) -> "Encoder":
+        """Return the encoder of texts."""
+        return Encoder(self)
 
 
 class Encoder:
@@ -88,16 +110,16 @@ def segments(text: str, limit: int = _SEGMENT) -> Iterator[str]:
     yield text[start:]
 
 
-def encode_in_order(
-    batches: Iterable[list[str]], settings: EncoderSettings, workers: int
+def encode_in_order[Item](
+    batches: Iterable[list[Item]], settings: Settings[Item], workers: int
 ) -> Iterator[Encoded]:
     """Encode `batches` in `workers` processes (1: in this one); yield results in order.
 
     Raises:
-        UserError: a worker process died.
+        UserError: a worker process died, or raised it.
     """
     if workers == 1:
-        yield from map(Encoder(settings), batches)
+        yield from map(settings.encoder(), batches)
         return
     pool = ProcessPoolExecutor(
         workers,
@@ -124,13 +146,13 @@ def encode_in_order(
         pool.shutdown(cancel_futures=True)
 
 
-_encoder: Encoder | None = None
+_encoder: Callable[..., Encoded] | None = None
 
 
-def _start_worker(settings: EncoderSettings) -> None:
+def _start_worker[Item](settings: Settings[Item]) -> None:
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and ends the pool
-    _encoder = Encoder(settings)
+    _encoder = settings.encoder()
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -142,6 +164,6 @@ def _start_worker(settings: EncoderSettings) -> None:
     threading.Thread(target=follow_parent, daemon=True).start()
 
 
-def _encode(texts: list[str]) -> Encoded:
+def _encode[Item](batch: list[Item]) -> Encoded:
     assert _encoder is not None
-    return _encoder(texts)
+    return _encoder(batch)

@@ -1,8 +1,9 @@
-"""Extract the text of one JSON Lines record, with bounded memory."""
+"""Read one JSON Lines record, with bounded memory."""
 
 import itertools
 import json
 import re
+from typing import Any
 
 from megasink.errors import UserError
 
@@ -18,6 +19,27 @@ def text_of(line: bytes, source: str, key: str) -> str | None:
         line: one line of a file.
         source: path and line number, for errors.
         key: key that holds the text.
+
+    Raises:
+        UserError: errors of `record_of`, or the key holds no string.
+    """
+    record = record_of(line, source, key)
+    if record is None:
+        return None
+    text = record[key]
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise UserError(f"{source}: {key!r} holds a {type(text).__name__}, not a string")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # lone surrogates
+        return None
+    return text
+
+
+def record_of(line: bytes, source: str, key: str) -> dict[str, Any] | None:
+    """Return a record, an object with `key`; None if it is not UTF-8.
 
     Raises:
         UserError: no JSON object, no such key, or a record that is too deep or too large.
@@ -42,16 +64,7 @@ def text_of(line: bytes, source: str, key: str) -> str | None:
         raise UserError(f"{source} holds a JSON {type(record).__name__}, not an object")
     if key not in record:
         raise UserError(f"{source} has no key {key!r}: pass --json-key, one of {_keys(record)}")
-    text = record[key]
-    if text is None:
-        return ""
-    if not isinstance(text, str):
-        raise UserError(f"{source}: {key!r} holds a {type(text).__name__}, not a string")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:  # lone surrogates
-        return None
-    return text
+    return record
 
 
 def _values_beyond(line: bytes) -> bool:

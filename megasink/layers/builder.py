@@ -10,6 +10,7 @@ from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from megasink.layers.inference_guard import refuse_what_bypasses_core_attention
 from megasink.layers.init import initialize_weights
 from megasink.layers.padding_rows import mask_padding_rows
+from megasink.layers.rotary import rotate_by_document
 from megasink.layers.sinusoid import SinusoidalPositions
 
 
@@ -56,5 +57,6 @@ class MegasinkGPTBuilder(GPTModelBuilder):
         if config.transformer.perform_initialization:  # else loaded from a checkpoint
             initialize_weights(model, config.init_seed)
         mask_padding_rows(model, config.tokens)
+        rotate_by_document(model)
         model.register_forward_pre_hook(refuse_what_bypasses_core_attention, with_kwargs=True)
         return model

@@ -8,6 +8,9 @@ all_gather: every rank gathers the keys and values of the whole sequence, and it
 attend to them. Each chunk is the bottom of a causal square, so its log-sum-exps are complete.
 a2a: every rank exchanges its tokens of all heads for all tokens of its share of the heads.
 
+A row of packed documents is split like any sequence, wherever its documents end: a chunk attends to
+the keys of its documents, the first of which may have begun on another rank.
+
 Shapes: s tokens of this rank, c = s / 2 of one chunk, S = cp * s of the sequence, B batch, H query
 heads and G key/value groups of this tensor-parallel rank, N any of these, D head dim, T queries.
 """
@@ -162,6 +165,22 @@ def _gather_heads(x_SBND: Tensor, group: ProcessGroup) -> Tensor:
     received = torch.empty_like(sent)
     torch.distributed.all_to_all_single(received, sent, group=group)
     return received.movedim(0, 2).flatten(2, 3)
+
+
+def own_ranges(tokens: int, ranks: int, rank: int) -> tuple[tuple[int, int], ...]:
+    """Return the ranges [start, stop) of a sequence of S tokens that a rank holds."""
+    if ranks == 1:
+        return ((0, tokens),)
+    chunk, last = tokens // (2 * ranks), 2 * ranks - 1 - rank
+    return ((rank * chunk, (rank + 1) * chunk), (last * chunk, (last + 1) * chunk))
+
+
+def own_chunks(whole: Tensor, ranks: int, rank: int, dim: int = 0) -> Tensor:
+    """Return the tokens of a rank from a tensor over the whole sequence."""
+    if ranks == 1:
+        return whole
+    ranges = own_ranges(whole.shape[dim], ranks, rank)
+    return torch.cat([whole.narrow(dim, a, b - a) for a, b in ranges], dim)
 
 
 def in_sequence_order(ranked: Tensor, ranks: int) -> Tensor:

@@ -4,8 +4,8 @@ Variants are defined by their records (``megasink.variants``). This module has M
 the parameters and the head counting; other observations are in ``layers/head_observer.py``.
 
 Shapes: S sequence, B batch, H query heads and G key/value groups of this tensor-parallel rank,
-T = S tokens, D head dim. Megatron passes [S, B, heads, D] and expects [S, B, H * D]; packed
-documents are [T, heads, D].
+T = S tokens, D head dim. Megatron passes [S, B, heads, D] and expects [S, B, H * D]; a row of packed
+documents has B = 1, and in Megatron's format thd is [T, heads, D].
 """
 
 from functools import partial
@@ -145,23 +145,22 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
 
         Args:
             attention_mask: Must be None or Megatron's own causal mask; it is not read.
-            packed_seq_params: Boundaries of packed documents in thd format: queries, keys and
-                values are then [T, heads, D].
+            packed_seq_params: A `PackedRow` of documents, or their boundaries in thd format:
+                queries, keys and values are then [T, heads, D].
 
         Returns:
             [S, B, H * D] in the dtype of the query; [T, 1, H * D] for packed documents.
 
         Raises:
-            NotImplementedError: An attention bias is given, or sequences are packed in another
-                format or under context parallelism.
+            NotImplementedError: An attention bias is given, or see `documents_of`.
         """
         if attention_bias is not None:
             raise NotImplementedError(
                 "an attention bias is not supported by CoreAttention: --attention-bias-type has "
                 "those that depend on the distance alone"
             )
-        self.documents = documents_of(packed_seq_params, query.shape[0])
-        if self.documents is not None:
+        self.documents = documents_of(packed_seq_params, query.shape[0], self.cp_group.size())
+        if query.dim() == 3:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         # The first forward of activation recompute has no gradients and is not counted.
         trains = self.training and torch.is_grad_enabled()
@@ -186,11 +185,6 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
         """Call `attend` across context-parallel ranks; return [S, B, H, D] and the gate."""
         if self.cp_group.size() == 1:
             return attend_alone(attend, query, key, value)
-        if self.documents is not None:
-            raise NotImplementedError(
-                "packed documents under context parallelism: their chunks are not those of a "
-                "sequence; use --context-parallel-size 1"
-            )
         over = attend_with_scattered_heads if self.scatters_heads else attend_to_gathered_keys
         return over(attend, query, key, value, self.cp_group)
 
@@ -211,9 +205,12 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
         """Return output and gate of a softmax-attention variant."""
         balances = counts and self.config.head_balance_coeff > 0
         mask: dict[str, Any] = {"window": self.window, "prefix": self.config.prefix_lm_tokens}
-        longest = key_BGSD.shape[2]
+        tokens, longest = query_BHTD.shape[2], key_BGSD.shape[2]
+        counted = None
         if self.documents is not None:
-            mask["cu_seqlens"] = self.documents.cu_seqlens
+            # A context-parallel rank has the keys up to the end of a chunk of queries.
+            mask["cu_seqlens"] = self.documents.until(longest)
+            counted = self.documents.real_in(longest - tokens, longest)
             longest = self.documents.longest
         if self.relative_bias is not None:
             bias_HS = self.relative_bias(longest, query_BHTD.device)
@@ -253,11 +250,11 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
             value_BHTD = self.variant.slot_value(
                 self.config,
                 {name: parameter.detach() for name, parameter in parameters.items()},
-                partial(first_values, value_BGSD, out_BHTD.shape[1], mask.get("cu_seqlens")),
+                partial(
+                    first_values, value_BGSD, out_BHTD.shape[1], tokens, mask.get("cu_seqlens")
+                ),
             )
-            self.attending.output_gradient(
-                out_BHTD, gate_BHT[..., None], value_BHTD, self.documents
-            )
+            self.attending.output_gradient(out_BHTD, gate_BHT[..., None], value_BHTD, counted)
         return out_BHTD, gate_BHT
 
     def slot_logit(self, query_BHTD: Tensor) -> Tensor | None:

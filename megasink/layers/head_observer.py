@@ -15,7 +15,6 @@ from torch import Tensor
 from megasink.attention import first_key_share, gate_bias_gradient
 from megasink.balance.tracker import GATE, OTHER_GRADIENT
 from megasink.definitions import SINK_TOKENS
-from megasink.layers.documents import Documents
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
@@ -72,7 +71,7 @@ class HeadObserver:
         out_BHTD: Tensor,
         gate_BHTC: Tensor,
         value_BHTD: Tensor | None = None,
-        documents: Documents | None = None,
+        counted: int | None = None,
     ) -> None:
         """Record in the backward pass the gradient that reaches the gate logit through the output.
 
@@ -82,10 +81,10 @@ class HeadObserver:
             out_BHTD: Gated output; the loss must depend on this tensor object.
             gate_BHTC: Its gate.
             value_BHTD: Output of a closed gate, broadcastable; None for 0.
-            documents: Documents of a packed batch, whose padding is not counted.
+            counted: Number of tokens that are not padding; None for all.
         """
         batch, _, tokens, _ = out_BHTD.shape
-        count = batch * tokens if documents is None else documents.real_tokens
+        count = batch * tokens if counted is None else counted
         kept_BHTD, gate_BHTC = out_BHTD.detach(), gate_BHTC.detach()
 
         def record(grad_BHTD: Tensor) -> None:

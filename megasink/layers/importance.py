@@ -99,19 +99,22 @@ class HeadCounter(StaysFloat32):
         config, statistics = self.config, self._statistics
         batch, _, tokens, width = gate_BHTC.shape
         tokens, real_1T = batch * tokens, None
+        # Tokens of the microbatch, on all context-parallel ranks.
+        count = tokens * self.cp_size
         if documents is not None:
             tokens, real_1T = documents.real_tokens, documents.real_1T
+            count = documents.real_in_row
         gate_sum_h = gate_sum(gate_BHTC.squeeze(-1) if width == 1 else gate_BHTC.mean(-1), real_1T)
         statistics.heads.record(
             self.layer, self._first, gate_sum_h, tokens, self.routed, self._receive
         )
         if not config.head_balance_coeff:
             return out_SBX
-        coefficients = self._coefficients(gate_sum_h, tokens)
+        uneven = count if documents is not None else None
+        coefficients = self._coefficients(gate_sum_h, tokens, uneven)
         # This rank's share of the microbatch's importance: Megatron sums over context-parallel
         # ranks, or averages and includes their number in the loss scale. The gradient is divided,
         # not the sum: one launch per layer less.
-        count = tokens * self.cp_size
         slope_h = None
         if self._observer.compares_gradients:
             slope_h = gate_sum(gate_slope(gate_BHTC), real_1T) / count
@@ -124,8 +127,13 @@ class HeadCounter(StaysFloat32):
 
         return attach_gradient(out_SBX, gate_sum_h, gradient)
 
-    def _coefficients(self, gate_sum_h: Tensor, tokens: int) -> Callable[[], Tensor]:
+    def _coefficients(
+        self, gate_sum_h: Tensor, tokens: int, uneven: int | None
+    ) -> Callable[[], Tensor]:
         """Return a function that computes dL/dImp [h] at coefficient 1 in the backward pass.
+
+        In the scope of several replicas, whose packed rows may have `uneven` numbers of tokens, it
+        is multiplied by this microbatch's share of the tokens over that of an even split.
 
         Under ``calculate_per_token_loss`` the result is multiplied by the targets of the
         microbatch, because Megatron divides every gradient by the targets of the global batch: a
@@ -144,6 +152,8 @@ class HeadCounter(StaysFloat32):
             self._statistics.heads.record_loss(self.layer, self._first, loss)
             gradient_H = head_balance_gradient(importance_H, 1.0, self.routed)
             gradient_h = own_heads(gradient_H, self.tp_group)
+            if uneven is not None and self.config.head_balance_scope == "data-parallel":
+                gradient_h = gradient_h * (uneven / (sums.mean_tokens() * self.cp_size))
             return gradient_h if targets is None else gradient_h * sums.mean_targets()
 
         return of_this_microbatch

@@ -12,6 +12,7 @@ from typing import Any
 from megasink.errors import ConfigError
 from megasink.parser import parse_known
 from megasink.train import checks, run_dir
+from megasink.train.checks.chat import recognize
 from megasink.train.checks.gates import match_ffn_width
 from megasink.train.checks.transformer_layer import set_gated_unit
 from megasink.train.checks.vocabulary import pin_vocabulary
@@ -36,6 +37,7 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     args = parse_known(argv)
     run_dir.use_own_tokenizer(args)
+    recognize(args)
     problems = checks.problems(args)
     if problems:
         raise ConfigError(problems)

@@ -1,6 +1,7 @@
 """Build Megatron's datasets from arguments, and read a batch on each rank.
 
-Shapes: B microbatch, S sequence, s = S / cp tokens per context-parallel rank.
+Shapes: B microbatch, S sequence, s = S / cp tokens per context-parallel rank; s = S in a packed
+batch, which `megasink.train.packing` splits.
 """
 
 from argparse import Namespace
@@ -18,7 +19,9 @@ from torch import Tensor
 
 from megasink.data.token_bytes import token_bytes
 from megasink.data.tokenizer import load_tokenizer
+from megasink.train.chat_dataset import ChatDataset
 from megasink.train.checked_dataset import GPTDataset, read_batch
+from megasink.train.packing import boundaries
 from megasink.train.sink_token import with_sink_token
 
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids")
@@ -60,7 +63,8 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
     def built_here() -> bool:
         return bool(mpu.get_tensor_model_parallel_rank() == 0 and _reads(args, vp_stage))
 
-    kind = MockGPTDataset if args.mock_data else GPTDataset
+    text = MockGPTDataset if args.mock_data else GPTDataset
+    kind = ChatDataset if args.chat_data else text
     builder = BlendedMegatronDatasetBuilder(kind, samples, built_here, dataset_config(args))
     return builder.build()
 
@@ -76,8 +80,9 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
         tokens, labels, position_ids [B, s] int64 and loss_mask [B, s] float32, with the s tokens of
         this context-parallel rank; None for what this pipeline stage does not need. targets [],
         the sum of the loss mask over all S tokens; None if unused. With
-        --dataloader-inter-document-masking also cu_seqlens [B, S + 1] and max_seqlen [B] int32, on
-        every stage, and host_cu_seqlens, the same on the host: None where another rank has read it.
+        --dataloader-inter-document-masking also max_seqlen [B] and cu_seqlens [B, S + 2] int32 (see
+        `boundaries`) on every stage, and host_cu_seqlens, the same on the host: None where another
+        rank has read it.
     """
     args = get_args()
     packed = args.dataloader_inter_document_masking
@@ -89,6 +94,8 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
     if mpu.get_tensor_model_parallel_rank() == 0:
         assert data_iterator is not None
         read = read_batch(data_iterator)
+        if packed:  # a copy: Megatron may run the same batch again
+            read = read | {"cu_seqlens": boundaries(read)}
         # All of it, even if a middle virtual stage needs only the boundaries: Megatron broadcasts
         # by the rank's pipeline stage, not the virtual stage.
         keys = _KEYS + _PACKED if packed else _KEYS
@@ -121,9 +128,10 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
         targets = _from_first_tensor_parallel_rank(targets)
     if not ends_here:
         batch |= dict.fromkeys(_KEYS)
-    batch = get_batch_on_this_cp_rank(
-        batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
-    )
+    if not packed:
+        batch = get_batch_on_this_cp_rank(
+            batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
+        )
     return batch | {_TARGETS: targets, "host_cu_seqlens": host_cu_seqlens}
 
 

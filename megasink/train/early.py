@@ -15,6 +15,7 @@ from megasink.errors import ConfigError
 from megasink.flags import add_options
 from megasink.parser import CPU_DEFAULTS, DEFAULTS, read_flags
 from megasink.train import checks
+from megasink.train.checks.chat import recognize
 from megasink.train.flag_table import add_flags, read_table
 
 _SIZES = ("tensor_model", "pipeline_model", "context")
@@ -62,6 +63,7 @@ def refuse(args: Namespace, ranks: int | None) -> None:
     if not hasattr(args, "flag_problems"):
         return
     args.rank, args.world_size = 0, ranks or replica_ranks(args)
+    recognize(args)
     problems = checks.early_problems(args)
     if problems:
         raise ConfigError(problems)

@@ -163,7 +163,8 @@ def validation_samples(validation: Any, args: Namespace) -> list[Sample]:
         tokens = [int(token) for token in item["tokens"]]
         bounds = [0, len(tokens)]
         if args.dataloader_inter_document_masking:
-            bounds = sorted({0, *(int(end) for end in item["cu_seqlens"] if end > 0)})
+            real = int(item.get("real_tokens", len(tokens)))
+            bounds = sorted({0, *(int(end) for end in item["cu_seqlens"] if 0 < end <= real)})
         if args.sink_token:
             tokens = [args.sink_token_id, *tokens[:-1]]
         for start, stop in pairwise(bounds):

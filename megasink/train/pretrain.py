@@ -92,6 +92,7 @@ def _run(args: Namespace, store: Any) -> None:
     from megasink.report.curves import draw_run
     from megasink.train.arguments import refusals_of_megatron
     from megasink.train.checkpoint_writer import checkpoint_helpers
+    from megasink.train.checks import chat
     from megasink.train.checks.attention import attention_request
     from megasink.train.dataset import datasets_provider
     from megasink.train.evaluation import comparable_evaluations
@@ -113,6 +114,8 @@ def _run(args: Namespace, store: Any) -> None:
             choice = choose(attention_request(args), args.attention_kernel)
             others = "; ".join(f"not {name}: {why}" for name, why in choice.reasons.items())
             print(f"attention: {title} on {choice.name} ({others})", flush=True)
+    if args.rank == 0 and args.chat_data:
+        print(chat.description(), flush=True)
     with refusals_of_megatron():
         model = model_config(args)
         container = pretrain_cfg_container_from_args(args, model)

@@ -77,6 +77,21 @@ def test_documents(variant, window, dtype, backend):
     check(case, dtype, variant, backend=backend, roundings=4, **mask)
 
 
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_last_rows_of_a_pack(variant, window, dtype):
+    """A chunk of a context-parallel rank: its first document may have begun before it."""
+    for queries in (1, 3, 16, 36):
+        case = make_case(sink=5.0 if window else None, dtype=dtype, tokens=queries, keys=37)
+        mask = {"window": window, "cu_seqlens": CU_SEQLENS}
+        check(case, dtype, variant, roundings=4, **mask)
+        tensors = [t.float() for t in (case.query, case.key, case.value)]
+        if variant == "vanilla" and dtype is torch.float32:
+            _, lse, gate = attention(*tensors, **mask)
+            torch.testing.assert_close(first_key_gate(*tensors[:2], lse, **mask), gate)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_document_knows_nothing_of_its_neighbours(variant):
     """Nor of its place in the pack: the same as attention over the document alone, to the bit."""
@@ -267,8 +282,10 @@ def test_masks_without_meaning_are_refused():
     }.items():
         with pytest.raises(ValueError, match=problem):
             attention(query, query, query, **options)
-    with pytest.raises(ValueError, match="decode each document by itself"):
-        attention(few, query, query, cu_seqlens=(0, 8))
+    with pytest.raises(ValueError, match="call each document by itself"):
+        attention(few, query, query, cu_seqlens=(0, 8), causal=False)
+    with pytest.raises(ValueError, match="8 queries over only 3 keys"):
+        attention(query, few, few, cu_seqlens=(0, 3))
     with pytest.raises(ConfigError, match="needs the causal mask"):
         attention(query, query, query, distance_bias_HS=bias, causal=False)
     with pytest.raises(ConfigError, match="adds no bias to the scores; use 'eager'"):

@@ -3,6 +3,7 @@
 Shapes: B microbatch, S sequence, T = B * S, H query heads.
 """
 
+import contextlib
 from collections.abc import Iterator
 from itertools import pairwise
 from types import MethodType
@@ -18,16 +19,25 @@ from megasink.attention import reference_attention
 from megasink.layers.builder import MegasinkGPTBuilder
 from megasink.layers.core_attention import CoreAttention
 from megasink.train.dataset import without_prefix
-from megasink.train.packing import enter_stage, leave_stage, pack
+from megasink.train.packing import boundaries, enter_stage, leave_stage, pack
 from tests.distributed import oracle, tiny_gpt
 
-# Of each sample: the ends of its documents. One of a single token, two of one length.
+# Of each sample: the ends of its documents. One of a single token, two of one length. The row of
+# both samples is split at 16, 32 and 48 over two ranks: inside documents and between two.
 ENDS = ([5, 6, 18, 32], [13, 25, 32])
 
 
-def batch(step: int, index: int, documents: bool) -> dict[str, Any]:
-    """A microbatch as the data loader gives it."""
-    data: dict[str, Any] = tiny_gpt.batch(step, index)
+def batch(
+    step: int, index: int, documents: bool, masked: bool = False, padded: bool = False
+) -> dict[str, Any]:
+    """A microbatch as the data loader gives it.
+
+    Args:
+        masked: of :func:`tiny_gpt.batch`.
+        padded: samples end with padding, more in some microbatches than in others: inside a
+            document, and whole documents.
+    """
+    data: dict[str, Any] = tiny_gpt.batch(step, index, masked)
     if documents:
         length = tiny_gpt.SEQUENCE
         rows = [[0, *ends] + [length] * (length - len(ends)) for ends in ENDS]
@@ -36,18 +46,34 @@ def batch(step: int, index: int, documents: bool) -> dict[str, Any]:
         for row, ends in zip(data["position_ids"], ENDS, strict=True):
             for start, stop in pairwise([0, *ends]):
                 row[start:stop] = torch.arange(stop - start)
+    data["real_tokens"] = torch.tensor([27, 9 + 3 * index] if padded else [tiny_gpt.SEQUENCE] * 2)
+    for row, real in zip(data["loss_mask"], data["real_tokens"], strict=True):
+        row[real:] = 0.0
     return data
 
 
-def train(documents: bool = False, **options: Any) -> dict[str, Any]:
+def train(
+    documents: bool = False, masked: bool = False, padded: bool = False, **options: Any
+) -> dict[str, Any]:
     """What :func:`tiny_gpt.train` reports; the forward step is that of megasink.train.forward."""
-    prefix = options.get("prefix_lm_tokens", 0)
+    with reading(documents, masked, padded, options.get("prefix_lm_tokens", 0)):
+        return tiny_gpt.train(**options)
+
+
+@contextlib.contextmanager
+def reading(
+    documents: bool, masked: bool = False, padded: bool = False, prefix: int = 0
+) -> Iterator[None]:
+    """Let the steps of :mod:`tiny_gpt` read these batches."""
 
     def forward_step(iterator: Iterator[tuple[int, int]], model: Any) -> tuple[Tensor, Any]:
-        data = batch(*next(iterator), documents)
+        data = batch(*next(iterator), documents, masked, padded)
+        if documents:
+            data["cu_seqlens"] = boundaries(data)
         data["loss_mask"] = without_prefix(data["loss_mask"], prefix)
-        balance = get_model_config(model).statistics.balance
-        balance.set_targets(data["loss_mask"].sum())
+        config, targets = get_model_config(model), data["loss_mask"].sum()
+        balance = config.statistics.balance
+        balance.set_targets(targets)
         packed = pack(data)
         if packed is not None:
             enter_stage(model)
@@ -60,13 +86,8 @@ def train(documents: bool = False, **options: Any) -> dict[str, Any]:
         )
         if packed is not None and not get_attr_wrapped_model(model, "post_process"):
             output = leave_stage(output, tiny_gpt.MICROBATCH)
-        mask = data["loss_mask"]
-
-        def loss_function(losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            loss = (losses.float() * mask).sum()
-            return loss, mask.sum().to(torch.int), torch.stack([loss.detach(), mask.sum()])
-
-        return balance.keep_targets(output), loss_function
+        loss = tiny_gpt.loss_function(data["loss_mask"], targets, config.calculate_per_token_loss)
+        return balance.keep_targets(output), loss
 
     def microbatches(step: int, masked: bool) -> Iterator[tuple[int, int]]:
         state = tiny_gpt.parallel_state
@@ -77,15 +98,22 @@ def train(documents: bool = False, **options: Any) -> dict[str, Any]:
         mock.patch.object(tiny_gpt, "forward_step", forward_step),
         mock.patch.object(tiny_gpt, "microbatches", microbatches),
     ):
-        return tiny_gpt.train(**options)
+        yield
 
 
-def by_autograd(documents: bool = False, **options: Any) -> dict[str, Any]:
+def by_autograd(
+    documents: bool = False,
+    masked: bool = False,
+    padded: bool = False,
+    replicas: int = 1,
+    **options: Any,
+) -> dict[str, Any]:
     """One step by plain autograd: every document is a batch of its own, its mask S x S. The balance
-    loss is that of each microbatch.
+    loss is that of each microbatch, or of the microbatches that as many replicas run at a time.
 
     Returns:
-        loss as `train` reports it, importance [L, H] and gradients of the first step.
+        loss as `train` reports it, importance [L, H] of all tokens, and gradients of the first
+        step.
     """
     prefix = options.get("prefix_lm_tokens", 0)
     coeff = options.pop("head_balance_coeff")
@@ -93,6 +121,7 @@ def by_autograd(documents: bool = False, **options: Any) -> dict[str, Any]:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     (model,) = tiny_gpt.skew_sinks([MegasinkGPTBuilder(config).build_model(groups)])
     gates: dict[int, list[Tensor]] = {}
+    text = 0  # tokens of a document that are not padding
 
     def forward(
         self: CoreAttention, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
@@ -105,33 +134,53 @@ def by_autograd(documents: bool = False, **options: Any) -> dict[str, Any]:
             prefix=prefix,
             distance_bias_HS=bias,
         )
-        gates.setdefault(self.layer_number, []).append(gate.transpose(0, 1).flatten(1))
+        gate_HT = gate.transpose(0, 1).flatten(1)
+        gates.setdefault(self.layer_number, []).append(gate_HT[:, :text])
         return out.permute(2, 0, 1, 3).flatten(2)
 
     for module in model.modules():
         if isinstance(module, CoreAttention):
             module.forward = MethodType(forward, module)
-    total, report, rows = torch.zeros(()), torch.zeros(2), []
+    losses, counts, gates_of_microbatches = [], [], []
     for index in range(tiny_gpt.MICROBATCHES):
-        data = tiny_gpt.batch(0, index)
-        losses, count = [], 0
+        data = batch(0, index, documents, masked, padded)
+        data["loss_mask"] = without_prefix(data["loss_mask"], prefix)
+        loss = torch.zeros(())
         for sample in range(tiny_gpt.MICROBATCH):
+            real = int(data["real_tokens"][sample])
             for start, stop in pairwise([0, *ENDS[sample]] if documents else [0, 32]):
-                part = {k: v[sample : sample + 1, start:stop] for k, v in data.items()}
+                tokens, labels, mask = (
+                    data[key][sample : sample + 1, start:stop]
+                    for key in ("tokens", "labels", "loss_mask")
+                )
+                text = min(max(real - start, 0), stop - start)
                 position = torch.arange(stop - start)[None]
-                loss = model(part["tokens"], position, None, labels=part["labels"])
-                losses.append(loss[:, max(prefix - 1, 0) :].sum())
-                count += stop - start - max(prefix - 1, 0)
-        importance_LH = torch.stack([torch.cat(gates[i], 1).mean(1) for i in sorted(gates)])
+                loss = loss + (model(tokens, position, None, labels=labels) * mask).sum()
+        losses.append(loss)
+        counts.append(data["loss_mask"].sum())
+        gates_of_microbatches.append([torch.cat(gates[i], 1) for i in sorted(gates)])
         gates.clear()
-        loss = torch.stack(losses).sum()
-        report += torch.tensor([loss.item(), count])
+    count_M = torch.stack(counts)
+    # Megatron's mean: over the targets of the batch, or over the means of the microbatches.
+    weight_M = torch.full_like(count_M, 1 / len(count_M))
+    if config.transformer.calculate_per_token_loss:
+        weight_M = count_M / count_M.sum()
+    total = (weight_M * torch.stack(losses) / count_M).sum()
+    for first in range(0, tiny_gpt.MICROBATCHES, replicas):
+        together = gates_of_microbatches[first : first + replicas]
+        importance_LH = importance_of(together)
         every_head = [list(range(tiny_gpt.HEADS))] * len(importance_LH)
-        total = total + loss / count + oracle.balance_loss(importance_LH, coeff, every_head)
-        rows.append(importance_LH)
-    (total / tiny_gpt.MICROBATCHES).backward()
+        weight = weight_M[first : first + replicas].sum()
+        total = total + weight * oracle.balance_loss(importance_LH, coeff, every_head)
+    total.backward()
     return {
-        "loss": [report.tolist()],
-        "importance_LH": torch.stack(rows).mean(0).detach(),
+        "loss": [[torch.stack(losses).sum().item(), count_M.sum().item()]],
+        "importance_LH": importance_of(gates_of_microbatches).detach(),
         "gradients": tiny_gpt.shards([model], "grad"),
     }
+
+
+def importance_of(gates_of_microbatches: list[list[Tensor]]) -> Tensor:
+    """The mean gate [L, H] over all tokens, from the gates [H, T] of each layer."""
+    layers = zip(*gates_of_microbatches, strict=True)
+    return torch.stack([torch.cat(gates_HT, 1).mean(1) for gates_HT in layers])

@@ -21,17 +21,23 @@ from megasink.layers import sink_rate
 from megasink.layers.builder import MegasinkGPTBuilder
 from megasink.layers.core_attention import CoreAttention
 from megasink.layers.gated_self_attention import GatedSelfAttention
-from tests.distributed import oracle, tiny_gpt
+from tests.distributed import masked_gpt, oracle, tiny_gpt
 
 TOKENS = tiny_gpt.MICROBATCHES * tiny_gpt.MICROBATCH * tiny_gpt.SEQUENCE
 
 
-def observed_step(**options: Any) -> dict[str, Any]:
+def observed_step(documents: bool = False, **options: Any) -> dict[str, Any]:
     """The series of one step, and how many numbers were reduced with and without observing.
 
     Gradients are those of the mean loss of the global batch, and beside them the gradient of the
     parameter that the bias is, where the model has one.
+
+    Args:
+        documents: of packed documents with padding, and targets masked out of the loss.
     """
+    if documents:
+        with masked_gpt.reading(documents=True, masked=True, padded=True):
+            return observed_step(**options)
     config = tiny_gpt.model_config(**options)
     transformer = config.transformer
     models = tiny_gpt.build(config)

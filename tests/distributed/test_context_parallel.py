@@ -96,7 +96,8 @@ def test_half_precision_scales_the_balance_loss_as_the_other(pool, kind):
 
 def test_what_is_not_computed_is_refused_by_the_layer(pool):
     problems = pool.run("tests.layers.context_tasks:refusals", CP)[0]
-    assert problems.keys() == {"p2p", "prefix", "documents"}
+    assert problems.keys() == {"p2p", "prefix", "documents", "row"}
     assert "by all_gather or a2a" in problems["p2p"]
     assert "use cp_comm_type 'a2a'" in problems["prefix"]
-    assert "packed documents under context parallelism" in problems["documents"]
+    assert "format thd under context parallelism" in problems["documents"]
+    assert "of 12 tokens on this context-parallel rank, but 8 queries" in problems["row"]

@@ -67,6 +67,8 @@ CASES = [
     (Layout(cp=2), PER_TOKEN, A2A),
     (Layout(cp=2), ["--sink-token"], CP),
     (Layout(cp=2), ["--prefix-lm-tokens", "10"], A2A),
+    (Layout(cp=2), [*DOCUMENTS, *EOD], CP),
+    (Layout(cp=2), [*DOCUMENTS, *PER_TOKEN], A2A),
     *(
         (layout, kind, flags)
         for layout, flags in LAYOUTS.items()
@@ -103,8 +105,9 @@ def test_masked_targets_matter(whole):
         assert merging.relative_error(one[name], other[name]) > 1e-3
 
 
-def test_evaluation_adds_up_over_context_parallel_ranks(pool, text):
-    argv = [*MODEL, *text, *ROPE, *EOD]
+@pytest.mark.parametrize("mask", [[], DOCUMENTS], ids=["one", "documents"])
+def test_evaluation_adds_up_over_context_parallel_ranks(pool, text, mask):
+    argv = [*MODEL, *text, *ROPE, *EOD, *mask]
     (wanted,) = pool.run(f"{TASKS}:evaluation", SINGLE, argv=argv)
     found = pool.run(f"{TASKS}:evaluation", Layout(cp=2), argv=[*argv, *CP])
     for name in ("lm loss", "bits"):

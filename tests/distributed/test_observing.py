@@ -63,6 +63,17 @@ def test_gradients_of_other_variants_do_not_depend_on_the_layout(pool, variant):
                     assert relative(report[name], single[name]) < 1e-5, (layout, kind, name)
 
 
+@pytest.mark.parametrize("variant", ["vanilla", "sink", "gated"])
+def test_gradients_over_packed_documents_do_not_depend_on_the_layout(pool, variant):
+    """Of samples with padding, which counts nowhere."""
+    options = MICROBATCH | {"attention_variant": variant, "documents": True}
+    (single,) = pool.run(f"{TASKS}:observed_step", SINGLE, **options)
+    for kind in kinds_of(CP):
+        for report in pool.run(f"{TASKS}:observed_step", CP, **options, **kind):
+            for name in ("balance gradient", "other gradient"):
+                assert relative(report[name], single[name]) < 1e-5, (kind, name)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     "options",

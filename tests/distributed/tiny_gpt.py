@@ -3,7 +3,7 @@
 Shapes: B microbatch, S sequence, s the tokens of a context-parallel rank, L layers, H query heads.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -170,16 +170,25 @@ def forward_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Ten
     )
     output = model(data["tokens"], data["position_ids"], None, labels=data["labels"])
     per_token = get_model_config(model).calculate_per_token_loss
-    cp, mask_Bs = parallel_state.get_context_parallel_world_size(), data["loss_mask"]
+    return balance.keep_targets(output), loss_function(data["loss_mask"], targets, per_token)
 
-    def loss_function(losses_Bs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+
+def loss_function(mask_Bs: Tensor, targets: Tensor, per_token: bool) -> Callable[..., Any]:
+    """The loss of a microbatch as megasink.train.forward gives it.
+
+    Args:
+        targets: of the microbatch, on all context-parallel ranks.
+    """
+    cp = parallel_state.get_context_parallel_world_size()
+
+    def of_losses(losses_Bs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         loss = (losses_Bs.float() * mask_Bs).sum()
         reported = torch.stack([loss.detach(), mask_Bs.sum()])
         if per_token:
             return loss, mask_Bs.sum().to(torch.int), reported
         return cp * loss, targets.to(torch.int), reported
 
-    return balance.keep_targets(output), loss_function
+    return of_losses
 
 
 def optimizer_of(

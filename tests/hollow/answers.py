@@ -41,15 +41,17 @@ def say_balanced_experts() -> None:
 def say_documents() -> None:
     """The first tensor-parallel rank has read documents, and has told this one."""
     read_batch, pack, send = dataset.get_batch_on_this_tp_rank, forward.pack, dist.broadcast
+    numbers: list[int] = []
 
     def receive(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
         work = send(tensor, *arguments, **options)
-        if tensor.dim() == 0:  # the number of boundaries
-            args = get_args()
-            _write(tensor, torch.tensor(args.micro_batch_size * (args.seq_length + 1)))
+        if tensor.dim() == 0:  # how many boundaries follow; none of padded documents
+            _write(tensor, torch.tensor(numbers.pop()))
         return work
 
     def read_as_received(*arguments: Any, **options: Any) -> Any:
+        args = get_args()
+        numbers[:] = [0, args.micro_batch_size * (args.seq_length + 2)]
         dist.broadcast = receive
         try:
             return read_batch(*arguments, **options)
@@ -58,8 +60,8 @@ def say_documents() -> None:
 
     def pack_received(batch: dict[str, Any]) -> Any:
         samples, places = batch["cu_seqlens"].shape
-        ends = torch.full((samples, places), places - 1)
-        ends[:, : DOCUMENTS + 1] = torch.linspace(0, places - 1, DOCUMENTS + 1)
+        ends = torch.full((samples, places), places - 2)
+        ends[:, : DOCUMENTS + 1] = torch.linspace(0, places - 2, DOCUMENTS + 1)
         _write(batch["cu_seqlens"], ends)
         return pack(batch)
 

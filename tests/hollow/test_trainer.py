@@ -23,7 +23,7 @@ GATED, ELEMENTWISE = "--attention-variant gated", "--gate-granularity elementwis
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type allgather"
 ALLTOALL = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-LEARNED = "--position-embedding-type learned_absolute"  # Megatron's unfused RoPE reads documents
+PACKED = "--dataloader-inter-document-masking"
 TP, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
 PP, CP = "--pipeline-model-parallel-size", "--context-parallel-size 2"
 VPP = "--num-layers 8 --num-layers-per-virtual-pipeline-stage 2"
@@ -46,8 +46,11 @@ CASES = {
     "no-balance-loss": ("--attention-variant sink --head-balance-coeff 0", 0, 1),
     "shared-heads": ("--head-balance-shared-heads 1", 0, 1),
     "microbatch-scope": ("--head-balance-scope microbatch", 0, 1),
-    "packed": (f"--dataloader-inter-document-masking {LEARNED}", 0, 1),
-    "packed-tensor": (f"--dataloader-inter-document-masking {LEARNED} {TP}", 1, 2),
+    "packed": (PACKED, 0, 1),
+    "packed-vanilla": (f"{PACKED} --attention-variant vanilla --head-balance-coeff 0", 0, 1),
+    "packed-tensor": (f"{PACKED} {TP}", 1, 2),
+    "packed-context": (f"{PACKED} {CP}", 1, 2),
+    "packed-context-heads": (f"{PACKED} {CP} --cp-comm-type a2a {TP} {SP}", 3, 4),
     "observed": ("--log-interval 1", 0, 1),
     "recompute": (f"{FULL} {GATED}", 0, 1),
     "tensor": (f"{TP} {GATED}", 0, 2),

@@ -14,6 +14,7 @@ from torch import Tensor
 from megasink.attention import attention
 from megasink.layers.context_parallel import attend_to_gathered_keys, attend_with_scattered_heads
 from megasink.layers.core_attention import CoreAttention
+from megasink.layers.documents import PackedRow, row_of_documents
 from tests.distributed import tiny_gpt
 from tests.layers.context_case import case_of
 from tests.said import said
@@ -30,14 +31,17 @@ def own_tokens(x_BNSD: Tensor) -> Tensor:
     return own.permute(2, 0, 1, 3).contiguous()
 
 
-def attend_over_ranks(cases: list[tuple[str, str, str, float, int | None]]) -> list[Any]:
-    """Outputs and gradients of this rank for each (kind, variant, dtype, sink, window)."""
+Ends = tuple[int, ...] | None
+
+
+def attend_over_ranks(cases: list[tuple[str, str, str, float, int | None, Ends]]) -> list[Any]:
+    """Outputs and gradients of this rank for each (kind, variant, dtype, sink, window, ends)."""
     group = parallel_state.get_context_parallel_group()
     return [_attend(group, *case) for case in cases]
 
 
 def _attend(
-    group: Any, kind: str, variant: str, dtype_name: str, sink: float, window: int | None
+    group: Any, kind: str, variant: str, dtype_name: str, sink: float, window: int | None, ends: Ends
 ) -> dict[str, Tensor]:
     dtype = getattr(torch, dtype_name)
     case = case_of(dtype, sink)
@@ -49,8 +53,12 @@ def _attend(
         if kind == "a2a":
             sink_H = sink_H.chunk(group.size())[group.rank()]
 
+    row = None if ends is None else row_of_documents((0, *ends), device=torch.device("cpu"))
+
     def attend(*tensors: Tensor) -> tuple[Tensor, Tensor | None]:
-        out, _, gate = attention(*tensors, variant=variant, sink_H=sink_H, window=window)
+        bounds = None if row is None else row.until(tensors[1].shape[2])
+        mask = {"window": window, "cu_seqlens": bounds}
+        out, _, gate = attention(*tensors, variant=variant, sink_H=sink_H, **mask)
         return out, gate
 
     out_sBHD, gate_BHs = WAYS[kind](attend, *leaves, group)
@@ -72,16 +80,19 @@ def refusals() -> dict[str, str]:
         config = tiny_gpt.model_config(**options).transformer
         return CoreAttention(config, 1, AttnMaskType.causal, "self", cp_comm_type=kind)
 
-    def packed() -> None:
-        bounds = torch.tensor([0, 8], dtype=torch.int32)
-        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    def packed(params: PackedSeqParams) -> None:
         query, key = torch.zeros(8, tiny_gpt.HEADS, 16), torch.zeros(8, 2, 16)
         layer(None)(query, key, key, None, packed_seq_params=params)
+
+    bounds = torch.tensor([0, 8], dtype=torch.int32)
+    thd = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    whole_row = PackedRow(documents=row_of_documents((0, 12), device=torch.device("cpu")))
 
     calls = {
         "p2p": lambda: layer("p2p"),
         "prefix": lambda: layer("all_gather", prefix_lm_tokens=3),
-        "documents": packed,
+        "documents": lambda: packed(thd),
+        "row": lambda: packed(whole_row),
         "prefix with a2a": lambda: layer("a2a", prefix_lm_tokens=3),
     }
     return {name: text for name, call in calls.items() if (text := said(call))}

@@ -20,7 +20,7 @@ from megasink.layers.builder import MegasinkGPTBuilder
 from megasink.layers.core_attention import CoreAttention
 from megasink.layers.position_bias import alibi_slopes, bucket_of_distance, build_position_bias
 from megasink.layers.sinusoid import sinusoidal_table
-from megasink.train.packing import pack
+from megasink.train.packing import boundaries, pack
 from tests.distributed import tiny_gpt
 from tests.said import said
 
@@ -140,9 +140,11 @@ def host_reads() -> dict[str, int]:
         data: dict[str, Any] = tiny_gpt.batch(0, 0)
         rows = [[0, 5, 32] + [32] * 30, [0, 9, 11, 32] + [32] * 29]
         data["cu_seqlens"] = torch.tensor(rows, dtype=torch.int32)
+        data["cu_seqlens"] = boundaries(data)
         params = pack(data)
         if name == "from elsewhere":
-            del params.__dict__["megasink_documents"]
+            bounds = params.cu_seqlens_q
+            params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
         with mock.patch.object(documents, "_read", wraps=documents._read) as read:
             for _ in range(2):
                 model(

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megasink.attention import VARIANTS, reference_attention
-from megasink.layers.context_parallel import in_rank_order, in_sequence_order
+from megasink.layers.context_parallel import in_rank_order, in_sequence_order, own_chunks
 from tests.attention.attention_oracle import assert_at_most_twice_plain_error, evaluate
 from tests.distributed.layout import Layout
 from tests.layers.context_case import case_of
@@ -17,14 +17,32 @@ CASES = [
     for dtype in ("float32", "bfloat16")
     for sink, window in ((5.0, None), (3.0, 5), (-4.0, 16))
 ]
+# Ends of documents in 28 tokens, of which each rank has two chunks of 7: one document over all
+# chunks, ends at those of the chunks, a token by itself, on both sides of a cut too.
+ENDS = {
+    "one": (28,),
+    "at the cuts": (7, 14, 21, 28),
+    "odd": (5, 6, 19, 28),
+    "around a cut": (6, 7, 8, 20, 22, 28),
+    "of two tokens": tuple(range(2, 29, 2)),
+    "of three tokens and one": (*range(3, 28, 3), 28),
+}
+PACKED = [
+    (kind, variant, dtype, 3.0, window, ends)
+    for kind in ("all_gather", "a2a")
+    for variant in VARIANTS
+    for dtype, window in (("float32", None), ("float32", 4), ("bfloat16", None))
+    for ends in ENDS
+]
 
 
 @pytest.fixture(scope="module")
 def found(pool):
     """{case: results by rank}."""
     task = "tests.layers.context_tasks:attend_over_ranks"
-    by_rank = pool.run(task, Layout(cp=2), cases=CASES)
-    return dict(zip(CASES, zip(*by_rank, strict=True), strict=True))
+    cases = [*((*case, None) for case in CASES), *((*case[:-1], ENDS[case[-1]]) for case in PACKED)]
+    by_rank = pool.run(task, Layout(cp=2), cases=cases)
+    return dict(zip([*CASES, *PACKED], zip(*by_rank, strict=True), strict=True))
 
 
 def in_order(name: str, parts: tuple[np.ndarray, ...]) -> torch.Tensor:
@@ -51,6 +69,23 @@ def test_ranks_together_equal_the_definition(found, case):
     assert_at_most_twice_plain_error(ours, plain, exact, dtype)
 
 
+@pytest.mark.parametrize("case", PACKED, ids=lambda case: "-".join(map(str, case)))
+def test_packed_documents_equal_the_definition(found, case):
+    _, variant, name, sink, window, ends = case
+    dtype = getattr(torch, name)
+    results = found[case]
+    ours = {key: in_order(key, tuple(r[key] for r in results)) for key in results[0]}
+    whole, mask = case_of(dtype, sink), {"window": window, "cu_seqlens": (0, *ENDS[ends])}
+    plain, exact = (
+        evaluate(reference_attention, whole, precision, variant, **mask)
+        for precision in (dtype, torch.float64)
+    )
+    for outputs in (plain, exact):
+        del outputs["lse"]
+    # Documents of one token: see the oracle on roundings.
+    assert_at_most_twice_plain_error(ours, plain, exact, dtype, roundings=4)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_the_order_of_the_sequence_and_that_of_the_ranks(ranks):
     """Rank r holds the chunks r and 2 cp - 1 - r (megatron/core/utils.py:2740)."""
@@ -59,3 +94,5 @@ def test_the_order_of_the_sequence_and_that_of_the_ranks(ranks):
     ranked = torch.cat([torch.cat((chunks[r], chunks[-1 - r])) for r in range(ranks)])
     assert torch.equal(in_rank_order(tokens, ranks), ranked)
     assert torch.equal(in_sequence_order(ranked, ranks), tokens)
+    own = [own_chunks(tokens[None], ranks, rank, dim=1)[0] for rank in range(ranks)]
+    assert torch.equal(torch.cat(own), ranked)

@@ -123,12 +123,10 @@ activations: --ffn-activation relu --squared-relu --use-te-activation-func
   ! --ffn-activation relu with --use-te-activation-func
   ! --ffn-activation relu with --use-transformer-engine-op-fuser
 context-parallel: --context-parallel-size 3 --cp-comm-type p2p all_gather a2a+p2p p2p
-    --prefix-lm-tokens 3 --dataloader-inter-document-masking --hybrid-context-parallel
-    --hierarchical-context-parallel-sizes 3
+    --prefix-lm-tokens 3 --hybrid-context-parallel --hierarchical-context-parallel-sizes 3
   ! --hybrid-context-parallel: its groups change with every batch
   ! --hierarchical-context-parallel-sizes belongs to --cp-comm-type a2a+p2p
   ! --seq-length 64 is not divisible by 2 * --context-parallel-size 3
-  ! --dataloader-inter-document-masking with --context-parallel-size 3
   ! --cp-comm-type p2p: a gate needs the log-sum-exp over all keys at once: use all_gat
   ! --cp-comm-type a2a+p2p: a gate needs
   ! --cp-comm-type has 4 values for 2 layers
@@ -221,6 +219,8 @@ swiglu: --ffn-activation swiglu --residual-clip 300
 experts-of-two-ranks: --disable-bias-linear --num-experts 4 --expert-model-parallel-size 2
     --moe-token-dispatcher-type alltoall
 deterministic: --deterministic-mode
+context-parallel-documents: --context-parallel-size 2 --dataloader-inter-document-masking
+    --cp-comm-type a2a all_gather --calculate-per-token-loss
 context-parallel-window: --context-parallel-size 2 --window-size 15,0
 context-parallel-a2a: --context-parallel-size 2 --cp-comm-type a2a all_gather
     --group-query-attention --num-query-groups 2 --attention-bias-type alibi

@@ -213,6 +213,7 @@ UNSUPPORTED = """
 --full-validation --multiple-validation-sets
 --hybrid-layer-pattern=M --experimental-attention-variant=dsa --qk-clip
 --apply-query-key-layer-scaling --log-max-attention-logit
+--sft --sft-tokenizer-prompt-format=default --chat-template=x
 """.split()
 
 

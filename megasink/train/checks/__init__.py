@@ -10,6 +10,7 @@ from megasink.command_line import with_help
 from megasink.train import run_dir
 from megasink.train.checks import (
     balance,
+    chat,
     checkpoints,
     choices,
     context_parallel,
@@ -45,6 +46,7 @@ _EARLY = (
     checkpoints,
     schedule,
     observing,
+    chat,
 )
 
 

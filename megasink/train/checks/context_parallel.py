@@ -28,11 +28,6 @@ def problems(args: Namespace) -> Iterator[str]:
             f"--seq-length {args.seq_length} is not divisible by 2 * --context-parallel-size "
             f"{size}: each rank takes two chunks of the sequence"
         )
-    if args.dataloader_inter_document_masking:
-        yield (
-            f"--dataloader-inter-document-masking with --context-parallel-size {size}: packed "
-            "documents are split into other chunks than a sequence; drop one of the two"
-        )
     yield from _comm_type(args)
 
 

@@ -1,9 +1,13 @@
 """Checks for datasets and tokenizers that are not given, or do not exist."""
 
+import json
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
+from megasink.errors import UserError
+
+_LIST_BYTES = 64 << 20
 _FLAGS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 
 
@@ -50,6 +54,38 @@ def without_weights(words: list[str]) -> Iterator[str]:
         else:
             if Path(f"{word}.bin").exists():
                 yield word
+
+
+def listed_prefixes(args: Namespace) -> Iterator[tuple[str, str]]:
+    """Yield the flag and prefix of every dataset that is listed in a file.
+
+    Raises:
+        UserError: the file cannot be read, or is not a list of datasets.
+    """
+    if args.data_args_path:
+        flag, path = "--data-args-path", args.data_args_path
+        yield from ((flag, prefix) for prefix in without_weights(_read(flag, path).split()))
+    if args.per_split_data_args_path:
+        flag, path = "--per-split-data-args-path", args.per_split_data_args_path
+        try:
+            parts = json.loads(_read(flag, path))
+            blends = [parts[split] for split in ("train", "valid", "test")]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise UserError(
+                f"{flag} {path} is not a JSON object with train, valid and test"
+            ) from None
+        for blend in blends:
+            words = blend.split() if isinstance(blend, str) else blend or []
+            yield from ((flag, prefix) for prefix in without_weights(list(map(str, words))))
+
+
+def _read(flag: str, path: str) -> str:
+    try:
+        if not Path(path).is_file() or Path(path).stat().st_size > _LIST_BYTES:
+            raise UserError(f"{flag} {path} is not a list of prefixes")
+        return Path(path).read_text()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{flag} {path} cannot be read: {error}") from error
 
 
 def missing_files(prefix: str) -> list[str]:

@@ -1,17 +1,17 @@
 """Checks of dataset contents, before anything is built."""
 
-import json
 from argparse import Namespace
 from collections.abc import Iterator
-from pathlib import Path
+
+import numpy as np
 
 from megasink.data.index import data_problem, sequence_lengths
-from megasink.data.sidecar import mismatch
+from megasink.data.output import LOSS_MASK
+from megasink.data.sidecar import mismatch, read_sidecar
 from megasink.errors import UserError
-from megasink.train.checks.data import missing_files, named_prefixes, without_weights
+from megasink.train.checks.data import listed_prefixes, missing_files, named_prefixes
 from megasink.train.checks.vocabulary import known_ids, transformers_tokenizer
 
-_LIST_BYTES = 64 << 20
 _DEFAULT_SPLIT = "969,30,1"  # Megatron's (arguments.py:651), set after these checks
 
 
@@ -23,7 +23,7 @@ def problems(args: Namespace) -> Iterator[str]:
         yield "--data-args-path without --split: give three weights, such as --split 99,1,0"
     listed: list[tuple[str, str]] = []
     try:
-        listed += _listed_prefixes(args)
+        listed += listed_prefixes(args)
     except UserError as error:
         yield str(error)
     for flag, prefix in listed:
@@ -37,43 +37,28 @@ def problems(args: Namespace) -> Iterator[str]:
     for flag, prefix in dict.fromkeys([*named_prefixes(args), *listed]):
         if missing_files(prefix):
             continue
-        for problem in (data_problem(prefix, ids), tokenizer and mismatch(prefix, tokenizer)):
+        for problem in (
+            data_problem(prefix, ids),
+            tokenizer and mismatch(prefix, tokenizer),
+            _mask_problem(prefix),
+        ):
             if problem:
                 yield f"{flag} {prefix}: {problem}"
         if flag == "--data-path":
             yield from _empty_parts(prefix, args.split)
 
 
-def _listed_prefixes(args: Namespace) -> Iterator[tuple[str, str]]:
-    """Yield the flag and prefix of every dataset that is listed in a file.
-
-    Raises:
-        UserError: the file cannot be read, or is not a list of datasets.
-    """
-    if args.data_args_path:
-        flag, path = "--data-args-path", args.data_args_path
-        yield from ((flag, prefix) for prefix in without_weights(_read(flag, path).split()))
-    if args.per_split_data_args_path:
-        flag, path = "--per-split-data-args-path", args.per_split_data_args_path
-        try:
-            parts = json.loads(_read(flag, path))
-            blends = [parts[split] for split in ("train", "valid", "test")]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise UserError(
-                f"{flag} {path} is not a JSON object with train, valid and test"
-            ) from None
-        for blend in blends:
-            words = blend.split() if isinstance(blend, str) else blend or []
-            yield from ((flag, prefix) for prefix in without_weights(list(map(str, words))))
-
-
-def _read(flag: str, path: str) -> str:
-    try:
-        if not Path(path).is_file() or Path(path).stat().st_size > _LIST_BYTES:
-            raise UserError(f"{flag} {path} is not a list of prefixes")
-        return Path(path).read_text()
-    except (OSError, ValueError) as error:
-        raise UserError(f"{flag} {path} cannot be read: {error}") from error
+def _mask_problem(prefix: str) -> str | None:
+    """Return why the loss mask of chat data is not that of its tokens."""
+    mask = prefix + LOSS_MASK
+    if read_sidecar(prefix).get("kind") != "chat" or missing_files(mask):
+        return None  # `chat` reports missing files
+    if problem := data_problem(mask, None):
+        return problem
+    lengths, masked = sequence_lengths(prefix), sequence_lengths(mask)
+    if lengths is None or masked is None or np.array_equal(lengths, masked):
+        return None
+    return f"{mask}.idx has other conversations than {prefix}.idx: make the data set again"
 
 
 def _empty_parts(prefix: str, given: str | None) -> Iterator[str]:

@@ -10,6 +10,7 @@ _FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format"}  # where the attribute h
 # Measured by tests/layers/test_graph.py.
 _GRAPHS = "a replayed graph neither counts heads nor updates the balance loss (docs/gpu.md)"
 _OFFLOADING = "use --recompute-granularity to save memory"
+_CHAT = "make the data with megasink data --chat, by the tokenizer's own template"
 _LAYOUT = "initial weights would depend on the layout"
 
 # Megatron options that change attention, the loss or the weights in ways that no test here covers:
@@ -21,7 +22,9 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("heterogeneous_layers_config_path", None, "GPT only"),
     ("experimental_attention_variant", None, "GPT only"),
     ("reset_attention_mask", False, "S x S masks: use --dataloader-inter-document-masking"),
-    ("sft", False, "packed batches are not supported"),
+    ("sft", False, _CHAT),
+    ("sft_tokenizer_prompt_format", "nemotron-h-aligned", _CHAT),
+    ("chat_template", None, _CHAT),
     ("fim_data", False, "not supported"),
     ("apply_query_key_layer_scaling", False, "not supported"),
     ("qk_clip", False, "the kernels do not return the maximum logit"),

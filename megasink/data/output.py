@@ -1,0 +1,119 @@
+"""The files of a data set: their names, a lock on them, and their publication all at once."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from megasink.atomic import sync, sync_folder
+from megasink.errors import UserError
+
+LOSS_MASK = "_loss_mask"
+"""Appended to the prefix of chat data: a data set of its own, with a byte for each token."""
+
+TEXT = (".json", ".bin", ".idx")
+"""In order of publication: Megatron loads nothing without the `.idx`."""
+CHAT = (".json", f"{LOSS_MASK}.bin", f"{LOSS_MASK}.idx", ".bin", ".idx")
+
+
+def file_of(prefix: Path, suffix: str) -> Path:
+    """Return the path of a data set's file."""
+    return prefix.with_name(prefix.name + suffix)  # with_suffix would cut "web.v2"
+
+
+def partial_of(prefix: Path, suffix: str) -> Path:
+    """Return the path of a file until it is published."""
+    return file_of(prefix, suffix + ".partial")
+
+
+def output_problems(prefix: Path, inputs: Sequence[str], *, overwrite: bool) -> list[str]:
+    """Return why `prefix` cannot be written to, given `inputs`, one sentence per problem."""
+    if prefix.suffix in (".bin", ".idx"):
+        return [f"--output {prefix} is a prefix: leave {prefix.suffix} off"]
+    written = {file_of(prefix, s).resolve() for s in CHAT}
+    problems = [
+        f"--output {prefix} would write into the input {i}: choose another place"
+        for i in map(Path, inputs)
+        # the next run would read this run's output in the folder as documents
+        if i.resolve() in written or (i.is_dir() and prefix.resolve().is_relative_to(i.resolve()))
+    ]
+    if problems:
+        return problems
+    existing = [str(f) for f in (file_of(prefix, s) for s in CHAT) if f.exists()]
+    if existing and not overwrite:
+        return [f"{', '.join(existing)} exist: pass --overwrite, or another --output"]
+    return []
+
+
+@contextmanager
+def writing(prefix: Path) -> Iterator[None]:
+    """Lock `prefix` for this run, and remove partial files of this run or an older one.
+
+    The lock is the kernel's, so a dead process holds none. A non-empty file of that name belongs to
+    someone else: it is locked, and left as it is.
+
+    Raises:
+        UserError: another run holds the lock, or a file cannot be written.
+    """
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        lock = file_of(prefix, ".lock")
+        with _locked(lock, prefix):
+            try:
+                _clear_partial(prefix)
+                yield
+            finally:
+                _clear_partial(prefix)
+                if lock.stat().st_size == 0:
+                    lock.unlink()
+    except OSError as error:
+        raise UserError(f"{prefix} cannot be written: {error.strerror or error}") from error
+
+
+@contextmanager
+def _locked(lock: Path, prefix: Path) -> Iterator[None]:
+    while True:
+        # Do not block if the name is a pipe.
+        file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"another run is writing {prefix}: wait for it") from None
+            except OSError:
+                pass  # a file system without locks
+            # The previous run may have removed the file between our open and lock.
+            if lock.exists() and os.path.samestat(os.fstat(file), lock.stat()):
+                yield
+                return
+        finally:
+            os.close(file)
+
+
+def _clear_partial(prefix: Path) -> None:
+    for suffix in CHAT:
+        partial_of(prefix, suffix).unlink(missing_ok=True)
+
+
+def publish(prefix: Path, suffixes: Sequence[str]) -> None:
+    """Replace the data set of `prefix` by its partial files; call inside `writing`.
+
+    Args:
+        prefix: path of the files without suffix.
+        suffixes: `TEXT` or `CHAT`.
+    """
+    for suffix in suffixes:
+        with partial_of(prefix, suffix).open("rb") as file:
+            sync(file)
+    # Before replacing the old .bin, so that its .idx never goes with the new one. Nothing remains
+    # of chat data that text replaces.
+    for suffix in (".idx", *CHAT):
+        if suffix == ".idx" or suffix not in suffixes:
+            file_of(prefix, suffix).unlink(missing_ok=True)
+    # Megatron caches sample indices by prefix, regardless of the content.
+    shutil.rmtree(prefix / "cache" / "GPTDataset_indices", ignore_errors=True)
+    for suffix in suffixes:
+        partial_of(prefix, suffix).rename(file_of(prefix, suffix))
+    sync_folder(prefix.parent)
