@@ -58,6 +58,14 @@ def key_of(linear: str, target: str, matrix: str) -> str:
     return f"{LAYERS}{linear}.lora.{target}.{matrix}"
 
 
+def key_and_layer(name: str) -> tuple[str, int | None]:
+    """Return the key in a checkpoint of a parameter of the whole model, and its layer or None."""
+    number, _, rest = name.removeprefix(LAYERS).partition(".")
+    if not name.startswith(LAYERS) or not number.isdigit():
+        return name, None
+    return LAYERS + rest, int(number)
+
+
 def is_of_adapter(name: str) -> bool:
     """Return whether a parameter or key belongs to an adapter."""
     return ".lora." in name
