@@ -90,5 +90,10 @@ def _unsupported(args: Namespace) -> Iterator[str]:
         yield f"--lora-rank with --ckpt-format {args.ckpt_format}: use torch_dist"
     if args.defer_embedding_wgrad_compute:
         yield "--lora-rank with --defer-embedding-wgrad-compute: the embedding is frozen; drop it"
+    if args.analyze_interval:
+        yield (
+            "--analyze-interval with --lora-rank: drop it, and analyze the checkpoints (megasink "
+            "analyze, which merges the adapter)"
+        )
     if "muon" in (args.optimizer or ""):
         yield f"--lora-rank with --optimizer {args.optimizer}: use adam"
