@@ -68,7 +68,9 @@ class Place:
         # q_proj has the rows of the gate too, per head [query; gate].
         query, gate = up.reshape(-1, 2, model.head_dim, up.shape[1]).unbind(dim=1)
         if bool(gate.any()):
-            raise UserError(f"{self.module}: the adapter changes the gate, which LoRA here does not")
+            raise UserError(
+                f"{self.module}: the adapter changes the gate, which LoRA here does not"
+            )
         return query.flatten(0, 1)
 
 

@@ -140,7 +140,7 @@ class _Adapted:
         output, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]
         if self._targets:
             change = self._column(input_) if self.column else self._row(input_)
-            # In place: nothing needs the product for its gradient, and it is as large as the output.
+            # In place: no gradient needs the product, which is as large as the output.
             output = change.add_(output)
         if GATE in self.lora:
             output = self._change_gate(input_, output)
@@ -152,17 +152,14 @@ class _Adapted:
         # One block-diagonal matrix: the wasted products with its zeros cost less than to write each
         # target's part of the output apart and then together.
         pairs = {name: self.lora[name].lora_B for name in self._targets}
-        rank = self._options.lora_rank
         blocks = []
         for name, rows in self._rows.items():
-            empty = z_SBR.new_empty(rows, 0)
-            blocks.append(pairs[name] if name in pairs else empty)
+            blocks.append(pairs.get(name, z_SBR.new_empty(rows, 0)))
         up_OR = torch.block_diag(*blocks)
         if self.linear == QKV:
             parts = up_OR.split(list(self._rows.values()))
             groups = sizes_of(self._options).groups // self.tp_group.size()  # type: ignore[attr-defined]
             up_OR = by_group(parts, groups)
-        assert up_OR.shape[1] == rank * len(pairs)
         return F.linear(z_SBR, up_OR)
 
     def _row(self, x_SBI: Tensor) -> Tensor:
@@ -252,5 +249,3 @@ def _dropped(x: Tensor, chance: float, sharded: bool) -> Tensor:
         return F.dropout(x, chance)
     with get_cuda_rng_tracker().fork():
         return F.dropout(x, chance)
-
-

@@ -41,9 +41,7 @@ def targets_of(options: Any, *, gated_unit: bool) -> tuple[str, ...]:
         return ()
     given = options.lora_targets
     return tuple(
-        name
-        for name in TARGETS
-        if (name in given if given else gated_unit or name != "gate_proj")
+        name for name in TARGETS if (name in given if given else gated_unit or name != "gate_proj")
     )
 
 
