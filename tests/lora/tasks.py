@@ -132,8 +132,7 @@ def memory(distributed: bool, **options: Any) -> dict[str, int]:
     config.transformer.grad_scale_func = optimizer.scale_loss
     tiny_gpt.run_step(models, optimizer, 0)
     optimizer.step()
-    inner = optimizer.optimizer
-    states = [s for s in inner.state.values()]
+    states = optimizer.optimizer.state.values()
     parameters = [p for model in models for p in model.parameters()]
     return {
         "all": sum(p.numel() for p in parameters),
