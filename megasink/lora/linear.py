@@ -38,6 +38,9 @@ from megasink.lora.merge import Sizes, by_group
 from megasink.lora.targets import FC1, GATE, LINEARS, QKV, scaling_of, targets_of
 
 
+_Pairs = dict[str, tuple[Tensor, Tensor]]  # {target: (A, B)}
+
+
 class LowRank(ShardedByHeads):
     """The matrices A and B of one target.
 
@@ -69,6 +72,10 @@ class LowRank(ShardedByHeads):
             self.lora_A.sequence_parallel = False  # type: ignore[attr-defined]
             set_tensor_model_parallel_attributes(self.lora_A, True, 1, 1)
 
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return A and B. Under --overlap-param-gather, a hook of this call waits for them."""
+        return self.lora_A, self.lora_B
+
 
 class GateChange(ShardedByHeads):
     """What is added to the gate rows of linear_qkv, whose other rows are frozen.
@@ -91,6 +98,10 @@ class GateChange(ShardedByHeads):
         self.tp_group = tp_group
         self.weight = new_parameter((rows, inputs), 0.0, config, sharded=True)
         self.bias = new_parameter((rows,), 0.0, config, sharded=True) if bias else None
+
+    def forward(self) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias; see `LowRank.forward`."""
+        return self.weight, self.bias
 
 
 class _Adapted:
@@ -139,22 +150,24 @@ class _Adapted:
         """Run the layer and add what the adapter does to its input."""
         output, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]
         if self._targets:
-            change = self._column(input_) if self.column else self._row(input_)
+            pairs = {name: self.lora[name]() for name in self._targets}
+            change = self._column(input_, pairs) if self.column else self._row(input_, pairs)
             # In place: no gradient needs the product, which is as large as the output.
             output = change.add_(output)
         if GATE in self.lora:
             output = self._change_gate(input_, output)
         return output, bias
 
-    def _column(self, x_SBI: Tensor) -> Tensor:
-        z_SBR = self._down(x_SBI, sharded=self.sequence_parallel)  # type: ignore[attr-defined]
+    def _column(self, x_SBI: Tensor, pairs: _Pairs) -> Tensor:
+        sharded = self.sequence_parallel  # type: ignore[attr-defined]
+        z_SBR = self._down(x_SBI, pairs, sharded=sharded)
         z_SBR = self._complete(z_SBR)
         # One block-diagonal matrix: the wasted products with its zeros cost less than to write each
         # target's part of the output apart and then together.
-        pairs = {name: self.lora[name].lora_B for name in self._targets}
-        blocks = []
-        for name, rows in self._rows.items():
-            blocks.append(pairs.get(name, z_SBR.new_empty(rows, 0)))
+        blocks = (
+            pairs[name][1] if name in pairs else z_SBR.new_empty(rows, 0)
+            for name, rows in self._rows.items()
+        )
         up_OR = torch.block_diag(*blocks)
         if self.linear == QKV:
             parts = up_OR.split(list(self._rows.values()))
@@ -162,22 +175,22 @@ class _Adapted:
             up_OR = by_group(parts, groups)
         return F.linear(z_SBR, up_OR)
 
-    def _row(self, x_SBI: Tensor) -> Tensor:
-        z_SBR = self._down(x_SBI, sharded=True)
+    def _row(self, x_SBI: Tensor, pairs: _Pairs) -> Tensor:
+        z_SBR = self._down(x_SBI, pairs, sharded=True)
         group = self.tp_group  # type: ignore[attr-defined]
         if self.sequence_parallel:  # type: ignore[attr-defined]
             z_SBR = reduce_scatter_to_sequence_parallel_region(z_SBR, group=group)
         else:
             z_SBR = reduce_from_tensor_model_parallel_region(z_SBR, group=group)
-        return F.linear(z_SBR, self.lora[self._targets[0]].lora_B)
+        return F.linear(z_SBR, pairs[self._targets[0]][1])
 
-    def _down(self, x_SBI: Tensor, *, sharded: bool) -> Tensor:
+    def _down(self, x_SBI: Tensor, pairs: _Pairs, *, sharded: bool) -> Tensor:
         """Return alpha / r A x [S, B, R] of all targets; each has its own dropout, as in peft.
 
         Args:
             sharded: whether the tensor-parallel ranks have different parts of x.
         """
-        down = [self.lora[name].lora_A for name in self._targets]
+        down = [down for down, _ in pairs.values()]
         chance = self._options.lora_dropout
         if not chance or not self.training:  # type: ignore[attr-defined]
             return F.linear(x_SBI, torch.cat(down)) * self._scaling
@@ -196,7 +209,7 @@ class _Adapted:
         return same
 
     def _change_gate(self, input_: Tensor, output: Tensor) -> Tensor:
-        change = F.linear(self._complete(input_), self.lora[GATE].weight, self.lora[GATE].bias)
+        change = F.linear(self._complete(input_), *self.lora[GATE]())
         if GATE not in self._rows:  # the layer keeps the scores of its trailing rows
             self._scores = self._scores + change  # type: ignore[has-type]
             return output

@@ -67,6 +67,8 @@ def answers(files):
     accepted = ACCEPTED | {"text": text}
     documented = train_lines(files / "many", files / "tokenizer-a")
     for place, (flags, _) in documented.items():
+        if "--pretrained-checkpoint" in flags:  # nor is a base
+            continue
         if "--load" in flags:  # no checkpoint is there
             at = flags.index("--load")
             del flags[at : at + 2]
