@@ -1,7 +1,7 @@
 """Cost of Eq. 8 in a LoRA step: CPU time of a step with the head-balance loss over one without.
 
-The same frozen model with LoRA of rank 16 on all linear layers, through Megatron's schedule, DDP and
-optimizer; one process, one thread. "full" trains all weights, for comparison. Pairs of steps
+The same frozen model with LoRA of rank 16 on all linear layers, through Megatron's schedule, DDP
+and optimizer; one process, one thread. "full" trains all weights, for comparison. Pairs of steps
 alternate, and the ratio is the median over the pairs. Wall time says nothing on a shared machine.
 
     python benchmarks/lora.py --turns 15

@@ -16,11 +16,11 @@ import megasink
 from megasink.atomic import sync_folder
 from megasink.checkpoint.adapter import BASE, find_base, fingerprint
 from megasink.checkpoint.find import Checkpoint
-from megasink.checkpoint.identity import SHAPE
 from megasink.checkpoint.intact import TRACKER, checkpoint_path
 from megasink.checkpoint.saved_arguments import read_arguments
 from megasink.checkpoint.tokenizer import OWN
 from megasink.convert.architecture import Architecture, architecture_of
+from megasink.convert.from_hf import arguments_of
 from megasink.convert.model_flags import model_flags
 from megasink.convert.output import whole_folder
 from megasink.convert.peft_names import CONFIG, FINGERPRINT, PREFIX, WEIGHTS, Place, places
@@ -131,9 +131,9 @@ def _in_megatron(
     for name, tensor in stored.items():
         refuse_nan(name, tensor)
         matrix = _MATRIX.fullmatch(name.removeprefix(PREFIX))
-        number = matrix and _LAYER.search(matrix[1])
-        module = number and _LAYER.sub(".{layer}.", matrix[1], count=1)
-        place = by_module.get(module or "")
+        at = matrix[1] if matrix else ""
+        number = _LAYER.search(at)
+        place = by_module.get(_LAYER.sub(".{layer}.", at, count=1))
         if not matrix or not number or place is None:
             raise UserError(f"{folder}: {name} has no place in an adapter of megasink")
         if tensor.shape[0 if matrix[2] == A else 1] != rank:
@@ -211,8 +211,8 @@ def import_adapter(source: AdapterSource, output: Path, *, say: Say = say_printa
 def _write_beside(source: AdapterSource, folder: Path, output: Path) -> None:
     """Write the tokenizer, flags.txt and, last, config.json."""
     arguments = dict(source.saved)
-    config = read_object(source.base.config)
     flags = model_flags(source.model)
+    _, given = arguments_of(flags)
     own = source.base.config.parent / OWN
     if own.is_dir():
         shutil.copytree(own, folder / OWN)
@@ -231,10 +231,9 @@ def _write_beside(source: AdapterSource, folder: Path, output: Path) -> None:
     if source.dropout:
         flags += ["--lora-dropout", f"{source.dropout:g}"]
     (folder / "flags.txt").write_text(shlex.join(flags) + "\n")
-    given = config.get("identity") or arguments
     content = {
         "arguments": arguments | of_lora,
-        "identity": {name: given[name] for name in SHAPE if name in given},
+        "identity": given,
         "converted_from": "peft",
         BASE: {"checkpoint": str(base), "fingerprint": fingerprint(source.base.folder)},
         "versions": {"megasink": megasink.__version__},

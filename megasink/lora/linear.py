@@ -37,7 +37,6 @@ from megasink.layers.transformer_config import MegasinkTransformerConfig
 from megasink.lora.merge import Sizes, by_group
 from megasink.lora.targets import FC1, GATE, LINEARS, QKV, scaling_of, targets_of
 
-
 _Pairs = dict[str, tuple[Tensor, Tensor]]  # {target: (A, B)}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megasink.checkpoint.adapter import BASE, find_base, fingerprint, is_lora
 from megasink.checkpoint.find import newest_checkpoint
-from megasink.checkpoint.identity import SHAPE
+from megasink.checkpoint.identity import SHAPE, plain
 from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.lora.targets import OPTIONS
@@ -63,8 +63,11 @@ def _another_model(args: Namespace) -> str | None:
     """Return why the base is of another architecture than the run."""
     config = find_base(Path(args.pretrained_checkpoint)).config
     saved = read_object(config)
-    before = {**saved["arguments"], **saved.get("identity", {})}
-    names = [name for name in SHAPE if name in before]
+    resolved = saved["arguments"]
+    # As given to the base, or as Megatron derived it there: both are the base's.
+    names = [
+        name for name in SHAPE if name in resolved and plain(getattr(args, name)) != resolved[name]
+    ]
     differences = differences_of(config, saved, args, names, finetune=True)
     what = f"{_FLAG} {args.pretrained_checkpoint} is a checkpoint of a different model"
     return f"{what}: {'; '.join(differences)}" if differences else None
