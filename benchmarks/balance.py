@@ -44,7 +44,7 @@ def build(name: str, shape: dict[str, Any], arguments: argparse.Namespace, cuda:
     config = gpt_config(
         arguments.sequence,
         **shape,
-        attention_variant="sink",
+        attention_variant=getattr(arguments, "attention_variant", "sink"),
         attention_kernel=arguments.attention_kernel,
         head_balance_coeff=0.0 if name in CONFIGURATIONS[:2] else 1e-4,
         head_balance_scope=name if name in CONFIGURATIONS[2:] else "global",

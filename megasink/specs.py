@@ -19,6 +19,7 @@ from megasink.layers.core_attention import CoreAttention
 from megasink.layers.gate_projection import with_gate_rows
 from megasink.layers.gated_self_attention import GatedSelfAttention
 from megasink.layers.norm import TorchNorm
+from megasink.lora.spec import with_adapters
 
 
 def block_spec(config: GPTModelConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
@@ -41,7 +42,7 @@ def block_spec(config: GPTModelConfig, vp_stage: int | None = None) -> Transform
         layer_specs=[_with_our_modules(layer, config.transformer) for layer in layers],
         layer_norm=_with_our_modules(norm, config.transformer),
     )
-    return with_block_options(ours, config.transformer)
+    return with_adapters(with_block_options(ours, config.transformer), config.transformer)
 
 
 def _with_our_modules(node: Any, config: Any) -> Any:

@@ -14,6 +14,7 @@ MEGATRON = (
     "megasink.platform",
     "megasink.upstream",
     "megasink.layers",
+    "megasink.lora",
     "megasink.inference",
     "megasink.specs",
     "megasink.parser",

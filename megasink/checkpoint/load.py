@@ -21,6 +21,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.checkpoint import CheckpointException
 
 from megasink import platform
+from megasink.checkpoint.adapter import base_of, is_lora, read_adapter
 from megasink.checkpoint.find import Checkpoint, find_checkpoint, stored_shapes
 from megasink.checkpoint.model import model_config
 from megasink.checkpoint.saved_arguments import read_arguments, single_process_arguments
@@ -29,6 +30,10 @@ from megasink.checkpoint.vocabulary import with_tokens
 from megasink.checkpoint.without_code import loading_without_code
 from megasink.errors import UserError
 from megasink.layers.builder import MegasinkGPTBuilder
+from megasink.layers.gate_projection import named_parts
+from megasink.lora.linear import sizes_of
+from megasink.lora.merge import Adapter
+from megasink.lora.targets import key_and_layer
 
 # In an imported MoE model, the norm before the experts has the names of both layer specs.
 _NORMS = (
@@ -85,7 +90,7 @@ def load_model(
 def load_without_tokenizer(
     checkpoint: Checkpoint, dtype: torch.dtype | None = None, tokens: int | None = None
 ) -> tuple[GPTModel, Namespace]:
-    """Load a model as :func:`load_model` does, but no tokenizer.
+    """Load a model as :func:`load_model` does, but no tokenizer. An adapter is merged.
 
     Args:
         dtype: torch.float32 to compute in float32; None for the training dtype.
@@ -103,10 +108,24 @@ def load_without_tokenizer(
     )
     # As Float16Module does: modules that must stay in float32 handle this themselves.
     model.to(args.params_dtype)
-    load_weights(model, checkpoint.folder)
+    if is_lora(saved):
+        adapter = read_adapter(checkpoint, saved, sizes_of(model.config))
+        load_weights(model, base_of(checkpoint.config))
+        _merge(model, adapter)
+    else:
+        load_weights(model, checkpoint.folder)
     if not platform.is_active():
         model.cuda()
     return model.eval(), args
+
+
+@torch.no_grad()
+def _merge(model: GPTModel, adapter: Adapter) -> None:
+    """Replace the weights of a whole model by those of the adapted one."""
+    for name, parameter in model.named_parameters():
+        for part_name, part in named_parts(name, parameter):
+            key, layer = key_and_layer(part_name)
+            part.copy_(adapter.merged(key, layer, part))
 
 
 def load_weights(model: GPTModel, folder: Path) -> None:
@@ -118,12 +137,32 @@ def load_weights(model: GPTModel, folder: Path) -> None:
     Raises:
         UserError: the checkpoint is corrupt, or belongs to a different model.
     """
-    stored = stored_shapes(folder)
     groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    wanted, _, factories = load_preprocess(model.sharded_state_dict(metadata=groups))
+    missing = load_state(model, model.sharded_state_dict(metadata=groups), folder, whole=True)
+    if missing:
+        raise UserError(f"{folder} does not fit the model: missing {missing}")
+
+
+def load_state(
+    model: GPTModel, state: dict[str, Any], folder: Path, *, whole: bool = False
+) -> list[str]:
+    """Copy and reshard the tensors of a sharded state from a torch_dist checkpoint into a model.
+
+    Args:
+        state: of the model, or a part of it.
+        whole: refuse a checkpoint with weights that are not in `state`.
+
+    Returns:
+        the model's names that `state` did not have.
+
+    Raises:
+        UserError: the checkpoint is corrupt, or belongs to a different model.
+    """
+    stored = stored_shapes(folder)
+    wanted, _, factories = load_preprocess(state)
     tensors, _ = extract_matching_values(wanted, lambda value: isinstance(value, ShardedTensor))
     shapes = {t.key: tuple(t.global_shape) for t in nested_values(tensors)}
-    _compare(shapes, stored, folder)
+    _compare(shapes, stored if whole else {k: stored[k] for k in shapes if k in stored}, folder)
     try:
         with loading_without_code():
             state = TorchDistLoadShardedStrategy().load(tensors, folder)
@@ -138,10 +177,9 @@ def load_weights(model: GPTModel, folder: Path) -> None:
     state = apply_factory_merges(state, factories)
     # Entries that are not tensors are TransformerEngine's FP8 state, which is unused here.
     missing, unexpected = model.load_state_dict(state, strict=False)
-    if unexpected or [name for name in missing if not name.endswith("_extra_state")]:
-        raise UserError(
-            f"{folder} does not fit the model: missing {missing}, unexpected {unexpected}"
-        )
+    if unexpected:
+        raise UserError(f"{folder} does not fit the model: unexpected {unexpected}")
+    return [name for name in missing if not name.endswith("_extra_state")]
 
 
 def _compare(

@@ -24,7 +24,7 @@ from megasink.parser import CPU_DEFAULTS, parse_apart
 from megasink.plugins import advice
 from megasink.variants import is_variant, names
 
-# Layout and compute options: this process keeps its own values.
+# Layout and compute options: this process keeps its own values. It merges adapters.
 _THIS_PROCESS = frozenset(
     """
     rank world_size local_rank data_parallel_size inprocess_active_world_size
@@ -42,6 +42,7 @@ _THIS_PROCESS = frozenset(
     gradient_accumulation_fusion inference_cuda_graph_scope attention_backend
     gtp_weight_remat_size expert_gtp_weight_remat_size
     attention_kernel flash_decode perform_initialization unknown_flags run_dir resume cpu
+    lora_rank lora_alpha lora_dropout lora_targets lora_train
     """.split()
 )
 # Arguments that the model configuration reads under other names (tests/security checks the list),

@@ -1,5 +1,6 @@
 """``megasink convert-from-hf``: convert a Hugging Face folder to a run to continue from."""
 
+import argparse
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,9 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=0.05,
         help="for --attention-variant sink: mean attention weight of a head's sink; default: 0.05",
     )
+    parser.add_argument(
+        "--base",
+        type=Path,
+        help="convert an adapter in peft's format: the run folder of the model that it adapts",
+    )
     args = parser.parse_args(argv)
     from megasink.convert.attention_change import change_of
 
+    if args.base is not None:
+        return _adapter(args)
     if problem := _not_of_transformers(args.model):
         raise UserError(f"{args.model}: {problem}")
     change = change_of(args.attention_variant, args.gate_granularity, args.sink_weight)
@@ -53,6 +61,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         check = lambda folder: check_import(source, change, folder, compare=args.verify)  # noqa: E731
     with single_process():
         import_model(source, args.output, change, verify=check)
+    print(f"train it with: {train_line(args.output)}")
+    return 0
+
+
+def _adapter(args: argparse.Namespace) -> int:
+    """Convert an adapter to a LoRA run."""
+    if not (args.model / "adapter_config.json").is_file():
+        raise UserError(f"--base: {args.model} has no adapter_config.json, so it is not peft's")
+    if args.attention_variant or args.gate_granularity:
+        raise UserError("--base goes with neither --attention-variant nor --gate-granularity")
+    prepare(args.cpu)
+    from megasink.convert.peft_import import import_adapter, source_of
+
+    import_adapter(source_of(args.model, args.base), args.output)
     print(f"train it with: {train_line(args.output)}")
     return 0
 
@@ -73,6 +95,8 @@ def _not_of_transformers(folder: Path) -> str | None:
     config = folder / "config.json"
     if not folder.is_dir():
         return "no such folder"
+    if (folder / "adapter_config.json").is_file():
+        return "an adapter of peft: give the run of the model that it adapts with --base"
     if not config.is_file():
         return "not a transformers folder (no config.json; nothing is downloaded)"
     try:

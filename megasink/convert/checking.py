@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megasink.checkpoint.find import Checkpoint, find_checkpoint
 from megasink.checkpoint.legacy import is_legacy
+from megasink.convert.adapted import weights_of
 from megasink.convert.architecture import Architecture
 from megasink.convert.attention_change import Change
 from megasink.convert.from_hf import HuggingFaceSource, made, write_balance_state, write_weight
@@ -40,7 +41,8 @@ def check_export(
     """
     if source.tokenizer is not None:
         verify_tokenizer(source.tokenizer, folder)
-    checkpoint, model = MegatronCheckpoint(source.found.folder), source.model
+    model = source.model
+    checkpoint = weights_of(source.found, source.saved, model)
     target, _ = choose(model, target_name)
     if target.custom_code and (names := changed_files(folder)):
         raise UserError(f"{folder}: {', '.join(names)} is not what was written: is the disk bad?")

@@ -13,6 +13,7 @@ from torch import Tensor
 from megasink.checkpoint.find import Checkpoint, find_checkpoint
 from megasink.checkpoint.saved_arguments import read_arguments
 from megasink.checkpoint.tokenizer import tokenizer_of
+from megasink.convert.adapted import weights_of
 from megasink.convert.architecture import Architecture, architecture_of
 from megasink.convert.background import ahead, one_thread, use_large_pages
 from megasink.convert.hf_config import config_of
@@ -92,7 +93,7 @@ def export(
     use_large_pages()
     target, why = choose(source.model, target_name)
     say(f"target: {target.architecture} ({target.name}): {why}")
-    checkpoint = MegatronCheckpoint(source.found.folder)
+    checkpoint = weights_of(source.found, source.saved, source.model)
     table = target.table(source.model)
     _account(checkpoint, table, source.model)
     todo = list(steps(table, source.model.layers, source.model.experts))

@@ -12,6 +12,7 @@ from megasink.layers.init import initialize_weights
 from megasink.layers.padding_rows import mask_padding_rows
 from megasink.layers.rotary import rotate_by_document
 from megasink.layers.sinusoid import SinusoidalPositions
+from megasink.lora.attach import freeze_base
 
 
 @dataclass(kw_only=True)
@@ -56,6 +57,8 @@ class MegasinkGPTBuilder(GPTModelBuilder):
             )
         if config.transformer.perform_initialization:  # else loaded from a checkpoint
             initialize_weights(model, config.init_seed)
+        if config.transformer.lora_rank:
+            freeze_base(model)
         mask_padding_rows(model, config.tokens)
         rotate_by_document(model)
         model.register_forward_pre_hook(refuse_what_bypasses_core_attention, with_kwargs=True)

@@ -7,6 +7,7 @@ rank keeps its shard.
 """
 
 import hashlib
+import math
 import re
 from collections.abc import Callable
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from megasink.layers.gate_projection import named_parts
 from megasink.layers.transformer_config import MegasinkTransformerConfig
+from megasink.lora.targets import A, is_of_adapter
 from megasink.variants import Parameter, variant
 
 InitMethod = Callable[[Tensor], Tensor]
@@ -71,8 +73,8 @@ def _expert_name(name: str, config: MegasinkTransformerConfig) -> str:
 def initialize_weights(model: GPTModel, seed: int) -> None:
     """Redraw every random weight of a newly built stage, independently of the layout.
 
-    Constant initial values are left unchanged: norms, linear biases, sinks, gates without an input
-    and variant parameters with a std of 0.
+    Constant initial values are left unchanged: norms, linear biases, sinks, gates without an input,
+    variant parameters with a std of 0, and B of LoRA.
 
     Args:
         model: Pipeline stage, before Float16Module and DDP; on its final device or the CPU.
@@ -85,7 +87,8 @@ def initialize_weights(model: GPTModel, seed: int) -> None:
     for name, parameter in model.named_parameters():
         method = _init_method(names[name], model.config)
         if method is None:
-            if parameter.dim() > 1 and _of_variant(names[name], model.config) is None:
+            known = is_of_adapter(name) or _of_variant(names[name], model.config) is not None
+            if parameter.dim() > 1 and not known:
                 raise ValueError(
                     f"megasink does not know how Megatron initialises {name}: "
                     "its value would depend on the layout"
@@ -103,9 +106,16 @@ def _init_method(name: str, config: MegasinkTransformerConfig) -> InitMethod | N
         method = config.embedding_init_method
     elif _DRAWN.search(name):
         method = config.init_method
+    elif name.endswith(f".{A}"):
+        method = _as_in_peft
     elif (added := _of_variant(name, config)) is not None and added.std:
         method = init_method_normal(added.std)  # regardless of --init-method-std
     return method
+
+
+def _as_in_peft(lora_A: Tensor) -> Tensor:
+    """Draw A of LoRA as peft does (peft/tuners/lora/layer.py:reset_lora_parameters)."""
+    return torch.nn.init.kaiming_uniform_(lora_A, a=math.sqrt(5))
 
 
 def _of_variant(name: str, config: MegasinkTransformerConfig) -> Parameter | None:

@@ -11,6 +11,7 @@ from megasink.config import (
     BlockOptions,
     GateOptions,
     HeadBalanceOptions,
+    LoraOptions,
     PositionOptions,
     SimilarityOptions,
 )
@@ -32,6 +33,7 @@ FFN_ACTIVATIONS = {
 
 @dataclass(kw_only=True)
 class MegasinkTransformerConfig(
+    LoraOptions,
     HeadBalanceOptions,
     BlockOptions,
     PositionOptions,

@@ -100,6 +100,7 @@ def _run(args: Namespace, store: Any) -> None:
     from megasink.train.forward import forward_step
     from megasink.train.keep_checkpoints import keeping_whole_checkpoints
     from megasink.train.live_analysis import LiveAnalysis
+    from megasink.train.lora_base import take_base
     from megasink.train.observer import Observer, observing
     from megasink.train.optimizer import grouping_sink_parameters
     from megasink.train.phases import agreeing_on_signals, following_phases
@@ -118,6 +119,8 @@ def _run(args: Namespace, store: Any) -> None:
         print(chat.description(), flush=True)
     with refusals_of_megatron():
         model = model_config(args)
+        if args.lora_rank:
+            model.pre_wrap_hooks.append(take_base(args))
         container = pretrain_cfg_container_from_args(args, model)
     metrics = Path(args.run_dir, "metrics.jsonl") if args.run_dir else None
     live = LiveAnalysis(args) if args.analyze_interval else None

@@ -19,18 +19,21 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import megasink
 from megasink.atomic import atomic_text
+from megasink.checkpoint.adapter import BASE
 from megasink.checkpoint.find import newest_checkpoint
-from megasink.checkpoint.identity import MODEL, plain, same
+from megasink.checkpoint.identity import MODEL, plain
 from megasink.checkpoint.intact import TRACKER, go_back_to_intact, iterations, newest_intact
-from megasink.checkpoint.tokenizer import OWN, copy_tokenizer, same_tokenizer
+from megasink.checkpoint.tokenizer import OWN, copy_tokenizer
 from megasink.errors import UserError
 from megasink.json_file import read_object
+from megasink.lora.targets import OPTIONS as LORA
+from megasink.train import lora_base
+from megasink.train.differences import differences_of
 from megasink.train.lease import is_part_of_a_lease
 from megasink.upstream.versions import versions
 
@@ -47,6 +50,7 @@ IDENTITY = (
     "global_batch_size",
     "bf16",
     "fp16",
+    *LORA,
 )
 
 
@@ -67,7 +71,7 @@ def problems(args: Namespace) -> list[str]:
                 ]
             if args.resume and (problem := _elsewhere(saved, args)):
                 return [problem]
-            differences = _differences(config, saved, args, IDENTITY)
+            differences = differences_of(config, saved, args, IDENTITY)
         except UserError as error:
             return [f"{error}: choose another --run-dir"]
         except (ValueError, KeyError, TypeError) as error:
@@ -169,47 +173,13 @@ def _checkpoint_problems(args: Namespace) -> list[str]:
             ]
         # Data and tokenizer may differ from those of the original model.
         names = tuple(name for name in MODEL if name in saved["identity"])
-    differences = _differences(config, saved, args, names, finetune=args.finetune)
+    differences = differences_of(config, saved, args, names, finetune=args.finetune)
     if not differences:
         return []
     hint = ""
-    if not _differences(config, saved, args, names, finetune=True):
+    if not differences_of(config, saved, args, names, finetune=True):
         hint = " (--finetune allows another context)"
     return [f"--load {load} is a checkpoint of a different model: {'; '.join(differences)}{hint}"]
-
-
-def _differences(
-    config: Path,
-    saved: dict[str, Any],
-    args: Namespace,
-    names: Sequence[str],
-    *,
-    finetune: bool = False,
-) -> list[str]:
-    """Describe how the arguments differ from those in a config.json."""
-    before = {**saved["arguments"], **saved.get("identity", {})}
-    now = {name: plain(getattr(args, name)) for name in names if hasattr(args, name)}
-
-    if saved.get("cwd") and "data_path" in before and "data_path" in now:
-        before["data_path"] = _absolute(before["data_path"], saved["cwd"])
-        now["data_path"] = _absolute(now["data_path"], str(Path.cwd()))
-
-    def agree(name: str) -> bool:
-        if name == "tokenizer_model":
-            return same_tokenizer(config, before[name], now[name])
-        return same(name, before[name], now[name], finetune=finetune)
-
-    def said(name: str) -> str:
-        if before[name] == now[name]:
-            return f"{name} {now[name]!r} has changed since"
-        return f"{name} {before[name]!r} -> {now[name]!r}"
-
-    return [said(name) for name in now if name in before and not agree(name)]
-
-
-def _absolute(paths: list[str] | None, start: str) -> list[str] | None:
-    """Make the paths of data prefixes absolute; weights between them are kept."""
-    return paths and [os.path.normpath(Path(start, path)) for path in paths]
 
 
 def use_own_tokenizer(args: Namespace) -> None:
@@ -300,6 +270,7 @@ def _write_config(
         "seed": args.seed,
         "versions": {"megasink": megasink.__version__} | versions(),
         "git": git_hash(),
+        **({BASE: lora_base.base_of(args)} if args.lora_rank else {}),
     }
     atomic_text(folder / "config.json", json.dumps(config, indent=1) + "\n")
     start = {

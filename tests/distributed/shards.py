@@ -25,6 +25,8 @@ def shards(models: list[Any], attribute: str) -> dict[str, dict[str, Any]]:
     for model in unwrap_model(models):
         names = global_names(model)
         for name, parameter in model.named_parameters():
+            if attribute != "data" and not parameter.requires_grad:
+                continue  # frozen: there is no gradient
             values = getattr(parameter, attribute).detach().float().clone()
             for part_name, part in named_parts(names[name], parameter, values):
                 found[part_name] = {

@@ -17,10 +17,16 @@ from megasink.train import flag_table
 from megasink.train.checks import data_files
 from tests.documented import refuse, train_lines
 from tests.forkserver import server
-from tests.train import command_lines, mechanism_lines, observing_lines, shape_lines
+from tests.train import (
+    command_lines,
+    lora_lines,
+    mechanism_lines,
+    observing_lines,
+    shape_lines,
+)
 from tests.train.command_lines import MOCK, MODEL
 
-_TABLES = (command_lines, mechanism_lines, observing_lines, shape_lines)
+_TABLES = (command_lines, lora_lines, mechanism_lines, observing_lines, shape_lines)
 REFUSED = {name: case for table in _TABLES for name, case in table.REFUSED.items()}
 ACCEPTED = {name: case for table in _TABLES for name, case in table.ACCEPTED.items()}
 
@@ -61,6 +67,8 @@ def answers(files):
     accepted = ACCEPTED | {"text": text}
     documented = train_lines(files / "many", files / "tokenizer-a")
     for place, (flags, _) in documented.items():
+        if "--pretrained-checkpoint" in flags:  # nor is a base
+            continue
         if "--load" in flags:  # no checkpoint is there
             at = flags.index("--load")
             del flags[at : at + 2]

@@ -7,7 +7,7 @@ from argparse import Namespace
 from typing import Any
 
 from megasink.command_line import with_help
-from megasink.train import run_dir
+from megasink.train import lora_base, run_dir
 from megasink.train.checks import (
     balance,
     chat,
@@ -18,6 +18,7 @@ from megasink.train.checks import (
     experts,
     gates,
     layout,
+    lora,
     model,
     observing,
     positions,
@@ -43,6 +44,7 @@ _EARLY = (
     context_parallel,
     unsupported,
     balance,
+    lora,
     checkpoints,
     schedule,
     observing,
@@ -60,7 +62,7 @@ def problems(args: Namespace) -> list[str]:
     from megasink.train.checks import attention, data_files, device, vocabulary
 
     # Other ranks would see files that rank 0 has just written; torchrun ends them if rank 0 fails.
-    of_folder = run_dir.problems(args) if args.rank == 0 else []
+    of_folder = run_dir.problems(args) + lora_base.problems(args) if args.rank == 0 else []
     return _problems(args, *_EARLY, attention, device, data, vocabulary, data_files) + of_folder
 
 

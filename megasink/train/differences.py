@@ -1,0 +1,44 @@
+"""How a run's arguments differ from those that a config.json holds."""
+
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megasink.checkpoint.identity import plain, same
+from megasink.checkpoint.tokenizer import same_tokenizer
+
+
+def differences_of(
+    config: Path,
+    saved: dict[str, Any],
+    args: Namespace,
+    names: Sequence[str],
+    *,
+    finetune: bool = False,
+) -> list[str]:
+    """Describe how the arguments differ from those in a config.json."""
+    before = {**saved["arguments"], **saved.get("identity", {})}
+    now = {name: plain(getattr(args, name)) for name in names if hasattr(args, name)}
+
+    if saved.get("cwd") and "data_path" in before and "data_path" in now:
+        before["data_path"] = _absolute(before["data_path"], saved["cwd"])
+        now["data_path"] = _absolute(now["data_path"], str(Path.cwd()))
+
+    def agree(name: str) -> bool:
+        if name == "tokenizer_model":
+            return same_tokenizer(config, before[name], now[name])
+        return same(name, before[name], now[name], finetune=finetune)
+
+    def said(name: str) -> str:
+        if before[name] == now[name]:
+            return f"{name} {now[name]!r} has changed since"
+        return f"{name} {before[name]!r} -> {now[name]!r}"
+
+    return [said(name) for name in now if name in before and not agree(name)]
+
+
+def _absolute(paths: list[str] | None, start: str) -> list[str] | None:
+    """Make the paths of data prefixes absolute; weights between them are kept."""
+    return paths and [os.path.normpath(Path(start, path)) for path in paths]

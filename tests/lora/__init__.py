@@ -1,0 +1,1 @@
+"""LoRA in Megatron runs, and adapters to and from peft."""
