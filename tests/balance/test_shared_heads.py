@@ -11,7 +11,7 @@ from megasink.errors import UserError
 
 
 def _layers(high, low, layers=6, heads=16, shared=3, seed=0):
-    """Each layer has `shared` heads around `high`, at random places, and the others around `low`."""
+    """Layers of `shared` heads around `high`, at random places, the others around `low`."""
     random = torch.Generator().manual_seed(seed)
     rows, places = [], []
     for _ in range(layers):
