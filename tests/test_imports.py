@@ -41,6 +41,7 @@ ALLOWED = {
         "megasink.definitions",
     },
     "megasink.convert.modeling": {"torch", "transformers"},  # copied beside the weights
+    "megasink.transformers": {"torch", "transformers", "megasink.attention", "megasink.errors"},
     "megasink.hollow": {"torch", "megasink.atomic", "megasink.errors"},
 }
 

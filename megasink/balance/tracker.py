@@ -155,12 +155,17 @@ class HeadTracker:
 
         If the forward and backward pass is rerun, its sums replace those of the first run.
         """
-        if self._pending is not None:
-            self._pending[1].wait()
+        self._wait()
         self._row(0, torch.device("cuda"))  # a stage without layers sends zeros
-        table = self._take_table()
+        table, work = self._take_table(), None
         assert table is not None
-        self._pending = table, torch.distributed.all_reduce(table, async_op=True)
+        if torch.distributed.is_initialized():  # a Trainer in one process has no process group
+            work = torch.distributed.all_reduce(table, async_op=True)
+        self._pending = table, work
+
+    def _wait(self) -> None:
+        if self._pending is not None and self._pending[1] is not None:
+            self._pending[1].wait()
 
     def finish_step(self, coeff: float, scope: str) -> HeadStatistics | None:
         """Return the statistics of the step, and pass the importance to every layer's receiver.
@@ -169,9 +174,8 @@ class HeadTracker:
         """
         if self._pending is None:
             return None
-        table, work = self._pending
-        self._pending = None
-        work.wait()
+        self._wait()
+        table, self._pending = self._pending[0], None
         heads = self.heads
         table, further = table[:, : 2 * heads + 3], table[:, 2 * heads + 3 :]
         importance_LH = (table[:, :heads] / table[:, -3:-2]).float()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasink.report.style import MAP, heatmap, label, panels, styled, write_cells
+from megasink.report.style import MAP, heatmap, label, panels, rendered, styled, write_cells
 
 # Maximum number of cells with readable numbers.
 _READABLE = 96
@@ -36,11 +36,21 @@ def importance_picture(importance_LH: NDArray[np.float64], title: str) -> NDArra
     """Return the heatmap alone as an image, [height, width, RGB] in 0 to 255."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+    canvas = FigureCanvasAgg(_figure(importance_LH, title))
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+@styled()
+def importance_png(importance_LH: NDArray[np.float64], title: str) -> bytes:
+    """Return the heatmap alone as the bytes of a PNG file."""
+    return rendered(_figure(importance_LH, title))
+
+
+def _figure(importance_LH: NDArray[np.float64], title: str) -> Any:
     layers, heads = importance_LH.shape
     # Cells of about a third of an inch, within a page.
     width, height = min(max(0.34 * heads, 4.0), 14.0) + 1.8, min(max(0.24 * layers, 2.4), 12.0) + 1
     figure, axes = panels(1, 1, height, width=width)
-    canvas = FigureCanvasAgg(figure)
     draw_importance(figure, axes[0, 0], importance_LH, title)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+    return figure

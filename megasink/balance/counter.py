@@ -1,0 +1,190 @@
+"""The head-balance loss of one layer: its state, its coefficients, and where its gradient enters.
+
+What is the same for Megatron's models (`layers/importance.py`) and those of transformers
+(`transformers/balance.py`); they differ in where gates, tokens and groups of ranks come from.
+
+Shapes: H query heads of the layer, h those of this tensor-parallel rank.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megasink.balance.attach import HeadBalanceScale, attach_gradient
+from megasink.balance.loss import head_balance_gradient, head_balance_loss, routed_heads
+from megasink.balance.reduce import ImportanceSum, own_heads
+from megasink.balance.tracker import HeadTracker
+
+
+class BalanceOptions(Protocol):
+    """The options of :class:`megasink.config.HeadBalanceOptions` that a layer reads."""
+
+    @property
+    def head_balance_coeff(self) -> float: ...
+    @property
+    def head_balance_scope(self) -> str: ...
+    @property
+    def head_balance_shared_heads(self) -> int: ...
+    @property
+    def head_balance_shared_refresh(self) -> int: ...
+
+
+class BalanceStatistics(Protocol):
+    """The statistics of one model: what all its layers share."""
+
+    heads: HeadTracker
+    balance: HeadBalanceScale
+
+
+class LayerBalance(torch.nn.Module):
+    """Records the importance of a layer's heads and attaches the gradient of the loss.
+
+    Args:
+        options: Coefficient, scope and shared heads.
+        statistics: Of the model.
+        layer: 0-based index in the whole model.
+        heads: Query heads of the layer, on all ranks.
+        tp_group: Tensor-parallel group; ranks hold consecutive heads.
+        cp_size: Number of context-parallel ranks that share the tokens of a microbatch.
+        device: Of the buffers; None for torch's default.
+
+    Attributes:
+        coefficients: [H] float32, dL/dImp at coefficient 1 from the importance of the previous
+            step's global batch (scope global); 0 before the first step. Saved in checkpoints, so
+            that resumed runs are bit-exact.
+        routed: [H] bool, the heads covered by the loss (P0.15): all heads without sharing; with
+            sharing, none before the first step.
+        steps: Number of completed steps.
+    """
+
+    coefficients: Tensor
+    routed: Tensor
+    steps: Tensor
+
+    def __init__(
+        self,
+        options: BalanceOptions,
+        statistics: BalanceStatistics,
+        layer: int,
+        heads: int,
+        tp_group: ProcessGroup,
+        cp_size: int = 1,
+        device: torch.device | int | None = None,
+    ):
+        super().__init__()
+        self.options = options
+        self._statistics = statistics
+        self.layer = layer
+        self.tp_group = tp_group
+        self.cp_size = cp_size
+        self._first = heads // tp_group.size() * tp_group.rank()  # of this rank's heads
+        self.register_buffer("coefficients", torch.zeros(heads, device=device))
+        shares = options.head_balance_shared_heads > 0
+        self.register_buffer("routed", torch.full((heads,), not shares, device=device))
+        self.register_buffer("steps", torch.zeros(1, dtype=torch.int64, device=device))
+
+    def targets(self) -> Tensor | None:
+        """Return the number of targets of the microbatch by which its loss is weighted.
+
+        Returns:
+            A scalar; None if microbatches count equally.
+        """
+        raise NotImplementedError
+
+    def importance_group(self) -> ProcessGroup:
+        """Return the ranks over whose tokens the importance of a microbatch is averaged.
+
+        Not called in the scope "global".
+        """
+        raise NotImplementedError
+
+    def record(self, gate_sum_h: Tensor, tokens: int) -> None:
+        """Add one microbatch to the statistics of the step."""
+        self._statistics.heads.record(
+            self.layer, self._first, gate_sum_h, tokens, self.routed, self._receive
+        )
+
+    def attach(
+        self,
+        output: Tensor,
+        gate_sum_h: Tensor,
+        tokens: int,
+        observe: Callable[[Tensor], None] | None = None,
+        in_row: int | None = None,
+    ) -> Tensor:
+        """Return `output` unchanged, with a backward that also runs that of the loss.
+
+        Args:
+            output: Output of the gated heads, any shape.
+            gate_sum_h: Gates of this rank's heads, summed over its tokens; differentiable.
+            tokens: Number of tokens in the sum.
+            observe: Called in the backward pass with the scaled dL/dImp [h].
+            in_row: Number of tokens of a packed row, on all context-parallel ranks, which may hold
+                uneven numbers of them; None for `tokens` on each.
+        """
+        coeff, scale = self.options.head_balance_coeff, self._statistics.balance
+        coefficients = self._coefficients(gate_sum_h, tokens, in_row)
+        # This rank's share of the microbatch's importance: Megatron sums over context-parallel
+        # ranks, or averages and includes their number in the loss scale. The gradient is divided,
+        # not the sum: one launch per layer less.
+        count = tokens * self.cp_size if in_row is None else in_row
+
+        def gradient() -> Tensor:
+            sent_h = scale.scaled(coefficients(), coeff)
+            if observe is not None:
+                observe(sent_h)
+            return sent_h / count
+
+        return attach_gradient(output, gate_sum_h, gradient)
+
+    def _coefficients(
+        self, gate_sum_h: Tensor, tokens: int, in_row: int | None
+    ) -> Callable[[], Tensor]:
+        """Return a function that computes dL/dImp [h] at coefficient 1 in the backward pass.
+
+        In the scope of several replicas, whose packed rows may have uneven numbers of tokens, it is
+        multiplied by this microbatch's share of the tokens over that of an even split.
+
+        If microbatches are weighted by their targets, the result is multiplied by the targets of
+        this one, because the loss scale divides by those of the global batch: the same weight as
+        in the language-model loss.
+        """
+        targets = self.targets()
+        if self.options.head_balance_scope == "global":
+            of_last_step_h = own_heads(self.coefficients, self.tp_group)
+            return lambda: of_last_step_h if targets is None else of_last_step_h * targets
+        group = self.importance_group()
+        sums = ImportanceSum(gate_sum_h, tokens, self.tp_group, group, targets)
+
+        def of_this_microbatch() -> Tensor:
+            importance_H = sums.importance()
+            loss = head_balance_loss(importance_H, 1.0, self.routed)
+            self._statistics.heads.record_loss(self.layer, self._first, loss)
+            gradient_H = head_balance_gradient(importance_H, 1.0, self.routed)
+            gradient_h = own_heads(gradient_H, self.tp_group)
+            if in_row is not None and self.options.head_balance_scope == "data-parallel":
+                gradient_h = gradient_h * (in_row / (sums.mean_tokens() * self.cp_size))
+            return gradient_h if targets is None else gradient_h * sums.mean_targets()
+
+        return of_this_microbatch
+
+    def _receive(self, importance_H: Tensor, gradient_H: Tensor) -> None:
+        """Receive the importance over the global batch at the end of a step.
+
+        Args:
+            gradient_H: dL/dImp at coefficient 1 over `routed`; a row of a tensor of all layers.
+        """
+        shared = self.options.head_balance_shared_heads
+        refresh = self.options.head_balance_shared_refresh
+        if shared:
+            # Without a device sync: choose at the first step and every `refresh` steps.
+            due = self.steps == 0
+            if refresh:
+                due = self.steps % refresh == 0
+            self.routed = torch.where(due, routed_heads(importance_H, shared), self.routed)
+            gradient_H = head_balance_gradient(importance_H, 1.0, self.routed)
+        self.steps += 1
+        self.coefficients = gradient_H.clone()  # else a checkpoint would hold every layer's

@@ -1,0 +1,21 @@
+"""Attention of megasink in plain transformers: exact sinks at the speed of a flash kernel.
+
+    import megasink.transformers
+    model.set_attn_implementation("megasink")
+
+Importing this package registers the attention function and the mask function, under one name:
+without its mask function, transformers makes no mask at all and attention turns bidirectional
+without a word. docs/transformers.md lists what is computed and what is refused. Needs no Megatron.
+"""
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from megasink.transformers.attention import megasink_attention
+from megasink.transformers.sequences import Sequences, megasink_mask
+
+NAME = "megasink"
+
+AttentionInterface.register(NAME, megasink_attention)
+AttentionMaskInterface.register(NAME, megasink_mask)
+
+__all__ = ["NAME", "Sequences", "megasink_attention", "megasink_mask"]

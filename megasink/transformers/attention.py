@@ -1,0 +1,206 @@
+"""The attention function that transformers calls in each layer.
+
+Shapes: B rows, H query heads, G key/value groups, T queries, S keys, D head dim, V head dim of the
+values (at most D).
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megasink.attention import AttentionOutput, attention
+from megasink.attention.layout import statistics_dtype
+from megasink.transformers.masked import masked_attention
+from megasink.transformers.packed import documents_of
+from megasink.transformers.rows import as_rows, one_row
+from megasink.transformers.sequences import Sequences, refuse
+
+# Arguments of attention functions that change the result, and what they stand for.
+_REFUSED = {
+    "softcap": "it caps its attention scores (softcap)",
+    "position_bias": "it adds a position bias to its attention scores",
+    "head_mask": "it masks heads (head_mask)",
+    "indices": "its attention chooses keys (sparse attention)",
+    "block_indices": "its attention chooses blocks of keys (sparse attention)",
+    "cache": "its cache is paged (continuous batching)",
+}
+
+
+def megasink_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Sequences | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute causal attention by `megasink.attention`; an attention function of transformers.
+
+    While a module with the attribute `megasink_heads` trains, its output is
+    `megasink_heads(out_BHTD, gate_BHT, real_BT)`: the gates are those of
+    `megasink.attention.attention`, and `real_BT` is True for tokens that are not padding (None: all
+    are).
+
+    Args:
+        module: The attention layer.
+        query, key, value: [B, H, T, D], [B, G, S, D], [B, G, S, V]; one dtype, or cast to that of
+            autocast.
+        attention_mask: What `megasink_mask` returned; None if the model makes no mask.
+        dropout: Must be 0 in training.
+        sliding_window: Tokens visible to a token, including itself; read only without a mask.
+        s_aux: Sink logits [H]; computed with in float32 (float64 for float64), whatever the dtype.
+        position_ids, cu_seq_lens_q: Of packed documents; see `documents_of`.
+
+    Returns:
+        out_BTHV, contiguous, and None for the weights, which are never materialized.
+
+    Raises:
+        UserError: The model does something that this function does not compute.
+    """
+    config = getattr(module, "config", None)
+    sequences = _sequences(config, query, key, attention_mask, sliding_window, is_causal, module)
+    _check(config, module, dropout, kwargs)
+    device_type, width = query.device.type, value.shape[-1]
+    alone = nullcontext()
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        alone = torch.autocast(device_type, enabled=False)
+    if width < query.shape[-1]:
+        value = nn.functional.pad(value, (0, query.shape[-1] - width))
+    if sequences.keys < sequences.length:
+        key, value = key[:, :, : sequences.keys], value[:, :, : sequences.keys]
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    sink_H = None if s_aux is None else s_aux.to(statistics_dtype(query.dtype)).flatten()
+    heads = getattr(module, "megasink_heads", None)
+    if not (module.training and torch.is_grad_enabled()):
+        heads = None
+    with alone:
+        if sequences.first_query is not None:
+            _check_masked(config, query, key, value, heads)
+            out_BHTD = masked_attention(query, key, value, sequences, sink_H, scale)
+        else:
+            documents = sequences.documents
+            if documents is None and sequences.real_BS is None and query.shape[2] == key.shape[2]:
+                documents = documents_of(
+                    query.shape[0], query.shape[2], position_ids, cu_seq_lens_q
+                )
+            out_BHTD, _, gate_BHT = _attend(
+                query, key, value, sequences, documents, sink_H, scale, with_gate=heads is not None
+            )
+            if heads is not None:
+                out_BHTD = heads(out_BHTD, gate_BHT, sequences.real_BS)
+    out_BTHD = out_BHTD.transpose(1, 2)
+    if width < out_BTHD.shape[-1]:
+        out_BTHD = out_BTHD[..., :width]
+    return out_BTHD.contiguous(), None
+
+
+def _attend(
+    query_BHTD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    sequences: Sequences,
+    documents: tuple[int, ...] | None,
+    sink_H: Tensor | None,
+    scale: float,
+    *,
+    with_gate: bool,
+) -> AttentionOutput:
+    """Call the op on rows that begin with their tokens, or on documents laid one after the other.
+
+    Returns:
+        The output and the gates (None without `with_gate`) of the tokens in their own places; the
+        LSE in those of the op.
+    """
+    rows, tensors = query_BHTD.shape[0], (query_BHTD, key_BGSD, value_BGSD)
+    order = sequences.order
+    if order is not None:
+        tensors = tuple(order.apply(tensor) for tensor in tensors)
+    elif documents is not None:
+        tensors = tuple(one_row(tensor) for tensor in tensors)
+    out_BHTD, lse_BHT, gate_BHT = attention(
+        *tensors,
+        variant="vanilla" if sink_H is None else "sink",
+        sink_H=sink_H,
+        window=sequences.window,
+        cu_seqlens=documents,
+        scale=scale,
+        with_gate=with_gate,
+    )
+    if order is not None:
+        out_BHTD = order.undo(out_BHTD)
+        gate_BHT = None if gate_BHT is None else order.undo(gate_BHT[..., None])[..., 0]
+    elif documents is not None:
+        out_BHTD = as_rows(out_BHTD, rows)
+        gate_BHT = None if gate_BHT is None else as_rows(gate_BHT[..., None], rows)[..., 0]
+    return AttentionOutput(out_BHTD, lse_BHT, gate_BHT)
+
+
+def _sequences(
+    config: Any,
+    query: Tensor,
+    key: Tensor,
+    mask: Sequences | Tensor | None,
+    window: int | None,
+    is_causal: bool | None,
+    module: nn.Module,
+) -> Sequences:
+    """Return where the sequences are; refuse every mask that does not come from our function."""
+    queries, keys = query.shape[2], key.shape[2]
+    if mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if not causal:
+            refuse(
+                config,
+                f"{type(module).__name__} is not causal (in a model of several parts, give the "
+                'decoder alone this implementation: {"text_config": "megasink"})',
+            )
+        if queries not in (1, keys):
+            refuse(config, f"it has no mask for {queries} queries and {keys} keys")
+        return Sequences(queries, keys, keys, window)
+    if not isinstance(mask, Sequences):
+        shape = list(getattr(mask, "shape", ()))
+        refuse(config, f"it attends by a mask of its own, {shape}: pass one of [rows, tokens]")
+    if (queries, keys) != (mask.queries, mask.length):
+        refuse(
+            config,
+            f"{type(module).__name__} attends from {queries} queries to {keys} keys, but its mask "
+            f"is for {mask.queries} and {mask.length}",
+        )
+    return mask
+
+
+def _check(config: Any, module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
+    if dropout and module.training:
+        refuse(
+            config,
+            f"its attention has dropout {dropout} in training, which no sink survives exactly: set "
+            "it to 0 in its configuration",
+        )
+    if kwargs.get("output_attentions"):
+        refuse(config, "output_attentions asks for weights, which are never materialized")
+    for name, what in _REFUSED.items():
+        if kwargs.get(name) is not None:
+            refuse(config, what)
+
+
+def _check_masked(config: Any, query: Tensor, key: Tensor, value: Tensor, heads: Any) -> None:
+    if heads is not None:
+        refuse(config, "the head-balance loss reads whole sequences: train without a cache")
+    grads = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    if grads and query.shape[2] > 1:
+        refuse(
+            config,
+            "gradients of several tokens after a cache with padding, or with padding between "
+            "tokens: pad on one side and train without a cache",
+        )

@@ -1,0 +1,224 @@
+"""Where the sequences of a batch are: what takes the place of a mask [B, 1, T, S].
+
+transformers calls `megasink_mask` once per forward and kind of layer, and hands its result to the
+attention function of each layer. Nothing of size T x S is made.
+
+Shapes: B rows, T queries, S keys.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from megasink.errors import UserError
+from megasink.transformers.rows import RowOrder, row_order
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """The keys that each query sees; without any of the fields, causal attention over whole rows.
+
+    Attributes:
+        queries: T.
+        length: Keys that the attention function is called with.
+        keys: S, of these the ones that are computed with, from the first: a static cache is longer
+            than its content.
+        window: Tokens visible to a token, including itself; None for all.
+        real_BS: True for tokens that are not padding; None without an attention_mask.
+        documents: Boundaries 0, .., B * T of packed documents in the rows, one row after the other;
+            None for one document per row.
+        order: Puts the padding of each row behind its tokens; None if it is there already.
+        first_query, first_key: Positions from which a query and a key count, given if only a mask
+            tells what is visible (`masked_attention`); else None. Integers, or tensors under
+            torch.compile.
+    """
+
+    # transformers asks a mask for its dimensions: 2 for one that it has to convert.
+    ndim = 0
+
+    queries: int
+    length: int
+    keys: int
+    window: int | None = None
+    real_BS: Tensor | None = None
+    documents: tuple[int, ...] | None = None
+    order: RowOrder | None = None
+    first_query: int | Tensor | None = None
+    first_key: int | Tensor | None = None
+
+
+def megasink_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    mask_function: Callable[..., Tensor] | None = None,
+    attention_mask: Tensor | Sequences | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool | None = None,
+    use_vmap: bool = False,
+    config: Any = None,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> Sequences:
+    """Return the sequences of a batch; see `transformers.masking_utils.sdpa_mask`.
+
+    Reads padding and packed documents on the host: one wait per call for a batch with an
+    attention_mask or with packed documents, none under torch.compile.
+
+    Args:
+        attention_mask: [B, tokens], True for real tokens; None for all.
+        local_size: The sliding window.
+        allow_is_causal_skip: False if `mask_function` may be more than causal or sliding-window.
+        allow_is_bidirectional_skip: Given for bidirectional masks alone.
+        use_vmap: Whether the model adds a mask of its own.
+
+    Raises:
+        UserError: The mask is not causal, or one that megasink does not compute.
+    """
+    if isinstance(attention_mask, Sequences):  # made by `generate` for a static cache
+        return attention_mask
+    if allow_is_bidirectional_skip is not None:
+        refuse(config, "its attention is bidirectional")
+    if use_vmap:
+        refuse(config, "it adds a mask of its own to the causal one (a prefix, images, or similar)")
+    if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
+        refuse(config, f"its attention is chunked (attention_chunk_size {local_size})")
+    if attention_mask is not None and attention_mask.ndim != 2:
+        refuse(config, f"its mask has {attention_mask.ndim} dimensions, not [rows, tokens]")
+    documents = None
+    if not allow_is_causal_skip and q_length > 1 and mask_function is not None:
+        sees = _neighbors(mask_function, batch_size, q_length, q_offset, device)
+        documents = _documents(sees, config, whole=q_length == kv_length)
+    compiling = torch.compiler.is_compiling()
+    if isinstance(q_offset, Tensor) and not compiling:
+        q_offset = int(q_offset)
+    first_query, first_key = q_offset, kv_offset
+    keys = kv_length
+    aligned = False
+    if not isinstance(q_offset, Tensor) and not isinstance(kv_offset, Tensor):
+        filled = q_offset + q_length - kv_offset  # keys up to the last query's own
+        # A compiled graph keeps the shape of a static cache.
+        keys = kv_length if compiling else min(filled, kv_length)
+        aligned = keys == filled
+    real_BS = None
+    if attention_mask is not None:
+        missing = kv_offset + kv_length - attention_mask.shape[1]
+        real_BS = torch.nn.functional.pad(attention_mask, (0, max(missing, 0)))
+        real_BS = real_BS[:, kv_offset : kv_offset + keys]
+    order, masked = None, not aligned
+    if aligned and real_BS is not None:
+        order, masked = _padding(real_BS, q_length, config)
+    return Sequences(
+        q_length,
+        kv_length,
+        keys,
+        local_size,
+        real_BS,
+        documents,
+        order,
+        first_query if masked else None,
+        first_key if masked else None,
+    )
+
+
+def _padding(real_BS: Tensor, queries: int, config: Any) -> tuple[RowOrder | None, bool]:
+    """Return the order that puts padding behind, if needed, and whether a mask is needed."""
+    whole = queries == real_BS.shape[1]
+    # A token after padding, and after a token before that.
+    begins_BS = real_BS[:, 1:] & ~real_BS[:, :-1]
+    holes_B = begins_BS.sum(-1) > (~real_BS[:, 0]).to(torch.int64)
+    if torch.compiler.is_compiling():
+        if not whole:
+            return None, True
+        torch._assert_async(~holes_B.any(), _HOLES)
+        return row_order(real_BS), False
+    real, before, holes = torch.stack(
+        (real_BS.all(), (~real_BS[:, 0]).any(), holes_B.any())
+    ).tolist()
+    if real or (queries > 1 and not before and not holes):
+        return None, False  # a real query is before the padding behind it
+    if queries == 1 or not whole or holes:
+        return None, True
+    return row_order(real_BS), False
+
+
+def _neighbors(
+    mask_function: Callable[..., Tensor],
+    rows: int,
+    queries: int,
+    first_query: int | Tensor,
+    device: torch.device | str,
+) -> Tensor:
+    """Evaluate a mask beside its diagonal.
+
+    Returns:
+        [2, B, T - 1], bool: whether token i sees token i + 1, and token i + 1 sees token i.
+    """
+    row = torch.arange(rows, device=device)[:, None, None, None]
+    head = torch.zeros(1, dtype=torch.int64, device=device)[None, :, None, None]
+    first = (torch.arange(queries - 1, device=device) + first_query)[None, None, :, None]
+    sees = (
+        mask_function(row, head, first, first + 1),
+        mask_function(row, head, first + 1, first),
+    )
+    return torch.stack([seen.expand(rows, 1, queries - 1, 1)[:, 0, :, 0] for seen in sees])
+
+
+def _documents(sees_2BT: Tensor, config: Any, *, whole: bool) -> tuple[int, ...] | None:
+    """Return the boundaries of documents, None for one per row.
+
+    Args:
+        sees_2BT: What `_neighbors` returns.
+        whole: Whether the queries are the whole sequences, not what follows a cache.
+    """
+    if torch.compiler.is_compiling():
+        ordinary_BT = ~sees_2BT[0] & sees_2BT[1] if whole else ~sees_2BT[0]
+        torch._assert_async(ordinary_BT.all(), PACKED_AND_COMPILED)
+        return None
+    later_BT, earlier_BT = sees_2BT.cpu()
+    if bool(later_BT.any()):
+        refuse(config, "some of its tokens see later ones")
+    return boundaries(~earlier_BT) if whole else None
+
+
+def boundaries(begins_BT: Tensor) -> tuple[int, ...] | None:
+    """Return the boundaries of documents in rows laid one after the other.
+
+    Args:
+        begins_BT: [B, T - 1] on the host: whether a document begins at token i + 1.
+
+    Returns:
+        0, .., B * T; None if each row is one document.
+    """
+    if not bool(begins_BT.any()):
+        return None
+    starts_BT = torch.nn.functional.pad(begins_BT, (1, 0), value=True)
+    return (*starts_BT.flatten().nonzero().flatten().tolist(), starts_BT.numel())
+
+
+def refuse(config: Any, what: str) -> NoReturn:
+    """Raise the error for a model that megasink does not compute.
+
+    Args:
+        config: Of the model, for its name.
+        what: A clause that follows the name.
+    """
+    name = getattr(config, "model_type", None) or "this model"
+    raise UserError(
+        f'attn_implementation="megasink" cannot run {name}: {what}; or use "eager" for it'
+    )
+
+
+PACKED_AND_COMPILED = (
+    'attn_implementation="megasink" computes packed documents without torch.compile alone'
+)
+_HOLES = (
+    'attn_implementation="megasink" under torch.compile needs padding on one side, not between '
+    "tokens"
+)
