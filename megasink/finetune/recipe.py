@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
-from megasink.atomic import atomic_text
+from megasink.atomic import atomic_file, atomic_text
 from megasink.balance.shared_heads import choose_shared_heads
 from megasink.checkpoint.find import newest_checkpoint
 from megasink.data.bins import best_fit
@@ -23,8 +23,7 @@ from megasink.errors import UserError
 from megasink.finetune.settings import AUTO
 from megasink.finetune.steps import Step
 from megasink.report.analysis import Analysis, read_analysis
-from megasink.report.heatmap import importance_figure
-from megasink.report.style import save
+from megasink.report.heatmap import importance_pictures
 
 SAMPLES = 64
 """Held-out conversations on which head importance is measured."""
@@ -66,7 +65,7 @@ def recipe(args: Namespace, further: Sequence[str], console: Console) -> Iterato
 
 def _analysis(args: Namespace, what: str, run: Path, texts: Path, output: Path) -> Step:
     # The rendered conversations already hold what the template begins with.
-    words = ["analyze", run, "--data", texts, "--output", output, "--bos", "none", "--no-loss"]
+    words: list[str | Path | int] = ["analyze", run, "--data", texts, "--output", output, "--bos", "none", "--no-loss"]
     words += ["--max-samples", SAMPLES, "--seq-length", args.seq_length, "--name", output.name]
     return Step(what, words, (output / "results.json").is_file)
 
@@ -91,7 +90,7 @@ def _shared_heads(args: Namespace, console: Console) -> int:
 
 
 def _importance(analysis: Analysis) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    return analysis.values("importance")  # type: ignore[return-value]
+    return analysis.values("importance")
 
 
 def _lengths(prefix: Path) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -127,7 +126,8 @@ def summary(args: Namespace) -> Iterator[str]:
     """Draw importance.png, and yield what was made."""
     before, after = (read_analysis(args.output / name) for name in ("before", "after"))
     picture = args.output / "importance.png"
-    save(importance_figure([(a.name, _importance(a)) for a in (before, after)]), picture)
+    with atomic_file(picture) as file:
+        file.write(importance_pictures([(a.name, _importance(a)) for a in (before, after)]))
     imbalance = [float(a.values("imbalance")) for a in (before, after)]
     exported = args.output / ("adapter" if args.adapter else "model")
     for what, value in (

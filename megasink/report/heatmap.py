@@ -3,6 +3,7 @@
 Shapes: L layers, H query heads.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,21 +15,49 @@ from megasink.report.style import MAP, heatmap, label, panels, rendered, styled,
 _READABLE = 96
 
 
-def draw_importance(figure: Any, axis: Any, importance_LH: NDArray[np.float64], title: str) -> None:
+def draw_importance(
+    figure: Any,
+    axis: Any,
+    importance_LH: NDArray[np.float64],
+    title: str,
+    lowest: float | None = None,
+) -> None:
     """Draw a heatmap with labels and a color bar on an axis of a matplotlib figure.
 
     Args:
         importance_LH: mean gates; NaN, drawn gray, for layers without any.
+        lowest: where the color scale begins; None for the least gate.
     """
-    # Rounded down, so that similar runs mostly share a scale.
-    known = importance_LH[np.isfinite(importance_LH)]
-    lowest = min(0.9, float(np.floor(known.min() * 10) / 10)) if known.size else 0.9
+    lowest = _lowest(importance_LH) if lowest is None else lowest
     axis.set_facecolor("0.8")
     image = heatmap(axis, importance_LH, vmin=lowest, vmax=1, cmap=MAP)
     label(axis, title, "layer", "head")
     if importance_LH.size <= _READABLE:
         write_cells(axis, image, importance_LH, 7)
     figure.colorbar(image, ax=axis, label="closed <- gate -> open")
+
+
+def _lowest(importance_LH: NDArray[np.float64]) -> float:
+    """Return where a color scale begins: rounded down, so that similar runs mostly share it."""
+    known = importance_LH[np.isfinite(importance_LH)]
+    return min(0.9, float(np.floor(known.min() * 10) / 10)) if known.size else 0.9
+
+
+@styled()
+def importance_pictures(maps: Sequence[tuple[str, NDArray[np.float64]]]) -> bytes:
+    """Return the heatmaps of a model at several times as the bytes of a PNG file.
+
+    Args:
+        maps: title and [L, H] of each; they share a color scale.
+    """
+    layers, heads = maps[0][1].shape
+    width = min(max(0.34 * heads, 3.2), 9.0) + 1.2
+    height = min(max(0.24 * layers, 2.4), 12.0) + 1
+    figure, axes = panels(1, len(maps), height, width=len(maps) * width)
+    lowest = min(_lowest(importance_LH) for _, importance_LH in maps)
+    for axis, (title, importance_LH) in zip(axes[0], maps, strict=True):
+        draw_importance(figure, axis, importance_LH, title, lowest)
+    return rendered(figure)
 
 
 @styled()
