@@ -172,7 +172,9 @@ def _read(params: PackedSeqParams, tokens: int, ranks: int) -> Documents:
     padded = real if padded_q is None or padded_q is queries else padded_q.tolist()
     bounds = padded if padded[-1] == tokens else [*padded, tokens]
     # Behind each document's text, and behind the last document.
-    ends = [start + stop - first for start, (first, stop) in zip(padded, pairwise(real), strict=False)]
+    ends = [
+        start + stop - first for start, (first, stop) in zip(padded, pairwise(real), strict=False)
+    ]
     padding = zip([*ends, padded[-1]], [*padded[1:], tokens], strict=True)
     return row_of_documents(
         bounds, [span for span in padding if span[0] < span[1]], device=queries.device
