@@ -251,7 +251,7 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
                 self.config,
                 {name: parameter.detach() for name, parameter in parameters.items()},
                 partial(
-                    first_values, value_BGSD, out_BHTD.shape[1], tokens, mask.get("cu_seqlens")
+                    first_values, value_BGSD, out_BHTD.shape[1], mask.get("cu_seqlens"), tokens
                 ),
             )
             self.attending.output_gradient(out_BHTD, gate_BHT[..., None], value_BHTD, counted)
