@@ -13,7 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import torch
 from bench_model import SHAPE, VOCABULARY, gpt_config
@@ -57,9 +57,7 @@ def stepper(name: str, row: list[int]) -> Callable[[], float]:
     model = MegasinkGPTBuilder(config).build_model(groups, pre_process=True, post_process=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     bounds = [0, *torch.tensor(row).cumsum(0).tolist()]
-    documents = row_of_documents(
-        bounds, device=torch.device("cpu"), ranks=ranks, rank=rank
-    )
+    documents = row_of_documents(bounds, device=torch.device("cpu"), ranks=ranks, rank=rank)
     params = PackedRow(max_seqlen_q=tokens, max_seqlen_kv=tokens, documents=documents)
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(VOCABULARY, (1, tokens + 1), generator=generator)
@@ -126,7 +124,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        store: Any = os.path.join(folder, "store")
+        store = str(Path(folder, "store"))
         torch.multiprocessing.spawn(rank_of_two, (store, arguments), nprocs=2)
 
 
