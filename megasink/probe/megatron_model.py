@@ -224,7 +224,7 @@ def _slot_has_value(core: CoreAttention, value_BGTD: Tensor, heads: int) -> bool
     """Return whether the slot adds to the output: the value of a bias, unlike that of a sink."""
     value_of = core.variant.slot_value
     own = {added.name: getattr(core, added.name).detach() for added in core.variant.parameters}
-    first = partial(first_values, value_BGTD, heads, value_BGTD.shape[2])
+    first = partial(first_values, value_BGTD, heads, tokens=value_BGTD.shape[2])
     return value_of is None or value_of(core.config, own, first) is not None
 
 
