@@ -5,8 +5,10 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from megasink.errors import ConfigError
 from megasink.finetune.recipe import recipe, summary
 from megasink.finetune.settings import read, remember
+from megasink.train import early
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,6 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Further flags go to `megasink train`.
     """
     args, further = read(list(sys.argv[1:] if argv is None else argv), main.__doc__)
+    if problems := early.read(["--run-dir", str(args.output / "run"), *further]).flag_problems:
+        raise ConfigError(problems)  # not only when the training starts
     remember(args, further, args.output / "finetune.json")
     console = Console(highlight=False)
     for step in recipe(args, further, console):

@@ -27,7 +27,7 @@ from megasink.report.heatmap import importance_pictures
 
 SAMPLES = 64
 """Held-out conversations on which head importance is measured."""
-_TRAINED = 0.98  # share of the conversations; the rest are held out
+_HELD_OUT = 0.02  # share of the conversations, the last ones
 _SCHEDULE = "--lr-decay-style cosine --lr-warmup-fraction 0.03 --min-lr 0 --weight-decay 0"
 
 
@@ -65,7 +65,17 @@ def recipe(args: Namespace, further: Sequence[str], console: Console) -> Iterato
 
 def _analysis(args: Namespace, what: str, run: Path, texts: Path, output: Path) -> Step:
     # The rendered conversations already hold what the template begins with.
-    words: list[str | Path | int] = ["analyze", run, "--data", texts, "--output", output, "--bos", "none", "--no-loss"]
+    words: list[str | Path | int] = [
+        "analyze",
+        run,
+        "--data",
+        texts,
+        "--output",
+        output,
+        "--bos",
+        "none",
+        "--no-loss",
+    ]
     words += ["--max-samples", SAMPLES, "--seq-length", args.seq_length, "--name", output.name]
     return Step(what, words, (output / "results.json").is_file)
 
@@ -73,7 +83,7 @@ def _analysis(args: Namespace, what: str, run: Path, texts: Path, output: Path) 
 def _write_sample(prefix: Path, tokenizer_folder: Path, texts: Path) -> None:
     """Write the first held-out conversations as they are rendered; of a few, the last ones."""
     lengths = _lengths(prefix)
-    first = min(round(_TRAINED * len(lengths)), max(0, len(lengths) - SAMPLES))
+    first = min(_trained(lengths), max(0, len(lengths) - SAMPLES))
     tokenizer = load_tokenizer(tokenizer_folder)
     rows = read_sequences(str(prefix), range(first, min(first + SAMPLES, len(lengths))))
     lines = [json.dumps({"text": tokenizer.decode(row)}) for row in rows]
@@ -100,25 +110,35 @@ def _lengths(prefix: Path) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     return lengths
 
 
+def _trained(lengths: np.ndarray[tuple[int], np.dtype[np.int32]]) -> int:
+    """Return the number of conversations to train on, the first ones."""
+    return len(lengths) - max(1, round(_HELD_OUT * len(lengths)))
+
+
 def _steps(args: Namespace, prefix: Path) -> int:
     """Return the steps of so many epochs of packed samples."""
-    places = _lengths(prefix).astype(np.int64) - 1
-    samples = len(best_fit(places[: max(1, round(_TRAINED * len(places)))], args.seq_length))
+    lengths = _lengths(prefix)
+    if len(lengths) < 2:
+        raise UserError(f"--data {' '.join(args.data)}: one conversation is held out, give more")
+    places = lengths[: _trained(lengths)].astype(np.int64) - 1
+    samples = len(best_fit(places, args.seq_length))
     return max(1, round(args.epochs * samples / args.global_batch_size))
 
 
 def _flags(args: Namespace, base: Path, prefix: Path, shared: int, steps: int) -> list[str | Path]:
     """Return the flags of `megasink train`, beside those of the model."""
-    held_out = round(100 * (1 - _TRAINED))
+    lengths = _lengths(prefix)
+    trained = _trained(lengths)
     flags: list[str | Path] = ["--run-dir", args.output / "run", "--resume", "auto"]
     flags += ["--pretrained-checkpoint", base / "checkpoints", "--data-path", prefix]
-    flags += ["--split", f"{100 - held_out},{held_out},0", *_SCHEDULE.split()]
+    flags += ["--split", f"{trained},{len(lengths) - trained},0", *_SCHEDULE.split()]
     for name in ("seq_length", "micro_batch_size", "global_batch_size", "lr", "head_balance_coeff"):
         flags += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     flags += ["--head-balance-shared-heads", str(shared), "--train-iters", str(steps)]
     flags += ["--eval-interval", str(max(1, steps // 4)), "--eval-iters", "1"]
     if not args.full:
-        flags += ["--lora-rank", str(args.lora_rank)]
+        # TransformerEngine's fused norm hides the input of A.
+        flags += ["--lora-rank", str(args.lora_rank), "--transformer-impl", "local"]
     return [*flags, *([] if args.ranks is None else ["--ranks", str(args.ranks)])]
 
 
@@ -128,7 +148,7 @@ def summary(args: Namespace) -> Iterator[str]:
     picture = args.output / "importance.png"
     with atomic_file(picture) as file:
         file.write(importance_pictures([(a.name, _importance(a)) for a in (before, after)]))
-    imbalance = [float(a.values("imbalance")) for a in (before, after)]
+    imbalance = [float(np.nanmean(a.values("imbalance"))) for a in (before, after)]
     exported = args.output / ("adapter" if args.adapter else "model")
     for what, value in (
         ("head imbalance", f"{imbalance[0]:.4f} -> {imbalance[1]:.4f}"),

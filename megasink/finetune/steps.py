@@ -41,7 +41,9 @@ class Step:
         if self.done():
             console.print(f"[bold]{self.what}[/bold]: done before")
             return
-        console.print(f"[bold]{self.what}[/bold]: megasink {escape(shlex.join(words))}")
+        console.print(
+            f"[bold]{self.what}[/bold]: megasink {escape(shlex.join(words))}", soft_wrap=True
+        )
         if self.makes is not None and self.makes.exists():
             remove(self.makes)
         # A process each: one that has become a Megatron rank cannot become another.
