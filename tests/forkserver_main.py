@@ -34,6 +34,16 @@ class Forked:
         if self.pid == 0:
             become(_program(command), **options)
 
+    def __enter__(self) -> "Forked":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+
+    def communicate(self, input: None = None, timeout: float | None = None) -> tuple[None, None]:
+        self.wait(timeout)
+        return None, None
+
     def poll(self) -> int | None:
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)

@@ -126,6 +126,11 @@ MISTAKES = {
     "data-is-there": (DATA.replace("new/text", "tokens"), "{0}/tokens"),
     "data-no-tokenizer-there": (DATA.replace("llama", "lama"), "{0}/lama is not a folder"),
     # generate
+    "finetune-no-model": (
+        "finetune {0}/lama --data {0}/text.txt --output {0}/new/out --epochs 0",
+        "{0}/lama is not a transformers folder",
+        "--epochs 0",
+    ),
     "generate-nothing": ("generate", "missing: run, --prompt"),
     "generate-no-run": ("generate {0}/runs --prompt a", "{0}/runs: no such folder"),
     "generate-no-model": ("generate {0}/llama --prompt a", "{0}/llama"),

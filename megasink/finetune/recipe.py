@@ -42,28 +42,30 @@ def recipe(args: Namespace, further: Sequence[str], console: Console) -> Iterato
     tokens = ["data", *args.data, "--chat", "--tokenizer", args.model, "--overwrite"]
     tokens += ["--seq-length", args.seq_length, "--output", prefix]
     yield Step("1. conversations -> tokens", tokens, prefix.with_suffix(".json").is_file)
+    plugins = [word for name in args.plugin or [] for word in ("--plugin", name)]
     flags = base / "flags.txt"
-    yield Step(
-        "2. a run to start from", ["convert-from-hf", args.model, base], flags.is_file, makes=base
-    )
+    imported = ["convert-from-hf", args.model, base, *plugins]
+    yield Step("2. a run to start from", imported, flags.is_file, makes=base)
     if not texts.is_file():
         _write_sample(prefix, base / "tokenizer", texts)
-    yield _analysis(args, "3. the heads before", base, texts, out / "before")
+    yield _analysis(args, "3. the heads before", base, texts, out / "before", plugins)
     shared = _shared_heads(args, console)
     steps = _steps(args, prefix)
     train = ["train", *shlex.split(flags.read_text()), *_flags(args, base, prefix, shared, steps)]
     yield Step(
         f"4. {steps} steps of training",
-        [*train, *further],
+        [*train, *plugins, *further],
         lambda: newest_checkpoint(run / "checkpoints") == steps,
     )
     exported = out / ("adapter" if args.adapter else "model")
-    export = ["convert-to-hf", run, exported, *(["--adapter"] if args.adapter else [])]
+    export = ["convert-to-hf", run, exported, *(["--adapter"] if args.adapter else []), *plugins]
     yield Step("5. export", export, (exported / "README.md").is_file, makes=exported)
-    yield _analysis(args, "6. the heads after", run, texts, out / "after")
+    yield _analysis(args, "6. the heads after", run, texts, out / "after", plugins)
 
 
-def _analysis(args: Namespace, what: str, run: Path, texts: Path, output: Path) -> Step:
+def _analysis(
+    args: Namespace, what: str, run: Path, texts: Path, output: Path, plugins: list[str]
+) -> Step:
     # The rendered conversations already hold what the template begins with.
     words: list[str | Path | int] = [
         "analyze",
@@ -77,6 +79,7 @@ def _analysis(args: Namespace, what: str, run: Path, texts: Path, output: Path) 
         "--no-loss",
     ]
     words += ["--max-samples", SAMPLES, "--seq-length", args.seq_length, "--name", output.name]
+    words += plugins
     return Step(what, words, (output / "results.json").is_file)
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from megasink.atomic import atomic_text
 from megasink.command_line import CommandParser, Reading
 from megasink.errors import ConfigError, UserError
 from megasink.json_file import read_object
+from megasink.plugins import add_flag
 
 AUTO = "auto"
 LEARNING_RATES = {True: 1e-4, False: 1e-5}
@@ -49,6 +51,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     add("--micro-batch-size", type=int, default=1, help="default: 1")
     add("--global-batch-size", type=int, default=16, help="packed samples per step; default: 16")
     add("--ranks", type=int, help="processes to start; default: as `megasink train`")
+    add_flag(found)
     return found
 
 
@@ -70,16 +73,12 @@ def read(argv: list[str], description: str | None) -> tuple[argparse.Namespace, 
     return args, further
 
 
-def _problems(args: argparse.Namespace) -> Any:
+def _problems(args: argparse.Namespace) -> Iterator[str]:
     config = args.model / "config.json"
     if not config.is_file():
         yield f"{args.model} is not a transformers folder (no config.json; nothing is downloaded)"
     elif (heads := _heads(config)) and args.shared_heads.isdecimal():
-        if int(args.shared_heads) > heads - 2:
-            yield (
-                f"--shared-heads {args.shared_heads}: the layers have {heads} heads, and at least "
-                "two must be left to balance"
-            )
+        yield from _too_many_shared(int(args.shared_heads), heads)
     if args.shared_heads != AUTO and not args.shared_heads.isdecimal():
         yield f"--shared-heads {args.shared_heads}: a whole number from 0 on, or {AUTO}"
     for path in args.data:
@@ -96,6 +95,14 @@ def _problems(args: argparse.Namespace) -> Any:
     for flag in ("seq_length", "micro_batch_size", "global_batch_size"):
         if getattr(args, flag) < 1:
             yield f"--{flag.replace('_', '-')} {getattr(args, flag)}: use 1 or more"
+
+
+def _too_many_shared(shared: int, heads: int) -> Iterator[str]:
+    if shared > heads - 2:
+        yield (
+            f"--shared-heads {shared}: the layers have {heads} heads, and at least two must be "
+            "left to balance"
+        )
 
 
 def _heads(config: Path) -> int | None:
