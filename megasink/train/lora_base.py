@@ -7,7 +7,7 @@ from typing import Any
 
 from megasink.checkpoint.adapter import BASE, find_base, fingerprint, is_lora
 from megasink.checkpoint.find import newest_checkpoint
-from megasink.checkpoint.identity import SHAPE, plain
+from megasink.checkpoint.identity import MODEL, SHAPE, plain
 from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.lora.targets import OPTIONS
@@ -64,10 +64,9 @@ def _another_model(args: Namespace) -> str | None:
     config = find_base(Path(args.pretrained_checkpoint)).config
     saved = read_object(config)
     resolved = saved["arguments"]
+    known = saved.get("identity") or {name: resolved[name] for name in SHAPE if name in resolved}
     # As given to the base, or as Megatron derived it there: both are the base's.
-    names = [
-        name for name in SHAPE if name in resolved and plain(getattr(args, name)) != resolved[name]
-    ]
+    names = [n for n in MODEL if n in known and plain(getattr(args, n)) != resolved.get(n)]
     differences = differences_of(config, saved, args, names, finetune=True)
     what = f"{_FLAG} {args.pretrained_checkpoint} is a checkpoint of a different model"
     return f"{what}: {'; '.join(differences)}" if differences else None
