@@ -53,17 +53,16 @@ class Place:
         return self.row.transform.to_hf(whole, *others)[self.part].contiguous()
 
     def to_megatron(self, up: Tensor, model: Architecture) -> Tensor:
-        """Invert `to_hf`.
+        """Invert `to_hf`; a B of another model's size is returned as it is.
 
         Raises:
             UserError: B changes rows of a gate, which --lora-targets cannot name.
         """
         if self.linear != QKV:
             return up
-        like = self.to_hf(up.new_zeros(_rows(model)[self.target], up.shape[1]), model)
-        if like.shape != up.shape:
-            raise UserError(f"{self.module}: lora_B is {list(up.shape)}, not {list(like.shape)}")
-        if len(like) == _rows(model)[self.target]:
+        rows = _rows(model)[self.target]
+        like = self.to_hf(up.new_zeros(rows, up.shape[1]), model)
+        if len(like) == rows or like.shape != up.shape:
             return up
         # q_proj has the rows of the gate too, per head [query; gate].
         query, gate = up.reshape(-1, 2, model.head_dim, up.shape[1]).unbind(dim=1)
