@@ -10,7 +10,7 @@ from megasink.checkpoint.find import newest_checkpoint
 from megasink.checkpoint.identity import MODEL, SHAPE, plain
 from megasink.errors import UserError
 from megasink.json_file import read_object
-from megasink.lora.targets import OPTIONS
+from megasink.lora.targets import OPTIONS, targets_of
 from megasink.train.differences import differences_of
 
 _FLAG = "--pretrained-checkpoint"
@@ -110,6 +110,13 @@ def _of_the_start(args: Namespace, base: dict[str, str]) -> list[str]:
 
 def _arguments(config: Path) -> dict[str, Any]:
     return dict(read_object(config).get("arguments") or {})
+
+
+def describe(args: Namespace) -> str:
+    """Return the line that says what a LoRA run trains."""
+    gated = bool(args.swiglu or args.quick_geglu)  # set for --ffn-activation too
+    parts = [*targets_of(args, gated_unit=gated), *(args.lora_train or ())]
+    return f"LoRA: rank {args.lora_rank} on {', '.join(parts)}, of {base_of(args)['checkpoint']}"
 
 
 def take_base(args: Namespace) -> Callable[[list[Any]], list[Any]]:

@@ -22,6 +22,7 @@ LORA = """
     --train-iters 4 --save-interval 2 --use-distributed-optimizer
 """.split()
 TP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+PP = ["--pipeline-model-parallel-size", "2"]
 COMPARED = ("lm_loss", "grad_norm", "balance_loss", "imbalance", "importance")
 
 
@@ -79,7 +80,7 @@ def test_the_same_layout_resumes_to_the_bit_and_another_within_rounding(
 ):
     other = shutil.copytree(interrupted, tmp_path / "other")
     pool.train([*start, *TP, "--run-dir", str(interrupted), "--resume"], 2)
-    pool.train([*start, "--run-dir", str(other), "--resume"], 1)
+    pool.train([*start, *PP, "--run-dir", str(other), "--resume"], 2)
     before, after, elsewhere = (runs.steps(run) for run in (finished, interrupted, other))
     assert [line["iteration"] for line in after] == [1, 2, 3, 4]
     for line, again in zip(before, after, strict=True):
