@@ -46,5 +46,9 @@ def weights_of(
 
 def adapter_of(found: Checkpoint, saved: Mapping[str, Any], model: Architecture) -> Adapter:
     """Read the adapter of a LoRA run."""
-    sizes = Sizes(model.groups, model.queries, model.head_dim, model.megatrons_gate)
-    return read_adapter(found, saved, sizes)
+    return read_adapter(found, saved, sizes_of(model))
+
+
+def sizes_of(model: Architecture) -> Sizes:
+    """Return what the order of linear_qkv's rows depends on."""
+    return Sizes(model.groups, model.queries, model.head_dim, model.megatrons_gate)

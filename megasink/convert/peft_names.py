@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megasink.convert.adapted import sizes_of
 from megasink.convert.architecture import Architecture
 from megasink.convert.table import LAYERS, Row
 from megasink.convert.targets.target import Target
@@ -16,6 +17,7 @@ from megasink.convert.transforms import (
     Transform,
 )
 from megasink.errors import UserError
+from megasink.lora.merge import by_group
 from megasink.lora.targets import LINEARS, QKV
 
 # Transforms that only move rows, so that they apply to B and leave A.
@@ -46,24 +48,23 @@ class Place:
 
     def to_hf(self, up: Tensor, model: Architecture) -> Tensor:
         """Return B [O, r] with the rows of Hugging Face's module, given Megatron's."""
-        own = _own_parts(self.linear, self.target, up, model)
-        others = [_zeros(self.row, key, up, model) for key in self.row.megatron[1:]]
-        mixed = GroupedQKV(model.groups, model.queries, model.head_dim, model.megatrons_gate)
-        whole = mixed.to_megatron(*own)[0] if self.linear == QKV else torch.cat(own)
+        own = self._own_parts(up, model)
+        # The headwise gate that some targets store in q_proj.
+        others = [up.new_zeros(model.heads, up.shape[1]) for _ in self.row.megatron[1:]]
+        whole = by_group(own, model.groups) if self.linear == QKV else torch.cat(own)
         return self.row.transform.to_hf(whole, *others)[self.part].contiguous()
 
     def to_megatron(self, up: Tensor, model: Architecture) -> Tensor:
-        """Invert `to_hf`.
+        """Invert `to_hf`; a B of another model's size is returned as it is.
 
         Raises:
             UserError: B changes rows of a gate, which --lora-targets cannot name.
         """
         if self.linear != QKV:
             return up
-        like = self.to_hf(up.new_zeros(_rows(model)[self.target], up.shape[1]), model)
-        if like.shape != up.shape:
-            raise UserError(f"{self.module}: lora_B is {list(up.shape)}, not {list(like.shape)}")
-        if len(like) == _rows(model)[self.target]:
+        rows = sizes_of(model).qkv_rows()[self.target]
+        like = self.to_hf(up.new_zeros(rows, up.shape[1]), model)
+        if len(like) == rows or like.shape != up.shape:
             return up
         # q_proj has the rows of the gate too, per head [query; gate].
         query, gate = up.reshape(-1, 2, model.head_dim, up.shape[1]).unbind(dim=1)
@@ -72,6 +73,20 @@ class Place:
                 f"{self.module}: the adapter changes the gate, which LoRA here does not"
             )
         return query.flatten(0, 1)
+
+    def _own_parts(self, up: Tensor, model: Architecture) -> list[Tensor]:
+        """Return the parts of the whole layer's rows, zero but for the target's."""
+        names = LINEARS[self.linear]
+        if self.linear == QKV:
+            rows = sizes_of(model).qkv_rows()
+        elif len(names) == 1 or not model.options.gated_unit:
+            return [up]
+        else:
+            rows = dict.fromkeys(names, len(up))
+        return [
+            up if name == self.target else up.new_zeros(count, up.shape[1])
+            for name, count in rows.items()
+        ]
 
 
 def places(target: Target, model: Architecture) -> dict[str, Place]:
@@ -97,23 +112,3 @@ def places(target: Target, model: Architecture) -> dict[str, Place]:
         for part, (name, module) in enumerate(zip(names[-len(modules) :], modules, strict=True)):
             found[name] = Place(linear, name, module, row, part)
     return found
-
-
-def _rows(model: Architecture) -> dict[str, int]:
-    query, one = model.heads * model.head_dim, model.groups * model.head_dim
-    gate = {"gate": query} if model.megatrons_gate else {}
-    return {"q_proj": query, **gate, "k_proj": one, "v_proj": one}
-
-
-def _own_parts(linear: str, target: str, up: Tensor, model: Architecture) -> list[Tensor]:
-    """Return the parts of the whole layer's rows, zero but for the target's."""
-    names = list(_rows(model)) if linear == QKV else list(LINEARS[linear])
-    if linear != QKV and (len(names) == 1 or not model.options.gated_unit):
-        return [up]
-    rows = _rows(model) if linear == QKV else dict.fromkeys(names, len(up))
-    return [up if name == target else up.new_zeros(rows[name], up.shape[1]) for name in names]
-
-
-def _zeros(row: Row, key: str, up: Tensor, model: Architecture) -> Tensor:
-    """Return B for the headwise gate that some targets store in q_proj."""
-    return up.new_zeros(model.heads, up.shape[1])

@@ -7,10 +7,10 @@ from typing import Any
 
 from megasink.checkpoint.adapter import BASE, find_base, fingerprint, is_lora
 from megasink.checkpoint.find import newest_checkpoint
-from megasink.checkpoint.identity import SHAPE, plain
+from megasink.checkpoint.identity import MODEL, SHAPE, plain
 from megasink.errors import UserError
 from megasink.json_file import read_object
-from megasink.lora.targets import OPTIONS
+from megasink.lora.targets import OPTIONS, targets_of
 from megasink.train.differences import differences_of
 
 _FLAG = "--pretrained-checkpoint"
@@ -64,10 +64,9 @@ def _another_model(args: Namespace) -> str | None:
     config = find_base(Path(args.pretrained_checkpoint)).config
     saved = read_object(config)
     resolved = saved["arguments"]
+    known = saved.get("identity") or {name: resolved[name] for name in SHAPE if name in resolved}
     # As given to the base, or as Megatron derived it there: both are the base's.
-    names = [
-        name for name in SHAPE if name in resolved and plain(getattr(args, name)) != resolved[name]
-    ]
+    names = [n for n in MODEL if n in known and plain(getattr(args, n)) != resolved.get(n)]
     differences = differences_of(config, saved, args, names, finetune=True)
     what = f"{_FLAG} {args.pretrained_checkpoint} is a checkpoint of a different model"
     return f"{what}: {'; '.join(differences)}" if differences else None
@@ -111,6 +110,13 @@ def _of_the_start(args: Namespace, base: dict[str, str]) -> list[str]:
 
 def _arguments(config: Path) -> dict[str, Any]:
     return dict(read_object(config).get("arguments") or {})
+
+
+def describe(args: Namespace) -> str:
+    """Return the line that says what a LoRA run trains."""
+    gated = bool(args.swiglu or args.quick_geglu)  # set for --ffn-activation too
+    parts = [*targets_of(args, gated_unit=gated), *(args.lora_train or ())]
+    return f"LoRA: rank {args.lora_rank} on {', '.join(parts)}, of {base_of(args)['checkpoint']}"
 
 
 def take_base(args: Namespace) -> Callable[[list[Any]], list[Any]]:

@@ -100,7 +100,7 @@ def _run(args: Namespace, store: Any) -> None:
     from megasink.train.forward import forward_step
     from megasink.train.keep_checkpoints import keeping_whole_checkpoints
     from megasink.train.live_analysis import LiveAnalysis
-    from megasink.train.lora_base import take_base
+    from megasink.train.lora_base import describe, take_base
     from megasink.train.observer import Observer, observing
     from megasink.train.optimizer import grouping_sink_parameters
     from megasink.train.phases import agreeing_on_signals, following_phases
@@ -120,6 +120,8 @@ def _run(args: Namespace, store: Any) -> None:
     with refusals_of_megatron():
         model = model_config(args)
         if args.lora_rank:
+            if args.rank == 0:
+                print(describe(args), flush=True)
             model.pre_wrap_hooks.append(take_base(args))
         container = pretrain_cfg_container_from_args(args, model)
     metrics = Path(args.run_dir, "metrics.jsonl") if args.run_dir else None

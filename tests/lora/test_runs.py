@@ -22,6 +22,7 @@ LORA = """
     --train-iters 4 --save-interval 2 --use-distributed-optimizer
 """.split()
 TP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+PP = ["--pipeline-model-parallel-size", "2"]
 COMPARED = ("lm_loss", "grad_norm", "balance_loss", "imbalance", "importance")
 
 
@@ -79,7 +80,7 @@ def test_the_same_layout_resumes_to_the_bit_and_another_within_rounding(
 ):
     other = shutil.copytree(interrupted, tmp_path / "other")
     pool.train([*start, *TP, "--run-dir", str(interrupted), "--resume"], 2)
-    pool.train([*start, "--run-dir", str(other), "--resume"], 1)
+    pool.train([*start, *PP, "--run-dir", str(other), "--resume"], 2)
     before, after, elsewhere = (runs.steps(run) for run in (finished, interrupted, other))
     assert [line["iteration"] for line in after] == [1, 2, 3, 4]
     for line, again in zip(before, after, strict=True):
@@ -191,11 +192,13 @@ def test_an_adapter_comes_back_to_the_bit_and_trains_on(pool, finished, exported
     flags = shlex.split((exported / "back/flags.txt").read_text())
     training = [*runs.MOCK, *"--micro-batch-size 2 --global-batch-size 4 --lr 1e-3".split()]
     training += ["--seq-length", "32", "--train-iters", "1", "--log-interval", "1"]
-    training += ["--load", str(exported / "back/checkpoints"), "--finetune"]
-    training += ["--padded-vocab-size", "256", "--run-dir", str(tmp_path / "on")]
-    pool.train([*flags, *training])
-    # The first loss is that of the adapted model, not of the base: it went on from step 4.
-    assert len(runs.steps(tmp_path / "on")) == 1
+    load = ["--load", str(exported / "back/checkpoints"), "--finetune"]
+    losses = []
+    for name, more in (("on", load), ("new", [])):
+        pool.train([*flags, *training, *more, "--run-dir", str(tmp_path / name)])
+        (line,) = runs.steps(tmp_path / name)
+        losses.append(line["lm_loss"])
+    assert losses[0] != losses[1]  # of the adapted model, and of the base
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ lora-numbers: --lora-alpha 0 --lora-dropout 1.0 --pretrained-checkpoint nowhere
 lora-names: --lora-targets q_prj qkv o_proj o_proj --lora-train sink
     --pretrained-checkpoint nowhere
   ! --lora-targets 'q_prj' is unknown: choose q_proj, k_proj
-  ! did you mean q_proj?
   ! --lora-targets 'qkv' is unknown
   ! --lora-targets: o_proj given twice
   ! --lora-train 'sink' is unknown: choose sinks, gates (did you mean sinks?)
