@@ -34,8 +34,10 @@ def chat_tokenizer(source: Path, folder: Path, template: str = MARKED) -> Path:
     return folder
 
 
-def conversations(count: int, *, words: int = 12, seed: int = 0) -> list[list[dict[str, Any]]]:
-    """Conversations of one to three exchanges, of up to so many words each turn."""
+def conversations(
+    count: int, *, exchanges: int = 3, words: int = 12, seed: int = 0
+) -> list[list[dict[str, Any]]]:
+    """Conversations of up to so many exchanges, and words each turn."""
     draw = random.Random(seed)
 
     def text() -> str:
@@ -46,7 +48,7 @@ def conversations(count: int, *, words: int = 12, seed: int = 0) -> list[list[di
         start = [{"role": "system", "content": text()}] if draw.random() < 0.3 else []
         turns = (
             {"role": role, "content": text()}
-            for _ in range(draw.randint(1, 3))
+            for _ in range(draw.randint(1, exchanges))
             for role in ("user", "assistant")
         )
         return [*start, *turns]

@@ -4,9 +4,12 @@ Shapes: N tokens.
 """
 
 import hashlib
+import json
 import re
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -88,8 +91,11 @@ def chat_settings(tokenizer: Any, dtype: str, key: str, seq_length: int) -> Chat
             f"the tokenizer in {tokenizer.name_or_path} has no chat template: use the tokenizer of "
             "a chat model, or put a chat_template.jinja beside its files"
         ) from error
+    # The post-processor adds nothing to a rendered conversation, but some take the spaces of a word
+    # off the characters that its token holds.
+    bare = json.loads(tokenizer.backend_tokenizer.to_str()) | {"post_processor": None}
     return ChatSettings(
-        tokenizer_json=tokenizer.backend_tokenizer.to_str(),
+        tokenizer_json=json.dumps(bare),
         template=template,
         tool_template=tool_template,
         special_tokens=dict(tokenizer.special_tokens_map),
@@ -155,15 +161,16 @@ class ChatEncoder:
         self, rendered: Rendered, counts: Counter[str]
     ) -> tuple[NDArray[np.int64], NDArray[np.uint8], int]:
         """Return ids and loss mask, cut to the context, and the characters that they hold."""
-        ids, starts, ends = self._tokens(rendered.text)
+        tokens = _Tokens(self.tokenizer, rendered.text)
+        ids = np.array(tokens.ids, dtype=np.int64)
         most = self.settings.most_tokens
         special = np.isin(ids, self._special_ids)
         mask = np.zeros(len(ids), np.uint8)
         found: Counter[str] = Counter()
         for begin, end in rendered.responses:
-            # Both starts and ends rise: a token is the response's if it holds a character of it.
-            first = max(int(np.searchsorted(ends, begin, side="right")), 1)
-            last = int(np.searchsorted(starts, end, side="left"))
+            # A token is the response's if it holds a character of it.
+            first = max(tokens.holding(begin), 1)
+            last = max(tokens.holding(end), tokens.holding(end - 1) + 1) if end > begin else first
             closing = np.flatnonzero(special[first:last])
             if len(closing) and not rendered.marked:
                 # The template's text between turns, such as a line feed, is not the model's.
@@ -178,25 +185,7 @@ class ChatEncoder:
         else:
             counts.update(found)
             counts["truncated"] += len(ids) > most
-        return ids[:most], mask[:most], int(ends[:most].max(initial=0))
-
-    def _tokens(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return [N] ids, and the characters [start, end) of each, which leave no gap."""
-        ids: list[int] = []
-        offsets: list[tuple[int, int]] = []
-        before = 0
-        for segment in segments(text):
-            encoding = self.tokenizer.encode(segment, add_special_tokens=False)
-            ids += encoding.ids
-            offsets += [(before + start, before + end) for start, end in encoding.offsets]
-            before += len(segment)
-        spans = np.array(offsets, dtype=np.int64).reshape(-1, 2)
-        ends = np.maximum.accumulate(spans[:, 1])
-        # Some tokenizers leave spaces out of the offsets of a word: they are the next token's. The
-        # tokens of one character all have its offsets.
-        starts = spans[:, 0].copy()
-        starts[1:] = np.minimum(starts[1:], ends[:-1])
-        return np.array(ids, dtype=np.int64), np.maximum.accumulate(starts), ends
+        return ids[:most], mask[:most], tokens.end(min(len(ids), most))
 
     def _spells(self, conversation: Conversation) -> bool:
         return any(
@@ -204,6 +193,49 @@ class ChatEncoder:
             for message in conversation.messages
             for value in message.values()
         )
+
+
+class _Tokens:
+    """The tokens of a text, and the characters that they hold.
+
+    Attributes:
+        ids: of the tokens.
+    """
+
+    def __init__(self, tokenizer: Any, text: str):
+        self.ids: list[int] = []
+        self._length = len(text)
+        # Of each segment: its first character, its first token, and what was made of it.
+        self._parts: list[tuple[int, int, Any]] = []
+        characters = 0
+        for segment in segments(text):
+            encoding = tokenizer.encode(segment, add_special_tokens=False)
+            self._parts.append((characters, len(self.ids), encoding))
+            self.ids += encoding.ids
+            characters += len(segment)
+
+    def holding(self, character: int) -> int:
+        """Return the first token that holds a character or, if none does, the next that one does.
+
+        The number of tokens if there is none.
+        """
+        part = bisect_right(self._parts, character, key=itemgetter(0)) - 1
+        while character < self._length:
+            if part + 1 < len(self._parts) and character >= self._parts[part + 1][0]:
+                part += 1
+            characters, tokens, encoding = self._parts[part]
+            if (found := encoding.char_to_token(character - characters)) is not None:
+                return tokens + int(found)
+            character += 1
+        return len(self.ids)
+
+    def end(self, count: int) -> int:
+        """Return how many characters the first `count` tokens hold."""
+        part = bisect_left(self._parts, count, key=itemgetter(1)) - 1
+        if part < 0:
+            return 0
+        characters, tokens, encoding = self._parts[part]
+        return characters + int(encoding.token_to_chars(count - 1 - tokens)[1])
 
 
 def template_facts(settings: ChatSettings) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 from megasink import cli
 from megasink.data import output
@@ -82,6 +84,31 @@ def test_tokens_and_masks_are_those_of_transformers(made, chat_folder):
 
 def runs_end(mask: list[int]) -> list[int]:
     return [i for i, (a, b) in enumerate(zip(mask, [*mask[1:], 0], strict=True)) if a > b]
+
+
+def test_responses_with_spaces_at_their_ends_whose_tokens_do_not_hold_them(made, tmp_path):
+    """A byte-level tokenizer, as of GPT-2 and Llama 3: its offsets leave out spaces."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([m["content"] for chat in CHATS for m in chat], trainer)
+    plain = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    plain.save_pretrained(tmp_path / "plain")
+    folder = chat_tokenizer(tmp_path / "plain", tmp_path / "tokenizer")
+    tokenizer = load_tokenizer(folder)
+    for answer in ("  two", "two  ", " 🙂 ", "\t naïve", " ", ""):
+        chat = [USER, {"role": "assistant", "content": answer}, USER]
+        _, (tokens,), (mask,) = made([chat], tokenizer=folder)
+        assert tokens == tokenizer.apply_chat_template(chat, return_dict=False)
+        said = [token for token, target in zip(tokens, mask, strict=True) if target]
+        assert tokenizer.decode(said) == answer + ENDS
 
 
 def test_without_markers_responses_are_found_by_what_each_adds(made, chat_folder, unmarked_folder):

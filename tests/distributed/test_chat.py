@@ -21,7 +21,7 @@ from tests.distributed.test_data_path import MODEL, ROPE
 
 TASKS, CHAT_TASKS = "tests.distributed.data_tasks", "tests.distributed.chat_tasks"
 SIZE = 128
-CHATS = conversations(50, words=2)
+CHATS = conversations(50, exchanges=2, words=2)
 NO_BALANCE = ["--head-balance-coeff", "0"]
 
 
@@ -52,7 +52,7 @@ def flags(data):
 
 def test_packed_conversations_train_as_each_by_itself(pool, flags):
     (alone,) = pool.run(f"{CHAT_TASKS}:alone", SINGLE, argv=[*flags, *NO_BALANCE])
-    assert alone["conversations"] > 6  # in 4 samples
+    assert alone["conversations"] >= 6  # in 4 samples
     packed = pool.once(f"{TASKS}:one_step", SINGLE, argv=[*flags, *NO_BALANCE])
     assert merging.loss(packed) == pytest.approx(merging.loss([alone]), rel=TOLERANCE)
     merging.assert_same_gradients(packed, [alone], TOLERANCE)
