@@ -46,10 +46,15 @@ def batch(
         for row, ends in zip(data["position_ids"], ENDS, strict=True):
             for start, stop in pairwise([0, *ends]):
                 row[start:stop] = torch.arange(stop - start)
-    data["real_tokens"] = torch.tensor([27, 9 + 3 * index] if padded else [tiny_gpt.SEQUENCE] * 2)
+    data["real_tokens"] = torch.tensor(real_tokens(index) if padded else [tiny_gpt.SEQUENCE] * 2)
     for row, real in zip(data["loss_mask"], data["real_tokens"], strict=True):
         row[real:] = 0.0
     return data
+
+
+def real_tokens(index: int) -> list[int]:
+    """Of each sample of a padded microbatch."""
+    return [27, 9 + 3 * index]
 
 
 def train(
