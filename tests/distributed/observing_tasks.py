@@ -39,7 +39,7 @@ def observed_step(documents: bool = False, **options: Any) -> dict[str, Any]:
     """
     tokens, reading = TOKENS, contextlib.nullcontext
     if documents:
-        tokens = sum(sum(masked_gpt.real_tokens(i)) for i in range(tiny_gpt.MICROBATCHES))
+        tokens = sum(map(sum, masked_gpt.REAL))
         reading = partial(masked_gpt.reading, documents=True, masked=True, padded=True)
     config = tiny_gpt.model_config(**options)
     transformer = config.transformer
