@@ -22,6 +22,8 @@ from megasink.probe.blocks import Reader, find_blocks, gate_reader
 SEAM = "megasink_heads"
 """Attribute of an attention module that the attention function "megasink" calls with out
 [B, H, T, D], gate [B, H, T] and the mask of real tokens, and whose result it takes for out."""
+# TRL (trl/trainer/utils.py:1548): an argument of its models, and what they return then.
+_FUSED, _FUSED_OUTPUT = "fused_lm_head", ("log_probs", "label_mask")
 _MARK = "megasink_balanced"  # attribute of a model with a head-balance loss
 
 
@@ -49,8 +51,7 @@ class LossScale(HeadBalanceScale):
         if self._loss_scale is None:
             raise UserError(
                 "the head-balance loss is scaled as the loss that the model returns, and it "
-                "returned none: call it with labels, without a compute_loss_func, label smoothing "
-                "or TRL's loss_type='dft'"
+                "returned none: call it with labels, without a compute_loss_func or label smoothing"
             )
         return super().scaled(gradient_H, coeff)
 
@@ -63,7 +64,7 @@ class Microbatch:
         real_BT: Mask of the tokens that are not padding; None if all are real.
         real_tokens: Their number; None if all are real.
         targets: Number of targets, a scalar; None if the loss is a mean over the microbatch.
-        items: Number of targets of the whole step; None likewise.
+        items: Number of targets of the whole step, if the model was given it.
         recorded: Layers that have been counted.
     """
 
@@ -287,13 +288,12 @@ class HeadBalance:
 
     def _start(self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Note what the model is called with, before its forward pass."""
-        self.microbatch = None
         if not (model.training and torch.is_grad_enabled()):
             return
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
         real_BT, count = _real_tokens(given.get("attention_mask"))
         items, targets = given.get("num_items_in_batch"), None
-        if items is not None:
+        if items is not None or given.get(_FUSED):
             targets = _targets(model, given)
         self.statistics.balance = LossScale()
         self.microbatch = Microbatch(real_BT, count, targets, items, set())
@@ -301,7 +301,18 @@ class HeadBalance:
     def _end(self, model: torch.nn.Module, args: Any, output: Any) -> None:
         """Follow the loss that the model returns, in its backward pass."""
         microbatch, scale = self.microbatch, self.statistics.balance
-        if microbatch is None:
+        if microbatch is None or not (model.training and torch.is_grad_enabled()):
+            return
+        log_probs_BT, mask_BT = (getattr(output, name, None) for name in _FUSED_OUTPUT)
+        if log_probs_BT is not None and mask_BT is not None:
+            # TRL's trainer makes the loss of these: the weight of a target is minus its gradient.
+            count = mask_BT.sum().clamp(min=1)
+
+            def follow_targets(grad_BT: Tensor) -> None:
+                scale.set_loss_scale(-(grad_BT * mask_BT).sum() / count)
+
+            if log_probs_BT.requires_grad:
+                log_probs_BT.register_hook(follow_targets)
             return
         loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
         if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
