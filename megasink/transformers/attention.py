@@ -98,7 +98,9 @@ def megasink_attention(
                 query, key, value, sequences, documents, sink_H, scale, with_gate=heads is not None
             )
             if heads is not None:
-                out_BHTD = heads(out_BHTD, gate_BHT, sequences.real_BS)
+                real_BT = sequences.real_BS
+                real_BT = None if real_BT is None else real_BT.to(query.device)
+                out_BHTD = heads(out_BHTD, gate_BHT, real_BT)
     out_BTHD = out_BHTD.transpose(1, 2)
     if width < out_BTHD.shape[-1]:
         out_BTHD = out_BTHD[..., :width]
