@@ -8,7 +8,7 @@ Shapes: B rows, T queries, S keys.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -36,8 +36,9 @@ class Sequences:
             torch.compile.
     """
 
-    # transformers asks a mask for its dimensions: 2 for one that it has to convert.
-    ndim = 0
+    # `generate` makes masks for static caches in advance. Models ask them for their dimensions, 4 if
+    # nothing is left to convert, and `generate` for `contiguous`.
+    ndim = 4
 
     queries: int
     length: int
@@ -48,6 +49,10 @@ class Sequences:
     order: RowOrder | None = None
     first_query: int | Tensor | None = None
     first_key: int | Tensor | None = None
+
+    def contiguous(self) -> Self:
+        """Return the sequences."""
+        return self
 
 
 def megasink_mask(
