@@ -1,8 +1,8 @@
 """What a training step of a sink model costs in transformers, by its attention implementation.
 
 One GraniteSWA (sinks in every layer), forward and backward; the implementations take turns on the
-same model, and a ratio is the median over turns of the CPU seconds of one turn. "sdpa without
-sinks" is transformers' sdpa with the sinks left out: what the model would cost without them.
+same model, and a ratio is the median over turns of the CPU seconds of one turn. "without_sinks"
+is transformers' sdpa with the sinks left out: what the model would cost without them.
 
     python benchmarks/transformers_attention.py                  # S 1024 and 4096
     python benchmarks/transformers_attention.py --window 256 --dtype bfloat16
@@ -25,7 +25,7 @@ from transformers.masking_utils import sdpa_mask
 
 import megasink.transformers  # noqa: F401
 
-FLOOR = "sdpa_without_sinks"
+FLOOR = "without_sinks"
 IMPLEMENTATIONS = (FLOOR, "megasink", "eager")
 SHAPE = {
     "vocab_size": 4096,
