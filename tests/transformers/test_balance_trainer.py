@@ -260,3 +260,24 @@ def test_what_trl_weights_otherwise_is_refused():
     args = SimpleNamespace(n_gpu=1, loss_type="dft")
     with pytest.raises(UserError, match="loss_type 'dft' weights targets by their probability"):
         HeadBalanceCallback().on_train_begin(args, None, None)
+
+
+def test_the_example_of_the_documentation(tmp_path, monkeypatch):
+    """As it is written, for a tiny model."""
+    pytest.importorskip("trl")
+    page = Path(__file__).parents[2] / "docs" / "finetuning.md"
+    section = page.read_text().split("## In transformers: Trainer and SFTTrainer")[1]
+    code = section.split("```python\n")[1].split("```")[0]
+    assert '"Qwen/Qwen3-8B"' in code
+    folder = save_with_tokenizer(tmp_path, "qwen3", [Path(__file__).read_text()])
+    lines = [json.dumps({"text": f"some text, number {number}"}) for number in range(16)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    names = {}
+    exec(code.replace("Qwen/Qwen3-8B", str(folder)), names)
+    logs = [log for log in names["trainer"].state.log_history if "loss" in log]
+    assert len(logs) == 2
+    assert logs[0]["balance_loss"] == 0 < logs[1]["balance_loss"]
+    assert {"head_importance.csv", "head_importance.png"} <= {p.name for p in Path("out").iterdir()}
