@@ -41,7 +41,11 @@ ALLOWED = {
         "megasink.definitions",
     },
     "megasink.convert.modeling": {"torch", "transformers"},  # copied beside the weights
-    "megasink.transformers": {"torch", "transformers", "megasink.attention", "megasink.errors"},
+    "megasink.transformers": {
+        *("torch", "transformers", "numpy"),
+        *("megasink.attention", "megasink.errors", "megasink.config", "megasink.atomic"),
+        *("megasink.balance", "megasink.probe.blocks", "megasink.report"),
+    },
     "megasink.hollow": {"torch", "megasink.atomic", "megasink.errors"},
 }
 

@@ -6,7 +6,12 @@
 Importing this package registers the attention function and the mask function, under one name:
 without its mask function, transformers makes no mask at all and attention turns bidirectional
 without a word. docs/transformers.md lists what is computed and what is refused. Needs no Megatron.
+
+`HeadBalance` and `HeadBalanceCallback` add the head-balance loss (docs/finetuning.md); they are
+imported when they are asked for, with the figures and the Trainer that they need.
 """
+
+from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -18,4 +23,23 @@ NAME = "megasink"
 AttentionInterface.register(NAME, megasink_attention)
 AttentionMaskInterface.register(NAME, megasink_mask)
 
-__all__ = ["NAME", "Sequences", "megasink_attention", "megasink_mask"]
+__all__ = [
+    "NAME",
+    "HeadBalance",
+    "HeadBalanceCallback",
+    "Sequences",
+    "megasink_attention",
+    "megasink_mask",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "HeadBalance":
+        from megasink.transformers.balance import HeadBalance
+
+        return HeadBalance
+    if name == "HeadBalanceCallback":
+        from megasink.transformers.balance_callback import HeadBalanceCallback
+
+        return HeadBalanceCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

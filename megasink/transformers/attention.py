@@ -4,7 +4,7 @@ Shapes: B rows, H query heads, G key/value groups, T queries, S keys, D head dim
 values (at most D).
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ def megasink_attention(
     sequences = _sequences(config, query, key, attention_mask, sliding_window, is_causal, module)
     _check(config, module, dropout, kwargs)
     device_type, width = query.device.type, value.shape[-1]
-    alone = nullcontext()
+    alone: AbstractContextManager[Any] = nullcontext()
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -98,7 +98,9 @@ def megasink_attention(
                 query, key, value, sequences, documents, sink_H, scale, with_gate=heads is not None
             )
             if heads is not None:
-                out_BHTD = heads(out_BHTD, gate_BHT, sequences.real_BS)
+                real_BT = sequences.real_BS
+                real_BT = None if real_BT is None else real_BT.to(query.device)
+                out_BHTD = heads(out_BHTD, gate_BHT, real_BT)
     out_BTHD = out_BHTD.transpose(1, 2)
     if width < out_BTHD.shape[-1]:
         out_BTHD = out_BTHD[..., :width]
@@ -122,14 +124,16 @@ def _attend(
         The output and the gates (None without `with_gate`) of the tokens in their own places; the
         LSE in those of the op.
     """
-    rows, tensors = query_BHTD.shape[0], (query_BHTD, key_BGSD, value_BGSD)
-    order = sequences.order
+    rows, order = query_BHTD.shape[0], sequences.order
+    tensors = [query_BHTD, key_BGSD, value_BGSD]
     if order is not None:
-        tensors = tuple(order.apply(tensor) for tensor in tensors)
+        tensors = [order.apply(tensor) for tensor in tensors]
     elif documents is not None:
-        tensors = tuple(one_row(tensor) for tensor in tensors)
+        tensors = [one_row(tensor) for tensor in tensors]
     out_BHTD, lse_BHT, gate_BHT = attention(
-        *tensors,
+        tensors[0],
+        tensors[1],
+        tensors[2],
         variant="vanilla" if sink_H is None else "sink",
         sink_H=sink_H,
         window=sequences.window,

@@ -40,7 +40,7 @@ class HeadBalanceCallback(TrainerCallback, ExportableState):
 
     Raises:
         ConfigError, UserError: See :class:`HeadBalance`, when training starts; also a Trainer that
-            uses DataParallel, or tensor, context or sequence parallelism.
+            uses DataParallel, tensor, context or sequence parallelism, or TRL's loss_type "dft".
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class HeadBalanceCallback(TrainerCallback, ExportableState):
         if self.balance is not None:  # of a training that was interrupted
             self.balance.remove()
             self.balance = None
-        _check_parallelism(args)
+        _check_arguments(args)
         self.balance = HeadBalance(kwargs["model"], **self._options)
         kept = state.stateful_callbacks.get(type(self).__name__)
         if isinstance(kept, list):
@@ -128,8 +128,8 @@ class HeadBalanceCallback(TrainerCallback, ExportableState):
             file.write(importance_png(self.importance_LH.numpy(), title))
 
 
-def _check_parallelism(args: Any) -> None:
-    """Reject what splits a model or a sequence, or copies the model within a process.
+def _check_arguments(args: Any) -> None:
+    """Reject what splits a model or sequence, copies the model in a process, or weights targets.
 
     Raises:
         UserError: With the reason.
@@ -139,6 +139,11 @@ def _check_parallelism(args: Any) -> None:
             f"the head-balance loss does not work under DataParallel, which Trainer uses for "
             f"{args.n_gpu} GPUs in one process: start one process per GPU with torchrun or "
             "accelerate launch"
+        )
+    if (loss_type := getattr(args, "loss_type", None)) == "dft":  # TRL's
+        raise UserError(
+            f"loss_type {loss_type!r} weights targets by their probability, and with them the "
+            "head-balance loss: use 'nll'"
         )
     parallelism = getattr(args, "parallelism_config", None)
     for kind in ("tp", "cp", "sp"):

@@ -60,6 +60,7 @@ def _read(tensor: Tensor, rows: int, *, cumulative: bool) -> tuple[int, ...] | N
     last = _last
     if last is not None and last.tensor() is tensor and last[1:3] == (version, rows):
         return last.documents
+    documents: tuple[int, ...] | None
     if cumulative:
         documents = tuple(dict.fromkeys(tensor.tolist()))  # an empty document repeats a boundary
     else:

@@ -1,4 +1,4 @@
-"""Rows of a batch in another order of their tokens: padding behind, where causal attention is blind.
+"""The tokens of each row in another order: padding behind, where causal attention is blind.
 
 A row padded on the left is rotated, so that its tokens come first. The positions that RoPE gave
 them and the distances between them stay, and causal attention over the rotated row needs no mask.

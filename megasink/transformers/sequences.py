@@ -8,7 +8,7 @@ Shapes: B rows, T queries, S keys.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -31,13 +31,14 @@ class Sequences:
         documents: Boundaries 0, .., B * T of packed documents in the rows, one row after the other;
             None for one document per row.
         order: Puts the padding of each row behind its tokens; None if it is there already.
-        first_query, first_key: Positions from which a query and a key count, given if only a mask
-            tells what is visible (`masked_attention`); else None. Integers, or tensors under
-            torch.compile.
+        first_query, first_key: Positions of the first query and key, given if only a mask tells
+            what is visible (`masked_attention`); else None. Under torch.compile the first query of
+            a static cache is a tensor.
     """
 
-    # transformers asks a mask for its dimensions: 2 for one that it has to convert.
-    ndim = 0
+    # `generate` makes masks for static caches in advance. Models ask them for their dimensions (4:
+    # nothing is left to convert), and `generate` for `contiguous`.
+    ndim = 4
 
     queries: int
     length: int
@@ -47,7 +48,11 @@ class Sequences:
     documents: tuple[int, ...] | None = None
     order: RowOrder | None = None
     first_query: int | Tensor | None = None
-    first_key: int | Tensor | None = None
+    first_key: int | None = None
+
+    def contiguous(self) -> Self:
+        """Return the sequences."""
+        return self
 
 
 def megasink_mask(
@@ -55,7 +60,7 @@ def megasink_mask(
     q_length: int,
     kv_length: int,
     q_offset: int | Tensor = 0,
-    kv_offset: int | Tensor = 0,
+    kv_offset: int = 0,
     mask_function: Callable[..., Tensor] | None = None,
     attention_mask: Tensor | Sequences | None = None,
     local_size: int | None = None,
@@ -98,10 +103,8 @@ def megasink_mask(
     compiling = torch.compiler.is_compiling()
     if isinstance(q_offset, Tensor) and not compiling:
         q_offset = int(q_offset)
-    first_query, first_key = q_offset, kv_offset
-    keys = kv_length
-    aligned = False
-    if not isinstance(q_offset, Tensor) and not isinstance(kv_offset, Tensor):
+    keys, aligned = kv_length, False
+    if not isinstance(q_offset, Tensor):
         filled = q_offset + q_length - kv_offset  # keys up to the last query's own
         # A compiled graph keeps the shape of a static cache.
         keys = kv_length if compiling else min(filled, kv_length)
@@ -122,8 +125,8 @@ def megasink_mask(
         real_BS,
         documents,
         order,
-        first_query if masked else None,
-        first_key if masked else None,
+        q_offset if masked else None,
+        kv_offset if masked else None,
     )
 
 

@@ -11,6 +11,18 @@ from megasink.transformers.balance_callback import HeadBalanceCallback
 from tests.transformers.balance_oracle import tokens
 
 RATE, COEFF = 0.05, 0.5
+ARGUMENTS: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "num_train_epochs": 1,
+    "use_cpu": True,
+    "report_to": [],
+    "train_sampling_strategy": "sequential",
+    "max_grad_norm": 0.0,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
 
 
 def dataset(rows: int, masked: bool) -> list[dict[str, Tensor]]:
@@ -28,25 +40,11 @@ def trainer_of(
     folder: Path, model: Any, callbacks: list[Any], data: list[Any], **options: Any
 ) -> Trainer:
     """A Trainer with plain gradient descent, which sees the rows in order."""
-    arguments: dict[str, Any] = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "num_train_epochs": 1,
-        "use_cpu": True,
-        "report_to": [],
-        "train_sampling_strategy": "sequential",
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        **options,
-    }
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     return Trainer(
         model=model,
-        args=TrainingArguments(**arguments),
+        args=TrainingArguments(**{**ARGUMENTS, "output_dir": str(folder), **options}),
         train_dataset=data,
         callbacks=callbacks,
         optimizers=(optimizer, schedule),

@@ -11,8 +11,8 @@ CASES = [
     (
         "llama",
         True,
-        ["--head-balance-coeff", "0.5", "--head-balance-shared-heads", "1"],
-        {"coeff": 0.5, "shared_heads": 1},
+        ["--head-balance-coeff", "50", "--head-balance-shared-heads", "1"],
+        {"coeff": 50.0, "shared_heads": 1},
     ),
     (
         "granite_swa",
@@ -31,8 +31,8 @@ def test_three_steps_equal_megatrons(pool, name, masked, flags, options):
     np.testing.assert_allclose(ours["loss"], megatron["loss"], rtol=2e-5)
     np.testing.assert_allclose(ours["balance_loss"], megatron["balance_loss"], rtol=2e-4)
     np.testing.assert_allclose(ours["importance"], megatron["importance"], rtol=0, atol=2e-5)
-    assert megatron["balance_loss"][-1] > 1e-3
-    for kind, tolerance in (("gradients", 1e-4), ("final", 1e-4)):
+    assert megatron["balance_loss"][-1] > 1e-2
+    for kind, tolerance in (("gradients", 5e-5), ("final", 1e-4)):
         expected = megatron[kind]
         assert set(ours[kind]) <= set(expected)
         assert len(ours[kind]) > 20

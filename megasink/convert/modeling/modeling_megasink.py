@@ -38,6 +38,7 @@ from .rotary_megasink import MegasinkRotaryEmbedding, sinusoids
 
 # Kernels that transformers passes sinks to, besides "eager" and "flex_attention".
 FLASH_WITH_SINKS = ("flash_attention_4", "kernels-community/vllm-flash-attn3")
+FINE_WITH_SINKS = '"eager", "flex_attention" or, after `import megasink.transformers`, "megasink"'
 
 
 # Defined in this file because transformers searches its source for the decorator.
@@ -138,7 +139,7 @@ class MegasinkPreTrainedModel(PreTrainedModel):
         drops_sinks = self.config.has_sink and kernel and name not in FLASH_WITH_SINKS
         if drops_sinks or (self.config.needs_scores and name != "eager"):
             what = "attention sinks" if drops_sinks else "a key or position bias"
-            fine = '"eager"' if self.config.needs_scores else '"eager" or "flex_attention"'
+            fine = '"eager"' if self.config.needs_scores else FINE_WITH_SINKS
             raise ValueError(f'attn_implementation="{name}" would drop {what}: use {fine}')
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 

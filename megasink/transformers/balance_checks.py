@@ -1,0 +1,79 @@
+"""What a model or an option must be for the head-balance loss in transformers."""
+
+from typing import Any, get_args
+
+import torch
+
+from megasink.config import Scope
+from megasink.errors import UserError
+from megasink.probe.blocks import Reader, gate_reader
+
+MARK = "megasink_balanced"
+"""Attribute of a model with a head-balance loss."""
+
+
+def explicit_gate(attention: torch.nn.Module) -> tuple[torch.nn.Module, Reader] | None:
+    """Return the reader of a known gate.
+
+    Raises:
+        UserError: The attention has a part named like a gate that megasink does not know.
+    """
+    found = gate_reader(attention)
+    own = hasattr(attention, "gate_position")  # megasink's: a gate elsewhere is not the importance
+    names = [name for name, _ in attention.named_children() if "gate" in name]
+    if found is None and names and not own:
+        raise UserError(
+            f"{type(attention).__name__} has a module {names[0]!r}, and megasink does not know "
+            "whether it gates the heads"
+        )
+    return found
+
+
+def option_problems(coeff: float, shared: int, refresh: int, scope: str, heads: int) -> list[str]:
+    """Return what is wrong with the options, a sentence each."""
+    problems = []
+    if coeff < 0:
+        problems.append(f"coeff {coeff} is negative: use 0 or more")
+    if shared < 0:
+        problems.append(f"shared_heads {shared} is negative: use 0 or more")
+    elif shared and shared > heads - 2:
+        problems.append(
+            f"shared_heads {shared} of {heads} heads leaves fewer than two to balance: use at most "
+            f"{max(0, heads - 2)}"
+        )
+    if refresh < 0:
+        problems.append(f"refresh {refresh} is negative: use 0 or more")
+    elif refresh and not shared:
+        problems.append(f"refresh {refresh} without shared_heads: give both")
+    known = get_args(Scope)
+    if scope not in known:
+        problems.append(f"scope {scope!r} is unknown: use {', '.join(known)}")
+    return problems
+
+
+def model_problems(
+    model: torch.nn.Module, attentions: dict[int, torch.nn.Module], readers: dict[int, Any]
+) -> list[str]:
+    """Return what is wrong with the model, a sentence each.
+
+    Args:
+        attentions: Its attention modules, by layer.
+        readers: Those of their explicit gates, or None.
+    """
+    config: Any = model.config
+    name, problems = type(model).__name__, []
+    if not attentions:
+        problems.append(f"{name} has no layer with softmax attention: there is nothing to balance")
+    elif hasattr(model, MARK):
+        problems.append(f"{name} already has a head-balance loss: call its remove() first")
+    implementation = config.get_text_config()._attn_implementation
+    if any(reader is None for reader in readers.values()) and implementation != "megasink":
+        problems.append(
+            f"{name} has the attention implementation {implementation!r}, which gives no gates: "
+            'import megasink.transformers and call model.set_attn_implementation("megasink")'
+        )
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        problems.append(f"{name} is split over devices: the loss needs a whole model on each")
+    if (getattr(model, "tp_size", None) or 1) > 1:
+        problems.append(f"{name} is tensor-parallel: train with data parallelism only")
+    return problems

@@ -1,0 +1,183 @@
+"""The head-balance loss at one attention module of a model of transformers.
+
+Shapes: B rows, T tokens, H query heads, D head dim.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megasink.attention import gate_sum
+from megasink.balance.attach import HeadBalanceScale, attach_gradient
+from megasink.balance.counter import LayerBalance
+from megasink.balance.tracker import HeadTracker
+from megasink.config import HeadBalanceOptions
+from megasink.errors import UserError
+from megasink.probe.blocks import Reader
+
+
+class OneRank:
+    """The group of a process by itself, whether or not there is a process group."""
+
+    def size(self) -> int:
+        """1."""
+        return 1
+
+    def rank(self) -> int:
+        """0."""
+        return 0
+
+
+class LossScale(HeadBalanceScale):
+    """The factors of one microbatch, read in its backward pass from the gradient of its loss."""
+
+    def scaled(self, gradient_H: Tensor, coeff: float) -> Tensor:
+        """Scale a gradient [H] as the loss is scaled.
+
+        Raises:
+            UserError: The model returned no loss.
+        """
+        if self._loss_scale is None:
+            raise UserError(
+                "the head-balance loss is scaled as the loss that the model returns, and it "
+                "returned none: call it with labels, without a compute_loss_func or label smoothing"
+            )
+        return super().scaled(gradient_H, coeff)
+
+
+@dataclass
+class Microbatch:
+    """What one forward pass of the model was given.
+
+    Attributes:
+        real_BT: Mask of the tokens that are not padding; None if all are real.
+        real_tokens: Their number; None if all are real.
+        targets: Number of targets, a scalar; None if the loss is a mean over the microbatch.
+        items: Number of targets of the whole step, if the model was given it.
+        recorded: Layers that have been counted.
+    """
+
+    real_BT: Tensor | None = None
+    real_tokens: int | None = None
+    targets: Tensor | None = None
+    items: Any = None
+    recorded: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Statistics:
+    """What all layers share; `balance` is replaced for every microbatch."""
+
+    heads: HeadTracker
+    balance: HeadBalanceScale
+
+
+class Owner(Protocol):
+    """What the layers of a model share: :class:`megasink.transformers.balance.HeadBalance`."""
+
+    heads: int
+    options: HeadBalanceOptions
+    statistics: Statistics
+    microbatch: Microbatch | None
+    counted: set[int]
+
+
+class ModelLayer(LayerBalance):
+    """The loss at one attention module of a model of transformers.
+
+    Args:
+        owner: Holds the options, the statistics and the current microbatch.
+        layer: 0-based index of the decoder layer.
+        device: Of the attention module.
+    """
+
+    def __init__(self, owner: Owner, layer: int, device: torch.device):
+        alone: Any = OneRank()
+        super().__init__(owner.options, owner.statistics, layer, owner.heads, alone, device=device)
+        self._owner = owner
+
+    # Its counts are Python's, which a compiled graph would take for constants.
+    @torch.compiler.disable
+    def forward(self, output: Tensor, gate_BHT: Tensor, real_BT: Tensor | None = None) -> Tensor:
+        """Count the gates of a microbatch and attach the gradient of the loss.
+
+        Args:
+            output: A tensor on which the loss depends, any shape.
+            gate_BHT: Its gates, differentiable.
+            real_BT: Not read: the mask that the model was called with counts, once for all layers.
+
+        Returns:
+            A tensor equal to `output`.
+        """
+        microbatch = self._owner.microbatch
+        batch, heads, tokens = gate_BHT.shape
+        if microbatch is None:
+            raise UserError(
+                "the head-balance loss counts a forward pass of the model that it was attached to: "
+                "call that model, not a part of it"
+            )
+        real_BT, count = microbatch.real_BT, microbatch.real_tokens
+        if count is None:
+            count = batch * tokens
+        if heads != self._owner.heads or (real_BT is not None and real_BT.shape != (batch, tokens)):
+            mask = "" if real_BT is None else f" with an attention mask {list(real_BT.shape)}"
+            raise UserError(
+                f"layer {self.layer} has gates [batch, heads, tokens] of {list(gate_BHT.shape)}, "
+                f"not those of {self._owner.heads} heads{mask}"
+            )
+        if self.routed.device != gate_BHT.device:
+            self.to(gate_BHT.device)
+        gate_sum_H = gate_sum(gate_BHT, real_BT)
+        if self.layer in microbatch.recorded:
+            # Gradient checkpointing runs the layer again, to the same operations; the backward
+            # pass is that of the first run.
+            return attach_gradient(output, gate_sum_H, lambda: torch.zeros_like(gate_sum_H))
+        microbatch.recorded.add(self.layer)
+        self._owner.counted.add(self.layer)
+        self.record(gate_sum_H, count)
+        if not self.options.head_balance_coeff:
+            return output
+        return self.attach(output, gate_sum_H, count)
+
+    def targets(self) -> Tensor | None:
+        """Trainer divides a sum over targets by those of the step: then microbatches count so."""
+        microbatch = self._owner.microbatch
+        return None if microbatch is None else microbatch.targets
+
+    def importance_group(self) -> Any:
+        """All ranks in the scope "data-parallel", each of which has other tokens."""
+        replicas = self.options.head_balance_scope == "data-parallel"
+        if replicas and torch.distributed.is_initialized():
+            return torch.distributed.group.WORLD
+        return self.tp_group
+
+
+class Seam:
+    """A module's attribute that is no submodule, so that no state dict and no cast reaches it."""
+
+    def __init__(self, layer: ModelLayer):
+        self._layer = layer
+
+    def __call__(self, out_BHTD: Tensor, gate_BHT: Tensor, real_BT: Tensor | None) -> Tensor:
+        result: Tensor = self._layer(out_BHTD, gate_BHT, real_BT)
+        return result
+
+
+def explicit_hook(
+    attention: torch.nn.Module, counter: ModelLayer, reader: Reader, heads: int
+) -> Callable[..., Tensor | None]:
+    """Return a forward hook of the module that computes the gate's logits."""
+
+    def hook(module: torch.nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        if not (attention.training and torch.is_grad_enabled()):
+            return None
+        gate_BTHX = reader(output, heads)
+        wide = torch.promote_types(gate_BTHX.dtype, torch.float32)
+        gate_BHT = gate_BTHX.to(wide).mean(-1).transpose(1, 2)
+        counted: Tensor = counter(output, gate_BHT)
+        return counted
+
+    return hook
