@@ -28,6 +28,7 @@ LONG = {
     "tests/hollow/test_attention.py": 40,
     "tests/distributed/test_oracle.py": 40,
     "tests/distributed/test_invariance.py": 40,
+    "tests/distributed/test_packed_context.py": 40,
     "tests/intervene/test_harness.py": 35,
     "tests/train/test_example.py": 35,
     "tests/train/test_checks.py": 35,

@@ -168,8 +168,7 @@ def _checked(
     Raises:
         ValueError: The masks are incompatible, or the bias has the wrong shape or dtype.
     """
-    queries, keys = query_BHTD.shape[2], key_BGSD.shape[2]
-    bias_HS = call.distance_bias_HS
+    keys, bias_HS = key_BGSD.shape[2], call.distance_bias_HS
     if call.prefix < 0:
         raise ValueError(f"prefix {call.prefix}: a number of keys, 0 for none")
     if call.prefix:

@@ -4,8 +4,8 @@ Variants are defined by their records (``megasink.variants``). This module has M
 the parameters and the head counting; other observations are in ``layers/head_observer.py``.
 
 Shapes: S sequence, B batch, H query heads and G key/value groups of this tensor-parallel rank,
-T = S tokens, D head dim. Megatron passes [S, B, heads, D] and expects [S, B, H * D]; a row of packed
-documents has B = 1, and in Megatron's format thd is [T, heads, D].
+T = S tokens, D head dim. Megatron passes [S, B, heads, D] and expects [S, B, H * D]; a row of
+packed documents has B = 1, and in Megatron's format thd is [T, heads, D].
 """
 
 from functools import partial
@@ -251,7 +251,7 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
                 self.config,
                 {name: parameter.detach() for name, parameter in parameters.items()},
                 partial(
-                    first_values, value_BGSD, out_BHTD.shape[1], tokens, mask.get("cu_seqlens")
+                    first_values, value_BGSD, out_BHTD.shape[1], mask.get("cu_seqlens"), tokens
                 ),
             )
             self.attending.output_gradient(out_BHTD, gate_BHT[..., None], value_BHTD, counted)

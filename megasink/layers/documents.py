@@ -172,7 +172,9 @@ def _read(params: PackedSeqParams, tokens: int, ranks: int) -> Documents:
     padded = real if padded_q is None or padded_q is queries else padded_q.tolist()
     bounds = padded if padded[-1] == tokens else [*padded, tokens]
     # Behind each document's text, and behind the last document.
-    ends = [start + stop - first for start, (first, stop) in zip(padded, pairwise(real), strict=False)]
+    ends = [
+        start + stop - first for start, (first, stop) in zip(padded, pairwise(real), strict=False)
+    ]
     padding = zip([*ends, padded[-1]], [*padded[1:], tokens], strict=True)
     return row_of_documents(
         bounds, [span for span in padding if span[0] < span[1]], device=queries.device
@@ -180,11 +182,16 @@ def _read(params: PackedSeqParams, tokens: int, ranks: int) -> Documents:
 
 
 def first_values(
-    value_BGSD: Tensor, heads: int, tokens: int, cu_seqlens: Sequence[int] | None = None
+    value_BGSD: Tensor,
+    heads: int,
+    cu_seqlens: Sequence[int] | None = None,
+    tokens: int | None = None,
 ) -> Tensor:
-    """Return the value of the first key of the document of each of the last T tokens.
+    """Return the value of the first key of each token's document, without gradient.
 
-    Without gradient.
+    Args:
+        cu_seqlens: Boundaries 0, .., S of packed documents; None for one document.
+        tokens: T, for the last tokens of the row; None for all.
 
     Returns:
         [B, H, 1, D]; [B, H, T, D] for packed documents.
@@ -192,5 +199,6 @@ def first_values(
     first_BGTD = value_BGSD.detach()[:, :, :1]
     if cu_seqlens is not None:
         starts_S = document_starts(cu_seqlens, value_BGSD.device)
-        first_BGTD = value_BGSD.detach()[:, :, starts_S[len(starts_S) - tokens :]]
+        skipped = 0 if tokens is None else len(starts_S) - tokens
+        first_BGTD = value_BGSD.detach()[:, :, starts_S[skipped:]]
     return repeat_groups(first_BGTD, heads)

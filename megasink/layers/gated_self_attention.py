@@ -111,8 +111,8 @@ class GatedSelfAttention(SelfAttention):
         core, gate_BHSC = self.core_attention, gate_SBHC.permute(1, 2, 0, 3)
         if core.observer.compares_gradients:
             x_BHSD = x_SBHD.permute(1, 2, 0, 3)
-            counted = None if core.documents is None else core.documents.real_tokens
-            core.observer.output_gradient(x_BHSD, gate_BHSC, counted=counted)
+            real = None if core.documents is None else core.documents.real_tokens
+            core.observer.output_gradient(x_BHSD, gate_BHSC, counted=real)
             x_SBHD = x_BHSD.permute(2, 0, 1, 3)
         counted: Tensor = core.head_counter(x_SBHD.reshape(x.shape), gate_BHSC, core.documents)
         return counted

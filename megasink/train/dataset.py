@@ -113,7 +113,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
         create_attention_mask_in_dataloader=False,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
-        cp_size=args.context_parallel_size,
+        cp_size=1,  # a larger one would make the host wait for padded boundaries, which are absent
         tp_rank=mpu.get_tensor_model_parallel_rank(),
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,

@@ -34,7 +34,8 @@ def boundaries(read: Mapping[str, Any]) -> Tensor:
     cu_seqlens: Tensor = read["cu_seqlens"]
     real_B = read.get("real_tokens")
     real_B1 = cu_seqlens[:, -1:] if real_B is None else real_B[:, None].to(cu_seqlens.dtype)
-    return torch.cat((cu_seqlens, real_B1), dim=1)
+    rows = torch.cat((cu_seqlens, real_B1), dim=1)
+    return rows.pin_memory() if cu_seqlens.is_pinned() else rows
 
 
 def pack(batch: dict[str, Any]) -> PackedRow | None:

@@ -26,6 +26,10 @@ from tests.distributed import oracle, tiny_gpt
 # both samples is split at 16, 32 and 48 over two ranks: inside documents and between two.
 ENDS = ([5, 6, 18, 32], [13, 25, 32])
 
+# Tokens before the padding, of the samples of each microbatch. In the last microbatch the third of
+# four context-parallel ranks has neither tokens nor targets.
+REAL = ((27, 31), (22, 24), (32, 28), (12, 6))
+
 
 def batch(
     step: int, index: int, documents: bool, masked: bool = False, padded: bool = False
@@ -46,9 +50,10 @@ def batch(
         for row, ends in zip(data["position_ids"], ENDS, strict=True):
             for start, stop in pairwise([0, *ends]):
                 row[start:stop] = torch.arange(stop - start)
-    data["real_tokens"] = torch.tensor([27, 9 + 3 * index] if padded else [tiny_gpt.SEQUENCE] * 2)
-    for row, real in zip(data["loss_mask"], data["real_tokens"], strict=True):
-        row[real:] = 0.0
+    real = REAL[index] if padded else (tiny_gpt.SEQUENCE,) * 2
+    data["real_tokens"] = torch.tensor(real)
+    for row, tokens in zip(data["loss_mask"], real, strict=True):
+        row[tokens:] = 0.0
     return data
 
 

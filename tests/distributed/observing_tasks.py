@@ -3,6 +3,8 @@
 Shapes: L layers, H query heads.
 """
 
+import contextlib
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -35,9 +37,10 @@ def observed_step(documents: bool = False, **options: Any) -> dict[str, Any]:
     Args:
         documents: of packed documents with padding, and targets masked out of the loss.
     """
+    tokens, reading = TOKENS, contextlib.nullcontext
     if documents:
-        with masked_gpt.reading(documents=True, masked=True, padded=True):
-            return observed_step(**options)
+        tokens = sum(map(sum, masked_gpt.REAL))
+        reading = partial(masked_gpt.reading, documents=True, masked=True, padded=True)
     config = tiny_gpt.model_config(**options)
     transformer = config.transformer
     models = tiny_gpt.build(config)
@@ -50,27 +53,35 @@ def observed_step(documents: bool = False, **options: Any) -> dict[str, Any]:
     sizes = []
     heads = transformer.statistics.heads
     for heads.observes in (False, True):
-        tiny_gpt.run_step(models, optimizer, 0)
+        with reading():
+            tiny_gpt.run_step(models, optimizer, 0)
         assert heads._pending is not None
         sizes.append(heads._pending[0].numel())
         statistics = tiny_gpt.statistics(transformer)
     report: dict[str, Any] = {"sizes": sizes, "importance": statistics.importance_LH}
     for name, values_LH in statistics.series.items():
         # Means over tokens of gradients that Megatron averages over these ranks.
-        scale = TOKENS / ranks if name in (BALANCE_GRADIENT, OTHER_GRADIENT) else 1.0
+        scale = tokens / ranks if name in (BALANCE_GRADIENT, OTHER_GRADIENT) else 1.0
         report[name] = values_LH * scale
     report["parameter"] = [p for model in unwrap_model(models) for p in bias_parameters(model)]
     return report
 
 
 def bias_parameters(model: torch.nn.Module) -> list[tuple[int, int, Tensor]]:
-    """(layer, first head, gradient of the bias [h]) of every gate whose score is a parameter."""
+    """(layer, first head, gradient of the bias [h]) of every gate whose score is a parameter.
+
+    And of every sink, whose logit is the negative of the bias.
+    """
     found = []
     for module in model.modules():
         if isinstance(module, GatedSelfAttention) and module.gate.logit is not None:
             gradient = module.gate.logit.main_grad.view(-1, module.gate.width).sum(1)
             first = len(gradient) * parallel_state.get_tensor_model_parallel_rank()
             found.append((module.layer_number - 1, first, gradient.clone()))
+        elif isinstance(module, CoreAttention) and module.softmax_offset is not None:
+            gradient = -module.softmax_offset.main_grad
+            first = len(gradient) * parallel_state.get_tensor_model_parallel_rank()
+            found.append((module.layer_number - 1, first, gradient))
     return found
 
 

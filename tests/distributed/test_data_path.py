@@ -62,6 +62,10 @@ A2A = [*CP, "--cp-comm-type", "a2a"]
 SEED = ["--seed", "6"]
 EOD = [*SEED, "--eod-mask-loss"]
 PER_TOKEN = [*EOD, "--calculate-per-token-loss"]
+YARN = [
+    *["--position-embedding-type", "yarn", "--rotary-scaling-factor", "4"],
+    *["--yarn-original-max-position-embeddings", "32"],
+]
 CASES = [
     (Layout(cp=2), EOD, CP),
     (Layout(cp=2), PER_TOKEN, A2A),
@@ -69,6 +73,7 @@ CASES = [
     (Layout(cp=2), ["--prefix-lm-tokens", "10"], A2A),
     (Layout(cp=2), [*DOCUMENTS, *EOD], CP),
     (Layout(cp=2), [*DOCUMENTS, *PER_TOKEN], A2A),
+    (Layout(cp=2), [*DOCUMENTS, *YARN], CP),
     *(
         (layout, kind, flags)
         for layout, flags in LAYOUTS.items()

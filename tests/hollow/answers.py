@@ -41,17 +41,15 @@ def say_balanced_experts() -> None:
 def say_documents() -> None:
     """The first tensor-parallel rank has read documents, and has told this one."""
     read_batch, pack, send = dataset.get_batch_on_this_tp_rank, forward.pack, dist.broadcast
-    numbers: list[int] = []
 
     def receive(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
         work = send(tensor, *arguments, **options)
-        if tensor.dim() == 0:  # how many boundaries follow; none of padded documents
-            _write(tensor, torch.tensor(numbers.pop()))
+        if tensor.dim() == 0:  # the number of boundaries
+            args = get_args()
+            _write(tensor, torch.tensor(args.micro_batch_size * (args.seq_length + 2)))
         return work
 
     def read_as_received(*arguments: Any, **options: Any) -> Any:
-        args = get_args()
-        numbers[:] = [0, args.micro_batch_size * (args.seq_length + 2)]
         dist.broadcast = receive
         try:
             return read_batch(*arguments, **options)

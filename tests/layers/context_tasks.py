@@ -41,7 +41,13 @@ def attend_over_ranks(cases: list[tuple[str, str, str, float, int | None, Ends]]
 
 
 def _attend(
-    group: Any, kind: str, variant: str, dtype_name: str, sink: float, window: int | None, ends: Ends
+    group: Any,
+    kind: str,
+    variant: str,
+    dtype_name: str,
+    sink: float,
+    window: int | None,
+    ends: Ends,
 ) -> dict[str, Tensor]:
     dtype = getattr(torch, dtype_name)
     case = case_of(dtype, sink)
