@@ -158,6 +158,22 @@ def test_no_response_in_the_context_is_an_error_that_leaves_nothing(made, tmp_pa
     assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
 
 
+def test_a_run_that_ends_in_between_leaves_the_old_files_and_the_next_makes_the_same(
+    made, tmp_path
+):
+    def files():
+        return {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
+
+    made(CHATS)
+    before = files()
+    bad = write_chats(tmp_path / "bad.jsonl", [*CHATS * 20, "none"])  # in the third batch
+    with pytest.raises(UserError, match=r"bad\.jsonl:1201: 'messages' holds a str"):
+        made(bad)
+    assert files() == before
+    made(CHATS)
+    assert files() == before
+
+
 def test_special_tokens_in_messages_and_responses_without_an_end_are_counted(
     made, folder, tmp_path
 ):

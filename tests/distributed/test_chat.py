@@ -110,6 +110,17 @@ def test_every_epoch_has_every_conversation_once_in_another_order(pool, flags, d
     )
 
 
+def test_several_prefixes_train_as_a_blend(pool, flags, data):
+    path = write_chats(data / "b.jsonl", conversations(20, exchanges=1, words=2, seed=1))
+    corpus = Corpus([path], chat=True)
+    tokenizer = data / "tokenizer"
+    preprocess(corpus, data / "other", tokenizer, seq_length=SIZE, workers=1, overwrite=True)
+    argv = [*flags, "--data-path", "3", str(data / "chat"), "1", str(data / "other")]
+    (found,) = pool.run(f"{CHAT_TASKS}:samples", SINGLE, argv=argv, wanted=40)
+    assert np.bincount([sample["dataset_id"] for sample in found]).tolist() == [30, 10]
+    assert all(sample["loss_mask"].any() for sample in found)
+
+
 def test_a_run_resumes_as_if_it_had_never_stopped(pool, flags, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     base = [*flags, "--num-workers", "0", "--eval-iters", "0", "--log-interval", "1"]

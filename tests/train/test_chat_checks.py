@@ -130,6 +130,12 @@ def test_a_mask_of_other_data_or_damaged(data):
     assert "other conversations than" in problem
 
 
+def test_chat_data_without_its_sidecar_is_not_taken_for_text(data):
+    (data / "chat.json").unlink()
+    (problem,) = problems(flags(data))
+    assert "chat_loss_mask.idx is a mask of chat data, but" in problem
+
+
 def test_a_different_tokenizer(data):
     argv = flags(data)
     argv[argv.index("--tokenizer-model") + 1] = str(data / "plain")

@@ -37,11 +37,18 @@ def description() -> str:
 
 def problems(args: Namespace) -> Iterator[str]:
     """Yield one message per problem. Reads sidecars. Imports neither torch nor Megatron."""
-    if not args.chat_data:
-        return
     prefixes = list(dict.fromkeys(prefix for _, prefix in _prefixes(args)))
     chats = [prefix for prefix in prefixes if _is_chat(prefix)]
-    if texts := [prefix for prefix in prefixes if prefix not in chats]:
+    texts = [prefix for prefix in prefixes if prefix not in chats]
+    for prefix in texts:
+        if not missing_files(prefix + LOSS_MASK):
+            yield (
+                f"{prefix}{LOSS_MASK}.idx is a mask of chat data, but {prefix}.json does not say "
+                "that this is chat data: restore it, or make the data again"
+            )
+    if not chats:
+        return
+    if texts:
         yield (
             f"{chats[0]} is chat data and {texts[0]} is not: their samples differ; train on one "
             "kind at a time, or convert the text to conversations"
