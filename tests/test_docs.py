@@ -9,6 +9,7 @@ import pytest
 from megasink import cli
 from megasink.command_line import CommandParser
 from megasink.commands.convert_from_hf import train_line
+from megasink.finetune.settings import parser as finetune_parser
 from tests.documented import (
     EXAMPLE,
     IMPORTED,
@@ -47,6 +48,9 @@ def test_a_line_is_read_to_its_end(call, monkeypatch):
     command, *flags = line[0]
     if command == "train":
         return  # below, with data
+    if command == "finetune":
+        finetune_parser(None).parse_args(flags)  # the command hands other flags to train
+        return
 
     def stop(*args, **kwargs):
         parse_args(*args, **kwargs)

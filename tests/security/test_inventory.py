@@ -66,6 +66,7 @@ SAFE = {
     ("megasink/report/sweep.py", "allow_pickle"): ARRAYS,
     ("megasink/train/checked_dataset.py", "allow_pickle"): ARRAYS,
     ("megasink/train/checked_dataset.py", "numpy.load"): ARRAYS,
+    ("megasink/finetune/steps.py", "subprocess"): "this Python with our own commands, no shell",
     ("megasink/train/launch.py", "subprocess"): FIXED,
     ("megasink/train/ranks.py", "subprocess"): "this Python with torchrun, no shell; flags of a "
     "last start: train/replay.py",
