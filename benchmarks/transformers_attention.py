@@ -4,7 +4,8 @@ One GraniteSWA (sinks in every layer), forward and backward; the implementations
 same model, and a ratio is the median over turns of the CPU seconds of one turn. "without_sinks"
 is transformers' sdpa with the sinks left out: what the model would cost without them.
 
-    python benchmarks/transformers_attention.py                  # S 1024 and 4096
+    python benchmarks/transformers_attention.py --lengths 1024
+    python benchmarks/transformers_attention.py --lengths 4096 --layers 1
     python benchmarks/transformers_attention.py --window 256 --dtype bfloat16
     python benchmarks/transformers_attention.py --memory         # peak memory of a step, by S
 """
@@ -31,12 +32,11 @@ SHAPE = {
     "vocab_size": 4096,
     "hidden_size": 512,
     "intermediate_size": 1408,
-    "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 64,
 }
-MEMORY_LENGTHS = (1024, 2048, 4096, 8192)
+MEMORY_LENGTHS = (1024, 2048, 4096)
 
 
 def without_sinks(*args: Any, s_aux: Any = None, **kwargs: Any) -> Any:
@@ -44,7 +44,7 @@ def without_sinks(*args: Any, s_aux: Any = None, **kwargs: Any) -> Any:
     return sdpa_attention_forward(*args, **kwargs)
 
 
-def build(tokens: int, window: int | None, dtype: torch.dtype) -> Any:
+def build(tokens: int, window: int | None, dtype: torch.dtype, layers: int) -> Any:
     """A random model in training mode."""
     from transformers import GraniteSWAConfig, GraniteSWAForCausalLM
 
@@ -52,8 +52,9 @@ def build(tokens: int, window: int | None, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
     config = GraniteSWAConfig(
         **SHAPE,
+        num_hidden_layers=layers,
         max_position_embeddings=tokens,
-        layer_types=[kind] * SHAPE["num_hidden_layers"],
+        layer_types=[kind] * layers,
         sliding_window=window or tokens,
     )
     return GraniteSWAForCausalLM._from_config(config, attn_implementation="eager").to(dtype).train()
@@ -79,7 +80,7 @@ def padded(layout: str, rows: int, tokens: int) -> torch.Tensor | None:
 def compare(args: argparse.Namespace, tokens: int) -> None:
     """Print one table."""
     dtype = getattr(torch, args.dtype)
-    model = build(tokens, args.window, dtype)
+    model = build(tokens, args.window, dtype, args.layers)
     ids = torch.randint(SHAPE["vocab_size"], (args.rows, tokens))
     mask = padded(args.padding, args.rows, tokens)
     times: dict[str, list[float]] = {name: [] for name in IMPLEMENTATIONS}
@@ -89,7 +90,10 @@ def compare(args: argparse.Namespace, tokens: int) -> None:
             seconds = step(model, ids, mask)
             if turn:  # the first turn warms up
                 times[name].append(seconds)
-    print(f"\nS {tokens}, B {args.rows}, {args.dtype}, window {args.window}, ", end="")
+    print(
+        f"\nS {tokens}, B {args.rows}, {args.layers} layers, {args.dtype}, window {args.window}, ",
+        end="",
+    )
     print(f"padding {args.padding}, {args.threads} threads, {args.turns} turns")
     for name, values in times.items():
         ratios = [v / f for v, f in zip(values, times[FLOOR], strict=True)]
@@ -105,7 +109,7 @@ def compare(args: argparse.Namespace, tokens: int) -> None:
 def peak(args: argparse.Namespace) -> None:
     """Print the growth of resident memory in a step of this process, as JSON."""
     torch.set_num_threads(args.threads)
-    model = build(args.tokens, args.window, getattr(torch, args.dtype))
+    model = build(args.tokens, args.window, getattr(torch, args.dtype), args.layers)
     model.set_attn_implementation(args.implementation)
     short = torch.randint(SHAPE["vocab_size"], (1, 32))
     step(model, short, None)  # gradients, and what libraries keep
@@ -123,6 +127,7 @@ def memory(args: argparse.Namespace) -> None:
         for name in IMPLEMENTATIONS:
             command = [sys.executable, __file__, "--implementation", name, "--tokens", str(tokens)]
             command += ["--threads", str(args.threads), "--dtype", args.dtype]
+            command += ["--layers", str(args.layers)]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
             row.append(f"{json.loads(done.stdout.splitlines()[-1])['MiB']:.0f}")
         print(f"| {tokens} | " + " | ".join(row) + " |", flush=True)
@@ -131,9 +136,10 @@ def memory(args: argparse.Namespace) -> None:
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024])
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=4, help="eager at S 4096: 3 GB for each")
     parser.add_argument("--window", type=int)
     parser.add_argument("--padding", choices=("none", "left", "right"), default="none")
     parser.add_argument("--dtype", default="float32")

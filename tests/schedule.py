@@ -39,6 +39,7 @@ LONG = {
     "tests/distributed/test_features.py": 30,
     "tests/distributed/test_context_parallel.py": 30,
     "tests/distributed/test_observing.py": 30,
+    "tests/transformers/test_compiled.py": 25,
     "tests/platform/test_platform.py": 25,
     "tests/convert/test_vocabulary.py": 25,
     "tests/probe/test_resuming.py": 25,

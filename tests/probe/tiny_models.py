@@ -50,6 +50,7 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"num_local_experts": 4, "num_experts_per_tok": 2, **_SLIDING},
     ),
     "granite-swa": ("GraniteSWAConfig", "GraniteSWAForCausalLM", _SLIDING),
+    "flint": ("FlintConfig", "FlintForCausalLM", {**_EXPERTS, **_SLIDING}),
     "qwen3.5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _HYBRID),
     "qwen3-next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {**_HYBRID, **_EXPERTS}),
     "gemma-3": ("Gemma3TextConfig", "Gemma3ForCausalLM", _SLIDING),
@@ -75,7 +76,7 @@ GATED = {
     "lfm3": "headwise",
     "own-gated": "headwise",
 }
-SINKS = {"gpt-oss", "granite-swa", "own-sink"}
+SINKS = {"gpt-oss", "granite-swa", "flint", "own-sink"}
 
 
 def _class(name: str) -> Any:
