@@ -3,8 +3,10 @@
 Shapes: S sequence, B batch, I and O inputs and outputs of a layer, V vocabulary.
 """
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +26,7 @@ from megasink.lora.attach import base_state
 from megasink.lora.linear import with_adapter
 from megasink.lora.targets import FC1, FC2, OPTIONS, PROJ, QKV, A, B
 from tests.distributed import tiny_gpt
+from tests.train import generate_tasks
 
 LINEARS = {QKV: ColumnParallelLinear, PROJ: RowParallelLinear}
 LINEARS |= {FC1: ColumnParallelLinear, FC2: RowParallelLinear}
@@ -244,3 +247,14 @@ def adapter_tensors(run: str) -> dict[str, Tensor]:
 def stored_keys(run: str) -> list[str]:
     """Of the weights in the newest checkpoint."""
     return sorted(stored_shapes(find_checkpoint(Path(run)).folder))
+
+
+def megasink(commands: list[list[str]]) -> list[tuple[int, str, str]]:
+    """(exit code, output, error stream) of each command line, as one rank.
+
+    A worker that was a rank of a run still has that run's WORLD_SIZE, for which `analyze` waits.
+    """
+    with mock.patch.dict(os.environ):
+        for name in ("RANK", "WORLD_SIZE"):
+            os.environ.pop(name, None)
+        return generate_tasks.megasink(commands)

@@ -25,7 +25,7 @@ MODELS = {
 def megasink(pool, *commands):
     """(exit code, output, error stream) of each command line, in a worker."""
     argvs = [[str(word) for word in command] for command in commands]
-    (answers,) = pool.run("tests.train.generate_tasks:megasink", SINGLE, commands=argvs)
+    (answers,) = pool.run(f"{TASKS}:megasink", SINGLE, commands=argvs)
     return answers
 
 
