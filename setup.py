@@ -52,15 +52,16 @@ setup(
             "cuda-toolkit[crt,curand]",
             "flash-attn-4[cu13]>=4.0.0b30",
         ],
-        # Loads and trains the adapters that megasink exports, which does not need it itself.
-        "finetune": ["peft>=0.21,<0.22"],
+        # What the head-balance loss trains under in plain transformers, and what loads the adapters
+        # that megasink exports; megasink itself needs none of them.
+        "finetune": ["accelerate", "peft>=0.21,<0.22", "trl>=1.16,<2"],
         # `megasink evaluate`; its data sets come through "datasets", which lm-eval requires.
         "eval": ["lm-eval>=0.4.13,<0.4.14"],
         "dev": [
             *("mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "zstandard"),
             "lm-eval>=0.4.13,<0.4.14",
             "accelerate",  # lm-eval's own model class, which ours is compared with
-            "peft>=0.21,<0.22",
+            *("peft>=0.21,<0.22", "trl>=1.16,<2"),
         ],
     },
     entry_points={"console_scripts": ["megasink = megasink.cli:main"]},

@@ -90,6 +90,7 @@ def test_entry_point_exists():
         ("", ["constraints.txt"]),
         ("dev", ["constraints.txt"]),
         ("eval", ["constraints.txt"]),
+        ("finetune", ["constraints.txt"]),
         ("gpu", ["constraints.txt", "docker/constraints-gpu.txt"]),
     ],
 )
