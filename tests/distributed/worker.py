@@ -120,7 +120,8 @@ def end_groups() -> None:
         if holds_groups(type(found)):
             with contextlib.suppress(TypeError):  # no attributes of its own
                 vars(found).clear()
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     gc.collect()
 
 
