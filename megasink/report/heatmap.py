@@ -9,7 +9,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasink.report.style import MAP, heatmap, label, panels, rendered, styled, write_cells
+from megasink.report.style import (
+    MAP,
+    even_panels,
+    grid,
+    heatmap,
+    label,
+    panels,
+    rendered,
+    styled,
+    write_cells,
+)
 
 # Maximum number of cells with readable numbers.
 _READABLE = 96
@@ -53,9 +63,10 @@ def importance_pictures(maps: Sequence[tuple[str, NDArray[np.float64]]]) -> byte
     layers, heads = maps[0][1].shape
     width = min(max(0.34 * heads, 3.2), 9.0) + 1.2
     height = min(max(0.24 * layers, 2.4), 12.0) + 1
-    figure, axes = panels(1, len(maps), height, width=len(maps) * width)
+    _, columns = grid(len(maps), 3)
+    figure, axes = even_panels(len(maps), 3, height, width=columns * width)
     lowest = min(_lowest(importance_LH) for _, importance_LH in maps)
-    for axis, (title, importance_LH) in zip(axes[0], maps, strict=True):
+    for axis, (title, importance_LH) in zip(axes, maps, strict=True):
         draw_importance(figure, axis, importance_LH, title, lowest)
     return rendered(figure)
 
