@@ -20,16 +20,10 @@ from megasink.checkpoint.torch_metadata import read_metadata
 from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.lora.merge import Adapter
+from megasink.lora.targets import BASE, is_lora
 
-BASE = "lora_base"
-"""Key of config.json: {"checkpoint": folder of the base, "fingerprint": of its weights}."""
 _HEAD_STATE = ".head_counter."
 _STATES = ("chained_", "rng_state", "rerun_state", "common_state", "opt_param_sched")
-
-
-def is_lora(saved: Mapping[str, Any]) -> bool:
-    """Return whether a run's arguments are those of a LoRA run."""
-    return bool(saved.get("lora_rank"))
 
 
 def find_base(path: Path) -> Checkpoint:

@@ -21,7 +21,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.checkpoint import CheckpointException
 
 from megasink import platform
-from megasink.checkpoint.adapter import base_of, is_lora, read_adapter
+from megasink.checkpoint.adapter import base_of, read_adapter
 from megasink.checkpoint.find import Checkpoint, find_checkpoint, stored_shapes
 from megasink.checkpoint.model import model_config
 from megasink.checkpoint.saved_arguments import read_arguments, single_process_arguments
@@ -33,7 +33,7 @@ from megasink.layers.builder import MegasinkGPTBuilder
 from megasink.layers.gate_projection import named_parts
 from megasink.lora.linear import sizes_of
 from megasink.lora.merge import Adapter
-from megasink.lora.targets import key_and_layer
+from megasink.lora.targets import is_lora, key_and_layer
 
 # In an imported MoE model, the norm before the experts has the names of both layer specs.
 _NORMS = (

@@ -5,12 +5,13 @@ from typing import Any
 
 from torch import Tensor
 
-from megasink.checkpoint.adapter import base_of, is_lora, read_adapter
+from megasink.checkpoint.adapter import base_of, read_adapter
 from megasink.checkpoint.find import Checkpoint
 from megasink.convert.architecture import Architecture
 from megasink.convert.megatron_reader import MegatronCheckpoint
 from megasink.convert.table import LAYERS
 from megasink.lora.merge import Adapter, Sizes
+from megasink.lora.targets import is_lora
 
 
 class AdaptedCheckpoint(MegatronCheckpoint):

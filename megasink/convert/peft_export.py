@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from megasink.checkpoint.adapter import base_of, fingerprint, is_lora
+from megasink.checkpoint.adapter import base_of, fingerprint
 from megasink.convert.adapted import adapter_of
 from megasink.convert.megatron_reader import MegatronCheckpoint
 from megasink.convert.output import whole_folder
@@ -17,7 +17,7 @@ from megasink.convert.targets.target import Target
 from megasink.convert.to_hf import Say, Source, refuse_nan
 from megasink.errors import UserError
 from megasink.lora.merge import Adapter
-from megasink.lora.targets import A, B, key_of
+from megasink.lora.targets import A, B, is_lora, key_of
 from megasink.printable import say as say_printable
 from megasink.progress import tracked
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import megasink
 from megasink.atomic import sync_folder
-from megasink.checkpoint.adapter import BASE, find_base, fingerprint
+from megasink.checkpoint.adapter import find_base, fingerprint
 from megasink.checkpoint.find import Checkpoint
 from megasink.checkpoint.intact import TRACKER, checkpoint_path
 from megasink.checkpoint.saved_arguments import read_arguments
@@ -30,7 +30,7 @@ from megasink.convert.to_hf import Say, refuse_nan
 from megasink.convert.torch_dist_writer import TorchDistWriter
 from megasink.errors import UserError
 from megasink.json_file import read_object
-from megasink.lora.targets import LINEARS, TARGETS, A, B, key_of
+from megasink.lora.targets import BASE, LINEARS, TARGETS, A, B, key_of
 from megasink.printable import say as say_printable
 
 _MATRIX = re.compile(r"(.*)\.(lora_[AB])(?:\.default)?\.weight")

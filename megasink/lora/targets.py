@@ -5,7 +5,7 @@ into linear_fc1. Each name still has matrices A and B of its own, so that an ada
 same parameters, with the same gradients.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 LAYERS = "decoder.layers."
@@ -28,6 +28,14 @@ GATE = "gate"
 """Name beside the targets of linear_qkv for the change of the gate's rows (--lora-train gates)."""
 OPTIONS = ("lora_rank", "lora_alpha", "lora_targets", "lora_train")
 """Arguments that define an adapter; --lora-dropout is part of training alone."""
+
+BASE = "lora_base"
+"""Key of config.json: {"checkpoint": folder of the base, "fingerprint": of its weights}."""
+
+
+def is_lora(saved: Mapping[str, Any]) -> bool:
+    """Return whether a run's arguments are those of a LoRA run."""
+    return bool(saved.get("lora_rank"))
 
 
 def targets_of(options: Any, *, gated_unit: bool) -> tuple[str, ...]:

@@ -5,12 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megasink.checkpoint.adapter import BASE, find_base, fingerprint, is_lora
 from megasink.checkpoint.find import newest_checkpoint
 from megasink.checkpoint.identity import MODEL, SHAPE, plain
 from megasink.errors import UserError
 from megasink.json_file import read_object
-from megasink.lora.targets import OPTIONS, targets_of
+from megasink.lora.targets import BASE, OPTIONS, is_lora, targets_of
 from megasink.train.differences import differences_of
 
 _FLAG = "--pretrained-checkpoint"
@@ -24,6 +23,8 @@ def base_of(args: Namespace) -> dict[str, str]:
     Raises:
         UserError: there is no such checkpoint, or it is not a whole model.
     """
+    from megasink.checkpoint.adapter import find_base, fingerprint
+
     given = Path(args.pretrained_checkpoint)
     recorded = Path(str(_recorded(args.run_dir).get("checkpoint", given)))
     # A relative path is no longer right if the run is resumed from another folder.
@@ -61,6 +62,8 @@ def problems(args: Namespace) -> list[str]:
 
 def _another_model(args: Namespace) -> str | None:
     """Return why the base is of another architecture than the run."""
+    from megasink.checkpoint.adapter import find_base
+
     config = find_base(Path(args.pretrained_checkpoint)).config
     saved = read_object(config)
     resolved = saved["arguments"]

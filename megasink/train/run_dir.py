@@ -24,13 +24,13 @@ from typing import Any
 
 import megasink
 from megasink.atomic import atomic_text
-from megasink.checkpoint.adapter import BASE
 from megasink.checkpoint.find import newest_checkpoint
 from megasink.checkpoint.identity import MODEL, plain
 from megasink.checkpoint.intact import TRACKER, go_back_to_intact, iterations, newest_intact
 from megasink.checkpoint.tokenizer import OWN, copy_tokenizer
 from megasink.errors import UserError
 from megasink.json_file import read_object
+from megasink.lora.targets import BASE
 from megasink.lora.targets import OPTIONS as LORA
 from megasink.train import lora_base
 from megasink.train.differences import differences_of
