@@ -124,7 +124,7 @@ def test_when_the_launcher_is_killed_all_ends_within_seconds(start, nursery, tmp
     wait_for_step(nursery, tmp_path / "run", 2, errors)
     process.kill()
     assert process.wait(HANG_SECONDS) == -signal.SIGKILL
-    assert gone(nursery), nursery.left()
+    assert gone(nursery), [(p.pid, p.ppid(), p.name(), p.threads()) for p in nursery.left()]
 
 
 @pytest.mark.parametrize("moment", ["start", "torchrun", "ranks"])
