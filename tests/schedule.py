@@ -19,6 +19,7 @@ LONG = {
     "tests/train/test_dead_rank.py": 85,
     "tests/platform/test_patches.py": 70,
     "tests/hollow/test_trainer.py": 70,
+    "tests/inference/test_decoding.py": 70,
     "tests/finetune/test_finetune.py": 60,
     "tests/distributed/test_checkpoint.py": 55,
     "tests/convert/test_commands.py": 45,

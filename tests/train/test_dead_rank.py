@@ -54,10 +54,12 @@ def ranks_of(launcher):
 
 def gone(nursery):
     """Whether everything has ended, soon: less than any timeout of torch or torchrun."""
-    deadline = time.monotonic() + 100
-    while nursery.left() and time.monotonic() < deadline:
+    deadline, empty = time.monotonic() + 100, 0
+    while empty < 5 and time.monotonic() < deadline:
+        # A single look misses processes whose parent has ended while it was made.
+        empty = 0 if nursery.left() else empty + 1
         time.sleep(0.05)
-    return not nursery.left()
+    return empty == 5
 
 
 def steps(run):
