@@ -20,7 +20,7 @@ from megasink.checkpoint.torch_metadata import read_metadata
 from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.lora.merge import Adapter
-from megasink.lora.targets import BASE, is_lora
+from megasink.lora.targets import BASE, is_lora, scaling_of
 
 _HEAD_STATE = ".head_counter."
 _STATES = ("chained_", "rng_state", "rerun_state", "common_state", "opt_param_sched")
@@ -101,9 +101,7 @@ def read_adapter(found: Checkpoint, saved: Mapping[str, Any], sizes: Any) -> Ada
     Raises:
         UserError: the checkpoint is damaged or untrusted.
     """
-    rank = int(saved["lora_rank"])
-    alpha = saved.get("lora_alpha")
-    scaling = 1.0 if alpha is None else float(alpha) / rank
+    scaling = scaling_of(int(saved["lora_rank"]), saved.get("lora_alpha"))
     return Adapter(_read_tensors(found.folder), scaling, sizes)
 
 

@@ -57,10 +57,15 @@ def recipe(args: Namespace, further: Sequence[str], console: Console) -> Iterato
         [*train, *plugins, *further],
         lambda: newest_checkpoint(run / "checkpoints") == steps,
     )
-    exported = out / ("adapter" if args.adapter else "model")
+    exported = _exported(args)
     export = ["convert-to-hf", run, exported, *(["--adapter"] if args.adapter else []), *plugins]
     yield Step("5. export", export, (exported / "README.md").is_file, makes=exported)
     yield _analysis(args, "6. the heads after", run, texts, out / "after", plugins)
+
+
+def _exported(args: Namespace) -> Path:
+    folder: Path = args.output / ("adapter" if args.adapter else "model")
+    return folder
 
 
 def _analysis(
@@ -152,12 +157,11 @@ def summary(args: Namespace) -> Iterator[str]:
     with atomic_file(picture) as file:
         file.write(importance_pictures([(a.name, _importance(a)) for a in (before, after)]))
     imbalance = [float(np.nanmean(a.values("imbalance"))) for a in (before, after)]
-    exported = args.output / ("adapter" if args.adapter else "model")
     for what, value in (
         ("head imbalance", f"{imbalance[0]:.4f} -> {imbalance[1]:.4f}"),
         ("picture", picture),
         ("curves", args.output / "run" / "curves.png"),
         ("the heads", f"megasink report {args.output / 'before'} {args.output / 'after'}"),
-        ("exported", exported),
+        ("exported", _exported(args)),
     ):
         yield f"  {what:15} {value}"

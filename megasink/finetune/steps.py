@@ -22,7 +22,7 @@ class Step:
         what: A heading.
         command: Its words.
         done: Whether it has finished.
-        makes: A folder or file that is deleted before it starts again, since the command refuses
+        makes: A folder that is deleted before it starts again, since the command refuses
             what an interrupted one has left; None if it resumes by itself.
     """
 
@@ -45,18 +45,10 @@ class Step:
             f"[bold]{self.what}[/bold]: megasink {escape(shlex.join(words))}", soft_wrap=True
         )
         if self.makes is not None and self.makes.exists():
-            remove(self.makes)
+            shutil.rmtree(self.makes)
         # A process each: one that has become a Megatron rank cannot become another.
         ended = subprocess.run([sys.executable, "-m", "megasink.cli", *words], check=False)
         if ended.returncode < 0:
             raise Stopped(-ended.returncode, f" in `megasink {words[0]}`; repeat the command")
         if ended.returncode:
             raise UserError(f"stopped at `megasink {words[0]}`; repeat the command to go on there")
-
-
-def remove(path: Path) -> None:
-    """Delete a file or folder."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()

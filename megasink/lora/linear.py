@@ -116,7 +116,7 @@ class _Adapted:
     def __init__(self, *args: Any, config: Any, **kwargs: Any):
         super().__init__(*args, config=config, **kwargs)  # type: ignore[call-arg]
         self._options = config
-        self._scaling = scaling_of(config)
+        self._scaling = scaling_of(config.lora_rank, config.lora_alpha)
         targets = targets_of(config, gated_unit=config.gated_linear_unit)
         self._targets = [name for name in LINEARS[self.linear] if name in targets]
         self.lora = torch.nn.ModuleDict()

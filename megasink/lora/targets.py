@@ -53,10 +53,9 @@ def targets_of(options: Any, *, gated_unit: bool) -> tuple[str, ...]:
     )
 
 
-def scaling_of(options: Any) -> float:
-    """Return alpha / r, the factor on B A."""
-    alpha = options.lora_rank if options.lora_alpha is None else options.lora_alpha
-    return float(alpha / options.lora_rank)
+def scaling_of(rank: int, alpha: float | None) -> float:
+    """Return alpha / r, the factor on B A; 1 without an alpha."""
+    return 1.0 if alpha is None else float(alpha) / rank
 
 
 def key_of(linear: str, target: str, matrix: str) -> str:

@@ -15,7 +15,6 @@ from megasink.report.style import (
     grid,
     heatmap,
     label,
-    panels,
     rendered,
     styled,
     write_cells,
@@ -60,15 +59,8 @@ def importance_pictures(maps: Sequence[tuple[str, NDArray[np.float64]]]) -> byte
     Args:
         maps: title and [L, H] of each; they share a color scale.
     """
-    layers, heads = maps[0][1].shape
-    width = min(max(0.34 * heads, 3.2), 9.0) + 1.2
-    height = min(max(0.24 * layers, 2.4), 12.0) + 1
-    _, columns = grid(len(maps), 3)
-    figure, axes = even_panels(len(maps), 3, height, width=columns * width)
-    lowest = min(_lowest(importance_LH) for _, importance_LH in maps)
-    for axis, (title, importance_LH) in zip(axes, maps, strict=True):
-        draw_importance(figure, axis, importance_LH, title, lowest)
-    return rendered(figure)
+    heads = maps[0][1].shape[1]
+    return rendered(_figure(maps, min(max(0.34 * heads, 3.2), 9.0) + 1.2))
 
 
 @styled()
@@ -76,7 +68,7 @@ def importance_picture(importance_LH: NDArray[np.float64], title: str) -> NDArra
     """Return the heatmap alone as an image, [height, width, RGB] in 0 to 255."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    canvas = FigureCanvasAgg(_figure(importance_LH, title))
+    canvas = FigureCanvasAgg(_alone(importance_LH, title))
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
@@ -84,13 +76,22 @@ def importance_picture(importance_LH: NDArray[np.float64], title: str) -> NDArra
 @styled()
 def importance_png(importance_LH: NDArray[np.float64], title: str) -> bytes:
     """Return the heatmap alone as the bytes of a PNG file."""
-    return rendered(_figure(importance_LH, title))
+    return rendered(_alone(importance_LH, title))
 
 
-def _figure(importance_LH: NDArray[np.float64], title: str) -> Any:
-    layers, heads = importance_LH.shape
+def _alone(importance_LH: NDArray[np.float64], title: str) -> Any:
+    heads = importance_LH.shape[1]
+    return _figure([(title, importance_LH)], min(max(0.34 * heads, 4.0), 14.0) + 1.8)
+
+
+def _figure(maps: Sequence[tuple[str, NDArray[np.float64]]], width: float) -> Any:
+    """Return a figure of heatmaps of such a width in inches, on one color scale."""
+    layers = maps[0][1].shape[0]
     # Cells of about a third of an inch, within a page.
-    width, height = min(max(0.34 * heads, 4.0), 14.0) + 1.8, min(max(0.24 * layers, 2.4), 12.0) + 1
-    figure, axes = panels(1, 1, height, width=width)
-    draw_importance(figure, axes[0, 0], importance_LH, title)
+    height = min(max(0.24 * layers, 2.4), 12.0) + 1
+    _, columns = grid(len(maps), 3)
+    figure, axes = even_panels(len(maps), 3, height, width=columns * width)
+    lowest = min(_lowest(importance_LH) for _, importance_LH in maps)
+    for axis, (title, importance_LH) in zip(axes, maps, strict=True):
+        draw_importance(figure, axis, importance_LH, title, lowest)
     return figure

@@ -23,6 +23,7 @@ from megasink.attention import (
 from megasink.layers.builder import MegasinkGPTBuilder
 from megasink.layers.core_attention import CoreAttention
 from megasink.layers.gated_self_attention import GatedSelfAttention
+from tests.balance.definition import balance_loss, routed_heads
 from tests.distributed import tiny_gpt
 from tests.distributed.skewed_gates import skew_gates
 
@@ -98,26 +99,6 @@ def reference_of(
         window=window,
     )
     return out_BHSD, gate_BHS
-
-
-def balance_loss(importance_LH: Tensor, coeff: float, routed: list[list[int]]) -> Tensor:
-    """coeff * sum over layers of n * CV^2 over its n routed heads (P0 Eq. 6-8)."""
-    terms = []
-    for importance_H, heads in zip(importance_LH, routed, strict=True):
-        chosen = importance_H[heads]
-        mean = chosen.sum() / len(heads)
-        variance = ((chosen - mean) ** 2).sum() / len(heads)
-        terms.append(len(heads) * variance / mean**2)
-    return coeff * torch.stack(terms).sum()
-
-
-def routed_heads(importance_LH: Tensor, shared: int) -> list[list[int]]:
-    """Per layer the heads that are not among the `shared` most important ones."""
-    routed = []
-    for importance_H in importance_LH.tolist():
-        order = sorted(range(len(importance_H)), key=lambda head: (-importance_H[head], head))
-        routed.append(sorted(order[shared:]))
-    return routed
 
 
 class Balance:

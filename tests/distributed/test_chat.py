@@ -1,7 +1,6 @@
 """Training on conversations: packed as by themselves, in any layout, resumed as never stopped."""
 
 import shutil
-import textwrap
 from itertools import pairwise
 
 import numpy as np
@@ -10,9 +9,8 @@ import pytest
 from megasink.data.corpus import Corpus
 from megasink.data.output import LOSS_MASK
 from megasink.data.preprocess import preprocess
-from megasink.data.tokenizer import train_tokenizer
 from tests import runs
-from tests.chats import chat_tokenizer, conversations, write_chats
+from tests.chats import chat_data, conversations, write_chats
 from tests.distributed import merging
 from tests.distributed.cases import TOLERANCE
 from tests.distributed.layout import SINGLE, Layout
@@ -36,10 +34,7 @@ def pool():
 def data(tmp_path_factory):
     """A folder with the data, its tokenizer, and flags to train on it."""
     folder = tmp_path_factory.mktemp("chats")
-    train_tokenizer(Corpus([textwrap.__file__]), 400, folder / "plain")
-    chat_tokenizer(folder / "plain", folder / "tokenizer")
-    corpus = Corpus([write_chats(folder / "a.jsonl", CHATS)], chat=True)
-    preprocess(corpus, folder / "chat", folder / "tokenizer", seq_length=SIZE, workers=1)
+    chat_data(folder, CHATS, SIZE)
     return folder
 
 

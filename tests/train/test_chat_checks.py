@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import textwrap
 from argparse import Namespace
 
 import numpy as np
@@ -12,12 +11,11 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megasink.data.corpus import Corpus
 from megasink.data.output import CHAT, LOSS_MASK
 from megasink.data.preprocess import preprocess
-from megasink.data.tokenizer import train_tokenizer
 from megasink.errors import ConfigError
 from megasink.train import early
 from megasink.train.checks import data_files
 from megasink.train.checks.chat import recognize
-from tests.chats import chat_tokenizer, conversations, write_chats
+from tests.chats import chat_data, conversations
 from tests.documented import refuse
 from tests.train.command_lines import MODEL
 
@@ -28,10 +26,7 @@ CHATS = conversations(20, words=4)
 def sound(tmp_path_factory):
     """Chat data, text of the same tokenizer, and the tokenizer."""
     folder = tmp_path_factory.mktemp("chat")
-    train_tokenizer(Corpus([textwrap.__file__]), 400, folder / "plain")
-    chat_tokenizer(folder / "plain", folder / "tokenizer")
-    corpus = Corpus([write_chats(folder / "a.jsonl", CHATS)], chat=True)
-    preprocess(corpus, folder / "chat", folder / "tokenizer", seq_length=64, workers=1)
+    chat_data(folder, CHATS, 64)
     (folder / "a.txt").write_text("some text\n" * 50)
     preprocess(Corpus([folder / "a.txt"]), folder / "text", folder / "tokenizer", workers=1)
     return folder

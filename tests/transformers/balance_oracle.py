@@ -1,6 +1,7 @@
 """The head-balance loss by plain autograd in models of transformers: what HeadBalance must equal.
 
-Attention is the definition with its S x S matrix, and Eq. 7 and 8 of P0 are written out here:
+Attention is the definition with its S x S matrix, and Eq. 7 and 8 of P0 are those of
+tests/balance/definition.py:
 nothing of megasink.balance and megasink.transformers takes part.
 
 Shapes: B rows, T tokens, L layers with gates, H query heads.
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from megasink.attention import reference_attention
+from tests.balance.definition import balance_loss
 from tests.probe.tiny_models import tiny_model
 
 NAME = "balance_definition"
@@ -106,26 +108,6 @@ def take_gradients(model: Any) -> dict[str, Tensor]:
     found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return found
-
-
-def balance_loss(importance_LH: Tensor, coeff: float, routed: list[list[int]]) -> Tensor:
-    """coeff * sum over layers of n * CV^2 over its n routed heads (P0 Eq. 6-8)."""
-    terms = []
-    for importance_H, heads in zip(importance_LH, routed, strict=True):
-        chosen = importance_H[heads]
-        mean = chosen.sum() / len(heads)
-        variance = ((chosen - mean) ** 2).sum() / len(heads)
-        terms.append(len(heads) * variance / mean**2)
-    return coeff * torch.stack(terms).sum()
-
-
-def routed_heads(importance_LH: Tensor, shared: int) -> list[list[int]]:
-    """Per layer the heads that are not among the `shared` most important ones."""
-    routed = []
-    for importance_H in importance_LH.tolist():
-        order = sorted(range(len(importance_H)), key=lambda head: (-importance_H[head], head))
-        routed.append(sorted(order[shared:]))
-    return routed
 
 
 def coefficients(importance_LH: Tensor, coeff: float, routed: list[list[int]]) -> Tensor:

@@ -7,6 +7,7 @@ from torch import nn
 import megasink.transformers  # noqa: F401  registers the attention
 from megasink.errors import ConfigError, UserError
 from megasink.transformers.balance import HeadBalance
+from tests.balance import definition
 from tests.probe.tiny_models import tiny_model
 from tests.transformers import balance_oracle
 from tests.transformers.balance_oracle import (
@@ -62,7 +63,7 @@ def test_gradients_of_a_step_equal_plain_autograd(name):
         oracle.model(input_ids=batch)
         parts.append(oracle.importance().detach())
     before_LH = torch.stack(parts).mean(0)
-    routed = balance_oracle.routed_heads(before_LH, 1)
+    routed = definition.routed_heads(before_LH, 1)
     c_LH = balance_oracle.coefficients(before_LH, COEFF, routed)
     without = step(oracle.model, second)
     parts = []
@@ -78,7 +79,7 @@ def test_gradients_of_a_step_equal_plain_autograd(name):
     known_L = ~last.importance_LH.isnan().any(1)
     found_LH = last.importance_LH[known_L].double()
     torch.testing.assert_close(found_LH, importance_LH, rtol=1e-6, atol=1e-7)
-    expected = balance_oracle.balance_loss(importance_LH, COEFF, routed)
+    expected = definition.balance_loss(importance_LH, COEFF, routed)
     assert float(last.balance_loss) == pytest.approx(float(expected), rel=1e-5)
     assert int(known_L.sum()) == len(balance.layers) == len(importance_LH)
 
@@ -107,7 +108,7 @@ def test_scopes_without_lag(scope):
     for batch in batches:
         loss = oracle.model(input_ids=batch, labels=batch).loss
         every = [list(range(oracle.heads))] * 2
-        added = balance_oracle.balance_loss(oracle.importance(), COEFF, every)
+        added = definition.balance_loss(oracle.importance(), COEFF, every)
         (0.5 * (loss + added)).backward()
         total += 0.5 * float(added.detach())
     assert_gradients(found, oracle.gradients(), without)
@@ -159,7 +160,7 @@ def test_padding_is_not_counted():
     for coeff in (0.0, COEFF):
         loss = oracle.model(input_ids=batch, labels=labels).loss
         importance_LH = oracle.importance(real_BT.bool())
-        (loss + balance_oracle.balance_loss(importance_LH, coeff, every)).backward()
+        (loss + definition.balance_loss(importance_LH, coeff, every)).backward()
         results.append(oracle.gradients())
     assert_gradients(found, results[1], results[0])
     torch.testing.assert_close(last.importance_LH.double(), importance_LH, rtol=1e-6, atol=1e-7)

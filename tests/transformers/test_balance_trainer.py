@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 import megasink.transformers  # noqa: F401  registers the attention
 from megasink.errors import ConfigError, UserError
 from megasink.transformers.balance_callback import HeadBalanceCallback
+from tests.balance import definition
 from tests.distributed.layout import Layout
 from tests.distributed.pool import free_port
 from tests.probe.tiny_models import save_with_tokenizer, tiny_model
@@ -41,7 +42,7 @@ def by_hand(name, data, *, by_targets, coeff=COEFF):
             weight = count / sum(counts) if by_targets else 1 / len(step)
             (weight * (loss + (c_LH * importance[-1]).sum())).backward()
         mean_LH = torch.stack(importance).mean(0).detach()
-        losses.append(float(balance_oracle.balance_loss(mean_LH, coeff, every)))
+        losses.append(float(definition.balance_loss(mean_LH, coeff, every)))
         c_LH = balance_oracle.coefficients(mean_LH, coeff, every)
         with torch.no_grad():
             for parameter in oracle.model.parameters():
