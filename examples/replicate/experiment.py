@@ -220,5 +220,6 @@ def _data(told: Mapping[str, Any], form: str) -> tuple[list[Corpus], list[str]]:
         if not callable(make):
             problems.append(f"data.{name}: there is no function {each['make']}")
             continue
-        found.append(Corpus(name, make, each["make"], dict(each.get(form, {}))))
+        if form in each or not each.keys() & set(FORMS):
+            found.append(Corpus(name, make, each["make"], dict(each.get(form, {}))))
     return found, problems

@@ -45,8 +45,15 @@ def _scores(words: Sequence[str]) -> list[str]:
     return [RANDOM, *behind[:end]]
 
 
+EITHER = "ahon_either/rank"
+"""The better rank of AHON and AHON (LN): P3 counts the models in which it is 1 (P3.16)."""
+
+
 def _ablation_numbers(words: Sequence[str]) -> list[str]:
-    return [f"{s}/{kind}" for s in _scores(words) for kind in ("auc", "rank", "removable")]
+    scores = _scores(words)
+    kinds = ("auc", "rank", "removable")
+    either = [EITHER] * ({"ahon", "ahon_ln"} <= set(scores))
+    return [*(f"{score}/{kind}" for score in scores for kind in kinds), *either]
 
 
 def _read_ablation(folder: Path) -> dict[str, float | None]:
@@ -65,6 +72,9 @@ def _read_ablation(folder: Path) -> dict[str, float | None]:
             removable = curve.measured_to if curve.never_left else curve.removable
             for kind, value in (("auc", curve.auc), ("rank", curve.rank), ("removable", removable)):
                 numbers[f"{curve.score}/{kind}"] = value
+    ranks = {curve.score: curve.rank for curve in results.curves if curve.on == chosen}
+    if {"ahon", "ahon_ln"} <= ranks.keys():
+        numbers[EITHER] = min(ranks["ahon"], ranks["ahon_ln"])
     return numbers
 
 
