@@ -240,28 +240,32 @@ def problems(
         curves: that runs will have, for `AT`.
     """
     for number, claim in enumerate(claims, 1):
-        where = f"claim {number}"
-        kind = kind_of(claim)
-        if not isinstance(claim.get("says"), str) or kind is None:
-            wanted = "; ".join(
-                ", ".join(" or ".join(choice) for choice in kind.keys) for kind in KINDS.values()
-            )
-            yield f"{where} has the keys {', '.join(sorted(claim))}: use says, and {wanted}"
-            continue
-        sides = kind.sides(claim)
-        if len(sides) < kind.least_sides:
-            yield f"{where} compares {len(sides)} cells: use {kind.least_sides} or more"
-        for side in sides:
-            for cell in side.cells:
-                if cell not in cells:
-                    yield unknown_name(f"{where}: cell", cell, list(cells))
-            at = AT.fullmatch(side.metric)
-            if at and at["curve"] not in curves:
-                yield unknown_name(f"{where}: curve", at["curve"], list(curves))
-            if at and float(at["percent"]) > 100:
-                yield f"{where}: {side.metric} lies beyond the last step: 100% or less"
-            if not at and side.metric not in metrics:
-                yield unknown_name(f"{where}: metric", side.metric, list(metrics))
+        found = dict.fromkeys(_claim_problems(claim, cells, metrics, curves))
+        yield from (f"claim {number}: {problem}" for problem in found)
+
+
+def _claim_problems(
+    claim: Claim, cells: Sequence[str], metrics: Sequence[str], curves: Sequence[str]
+) -> Iterator[str]:
+    kind = kind_of(claim)
+    if not isinstance(claim.get("says"), str) or kind is None:
+        kinds = [", ".join(" or ".join(of) for of in kind.keys) for kind in KINDS.values()]
+        yield f"it has the keys {', '.join(sorted(claim))}: use says, and {'; '.join(kinds)}"
+        return
+    sides = kind.sides(claim)
+    if len(sides) < kind.least_sides:
+        yield f"it compares {len(sides)} cells: use {kind.least_sides} or more"
+    for side in sides:
+        for cell in side.cells:
+            if cell not in cells:
+                yield unknown_name("cell", cell, list(cells))
+        at = AT.fullmatch(side.metric)
+        if at and at["curve"] not in curves:
+            yield unknown_name("curve", at["curve"], list(curves))
+        if at and float(at["percent"]) > 100:
+            yield f"{side.metric} lies beyond the last step: 100% or less"
+        if not at and side.metric not in metrics:
+            yield unknown_name("metric", side.metric, list(metrics))
 
 
 def metrics_of(claims: Sequence[Claim]) -> list[str]:

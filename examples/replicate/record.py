@@ -27,14 +27,14 @@ class Run:
     """One finished run, or the measurements of one.
 
     Attributes:
-        metrics: metric -> its number; None if it has none.
+        metrics: metric -> its number, or a name.
         curves: curve -> its steps and values.
         seconds, cpu_seconds: that it took.
     """
 
     cell: str
     seed: int
-    metrics: Mapping[str, float | None]
+    metrics: Mapping[str, Any]
     curves: Mapping[str, tuple[Sequence[float], Sequence[float | None]]]
     seconds: float
     cpu_seconds: float
@@ -133,9 +133,9 @@ def read_results(folder: Path = FOLDER) -> list[Result]:
     return sorted(found, key=lambda result: (result.experiment, result.form != "full"))
 
 
-def rounded(number: float | None, digits: int = DIGITS) -> float | None:
-    """Return a number with few significant digits; None if it is not finite."""
-    if number is None or not np.isfinite(number):
+def rounded(number: float | str | None, digits: int = DIGITS) -> float | None:
+    """Return a number with few significant digits; None for a name, or if it is not finite."""
+    if number is None or isinstance(number, str) or not np.isfinite(number):
         return None
     return float(f"{number:.{digits}g}")
 
