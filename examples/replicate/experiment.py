@@ -204,6 +204,8 @@ def _form_problems(told: list[Any]) -> Iterator[str]:
 
 def _data(told: Mapping[str, Any], form: str) -> tuple[list[Corpus], list[str]]:
     """Return the corpora of a form, and the problems."""
+    if not told:
+        return [], []
     from examples.replicate import corpora, languages
 
     modules = {"languages": languages, "corpora": corpora}
