@@ -37,14 +37,14 @@ Floats = NDArray[np.float64]
 def write_tokenizer(folder: Path) -> None:
     """Write a Hugging Face tokenizer of exactly BOS, EOD and the letters; it puts BOS before texts.
 
-    Other characters raise an error in `tokenizers` when they are encoded: there is no UNK.
+    Other characters are dropped. There is no UNK to raise at, as Megatron encodes a sentence of its
+    own when it loads a tokenizer.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from tokenizers import Tokenizer, decoders, models, processors
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {name: i for i, name in enumerate((BOS, EOD, *LETTERS))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.post_processor = processors.TemplateProcessing(f"{BOS} $A", None, [(BOS, 0)])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOD)
