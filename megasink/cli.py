@@ -13,7 +13,7 @@ from megasink.errors import Stopped, UserError
 
 # Each command is a module of `megasink.commands` with a ``main``, imported on demand.
 COMMANDS = {
-    "demo": "train a small sink-attention GPT on this machine, start to end",
+    "demo": "sinks form and heads collapse, with the head-balance loss and without; minutes",
     "data": "text -> tokenizer -> Megatron .bin/.idx",
     "train": "start the ranks of one node and train; every Megatron flag passes through",
     "grid": "a grid of configurations and seeds from one file -> runs, a table, figures",

@@ -1,4 +1,4 @@
-"""``megasink demo``: from real text to a trained sink-attention GPT on this machine, in minutes."""
+"""``megasink demo``: attention sinks form, and the head-balance loss evens the heads out."""
 
 import json
 import os
@@ -14,32 +14,42 @@ from rich.markup import escape
 
 from megasink.command_line import CommandParser
 from megasink.commands import data as data_command
+from megasink.data.trigger_language import (
+    LETTERS,
+    TriggerLanguage,
+    write_documents,
+    write_tokenizer,
+)
 from megasink.errors import UserError
 from megasink.report.curves import read_metrics
+from megasink.report.demo import draw_demo
 from megasink.train.launch import launch
 
-VOCABULARY = 4096
-STEPS = 160
-# A GPT that two laptop cores train in about three minutes, on two tensor-parallel ranks.
+STEPS = 400
+LANGUAGE = TriggerLanguage()
+# A document is a sample: a few more than the steps and the evaluations read.
+DOCUMENTS = 5000
+RUNS = {"no-loss": "0", "loss": "1e-2"}
+"""Run -> --head-balance-coeff."""
+# Two layers of eight heads, which two laptop cores train in half a minute, on two ranks.
 FLAGS = """
-    --num-layers 4 --hidden-size 256 --num-attention-heads 8
-    --seq-length 256 --max-position-embeddings 256
+    --num-layers 2 --hidden-size 64 --num-attention-heads 8
+    --seq-length 64 --max-position-embeddings 64
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
-    --untie-embeddings-and-output-weights
-    --tensor-model-parallel-size 2 --sequence-parallel
-    --micro-batch-size 8 --global-batch-size 16
-    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.125
-    --attention-variant sink --head-balance-coeff 1e-4
-    --split 95,5,0 --eval-interval 40 --eval-iters 4 --log-interval 10
+    --untie-embeddings-and-output-weights --make-vocab-size-divisible-by 2
+    --micro-batch-size 4 --global-batch-size 8
+    --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-fraction 0.05
+    --attention-variant vanilla --split 95,5,0 --eval-interval 50 --eval-iters 4
+    --analyze-interval 50 --analyze-samples 16 --log-interval 10 --num-workers 0
 """
-
-SAMPLE = ["--prompt", "def ", "--max-new-tokens", "96", "--temperature", "0.7", "--seed", "7"]
+_PROMPT_LETTERS = 8
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run tokenizer, data, two gloo or CUDA ranks, curves, a sample: 4 minutes on two CPU cores.
+    """Train a small model twice, without the head-balance loss and with it, and compare the heads.
 
-    The text is the source of Python's standard library, which every machine has.
+    The text is a synthetic language in which an attention sink forms in less than a minute. Two
+    gloo or CUDA ranks; about three minutes on two CPU cores.
     """
     parser = CommandParser(prog="megasink demo", description=main.__doc__)
     parser.add_argument("--dir", type=Path, default=Path("runs/demo"), help="folder to write to")
@@ -49,64 +59,83 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--train-iters {args.train_iters}: use 1 or more")
     began = time.monotonic()
     console = Console(highlight=False)
-    prefix = args.dir / "stdlib"
-    if not (prefix.with_suffix(".idx").is_file() and prefix.with_suffix(".json").is_file()):
-        console.print("[bold]1. the Python standard library -> tokenizer -> tokens[/bold]")
-        data = ["stdlib:", "--output", str(prefix), "--train-tokenizer", str(VOCABULARY)]
-        data += ["--overwrite"]  # files left by an interrupted demo
-        parser = CommandParser()
-        data_command.add_arguments(parser)
-        data_command.run(parser.parse_args(data))
-    else:
-        console.print(f"[bold]1. reusing tokens of an earlier demo: {escape(str(prefix))}[/bold]")
-    console.print("\n[bold]2. train a sink-attention GPT on two ranks[/bold]")
-    run_dir = args.dir / time.strftime("run-%Y%m%d-%H%M%S")
-    flags = [*FLAGS.split(), "--train-iters", str(args.train_iters)]
-    flags += ["--data-path", str(prefix), "--tokenizer-model", f"{prefix}-tokenizer"]
-    launch(flags, run_dir, 2, args.train_iters)
-    console.print("\n[bold]3. results[/bold]")
-    for line in summary(run_dir):
+    prefix, tokenizer = args.dir / "language", args.dir / "tokenizer"
+    console.print("[bold]1. a language of letters -> tokens[/bold]")
+    _make_data(prefix, tokenizer, max(DOCUMENTS, 9 * args.train_iters), console)
+    folder = args.dir / time.strftime("%Y%m%d-%H%M%S")
+    for number, (name, coeff) in enumerate(RUNS.items(), 2):
+        without = "without" if coeff == "0" else "with"
+        console.print(f"\n[bold]{number}. train {without} the head-balance loss[/bold]")
+        flags = [*FLAGS.split(), "--train-iters", str(args.train_iters)]
+        flags += ["--data-path", str(prefix), "--tokenizer-model", str(tokenizer)]
+        launch([*flags, "--head-balance-coeff", coeff], folder / name, 2, args.train_iters)
+    console.print("\n[bold]4. results[/bold]")
+    for line in summary(folder):
         console.print(line, soft_wrap=True, markup=False)
-    console.print("\n[bold]4. sample[/bold]")
-    # In a separate process, as this one must not become a Megatron rank. On one thread: more do not
-    # speed up single tokens of so small a model.
-    command = [sys.executable, "-m", "megasink.cli", "generate", str(run_dir), *SAMPLE]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    console.print("\n[bold]5. a sample of the second model[/bold]")
+    _sample(folder / "loss", console)
     console.print(f"\ndone in {time.monotonic() - began:.0f} s")
     return 0
 
 
-def summary(run_dir: Path) -> list[str]:
-    """Return lines of text that summarize a finished run."""
-    lines = read_metrics(run_dir)
-    steps = [line for line in lines if "lm_loss" in line]
-    evaluations = [line for line in lines if line.get("valid_lm_loss") is not None]
-    seconds = sorted(step["seconds"] for step in steps)
-    tokens_per_step = steps[0]["tokens"] / steps[0]["iteration"]
+def _make_data(prefix: Path, tokenizer: Path, documents: int, console: Console) -> None:
+    text = prefix.with_suffix(".jsonl")
+    write_tokenizer(tokenizer)
+    write_documents(text, LANGUAGE.documents(documents))
+    with text.open() as file:
+        document = json.loads(next(file))["text"]
+    console.print(f"  a document: {document}")
+    console.print(
+        f"  Behind each of {' '.join(LETTERS[: LANGUAGE.triggers])} stands the letter before it; "
+        "every other letter depends on its neighbor alone."
+    )
+    parser = CommandParser()
+    data_command.add_arguments(parser)
+    words = [str(text), "--output", str(prefix), "--tokenizer", str(tokenizer), "--overwrite"]
+    data_command.run(parser.parse_args([*words, "--workers", "1"]))
+
+
+def summary(folder: Path) -> list[str]:
+    """Draw demo.png, and return lines of text about both runs."""
+    lines = {name: read_metrics(folder / name) for name in RUNS}
+    picture = draw_demo({name: folder / name for name in RUNS}, folder / "demo.png")
+    last = {name: [x for x in of if "lm_loss" in x][-1] for name, of in lines.items()}
+    losses = {
+        name: [x["valid_lm_loss"] for x in of if x.get("valid_lm_loss") is not None][-1:]
+        for name, of in lines.items()
+    }
+    both = ", with the loss ".join
+    first = lines["no-loss"][0]
+    seconds = sorted(x["seconds"] for x in lines["no-loss"] if "lm_loss" in x)
+    per_step = first["tokens"] / first["iteration"]
     rows: list[tuple[str, Any]] = [
-        ("loss", f"{steps[0]['lm_loss']:.3f} -> {steps[-1]['lm_loss']:.3f} nats per token"),
-        ("speed", f"{tokens_per_step / seconds[len(seconds) // 2]:,.0f} tokens/s (median step)"),
+        ("loss", f"{first['lm_loss']:.3f} -> {last['no-loss']['lm_loss']:.3f} nats per token"),
+        ("speed", f"{per_step / seconds[len(seconds) // 2]:,.0f} tokens/s (median step)"),
     ]
-    if evaluations:
-        last = evaluations[-1]
-        text = f"{last['valid_lm_loss']:.3f} nats per token"
-        if last.get("valid_bits_per_byte") is not None:
-            text += f", {last['valid_bits_per_byte']:.3f} bits per byte"
-        rows.append(("validation", text))
-    if "imbalance" in steps[-1]:
-        rows.append(
-            ("head imbalance", f"{steps[0]['imbalance']:.4f} -> {steps[-1]['imbalance']:.4f}")
-        )
-    config = json.loads((run_dir / "config.json").read_text())["arguments"]
-    resume = f"megasink train --run-dir {run_dir} --resume"
-    resume += f" --train-iters {2 * config['train_iters']} --override-opt-param-scheduler"
+    if all(losses.values()):
+        rows.append(("validation", both(f"{of[0]:.3f}" for of in losses.values())))
     rows += [
-        ("picture", run_dir / "curves.png"),
-        ("checkpoint", config["save"]),
-        ("TensorBoard", f"tensorboard --logdir {config['tensorboard_dir']}"),
-        ("all steps", run_dir / "metrics.jsonl"),
-        ("continue", resume),
-        ("sample", f"megasink generate {run_dir} --prompt 'import os'"),
+        ("head imbalance", both(f"{x['imbalance']:.3f}" for x in last.values())),
+        ("picture", picture),
+        ("the heads", f"megasink trace {folder}/loss --output {folder}/trace"),
+        ("both runs", f"megasink compare {folder}/no-loss {folder}/loss"),
+        ("TensorBoard", f"tensorboard --logdir {folder}"),
         ("your own text", "megasink data FILES --output PREFIX --train-tokenizer 32000"),
     ]
     return [f"  {name:15} {value}" for name, value in rows]
+
+
+def _sample(run: Path, console: Console) -> None:
+    """Continue the beginning of a new document, and count the triggers it understood."""
+    prompt = next(LANGUAGE.documents(1, seed=11))[:_PROMPT_LETTERS]
+    # In a separate process, as this one must not become a Megatron rank. On one thread: more do not
+    # speed up single tokens of so small a model.
+    flags = ["--prompt", prompt, "--temperature", "0.7", "--seed", "7"]
+    flags += ["--max-new-tokens", str(LANGUAGE.length - _PROMPT_LETTERS)]
+    command = [sys.executable, "-m", "megasink.cli", "generate", str(run), *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    made = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True)
+    text = made.stdout.strip()
+    triggers, copied = LANGUAGE.copies(text)
+    console.print(f"  {escape(text)}")
+    console.print(f"  triggers followed by the letter before them: {copied} of {triggers}")

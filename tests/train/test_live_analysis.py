@@ -9,6 +9,7 @@ import pytest
 
 from megasink.cli import main
 from megasink.report import pages
+from megasink.report.demo import draw_demo
 from tests.runs import MOCK, TINY, UNTIED, metrics
 
 FLAGS = [*TINY, *UNTIED, *MOCK]
@@ -71,6 +72,11 @@ def test_what_is_written(runs):
         assert results["metrics"]["imbalance"]["number"] == line["analysis_imbalance"] > 0
     first, last = (np.load(folder / "samples.npz") for folder in folders)
     assert not np.array_equal(first["metric/importance"], last["metric/importance"])
+
+
+def test_the_demo_draws_two_such_runs(runs, tmp_path):
+    pair = {name: runs / name for name in ("live", "alone")}
+    assert draw_demo(pair, tmp_path / "demo.png").stat().st_size > 20_000
 
 
 def test_one_process_finds_the_same(runs):
