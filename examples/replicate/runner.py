@@ -171,7 +171,7 @@ def show(result: record.Result) -> None:
     console = Console(highlight=False)
     table = Table(box=None)
     for column in ("", *result.metrics):
-        table.add_column(column, justify="right" if column else "left")
+        table.add_column(column, justify="right" if column else "left", overflow="fold")
     for cell, metrics in result.cells.items():
         table.add_row(Text(cell), *(spread_text(metrics[name]) for name in result.metrics))
     console.print(table)
