@@ -27,7 +27,7 @@ mock-data = true
 num-workers = 0
 eval-iters = 1
 eval-interval = 20
-analyze-interval = 20
+analyze-interval = {STEPS}
 analyze-samples = 2
 """
 POINTS = 'vanilla = {attention-variant = "vanilla"}\nsink = {attention-variant = "sink"}\n'

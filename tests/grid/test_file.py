@@ -1,6 +1,8 @@
 """Grid files: what they say, and every problem in one message."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -8,8 +10,9 @@ from megasink.cli import main as megasink
 from megasink.errors import ConfigError, UserError
 from megasink.grid.file import filled, flag_words, read_grid
 from megasink.grid.plan import begin, plan
-from tests.grid.files import POINTS, write
+from tests.grid.files import POINTS, STEPS, write
 
+DOCS = Path(__file__).parents[2] / "docs" / "grid.md"
 LOSS = '[axes.loss]\n"no loss" = {head-balance-coeff = 0}\nloss = {head-balance-coeff = 0.1}\n'
 
 
@@ -32,6 +35,17 @@ def test_a_run_for_every_combination_and_seed(tmp_path):
     assert "--ranks" not in words
     assert (run.ranks, run.steps, run.way.name) == (1, 40, "fork")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_file_of_the_documentation(tmp_path):
+    blocks = re.findall(r"^```toml\n(.*?)^```$", DOCS.read_text(), re.M | re.S)
+    path = tmp_path / "balance.toml"
+    path.write_text(blocks[0])
+    data = tmp_path / "out" / "data"
+    (data / "text-tokenizer").mkdir(parents=True)
+    for suffix in ("bin", "idx"):
+        (data / f"text.{suffix}").write_bytes(b"")
+    assert len(plan(read_grid(path), tmp_path / "out")) == 12
 
 
 def test_values_become_words():
@@ -59,7 +73,7 @@ def test_placeholders(tmp_path):
 )
 def test_what_is_not_one_rank_on_the_cpu_is_launched(tmp_path, old, new, why):
     path = write(tmp_path / "a.toml", metrics=["lm_loss"], rest="")
-    text = path.read_text().replace("analyze-interval = 20", "analyze-interval = 0")
+    text = path.read_text().replace(f"analyze-interval = {STEPS}", "analyze-interval = 0")
     path.write_text(text.replace(old, new))
     runs = plan(read_grid(path), tmp_path / "out")
     assert {run.way.name for run in runs} == {"launch"}
