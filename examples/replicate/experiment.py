@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasink.grid.file import GridFile, read_grid
-
 from examples.replicate import claims
 from examples.replicate.measures import MeasuresFile, read_measures
 from examples.replicate.record import Large
 from megasink.command_line import unknown_name
 from megasink.diagnostics import metrics_shown
 from megasink.errors import ConfigError, UserError
+from megasink.grid.file import GridFile, read_grid
 
 FOLDER = Path(__file__).parent
 FORMS = ("fast", "full")
@@ -126,12 +125,15 @@ def read_experiment(folder: Path, form: str) -> Experiment:
     if problems:
         raise ConfigError(f"{path}: {problem}" for problem in problems)
     uses, grid, measures = told.get("uses"), None, None
-    if uses is None:
-        grid = read_grid(folder / f"{form}.toml")
-    elif uses in letters():
-        measures = read_measures(folder / f"{form}.toml", letters()[uses] / f"{form}.toml")
-    else:
+    if uses is not None and uses not in letters():
         raise ConfigError(f"{path}: {unknown_name('uses', uses, list(letters()))}")
+    files = [each / f"{form}.toml" for each in (folder, *([letters()[uses]] if uses else []))]
+    if lacking := [file for file in files if not file.is_file()]:
+        raise UserError(f"{lacking[0]}: no such file: the experiment has no {form} form")
+    if uses is None:
+        grid = read_grid(*files)
+    else:
+        measures = read_measures(*files)
     data, data_problems = _data(told.get("data", {}), form)
     chosen = [claim for claim in told["claim"] if form in claim.get("forms", FORMS)]
     of_form = grid or measures

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasink.report.grid_results import RunRecord, read_record
-
 from examples.replicate.measures import MeasuresFile, filled
 from examples.replicate.programs import PROGRAMS
 from examples.replicate.record import Run
 from megasink.atomic import atomic_text
 from megasink.checkpoint.find import find_checkpoint
 from megasink.errors import ConfigError, UserError
+from megasink.grid.hardware import cores
 from megasink.json_file import read_object
 from megasink.progress import progress
+from megasink.report.grid_results import RunRecord, read_record
 
 _TICK = 0.1  # seconds
 
@@ -112,7 +112,7 @@ def measure_all(planned: Sequence[Measuring], jobs: int) -> None:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megasink.grid.preload"])
-    threads = max(1, len(os.sched_getaffinity(0)) // jobs)
+    threads = max(1, cores() // jobs)
     waiting = [one for one in planned if not one.done.is_file()]
     before = len(planned) - len(waiting)
     running: list[tuple[Measuring, Any]] = []

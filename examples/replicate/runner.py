@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megasink.grid.hardware import hardware
-from megasink.report.grid_results import read_record
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -27,8 +25,10 @@ from megasink import cli
 from megasink.atomic import atomic_text
 from megasink.command_line import CommandParser
 from megasink.errors import UserError
+from megasink.grid.hardware import cores, hardware
 from megasink.json_file import read_object
 from megasink.report.analysis import read_analysis
+from megasink.report.grid_results import read_record
 from megasink.upstream.versions import versions
 
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--output", type=Path, default=Path("runs/replicate"), help="default: runs/replicate"
     )
-    parser.add_argument("--jobs", type=int, help="runs side by side (default: as megasink grid)")
+    parser.add_argument("--jobs", type=int, help="side by side (default: one for each core)")
     parser.add_argument(
         "--results", type=Path, default=record.FOLDER, help=f"default: {record.FOLDER}"
     )
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         used = args.output / f"{experiment.uses}-{args.form}"
         records = measuring.used_runs(experiment.measures, used)
         planned = measuring.plan(experiment.measures, records, used, out)
-        measuring.measure_all(planned, args.jobs or 2)
+        measuring.measure_all(planned, args.jobs or cores())
         runs = list(measuring.measured_runs(experiment.measures, planned, records))
     result = summarize(experiment, runs, out)
     path = record.write_result(result, args.results)

@@ -154,6 +154,14 @@ def test_a_problem_names_what_is_wrong(folders, old, new, problem):
         read_experiment(folders / "y_loss", "fast")
 
 
+def test_a_form_that_is_missing_is_named(folders):
+    with pytest.raises(UserError, match="no such file: the experiment has no full form"):
+        read_experiment(folders / "y_loss", "full")
+    (folders / "z_heads" / "full.toml").write_text(MEASURES)
+    with pytest.raises(UserError, match="y_loss/full"):
+        read_experiment(folders / "z_heads", "full")
+
+
 def test_two_seeds_are_refused(folders):
     path = folders / "y_loss" / "fast.toml"
     path.write_text(GRID.replace("[1, 2, 3]", "[1, 2]"))
