@@ -169,11 +169,18 @@ def importance_maps(experiment: Experiment, out: Path) -> dict[str, list[list[fl
 def show(result: record.Result) -> None:
     """Print the table and the verdicts."""
     console = Console(highlight=False)
+    texts = {
+        cell: {name: spread_text(metrics[name]) for name in result.metrics}
+        for cell, metrics in result.cells.items()
+    }
+    across = len(result.metrics) <= len(texts)  # the longer side goes down
+    columns = result.metrics if across else list(texts)
     table = Table(box=None)
-    for column in ("", *result.metrics):
+    for column in ("", *columns):
         table.add_column(column, justify="right" if column else "left", overflow="fold")
-    for cell, metrics in result.cells.items():
-        table.add_row(Text(cell), *(spread_text(metrics[name]) for name in result.metrics))
+    for row in texts if across else result.metrics:
+        cells = [texts[row][name] if across else texts[name][row] for name in columns]
+        table.add_row(Text(row), *cells)
     console.print(table)
     for verdict in result.verdicts:
         console.print(Text(f"{verdict.says}: {sentence(verdict, len(result.verdicts))}"))

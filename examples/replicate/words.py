@@ -59,5 +59,6 @@ def sentence(verdict: Verdict, count: int) -> str:
     found = f"{verdict.effect} {number_text(verdict.difference)}"
     if verdict.low is not None and verdict.low != verdict.high:
         found += f", 95% interval {number_text(verdict.low)} to {number_text(verdict.high)}"
-    corrected = f", {p_text(verdict.corrected)} corrected for {count} claims" if count > 1 else ""
+    q = p_text(verdict.corrected).removeprefix("= ")
+    corrected = f" ({q} corrected for {count} claims)" if count > 1 else ""
     return f"{verdict.verdict}: {sides}; {found}; {verdict.test}, p {p_text(verdict.p)}{corrected}."

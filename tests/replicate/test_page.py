@@ -139,5 +139,5 @@ def test_numbers_and_probabilities_in_words():
     assert (p_text(1e-9), p_text(0.0312)) == ("< 0.0001", "= 0.031")
     (first, second) = claims.verdicts(CLAIMS, result().cells)
     assert sentence(first, 1).endswith("Welch's t-test, p < 0.0001.")
-    assert ", < 0.0001 corrected for 2 claims." in sentence(first, 2)
+    assert "p < 0.0001 (< 0.0001 corrected for 2 claims)." in sentence(first, 2)
     assert sentence(second, 2).startswith("not measured: fewer than 3 runs")
