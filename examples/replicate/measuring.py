@@ -19,10 +19,12 @@ from examples.replicate.programs import PROGRAMS
 from examples.replicate.record import Run
 from megasink.atomic import atomic_text
 from megasink.checkpoint.find import find_checkpoint
+from megasink.diagnostics import metrics_shown
 from megasink.errors import ConfigError, UserError
 from megasink.grid.hardware import cores
 from megasink.json_file import read_object
 from megasink.progress import progress
+from megasink.report.curves import read_metrics
 from megasink.report.grid_results import RunRecord, read_record
 
 _TICK = 0.1  # seconds
@@ -163,9 +165,13 @@ def _measure(one: Measuring, threads: int) -> None:
 
 
 def measured_runs(
-    file: MeasuresFile, planned: Sequence[Measuring], records: dict[tuple[str, int], RunRecord]
+    file: MeasuresFile,
+    planned: Sequence[Measuring],
+    records: dict[tuple[str, int], RunRecord],
+    runs: Path,
 ) -> Iterator[Run]:
     """Yield every run with its measurements, and the curves of its training."""
+    folders = {cell.name: runs / cell.folder for cell in file.cells}
     for (cell, seed), record in records.items():
         numbers: dict[str, float | None] = {}
         seconds = cpu_seconds = 0.0
@@ -181,7 +187,22 @@ def measured_runs(
             cell=cell,
             seed=seed,
             metrics=numbers,
-            curves=record.curves,
+            curves=record.curves | level_curves(folders[cell] / f"seed-{seed}"),
             seconds=seconds,
             cpu_seconds=cpu_seconds,
         )
+
+
+def level_curves(run: Path) -> dict[str, list[list[float | None]]]:
+    """Return the categories of the live analyses by step, as numbers from 0 (P4.23).
+
+    A grid's records have the last one alone: metrics.jsonl has their names.
+    """
+    curves: dict[str, list[list[float | None]]] = {}
+    levels = {f"analysis_{n}": e.levels for n, e in metrics_shown("scalar").items() if e.levels}
+    for line in read_metrics(run):
+        for name in levels.keys() & line.keys():
+            steps, values = curves.setdefault(name, [[], []])
+            steps.append(float(line["iteration"]))
+            values.append(float(levels[name].index(line[name])))
+    return curves

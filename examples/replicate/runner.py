@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         records = measuring.used_runs(experiment.measures, used)
         planned = measuring.plan(experiment.measures, records, used, out)
         measuring.measure_all(planned, args.jobs or cores())
-        runs = list(measuring.measured_runs(experiment.measures, planned, records))
+        runs = list(measuring.measured_runs(experiment.measures, planned, records, used))
     result = summarize(experiment, runs, out)
     path = record.write_result(result, args.results)
     pictures = draw(result)
@@ -127,6 +127,8 @@ def summarize(experiment: Experiment, runs: list[record.Run], out: Path) -> reco
     for name in experiment.curves:
         found_curves = {cell: record.curve_of(of_cell[cell], name) for cell in cells}
         curves[name] = {cell: curve for cell, curve in found_curves.items() if curve is not None}
+        if not curves[name]:
+            raise UserError(f"curves: no run has {name}: analysis_... take --analyze-interval")
     return record.Result(
         experiment=experiment.name,
         form=experiment.form,
