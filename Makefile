@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: env demo test quick lint gpu
+.PHONY: env demo test quick lint gpu replicate
 
 env: $(READY)
 
@@ -21,6 +21,10 @@ test: $(READY)
 
 quick: $(READY)
 	$(PYTEST) -m quick $$($(BIN)/python -m tests.schedule)
+
+# The fast form of every experiment, one after another; less than 5 minutes each on two cores.
+replicate: $(READY)
+	$(BIN)/python -m pytest -m replicate tests/replicate
 
 # On a machine with a GPU: checks and benchmarks, and a report of them. REPORT=path puts it elsewhere.
 REPORT ?= gpu-report

@@ -99,6 +99,11 @@ MISTAKES = {
     "train-into-a-file": (TRAIN + " --run-dir {0}/text.txt", "--run-dir {0}/text.txt is a file"),
     "train-into-other-things": (TRAIN + " --run-dir {0}/notes", "is not empty and holds no run"),
     "train-over-a-run": (TRAIN + " --run-dir {0}/run", "--run-dir {0}/run already holds a run"),
+    # grid
+    "grid-nothing": ("grid", "missing: FILE, --output"),
+    "grid-no-file": ("grid {0}/grid.toml --output {0}/new/out", "{0}/grid.toml"),
+    "grid-not-toml": ("grid {0}/text.txt --output {0}/new/out", "{0}/text.txt is not TOML"),
+    "grid-jobs": ("grid {0}/text.txt --output {0}/new/out --jobs 0", "--jobs 0: use 1 or more"),
     # data
     "data-nothing": ("data", "missing: INPUT, --output"),
     "data-no-tokenizer": (

@@ -15,6 +15,7 @@ LONG = {
     "tests/contributing/test_contributing.py": 110,
     "tests/distributed/test_layouts.py": 110,
     "tests/attention/test_gate_kernels.py": 100,
+    "tests/grid/test_grid.py": 90,
     "tests/train/test_end_to_end.py": 85,
     "tests/train/test_dead_rank.py": 85,
     "tests/platform/test_patches.py": 70,

@@ -22,7 +22,7 @@ from tests.documented import (
     train_lines,
 )
 
-KINDS = {"bash", "bash cluster", "text", "python"}
+KINDS = {"bash", "bash cluster", "text", "python", "toml"}
 
 
 class _Parsed(Exception):

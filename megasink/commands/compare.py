@@ -12,7 +12,7 @@ from megasink.plugins import add_flag
 from megasink.printable import printable
 from megasink.report.compare import AXES, COLUMNS, EMA, draw_comparison, summary
 from megasink.report.curves import read_metrics
-from megasink.report.grid import metric_of, seeds_of, wide_console
+from megasink.report.grid import metric_of, wide_console
 from megasink.report.grid_results import CellResults, is_grid, read_results
 
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         table.add_row(Text(name), *("-" if v is None else _text(key, v) for key, v in row))
     for name, cell in cells.items():
         told = [metric_of(cell, metric) for metric in COLUMNS.values()]
-        diverged = f", {seeds_of(cell)}" if cell.diverged else ""
+        diverged = f", {len(cell.diverged)} diverged" if cell.diverged else ""
         table.add_row(Text(f"{name} ({len(cell.runs)} seeds{diverged})"), *told, "-")
     wide_console().print(table)
     print(f"picture: {args.output}")

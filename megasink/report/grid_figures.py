@@ -10,6 +10,7 @@ from megasink.report.bands import band_of, draw_band, zoom
 from megasink.report.grid_results import GridResults
 from megasink.report.style import (
     GRAY,
+    grid,
     label,
     model_colors,
     note,
@@ -35,19 +36,29 @@ def draw_curves(results: GridResults, output: Path) -> None:
         OSError: the file cannot be written.
     """
     cells = results.cells
-    shown = [entry for entry in _CURVES if any(band_of(cell, entry[0]) for cell in cells.values())]
+    known = {name for name, *_ in _CURVES}
+    others = [(name, short(name, 44), "") for name in results.metrics if name not in known]
+    shown = [
+        entry
+        for entry in (*_CURVES, *others)
+        if any(band_of(cell, entry[0]) for cell in cells.values())
+    ]
     if any(name == "valid_bits_per_byte" for name, *_ in shown):
         shown = [entry for entry in shown if entry[0] != "valid_lm_loss"]
-    rows = -(-len(cells) // 4)
-    count = max(1, len(shown))
-    figure, (axes,) = panels(1, count, 4.0 + 0.22 * rows, width=4.7 * max(2, count))
+    rows, columns = grid(max(1, len(shown)), 3)
+    legend = 0.22 * -(-len(cells) // 4)
+    width = 4.7 * max(2, columns)
+    figure, squares = panels(rows, columns, 3.8 * rows + 0.2 + legend, width=width)
+    axes = squares.flat[: max(1, len(shown))]
+    for axis in squares.flat[len(axes) :]:
+        axis.set_axis_off()
     colors = cell_colors(results)
     for axis, (name, title, unit) in zip(axes, shown, strict=False):
         for cell_name, cell in cells.items():
             if (band := band_of(cell, name)) is not None:
                 draw_band(axis, band, colors[cell_name], short(cell_name, 40))
         label(axis, title, unit, "step")
-        if unit != "coefficient of variation":
+        if unit in ("nats per token", "bits per byte"):
             zoom(axis)
     if not shown:
         note(axes[0], "no run is finished")
@@ -74,17 +85,19 @@ def draw_cells(results: GridResults, output: Path) -> None:
 
     names = list(results.cells)
     colors = cell_colors(results)
+    # Names of categories stand in the table alone.
+    numbers = {name for cell in results.cells.values() for name in cell.metrics}
+    metrics = [name for name in results.metrics if name in numbers] or results.metrics[:1]
     longest = min(40, max(map(len, names)))
-    columns = max(1, min(3, len(results.metrics)))
-    rows = -(-len(results.metrics) // columns)
+    rows, columns = grid(len(metrics), 3)
     height = 0.9 + 0.24 * max(4, len(names))
     width = max(6.0, 0.085 * longest + 3.4 * columns)
     # Cells downward: their names can be read however many there are.
     figure, grid_axes = panels(rows, columns, height * rows, width=width, sharey=True)
-    axes = grid_axes.flat[: len(results.metrics)]
-    for axis in grid_axes.flat[len(results.metrics) :]:
+    axes = grid_axes.flat[: len(metrics)]
+    for axis in grid_axes.flat[len(metrics) :]:
         axis.set_axis_off()
-    for index, (axis, metric) in enumerate(zip(axes, results.metrics, strict=True)):
+    for index, (axis, metric) in enumerate(zip(axes, metrics, strict=True)):
         _draw_metric(axis, metric, results, colors)
         label(axis, short(metric, 44))
         axis.grid(axis="y", visible=False)

@@ -1,0 +1,101 @@
+"""The attention sink with each head of layer 0 zeroed alone, and with all of them zeroed (P4.7).
+
+P4 asks by t-SNE whether one head of layer 0 makes the first token stand out; this asks for the sink
+itself. `megasink ablate --layer 0` draws the t-SNE, and measures the loss.
+
+    python examples/replicate/first_layer.py RUN --data TEXT --output OUT
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megasink.atomic import atomic_text
+from megasink.commands.analyze import is_run, measure_model
+from megasink.intervene.record import changes_of
+from megasink.intervene.zero_heads import ZeroHeads
+from megasink.json_file import read_object
+from megasink.probe import options
+from megasink.probe.base import ProbedModel
+from megasink.probe.inputs import Sample
+from megasink.probe.ranks import Ranks
+from megasink.probe.recorder import Recorder
+from megasink.probe.run import run
+from megasink.progress import tracked
+
+FILE = "first_layer.json"
+UNCHANGED, ALL = "unchanged", "all"
+NUMBERS = ("sink_rate", "least_sink_rate", "least_share", "all_share")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure Sink^0.3 of the first token with heads of layer 0 zeroed; write first_layer.json."""
+    args = options.parser("first_layer.py", main.__doc__).parse_args(argv)
+    is_ours = is_run(args.model)
+    options.check(args, is_run=is_ours)
+    measure_model(args, is_ours, Ranks(), measure)
+    return 0
+
+
+def measure(args: argparse.Namespace, model: ProbedModel, ranks: Ranks) -> None:
+    """Measure a loaded model, as `measure_model` calls it."""
+    samples = options.model_samples(args, model)
+    heads = range(model.heads[0])
+    settings: dict[str, list[tuple[int, int]]] = {UNCHANGED: []}
+    settings |= {f"0.{head}": [(0, head)] for head in heads} | {ALL: [(0, head) for head in heads]}
+    console = Console(stderr=True)
+    found = {
+        label: sink_rate(model, samples, zeroed, args.batch_size, args.seed)
+        for label, zeroed in tracked(
+            settings.items(), "layer 0", len(settings), "settings", console=console
+        )
+    }
+    args.output.mkdir(parents=True, exist_ok=True)
+    atomic_text(args.output / FILE, json.dumps({"sink_rate": found}, indent=1) + "\n")
+    print(f"wrote {args.output / FILE}")
+
+
+def sink_rate(
+    model: ProbedModel,
+    samples: Sequence[Sample],
+    zeroed: list[tuple[int, int]],
+    batch_size: int,
+    seed: int = 0,
+) -> float:
+    """Return Sink^0.3 of the first token over all heads, with some of them zeroed."""
+    recorder = Recorder(model.heads, positions=1, columns=1)
+    changes: Any = changes_of([ZeroHeads(zeroed)] if zeroed else [])
+    with model.open_probe(recorder, changes) as probe:
+        measured = run(
+            probe,
+            recorder,
+            samples,
+            batch_size=batch_size,
+            device=model.device,
+            loss=False,
+            console=Console(quiet=True),
+        )
+    assert measured is not None  # one process
+    return float(measured.analysis_values(seed).whole["sink_rate"][0])
+
+
+def read(folder: Path) -> dict[str, float | None]:
+    """Return the numbers of a finished measurement.
+
+    The shares are of the unchanged rate: the lowest one with one head zeroed, and that with all
+    heads zeroed; None where the unchanged model has no sink.
+    """
+    rates = read_object(folder / FILE)["sink_rate"]
+    unchanged, every = rates[UNCHANGED], rates[ALL]
+    least = min(rate for label, rate in rates.items() if label not in (UNCHANGED, ALL))
+    shares = (least / unchanged, every / unchanged) if unchanged else (None, None)
+    return dict(zip(NUMBERS, (unchanged, least, *shares), strict=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

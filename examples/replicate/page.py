@@ -1,0 +1,19 @@
+"""Write docs/results.md and its figures from the results files alone.
+
+python examples/replicate/page.py            # after every change of a results file
+python examples/replicate/page.py --judge    # first pass the verdicts again, on changed claims
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from examples.replicate.results_page import main
+    from megasink.errors import UserError
+
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"page.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
