@@ -1,4 +1,4 @@
-"""Retrieval of a model of `RetrievalLanguage`: accuracy by length and distance, with YaRN or without.
+"""Retrieval of a model of `RetrievalLanguage` by length and distance, with YaRN or without.
 
 Shapes: D documents, T tokens, V vocabulary.
 """

@@ -27,8 +27,8 @@ from megasink.checkpoint.model import model_config
 from megasink.checkpoint.saved_arguments import read_arguments, single_process_arguments
 from megasink.checkpoint.tokenizer import tokenizer_of
 from megasink.checkpoint.vocabulary import with_tokens
-from megasink.checkpoint.yarn import with_yarn
 from megasink.checkpoint.without_code import loading_without_code
+from megasink.checkpoint.yarn import with_yarn
 from megasink.errors import UserError
 from megasink.layers.builder import MegasinkGPTBuilder
 from megasink.layers.gate_projection import named_parts
