@@ -179,7 +179,9 @@ def test_an_unknown_source_is_refused(tmp_path, capsys):
     assert "--sources linux-dok" in capsys.readouterr().err
 
 
-def test_write_text_makes_tokens_of_a_part(tmp_path):
+def test_write_text_makes_tokens_of_a_part(tmp_path, monkeypatch):
+    make = corpora.data
+    monkeypatch.setattr(corpora, "data", lambda words: make([*words, "--workers", "1"]))
     text = tmp_path / "documentation"
     text.mkdir()
     lines = [json.dumps({"text": f"{words_of(i)}. " * 2}) + "\n" for i in range(40)]
