@@ -18,20 +18,20 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.replicate.languages import TriggerLanguage, texts_of, write_tokenizer
+from examples.replicate.languages import TriggerLanguage, texts_of
 from megasink.balance.shared_heads import choose_shared_heads
 from megasink.checkpoint.find import newest_checkpoint
 from megasink.finetune.steps import Step
 from megasink.report.analysis import read_analysis
 from megasink.report.heatmap import importance_pictures
 
-# Eight documents of a BOS, 62 letters and an EOD fill a sample.
+# Of a document, which a BOS and an EOD enclose.
 LENGTH = 62
 TEXTS = {"pretrain": (0, 120_000), "finetune": (1, 40_000)}
 PRETRAIN, FINETUNE = 1000, 400
 MODEL = """
     --cpu --ranks 1 --num-layers 3 --hidden-size 128 --num-attention-heads 8
-    --seq-length 512 --max-position-embeddings 512 --position-embedding-type rope
+    --seq-length 504 --max-position-embeddings 512 --position-embedding-type rope
     --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
     --attention-variant vanilla --dataloader-inter-document-masking --split 98,2,0
     --lr-decay-style cosine --lr-warmup-fraction 0.05 --log-interval 50
@@ -47,8 +47,17 @@ ADAPTED = f"""
 
 
 def write_texts(folder: Path) -> None:
-    """Write the tokenizer, one token per letter, and both corpora."""
-    write_tokenizer(folder / "tokenizer")
+    """Write the tokenizer, one token per byte, and both corpora."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 0)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(folder / "tokenizer")
     for name, (chain, documents) in TEXTS.items():
         ids_DL = TriggerLanguage(chain=chain).sample(documents, LENGTH, chain + 10)
         lines = [json.dumps({"text": text}) for text in texts_of(ids_DL)]

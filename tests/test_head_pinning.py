@@ -3,6 +3,7 @@
 import pytest
 
 from examples import head_pinning
+from examples.replicate.languages import LETTERS
 from megasink.data.tokenizer import load_tokenizer
 from megasink.train import early
 
@@ -15,25 +16,12 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_behind_a_trigger_stands_what_stood_before_it():
-    triggers = head_pinning.LETTERS[: head_pinning.TRIGGERS]
-    texts = list(head_pinning.trigger_texts(0, 200))
-    copied = [t[i + 1] == t[i - 1] for t in texts for i in range(1, 61) if t[i] in triggers]
-    assert len(copied) > 100
-    assert all(copied)
-    assert {len(text) for text in texts} == {62}
-    assert texts == list(head_pinning.trigger_texts(0, 200))
-    assert texts != list(head_pinning.trigger_texts(1, 200))
-
-
-def test_documents_fill_samples(folder):
+def test_the_tokenizer_knows_every_letter(folder):
     tokenizer = load_tokenizer(folder / "tokenizer")
     lines = (folder / "pretrain.jsonl").read_text().splitlines()
     assert len(lines) == 70
-    ids = tokenizer("".join(head_pinning.LETTERS))["input_ids"]
-    assert len(ids) == len(set(ids)) == 1 + len(head_pinning.LETTERS)
-    samples = head_pinning.MODEL.split()
-    assert int(samples[samples.index("--seq-length") + 1]) == 8 * (1 + 62)
+    ids = tokenizer(LETTERS)["input_ids"]
+    assert len(ids) == len(set(ids)) == 1 + len(LETTERS)
 
 
 def test_the_trainer_takes_the_flags(folder, monkeypatch):

@@ -14,6 +14,7 @@ Needs lxml (part of the extra "eval") and 2 GB of disk. About 15 minutes of CPU.
 
 import argparse
 import hashlib
+import itertools
 import json
 import re
 import shutil
@@ -28,12 +29,16 @@ from typing import NamedTuple
 from examples.replicate.debian_package import files_of
 from examples.replicate.html_text import text_of_html
 from megasink.atomic import atomic_file, atomic_text
+from megasink.commands.data import main as data
+from megasink.data.corpus import Corpus
+from megasink.data.tokenizer import load_tokenizer, train_tokenizer
 from megasink.errors import ConfigError, UserError
 from megasink.progress import tracked
 
 SOURCES_FILE = Path(__file__).with_name("text_sources.toml")
 HELD_OUT = 0.01
 """Share of the documents that is held out, by hash."""
+_SAMPLE = 64  # held-out documents for analyses
 _SHORTEST_DOCUMENT = 400  # characters that stood in no document before
 _SHORTEST_PARAGRAPH = 40  # shorter ones, such as "Parameters:", may repeat
 _ENGLISH = 0.95  # share of ASCII letters among the letters
@@ -112,6 +117,50 @@ def make_text(
         for _ in tracked(done, "taking text", len(missing), "packages"):
             pass
     return _write(out, sources, held_out)
+
+
+def write_text(
+    folder: Path, name: str, *, vocabulary: int = 4096, megabytes: float | None = None
+) -> None:
+    """Write documentation as tokens: `NAME.bin` and `.idx`; and `NAME-sample.jsonl`, held out.
+
+    The text is made once for all names, in `folder/documentation`, and so is the tokenizer,
+    `folder/text-tokenizer`.
+
+    Args:
+        vocabulary: tokens of the tokenizer.
+        megabytes: of the text, from its beginning, which is a mixture; None for all of it.
+
+    Raises:
+        UserError: as `make_text`; or the tokenizer there has another vocabulary.
+    """
+    text, tokenizer = folder / "documentation", folder / "text-tokenizer"
+    if not (text / "sources.json").is_file():
+        make_text(text, list(read_sources().values()))
+    if not tokenizer.is_dir():
+        corpus = Corpus([str(text / "train.jsonl")])
+        train_tokenizer(corpus.tracked("reading for the tokenizer"), vocabulary, tokenizer)
+    elif (found := len(load_tokenizer(tokenizer))) != vocabulary:
+        raise UserError(f"{tokenizer} has {found} tokens, not {vocabulary}: use another folder")
+    with (text / "held-out.jsonl").open("rb") as lines:
+        sample = b"".join(itertools.islice(lines, _SAMPLE))
+    atomic_text(folder / f"{name}-sample.jsonl", sample.decode())
+    source = text / "train.jsonl"
+    if megabytes is not None:
+        source = folder / f"{name}.jsonl"
+        _copy(text / "train.jsonl", source, round(megabytes * 1e6))
+    data(
+        [str(source), "--tokenizer", str(tokenizer), "--output", str(folder / name), "--overwrite"]
+    )
+
+
+def _copy(text: Path, part: Path, size: int) -> None:
+    """Write the first whole lines of a file up to `size` bytes, and one at least."""
+    with text.open("rb") as lines, atomic_file(part) as file:
+        for line in lines:
+            if file.tell() and file.tell() + len(line) > size:
+                return
+            file.write(line)
 
 
 def fetch(folder: Path, sources: Sequence[Source]) -> list[Path]:

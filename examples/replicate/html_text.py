@@ -33,8 +33,9 @@ _SPACES = re.compile(r"[^\S\n]+")
 def text_of_html(page: bytes) -> str:
     """Return the text of a page without navigation, scripts and styles.
 
-    Paragraphs are separated by an empty line; `pre` keeps its lines and indentation. The empty
-    string if there is no text, or the page is not UTF-8.
+    Paragraphs, list items and rows of a table are separated by an empty line, the cells of a row by
+    a tab; `pre` keeps its lines and indentation. The empty string if there is no text, or the page
+    is not UTF-8.
     """
     from lxml import etree, html
 

@@ -28,6 +28,7 @@ from megasink.checkpoint.saved_arguments import read_arguments, single_process_a
 from megasink.checkpoint.tokenizer import tokenizer_of
 from megasink.checkpoint.vocabulary import with_tokens
 from megasink.checkpoint.without_code import loading_without_code
+from megasink.checkpoint.yarn import with_yarn
 from megasink.errors import UserError
 from megasink.layers.builder import MegasinkGPTBuilder
 from megasink.layers.gate_projection import named_parts
@@ -60,7 +61,11 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(
-    checkpoint_or_run: str | Path, iteration: int | None = None, tokenizer: str | Path | None = None
+    checkpoint_or_run: str | Path,
+    iteration: int | None = None,
+    tokenizer: str | Path | None = None,
+    *,
+    yarn: float | None = None,
 ) -> LoadedModel:
     """Load all weights of a run, without optimizer states, into this process.
 
@@ -71,9 +76,11 @@ def load_model(
         checkpoint_or_run: a run folder, its checkpoint folder, or the folder of one iteration.
         iteration: the checkpoint to load; None for the newest.
         tokenizer: a Hugging Face folder that replaces the run's tokenizer.
+        yarn: stretch the context by this factor, without training; see `with_yarn`.
 
     Raises:
-        UserError: the run, checkpoint or tokenizer is missing, or they do not match.
+        UserError: the run, checkpoint or tokenizer is missing, they do not match, or the run has no
+            plain rotary embedding for YaRN.
     """
     checkpoint = find_checkpoint(Path(checkpoint_or_run), iteration)
     saved = read_arguments(checkpoint.config)
@@ -83,20 +90,27 @@ def load_model(
             f"the run was trained with {saved.get('tokenizer_type')}, which has no text: "
             "give a Hugging Face folder with --tokenizer"
         )
-    model, args = load_without_tokenizer(checkpoint, tokens=len(loaded_tokenizer))
+    model, args = load_without_tokenizer(checkpoint, tokens=len(loaded_tokenizer), yarn=yarn)
     return LoadedModel(model, loaded_tokenizer, args, checkpoint.iteration)
 
 
 def load_without_tokenizer(
-    checkpoint: Checkpoint, dtype: torch.dtype | None = None, tokens: int | None = None
+    checkpoint: Checkpoint,
+    dtype: torch.dtype | None = None,
+    tokens: int | None = None,
+    *,
+    yarn: float | None = None,
 ) -> tuple[GPTModel, Namespace]:
     """Load a model as :func:`load_model` does, but no tokenizer. An adapter is merged.
 
     Args:
         dtype: torch.float32 to compute in float32; None for the training dtype.
         tokens: the tokenizer's size, which config.json may not record.
+        yarn: as in `load_model`.
     """
     saved = with_tokens(read_arguments(checkpoint.config), tokens)
+    if yarn is not None:
+        saved = with_yarn(saved, yarn)
     if dtype is torch.float32:
         saved |= {"bf16": False, "fp16": False}
     args = single_process_arguments(saved)

@@ -72,8 +72,13 @@ def open_checkpoint(args: argparse.Namespace, iteration: int | None, ranks: Rank
     from megasink.train.model_facts import model_facts
 
     ranks.device(args.device)
-    loaded = load_model(args.model, iteration, args.tokenizer)
+    loaded = load_model(args.model, iteration, args.tokenizer, yarn=args.yarn)
     trained, config = loaded.args, loaded.model.config
+    facts = model_facts(
+        trained, loaded.model, loaded.iteration, args.name or args.model.resolve().name
+    )
+    if args.yarn is not None:
+        facts["kind"] += f", YaRN x{args.yarn:g}"  # part of an analysis's identity
     return ProbedModel(
         open_probe_on(loaded.model),
         module=loaded.model,
@@ -82,7 +87,5 @@ def open_checkpoint(args: argparse.Namespace, iteration: int | None, ranks: Rank
         vocabulary=len(loaded.tokenizer),
         positions=trained.max_position_embeddings,
         first=(trained.sink_token_id,) if trained.sink_token else (),
-        facts=model_facts(
-            trained, loaded.model, loaded.iteration, args.name or args.model.resolve().name
-        ),
+        facts=facts,
     )

@@ -1,6 +1,7 @@
 """The options of an analysis, their checks, and the samples that they select."""
 
 import argparse
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +83,12 @@ def weights_parser(prog: str, description: str | None) -> argparse.ArgumentParse
     parser.add_argument(
         "--attn-implementation", choices=("sdpa", "eager"), help="default: the model's own"
     )
+    parser.add_argument(
+        "--yarn",
+        type=float,
+        metavar="FACTOR",
+        help="stretch the context of a run that has rotary embeddings by YaRN, without training",
+    )
     add_flag(parser)
     return parser
 
@@ -126,6 +133,12 @@ def weights_problems(args: argparse.Namespace, *, is_run: bool) -> list[str]:
         problems.append("--attn-implementation applies to Hugging Face models only: remove it")
     if is_run and args.dtype != "auto":
         problems.append("--dtype applies to Hugging Face models only: a run keeps its own")
+    if not is_run and args.yarn is not None:
+        problems.append(
+            "--yarn applies to runs only: set rope_parameters in the model's config.json"
+        )
+    elif args.yarn is not None and not 1 < args.yarn < math.inf:
+        problems.append(f"--yarn {args.yarn:g}: a factor of more than 1")
     if is_run and not args.model.is_dir():
         problems.append(f"{args.model}: no such folder")
     if not is_run and not (args.model / "config.json").is_file():

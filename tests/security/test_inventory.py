@@ -73,6 +73,8 @@ SAFE = {
     ("megasink/train/launch.py", "subprocess"): FIXED,
     ("megasink/train/ranks.py", "subprocess"): "this Python with torchrun, no shell; flags of a "
     "last start: train/replay.py",
+    ("examples/replicate/corpora.py", "subprocess"): "apt-get by its path, with package names of "
+    "text_sources.toml, no shell",
     ("setup.py", "eval"): "the name of an extra",
     ("megasink/train/run_dir.py", "subprocess"): "git in this package's own folder, no shell",
 }

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megasink.checkpoint.load import load_model
 from megasink.cli import main
@@ -64,4 +66,37 @@ def differences(run: str, checkpoint: str) -> dict[str, Any]:
         "kinds": kinds == set(stored),
         "sinks": sinks.detach(),
         "training": model.training,
+    }
+
+
+def yarn_angles(run: str, factor: float) -> dict[str, float]:
+    """The rotary angles of a run with YaRN against those of transformers, in radians.
+
+    Returns:
+        "difference", "from_plain": the largest one from YaRN's, and from the run's own angles;
+        "temperature": what cosines and sines are multiplied by.
+    """
+    plain = load_model(run)
+    length, size = plain.args.seq_length, plain.args.kv_channels
+    model = load_model(run, yarn=factor).model
+    config = LlamaConfig(
+        head_dim=size,
+        max_position_embeddings=round(factor * length),
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": float(plain.args.rotary_base),
+            "factor": factor,
+            "original_max_position_embeddings": length,
+        },
+    )
+    inv_freq, temperature = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    expected = torch.outer(torch.arange(2.0 * length), inv_freq)
+    table, found = model.rotary_pos_emb.get_emb(2 * length)
+    angles = table[:, 0, 0, : size // 2]
+    old = plain.model.rotary_pos_emb.get_emb(2 * length)[:, 0, 0, : size // 2]
+    assert temperature == found
+    return {
+        "difference": float((angles - expected).abs().max()),
+        "from_plain": float((old - expected).abs().max()),
+        "temperature": found,
     }

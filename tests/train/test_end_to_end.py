@@ -209,6 +209,25 @@ def test_analyze_and_trace_a_run(pipeline_run, pool, tmp_path):
     assert found["metrics"]["nats_per_token"]["number"] == pytest.approx(hand["nats"], rel=1e-4)
 
 
+def test_a_run_at_twice_its_length_by_yarn(pipeline_run, pool, tmp_path):
+    data = ["--data", str(ROOT / "megasink" / "diagnostics"), "--max-samples", "2", "--no-loss"]
+    analyze = ["analyze", str(pipeline_run), *data, "--device", "cpu", "--seq-length", "128"]
+    analyze += ["--output", str(tmp_path / "out")]
+    commands = [analyze, [*analyze, "--yarn", "1"], [*analyze, "--yarn", "2"]]
+    (answers,) = pool.run(
+        "tests.convert.vocabulary_tasks:without_figures", SINGLE, commands=commands
+    )
+    assert [code for code, _, _ in answers] == [2, 2, 0], answers
+    assert "is longer than the 64 positions" in answers[0][2]
+    assert "--yarn 1: a factor of more than 1" in answers[1][2]
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert found["model"]["kind"] == "sink attention, step 12, YaRN x2"
+    (angles,) = pool.run(f"{GENERATE}:yarn_angles", SINGLE, run=str(pipeline_run), factor=2.0)
+    assert angles["difference"] < 1e-5
+    assert angles["from_plain"] > 1  # radians: the two tables do differ
+    assert angles["temperature"] == pytest.approx(0.1 * math.log(2) + 1)
+
+
 def test_what_is_loaded_is_what_was_saved(pipeline_run, pool):
     checkpoint = str(pipeline_run / "checkpoints" / "iter_0000012")
     (found,) = pool.run(

@@ -1,0 +1,115 @@
+"""The languages of letters: what follows what, and how well it can be predicted."""
+
+import json
+
+import numpy as np
+import pytest
+
+from examples.replicate.languages import (
+    AROUND,
+    LETTERS,
+    SAMPLE,
+    RetrievalLanguage,
+    TriggerLanguage,
+    texts_of,
+    write_retrieval,
+    write_tokenizer,
+    write_triggers,
+)
+from megasink.data.index import sequence_lengths
+from megasink.data.tokenizer import leading_ids, load_tokenizer
+
+
+def test_behind_a_trigger_stands_what_stood_before_it():
+    language = TriggerLanguage(triggers=4)
+    ids = language.sample(200, 62, seed=10)
+    last, before, next_ = ids[:, 1:-1], ids[:, :-2], ids[:, 2:]
+    assert (last < 4).sum() > 100
+    assert (next_ == before)[last < 4].all()
+    assert (ids == language.sample(200, 62, seed=10)).all()
+    assert (ids != TriggerLanguage(chain=1).sample(200, 62, seed=10)).any()
+
+
+@pytest.mark.parametrize("triggers", [0, 4, 12])
+def test_the_irreducible_loss_is_that_of_a_long_sample(triggers):
+    language = TriggerLanguage(letters=24, triggers=triggers, chain=3)
+    documents, length = 4000, 30
+    ids = language.sample(documents, length, seed=5)
+    nats = np.zeros((documents, length))
+    nats[:, 0] = np.log(24 - triggers)
+    nats[:, 1:] = -np.log(language.transitions_NN[ids[:, :-1], ids[:, 1:]])
+    nats[:, 2:][ids[:, 1:-1] < triggers] = 0  # what a trigger copies is no surprise
+    error = nats.std(0, ddof=1) / documents**0.5
+    expected = language.entropy_by_position(length)
+    assert (np.abs(nats.mean(0) - expected) <= 5 * error + 1e-12).all()
+    of_document = nats.sum(1) / (length + AROUND)
+    tolerance = 5 * of_document.std(ddof=1) / documents**0.5
+    assert language.irreducible_loss(length) == pytest.approx(of_document.mean(), abs=tolerance)
+
+
+def test_a_key_that_returns_is_followed_by_its_value():
+    language = RetrievalLanguage()
+    first_value = language.value_ids[0]
+    for row in language.sample(100, 62, seed=1, pairs=4, queries=4):
+        at = np.flatnonzero((row >= language.filler) & (row < first_value))
+        assert len(at) == 8
+        values = {}
+        for place in at:
+            assert row[place + 1] in language.value_ids
+            assert values.setdefault(row[place], row[place + 1]) == row[place + 1]
+        assert len(values) == 4
+
+
+@pytest.mark.parametrize("distance", [2, 3, 30, 59, 61])
+def test_a_probe_asks_for_the_value_at_its_distance(distance):
+    language = RetrievalLanguage()
+    ids, answers = language.probes(50, 62, distance, seed=2, pairs=4)
+    place = 62 - 1 - distance
+    assert (ids[:, -1] == ids[:, place]).all()
+    assert (ids[:, place + 1] == answers).all()
+    is_key = (ids >= language.filler) & (ids < language.value_ids[0])
+    assert (is_key.sum(1) == 5).all()  # four pairs and the query
+    assert ((ids == ids[:, -1:]).sum(1) == 2).all()  # no other pair has the key
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="65 letters: 2 to 64"):
+        TriggerLanguage(letters=65)
+    with pytest.raises(ValueError, match="triggers 8: 0 to 7"):
+        TriggerLanguage(letters=8, triggers=8)
+    with pytest.raises(ValueError, match="distance 62: 2 to 61"):
+        RetrievalLanguage().probes(1, 62, 62, seed=0)
+    with pytest.raises(ValueError, match="length 15: 16 letters"):
+        RetrievalLanguage().sample(1, 15, seed=0)
+    with pytest.raises(ValueError, match="pairs 17: 1 to 16"):
+        RetrievalLanguage().sample(1, 99, seed=0, pairs=17)
+
+
+def test_the_tokenizer_has_the_letters_bos_and_eod(tmp_path):
+    write_tokenizer(tmp_path / "tokenizer")
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    assert len(tokenizer) == len(LETTERS) + 2
+    ids = tokenizer(LETTERS, add_special_tokens=False).input_ids
+    assert len(set(ids)) == len(LETTERS)
+    assert tokenizer.decode(ids) == LETTERS
+    assert leading_ids(tokenizer) == [tokenizer.bos_token_id]
+
+
+@pytest.mark.parametrize("write", [write_triggers, write_retrieval])
+def test_a_document_fills_a_sample(write, tmp_path):
+    write(tmp_path, "corpus", documents=SAMPLE + 6)
+    lengths = sequence_lengths(str(tmp_path / "corpus"))
+    assert lengths is not None
+    assert lengths.tolist() == [64] * 6
+    told = {
+        name: [json.loads(line)["text"] for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("corpus.jsonl", "corpus-sample.jsonl")
+    }
+    assert [len(texts) for texts in told.values()] == [6, SAMPLE]
+    assert not set(told["corpus.jsonl"]) & set(told["corpus-sample.jsonl"])
+    with pytest.raises(ValueError, match="64 documents: more than the 64"):
+        write(tmp_path, "corpus", documents=SAMPLE)
+
+
+def test_texts_are_the_letters_of_the_ids():
+    assert list(texts_of(np.array([[0, 1], [63, 62]]))) == ["ab", "-+"]
