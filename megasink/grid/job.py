@@ -112,7 +112,7 @@ class Job:
             self.started = run.way.train(run.flags, run.ranks, self._logs, self._threads)
         else:
             words = filled(self._grid.measure[self.doing], out=self._out, run=run.folder)
-            self.started = run.way.measure(words, self._logs, self._threads)
+            self.started = run.way.measure([*words, *run.plugins], self._logs, self._threads)
         return False
 
     def _watch(self) -> None:
