@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from megasink import plugins
 from megasink.command_line import CommandParser
 from megasink.errors import ConfigError
 from megasink.printable import say
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megasink.grid.schedule import run_all
 
     grid = read_grid(args.file)
-    runs = plan(grid, args.output)
+    runs = plan(grid, args.output, plugins.flags(sys.argv[1:] if argv is None else argv))
     forked = all(run.way.name == "fork" for run in runs)
     jobs = args.jobs or (max(1, cores() // threads) if forked else 1)
     begin(grid, args.output, runs)
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="megasink grid", description=main.__doc__)
+    plugins.add_flag(parser)
     parser.add_argument("file", type=Path, metavar="FILE", help="the grid (docs/grid.md)")
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     parser.add_argument(

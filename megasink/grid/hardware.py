@@ -20,12 +20,9 @@ def hardware() -> str:
 
 
 def _gpus() -> str:
-    from megasink.platform import cuda_present
-
-    if not cuda_present():
-        return ""
-    import torch
-
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    """Return the GPUs by the driver's files: CUDA would take memory of the runs."""
+    texts = [path.read_text() for path in Path("/proc/driver/nvidia/gpus").glob("*/information")]
+    lines = [line for text in texts for line in text.splitlines() if line.startswith("Model:")]
+    names = [line.partition(":")[2].strip() for line in lines]
     counted = {name: names.count(name) for name in names}
     return "".join(f", {count} x {name}" for name, count in counted.items())

@@ -107,12 +107,13 @@ class Job:
         run, stamp = self.run, time.strftime("%Y%m%d-%H%M%S")
         self.doing = left[0] if self._state.trained else TRAINING
         self._logs = run.folder / "logs" / f"{stamp}-{self.doing}" / "0"
-        self._began, self._cpu = time.monotonic(), 0.0
         if self.doing == TRAINING:
             self.started = run.way.train(run.flags, run.ranks, self._logs, self._threads)
         else:
             words = filled(self._grid.measure[self.doing], out=self._out, run=run.folder)
-            self.started = run.way.measure(words, self._logs, self._threads)
+            self.started = run.way.measure([*words, *run.plugins], self._logs, self._threads)
+        # Now: the first fork waits until the server has imported everything.
+        self._began, self._cpu = time.monotonic(), 0.0
         return False
 
     def _watch(self) -> None:

@@ -31,6 +31,7 @@ class Run:
         record: the file that says that it is finished.
         state: the file of what has been done of it so far.
         flags: words of its rank.
+        plugins: words that name them, for its measurements.
         ranks: processes.
         steps: of training.
     """
@@ -42,13 +43,17 @@ class Run:
     record: Path
     state: Path
     flags: list[str]
+    plugins: list[str]
     ranks: int
     steps: int
     way: Way
 
 
-def plan(grid: GridFile, out: Path) -> list[Run]:
+def plan(grid: GridFile, out: Path, plugins: Sequence[str] = ()) -> list[Run]:
     """Return the runs of a grid, seed by seed.
+
+    Args:
+        plugins: words that name them, for every run and measurement.
 
     Raises:
         ConfigError: lists every problem with flags, metrics, measurements and the output folder.
@@ -58,7 +63,7 @@ def plan(grid: GridFile, out: Path) -> list[Run]:
     runs = []
     for cell in grid.cells:
         try:
-            runs += [_run(cell, seed, out) for seed in grid.seeds]
+            runs += [_run(cell, seed, out, plugins) for seed in grid.seeds]
         except ConfigError as error:
             for problem in error.problems:
                 found.setdefault(problem, []).append(cell.name)
@@ -71,12 +76,12 @@ def plan(grid: GridFile, out: Path) -> list[Run]:
     return sorted(runs, key=lambda run: grid.seeds.index(run.seed))
 
 
-def _run(cell: Cell, seed: int, out: Path) -> Run:
+def _run(cell: Cell, seed: int, out: Path, plugins: Sequence[str]) -> Run:
     folder = out / cell.folder / f"seed-{seed}"
     flags = dict(cell.flags)
     ranks = flags.pop("ranks", None)
     words = filled(flag_words(flags), out=out, run=folder)
-    words = ["--run-dir", str(folder), "--seed", str(seed), *words]
+    words = ["--run-dir", str(folder), "--seed", str(seed), *words, *plugins]
     args = early.read([*words, "--resume", "auto"])
     if ranks is not None and (type(ranks) is not int or ranks < 1):
         raise ConfigError(f"ranks {ranks!r}: use a whole number, 1 or more")
@@ -90,6 +95,7 @@ def _run(cell: Cell, seed: int, out: Path) -> Run:
         record=folder.with_name(f"{folder.name}.json"),
         state=folder.with_name(f"{folder.name}.partial.json"),
         flags=words,
+        plugins=list(plugins),
         ranks=ranks,
         steps=args.train_iters or -(-args.train_samples // (args.global_batch_size or 1)),
         way=way_of(args, ranks),

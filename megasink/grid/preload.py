@@ -2,15 +2,26 @@
 
 Imports only: no thread, process group or CUDA context, which a fork would break. The process sees
 no GPU, so Megatron is imported on the CPU platform.
+
+The process ends with the grid, even on SIGKILL (prctl(2), PR_SET_PDEATHSIG); multiprocessing's own
+pipe does not see to that while a fork is alive, which holds its other end. The forks watch their
+parent (`megasink.train.guard`).
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib
+import os
 import pkgutil
+import signal
+import sys
 
 from megasink.process import prepare_quietly
 
+GRID = "MEGASINK_GRID"
+"""Variable with the process id of the grid; without it nothing is imported."""
+_PR_SET_PDEATHSIG = 1
 ROOMS = ("balance", "checkpoint", "data", "diagnostics", "layers", "probe", "report", "train")
 # What Megatron, torch and we import only when it is used.
 LATE = (
@@ -46,4 +57,8 @@ def _import_all() -> None:
     gc.freeze()  # forks share these pages
 
 
-_import_all()
+if GRID in os.environ:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(os.environ.pop(GRID)):
+        sys.exit(1)  # the grid ended in between
+    _import_all()

@@ -65,6 +65,7 @@ def run_all(
         progress("grid", len(runs), "runs", before=len(outcome.records), every=30.0) as tell,
     ):
         running: list[Job] = []
+        tell(outcome.ended, "starting", now=bool(waiting))
         try:
             while (waiting or running) and not heard:
                 while waiting and len(running) < jobs:

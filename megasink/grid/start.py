@@ -15,13 +15,14 @@ import socket
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
 
+from megasink.grid import preload
 from megasink.grid.child import Task, become
 
 
@@ -164,22 +165,24 @@ def _free_port() -> int:
 def _server() -> Any:
     """Return the context whose processes are forks of one that has imported everything."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["megasink.grid.preload"])
-    with _without_gpus():
+    context.set_forkserver_preload([preload.__name__])
+    # The server keeps the environment that it starts with: without GPUs.
+    environment = {"CUDA_VISIBLE_DEVICES": "", preload.GRID: str(os.getpid())}
+    with _environment(environment):
         multiprocessing.forkserver.ensure_running()
     return context
 
 
 @contextlib.contextmanager
-def _without_gpus() -> Iterator[None]:
-    """Hide the GPUs from the fork server, which keeps the environment that it starts with."""
-    name = "CUDA_VISIBLE_DEVICES"
-    before = os.environ.get(name)
-    os.environ[name] = ""
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process for a while."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ |= variables
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -12,7 +12,7 @@ from megasink.commands import generate
 from megasink.errors import ConfigError, UserError
 from megasink.printable import printable
 from megasink.report.csv_file import write_csv
-from megasink.train import launch
+from megasink.train import rank_logs
 
 # Clears the screen, sets the title, writes to the clipboard, turns the rest around.
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x1b]52;c;cm0=\x07\x9b31m\u202eexe.txt"
@@ -47,7 +47,7 @@ def test_every_error_is_one_line_or_a_list():
 def test_the_message_of_a_rank_ends_where_it_ends(tmp_path):
     text = f"noise\nmegasink: error: {ConfigError(['one', 'two'])}\nleaked 4 instances!\n"
     (tmp_path / "stderr.log").write_text(text)
-    message = launch._said(tmp_path)
+    message = rank_logs.said(tmp_path)
     assert message == "2 problems in the configuration:\n  1. one\n  2. two"
 
 
