@@ -215,7 +215,7 @@ class HeadBalanceOptions:
 
 @dataclass(kw_only=True)
 class DataOptions:
-    """Changes of the text in training and evaluations (docs/observing.md#replaced-tokens)."""
+    """Changes of the text in training and evaluations (docs/positions.md#replaced-tokens)."""
 
     replace_tokens_at: list[int] | None = field(
         default=None,

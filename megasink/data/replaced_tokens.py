@@ -6,6 +6,7 @@ count from 0 in the sequence that attention sees: the paper's x_1 is at position
 Shapes: P positions, V ids to draw from.
 """
 
+import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,30 +29,29 @@ class Kind:
         pattern: matches exactly what it takes.
         description: what the new tokens are, from the value.
         problem: (value, drawn from [V], ids of the vocabulary) -> why it is not possible, or None.
-        ids: (value, drawn from [V], key, count) -> the tokens of positions 0 to count - 1, of which
-            only the chosen ones are used; the same for the same arguments.
+        token: (value, drawn from [V], key) -> the token at one position; the same for the same
+            arguments. The key ends with the position.
     """
 
     form: str
     pattern: str
     description: Callable[[str], str]
     problem: Callable[[str, Ids, int], str | None]
-    ids: Callable[[str, Ids, Sequence[int], int], Ids]
+    token: Callable[[str, Ids, Sequence[int]], int]
 
 
-def _random(value: str, drawn_from_V: Ids, key: Sequence[int], count: int) -> Ids:
-    # numpy keeps the numbers of RandomState and SeedSequence the same in all releases. All
-    # positions are drawn, so that a position has the same token whichever others are chosen.
-    random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence(key)))
-    return drawn_from_V[random.randint(len(drawn_from_V), size=count)]
+def _random(value: str, drawn_from_V: Ids, key: Sequence[int]) -> int:
+    # A hash: a generator's seeding takes a millisecond, and its numbers may change with a release.
+    digest = hashlib.blake2b(",".join(map(str, key)).encode(), digest_size=8).digest()
+    return int(drawn_from_V[int.from_bytes(digest, "big") % len(drawn_from_V)])
 
 
 def _none_to_draw(value: str, drawn_from_V: Ids, size: int) -> str | None:
     return None if len(drawn_from_V) else "every token of the vocabulary is a special one"
 
 
-def _fixed(value: str, drawn_from_V: Ids, key: Sequence[int], count: int) -> Ids:
-    return np.full(count, int(value), dtype=np.int64)
+def _fixed(value: str, drawn_from_V: Ids, key: Sequence[int]) -> int:
+    return int(value)
 
 
 def _unknown(value: str, drawn_from_V: Ids, size: int) -> str | None:
@@ -135,14 +135,13 @@ class Replacement:
         """Replace tokens of one sequence, in place.
 
         Args:
-            key: names the sequence: with the same seed and key, random tokens are the same.
+            key: names the sequence. A position has the same random token under the same seed and
+                key, whichever other positions are chosen.
         """
-        at = self.at(len(sequence))
-        if at:
-            new = kind_of(self.value).ids(
-                self.value, self.drawn_from_V, (self.seed, *key), max(at) + 1
-            )
-            sequence[at] = new[at]
+        token = kind_of(self.value).token
+        for position in self.at(len(sequence)):
+            key_of_position = (self.seed, *key, position)
+            sequence[position] = token(self.value, self.drawn_from_V, key_of_position)
 
 
 def replacement(

@@ -1,5 +1,7 @@
 """Tasks for the workers: the trainer with an eye on its batches, and its parameter groups."""
 
+import contextlib
+import io
 from argparse import Namespace
 from typing import Any
 
@@ -46,6 +48,30 @@ def train_and_record(flags: list[str], ranks: int, port: int) -> dict[str, Any]:
         forward.get_batch, forward.loss_func = get_batch, loss_func
         forward.forward_step = forward_step
     found.pop("first_row", None)
+    return found
+
+
+def analyzed_samples(command_lines: list[list[str]]) -> list[dict[str, Any]]:
+    """The samples of a run that `megasink analyze` would measure, and what it says and records."""
+    from megasink.commands.analyze import open_checkpoint
+    from megasink.probe import options
+    from megasink.probe.ranks import Ranks
+
+    found = []
+    for argv in command_lines:
+        args = options.parser().parse_args(argv)
+        options.check(args, is_run=True)
+        with contextlib.redirect_stderr(io.StringIO()) as errors:
+            samples = options.model_samples(args, open_checkpoint(args, None, Ranks()))
+        found.append(
+            {
+                "tokens": [list(sample.tokens) for sample in samples],
+                "replaced": [sample.replaced for sample in samples],
+                "positions": args.replaced_positions,
+                "with": args.replaced_with,
+                "said": errors.getvalue(),
+            }
+        )
     return found
 
 
