@@ -16,6 +16,7 @@ COMMANDS = {
     "demo": "train a small sink-attention GPT on this machine, start to end",
     "data": "text -> tokenizer -> Megatron .bin/.idx",
     "train": "start the ranks of one node and train; every Megatron flag passes through",
+    "grid": "a grid of configurations and seeds from one file -> runs, a table, figures",
     "finetune": "adapt a Hugging Face model on conversations, and export it again",
     "generate": "continue a prompt with a trained model",
     "convert-to-hf": "a checkpoint -> a Hugging Face folder, verified",

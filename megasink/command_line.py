@@ -6,10 +6,11 @@ of error as the rest of megasink: no usage text, exit code 2.
 """
 
 import argparse
+import contextlib
 import difflib
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from megasink.errors import ConfigError
@@ -37,7 +38,34 @@ class CommandParser(argparse.ArgumentParser):
         problems = [*read.problems, *(unknown_flags(self, read.unknown))]
         if problems:
             raise ConfigError(with_help(problems, f"{self.prog} --help"))
+        if _parsing_only:
+            raise _ParsedError
         return read.namespace
+
+
+_parsing_only = False
+
+
+class _ParsedError(Exception):
+    """A command's flags were parsed, and it must not run."""
+
+
+def flag_problems(main: Callable[[Sequence[str]], object], argv: Sequence[str]) -> list[str]:
+    """Return the problems that a command finds when it parses its flags; it does not run.
+
+    Args:
+        main: of a command that parses them with a `CommandParser` before it does anything else.
+    """
+    global _parsing_only
+    _parsing_only = True
+    try:
+        with contextlib.suppress(_ParsedError):
+            main(argv)
+    except ConfigError as error:
+        return error.problems
+    finally:
+        _parsing_only = False
+    return []
 
 
 class _RefusedError(Exception):

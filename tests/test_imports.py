@@ -25,8 +25,9 @@ MEGATRON = (
     "megasink.probe",
     "megasink.balance.reduce",
 )
-# Nothing imports the trainer but itself and the commands, which are the entry points.
-TRAIN = ("megasink.train", "megasink.commands")
+# Nothing imports the trainer but itself, grids of runs, and the commands, which are the entry
+# points.
+TRAIN = ("megasink.train", "megasink.grid", "megasink.commands")
 # What a room may import beside the standard library and itself.
 ALLOWED = {
     "megasink.attention": {"torch", "triton", "megasink.errors", "megasink.definitions"},

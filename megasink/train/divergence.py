@@ -8,6 +8,7 @@ import torch
 from megasink.checkpoint.intact import iterations
 from megasink.errors import UserError
 from megasink.report.divergence import Divergence
+from megasink.train.rank_logs import DIVERGES
 
 
 def stop_if_diverged(
@@ -38,7 +39,7 @@ def stop_if_diverged(
     above = smoothed - lowest
     how = f"{smoothed:.3f} nats, {above:.3f} above" if math.isfinite(above) else "NaN or Inf, after"
     raise UserError(
-        f"step {iteration}: the training loss diverges (--stop-on-divergence {nats:g}): smoothed "
+        f"step {iteration}: {DIVERGES} (--stop-on-divergence {nats:g}): smoothed "
         f"over 50 steps it is {how} its lowest value {lowest:.3f} at step {lowest_step:.0f}. "
         f"{_advice(folder, int(lowest_step))}"
     )

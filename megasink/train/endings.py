@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megasink.errors import Stopped, UserError
 from megasink.train import heartbeat
+from megasink.train.rank_logs import NOT_FINITE
 from megasink.train.stop import Told, left
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -110,6 +111,6 @@ def _of_megatron(stop: BaseException, args: Namespace) -> BaseException:
         return stop
     saved = f"; the weights before that step are saved in {args.save}" if args.save else ""
     return UserError(
-        f"step {args.curr_iteration + 1}: NaN or Inf in the loss or a gradient, also when the step "
+        f"step {args.curr_iteration + 1}: {NOT_FINITE}, also when the step "
         f"was repeated{saved}. Lower --lr, or check the data of that step"
     )

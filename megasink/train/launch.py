@@ -25,12 +25,12 @@ from megasink.train import early
 from megasink.train.last_start import flags_of_last_start, from_where, ranks_of_last_start
 from megasink.train.lease import clear, wait_until_expired
 from megasink.train.metrics_file import NewLines
+from megasink.train.rank_logs import raised, said
 from megasink.train.ranks import Ranks
 from megasink.train.replay import replayed
 from megasink.train.run_dir import folder_problem
 from megasink.train.stop import SIGNALS, left, name_of
 
-_ERROR = "megasink: error: "
 _SMALL = 1 << 16  # bytes; a disk with less free space is full
 # Keys of metrics.jsonl on the progress line, and what they are called there.
 _SHOWN = {
@@ -152,18 +152,20 @@ def _failure(running: Ranks, logs: Path, run_dir: Path, code: int) -> UserError:
     """Explain what ended the ranks: a signal to us, a signal to one of them, or an error."""
     if running.told:
         # A rank's own message takes precedence: it may have failed to save.
-        told, said = running.told[0], _said(logs)
+        told, message = running.told[0], said(logs)
         twice = " twice" if running.pressed_again else ""
-        return Stopped(told, f"{twice}; {said or left(run_dir)}")
+        return Stopped(told, f"{twice}; {message or left(run_dir)}")
     if code < 0:
         return UserError(f"torchrun was killed by {name_of(-code)}; {left(run_dir)}")
     if killed := _killed(logs):
         return UserError(f"{killed}; {left(run_dir)}")
-    if said := _said(logs):
-        return UserError(said)
-    if failed := _last_line_of_a_traceback(logs):
+    if message := said(logs):
+        return UserError(message)
+    if failed := raised(logs):
         # Takes precedence over signals that torchrun then sent to the others.
-        return UserError(f"{failed}; {left(run_dir)}")
+        path, line = failed
+        where = f"rank {path.parent.name} failed"
+        return UserError(f"{where}: {line} (log: {path}); {left(run_dir)}")
     for log in sorted(logs.rglob("stderr.log")):
         for number in SIGNALS:
             if f"megasink: stopped by {name_of(number)}" in log.read_text(errors="replace"):
@@ -209,23 +211,3 @@ def _shown(line: dict[str, Any]) -> str:
     """Return the values of a line of metrics.jsonl that the progress line shows."""
     given = {key: label for key, label in _SHOWN.items() if line.get(key) is not None}
     return "  ".join(f"{label} {line[key]:.4f}" for key, label in given.items())
-
-
-def _said(logs: Path) -> str | None:
-    """Return a rank's own error message, or None."""
-    for path in sorted(logs.rglob("stderr.log")):
-        text = path.read_text(errors="replace")
-        if _ERROR in text:
-            # Include a ConfigError's list, but not later output of others.
-            message = text.rpartition(_ERROR)[2]
-            return message[: re.match(r".*(\n  \d+\. .*)*", message).end()].strip()  # type: ignore[union-attr]
-    return None
-
-
-def _last_line_of_a_traceback(logs: Path) -> str | None:
-    """Return the last line of the first rank's traceback, or None."""
-    line = r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception|Interrupt)\b.*)$"
-    for path in sorted(logs.rglob("stderr.log")):
-        if lines := re.findall(line, path.read_text(errors="replace"), re.M):
-            return f"rank {path.parent.name} failed: {lines[-1]} (log: {path})"
-    return None

@@ -1,0 +1,1 @@
+"""Grids: a file of configurations and seeds -> runs, a table and figures."""

@@ -1,0 +1,51 @@
+"""Write results.json, the table and the figures of a grid."""
+
+import json
+from pathlib import Path
+
+from megasink.atomic import atomic_text
+from megasink.errors import UserError
+from megasink.grid.file import GridFile
+from megasink.grid.schedule import Outcome
+from megasink.report.grid import write_tables
+from megasink.report.grid_figures import draw_cells, draw_curves
+from megasink.report.grid_results import RESULTS, GridResults, cell_results, grid_results
+from megasink.typed_json import to_json
+
+
+def write_results(grid: GridFile, out: Path, outcome: Outcome) -> GridResults:
+    """Write results.json, table.csv and table.md, and return the first.
+
+    Raises:
+        UserError: a file cannot be written.
+    """
+    cells = {}
+    for cell in grid.cells:
+        names = {seed: f"{cell.name}, seed {seed}" for seed in grid.seeds}
+        records = [outcome.records[name] for name in names.values() if name in outcome.records]
+        missing = {
+            seed: outcome.failures.get(name, "not finished")
+            for seed, name in names.items()
+            if name not in outcome.records
+        }
+        cells[cell.name] = cell_results(cell.points, records, missing)
+    results = grid_results(grid.title, grid.seeds, grid.metrics, grid.axes, cells)
+    try:
+        atomic_text(out / RESULTS, json.dumps(to_json(results)) + "\n")
+        write_tables(results, out)
+    except OSError as error:
+        raise UserError(f"--output {out} cannot be written: {error.strerror or error}") from error
+    return results
+
+
+def write_figures(results: GridResults, out: Path) -> None:
+    """Draw grid.png and curves.png.
+
+    Raises:
+        UserError: a file cannot be written.
+    """
+    try:
+        draw_cells(results, out / "grid.png")
+        draw_curves(results, out / "curves.png")
+    except OSError as error:
+        raise UserError(f"--output {out} cannot be written: {error.strerror or error}") from error

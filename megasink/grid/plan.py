@@ -1,0 +1,217 @@
+"""The runs of a grid, and everything that must be right before the first one starts."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megasink.atomic import atomic_text
+from megasink.cli import main_of
+from megasink.command_line import flag_problems, unknown_name
+from megasink.errors import ConfigError, UserError
+from megasink.grid import collect
+from megasink.grid.file import Cell, GridFile, filled, flag_words
+from megasink.grid.measurements import MEASUREMENTS
+from megasink.grid.start import Way, way_of
+from megasink.json_file import read_object
+from megasink.report.grid_results import RunRecord, read_record
+from megasink.train import early
+
+_GRID = "grid.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a grid.
+
+    Attributes:
+        name: the cell and the seed.
+        folder: of the run.
+        record: the file that says that it is finished.
+        state: the file of what has been done of it so far.
+        flags: words of its rank.
+        ranks: processes.
+        steps: of training.
+    """
+
+    cell: Cell
+    seed: int
+    name: str
+    folder: Path
+    record: Path
+    state: Path
+    flags: list[str]
+    ranks: int
+    steps: int
+    way: Way
+
+
+def plan(grid: GridFile, out: Path) -> list[Run]:
+    """Return the runs of a grid, seed by seed.
+
+    Raises:
+        ConfigError: lists every problem with flags, metrics, measurements and the output folder.
+    """
+    problems = [*_metric_problems(grid), *_command_problems(grid, out)]
+    found: dict[str, list[str]] = {}  # problem -> cells
+    runs = []
+    for cell in grid.cells:
+        try:
+            runs += [_run(cell, seed, out) for seed in grid.seeds]
+        except ConfigError as error:
+            for problem in error.problems:
+                found.setdefault(problem, []).append(cell.name)
+    for problem, cells in found.items():
+        where = "; ".join(cells[:3]) + f" and {len(cells) - 3} more" * (len(cells) > 3)
+        problems.append(problem if len(cells) == len(grid.cells) > 1 else f"{where}: {problem}")
+    problems += _folder_problems(grid, out)
+    if problems:
+        raise ConfigError(f"{grid.path}: {problem}" for problem in problems)
+    return sorted(runs, key=lambda run: grid.seeds.index(run.seed))
+
+
+def _run(cell: Cell, seed: int, out: Path) -> Run:
+    folder = out / cell.folder / f"seed-{seed}"
+    flags = dict(cell.flags)
+    ranks = flags.pop("ranks", None)
+    words = filled(flag_words(flags), out=out, run=folder)
+    words = ["--run-dir", str(folder), "--seed", str(seed), *words]
+    args = early.read([*words, "--resume", "auto"])
+    if ranks is not None and (type(ranks) is not int or ranks < 1):
+        raise ConfigError(f"ranks {ranks!r}: use a whole number, 1 or more")
+    early.refuse(args, ranks)
+    ranks = ranks or early.default_ranks(args)
+    return Run(
+        cell=cell,
+        seed=seed,
+        name=f"{cell.name}, seed {seed}",
+        folder=folder,
+        record=folder.with_name(f"{folder.name}.json"),
+        state=folder.with_name(f"{folder.name}.partial.json"),
+        flags=words,
+        ranks=ranks,
+        steps=args.train_iters or -(-args.train_samples // (args.global_batch_size or 1)),
+        way=way_of(args, ranks),
+    )
+
+
+def _metric_problems(grid: GridFile) -> Iterator[str]:
+    live = [name for name in grid.metrics if name.startswith(collect.ANALYSIS)]
+    known = [*collect.NAMES, *(collect.live_names() if live else ())]
+    for name in grid.metrics:
+        place, slash, metric = name.partition("/")
+        if not slash:
+            if name not in known:
+                yield unknown_name("the metric", name, known)
+        elif place not in grid.measure:
+            yield f"the metric {name!r} is of the measurement {place!r}, which is not in the file"
+        elif command := MEASUREMENTS.get(grid.measure[place][0]):
+            yields = command.metrics() if command.metrics else [metric]
+            if metric.rpartition("/")[2] not in yields:
+                yield unknown_name(f"the metric of {place}", metric, yields)
+    without = [cell.name for cell in grid.cells if "analyze-interval" not in cell.flags]
+    if live and without:
+        yield f"the metric {live[0]!r} needs analyze-interval in {without[0]!r}"
+
+
+def _command_problems(grid: GridFile, out: Path) -> Iterator[str]:
+    """Parse the command of each measurement as it will be for the first run."""
+    run = out / grid.cells[0].folder / f"seed-{grid.seeds[0]}"
+    for name, words in grid.measure.items():
+        if words[0] not in MEASUREMENTS:
+            text = unknown_name("the command", words[0], MEASUREMENTS)
+            yield f"measure.{name}: {text}"
+            continue
+        for problem in flag_problems(main_of(words[0]), filled(words[1:], out=out, run=run)):
+            yield f"measure.{name}: {problem}"
+
+
+def _folder_problems(grid: GridFile, out: Path) -> Iterator[str]:
+    """Report results of other flags in the output folder; more cells and seeds are welcome."""
+    if out.exists() and not out.is_dir():
+        yield f"--output {out} is a file"
+        return
+    if not (out / _GRID).is_file():
+        taken = [cell.folder for cell in grid.cells if (out / cell.folder).exists()]
+        if taken:
+            yield f"--output {out} holds {taken[0]}, which is not of a grid: choose another folder"
+        return
+    try:
+        before = read_object(out / _GRID)
+        cells, seeds = dict(before["cells"]), list(before["seeds"])
+    except (UserError, KeyError, TypeError, ValueError) as error:
+        yield f"--output {out}: {_GRID} cannot be read ({error}): choose another folder"
+        return
+    other = f"--output {out} holds another grid"
+    now = {cell.name: cell for cell in grid.cells}
+    for name, told in cells.items():
+        done = [seed for seed in seeds if _has_begun(out / told["folder"], seed)]
+        if not done:
+            continue
+        if name not in now:
+            yield f"{other}: it has the cell {name!r}, and the file has not: choose another folder"
+        elif told["flags"] != now[name].flags:
+            what = ", ".join(_differences(told["flags"], now[name].flags))
+            yield f"{other}: {name!r} had {what}: choose another folder, or delete its folder"
+        elif gone := [seed for seed in done if seed not in grid.seeds]:
+            yield f"{other}: it has seed {gone[0]}, and the file has not: choose another folder"
+    yield from _record_problems(grid, out)
+
+
+def _has_begun(folder: Path, seed: int) -> bool:
+    metrics = folder / f"seed-{seed}" / "metrics.jsonl"
+    return (folder / f"seed-{seed}.json").is_file() or metrics.is_file()
+
+
+def _record_problems(grid: GridFile, out: Path) -> Iterator[str]:
+    for cell in grid.cells:
+        for seed in grid.seeds:
+            path = out / cell.folder / f"seed-{seed}.json"
+            if not path.is_file():
+                continue
+            try:
+                record = read_record(path)
+            except UserError as error:
+                yield str(error)
+                continue
+            if record.flags != cell.flags or record.cell != cell.name or record.seed != seed:
+                what = ", ".join(_differences(record.flags, cell.flags)) or "another name"
+                yield f"{path} was made with {what}: choose another folder, or delete it"
+            for name, words in grid.measure.items():
+                if record.measure.get(name, words) != words:
+                    yield (
+                        f"{path} was measured with another command (measure.{name}): give the "
+                        "measurement another name, or delete the file"
+                    )
+                elif _lacks(record, name) and not path.with_suffix("").is_dir():
+                    yield (
+                        f"{path} has no measurement {name}, and the folder of the run is gone: "
+                        "delete the file to train it again"
+                    )
+
+
+def _lacks(record: RunRecord, measurement: str) -> bool:
+    return measurement not in record.measure and not record.diverged
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    told = [f"{name} {before[name]!r}" if name in before else f"no {name}" for name in names]
+    return [*told[:3], *["more"] * (len(told) > 3)]
+
+
+def begin(grid: GridFile, out: Path, runs: Sequence[Run]) -> None:
+    """Create the output folder and write down which grid it holds.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    cells = {cell.name: {"folder": cell.folder, "flags": cell.flags} for cell in grid.cells}
+    told = {"title": grid.title, "seeds": grid.seeds, "measure": grid.measure, "cells": cells}
+    try:
+        for folder in {run.folder.parent for run in runs}:
+            folder.mkdir(parents=True, exist_ok=True)
+        atomic_text(out / _GRID, json.dumps(told, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"--output {out} cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,185 @@
+"""Start the processes of a run: forked where that is possible, launched elsewhere.
+
+The start of `megasink train` takes about 17 s of CPU time, nearly all of it for imports. A single
+rank on the CPU is therefore forked from a process that has imported everything (`preload.py`), and
+so are the measurements of its run. A process that has used CUDA cannot be forked, and several ranks
+need a launcher: such a run is a ``megasink train`` of its own.
+"""
+
+import contextlib
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import socket
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from megasink.grid.child import Task, become
+
+
+class Started(Protocol):
+    """A process and all that it has started."""
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id."""
+
+    def poll(self) -> int | None:
+        """Return its exit code (-N: signal N), or None if it is running."""
+
+    def kill(self) -> None:
+        """Kill it with all that it has started."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the processes of a run are started.
+
+    Attributes:
+        name: "fork" or "launch".
+        why: the reason, after "because".
+    """
+
+    name: str
+    why: str
+
+    def train(self, flags: Sequence[str], ranks: int, logs: Path, threads: int) -> Started:
+        """Start the training of a run; it resumes if there is something to resume from."""
+        flags = [*flags, "--resume", "auto"]
+        if self.name == "fork":
+            return Forked(Task(flags, True, logs, threads, _free_port()))
+        return Launched(["train", "--ranks", str(ranks), *flags], logs)
+
+    def measure(self, words: Sequence[str], logs: Path, threads: int) -> Started:
+        """Start a command of megasink."""
+        if self.name == "fork":
+            return Forked(Task(words, False, logs, threads))
+        return Launched(words, logs)
+
+
+def way_of(args: Namespace, ranks: int) -> Way:
+    """Choose how to start a run.
+
+    Args:
+        args: of `megasink.train.early.read`.
+    """
+    if not args.cpu:
+        return Way("launch", "it may use GPUs (cpu is not set)")
+    if ranks > 1:
+        return Way("launch", f"it has {ranks} ranks")
+    return Way("fork", "it is one rank on the CPU")
+
+
+class Forked:
+    """A child of the fork server."""
+
+    def __init__(self, task: Task):
+        task.logs.mkdir(parents=True, exist_ok=True)
+        self._process = _server().Process(target=become, args=(task,))
+        self._process.start()
+
+    @property
+    def pid(self) -> int | None:
+        pid: int | None = self._process.pid
+        return pid
+
+    def poll(self) -> int | None:
+        code: int | None = self._process.exitcode
+        return code
+
+    def kill(self) -> None:
+        _kill(self)
+
+
+class Launched:
+    """A command of megasink in an interpreter of its own, which ends with this process."""
+
+    def __init__(self, words: Sequence[str], logs: Path):
+        logs.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "megasink.grid.tied", str(os.getpid()), *words]
+        with (logs / "stdout.log").open("a") as out, (logs / "stderr.log").open("a") as errors:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=errors,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def kill(self) -> None:
+        _kill(self)
+
+
+def tell(started: Started, number: int) -> None:
+    """Send a signal, unless the process has ended."""
+    if started.poll() is None and started.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(started.pid, number)
+
+
+def cpu_seconds(started: Started) -> float:
+    """Return the CPU time so far of a process and all that it has started; 0 once it has ended."""
+    total = 0.0
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(started.pid)
+        for one in [process, *process.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                times = one.cpu_times()
+                total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
+def _kill(started: Started) -> None:
+    left: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        left = psutil.Process(started.pid).children(recursive=True)
+    tell(started, signal.SIGKILL)
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port: int = bound.getsockname()[1]
+        return port
+
+
+def _server() -> Any:
+    """Return the context whose processes are forks of one that has imported everything."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["megasink.grid.preload"])
+    with _without_gpus():
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+@contextlib.contextmanager
+def _without_gpus() -> Iterator[None]:
+    """Hide the GPUs from the fork server, which keeps the environment that it starts with."""
+    name = "CUDA_VISIBLE_DEVICES"
+    before = os.environ.get(name)
+    os.environ[name] = ""
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
