@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megasink.data.token_bytes import token_bytes
 from megasink.data.tokenizer import load_tokenizer
+from megasink.errors import UserError
 from megasink.train.chat_dataset import ChatDataset
 from megasink.train.checked_dataset import GPTDataset, read_batch
 from megasink.train.packing import boundaries
@@ -183,10 +184,18 @@ def without_prefix(loss_mask: Tensor, prefix: int) -> Tensor:
 
 
 def bytes_per_token(args: Namespace) -> Any:
-    """Return an array of the bytes of text per token id; None for a tokenizer without text."""
+    """Return an array of the bytes of text per token id; None if the tokenizer tells none.
+
+    One over letters, numbers or proteins does not: a run on it reports its loss per token alone.
+    """
     if args.tokenizer_type != "HuggingFaceTokenizer":
         return None
-    return token_bytes(load_tokenizer(args.tokenizer_model))
+    try:
+        return token_bytes(load_tokenizer(args.tokenizer_model))
+    except UserError as error:
+        if args.rank == 0:
+            print(f"megasink: {error}; losses are reported per token only", flush=True)
+        return None
 
 
 def token_byte_table() -> Tensor | None:

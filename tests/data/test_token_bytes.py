@@ -111,3 +111,17 @@ def test_a_tokenizer_that_rewrites_text_is_refused(sources):
     backend.normalizer = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
     with pytest.raises(UserError, match="do not add up to the bytes of 'naïve"):
         token_bytes(wrap(backend))
+
+
+def test_a_run_on_letters_alone_has_no_bits_per_byte(tmp_path, capsys):
+    from argparse import Namespace
+
+    from megasink.train.dataset import bytes_per_token
+
+    backend = Tokenizer(models.BPE({"a": 0, "b": 1}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    wrap(backend, eos_token="</s>").save_pretrained(tmp_path)
+    args = Namespace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path), rank=0)
+    assert bytes_per_token(args) is None
+    assert "losses are reported per token only" in capsys.readouterr().out
