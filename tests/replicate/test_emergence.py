@@ -1,0 +1,48 @@
+"""Experiment b: the trainer takes the flags of every cell; the fixed token stands for no text."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megasink.data.corpus import Document
+from megasink.data.tokenizer import load_tokenizer, train_tokenizer
+from megasink.grid.file import read_grid
+from megasink.grid.plan import plan
+
+FOLDER = Path(__file__).parents[2] / "examples" / "replicate" / "b_emergence"
+CORPORA = ("triggers", "few", "stream", "text", "text-tenth", "text-hundredth")
+CELLS = {"fast": 8, "full": 31}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """The names of the data, which nobody reads before a run starts."""
+    out = tmp_path_factory.mktemp("emergence")
+    for tokenizer in ("tokenizer", "text-tokenizer"):
+        (out / "data" / tokenizer).mkdir(parents=True)
+    for name in CORPORA:
+        (out / "data" / f"{name}.bin").touch()
+        (out / "data" / f"{name}.idx").touch()
+    (out / "data" / "text-sample.jsonl").touch()
+    return out
+
+
+@pytest.mark.parametrize("form", CELLS)
+def test_the_trainer_takes_the_flags_of_every_cell(form, out):
+    grid = read_grid(FOLDER / f"{form}.toml")
+    assert len(grid.seeds) >= 3  # what a verdict takes
+    runs = plan(replace(grid, seeds=grid.seeds[:1]), out)
+    assert len(runs) == CELLS[form]
+    flags = {" ".join(run.flags) for run in runs}
+    assert len(flags) == len(runs)  # no two cells are the same run
+
+
+def test_the_fixed_token_of_the_full_form_is_in_no_text(tmp_path):
+    """A byte that UTF-8 does not have, in a vocabulary of any size."""
+    grid = read_grid(FOLDER / "full.toml")
+    fixed = {cell.flags.get("replace-tokens-with") for cell in grid.cells} - {None, "random"}
+    train_tokenizer([Document(Path(__file__).read_text() * 3, "test")], 340, tmp_path / "tokenizer")
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    names = {tokenizer.convert_ids_to_tokens(token) for token in fixed}
+    assert names == {"<0xC0>"}
