@@ -16,20 +16,22 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from examples.replicate.languages import TriggerLanguage, texts_of, write_tokenizer
 from megasink.balance.shared_heads import choose_shared_heads
 from megasink.checkpoint.find import newest_checkpoint
 from megasink.finetune.steps import Step
 from megasink.report.analysis import read_analysis
 from megasink.report.heatmap import importance_pictures
 
-LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-"
-TRIGGERS = 4
 # Eight documents of a BOS, 62 letters and an EOD fill a sample.
+LENGTH = 62
 TEXTS = {"pretrain": (0, 120_000), "finetune": (1, 40_000)}
 PRETRAIN, FINETUNE = 1000, 400
 MODEL = """
     --cpu --ranks 1 --num-layers 3 --hidden-size 128 --num-attention-heads 8
-    --seq-length 504 --max-position-embeddings 512 --position-embedding-type rope
+    --seq-length 512 --max-position-embeddings 512 --position-embedding-type rope
     --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
     --attention-variant vanilla --dataloader-inter-document-masking --split 98,2,0
     --lr-decay-style cosine --lr-warmup-fraction 0.05 --log-interval 50
@@ -46,37 +48,12 @@ ADAPTED = f"""
 
 def write_texts(folder: Path) -> None:
     """Write the tokenizer, one token per letter, and both corpora."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    names = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 0)])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-    fast.save_pretrained(folder / "tokenizer")
+    write_tokenizer(folder / "tokenizer")
     for name, (chain, documents) in TEXTS.items():
-        lines = [json.dumps({"text": text}) for text in trigger_texts(chain, documents)]
+        ids_DL = TriggerLanguage(chain=chain).sample(documents, LENGTH, chain + 10)
+        lines = [json.dumps({"text": text}) for text in texts_of(ids_DL)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
         (folder / f"{name}-sample.jsonl").write_text("\n".join(lines[:64]) + "\n")
-
-
-def trigger_texts(chain: int, documents: int, length: int = 62) -> Iterator[str]:
-    """Yield documents of a chain: after a trigger comes the letter that stood before it."""
-    letters = len(LETTERS)
-    rows = np.random.default_rng(chain).dirichlet(np.full(letters, 0.1), letters).cumsum(1)
-    random = np.random.default_rng(chain + 10)
-    ids = np.empty((documents, length), dtype=np.int64)
-    ids[:, 0] = random.integers(TRIGGERS, letters, documents)
-    for t in range(1, length):
-        drawn = (rows[ids[:, t - 1]] < random.random(documents)[:, None]).sum(1)
-        ids[:, t] = drawn.clip(max=letters - 1)
-        if t > 1:
-            copies = ids[:, t - 1] < TRIGGERS
-            ids[copies, t] = ids[copies, t - 2]
-    names = np.array(list(LETTERS))
-    return ("".join(names[row]) for row in ids)
 
 
 def steps(out: Path) -> Iterator[Step]:
