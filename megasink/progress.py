@@ -99,7 +99,7 @@ def _amount(task: Any, unit: str) -> str:
         rate = f", {decimal(int(task.speed))}/s" if task.speed else ""
         return f"{decimal(int(task.completed))} of {decimal(int(task.total))}{rate}"
     total = "" if task.total is None else f" of {task.total:,.0f}"
-    return f"{task.completed:,.0f}{total} {unit}"
+    return f"{math.floor(task.completed):,}{total} {unit}"
 
 
 def _left(task: Any) -> str:

@@ -1,9 +1,8 @@
 """``megasink compare``: the curves of several runs in one figure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -11,34 +10,59 @@ from megasink.command_line import CommandParser
 from megasink.errors import UserError
 from megasink.plugins import add_flag
 from megasink.printable import printable
-from megasink.report.compare import AXES, draw_comparison, summary
+from megasink.report.compare import AXES, COLUMNS, EMA, draw_comparison, summary
 from megasink.report.curves import read_metrics
+from megasink.report.grid import metric_of, wide_console
+from megasink.report.grid_results import CellResults, is_grid, read_results
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare runs: their curves on one page, and a table of their final numbers."""
+    """Compare runs: their curves on one page, and a table of their final numbers.
+
+    Of a grid, each cell is one curve: mean and standard deviation over seeds.
+    """
     parser = CommandParser(prog="megasink compare", description=main.__doc__)
     add_flag(parser)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs")
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="folders of runs, or of grids"
+    )
     parser.add_argument("--x", choices=AXES, default="step", help="horizontal axis")
     parser.add_argument("--smoothing", type=float, default=0.9, help="EMA factor, 0 to 1")
     parser.add_argument("--output", type=Path, default=Path("compare.png"), help="PNG to write")
     args = parser.parse_args(argv)
     if not 0 <= args.smoothing < 1:
         raise UserError(f"--smoothing {args.smoothing}: use 0 or more, and less than 1")
-    runs = {name: read_metrics(path) for name, path in _names(args.runs).items()}
-    draw_comparison(runs, args.output, x=args.x, factor=args.smoothing)
+    names = _names(args.runs)
+    runs = {name: read_metrics(path) for name, path in names.items() if not is_grid(path)}
+    cells = _cells({name: path for name, path in names.items() if is_grid(path)}, len(names))
+    if cells and args.smoothing != EMA:
+        raise UserError(f"--smoothing {args.smoothing}: curves of a grid are smoothed by {EMA}")
+    draw_comparison(runs, args.output, cells=cells, x=args.x, factor=args.smoothing)
     table = Table(box=None)
     table.add_column("run")
-    rows = {name: summary(lines) for name, lines in runs.items()}
-    for column in next(iter(rows.values())):
+    for column in (*COLUMNS, "tokens/s"):
         table.add_column(column, justify="right")
-    for name, row in rows.items():
-        cells = ["-" if value is None else _text(key, value) for key, value in row.items()]
-        table.add_row(Text(name), *cells)
-    Console().print(table)
+    for name, lines in runs.items():
+        row = summary(lines).items()
+        table.add_row(Text(name), *("-" if v is None else _text(key, v) for key, v in row))
+    for name, cell in cells.items():
+        told = [metric_of(cell, metric) for metric in COLUMNS.values()]
+        diverged = f", {len(cell.diverged)} diverged" if cell.diverged else ""
+        table.add_row(Text(f"{name} ({len(cell.runs)} seeds{diverged})"), *told, "-")
+    wide_console().print(table)
     print(f"picture: {args.output}")
     return 0
+
+
+def _cells(grids: Mapping[str, Path], count: int) -> dict[str, CellResults]:
+    """Return the cells of grids with a finished run, by grid and cell if there are several."""
+    found: dict[str, CellResults] = {}
+    for name, path in grids.items():
+        of = {n: cell for n, cell in read_results(path).cells.items() if cell.runs}
+        if not of:
+            raise UserError(f"{path} has no finished run yet")
+        found |= {f"{name}: {n}" if count > 1 else printable(n): cell for n, cell in of.items()}
+    return found
 
 
 def _text(key: str, value: float) -> str:

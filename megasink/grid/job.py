@@ -23,6 +23,8 @@ from megasink.typed_json import from_json, to_json
 from megasink.upstream.versions import versions
 
 TRAINING = "training"
+_MEASUREMENT = 0.2
+"""Guess of the time of a measurement, as a share of training."""
 
 
 @dataclass
@@ -82,6 +84,14 @@ class Job:
             self._state.trained = self._state.diverged = True
         self._keep()
         return self._next()
+
+    @property
+    def share(self) -> float:
+        """How much of the run is done: an estimate between 0 and 1."""
+        trained = 1.0 if self._state.trained else min(1.0, self.step / self.run.steps)
+        count = len(self._grid.measure)
+        done = trained + _MEASUREMENT * len(self._state.measured)
+        return min(1.0, done / (1.0 + _MEASUREMENT * count))
 
     def stop(self) -> None:
         """Record what an interrupted run has taken so far; its process has ended."""

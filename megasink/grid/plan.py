@@ -110,7 +110,7 @@ def _metric_problems(grid: GridFile) -> Iterator[str]:
             yields = command.metrics() if command.metrics else [metric]
             if metric.rpartition("/")[2] not in yields:
                 yield unknown_name(f"the metric of {place}", metric, yields)
-    without = [cell.name for cell in grid.cells if "analyze-interval" not in cell.flags]
+    without = [cell.name for cell in grid.cells if not cell.flags.get("analyze-interval")]
     if live and without:
         yield f"the metric {live[0]!r} needs analyze-interval in {without[0]!r}"
 

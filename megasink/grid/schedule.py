@@ -30,6 +30,11 @@ class Outcome:
     records: dict[str, RunRecord] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def ended(self) -> int:
+        """The number of runs that are finished or have failed."""
+        return len(self.records) + len(self.failures)
+
 
 def run_all(
     runs: Sequence[Run],
@@ -55,11 +60,9 @@ def run_all(
             outcome.records[run.name] = record
         else:
             waiting.append(run)
-    total = sum(run.steps for run in runs)
-    done = total - sum(run.steps for run in waiting)
     with (
         _hearing() as heard,
-        progress("grid", total, "steps", before=done, every=30.0) as tell,
+        progress("grid", len(runs), "runs", before=len(outcome.records), every=30.0) as tell,
     ):
         running: list[Job] = []
         try:
@@ -68,10 +71,9 @@ def run_all(
                     running.append(Job(waiting.pop(0), grid, out, threads))
                 for job in [job for job in running if job.poll()]:
                     running.remove(job)
-                    done += job.run.steps
-                    _note(job, outcome, runs, done, tell)
+                    _note(job, outcome, tell)
                     after(outcome)
-                _show(running, outcome, runs, done, tell)
+                _show(running, outcome, tell)
                 time.sleep(_TICK)
         finally:
             _end(running, heard)
@@ -81,7 +83,7 @@ def run_all(
     return outcome
 
 
-def _note(job: Job, outcome: Outcome, runs: Sequence[Run], done: float, tell: Tell) -> None:
+def _note(job: Job, outcome: Outcome, tell: Tell) -> None:
     """Record the end of a run, and say it."""
     name = job.run.name
     if job.record is None:
@@ -92,21 +94,17 @@ def _note(job: Job, outcome: Outcome, runs: Sequence[Run], done: float, tell: Te
         outcome.records[name] = job.record
         took = f"{job.record.seconds:.0f} s, {job.record.cpu_seconds:.0f} CPU s"
         text = f"diverged, {took}" if job.record.diverged else took
-    ended = len(outcome.records) + len(outcome.failures)
-    tell(done, printable(f"{ended} of {len(runs)} runs: {name}: {text}"), now=True)
+    tell(outcome.ended, printable(f"{name}: {text}"), now=True)
 
 
-def _show(
-    running: Sequence[Job], outcome: Outcome, runs: Sequence[Run], done: float, tell: Tell
-) -> None:
-    ended = len(outcome.records) + len(outcome.failures)
+def _show(running: Sequence[Job], outcome: Outcome, tell: Tell) -> None:
     shown = [
         f"{job.run.name}" + (f" ({job.doing})" if job.doing != TRAINING else "")
         for job in running[:2]
     ]
     more = [f"{len(running) - 2} more"] if len(running) > 2 else []
-    state = f"{ended} of {len(runs)} runs; now {'; '.join([*shown, *more])}"
-    tell(done + sum(min(job.step, job.run.steps) for job in running), printable(state))
+    state = f"now {'; '.join([*shown, *more])}" if running else ""
+    tell(outcome.ended + sum(job.share for job in running), printable(state))
 
 
 @contextmanager

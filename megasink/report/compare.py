@@ -1,31 +1,56 @@
 """Compare runs on one page: smoothed training loss, validation, head imbalance, and a table."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megasink.report.bands import Array, band_of, draw_band, zoom
 from megasink.report.curves import mark_spikes, series, smoothed
+from megasink.report.grid_results import CellResults
 from megasink.report.spikes import loss_spikes
 from megasink.report.style import label, model_colors, panels, save, styled
 
 AXES = ("step", "tokens")
+EMA = 0.9
+"""Factor of the moving averages in the curves of a grid."""
+COLUMNS = {
+    "steps": "steps",
+    "loss": "lm_loss",
+    "spikes": "spikes",
+    "validation": "valid_lm_loss",
+    "bits/byte": "valid_bits_per_byte",
+    "imbalance": "imbalance",
+}
+"""Column of `summary` -> metric of a grid."""
 
 
 @styled()
 def draw_comparison(
-    runs: dict[str, list[dict[str, Any]]], output: Path, *, x: str = "step", factor: float = 0.9
+    runs: dict[str, list[dict[str, Any]]],
+    output: Path,
+    *,
+    cells: Mapping[str, CellResults] | None = None,
+    x: str = "step",
+    factor: float = EMA,
 ) -> None:
     """Draw the curves of several runs in the same axes (P0.20, P1.41).
 
     Args:
         runs: name -> lines of its metrics.jsonl.
+        cells: name -> runs of a cell of a grid, drawn as mean and standard deviation.
         x: "step" or "tokens".
-        factor: of the exponential moving average of training loss and imbalance.
+        factor: of the exponential moving average of training loss and imbalance; those of cells
+            have `EMA`.
     """
+    cells = cells or {}
     figure, (axes,) = panels(1, 3, 4.2, width=14)
-    for color, (name, lines) in zip(model_colors(len(runs)), runs.items(), strict=True):
+    colors = dict(zip([*runs, *cells], model_colors(len(runs) + len(cells)), strict=True))
+    validation = _validation_key(runs, cells)
+    for name, lines in runs.items():
+        color = colors[name]
         for axis, key in ((axes[0], "lm_loss"), (axes[2], "imbalance")):
             where, values = _series(lines, key, x)
             if not len(values):
@@ -35,9 +60,15 @@ def draw_comparison(
             if key == "lm_loss":
                 text += _plural(mark_spikes(axis, where, values, color))
             axis.plot(where, smoothed(values, factor), color=color, label=text)
-        where, values = _series(lines, _validation_key(runs), x)
+        where, values = _series(lines, validation, x)
         axes[1].plot(where, values, "o-", color=color, label=name)
-    bits = _validation_key(runs) == "valid_bits_per_byte"
+    for name, cell in cells.items():
+        for axis, key in zip(axes, ("lm_loss", validation, "imbalance"), strict=True):
+            if (band := band_of(cell, key)) is not None:
+                draw_band(
+                    axis, band, colors[name], name, _to_tokens(cell) if x == "tokens" else None
+                )
+    bits = validation == "valid_bits_per_byte"
     titles = (
         (f"training loss (EMA {factor:g})", "nats per token"),
         ("validation", "bits per byte" if bits else "nats per token"),
@@ -47,7 +78,7 @@ def draw_comparison(
         label(axis, title, text, x)
     for axis in axes[:2]:
         if axis.lines:
-            _zoom(axis)
+            zoom(axis)
     # Below the spike marks.
     axes[0].legend(loc="upper right", bbox_to_anchor=(1, 0.96))
     save(figure, output)
@@ -57,22 +88,30 @@ def _plural(spikes: int) -> str:
     return f" ({spikes} spike{'s' * (spikes != 1)})" if spikes else ""
 
 
-def _zoom(axis: Any) -> None:
-    """Exclude the first tenth of the curves from the scale: all runs start equally high."""
-    tails = [line.get_ydata()[len(line.get_ydata()) // 10 :] for line in axis.lines]
-    values = np.concatenate([np.asarray(tail, dtype=float) for tail in tails])
-    values = values[np.isfinite(values)]
-    if len(values) and values.max() > values.min():
-        margin = 0.05 * (values.max() - values.min())
-        axis.set_ylim(values.min() - margin, values.max() + margin)
+def _to_tokens(cell: CellResults) -> Callable[[Array], Array]:
+    """Return the function from steps to tokens of a cell's runs, whose batches are the same."""
+    curves = [run.curves["tokens"] for run in cell.runs.values()]
+    steps, tokens = np.asarray(max(curves, key=lambda curve: curve[0][-1] or 0), dtype=float)
+
+    def to_tokens(at: Array) -> Array:
+        return np.asarray(np.interp(at, steps, tokens))
+
+    return to_tokens
 
 
-def _validation_key(runs: dict[str, list[dict[str, Any]]]) -> str:
+def _validation_key(runs: dict[str, list[dict[str, Any]]], cells: Mapping[str, CellResults]) -> str:
     """Return bits per byte, comparable across tokenizers, if every validated run has them."""
+    of_cells = [
+        run.curves
+        for cell in cells.values()
+        for run in cell.runs.values()
+        if "valid_lm_loss" in run.curves
+    ]
     validated = [
         line for lines in runs.values() for line in lines if line.get("valid_lm_loss") is not None
     ]
-    whole = bool(validated) and all("valid_bits_per_byte" in line for line in validated)
+    both = [*validated, *of_cells]
+    whole = bool(both) and all("valid_bits_per_byte" in of for of in both)
     return "valid_bits_per_byte" if whole else "valid_lm_loss"
 
 

@@ -44,15 +44,18 @@ def print_table(results: GridResults) -> None:
         table.add_column(Text(printable(name)), justify="right")
     for name, cell in results.cells.items():
         table.add_row(*(Text(printable(text)) for text in row_of(name, cell, results)))
+    wide_console().print(table)
+
+
+def wide_console() -> Console:
+    """Return a console for tables: as wide as they are where there is no terminal."""
     console = Console()
-    # Not cut where there is no terminal to be wide enough.
-    console = console if console.is_terminal else Console(width=10_000)
-    console.print(table)
+    return console if console.is_terminal else Console(width=1000)
 
 
 def row_of(name: str, cell: CellResults, results: GridResults) -> list[str]:
     """Return the texts of a row: the cell, its metrics, its seeds, its CPU minutes."""
-    metrics = [_metric(cell, metric) for metric in results.metrics]
+    metrics = [metric_of(cell, metric) for metric in results.metrics]
     return [name, *metrics, seeds_of(cell), f"{cell.cpu_minutes:.1f}"]
 
 
@@ -80,7 +83,7 @@ def seeds_of(cell: CellResults) -> str:
     return ", ".join(parts)
 
 
-def _metric(cell: CellResults, name: str) -> str:
+def metric_of(cell: CellResults, name: str) -> str:
     """Return the text of a metric: its spread, or the categories that the seeds have."""
     if name == "diverged":
         return f"{len(cell.diverged)} of {len(cell.runs)}"

@@ -1,13 +1,13 @@
 """The figures of a grid: every metric by cell, and curves with a band over the seeds."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megasink.report.grid_results import CellResults, GridResults
+from megasink.report.bands import band_of, draw_band, zoom
+from megasink.report.grid_results import GridResults
 from megasink.report.style import (
     GRAY,
     label,
@@ -25,56 +25,6 @@ _CURVES = (
     ("valid_lm_loss", "validation", "nats per token"),
     ("imbalance", "head imbalance (EMA 0.9)", "coefficient of variation"),
 )
-
-
-@dataclass(frozen=True)
-class Band:
-    """Mean and spread of a curve over seeds.
-
-    Attributes:
-        steps, mean, deviation: [points]; the deviation (n - 1) is 0 for one seed.
-        alone: curves of seeds that diverged: (steps, values).
-    """
-
-    steps: NDArray[np.float64]
-    mean: NDArray[np.float64]
-    deviation: NDArray[np.float64]
-    alone: list[tuple[NDArray[np.float64], NDArray[np.float64]]]
-
-
-def band_of(cell: CellResults, name: str) -> Band | None:
-    """Return the mean of a curve over the seeds that did not diverge; None if there is no curve.
-
-    It has the steps that all of these seeds have.
-    """
-    curves = {seed: run.curves[name] for seed, run in cell.runs.items() if name in run.curves}
-    if not curves:
-        return None
-    arrays = {seed: np.asarray(curve, dtype=float) for seed, curve in curves.items()}
-    whole = [array for seed, array in arrays.items() if int(seed) not in cell.diverged]
-    alone = [(a[0], a[1]) for seed, a in arrays.items() if int(seed) in cell.diverged]
-    if not whole:
-        nothing = np.zeros(0)
-        return Band(nothing, nothing, nothing, alone)
-    steps = whole[0][0]
-    for array in whole[1:]:
-        steps = np.intersect1d(steps, array[0])
-    values = np.stack([array[1][np.isin(array[0], steps)] for array in whole])
-    deviation = values.std(0, ddof=1) if len(values) > 1 else np.zeros(len(steps))
-    return Band(steps, values.mean(0), deviation, alone)
-
-
-def draw_band(
-    axis: Any, band: Band, color: Any, name: str, to_x: Any = lambda steps: steps
-) -> None:
-    """Draw a mean with its band, and the seeds that diverged as thin dotted lines."""
-    x = to_x(band.steps)
-    few = "o" if len(x) <= 10 else ""
-    axis.plot(x, band.mean, color=color, label=name, marker=few)
-    low, high = band.mean - band.deviation, band.mean + band.deviation
-    axis.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
-    for steps, values in band.alone:
-        axis.plot(to_x(steps), values, color=color, linewidth=0.8, linestyle=":")
 
 
 @styled()
@@ -111,16 +61,6 @@ def draw_curves(results: GridResults, output: Path) -> None:
 def cell_colors(results: GridResults) -> dict[str, Any]:
     """Return a color for every cell."""
     return dict(zip(results.cells, model_colors(len(results.cells)), strict=True))
-
-
-def zoom(axis: Any) -> None:
-    """Exclude the first tenth of the curves from the scale: all runs start equally high."""
-    tails = [line.get_ydata()[len(line.get_ydata()) // 10 :] for line in axis.lines]
-    values = np.concatenate([np.zeros(0), *(np.asarray(tail, dtype=float) for tail in tails)])
-    values = values[np.isfinite(values)]
-    if len(values) and values.max() > values.min():
-        margin = 0.05 * (values.max() - values.min())
-        axis.set_ylim(values.min() - margin, values.max() + margin)
 
 
 @styled()

@@ -1,0 +1,239 @@
+"""Numbers of a grid: final values, curves, means over seeds, tables and figures."""
+
+import csv
+import json
+import math
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from megasink.cli import main as megasink
+from megasink.errors import UserError
+from megasink.grid.collect import of_training
+from megasink.report.bands import band_of
+from megasink.report.grid import markdown, text_of, write_tables
+from megasink.report.grid_figures import draw_cells, draw_curves
+from megasink.report.grid_results import (
+    FORMAT,
+    RunRecord,
+    cell_results,
+    grid_results,
+    is_grid,
+    read_results,
+    spread,
+)
+from megasink.typed_json import to_json
+
+SEEDS = [1, 2, 3]
+
+
+def record(cell, seed, loss, *, diverged=False, stage="aggregating"):
+    steps = [float(step) for step in range(10, 101, 10)]
+    if diverged:
+        steps = steps[:4]
+    curve = [steps, [loss + 100 / (step + 5) for step in steps]]
+    metrics = {"steps": int(steps[-1]), "spikes": 0, "diverged": diverged}
+    if not diverged:
+        metrics |= {"valid_lm_loss": loss, "imbalance": loss / 10, "heads/stage": stage}
+    return RunRecord(
+        format=FORMAT,
+        cell=cell,
+        points={"attention": cell},
+        seed=seed,
+        flags={},
+        measure={},
+        metrics=metrics,
+        curves={"lm_loss": curve, "imbalance": curve, "tokens": [steps, [64 * s for s in steps]]},
+        seconds=12.0,
+        cpu_seconds=30.0,
+        start="fork",
+        threads=1,
+        versions={"torch": "2.15"},
+        hardware="a machine",
+        date="2026-11-22",
+    )
+
+
+def results(cells=("vanilla", "sink"), diverging="sink", missing="vanilla"):
+    metrics = ["valid_lm_loss", "imbalance", "heads/stage", "diverged"]
+    found = {}
+    for index, name in enumerate(cells):
+        seeds = SEEDS[:2] if name == missing else SEEDS
+        stages = ["none", "none", "amplified"]
+        records = [
+            record(name, s, 3 + index + s / 10, diverged=name == diverging and s == 2, stage=stage)
+            for s, stage in zip(seeds, stages, strict=False)
+        ]
+        left = {3: "the disk is full"} if name == missing else {}
+        found[name] = cell_results({"attention": name}, records, left)
+    return grid_results("Tiny | runs", SEEDS, metrics, {"attention": list(cells)}, found)
+
+
+def test_mean_and_deviation_over_seeds():
+    cell = results().cells["vanilla"]
+    loss = cell.metrics["valid_lm_loss"]
+    assert loss.values == {"1": 3.1, "2": 3.2}
+    assert (loss.count, loss.mean) == (2, pytest.approx(3.15))
+    assert loss.standard_deviation == pytest.approx(np.std([3.1, 3.2], ddof=1))
+    assert cell.missing == {"3": "the disk is full"}
+    assert cell.cpu_minutes == 1.0
+    assert spread({"1": 2.0}).standard_deviation is None
+    assert "heads/stage" not in cell.metrics  # names of categories have no mean
+
+
+def test_a_run_that_diverged_has_no_final_loss():
+    cell = results().cells["sink"]
+    assert cell.diverged == [2]
+    assert cell.metrics["valid_lm_loss"].values == {"1": 4.1, "3": 4.3}
+    band = band_of(cell, "lm_loss")
+    assert list(band.steps) == list(range(10, 101, 10))  # not cut to the shorter run
+    assert band.mean[-1] == pytest.approx(4.2 + 100 / 105)
+    assert band.deviation[-1] == pytest.approx(np.std([4.1, 4.3], ddof=1))
+    assert len(band.alone) == 1
+
+
+def test_the_table():
+    lines = markdown(results()).splitlines()
+    assert lines[0] == "# Tiny | runs"
+    assert lines[2] == (
+        "| cell | valid_lm_loss | imbalance | heads/stage | diverged | seeds | CPU minutes |"
+    )
+    assert lines[4] == (
+        "| vanilla | 3.150 ± 0.071 | 0.3150 ± 0.0071 | 2 none | 0 of 2 | 2, 1 of 3 missing | 1.0 |"
+    )
+    assert lines[5] == (
+        "| sink | 4.20 ± 0.14 (n = 2) | 0.420 ± 0.014 (n = 2) | 1 none, 1 amplified | 1 of 3 "
+        "| 3, 1 of 3 diverged | 1.5 |"
+    )
+    assert "a machine; 2026-11-22" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([1.0], "1"),
+        ([0.123456], "0.1235"),
+        ([1.0, 1.0], "1 ± 0"),
+        ([1.0, 1.02], "1.010 ± 0.014"),
+        ([100.0, 300.0], "200 ± 141"),
+        ([5e-9, 6e-9], "5.5e-09 ± 7.1e-10"),
+    ],
+)
+def test_numbers_have_the_digits_of_their_spread(values, text):
+    assert text_of(spread({str(i): value for i, value in enumerate(values)})) == text
+
+
+def test_the_numbers_as_csv(tmp_path):
+    write_tables(results(), tmp_path)
+    with (tmp_path / "table.csv").open(newline="") as file:
+        vanilla, sink = csv.DictReader(file)
+    assert (vanilla["cell"], vanilla["axis attention"]) == ("vanilla", "vanilla")
+    assert float(sink["valid_lm_loss"]) == pytest.approx(4.2)
+    assert float(sink["valid_lm_loss standard deviation"]) == pytest.approx(0.1414, abs=1e-4)
+    assert (sink["valid_lm_loss n"], sink["runs"], sink["diverged"]) == ("2", "3", "1")
+    assert vanilla["missing"] == "1"
+
+
+def save(folder, of):
+    folder.mkdir()
+    (folder / "grid.json").write_text("{}")
+    (folder / "results.json").write_text(json.dumps(to_json(of)))
+
+
+def test_results_are_read_as_they_were_written(tmp_path):
+    save(tmp_path / "a", results())
+    assert is_grid(tmp_path / "a")
+    assert read_results(tmp_path / "a") == results()
+    told = to_json(results()) | {"format": 99}
+    (tmp_path / "a" / "results.json").write_text(json.dumps(told))
+    with pytest.raises(UserError, match="has format 99, not 1"):
+        read_results(tmp_path / "a")
+
+
+def colored(path, *colors):
+    """How many pixels of a picture have each color."""
+    picture = matplotlib.image.imread(path)[..., :3]
+    return [
+        int((np.abs(picture - np.array(color) / 255).max(axis=2) < 0.02).sum()) for color in colors
+    ]
+
+
+BLUE, VERMILION = (0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)
+
+
+def test_figures_show_every_cell(tmp_path):
+    draw_cells(results(), tmp_path / "grid.png")
+    draw_curves(results(), tmp_path / "curves.png")
+    assert min(colored(tmp_path / "grid.png", BLUE, VERMILION)) > 100
+    assert min(colored(tmp_path / "curves.png", BLUE, VERMILION)) > 500
+
+
+def test_figures_of_many_cells_and_of_none(tmp_path):
+    many = results([f"cell {i}, learning rate 1e-{i}" for i in range(30)], None, None)
+    draw_cells(many, tmp_path / "many.png")
+    draw_curves(many, tmp_path / "many_curves.png")
+    height, _, _ = matplotlib.image.imread(tmp_path / "many.png").shape
+    assert height > 30 * 30  # pixels for each cell's name
+    none = grid_results(
+        "none", [1], ["lm_loss"], {}, {"all": cell_results({}, [], {1: "not finished"})}
+    )
+    draw_cells(none, tmp_path / "none.png")
+    draw_curves(none, tmp_path / "none_curves.png")
+    assert "1 of 1 missing" in markdown(none)
+
+
+def test_compare_draws_the_cells_of_a_grid_beside_a_run(tmp_path, capsys):
+    save(tmp_path / "grid", results())
+    (tmp_path / "run").mkdir()
+    lines = [{"iteration": i, "lm_loss": 4.0, "tokens": 64 * i, "seconds": 1} for i in (1, 2, 3)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "run" / "metrics.jsonl").write_text(text)
+    for x in ("step", "tokens"):
+        output = ["--output", str(tmp_path / f"{x}.png"), "--x", x]
+        assert megasink(["compare", str(tmp_path / "grid"), str(tmp_path / "run"), *output]) == 0
+        said = capsys.readouterr().out
+        assert "grid: vanilla (2 seeds)" in said
+        assert "grid: sink (3 seeds, 3, 1 of 3 diverged)" not in said
+        assert "grid: sink (3 seeds, 1 diverged)" in said
+        assert "3.150 ± 0.071" in said
+        # The run is blue, the cells have the next colors.
+        assert min(colored(tmp_path / f"{x}.png", VERMILION, (0x00, 0x9E, 0x73))) > 200
+    only = ["compare", str(tmp_path / "grid"), "--output", str(tmp_path / "only.png")]
+    assert megasink([*only, "--smoothing", "0.5"]) == 2
+    assert "--smoothing 0.5: curves of a grid are smoothed by 0.9" in capsys.readouterr().err
+    assert megasink(only) == 0
+    assert " vanilla (2 seeds)" in capsys.readouterr().out
+
+
+def test_compare_refuses_a_grid_without_a_finished_run(tmp_path, capsys):
+    save(tmp_path / "grid", grid_results("none", [1], ["lm_loss"], {}, {}))
+    assert megasink(["compare", str(tmp_path / "grid")]) == 2
+    assert "has no finished run yet" in capsys.readouterr().err
+
+
+def test_final_values_and_thinned_curves():
+    lines = [
+        {"iteration": i, "lm_loss": 2 + 1 / i, "imbalance": 0.5, "tokens": 64 * i}
+        for i in range(1, 1001)
+    ]
+    lines.insert(500, {"iteration": 500, "valid_lm_loss": 2.5})
+    lines.append({"iteration": 1000, "valid_lm_loss": 2.25, "analysis_circuit_stage": "none"})
+    metrics, curves = of_training(lines)
+    assert metrics["valid_lm_loss"] == 2.25
+    assert metrics["analysis_circuit_stage"] == "none"
+    assert metrics["imbalance"] == pytest.approx(0.5)
+    assert metrics["lm_loss"] == pytest.approx(2.001, abs=1e-4)
+    assert {"steps": 1000, "spikes": 0, "diverged": False}.items() <= metrics.items()
+    assert curves["valid_lm_loss"] == [[500.0, 1000.0], [2.5, 2.25]]
+    steps, values = curves["lm_loss"]
+    assert len(steps) == len(values) == 100
+    assert (steps[0], steps[-1]) == (10.0, 1000.0)
+
+
+def test_a_last_loss_of_nan_is_a_divergence():
+    lines = [{"iteration": i, "lm_loss": loss} for i, loss in enumerate([3.0, 2.0, math.nan], 1)]
+    metrics, curves = of_training(lines)
+    assert metrics == {"steps": 3, "spikes": 1, "diverged": True}
+    assert curves["lm_loss"][1][-1] is None
+    assert json.loads(json.dumps(curves), parse_constant=pytest.fail)
