@@ -214,8 +214,8 @@ class HeadBalanceOptions:
 
 
 @dataclass(kw_only=True)
-class DataOptions:
-    """Changes of the text in training and evaluations (docs/positions.md#replaced-tokens)."""
+class TrainingOptions:
+    """Changes of the text (docs/positions.md#replaced-tokens) and of weight decay, as in P2."""
 
     replace_tokens_at: list[int] | None = field(
         default=None,
@@ -230,6 +230,9 @@ class DataOptions:
     )
     """What replaces them. random: tokens drawn uniformly from the vocabulary without its special
     tokens, the same ones in every epoch. ID: the token with this id."""
+
+    decay_all_parameters: bool = False
+    """Apply --weight-decay to norms and biases too (P2.17), which Megatron exempts."""
 
 
 @dataclass(kw_only=True)
@@ -334,7 +337,7 @@ MODEL_OPTIONS = (
 )
 """Options that define the model; the others control training."""
 
-_OTHERS = (HeadBalanceOptions, DataOptions, LoraOptions, ObservingOptions, RunOptions)
+_OTHERS = (HeadBalanceOptions, TrainingOptions, LoraOptions, ObservingOptions, RunOptions)
 OPTIONS = (*MODEL_OPTIONS, *_OTHERS)
 
 

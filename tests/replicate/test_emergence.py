@@ -1,10 +1,12 @@
 """Experiment b: the trainer takes the flags of every cell; the fixed token stands for no text."""
 
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from examples.replicate import languages
 from megasink.data.corpus import Document
 from megasink.data.tokenizer import load_tokenizer, train_tokenizer
 from megasink.grid.file import read_grid
@@ -12,7 +14,7 @@ from megasink.grid.plan import plan
 
 FOLDER = Path(__file__).parents[2] / "examples" / "replicate" / "b_emergence"
 CORPORA = ("triggers", "few", "stream", "text", "text-tenth", "text-hundredth")
-CELLS = {"fast": 8, "full": 31}
+CELLS = {"fast": 8, "full": 32}
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +40,23 @@ def test_the_trainer_takes_the_flags_of_every_cell(form, out):
     assert len(flags) == len(runs)  # no two cells are the same run
 
 
+def fixed_tokens(form):
+    cells = read_grid(FOLDER / f"{form}.toml").cells
+    return {cell.flags.get("replace-tokens-with") for cell in cells} - {None, "random"}
+
+
+def test_the_fixed_token_of_the_fast_form_is_a_letter_that_its_language_lacks(tmp_path):
+    told = tomllib.loads((FOLDER / "experiment.toml").read_text())
+    letters = told["data"]["stream"]["fast"]["letters"]
+    languages.write_tokenizer(tmp_path / "tokenizer")
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    assert tokenizer.convert_ids_to_tokens(list(fixed_tokens("fast"))) == [languages.LETTERS[-1]]
+    assert languages.LETTERS[-1] not in languages.LETTERS[:letters]
+
+
 def test_the_fixed_token_of_the_full_form_is_in_no_text(tmp_path):
     """A byte that UTF-8 does not have, in a vocabulary of any size."""
-    grid = read_grid(FOLDER / "full.toml")
-    fixed = {cell.flags.get("replace-tokens-with") for cell in grid.cells} - {None, "random"}
     train_tokenizer([Document(Path(__file__).read_text() * 3, "test")], 340, tmp_path / "tokenizer")
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
-    names = {tokenizer.convert_ids_to_tokens(token) for token in fixed}
+    names = {tokenizer.convert_ids_to_tokens(token) for token in fixed_tokens("full")}
     assert names == {"<0xC0>"}

@@ -76,7 +76,11 @@ def analyzed_samples(command_lines: list[list[str]]) -> list[dict[str, Any]]:
 
 
 def groups_of_the_trainer(
-    distributed: bool, lr_mult: float, weight_decay: float, **options: Any
+    distributed: bool,
+    lr_mult: float,
+    weight_decay: float,
+    decay_all: bool = False,
+    **options: Any,
 ) -> list[dict[str, Any]]:
     """The parameter groups of the optimizer that the training loop would build."""
     from megatron.core.optimizer import get_megatron_optimizer
@@ -99,6 +103,7 @@ def groups_of_the_trainer(
         use_distributed_optimizer=distributed,
         sink_lr_mult=lr_mult,
         sink_weight_decay=weight_decay,
+        decay_all_parameters=decay_all,
     )
     with grouping_sink_parameters():
         optimizer_config, overrides = training.get_megatron_optimizer_config(args)
