@@ -20,6 +20,8 @@ from megasink.upstream.training import OPTIMIZER_GROUPS
 from megasink.variants import parameter_names
 
 Overrides = dict[ParamKey, ParamGroupOverride]
+# What get_standard_config_overrides says of vectors (megatron/core/optimizer/__init__.py:116)
+_EXEMPT = ParamGroupOverride(wd_mult=0.0)
 
 
 def with_sink_parameters(
@@ -42,7 +44,7 @@ def with_sink_parameters(
         decay_all: the other vectors decay like matrices (P2.17).
     """
     if decay_all:
-        overrides = {key: _decayed(value) for key, value in overrides.items()}
+        overrides = {k: v for k, v in overrides.items() if v != _EXEMPT}
     # Two values for wd_mult would conflict: the standard keys must not match sink parameters.
     others: Overrides = {
         _key(f"{index}-but-sinks", key): value
@@ -55,13 +57,6 @@ def with_sink_parameters(
         ours["max_lr"] = config.lr * lr_mult
         ours["min_lr"] = (config.min_lr or 0.0) * lr_mult
     return {**others, _key("sinks", None): ours}
-
-
-def _decayed(override: ParamGroupOverride) -> ParamGroupOverride:
-    """Return an override of Megatron's without its exemption from weight decay."""
-    exempt = override.get("wd_mult") == 0.0
-    # At 1 it is what all matrices have, so that no group is added.
-    return ParamGroupOverride({**override, "wd_mult": 1.0}) if exempt else override
 
 
 def _key(name: str, inner: ParamKey | None) -> ParamKey:
