@@ -20,7 +20,7 @@ from megasink.upstream.training import OPTIMIZER_GROUPS
 from megasink.variants import parameter_names
 
 Overrides = dict[ParamKey, ParamGroupOverride]
-# What get_standard_config_overrides says of vectors (megatron/core/optimizer/__init__.py:116)
+# What get_standard_config_overrides says of vectors (megatron/core/optimizer/__init__.py:118)
 _EXEMPT = ParamGroupOverride(wd_mult=0.0)
 
 
