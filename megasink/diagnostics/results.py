@@ -123,7 +123,7 @@ class RunFacts:
     bos: str | None = None
     seq_length: int | None = None
     max_samples: int | None = None
-    replaced_positions: list[int] = field(default_factory=list)
+    replaced_positions: list[int] | None = None
     replaced_with: str | None = None
     seed: int
     device: str | None = None
@@ -201,7 +201,7 @@ class SweepResults:
     data: list[str]
     max_samples: int | None
     data_sha256: str
-    replaced_positions: list[int] = field(default_factory=list)
+    replaced_positions: list[int] | None = None
     replaced_with: str | None = None
     set_by: str
     thresholds: dict[str, float]

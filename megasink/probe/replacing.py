@@ -54,9 +54,10 @@ def replacement_for(args: argparse.Namespace, model: ProbedModel) -> Replacement
         kept = args.replace_tokens_at == [KEPT]
         positions = [] if kept else _positions(args.replace_tokens_at)
         value = args.replace_tokens_with
-    args.replaced_positions, args.replaced_with = positions, value if positions else None
+    args.replaced_positions = args.replaced_with = None
     if not positions:
         return None
+    args.replaced_positions, args.replaced_with = positions, value
     found = replacement(
         positions, value or "", seed=args.seed, tokenizer=model.tokenizer, size=model.vocabulary
     )

@@ -94,7 +94,7 @@ class LiveAnalysis:
             positions=recorder.positions,
             columns=recorder.columns,
             loss=True,
-            replaced_positions=list(args.replace_tokens_at or []),
+            replaced_positions=args.replace_tokens_at,
             replaced_with=args.replace_tokens_with,
             seed=args.seed,
             device="cpu" if args.cpu else "cuda",

@@ -129,7 +129,7 @@ def test_analyses_of_the_run_do_the_same(pool, run, tmp_path):
         "as trained": ([0, 2], "random"),
         "given": ([2, 0], "random"),
         "fixed": ([1], "7"),
-        "kept": ([], None),
+        "kept": (None, None),
     }
     text = np.array(found["kept"]["tokens"])
     assert text.shape == (2, 16)
