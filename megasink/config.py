@@ -214,6 +214,28 @@ class HeadBalanceOptions:
 
 
 @dataclass(kw_only=True)
+class TrainingOptions:
+    """Changes of the text (docs/positions.md#replaced-tokens) and of weight decay, as in P2."""
+
+    replace_tokens_at: list[int] | None = field(
+        default=None,
+        metadata={"argparse_meta": {"nargs": "+", "type": int, "metavar": "POSITION"}},
+    )
+    """Replace the tokens at these positions of every sequence, from 0, as input and as target: of
+    every sample, or of every document with --dataloader-inter-document-masking. Analyses of the run
+    do the same (P2.15, P2.16)."""
+
+    replace_tokens_with: str | None = field(
+        default=None, metadata={"argparse_meta": {"metavar": "{random,ID}"}}
+    )
+    """What replaces them. random: tokens drawn uniformly from the vocabulary without its special
+    tokens, the same ones in every epoch. ID: the token with this id."""
+
+    decay_all_parameters: bool = False
+    """Apply --weight-decay to norms and biases too (P2.17), which Megatron exempts."""
+
+
+@dataclass(kw_only=True)
 class LoraOptions:
     """LoRA (docs/finetuning.md): train low-rank changes of the frozen --pretrained-checkpoint."""
 
@@ -315,7 +337,8 @@ MODEL_OPTIONS = (
 )
 """Options that define the model; the others control training."""
 
-OPTIONS = (*MODEL_OPTIONS, HeadBalanceOptions, LoraOptions, ObservingOptions, RunOptions)
+_OTHERS = (HeadBalanceOptions, TrainingOptions, LoraOptions, ObservingOptions, RunOptions)
+OPTIONS = (*MODEL_OPTIONS, *_OTHERS)
 
 
 def visible_tokens(window_size: tuple[int, int] | None) -> int | None:

@@ -180,6 +180,14 @@ MISTAKES = {
     ),
     "analyze-head": (ANALYZE + " --maps 3:5", "3:5"),
     "analyze-misspelt": (ANALYZE + " --seq-lenght 64", "did you mean --seq-length?"),
+    "analyze-replaced": (
+        ANALYZE + " --replace-tokens-at 0 zero",
+        "--replace-tokens-at zero: give positions from 0 on, or none alone",
+    ),
+    "analyze-replaced-by": (
+        ANALYZE + " --replace-tokens-at 0 --replace-tokens-with some",
+        "--replace-tokens-with some: use random, or the id of a token",
+    ),
     "analyze-data": (ANALYZE.replace("text.txt", "txt.text"), "{0}/txt.text"),
     "sweep-lengths": (
         "sweep {0}/llama --data {0}/text.txt --output {0}/new/out --lengths 1",

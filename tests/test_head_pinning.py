@@ -3,8 +3,8 @@
 import pytest
 
 from examples import head_pinning
-from examples.replicate.languages import LETTERS
 from megasink.data.tokenizer import load_tokenizer
+from megasink.data.trigger_language import LETTERS
 from megasink.train import early
 
 

@@ -24,10 +24,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from examples.replicate.languages import AROUND, RetrievalLanguage, write_retrieval
+from examples.replicate.languages import RetrievalLanguage, write_retrieval
 from examples.replicate.retrieval import retrieval
 from megasink.atomic import atomic_text
 from megasink.checkpoint.find import newest_checkpoint
+from megasink.data.trigger_language import AROUND
 from megasink.errors import UserError
 from megasink.finetune.steps import Step
 from megasink.process import prepare_quietly

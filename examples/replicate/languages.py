@@ -1,150 +1,35 @@
 """Synthetic languages of letters, in which attention sinks and retrieval form within minutes.
 
-`TriggerLanguage`: a Markov chain in which some letters, the triggers, are followed by what stood
-before them. A head that copies has nothing to do elsewhere, and rests on the first token (dormant
-heads; P0.16). `RetrievalLanguage`: the same kind of chain as filler, with pairs of a key and its
-value, and keys that return later and must be followed by their value (P1.37, P1.38 in small).
-
-Both use one tokenizer of 66 tokens: BOS, EOD and 64 letters. A document of L letters has L + 2.
+The language of trigger letters is `megasink.data.trigger_language`. `RetrievalLanguage` has the
+same kind of chain as filler, with pairs of a key and its value, and keys that return later and must
+be followed by their value (P1.37, P1.38 in small); the tokenizer is the same.
 
 Shapes: D documents, L letters, N letters of the alphabet, P pairs of a document.
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megasink.atomic import atomic_text
 from megasink.commands.data import main as data
+from megasink.data.trigger_language import (
+    Floats,
+    Ids,
+    TriggerLanguage,
+    chain_of,
+    check_letters,
+    next_letters,
+    texts_of,
+    write_tokenizer,
+)
 
-LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-"
-BOS, EOD = "<s>", "</s>"
-AROUND = 2
-"""Tokens of a document beside its letters: BOS before them, EOD behind them."""
 SAMPLE = 64
 """Documents that are held out of the training text, for analyses."""
-
-Ids = NDArray[np.int64]
-Floats = NDArray[np.float64]
-
-
-def write_tokenizer(folder: Path) -> None:
-    """Write a Hugging Face tokenizer of exactly BOS, EOD and the letters; it puts BOS before texts.
-
-    Other characters are dropped. There is no UNK to raise at, as Megatron encodes a sentence of its
-    own when it loads a tokenizer.
-    """
-    from tokenizers import Tokenizer, decoders, models, processors
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {name: i for i, name in enumerate((BOS, EOD, *LETTERS))}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.post_processor = processors.TemplateProcessing(f"{BOS} $A", None, [(BOS, 0)])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOD)
-    fast.save_pretrained(folder)
-
-
-def texts_of(ids_DL: Ids) -> Iterator[str]:
-    """Yield the documents as text."""
-    names = np.array(list(LETTERS))
-    return ("".join(names[row]) for row in ids_DL)
-
-
-def _chain(seed: int, letters: int, concentration: float) -> Floats:
-    """Return an [N, N] matrix of transitions, every row drawn from a Dirichlet distribution."""
-    random = np.random.default_rng(seed)
-    return random.dirichlet(np.full(letters, concentration), letters)
-
-
-def _next(rows_NN: Floats, last_D: Ids, random: np.random.Generator) -> Ids:
-    """Draw a letter behind each of `last_D`; `rows_NN` is cumulative."""
-    drawn = (rows_NN[last_D] < random.random(len(last_D))[:, None]).sum(1)
-    return drawn.clip(max=len(rows_NN) - 1)  # type: ignore[no-any-return]
-
-
-def _entropy(probabilities: Floats) -> Floats:
-    """Return the entropy of the last axis in nats."""
-    logs = np.log(probabilities, where=probabilities > 0, out=np.zeros_like(probabilities))
-    return -(probabilities * logs).sum(-1)  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True)
-class TriggerLanguage:
-    """A Markov chain of letters; behind a trigger stands what stood before it.
-
-    The first letter is no trigger, and uniform among the others, so two triggers never stand side
-    by side.
-
-    Args:
-        letters: N; the alphabet is the first N of `LETTERS`.
-        triggers: the first letters of the alphabet.
-        chain: seed of the transitions, so the language itself.
-        concentration: of the Dirichlet distribution of a row; lower ones are easier to predict.
-    """
-
-    letters: int = len(LETTERS)
-    triggers: int = 4
-    chain: int = 0
-    concentration: float = 0.1
-
-    def __post_init__(self) -> None:
-        _check_letters(self.letters)
-        if not 0 <= self.triggers < self.letters:
-            raise ValueError(f"triggers {self.triggers}: 0 to {self.letters - 1}")
-
-    @cached_property
-    def transitions_NN(self) -> Floats:
-        """Probabilities of the next letter behind a letter that is no trigger, float64."""
-        return _chain(self.chain, self.letters, self.concentration)
-
-    def sample(self, documents: int, length: int, seed: int) -> Ids:
-        """Return documents as [D, L] int64 ids of letters."""
-        random = np.random.default_rng(seed)
-        rows_NN = self.transitions_NN.cumsum(1)
-        ids_DL = np.empty((documents, length), dtype=np.int64)
-        ids_DL[:, 0] = random.integers(self.triggers, self.letters, documents)
-        for t in range(1, length):
-            ids_DL[:, t] = _next(rows_NN, ids_DL[:, t - 1], random)
-            if t > 1:
-                copies_D = ids_DL[:, t - 1] < self.triggers
-                ids_DL[copies_D, t] = ids_DL[copies_D, t - 2]
-        return ids_DL
-
-    def entropy_by_position(self, length: int) -> Floats:
-        """Return [L] the entropy in nats of every letter given all before it, float64.
-
-        Exact: the distribution of the last two letters is carried from position to position.
-        """
-        rows_NN, copied = self.transitions_NN, np.arange(self.letters) < self.triggers
-        row_entropy_N = np.where(copied, 0.0, _entropy(rows_NN))
-        first_N = np.where(copied, 0.0, 1 / (self.letters - self.triggers))
-        entropy_L = np.empty(length)
-        entropy_L[0] = _entropy(first_N)
-        pair_NN = first_N[:, None] * rows_NN  # [before, last]
-        for t in range(1, length):
-            last_N = first_N if t == 1 else pair_NN.sum(0)
-            entropy_L[t] = last_N @ row_entropy_N
-            if t > 1:
-                drawn_NN = np.where(copied, 0.0, last_N)[:, None] * rows_NN
-                # (a, trigger) is followed by a: the new pair is (trigger, a).
-                pair_NN = drawn_NN + np.where(copied, pair_NN, 0.0).T
-        return entropy_L
-
-    def irreducible_loss(self, length: int) -> float:
-        """Return the lowest mean loss in nats per token of documents of so many letters.
-
-        Over all L + 2 tokens, as training counts them: EOD stands where every document ends and BOS
-        behind it, so both can be known. A model that cannot count the letters of a document stays
-        above it.
-        """
-        return float(self.entropy_by_position(length).sum() / (length + AROUND))
 
 
 @dataclass(frozen=True)
@@ -167,11 +52,11 @@ class RetrievalLanguage:
     chain: int = 0
 
     def __post_init__(self) -> None:
-        _check_letters(self.filler + self.keys + self.values)
+        check_letters(self.filler + self.keys + self.values)
 
     @cached_property
     def _rows_NN(self) -> Floats:
-        return _chain(self.chain, self.filler, 0.1).cumsum(1)
+        return chain_of(self.chain, self.filler, 0.1).cumsum(1)
 
     @property
     def value_ids(self) -> range:
@@ -246,7 +131,7 @@ class RetrievalLanguage:
         ids_DL = np.empty((documents, length), dtype=np.int64)
         ids_DL[:, 0] = random.integers(0, self.filler, documents)
         for t in range(1, length):
-            ids_DL[:, t] = _next(self._rows_NN, ids_DL[:, t - 1], random)
+            ids_DL[:, t] = next_letters(self._rows_NN, ids_DL[:, t - 1], random)
         return ids_DL
 
     def _places(self, length: int, count: int, random: np.random.Generator) -> Ids:
@@ -259,11 +144,6 @@ class RetrievalLanguage:
             raise ValueError(f"pairs {pairs}: 1 to {self.keys}, one for every key")
         if length < needed:
             raise ValueError(f"length {length}: {needed} letters or more")
-
-
-def _check_letters(letters: int) -> None:
-    if not 2 <= letters <= len(LETTERS):
-        raise ValueError(f"{letters} letters: 2 to {len(LETTERS)}")
 
 
 def write_triggers(

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasink.grid.file import Cell, read_grid
-
 from examples.replicate.programs import PROGRAMS
 from megasink.command_line import unknown_name
 from megasink.errors import ConfigError, UserError
+from megasink.grid.file import Cell, read_grid
 
 KEYS = ("cells", "metrics", "measure")
 PLACES = ("run", "runs", "measured")

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from examples.replicate.languages import LETTERS, RetrievalLanguage
+from examples.replicate.languages import RetrievalLanguage
+from megasink.data.trigger_language import LETTERS
 from megasink.errors import UserError
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)

@@ -46,7 +46,7 @@ _THIS_PROCESS = frozenset(
     """.split()
 )
 # Arguments that the model configuration reads under other names (tests/security checks the list),
-# the sink token, and the length of training.
+# the sink token, what was replaced in the text, and the length of training.
 _OTHER_NAMES = frozenset(
     """
     num_experts group_query_attention padded_vocab_size untie_embeddings_and_output_weights
@@ -56,6 +56,7 @@ _OTHER_NAMES = frozenset(
     fp16_lm_cross_entropy make_vocab_size_divisible_by bias_swiglu_fusion bias_gelu_fusion seed
     yarn_correction_range_round_to_int
     variable_seq_lengths sink_token_id global_batch_size
+    replace_tokens_at replace_tokens_with
     """.split()
 )
 # Also read for a model, but these name files, folders and modules to import.

@@ -87,5 +87,7 @@ def open_checkpoint(args: argparse.Namespace, iteration: int | None, ranks: Rank
         vocabulary=len(loaded.tokenizer),
         positions=trained.max_position_embeddings,
         first=(trained.sink_token_id,) if trained.sink_token else (),
+        replaced_at=tuple(trained.replace_tokens_at or ()),
+        replaced_with=trained.replace_tokens_with,
         facts=facts,
     )

@@ -12,14 +12,10 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from megasink.atomic import atomic_text
 from megasink.command_line import CommandParser
 from megasink.commands import data as data_command
-from megasink.data.trigger_language import (
-    LETTERS,
-    TriggerLanguage,
-    write_documents,
-    write_tokenizer,
-)
+from megasink.data.trigger_language import LETTERS, TriggerLanguage, texts_of, write_tokenizer
 from megasink.errors import UserError
 from megasink.report.curves import read_metrics
 from megasink.report.demo import draw_demo
@@ -27,7 +23,8 @@ from megasink.train.launch import launch
 
 STEPS = 400
 LANGUAGE = TriggerLanguage()
-# A document is a sample: a few more than the steps and the evaluations read.
+LENGTH = 62  # letters; with BOS and EOD, a document fills a sample
+# A few more than the steps and the evaluations read.
 DOCUMENTS = 5000
 RUNS = {"no-loss": "0", "loss": "1e-2"}
 """Run -> --head-balance-coeff."""
@@ -81,10 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _make_data(prefix: Path, tokenizer: Path, documents: int, console: Console) -> None:
     text = prefix.with_suffix(".jsonl")
     write_tokenizer(tokenizer)
-    write_documents(text, LANGUAGE.documents(documents))
-    with text.open() as file:
-        document = json.loads(next(file))["text"]
-    console.print(f"  a document: {document}")
+    texts = list(texts_of(LANGUAGE.sample(documents, LENGTH, seed=1)))
+    atomic_text(text, "".join(json.dumps({"text": text}) + "\n" for text in texts))
+    console.print(f"  a document: {texts[0]}")
     console.print(
         f"  Behind each of {' '.join(LETTERS[: LANGUAGE.triggers])} stands the letter before it; "
         "every other letter depends on its neighbor alone."
@@ -127,11 +123,11 @@ def summary(folder: Path) -> list[str]:
 
 def _sample(run: Path, console: Console) -> None:
     """Continue the beginning of a new document, and count the triggers it understood."""
-    prompt = next(LANGUAGE.documents(1, seed=11))[:_PROMPT_LETTERS]
+    (prompt,) = texts_of(LANGUAGE.sample(1, _PROMPT_LETTERS, seed=2))
     # In a separate process, as this one must not become a Megatron rank. On one thread: more do not
     # speed up single tokens of so small a model.
     flags = ["--prompt", prompt, "--temperature", "0.7", "--seed", "7"]
-    flags += ["--max-new-tokens", str(LANGUAGE.length - _PROMPT_LETTERS)]
+    flags += ["--max-new-tokens", str(LENGTH - _PROMPT_LETTERS)]
     command = [sys.executable, "-m", "megasink.cli", "generate", str(run), *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     made = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True)

@@ -1,60 +1,142 @@
-"""A synthetic language in which an attention sink forms within a minute of training.
+"""A synthetic language of letters in which an attention sink forms within a minute of training.
 
-A Markov chain of letters, a few of which are triggers: behind a trigger stands the letter that
-stood before it. A head that copies has nothing to do at any other letter, and rests on the first
-token (the Bigram-Backcopy task of Guo et al., 2024, "Active-Dormant Attention Heads").
+`TriggerLanguage`: a Markov chain in which some letters, the triggers, are followed by what stood
+before them. A head that copies has nothing to do elsewhere, and rests on the first token: the
+Bigram-Backcopy task of Guo et al. (2024), "Active-Dormant Attention Heads".
+
+Its tokenizer has 66 tokens: BOS, EOD and 64 letters. A document of L letters has L + 2.
+
+Shapes: D documents, L letters, N letters of the alphabet.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-
-from megasink.atomic import atomic_text
+from numpy.typing import NDArray
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-"
 BOS, EOD = "<s>", "</s>"
+AROUND = 2
+"""Tokens of a document beside its letters: BOS before them, EOD behind them."""
+
+Ids = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a Hugging Face tokenizer of exactly BOS, EOD and the letters; it puts BOS before texts.
+
+    Other characters are dropped. There is no UNK to raise at, as Megatron encodes a sentence of its
+    own when it loads a tokenizer.
+    """
+    from tokenizers import Tokenizer, decoders, models, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {name: i for i, name in enumerate((BOS, EOD, *LETTERS))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(f"{BOS} $A", None, [(BOS, 0)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOD)
+    fast.save_pretrained(folder)
+
+
+def texts_of(ids_DL: Ids) -> Iterator[str]:
+    """Yield the documents as text."""
+    names = np.array(list(LETTERS))
+    return ("".join(names[row]) for row in ids_DL)
+
+
+def chain_of(seed: int, letters: int, concentration: float) -> Floats:
+    """Return an [N, N] matrix of transitions, every row drawn from a Dirichlet distribution."""
+    random = np.random.default_rng(seed)
+    return random.dirichlet(np.full(letters, concentration), letters)
+
+
+def next_letters(rows_NN: Floats, last_D: Ids, random: np.random.Generator) -> Ids:
+    """Draw a letter behind each of `last_D`; `rows_NN` is cumulative."""
+    drawn = (rows_NN[last_D] < random.random(len(last_D))[:, None]).sum(1)
+    return drawn.clip(max=len(rows_NN) - 1)
+
+
+def entropy_of(probabilities: Floats) -> Floats:
+    """Return the entropy of the last axis in nats."""
+    logs = np.log(probabilities, where=probabilities > 0, out=np.zeros_like(probabilities))
+    return -(probabilities * logs).sum(-1)
 
 
 @dataclass(frozen=True)
 class TriggerLanguage:
-    """A chain, and the shape of its documents.
+    """A Markov chain of letters; behind a trigger stands what stood before it.
 
-    Attributes:
-        chain: seed of the transition probabilities.
-        triggers: number of letters that are triggers, the first ones.
-        length: letters of a document; with BOS and EOD it has two tokens more.
-        concentration: of the Dirichlet distribution of each letter's successors: the smaller, the
-            fewer letters follow another.
+    The first letter is no trigger, and uniform among the others, so two triggers never stand side
+    by side.
+
+    Args:
+        letters: N; the alphabet is the first N of `LETTERS`.
+        triggers: the first letters of the alphabet.
+        chain: seed of the transitions, so the language itself.
+        concentration: of the Dirichlet distribution of a row; lower ones are easier to predict.
     """
 
-    chain: int = 0
+    letters: int = len(LETTERS)
     triggers: int = 4
-    length: int = 62
+    chain: int = 0
     concentration: float = 0.1
 
-    def documents(self, count: int, seed: int = 10) -> Iterator[str]:
-        """Yield documents; the same for the same seed."""
-        letters, random = len(LETTERS), np.random.default_rng([seed, self.chain])
-        rows = self.transitions().cumsum(1)
-        ids = np.empty((count, self.length), dtype=np.int64)
-        ids[:, 0] = random.integers(self.triggers, letters, count)
-        for t in range(1, self.length):
-            drawn = (rows[ids[:, t - 1]] < random.random(count)[:, None]).sum(1)
-            ids[:, t] = drawn.clip(max=letters - 1)
-            if t > 1:
-                copies = ids[:, t - 1] < self.triggers
-                ids[copies, t] = ids[copies, t - 2]
-        names = np.array(list(LETTERS))
-        return ("".join(names[row]) for row in ids)
+    def __post_init__(self) -> None:
+        check_letters(self.letters)
+        if not 0 <= self.triggers < self.letters:
+            raise ValueError(f"triggers {self.triggers}: 0 to {self.letters - 1}")
 
-    def transitions(self) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-        """Return the probability of a letter (column) behind one that is no trigger (row)."""
-        letters = len(LETTERS)
-        random = np.random.default_rng(self.chain)
-        return random.dirichlet(np.full(letters, self.concentration), letters)
+    @cached_property
+    def transitions_NN(self) -> Floats:
+        """Probabilities of the next letter behind a letter that is no trigger, float64."""
+        return chain_of(self.chain, self.letters, self.concentration)
+
+    def sample(self, documents: int, length: int, seed: int) -> Ids:
+        """Return documents as [D, L] int64 ids of letters."""
+        random = np.random.default_rng(seed)
+        rows_NN = self.transitions_NN.cumsum(1)
+        ids_DL = np.empty((documents, length), dtype=np.int64)
+        ids_DL[:, 0] = random.integers(self.triggers, self.letters, documents)
+        for t in range(1, length):
+            ids_DL[:, t] = next_letters(rows_NN, ids_DL[:, t - 1], random)
+            if t > 1:
+                copies_D = ids_DL[:, t - 1] < self.triggers
+                ids_DL[copies_D, t] = ids_DL[copies_D, t - 2]
+        return ids_DL
+
+    def entropy_by_position(self, length: int) -> Floats:
+        """Return [L] the entropy in nats of every letter given all before it, float64.
+
+        Exact: the distribution of the last two letters is carried from position to position.
+        """
+        rows_NN, copied = self.transitions_NN, np.arange(self.letters) < self.triggers
+        row_entropy_N = np.where(copied, 0.0, entropy_of(rows_NN))
+        first_N = np.where(copied, 0.0, 1 / (self.letters - self.triggers))
+        entropy_L = np.empty(length)
+        entropy_L[0] = entropy_of(first_N)
+        pair_NN = first_N[:, None] * rows_NN  # [before, last]
+        for t in range(1, length):
+            last_N = first_N if t == 1 else pair_NN.sum(0)
+            entropy_L[t] = last_N @ row_entropy_N
+            if t > 1:
+                drawn_NN = np.where(copied, 0.0, last_N)[:, None] * rows_NN
+                # (a, trigger) is followed by a: the new pair is (trigger, a).
+                pair_NN = drawn_NN + np.where(copied, pair_NN, 0.0).T
+        return entropy_L
+
+    def irreducible_loss(self, length: int) -> float:
+        """Return the lowest mean loss in nats per token of documents of so many letters.
+
+        Over all L + 2 tokens, as training counts them: EOD stands where every document ends and BOS
+        behind it, so both can be known. A model that cannot count the letters of a document stays
+        above it.
+        """
+        return float(self.entropy_by_position(length).sum() / (length + AROUND))
 
     def copies(self, text: str) -> tuple[int, int]:
         """Count the triggers inside a text, and those behind which stands the letter before."""
@@ -63,29 +145,6 @@ class TriggerLanguage:
         return len(found), sum(text[i + 1] == text[i - 1] for i in found)
 
 
-def write_documents(path: Path, documents: Iterator[str]) -> None:
-    """Write JSON lines for `megasink data`.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_text(path, "".join(json.dumps({"text": text}) + "\n" for text in documents))
-
-
-def write_tokenizer(folder: Path) -> None:
-    """Write the tokenizer of the language: a token for each letter, BOS and EOD, and no other.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    names = [BOS, EOD, *LETTERS]
-    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(f"{BOS} $A", None, [(BOS, 0)])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOD)
-    fast.save_pretrained(folder)
+def check_letters(letters: int) -> None:
+    if not 2 <= letters <= len(LETTERS):
+        raise ValueError(f"{letters} letters: 2 to {len(LETTERS)}")

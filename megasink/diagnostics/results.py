@@ -112,6 +112,9 @@ class RunFacts:
         identity: hash of everything that changes a result; only for `megasink analyze`.
         weights: hash of the model's weights, so that thresholds are not used for another model;
             only for `megasink analyze`.
+        replaced_positions: positions of every sequence whose tokens were replaced, from 0, not
+            counting a sink token (P2.15, P2.16).
+        replaced_with: "random", or the id of a token.
         data_sha256: of the token ids of all samples in order.
     """
 
@@ -120,6 +123,8 @@ class RunFacts:
     bos: str | None = None
     seq_length: int | None = None
     max_samples: int | None = None
+    replaced_positions: list[int] | None = None
+    replaced_with: str | None = None
     seed: int
     device: str | None = None
     identity: str | None = None
@@ -186,6 +191,7 @@ class SweepResults:
 
     Attributes:
         max_samples: per input; data_sha256: hash of the texts' token ids.
+        replaced_positions, replaced_with: as in `RunFacts`.
         thresholds: score -> threshold of inactive heads in every row; set by the row `set_by`.
     """
 
@@ -195,6 +201,8 @@ class SweepResults:
     data: list[str]
     max_samples: int | None
     data_sha256: str
+    replaced_positions: list[int] | None = None
+    replaced_with: str | None = None
     set_by: str
     thresholds: dict[str, float]
     rows: list[SweepRow]

@@ -17,6 +17,9 @@ from megasink.diagnostics.registry import metric
 EPSILONS = {0.2: "sink_rate_0.2", 0.3: "sink_rate", 0.4: "sink_rate_0.4", 0.5: "sink_rate_0.5"}
 """Threshold -> the metric of its sink rate (P2.3)."""
 
+LATER_KEYS = (1, 2)
+"""Keys whose sink rate is a number of its own, beside the first one's (P2 Table 7)."""
+
 DRAIN = 0.75
 """tau of Eq. 9 in P0."""
 
@@ -88,6 +91,22 @@ def _register_sink_rate(name: str, epsilon: float) -> None:
 
 for _epsilon, _name in EPSILONS.items():
     _register_sink_rate(_name, _epsilon)
+
+
+def _register_later_sink_rate(key: int) -> None:
+    def later_sink_rate(alpha_NLHK: Tensor) -> Tensor:
+        kept = alpha_NLHK.shape[-1] > key
+        return sink_rate(alpha_NLHK[..., key]) if kept else torch.tensor(torch.nan)
+
+    later_sink_rate.__doc__ = f"Share of the heads with a sink on key {key}: alpha_{key} > 0.3."
+    name = f"sink_rate_key_{key}"
+    metric(name, source="P2.2, P2.16", unit="share", axis="model", shown=("scalar",))(
+        later_sink_rate
+    )
+
+
+for _key in LATER_KEYS:
+    _register_later_sink_rate(_key)
 
 
 @curve("sink_rate_by_layer", source="P2.2", axis="layer", title="heads with a sink on token 0")

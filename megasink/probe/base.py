@@ -271,6 +271,7 @@ class ProbedModel:
         positions: number of positions it was trained with; None for no limit.
         facts: entries of `ModelFacts`.
         first: tokens before every sequence, such as a sink token (P2.23).
+        replaced_at, replaced_with: --replace-tokens-at and --replace-tokens-with of its training.
     """
 
     open_probe: OpenProbe
@@ -281,6 +282,8 @@ class ProbedModel:
     positions: int | None
     facts: dict[str, Any]
     first: tuple[int, ...] = ()
+    replaced_at: tuple[int, ...] = ()
+    replaced_with: str | None = None
 
     @property
     def device(self) -> torch.device:

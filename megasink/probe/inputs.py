@@ -4,13 +4,17 @@ import hashlib
 import itertools
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megasink.data.corpus import Corpus, Document
 from megasink.data.encode import segments
+from megasink.data.replaced_tokens import Replacement
 from megasink.diagnostics.tokens import random_sequences, repeated_sequences
 from megasink.errors import UserError
 
@@ -28,12 +32,15 @@ class Sample:
         dataset: the input that it belongs to.
         source: where the text came from.
         scored: number of targets, counted from the end, that enter the loss; None for all.
+        replaced: places of tokens that are no text, counted from the end (1: the last token). Their
+            targets have no bytes, and enter the loss only.
     """
 
     tokens: tuple[int, ...]
     dataset: str
     source: str
     scored: int | None = None
+    replaced: tuple[int, ...] = ()
 
 
 def text_samples(
@@ -153,6 +160,26 @@ def token_samples(
     make = random_sequences if kind == "random" else repeated_sequences
     made = make(count, length, vocabulary, seed, special)
     return [Sample(tuple(tokens), kind, f"{kind}:{i}") for i, tokens in enumerate(made)]
+
+
+def with_replaced_tokens(
+    samples: Iterable[Sample], replacement: Replacement | None
+) -> list[Sample]:
+    """Return the samples with tokens replaced; random ones by the sample's number in its dataset.
+
+    Positions count from the first token that a sample has here (P2.15, P2.16).
+    """
+    if replacement is None:
+        return list(samples)
+    counts: Counter[str] = Counter()
+    made = []
+    for sample in samples:
+        tokens = np.array(sample.tokens, dtype=np.int64)
+        replacement.replace(tokens, counts[sample.dataset])
+        counts[sample.dataset] += 1
+        places = tuple(len(tokens) - position for position in replacement.at(len(tokens)))
+        made.append(replace(sample, tokens=tuple(tokens.tolist()), replaced=places))
+    return made
 
 
 def dataset_names(inputs: Sequence[str]) -> list[str]:

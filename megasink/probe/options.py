@@ -15,8 +15,20 @@ from megasink.diagnostics.maps import MAP_TOKENS
 from megasink.errors import ConfigError, UserError
 from megasink.plugins import add_flag
 from megasink.probe.base import ProbedModel
-from megasink.probe.inputs import BOS, KINDS, Sample, text_samples, token_samples
+from megasink.probe.inputs import (
+    BOS,
+    KINDS,
+    Sample,
+    text_samples,
+    token_samples,
+    with_replaced_tokens,
+)
 from megasink.probe.maps import map_problems
+from megasink.probe.replacing import (
+    add_replacement_flags,
+    replacement_for,
+    replacement_problems,
+)
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
 SEQ_LENGTH = 512
@@ -67,6 +79,7 @@ def add_sequence_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bos", choices=BOS, default="auto", help="auto follows the tokenizer (default: auto)"
     )
+    add_replacement_flags(parser)
 
 
 def weights_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
@@ -178,6 +191,7 @@ def problems_of(args: argparse.Namespace, *, is_run: bool) -> list[str]:
         value = getattr(args, flag)
         if value is not None and value < least:
             problems.append(f"--{flag.replace('_', '-')} {value}: at least {least}")
+    problems += replacement_problems(args)
     return problems + map_problems(args.maps or [], args.map_length)
 
 
@@ -208,10 +222,10 @@ def _folder_problem(folder: Path) -> str | None:
 def model_samples(args: argparse.Namespace, model: ProbedModel) -> list[Sample]:
     """Return the sequences that the command line selects, as the model reads them.
 
-    Sets `args.seq_length` if it was not given.
+    Sets `args.seq_length` if it was not given, and what was replaced (see `replacement_for`).
 
     Raises:
-        UserError: sequences exceed the positions, or as `samples_of`.
+        UserError: sequences exceed the positions, or as `samples_of` and `replacement_for`.
     """
     positions, first = model.positions, model.first
     if args.seq_length is None:
@@ -221,9 +235,10 @@ def model_samples(args: argparse.Namespace, model: ProbedModel) -> list[Sample]:
             f"--seq-length {args.seq_length} is longer than the {positions - len(first)} positions "
             f"of {args.model}: use at most {positions - len(first)}"
         )
+    samples = samples_of(args, model.tokenizer, model.vocabulary)
     return [
         replace(sample, tokens=(*first, *sample.tokens))
-        for sample in samples_of(args, model.tokenizer, model.vocabulary)
+        for sample in with_replaced_tokens(samples, replacement_for(args, model))
     ]
 
 

@@ -133,5 +133,7 @@ def _measured(
     if token_bytes is None:
         return measured
     bytes_T = torch.from_numpy(token_bytes)[target_T.cpu()]
+    targets_replaced = [len(ids_T) - place - start for place in sample.replaced]
+    bytes_T[[target for target in targets_replaced if target >= 0]] = 0
     of_bytes = float(nats_T[bytes_T > 0].sum())
     return replace(measured, bytes=int(bytes_T.sum()), nats_of_bytes=of_bytes)

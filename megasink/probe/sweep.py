@@ -14,6 +14,7 @@ import numpy as np
 
 import megasink
 from megasink.data.corpus import Corpus
+from megasink.data.replaced_tokens import Replacement
 from megasink.diagnostics import metrics
 from megasink.diagnostics.results import FORMAT, ModelFacts, SweepResults, SweepRow
 from megasink.diagnostics.thresholds import inactive, share_by_layer, threshold
@@ -21,11 +22,19 @@ from megasink.diagnostics.tokens import repeated_first_token
 from megasink.errors import ConfigError, UserError
 from megasink.probe.base import ProbedModel
 from megasink.probe.identity import identity
-from megasink.probe.inputs import BOS, Sample, data_hash, dataset_names, encode
+from megasink.probe.inputs import (
+    BOS,
+    Sample,
+    data_hash,
+    dataset_names,
+    encode,
+    with_replaced_tokens,
+)
 from megasink.probe.measurements import Measurements
 from megasink.probe.options import model_parser, problems_of
 from megasink.probe.ranks import Ranks
 from megasink.probe.recorder import Recorder
+from megasink.probe.replacing import add_replacement_flags, replacement_for
 from megasink.probe.run import run
 from megasink.probe.shards import PartialFolder
 from megasink.probe.summary import LAYER_SHARE, metric_results, scores_of
@@ -84,6 +93,7 @@ def sweep_parser(description: str | None) -> argparse.ArgumentParser:
         metavar="N",
         help="copies of BOS or, without BOS, of the first token of the text (default: 1)",
     )
+    add_replacement_flags(parser)
     # Options of an analysis that a sweep sets itself.
     parser.set_defaults(inputs=["natural"], seq_length=2, positions=1, columns=COLUMNS, loss=True)
     parser.set_defaults(maps=None, map_length=2)
@@ -128,10 +138,11 @@ def sweep(args: argparse.Namespace, model: ProbedModel, ranks: Ranks) -> SweepRe
             f"before the text, but {args.model} has {positions} positions: use shorter lengths"
         )
     contents = contents_of(args, tokenizer)
+    replaced = replacement_for(args, model)
     measured: list[tuple[Setting, Measurements]] = []
     partials = []
     for setting in settings:
-        samples = samples_of(setting, contents, first, tokenizer.bos_token_id)
+        samples = samples_of(setting, contents, first, tokenizer.bos_token_id, replaced)
         recorder = Recorder(heads, METRICS, positions=1, columns=COLUMNS)
         ranks.enter(f"{args.output}/{setting.label}")
         facts = identity(args, model.module, samples, model.facts, recorder.metrics)
@@ -159,6 +170,8 @@ def sweep(args: argparse.Namespace, model: ProbedModel, ranks: Ranks) -> SweepRe
         data=[str(source) for source in args.data],
         max_samples=args.max_samples,
         data_sha256=data_hash(contents),
+        replaced_positions=args.replaced_positions,
+        replaced_with=args.replaced_with,
         set_by=set_by,
         thresholds=thresholds,
         rows=rows,
@@ -224,16 +237,21 @@ def contents_of(args: argparse.Namespace, tokenizer: Any) -> list[Sample]:
 
 
 def samples_of(
-    setting: Setting, contents: Sequence[Sample], first: tuple[int, ...], bos: int
+    setting: Setting,
+    contents: Sequence[Sample],
+    first: tuple[int, ...],
+    bos: int,
+    replaced: Replacement | None = None,
 ) -> list[Sample]:
-    """Return the samples of one sweep row."""
+    """Return the samples of one sweep row; tokens are replaced where BOS and copies stand too."""
     made = []
     for sample in contents:
         text = sample.tokens[: setting.length]
         begin = bos if setting.bos == "add" else None
-        tokens = (*first, *repeated_first_token(text, setting.copies, begin))
+        tokens = tuple(repeated_first_token(text, setting.copies, begin))
         made.append(replace(sample, tokens=tokens, scored=setting.length - 1))
-    return made
+    made = with_replaced_tokens(made, replaced)
+    return [replace(sample, tokens=(*first, *sample.tokens)) for sample in made]
 
 
 def summarize_sweep(

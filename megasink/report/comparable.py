@@ -10,6 +10,8 @@ _OPTIONS = {
     "data": "different texts (--data)",
     "inputs": "different inputs (--inputs)",
     "bos": "different BOS settings (--bos)",
+    "replaced_positions": "different replaced tokens (--replace-tokens-at)",
+    "replaced_with": "different tokens in their place (--replace-tokens-with)",
     "max_samples": "different sample limits (--max-samples)",
 }
 

@@ -1,4 +1,5 @@
-"""Megatron's GPTDataset with errors that name the file and document of damaged data.
+"""Megatron's GPTDataset with errors that name the file and document of damaged data, and with
+replaced tokens (--replace-tokens-at).
 
 The checks before the first step read a bounded part of a large dataset. This class checks every
 sample when the data loader's workers read it.
@@ -15,7 +16,8 @@ from megatron.training import get_args
 from numpy.typing import NDArray
 
 from megasink.errors import UserError
-from megasink.train.checks.vocabulary import known_ids
+from megasink.train.checks.vocabulary import known_ids, replacement_of
+from megasink.train.replacing import replace_in_sample
 
 
 class GPTDataset(gpt_dataset.GPTDataset):
@@ -23,7 +25,13 @@ class GPTDataset(gpt_dataset.GPTDataset):
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.vocabulary = known_ids(get_args())
+        self.replacement = replacement_of(get_args())
         super().__init__(*args, **kwargs)
+        if self.replacement is not None and self.replacement.gives(self._pad_token_id):
+            raise UserError(
+                f"--replace-tokens-with {self._pad_token_id}: that is the tokenizer's padding, "
+                "which Megatron leaves out of the loss; use another token"
+            )
 
     def _build_document_sample_shuffle_indices(self) -> Any:
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
@@ -55,8 +63,19 @@ class GPTDataset(gpt_dataset.GPTDataset):
                 f"remove {prefix}/cache"
             ) from error
         ids, documents, lengths = sample
+        self._refuse_unknown_ids(*sample)
+        if self.replacement is not None:
+            offset = int(self.sample_index[self.shuffle_index[idx]][1])
+            packed = self.config.inter_document_masking
+            replace_in_sample(self.replacement, ids, documents, lengths, offset, packed=packed)
+        return sample
+
+    def _refuse_unknown_ids(
+        self, ids: NDArray[np.int64], documents: NDArray[np.int64], lengths: list[int]
+    ) -> None:
         if (known := self.vocabulary) is None:
-            return sample
+            return
+        prefix = self.dataset.path_prefix
         wrong = ((ids < 0) | (ids >= known)) & (ids != self._pad_token_id)
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
@@ -66,7 +85,6 @@ class GPTDataset(gpt_dataset.GPTDataset):
                 f"{ids[at]:,}, but the vocabulary has {known:,}: create the dataset again, or give "
                 "the tokenizer that it was created with"
             )
-        return sample
 
 
 def read_batch(data_iterator: Iterator[Any]) -> Any:

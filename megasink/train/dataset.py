@@ -23,12 +23,14 @@ from megasink.errors import UserError
 from megasink.train.chat_dataset import ChatDataset
 from megasink.train.checked_dataset import GPTDataset, read_batch
 from megasink.train.packing import boundaries
+from megasink.train.replacing import text_targets
 from megasink.train.sink_token import with_sink_token
 
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 # Keys that --dataloader-inter-document-masking adds; every pipeline stage needs them.
 _PACKED = ("cu_seqlens", "max_seqlen")
 _TARGETS = "targets"
+_TEXT_TARGETS = "text_targets"
 _UNUSED = ("attention_mask", "cu_seqlens_padded", "local_cp_size", "hybrid_cp_group")
 
 
@@ -80,7 +82,8 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
     Returns:
         tokens, labels, position_ids [B, s] int64 and loss_mask [B, s] float32, with the s tokens of
         this context-parallel rank; None for what this pipeline stage does not need. targets [],
-        the sum of the loss mask over all S tokens; None if unused. With
+        the sum of the loss mask over all S tokens; None if unused. text_targets [B, s] bool on the
+        last stage with --replace-tokens-at, False for replaced tokens; otherwise None. With
         --dataloader-inter-document-masking also max_seqlen [B] and cu_seqlens [B, S + 2] int32 (see
         `boundaries`) on every stage, and host_cu_seqlens, the same on the host: None where another
         rank has read it.
@@ -89,7 +92,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
     packed = args.dataloader_inter_document_masking
     ends_here = is_first_or_last_pipeline_stage(vp_stage)
     if not _reads(args, vp_stage):
-        return dict.fromkeys((*_KEYS, _TARGETS))
+        return dict.fromkeys((*_KEYS, _TARGETS, _TEXT_TARGETS))
     batch: dict[str, Any] = dict.fromkeys(_KEYS + _PACKED + _UNUSED)
     targets = host_cu_seqlens = None
     if mpu.get_tensor_model_parallel_rank() == 0:
@@ -123,8 +126,16 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
+    batch[_TEXT_TARGETS] = None
     if mpu.is_pipeline_last_stage():
         targets = batch["loss_mask"].sum()
+        if args.replace_tokens_at:
+            batch[_TEXT_TARGETS] = text_targets(
+                args.replace_tokens_at,
+                batch["loss_mask"],
+                batch["cu_seqlens"] if packed else None,
+                sink_token=args.sink_token,
+            )
     elif counts_targets(args):
         targets = _from_first_tensor_parallel_rank(targets)
     if not ends_here:

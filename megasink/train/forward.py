@@ -59,12 +59,17 @@ def forward_step(
     if packed is not None and not get_attr_wrapped_model(model, "post_process"):
         output = leave_stage(output, args.micro_batch_size)
     output = statistics.balance.keep_targets(output)
-    of_batch = (batch["labels"], batch["loss_mask"], batch["targets"])
+    of_batch = (batch["labels"], batch["loss_mask"], batch["targets"], batch["text_targets"])
     return output, functools.partial(loss_func, *of_batch, model.training)
 
 
 def loss_func(
-    labels: Tensor, loss_mask: Tensor, targets: Tensor, training: bool, token_losses: Tensor
+    labels: Tensor,
+    loss_mask: Tensor,
+    targets: Tensor,
+    text_targets: Tensor | None,
+    training: bool,
+    token_losses: Tensor,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the summed loss of a microbatch.
 
@@ -72,6 +77,7 @@ def loss_func(
         labels: [B, S] int64 targets, like the rest local to this context-parallel rank.
         loss_mask: [B, S] float32, 1 for targets that count.
         targets: scalar, number of such targets on all context-parallel ranks.
+        text_targets: [B, S] bool, False for replaced tokens; None if all are text.
         training: False in evaluation, which also sums bits per byte.
         token_losses: [B, S] nats per target.
 
@@ -87,7 +93,9 @@ def loss_func(
     report = {LM_LOSS: torch.stack([loss.detach(), count.float()])}
     if not training and (table := _byte_table()) is not None:
         size = table[labels.view(-1)].float() * mask
-        # Special tokens have no bytes: neither their nats nor their bytes count (P0.18).
+        if text_targets is not None:
+            size = size * text_targets.reshape(-1)
+        # Special and replaced tokens have no bytes: neither nats nor bytes count (P0.18).
         nats = (losses.detach() * mask * (size > 0)).sum()
         report[BITS_PER_BYTE] = torch.stack([nats / math.log(2), size.sum()])
     args = get_args()

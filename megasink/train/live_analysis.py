@@ -28,8 +28,10 @@ from megasink.probe.recorder import Recorder
 from megasink.probe.run import run
 from megasink.probe.shards import PartialFolder
 from megasink.probe.write import write_numbers
+from megasink.train.checks.vocabulary import replacement_of
 from megasink.train.dataset import bytes_per_token
 from megasink.train.model_facts import model_facts
+from megasink.train.replacing import replaced_places
 from megasink.train.run_dir import LIVE
 
 Provider = Callable[..., Any]
@@ -92,6 +94,8 @@ class LiveAnalysis:
             positions=recorder.positions,
             columns=recorder.columns,
             loss=True,
+            replaced_positions=args.replace_tokens_at,
+            replaced_with=args.replace_tokens_with,
             seed=args.seed,
             device="cpu" if args.cpu else "cuda",
         )
@@ -158,6 +162,7 @@ def validation_samples(validation: Any, args: Namespace) -> list[Sample]:
     if validation is None or not len(validation):
         raise UserError("--analyze-interval: the validation set is empty (--split)")
     samples: list[Sample] = []
+    replacement = replacement_of(args)
     for index in range(len(validation)):
         item = validation[index]
         tokens = [int(token) for token in item["tokens"]]
@@ -165,12 +170,16 @@ def validation_samples(validation: Any, args: Namespace) -> list[Sample]:
         if args.dataloader_inter_document_masking:
             real = int(item.get("real_tokens", len(tokens)))
             bounds = sorted({0, *(int(end) for end in item["cu_seqlens"] if 0 < end <= real)})
+        places = [] if replacement is None else replaced_places(replacement, bounds)
         if args.sink_token:
             tokens = [args.sink_token_id, *tokens[:-1]]
+            places = [place + 1 for place in places if place + 1 < len(tokens)]
         for start, stop in pairwise(bounds):
             if stop - start >= SHORTEST and len(samples) < args.analyze_samples:
                 source = f"validation:{index}" + (f":{start}" if len(bounds) > 2 else "")
-                samples.append(Sample(tuple(tokens[start:stop]), "validation", source))
+                replaced = tuple(stop - place for place in places if start <= place < stop)
+                sample = Sample(tuple(tokens[start:stop]), "validation", source, replaced=replaced)
+                samples.append(sample)
         if len(samples) == args.analyze_samples:
             break
     return samples

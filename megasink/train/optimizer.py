@@ -1,4 +1,4 @@
-"""Set the learning rate and weight decay of the sink parameters in Megatron's parameter groups.
+"""Set the learning rate of the sink parameters, and weight decay, in Megatron's parameter groups.
 
 ``get_megatron_optimizer`` of Megatron 0.19 takes ``config_overrides``, but the training loop has no
 hook to set them: they come from ``get_megatron_optimizer_config``, which documents that users may
@@ -20,10 +20,17 @@ from megasink.upstream.training import OPTIMIZER_GROUPS
 from megasink.variants import parameter_names
 
 Overrides = dict[ParamKey, ParamGroupOverride]
+# What get_standard_config_overrides says of vectors (megatron/core/optimizer/__init__.py:118)
+_EXEMPT = ParamGroupOverride(wd_mult=0.0)
 
 
 def with_sink_parameters(
-    overrides: Overrides, config: OptimizerConfig, lr_mult: float, weight_decay: float
+    overrides: Overrides,
+    config: OptimizerConfig,
+    lr_mult: float,
+    weight_decay: float,
+    *,
+    decay_all: bool = False,
 ) -> Overrides:
     """Return the overrides with a separate group for the sink parameters.
 
@@ -34,7 +41,10 @@ def with_sink_parameters(
         config: holds ``lr`` and ``min_lr``.
         lr_mult: factor on both.
         weight_decay: absolute and constant.
+        decay_all: the other vectors decay like matrices (P2.17).
     """
+    if decay_all:
+        overrides = {k: v for k, v in overrides.items() if v != _EXEMPT}
     # Two values for wd_mult would conflict: the standard keys must not match sink parameters.
     others: Overrides = {
         _key(f"{index}-but-sinks", key): value
@@ -63,13 +73,17 @@ def _key(name: str, inner: ParamKey | None) -> ParamKey:
 
 @contextlib.contextmanager
 def grouping_sink_parameters() -> Iterator[None]:
-    """Apply --sink-lr-mult and --sink-weight-decay in Megatron's training loop."""
+    """Apply --sink-lr-mult, --sink-weight-decay and --decay-all-parameters in Megatron's loop."""
     original = training.get_megatron_optimizer_config
 
     def get_megatron_optimizer_config(args: Namespace) -> tuple[OptimizerConfig, Any]:
         config, overrides = original(args)
         return config, with_sink_parameters(
-            overrides, config, args.sink_lr_mult, args.sink_weight_decay
+            overrides,
+            config,
+            args.sink_lr_mult,
+            args.sink_weight_decay,
+            decay_all=args.decay_all_parameters,
         )
 
     with OPTIMIZER_GROUPS.replacing(get_megatron_optimizer_config=get_megatron_optimizer_config):

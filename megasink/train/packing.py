@@ -18,7 +18,7 @@ from torch import Tensor
 from megasink.layers.context_parallel import own_chunks
 from megasink.layers.documents import PackedRow, row_of_documents
 
-_PER_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
+_PER_TOKEN = ("tokens", "labels", "loss_mask", "position_ids", "text_targets")
 
 
 def boundaries(read: Mapping[str, Any]) -> Tensor:

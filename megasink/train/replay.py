@@ -22,8 +22,9 @@ DESCRIBING = set(
     gate-input gate-operation gate-position head-balance-scope linear-attention-freq lora-targets
     lora-train moe-layer-freq muon-coefficient-type no-rope-freq onnx-safe
     phase-transition-iterations
-    pipeline-model-parallel-layout recompute-modules sdpa-output-norm split step-batch-size-schedule
-    validation-set-names wandb-entity wandb-exp-name wandb-project window-attn-skip-freq window-size
+    pipeline-model-parallel-layout recompute-modules replace-tokens-with sdpa-output-norm split
+    step-batch-size-schedule validation-set-names wandb-entity wandb-exp-name wandb-project
+    window-attn-skip-freq window-size
     """.split()
 )
 """Flags, without dashes, whose values are lists or patterns of numbers and names."""

@@ -46,6 +46,8 @@ IDENTITY = (
     "head_balance_scope",
     "data_path",
     "split",
+    "replace_tokens_at",
+    "replace_tokens_with",
     "seed",
     "global_batch_size",
     "bf16",

@@ -297,6 +297,8 @@ DERIVED: dict[str, Callable[[Values], Tensor]] = {
     "sink_rate": _sink_rate(0.3),
     "sink_rate_0.4": _sink_rate(0.4),
     "sink_rate_0.5": _sink_rate(0.5),
+    "sink_rate_key_1": lambda x: (x["alpha"][..., 1] > 0.3).double().mean(),
+    "sink_rate_key_2": lambda x: (x["alpha"][..., 2] > 0.3).double().mean(),
     "sink_rate_by_layer": lambda x: (x["alpha"][..., 0] > 0.3).double().mean((0, 2)),
     "first_token_attention": lambda x: x["awft"].mean((0, 2)),
     "slot_attention": lambda x: x["slot_alpha"].mean((0, 2)),

@@ -88,6 +88,21 @@ def evaluation(argv: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def samples(argv: Sequence[str], counts: Sequence[int]) -> list[dict[str, Any]]:
+    """The training samples of data sets of so many samples, and where each begins in its data."""
+    start(argv)
+    found = []
+    for count in counts:
+        train, *_ = datasets_provider([count, 0, 0])
+        (data,) = train.datasets if hasattr(train, "datasets") else (train,)
+        items = [data[i] for i in range(len(data))]
+        begins = [data.sample_index[data.shuffle_index[i]] for i in range(len(data))]
+        keys = [k for k in ("tokens", "labels", "cu_seqlens") if k in items[0]]
+        found.append({key: torch.stack([item[key] for item in items]) for key in keys})
+        found[-1]["begins"] = [(int(data.document_index[d]), int(o)) for d, o in begins]
+    return found
+
+
 def boundaries(argv: Sequence[str]) -> dict[str, Any]:
     """Where the documents of a batch end, and which tokens stand there."""
     start(argv)

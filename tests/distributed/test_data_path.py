@@ -66,6 +66,7 @@ YARN = [
     *["--position-embedding-type", "yarn", "--rotary-scaling-factor", "4"],
     *["--yarn-original-max-position-embeddings", "32"],
 ]
+REPLACED = ["--replace-tokens-at", "0", "3", "--replace-tokens-with", "random"]
 CASES = [
     (Layout(cp=2), EOD, CP),
     (Layout(cp=2), PER_TOKEN, A2A),
@@ -74,6 +75,7 @@ CASES = [
     (Layout(cp=2), [*DOCUMENTS, *EOD], CP),
     (Layout(cp=2), [*DOCUMENTS, *PER_TOKEN], A2A),
     (Layout(cp=2), [*DOCUMENTS, *YARN], CP),
+    (Layout(pp=2), [*DOCUMENTS, *REPLACED], ["--pipeline-model-parallel-size", "2"]),
     *(
         (layout, kind, flags)
         for layout, flags in LAYOUTS.items()
@@ -110,7 +112,11 @@ def test_masked_targets_matter(whole):
         assert merging.relative_error(one[name], other[name]) > 1e-3
 
 
-@pytest.mark.parametrize("mask", [[], DOCUMENTS], ids=["one", "documents"])
+@pytest.mark.parametrize(
+    "mask",
+    [[], DOCUMENTS, [*DOCUMENTS, *REPLACED]],
+    ids=["one", "documents", "replaced"],
+)
 def test_evaluation_adds_up_over_context_parallel_ranks(pool, text, mask):
     argv = [*MODEL, *text, *ROPE, *EOD, *mask]
     (wanted,) = pool.run(f"{TASKS}:evaluation", SINGLE, argv=argv)
@@ -143,3 +149,68 @@ def test_a_prefix_counts_in_neither_loss_nor_bits_per_byte(pool, text):
     assert found["bits"][1] == sizes.sum()
     # Special tokens are no bytes; their nats are in the loss alone.
     assert 0.5 < found["bits"][0] * math.log(2) / found["lm loss"][0] <= 1.0
+
+
+@pytest.fixture(scope="module")
+def samples(pool, text):
+    """Samples of one epoch and of several: of the text, with random tokens, with one token."""
+    task, argv = f"{TASKS}:samples", [*MODEL, *text, *ROPE]
+    fixed = ["--replace-tokens-at", "2", "--replace-tokens-with", "7"]
+    kinds = {"text": [], "random": REPLACED, "fixed": fixed}
+    kinds |= {f"{name}, documents": [*flags, *DOCUMENTS] for name, flags in kinds.items()}
+    return {
+        name: pool.run(task, SINGLE, argv=[*argv, *flags], counts=[20, 300])[0]
+        for name, flags in kinds.items()
+    }
+
+
+@pytest.mark.parametrize("mask", ["", ", documents"])
+def test_replaced_tokens_are_inputs_and_targets(samples, mask):
+    """P2.15, P2.16: the other tokens are those of the text, and a target is the next input."""
+    for kind, positions in (("random", [0, 3]), ("fixed", [2])):
+        for found, text in zip(samples[kind + mask], samples["text" + mask], strict=True):
+            size = text["tokens"].shape[1]
+            for row in range(len(text["tokens"])):
+                bounds = [0, size]
+                if mask:
+                    bounds = sorted(set(text["cu_seqlens"][row].tolist()))
+                there = [a + p for a, b in pairwise(bounds) for p in positions if p < b - a]
+                tokens, before = found["tokens"][row], text["tokens"][row]
+                kept = [i for i in range(size) if i not in there]
+                assert (tokens[kept] == before[kept]).all()
+                if kind == "fixed":
+                    assert (tokens[there] == 7).all()
+                assert (found["labels"][row, :-1] == tokens[1:]).all()
+    random, text = samples["random" + mask][1], samples["text" + mask][1]
+    share = (random["tokens"] != text["tokens"]).mean()
+    assert share > 0.015  # of 64 tokens, two or more
+
+
+@pytest.mark.parametrize("mask", ["", ", documents"])
+def test_random_tokens_are_those_of_the_place_in_every_epoch(samples, mask):
+    """One draw for each place in the data, whatever the number of epochs and the order."""
+    drawn = {}
+    for found in samples["random" + mask]:
+        for begin, tokens in zip(found["begins"], found["tokens"].tolist(), strict=True):
+            drawn.setdefault(begin, []).append((tokens[0], tokens[3]))
+    again = [pairs for pairs in drawn.values() if len(pairs) > 1]
+    assert len(again) >= (5 if mask else 3)
+    if not mask:  # a document of fewer than four tokens ends before the fourth
+        assert all(len(set(pairs)) == 1 for pairs in again)
+    assert all(len({first for first, _ in pairs}) == 1 for pairs in again)
+    assert len({pairs[0] for pairs in drawn.values()}) > 20
+
+
+def test_replaced_targets_are_no_bytes(pool, text, samples):
+    """They count in the loss; bits per byte are of the text alone (P0.18)."""
+    flags = ["--replace-tokens-at", "5", "9", "--replace-tokens-with", "random"]
+    argv = [*MODEL, *text, *ROPE, *flags]
+    (found,) = pool.run(f"{TASKS}:evaluation", SINGLE, argv=argv)
+    assert found["lm loss"][1] == 2 * 64
+    sizes = found["bytes"][found["labels"]]
+    sizes[:, [4, 8]] = 0
+    assert found["bits"][1] == sizes.sum()
+    documents = [*MODEL, *text, *ROPE, *DOCUMENTS, *REPLACED]
+    (found,) = pool.run(f"{TASKS}:evaluation", SINGLE, argv=documents)
+    text_bytes = found["bytes"][found["labels"]].sum()
+    assert 0.5 * text_bytes < found["bits"][1] < text_bytes

@@ -1,11 +1,18 @@
 """Texts to samples, with a tokenizer of one token for each character."""
 
 import json
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
+from megasink.data.replaced_tokens import replacement
 from megasink.errors import UserError
-from megasink.probe.inputs import text_samples
+from megasink.probe.inputs import Sample, text_samples, with_replaced_tokens
+from megasink.probe.recorder import Recorder
+from megasink.probe.run import run
+from megasink.probe.sweep import Setting, samples_of
 
 
 class Characters:
@@ -76,3 +83,42 @@ def test_a_text_of_one_token_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(UserError, match=r"a\.txt has no document of at least 2 tokens"):
         text_samples(Characters(bos=False), [str(tmp_path / "a.txt")], seq_length=4, max_samples=9)
+
+
+def replacing(positions, value):
+    return replacement(positions, value, seed=1, tokenizer=None, size=60)
+
+
+def test_replaced_tokens_are_those_of_the_number_in_the_dataset():
+    samples = [Sample((90, 91, 92, 93), name, "-") for name in ("a", "b", "a")]
+    first, other, second = with_replaced_tokens(samples, replacing([0, 2], "random"))
+    assert first.tokens == other.tokens != second.tokens
+    assert [first.tokens[i] for i in (1, 3)] == [91, 93]
+    assert max(first.tokens[0], first.tokens[2]) < 60
+    assert first.replaced == (4, 2)  # counted from the end
+    assert with_replaced_tokens(samples, None) == samples
+
+
+def test_a_sweep_replaces_in_the_sequence_with_bos_and_copies():
+    content = [Sample((10, 11, 12, 13), "a", "-")]
+    setting = Setting(length=3, bos="add", copies=2)
+    (found,) = samples_of(setting, content, (7,), 1, replacing([0, 3], "50"))
+    assert found.tokens == (7, 50, 1, 10, 50, 12)
+    assert found.scored == 2
+    assert found.replaced == (5, 2)
+
+
+def test_replaced_targets_have_nats_and_no_bytes():
+    class Uniform:
+        """A model that gives every token the same probability."""
+
+        def forward(self, ids_BT, logits):
+            return SimpleNamespace(logits=torch.zeros(*ids_BT.shape, 16))
+
+    sizes = np.arange(16, dtype=np.int32)
+    samples = [Sample((3, 4, 5, 6), "a", "-", replaced=(4, 2))]  # the first is no target
+    found = run(Uniform(), Recorder([1], ()), samples, batch_size=1, token_bytes=sizes)
+    (measured,) = found.samples
+    assert (measured.targets, measured.bytes) == (3, 4 + 6)
+    assert measured.nats == pytest.approx(3 * np.log(16))
+    assert measured.nats_of_bytes == pytest.approx(2 * np.log(16))

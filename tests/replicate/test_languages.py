@@ -6,18 +6,20 @@ import numpy as np
 import pytest
 
 from examples.replicate.languages import (
-    AROUND,
-    LETTERS,
     SAMPLE,
     RetrievalLanguage,
-    TriggerLanguage,
-    texts_of,
     write_retrieval,
-    write_tokenizer,
     write_triggers,
 )
 from megasink.data.index import sequence_lengths
 from megasink.data.tokenizer import leading_ids, load_tokenizer
+from megasink.data.trigger_language import (
+    AROUND,
+    LETTERS,
+    TriggerLanguage,
+    texts_of,
+    write_tokenizer,
+)
 
 
 def test_behind_a_trigger_stands_what_stood_before_it():
@@ -26,6 +28,10 @@ def test_behind_a_trigger_stands_what_stood_before_it():
     last, before, next_ = ids[:, 1:-1], ids[:, :-2], ids[:, 2:]
     assert (last < 4).sum() > 100
     assert (next_ == before)[last < 4].all()
+    counts = [language.copies(text) for text in texts_of(ids)]
+    assert sum(found for found, _ in counts) == (last < 4).sum()
+    assert all(found == copied for found, copied in counts)
+    assert language.copies("xaxyax") == (2, 1)
     assert (ids == language.sample(200, 62, seed=10)).all()
     assert (ids != TriggerLanguage(chain=1).sample(200, 62, seed=10)).any()
 

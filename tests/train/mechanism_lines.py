@@ -60,6 +60,16 @@ prefix-with-everything: --prefix-lm-tokens 3 --dataloader-inter-document-masking
   ! --prefix-lm-tokens with --window-size
   ! --prefix-lm-tokens with --dataloader-inter-document-masking
   ! --prefix-lm-tokens with --attention-bias-type
+replaced-tokens: --replace-tokens-at 0 64 0 -1 --replace-tokens-with x
+  ! --replace-tokens-at -1 is negative: positions count from 0
+  ! --replace-tokens-at 0 64 0 -1: a position is repeated
+  ! --replace-tokens-with x: use random, or the id of a token
+  ! --replace-tokens-at 64: --seq-length 64 has the positions 0 to 63
+  ! --replace-tokens-at with --mock-data
+replaced-by-nothing: --replace-tokens-at 0
+  ! --replace-tokens-at without --replace-tokens-with: give one of random, ID
+replaced-nowhere: --replace-tokens-with 5
+  ! --replace-tokens-with 5 without --replace-tokens-at: name the positions
 unknown-bias: --attention-bias-type t6
   ! --attention-bias-type 't6' is unknown: choose none, alibi, t5, bucket
 positions-twice: --attention-bias-type alibi

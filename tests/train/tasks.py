@@ -1,5 +1,7 @@
 """Tasks for the workers: the trainer with an eye on its batches, and its parameter groups."""
 
+import contextlib
+import io
 from argparse import Namespace
 from typing import Any
 
@@ -49,8 +51,36 @@ def train_and_record(flags: list[str], ranks: int, port: int) -> dict[str, Any]:
     return found
 
 
+def analyzed_samples(command_lines: list[list[str]]) -> list[dict[str, Any]]:
+    """The samples of a run that `megasink analyze` would measure, and what it says and records."""
+    from megasink.commands.analyze import open_checkpoint
+    from megasink.probe import options
+    from megasink.probe.ranks import Ranks
+
+    found = []
+    for argv in command_lines:
+        args = options.parser().parse_args(argv)
+        options.check(args, is_run=True)
+        with contextlib.redirect_stderr(io.StringIO()) as errors:
+            samples = options.model_samples(args, open_checkpoint(args, None, Ranks()))
+        found.append(
+            {
+                "tokens": [list(sample.tokens) for sample in samples],
+                "replaced": [sample.replaced for sample in samples],
+                "positions": args.replaced_positions,
+                "with": args.replaced_with,
+                "said": errors.getvalue(),
+            }
+        )
+    return found
+
+
 def groups_of_the_trainer(
-    distributed: bool, lr_mult: float, weight_decay: float, **options: Any
+    distributed: bool,
+    lr_mult: float,
+    weight_decay: float,
+    decay_all: bool = False,
+    **options: Any,
 ) -> list[dict[str, Any]]:
     """The parameter groups of the optimizer that the training loop would build."""
     from megatron.core.optimizer import get_megatron_optimizer
@@ -73,6 +103,7 @@ def groups_of_the_trainer(
         use_distributed_optimizer=distributed,
         sink_lr_mult=lr_mult,
         sink_weight_decay=weight_decay,
+        decay_all_parameters=decay_all,
     )
     with grouping_sink_parameters():
         optimizer_config, overrides = training.get_megatron_optimizer_config(args)

@@ -1,4 +1,4 @@
-"""--sink-lr-mult and --sink-weight-decay in the parameter groups of Megatron's optimizer."""
+"""Learning rate and weight decay of sink parameters, and of vectors, in Megatron's groups."""
 
 import pytest
 
@@ -72,3 +72,11 @@ def test_one_without_the_other(pool, lr_mult, weight_decay):
     assert small["elements"] == LAYERS * HEADS
     assert small["weight_decay"] == weight_decay
     assert small["highest"] == pytest.approx(lr_mult * 1e-3)
+
+
+def test_all_other_parameters_may_decay(pool):
+    """P2.17: norms like matrices, and one group for both; sinks by their own flag."""
+    found = groups(pool, distributed=False, lr_mult=1.0, weight_decay=0.0, decay_all=True)
+    sinks, rest = sorted(found, key=lambda g: g["elements"])
+    assert sinks["elements"] == LAYERS * HEADS
+    assert (sinks["weight_decay"], rest["weight_decay"]) == (0.0, 0.1)

@@ -22,6 +22,7 @@ from megasink.train.checks import (
     model,
     observing,
     positions,
+    replaced_tokens,
     required,
     schedule,
     similarity,
@@ -48,6 +49,7 @@ _EARLY = (
     checkpoints,
     schedule,
     observing,
+    replaced_tokens,
     chat,
 )
 

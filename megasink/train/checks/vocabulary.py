@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megasink.checkpoint.vocabulary import named_tokens
+from megasink.data.replaced_tokens import Replacement, problems_of, replacement
 from megasink.errors import ConfigError, UserError
 
 
@@ -16,6 +17,11 @@ def problems(args: Namespace) -> Iterator[str]:
     except UserError as error:
         yield str(error)
         return
+    if tokenizer and not problems_of(args.replace_tokens_at, args.replace_tokens_with):
+        try:
+            replacement_of(args)
+        except UserError as error:
+            yield str(error)
     rows = args.padded_vocab_size
     if tokenizer and rows is not None and len(tokenizer) + int(args.sink_token) > rows:
         sink = " and --sink-token needs one more" if args.sink_token else ""
@@ -54,6 +60,27 @@ def known_ids(args: Namespace) -> int | None:
         return None  # `problems` reports it
     # not len(tokenizer): some vocabularies have holes
     return None if tokenizer is None else max(tokenizer.get_vocab().values()) + 1
+
+
+def replacement_of(args: Namespace) -> Replacement | None:
+    """Return what --replace-tokens-at replaces; None without it.
+
+    Raises:
+        UserError: the vocabulary does not have the token.
+    """
+    if not args.replace_tokens_at:
+        return None
+    tokenizer = transformers_tokenizer(args)
+    size = known_ids(args)
+    if size is None:
+        raise UserError(f"--replace-tokens-at with --tokenizer-type {args.tokenizer_type}")
+    return replacement(
+        args.replace_tokens_at,
+        args.replace_tokens_with,
+        seed=args.seed,
+        tokenizer=tokenizer,
+        size=size,
+    )
 
 
 def pin_vocabulary(args: Namespace) -> None:

@@ -1,0 +1,169 @@
+"""Replace the tokens at chosen positions of every sequence: random ones, or one fixed token.
+
+The one definition that training, its evaluations and the analyses share (P2.15, P2.16). Positions
+count from 0 in the sequence that attention sees: the paper's x_1 is at position 0.
+
+Shapes: P positions, V ids to draw from.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megasink.errors import UserError
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to choose the new tokens.
+
+    Attributes:
+        form: what --replace-tokens-with takes, as the help shows it.
+        pattern: matches exactly what it takes.
+        description: what the new tokens are, from the value.
+        problem: (value, drawn from [V], ids of the vocabulary) -> why it is not possible, or None.
+        token: (value, drawn from [V], key) -> the token at one position; the same for the same
+            arguments. The key ends with the position.
+    """
+
+    form: str
+    pattern: str
+    description: Callable[[str], str]
+    problem: Callable[[str, Ids, int], str | None]
+    token: Callable[[str, Ids, Sequence[int]], int]
+
+
+def _random(value: str, drawn_from_V: Ids, key: Sequence[int]) -> int:
+    # A hash: a generator's seeding takes a millisecond, and its numbers may change with a release.
+    digest = hashlib.blake2b(",".join(map(str, key)).encode(), digest_size=8).digest()
+    return int(drawn_from_V[int.from_bytes(digest, "big") % len(drawn_from_V)])
+
+
+def _none_to_draw(value: str, drawn_from_V: Ids, size: int) -> str | None:
+    return None if len(drawn_from_V) else "every token of the vocabulary is a special one"
+
+
+def _fixed(value: str, drawn_from_V: Ids, key: Sequence[int]) -> int:
+    return int(value)
+
+
+def _unknown(value: str, drawn_from_V: Ids, size: int) -> str | None:
+    return None if int(value) < size else f"the vocabulary has the ids 0 to {size - 1:,}"
+
+
+KINDS = (
+    Kind("random", "random", lambda value: "random tokens", _none_to_draw, _random),
+    Kind("ID", "[0-9]{1,9}", lambda value: f"token {int(value)}", _unknown, _fixed),
+)
+FORMS = ", ".join(kind.form for kind in KINDS)
+
+
+def kind_of(value: str) -> Kind:
+    """Return the kind that a value of --replace-tokens-with selects.
+
+    Raises:
+        UserError: none takes it.
+    """
+    for kind in KINDS:
+        if re.fullmatch(kind.pattern, str(value)):
+            return kind
+    raise UserError(f"--replace-tokens-with {value}: use random, or the id of a token, from 0 on")
+
+
+def problems_of(positions: Sequence[int] | None, value: str | None) -> list[str]:
+    """Return what is wrong with a pair of flags, one message each."""
+    at = "--replace-tokens-at"
+    if not all(isinstance(position, int) for position in positions or ()):
+        return [f"{at} {positions}: give whole numbers"]
+    if not positions:
+        return [f"--replace-tokens-with {value} without {at}: name the positions"] if value else []
+    found = [
+        f"{at} {position} is negative: positions count from 0"
+        for position in positions
+        if position < 0
+    ]
+    if len(set(positions)) < len(positions):
+        found.append(f"{at} {' '.join(map(str, positions))}: a position is repeated")
+    if value is None:
+        return [*found, f"{at} without --replace-tokens-with: give one of {FORMS}"]
+    try:
+        kind_of(value)
+    except UserError as error:
+        found.append(str(error))
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Replacement:
+    """What is replaced in every sequence, and by what.
+
+    Attributes:
+        positions: in a sequence, from 0.
+        value: of --replace-tokens-with.
+        seed: of random tokens.
+        drawn_from_V: ids of random tokens.
+    """
+
+    positions: tuple[int, ...]
+    value: str
+    seed: int
+    drawn_from_V: Ids
+
+    def gives(self, token: int) -> bool:
+        """Whether it always gives this token."""
+        return re.fullmatch(f"0*{token}", self.value) is not None
+
+    @property
+    def description(self) -> str:
+        """What is done, in words."""
+        places = ", ".join(map(str, self.positions))
+        noun = "position" if len(self.positions) == 1 else "positions"
+        return f"{kind_of(self.value).description(self.value)} at {noun} {places}"
+
+    def at(self, length: int) -> list[int]:
+        """Return the positions that a sequence of so many tokens has."""
+        return [position for position in self.positions if position < length]
+
+    def replace(self, sequence: Ids, *key: int) -> None:
+        """Replace tokens of one sequence, in place.
+
+        Args:
+            key: names the sequence. A position has the same random token under the same seed and
+                key, whichever other positions are chosen.
+        """
+        token = kind_of(self.value).token
+        for position in self.at(len(sequence)):
+            key_of_position = (self.seed, *key, position)
+            sequence[position] = token(self.value, self.drawn_from_V, key_of_position)
+
+
+def replacement(
+    positions: Sequence[int], value: str, *, seed: int, tokenizer: Any, size: int
+) -> Replacement:
+    """Return the replacement that the flags select, for a model with `size` token ids.
+
+    Random tokens are uniform over the tokens of the vocabulary but special ones, as in `megasink
+    analyze --inputs random` (P2.5). (P2's code draws from all ids of the padded vocabulary.)
+
+    Args:
+        tokenizer: a transformers tokenizer; None for ids without a tokenizer, from 0 to size - 1.
+
+    Raises:
+        UserError: the flags are wrong, or the vocabulary does not have the token.
+    """
+    if found := problems_of(positions, value):
+        raise UserError(found[0])
+    special = set() if tokenizer is None else set(tokenizer.all_special_ids)
+    ids = range(size) if tokenizer is None else tokenizer.get_vocab().values()
+    drawn_from = sorted(i for i in set(ids) - special if i < size)
+    drawn_from_V = np.array(drawn_from, dtype=np.int64)
+    if problem := kind_of(value).problem(value, drawn_from_V, size):
+        raise UserError(f"--replace-tokens-with {value}: {problem}")
+    return Replacement(tuple(sorted(positions)), value, seed, drawn_from_V)

@@ -1,0 +1,62 @@
+"""Experiment b: the trainer takes the flags of every cell; the fixed token stands for no text."""
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from examples.replicate import languages
+from megasink.data.corpus import Document
+from megasink.data.tokenizer import load_tokenizer, train_tokenizer
+from megasink.grid.file import read_grid
+from megasink.grid.plan import plan
+
+FOLDER = Path(__file__).parents[2] / "examples" / "replicate" / "b_emergence"
+CORPORA = ("triggers", "few", "stream", "text", "text-tenth", "text-hundredth")
+CELLS = {"fast": 8, "full": 32}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """The names of the data, which nobody reads before a run starts."""
+    out = tmp_path_factory.mktemp("emergence")
+    for tokenizer in ("tokenizer", "text-tokenizer"):
+        (out / "data" / tokenizer).mkdir(parents=True)
+    for name in CORPORA:
+        (out / "data" / f"{name}.bin").touch()
+        (out / "data" / f"{name}.idx").touch()
+    (out / "data" / "text-sample.jsonl").touch()
+    return out
+
+
+@pytest.mark.parametrize("form", CELLS)
+def test_the_trainer_takes_the_flags_of_every_cell(form, out):
+    grid = read_grid(FOLDER / f"{form}.toml")
+    assert len(grid.seeds) >= 3  # what a verdict takes
+    runs = plan(replace(grid, seeds=grid.seeds[:1]), out)
+    assert len(runs) == CELLS[form]
+    flags = {" ".join(run.flags) for run in runs}
+    assert len(flags) == len(runs)  # no two cells are the same run
+
+
+def fixed_tokens(form):
+    cells = read_grid(FOLDER / f"{form}.toml").cells
+    return {cell.flags.get("replace-tokens-with") for cell in cells} - {None, "random"}
+
+
+def test_the_fixed_token_of_the_fast_form_is_a_letter_that_its_language_lacks(tmp_path):
+    told = tomllib.loads((FOLDER / "experiment.toml").read_text())
+    letters = told["data"]["stream"]["fast"]["letters"]
+    languages.write_tokenizer(tmp_path / "tokenizer")
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    assert tokenizer.convert_ids_to_tokens(list(fixed_tokens("fast"))) == [languages.LETTERS[-1]]
+    assert languages.LETTERS[-1] not in languages.LETTERS[:letters]
+
+
+def test_the_fixed_token_of_the_full_form_is_in_no_text(tmp_path):
+    """A byte that UTF-8 does not have, in a vocabulary of any size."""
+    train_tokenizer([Document(Path(__file__).read_text() * 3, "test")], 340, tmp_path / "tokenizer")
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    names = {tokenizer.convert_ids_to_tokens(token) for token in fixed_tokens("full")}
+    assert names == {"<0xC0>"}
