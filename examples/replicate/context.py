@@ -165,8 +165,10 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     for variant in VARIANTS:
         for name, stage, yarn in SETTINGS:
             found = accuracies(rows, variant=variant, stage=stage, yarn=yarn)
-            spread = found.std(0, ddof=1) if len(found) > 1 else np.full(len(TOKENS), np.nan)
-            cells = (f"{m:.2f} ± {s:.2f}" for m, s in zip(found.mean(0), spread, strict=True))
+            cells = [f"{mean:.2f}" for mean in found.mean(0)]
+            if len(found) > 1:
+                spread = found.std(0, ddof=1)
+                cells = [f"{mean} ± {s:.2f}" for mean, s in zip(cells, spread, strict=True)]
             made.add_row(variant, name, *cells)
     return made
 
@@ -181,13 +183,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     console, started = Console(highlight=False), time.process_time()
     seeds = SEEDS[: args.seeds]
+    prepare_quietly(cpu=True)  # before anything imports Megatron
     try:
         write_data(args.output / "data")
         for seed in seeds:
             for variant in VARIANTS:
                 for step in steps(args.output, variant, seed):
                     step.run(console)
-        prepare_quietly(cpu=True)
         rows = [
             row for seed in seeds for name in VARIANTS for row in measured(args.output, name, seed)
         ]

@@ -47,7 +47,7 @@ def retrieval(
     lengths: Sequence[int],
     *,
     yarn: float | None = None,
-    documents: int = 128,
+    documents: int = 32,
     pairs: int = 4,
     seed: int = 20,
 ) -> list[Retrieval]:
