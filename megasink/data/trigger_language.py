@@ -77,13 +77,14 @@ class TriggerLanguage:
     Args:
         letters: N; the alphabet is the first N of `LETTERS`.
         triggers: the first letters of the alphabet.
-        chain: seed of the transitions, so the language itself.
+        chain: seed of the transitions, so the language itself. Of the first eight, 6 has the most
+            triggers, 9% of the letters.
         concentration: of the Dirichlet distribution of a row; lower ones are easier to predict.
     """
 
     letters: int = len(LETTERS)
     triggers: int = 4
-    chain: int = 0
+    chain: int = 6
     concentration: float = 0.1
 
     def __post_init__(self) -> None:
