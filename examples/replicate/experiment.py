@@ -33,7 +33,7 @@ OPTIONAL: dict[str, type] = {
     "setting": str,
     "uses": str,
     "curves": list,
-    "maps": str,
+    "maps": bool,
     "data": dict,
     "large": list,
     "monte_carlo": bool,
@@ -59,7 +59,8 @@ class Experiment:
     Attributes:
         name: its letter; folder: of its files.
         grid: what runs; measures: what is measured on the runs of the experiment `uses`.
-        curves: drawn on the page; maps: MEASUREMENT/METRIC drawn as heatmaps, or "".
+        curves: drawn on the page.
+        maps: whether head importance is drawn, of the last live analyses.
         monte_carlo: whether the checks of cone.py belong to it.
     """
 
@@ -77,7 +78,7 @@ class Experiment:
     data: list[Corpus]
     claims: list[dict[str, Any]]
     curves: list[str]
-    maps: str
+    maps: bool
     large: list[Large]
     monte_carlo: bool
 
@@ -165,7 +166,7 @@ def read_experiment(folder: Path, form: str) -> Experiment:
         data=data,
         claims=chosen,
         curves=told.get("curves", []),
-        maps=told.get("maps", ""),
+        maps=told.get("maps", False),
         large=[Large(says=each["says"], command=each["command"]) for each in told.get("large", [])],
         monte_carlo=told.get("monte_carlo", False),
     )

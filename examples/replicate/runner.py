@@ -23,12 +23,14 @@ from examples.replicate.figures import draw
 from examples.replicate.words import sentence, spread_text
 from megasink import cli
 from megasink.atomic import atomic_text
+from megasink.checkpoint.intact import checkpoint_path, iterations
 from megasink.command_line import CommandParser
 from megasink.errors import UserError
 from megasink.grid.hardware import cores, hardware
 from megasink.json_file import read_object
 from megasink.report.analysis import read_analysis
 from megasink.report.grid_results import read_record
+from megasink.train.run_dir import LIVE
 from megasink.upstream.versions import versions
 
 
@@ -155,15 +157,14 @@ def summarize(experiment: Experiment, runs: list[record.Run], out: Path) -> reco
 
 
 def importance_maps(experiment: Experiment, out: Path) -> dict[str, list[list[float | None]]]:
-    """Return the importance of every head of each cell's first seed, from its measurement."""
+    """Return head importance of each cell's first seed, by its last live analysis."""
     if not experiment.maps:
         return {}
-    measurement = experiment.maps.partition("/")[0]
     maps = {}
     for cell in experiment.file.cells:
-        folder = out / cell.folder / f"seed-{experiment.file.seeds[0]}" / measurement
-        if folder.is_dir():  # a run that diverged was not measured
-            importance: Any = read_analysis(folder).values("importance")
+        folder = out / cell.folder / f"seed-{experiment.file.seeds[0]}" / LIVE
+        if made := iterations(folder):
+            importance: Any = read_analysis(checkpoint_path(folder, made[-1])).values("importance")
             maps[cell.name] = [[record.rounded(x, 3) for x in row] for row in importance.tolist()]
     return maps
 
