@@ -8,6 +8,7 @@ pipe does not see to that while a fork is alive, which holds its other end. The 
 parent (`megasink.train.guard`).
 """
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -55,6 +56,9 @@ def _import_all() -> None:
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # forks share these pages
+    # The end of the server is that of the grid: without this, nanobind lists the objects that
+    # Triton leaves behind. Forks end by os._exit themselves, and run no such handlers.
+    atexit.register(os._exit, 0)
 
 
 if GRID in os.environ:
