@@ -8,21 +8,14 @@ import json
 import struct
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 
-from examples.replicate.record import Result
+from examples.replicate.record import Curve, Result
+from megasink.report.bands import Band
+from megasink.report.cell_figures import draw_bands, draw_numbers
 from megasink.report.heatmap import importance_pictures
-from megasink.report.style import (
-    GRAY,
-    even_panels,
-    label,
-    model_colors,
-    rendered,
-    short,
-    styled,
-)
+from megasink.report.style import rendered, short, styled
 from megasink.typed_json import to_json
 
 SOURCE = b"Source"
@@ -92,48 +85,30 @@ def _heads(result: Result) -> bytes:
 @styled()
 def _numbers(result: Result) -> bytes:
     """Draw a panel per metric: a row per cell, a point per seed, mean and deviation."""
-    cells = list(result.cells)
-    colors = model_colors(len(cells))
-    most = 3 if len(result.metrics) > 2 else 2
-    height = max(1.8, 0.9 + 0.24 * len(cells))
-    figure, axes = even_panels(len(result.metrics), most, height, sharey=True)
-    for axis, metric in zip(axes, result.metrics, strict=True):
-        for row, cell in enumerate(cells):
-            values = np.array([x for x in result.cells[cell][metric] if x is not None])
-            apart = row + 0.12 * np.linspace(-1, 1, max(2, len(values)))[: len(values)]
-            axis.plot(values, apart, "o", color=colors[row], alpha=0.45, markersize=3)
-            if len(values):
-                spread = values.std(ddof=1) if len(values) > 1 else 0.0
-                axis.errorbar(
-                    values.mean(), row, xerr=spread, fmt="D", color=colors[row], capsize=2.5
-                )
-        axis.set_yticks(range(len(cells)), [short(cell, 34) for cell in cells])
-        axis.set_ylim(len(cells) - 0.5, -0.5)
-        label(axis, metric)
-    return rendered(figure)
+    numbers = {
+        metric: {
+            cell: [value for value in of[metric] if value is not None]
+            for cell, of in result.cells.items()
+        }
+        for metric in result.metrics
+    }
+    return rendered(draw_numbers(numbers, {cell: short(cell, 40) for cell in result.cells}))
 
 
 @styled()
 def _curves(result: Result) -> bytes:
     """Draw a panel per curve: mean and deviation by cell."""
-    curves = {name: by_cell for name, by_cell in result.curves.items() if by_cell}
-    cells = list(result.cells)
-    colors = dict(zip(cells, model_colors(len(cells)), strict=True))
-    figure, axes = even_panels(len(curves), 3 if len(curves) > 2 else 2, 3.0)
-    lines: dict[str, Any] = {}
-    for axis, (name, by_cell) in zip(axes, curves.items(), strict=True):
-        for cell, curve in by_cell.items():
-            steps = np.array(curve.steps)
-            mean, spread = (
-                np.array([np.nan if x is None else x for x in column])
-                for column in (curve.mean, curve.deviation)
-            )
-            (lines[cell],) = axis.plot(steps, mean, color=colors[cell], linewidth=1.3)
-            axis.fill_between(
-                steps, mean - spread, mean + spread, color=colors[cell], alpha=0.15, linewidth=0
-            )
-        label(axis, name, "", "step")
-        axis.tick_params(colors=GRAY)
-    names = [short(cell, 34) for cell in lines]
-    figure.legend(list(lines.values()), names, loc="outside lower center", ncols=4)
-    return rendered(figure)
+    curves = {
+        name: {cell: _band(curve) for cell, curve in by_cell.items()}
+        for name, by_cell in result.curves.items()
+        if by_cell
+    }
+    return rendered(draw_bands(curves, list(result.cells)))
+
+
+def _band(curve: Curve) -> Band:
+    steps, mean, deviation = (
+        np.array([np.nan if x is None else x for x in column], dtype=np.float64)
+        for column in (curve.steps, curve.mean, curve.deviation)
+    )
+    return Band(steps, mean, deviation, [])

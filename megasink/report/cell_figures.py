@@ -1,0 +1,111 @@
+"""Figures about cells, each with several seeds: numbers by cell, and curves with a band."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megasink.diagnostics import metrics
+from megasink.report.bands import Band, draw_band, zoom
+from megasink.report.style import GRAY, even_panels, grid, label, model_colors, note, short
+
+# Names of metrics.jsonl -> title and unit.
+_LOGGED = {
+    "lm_loss": ("training loss (EMA 0.9)", "nats per token"),
+    "valid_lm_loss": ("validation", "nats per token"),
+    "valid_bits_per_byte": ("validation", "bits per byte"),
+    "imbalance": ("head imbalance (EMA 0.9)", "coefficient of variation"),
+}
+_LIVE = "analysis_"
+
+
+def title_of(name: str) -> tuple[str, str]:
+    """Return title and unit of a metric of a grid; its name and "" if it has no better one."""
+    if name in _LOGGED:
+        return _LOGGED[name]
+    measured = name.removeprefix(_LIVE).rpartition("/")[2]
+    if measured in metrics() and measured != name:
+        entry = metrics()[measured]
+        unit = "" if entry.unit == "1" else entry.unit
+        of = name.rpartition("/")[0]
+        return short(f"{of}: {entry.title}" if of else entry.title, 44), unit
+    return short(name, 44), ""
+
+
+def draw_numbers(
+    numbers: Mapping[str, Mapping[str, Sequence[float]]], cells: Mapping[str, str], title: str = ""
+) -> Any:
+    """Return a figure with a panel per metric: all seeds, mean and standard deviation by cell.
+
+    Args:
+        numbers: metric -> cell -> values; a cell may be missing.
+        cells: cell -> label, from the top.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    colors = dict(zip(cells, model_colors(len(cells)), strict=True))
+    longest = min(40, max(map(len, cells)))
+    _, columns = grid(len(numbers), 3)
+    height = 0.9 + 0.24 * max(4, len(cells))
+    width = max(6.0, 0.085 * longest + 3.4 * columns)
+    # Cells downward: their names can be read however many there are.
+    figure, axes = even_panels(len(numbers), 3, height, width=width, sharey=True)
+    for index, (axis, (metric, by_cell)) in enumerate(zip(axes, numbers.items(), strict=True)):
+        for row, name in enumerate(cells):
+            if values := by_cell.get(name):
+                _draw_seeds(axis, row, values, colors[name])
+        axis.set_ylim(len(cells) - 0.5, -0.5)
+        label(axis, title_of(metric)[0], "", title_of(metric)[1])
+        axis.grid(axis="y", visible=False)
+        axis.tick_params(axis="y", length=0)
+        axis.xaxis.set_major_locator(MaxNLocator(4))
+        if not any(by_cell.values()):
+            axis.set_xticks([])
+            axis.text(0.5, 0.5, "no number", ha="center", color=GRAY, transform=axis.transAxes)
+        if index % columns == 0:
+            axis.set_yticks(range(len(cells)), list(cells.values()))
+    figure.suptitle(short(title, 100) if title else None, fontsize=11, x=0.01, ha="left")
+    return figure
+
+
+def _draw_seeds(axis: Any, row: int, values: Sequence[float], color: Any) -> None:
+    deviation = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+    axis.scatter(values, row + _apart(len(values)), s=14, color=color, alpha=0.55, linewidth=0)
+    style = {"color": color, "markersize": 7, "capsize": 3, "elinewidth": 1.3}
+    axis.errorbar([np.mean(values)], [row], xerr=[deviation], fmt="|", zorder=3, **style)
+
+
+def _apart(count: int) -> NDArray[np.float64]:
+    """Return small vertical offsets, so that equal values of several seeds can be told apart."""
+    return np.linspace(-0.18, 0.18, count) if count > 1 else np.zeros(count)
+
+
+def draw_bands(
+    curves: Mapping[str, Mapping[str, Band]], cells: Sequence[str], title: str = ""
+) -> Any:
+    """Return a figure with a panel per curve: mean and standard deviation over seeds, by cell.
+
+    Args:
+        curves: name -> cell -> its curve; a cell may be missing.
+        cells: all of them, in the order of their colors.
+    """
+    colors = dict(zip(cells, model_colors(len(cells)), strict=True))
+    _, columns = grid(max(1, len(curves)), 3)
+    legend = 0.22 * -(-len(cells) // 4)
+    height = 3.8 + (0.2 + legend) / grid(max(1, len(curves)), 3)[0]
+    figure, axes = even_panels(max(1, len(curves)), 3, height, width=4.7 * max(2, columns))
+    for axis, (name, by_cell) in zip(axes, curves.items(), strict=False):
+        for cell, band in by_cell.items():
+            draw_band(axis, band, colors[cell], short(cell, 40))
+        text, unit = title_of(name)
+        label(axis, text, unit, "step")
+        if unit in ("nats per token", "bits per byte"):
+            zoom(axis)
+    if not curves:
+        note(axes[0], "no run is finished")
+    handles, labels = axes[0].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower left", ncols=min(4, len(labels)))
+    figure.suptitle(short(title, 100) if title else None, fontsize=11, x=0.01, ha="left")
+    return figure
