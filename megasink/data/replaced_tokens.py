@@ -10,14 +10,15 @@ import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from megasink.errors import UserError
 
-Ids = NDArray[np.int64]
+if TYPE_CHECKING:  # a refused command line does not wait for numpy
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -36,25 +37,25 @@ class Kind:
     form: str
     pattern: str
     description: Callable[[str], str]
-    problem: Callable[[str, Ids, int], str | None]
-    token: Callable[[str, Ids, Sequence[int]], int]
+    problem: "Callable[[str, Ids, int], str | None]"
+    token: "Callable[[str, Ids, Sequence[int]], int]"
 
 
-def _random(value: str, drawn_from_V: Ids, key: Sequence[int]) -> int:
+def _random(value: str, drawn_from_V: "Ids", key: Sequence[int]) -> int:
     # A hash: a generator's seeding takes a millisecond, and its numbers may change with a release.
     digest = hashlib.blake2b(",".join(map(str, key)).encode(), digest_size=8).digest()
     return int(drawn_from_V[int.from_bytes(digest, "big") % len(drawn_from_V)])
 
 
-def _none_to_draw(value: str, drawn_from_V: Ids, size: int) -> str | None:
+def _none_to_draw(value: str, drawn_from_V: "Ids", size: int) -> str | None:
     return None if len(drawn_from_V) else "every token of the vocabulary is a special one"
 
 
-def _fixed(value: str, drawn_from_V: Ids, key: Sequence[int]) -> int:
+def _fixed(value: str, drawn_from_V: "Ids", key: Sequence[int]) -> int:
     return int(value)
 
 
-def _unknown(value: str, drawn_from_V: Ids, size: int) -> str | None:
+def _unknown(value: str, drawn_from_V: "Ids", size: int) -> str | None:
     return None if int(value) < size else f"the vocabulary has the ids 0 to {size - 1:,}"
 
 
@@ -114,7 +115,7 @@ class Replacement:
     positions: tuple[int, ...]
     value: str
     seed: int
-    drawn_from_V: Ids
+    drawn_from_V: "Ids"
 
     def gives(self, token: int) -> bool:
         """Whether it always gives this token."""
@@ -131,7 +132,7 @@ class Replacement:
         """Return the positions that a sequence of so many tokens has."""
         return [position for position in self.positions if position < length]
 
-    def replace(self, sequence: Ids, *key: int) -> None:
+    def replace(self, sequence: "Ids", *key: int) -> None:
         """Replace tokens of one sequence, in place.
 
         Args:
@@ -158,6 +159,8 @@ def replacement(
     Raises:
         UserError: the flags are wrong, or the vocabulary does not have the token.
     """
+    import numpy as np
+
     if found := problems_of(positions, value):
         raise UserError(found[0])
     special = set() if tokenizer is None else set(tokenizer.all_special_ids)

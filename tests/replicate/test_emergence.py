@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from examples.replicate import languages
 from megasink.data.corpus import Document
 from megasink.data.tokenizer import load_tokenizer, train_tokenizer
+from megasink.data.trigger_language import LETTERS, write_tokenizer
 from megasink.grid.file import read_grid
 from megasink.grid.plan import plan
 
@@ -48,10 +48,10 @@ def fixed_tokens(form):
 def test_the_fixed_token_of_the_fast_form_is_a_letter_that_its_language_lacks(tmp_path):
     told = tomllib.loads((FOLDER / "experiment.toml").read_text())
     letters = told["data"]["stream"]["fast"]["letters"]
-    languages.write_tokenizer(tmp_path / "tokenizer")
+    write_tokenizer(tmp_path / "tokenizer")
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
-    assert tokenizer.convert_ids_to_tokens(list(fixed_tokens("fast"))) == [languages.LETTERS[-1]]
-    assert languages.LETTERS[-1] not in languages.LETTERS[:letters]
+    assert tokenizer.convert_ids_to_tokens(list(fixed_tokens("fast"))) == [LETTERS[-1]]
+    assert LETTERS[-1] not in LETTERS[:letters]
 
 
 def test_the_fixed_token_of_the_full_form_is_in_no_text(tmp_path):

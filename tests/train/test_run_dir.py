@@ -75,6 +75,7 @@ def test_every_option_of_a_model_is_one_by_which_it_is_known():
     of_training = {
         *(entry.name for entry in dataclasses.fields(config.HeadBalanceOptions)),
         *(entry.name for entry in dataclasses.fields(config.LoraOptions)),
+        *(entry.name for entry in dataclasses.fields(config.TrainingOptions)),
         *(entry.name for entry in dataclasses.fields(config.ObservingOptions)),
         *(entry.name for entry in dataclasses.fields(config.RunOptions)),
         "attention_kernel",
