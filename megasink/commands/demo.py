@@ -21,7 +21,7 @@ from megasink.report.curves import read_metrics
 from megasink.report.demo import draw_demo
 from megasink.train.launch import launch
 
-STEPS = 400
+STEPS = 600
 LANGUAGE = TriggerLanguage()
 LENGTH = 62  # letters; with BOS and EOD, a document fills a sample
 # A few more than the steps and the evaluations read.
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train a small model twice, without the head-balance loss and with it, and compare the heads.
 
     The text is a synthetic language in which an attention sink forms in less than a minute. Two
-    gloo or CUDA ranks; about three minutes on two CPU cores.
+    gloo or CUDA ranks; two minutes on two CPU cores.
     """
     parser = CommandParser(prog="megasink demo", description=main.__doc__)
     parser.add_argument("--dir", type=Path, default=Path("runs/demo"), help="folder to write to")
