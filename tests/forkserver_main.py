@@ -13,12 +13,13 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from pathlib import Path
 from typing import Any
 
+from megasink.grid import preload
+from megasink.grid.child import end_as_python_does
 from tests.forkserver import NUMBER
 
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # of prctl
@@ -144,18 +145,7 @@ def become(
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     finally:
-        _end_as_python_does(code)
-
-
-def _end_as_python_does(code: int) -> None:
-    import atexit
-
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
+        end_as_python_does(code)
 
 
 def serve(listener: socket.socket) -> None:
@@ -247,19 +237,9 @@ def _import_everything() -> None:
 
 
 LATE = (
-    "matplotlib.backends.backend_agg",
-    "matplotlib.figure",
-    "megatron.core.tokenizers.text.libraries",
-    "megatron.training.training",
-    "scipy.optimize",
-    "scipy.stats",
-    "sklearn.decomposition",
-    "sklearn.manifold",
+    *preload.LATE,
     "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler",
     "torch.distributed.run",
-    "torch.utils.tensorboard",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.tokenization_auto",
 )
 
 

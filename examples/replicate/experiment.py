@@ -6,18 +6,17 @@ of the runs of another experiment (measures.py). examples/replicate/README.md ex
 
 import datetime
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from examples.replicate import claims
-from examples.replicate.measures import MeasuresFile, read_measures
+from examples.replicate.measures import MeasuresFile, read_measures, read_toml
 from examples.replicate.record import Large
 from megasink.command_line import unknown_name
-from megasink.diagnostics import metrics_shown
 from megasink.errors import ConfigError, UserError
+from megasink.grid.collect import live_names
 from megasink.grid.file import GridFile, read_grid
 
 FOLDER = Path(__file__).parent
@@ -30,6 +29,7 @@ REQUIRED: dict[str, type] = {
     "claim": list,
 }
 OPTIONAL: dict[str, type] = {
+    "prediction_full": str,
     "setting": str,
     "uses": str,
     "curves": list,
@@ -99,20 +99,6 @@ def letters() -> dict[str, Path]:
     return {folder.name[0]: folder for folder in found}
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file.
-
-    Raises:
-        UserError: it cannot be read, or is not TOML.
-    """
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error})") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not TOML: {error}") from error
-
-
 def read_experiment(folder: Path, form: str) -> Experiment:
     """Read and check an experiment.
 
@@ -158,7 +144,7 @@ def read_experiment(folder: Path, form: str) -> Experiment:
         title=told["title"],
         rows=told["rows"],
         setting=told.get("setting", "").strip(),
-        prediction=told["prediction"].strip(),
+        prediction=told.get(f"prediction_{form}", told["prediction"]).strip(),
         predicted=told["predicted"].isoformat(),
         uses=uses,
         grid=grid,
@@ -173,7 +159,7 @@ def read_experiment(folder: Path, form: str) -> Experiment:
 
 
 def _curves() -> list[str]:
-    return [*TRAINED, *(f"analysis_{name}" for name in metrics_shown("scalar"))]
+    return [*TRAINED, *live_names()]
 
 
 def _key_problems(told: Mapping[str, Any]) -> Iterator[str]:

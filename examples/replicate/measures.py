@@ -11,7 +11,6 @@ a measurement writes. The first word is a program of `PROGRAMS`.
 """
 
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 from examples.replicate.programs import PROGRAMS
 from megasink.command_line import unknown_name
 from megasink.errors import ConfigError, UserError
+from megasink.grid import file
 from megasink.grid.file import Cell, read_grid
 
 KEYS = ("cells", "metrics", "measure")
@@ -43,6 +43,18 @@ class MeasuresFile:
     commands: dict[str, list[str]]
 
 
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file.
+
+    Raises:
+        UserError: it cannot be read, or is not TOML.
+    """
+    try:
+        return file.read_toml(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error})") from error
+
+
 def read_measures(path: Path, grid_path: Path) -> MeasuresFile:
     """Read the measurements of the runs of a grid.
 
@@ -50,12 +62,7 @@ def read_measures(path: Path, grid_path: Path) -> MeasuresFile:
         ConfigError: lists every problem.
         UserError: a file cannot be read, or is not TOML.
     """
-    try:
-        told = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error})") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not TOML: {error}") from error
+    told = read_toml(path)
     grid = read_grid(grid_path)
     names = [cell.name for cell in grid.cells]
     problems = [unknown_name("the key", key, KEYS) for key in told if key not in KEYS]

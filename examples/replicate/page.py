@@ -9,11 +9,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from examples.replicate.entry import end_with
     from examples.replicate.results_page import main
-    from megasink.errors import UserError
 
-    try:
-        sys.exit(main())
-    except UserError as error:
-        print(f"page.py: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    end_with(main, "page.py")

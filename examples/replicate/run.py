@@ -13,11 +13,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from examples.replicate.entry import end_with
     from examples.replicate.runner import main
-    from megasink.errors import UserError
 
-    try:
-        sys.exit(main())
-    except UserError as error:
-        print(f"run.py: error: {error}", file=sys.stderr)
-        sys.exit(getattr(error, "exit_code", 2))
+    end_with(main, "run.py")

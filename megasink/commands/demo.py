@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from megasink.atomic import atomic_text
 from megasink.command_line import CommandParser
-from megasink.commands import data as data_command
+from megasink.commands.data import main as data
 from megasink.data.trigger_language import LETTERS, TriggerLanguage, texts_of, write_tokenizer
 from megasink.errors import UserError
 from megasink.report.curves import read_metrics
@@ -85,16 +85,14 @@ def _make_data(prefix: Path, tokenizer: Path, documents: int, console: Console) 
         f"  Behind each of {' '.join(LETTERS[: LANGUAGE.triggers])} stands the letter before it; "
         "every other letter depends on its neighbor alone."
     )
-    parser = CommandParser()
-    data_command.add_arguments(parser)
     words = [str(text), "--output", str(prefix), "--tokenizer", str(tokenizer), "--overwrite"]
-    data_command.run(parser.parse_args([*words, "--workers", "1"]))
+    data([*words, "--workers", "1"])
 
 
 def summary(folder: Path) -> list[str]:
     """Draw demo.png, and return lines of text about both runs."""
     lines = {name: read_metrics(folder / name) for name in RUNS}
-    picture = draw_demo({name: folder / name for name in RUNS}, folder / "demo.png")
+    picture = draw_demo(lines, folder / "demo.png")
     last = {name: [x for x in of if "lm_loss" in x][-1] for name, of in lines.items()}
     losses = {
         name: [x["valid_lm_loss"] for x in of if x.get("valid_lm_loss") is not None][-1:]

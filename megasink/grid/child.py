@@ -47,7 +47,7 @@ def become(task: Task) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:
-        _end(code)
+        end_as_python_does(code)
 
 
 def _train(task: Task) -> int:
@@ -82,8 +82,8 @@ def _redirect(logs: Path) -> None:
     os.close(null)
 
 
-def _end(code: int) -> NoReturn:
-    """End as Python does; multiprocessing would skip the exit handlers, which release leases."""
+def end_as_python_does(code: int) -> NoReturn:
+    """End a fork; multiprocessing would skip the exit handlers, which release leases."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError):

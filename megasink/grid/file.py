@@ -72,10 +72,7 @@ def read_grid(path: Path) -> GridFile:
         UserError: it is not TOML.
         OSError: it cannot be read.
     """
-    try:
-        told = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not TOML: {error}") from error
+    told = read_toml(path)
     problems = [unknown_name("the key", key, KEYS) for key in told if key not in KEYS]
     values: list[Any] = [told.get(key) for key in KEYS[:3]]
     title, seeds, metrics = values
@@ -97,6 +94,19 @@ def read_grid(path: Path) -> GridFile:
     commands = {name: _words(given["command"]) for name, given in measure.items()}
     points = {axis: list(of) for axis, of in axes.items()}
     return GridFile(path, title, seeds, metrics, points, cells, commands)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file.
+
+    Raises:
+        UserError: it is not TOML.
+        OSError: it cannot be read.
+    """
+    try:
+        return tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not TOML: {error}") from error
 
 
 def flag_words(flags: Mapping[str, Any]) -> list[str]:

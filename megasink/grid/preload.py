@@ -3,32 +3,30 @@
 Imports only: no thread, process group or CUDA context, which a fork would break. The process sees
 no GPU, so Megatron is imported on the CPU platform.
 
-The process ends with the grid, even on SIGKILL (prctl(2), PR_SET_PDEATHSIG); multiprocessing's own
+The process ends with the grid, even on SIGKILL; multiprocessing's own
 pipe does not see to that while a fork is alive, which holds its other end. The forks watch their
 parent (`megasink.train.guard`).
 """
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
 import pkgutil
-import signal
 import sys
 
+from megasink.parent import ends_with
 from megasink.process import prepare_quietly
 
 GRID = "MEGASINK_GRID"
 """Variable with the process id of the grid; without it nothing is imported."""
-_PR_SET_PDEATHSIG = 1
 ROOMS = ("balance", "checkpoint", "data", "diagnostics", "layers", "probe", "report", "train")
 # What Megatron, torch and we import only when it is used.
 LATE = (
     "megasink.cli",
     "megasink.commands.analyze",
-    "megasink.lora.modules",
+    "megasink.lora.linear",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "megatron.core.tokenizers.text.libraries",
@@ -62,7 +60,6 @@ def _import_all() -> None:
 
 
 if GRID in os.environ:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(os.environ.pop(GRID)):
+    if not ends_with(int(os.environ.pop(GRID))):
         sys.exit(1)  # the grid ended in between
     _import_all()

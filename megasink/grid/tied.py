@@ -1,20 +1,17 @@
 """``python -m megasink.grid.tied PID COMMAND``: a command of megasink, tied to the life of a grid.
 
-It gets SIGTERM when the grid ends, even on SIGKILL (prctl(2), PR_SET_PDEATHSIG).
+It gets SIGTERM when the grid ends, even on SIGKILL.
 """
 
-import ctypes
-import os
 import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1
+from megasink.parent import ends_with
 
 
 def main() -> int:
     """Run the command after the grid's process id."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(sys.argv[1]):
+    if not ends_with(int(sys.argv[1]), signal.SIGTERM):
         return 1  # the grid ended in between
     from megasink.cli import main as command
 

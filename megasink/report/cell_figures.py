@@ -91,10 +91,11 @@ def draw_bands(
         cells: all of them, in the order of their colors.
     """
     colors = dict(zip(cells, model_colors(len(cells)), strict=True))
-    _, columns = grid(max(1, len(curves)), 3)
+    count = max(1, len(curves))
+    rows, columns = grid(count, 3)
     legend = 0.22 * -(-len(cells) // 4)
-    height = 3.8 + (0.2 + legend) / grid(max(1, len(curves)), 3)[0]
-    figure, axes = even_panels(max(1, len(curves)), 3, height, width=4.7 * max(2, columns))
+    height = 3.8 + (0.2 + legend) / rows
+    figure, axes = even_panels(count, 3, height, width=4.7 * max(2, columns))
     for axis, (name, by_cell) in zip(axes, curves.items(), strict=False):
         for cell, band in by_cell.items():
             draw_band(axis, band, colors[cell], short(cell, 40))

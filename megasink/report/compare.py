@@ -137,12 +137,8 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, float | None]:
         "loss": float(smoothed(loss)[-1]),
         "spikes": float(len(loss_spikes(loss))),
     }
-    for name, key in (
-        ("validation", "valid_lm_loss"),
-        ("bits/byte", "valid_bits_per_byte"),
-        ("imbalance", "imbalance"),
-    ):
-        _, values = series(lines, key)
+    for name in ("validation", "bits/byte", "imbalance"):
+        _, values = series(lines, COLUMNS[name])
         found[name] = float(values[-1]) if len(values) else None
     per_step = np.diff(tokens, prepend=0.0)
     speed = len(seconds) == len(per_step) and len(seconds) > 0

@@ -3,7 +3,7 @@
 Shapes: L layers, H query heads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,15 @@ def draw_importance(
     if importance_LH.size <= _READABLE:
         write_cells(axis, image, importance_LH, 7)
     figure.colorbar(image, ax=axis, label="closed <- gate -> open")
+
+
+def draw_importances(
+    figure: Any, axes: Iterable[Any], maps: Sequence[tuple[str, NDArray[np.float64]]]
+) -> None:
+    """Draw heatmaps, of a title and [L, H] each, on one color scale."""
+    lowest = min(_lowest(importance_LH) for _, importance_LH in maps)
+    for axis, (title, importance_LH) in zip(axes, maps, strict=True):
+        draw_importance(figure, axis, importance_LH, title, lowest)
 
 
 def _lowest(importance_LH: NDArray[np.float64]) -> float:
@@ -91,7 +100,5 @@ def _figure(maps: Sequence[tuple[str, NDArray[np.float64]]], width: float) -> An
     height = min(max(0.24 * layers, 2.4), 12.0) + 1
     _, columns = grid(len(maps), 3)
     figure, axes = even_panels(len(maps), 3, height, width=columns * width)
-    lowest = min(_lowest(importance_LH) for _, importance_LH in maps)
-    for axis, (title, importance_LH) in zip(axes, maps, strict=True):
-        draw_importance(figure, axis, importance_LH, title, lowest)
+    draw_importances(figure, axes, maps)
     return figure

@@ -1,23 +1,19 @@
 """``python -m megasink.train.agent PID ARGUMENTS``: torchrun, tied to the life of its launcher.
 
-The agent dies with the launcher, even on SIGKILL (prctl(2), PR_SET_PDEATHSIG, which follows the
-parent thread; the launcher has only one). The ranks monitor the agent themselves.
+The agent dies with the launcher, even on SIGKILL (the launcher has only one thread, whose end
+counts). The ranks monitor the agent themselves.
 """
 
-import ctypes
 import os
-import signal
 import sys
 
+from megasink.parent import ends_with
 from megasink.train.guard import AGENT
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Run torchrun with the arguments after the launcher's process id."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(sys.argv[1]):
+    if not ends_with(int(sys.argv[1])):
         sys.exit(1)  # the launcher ended in between
     os.environ[AGENT] = str(os.getpid())
     from torch.distributed.run import main as torchrun

@@ -4,6 +4,7 @@ Shapes: B microbatch, S sequence, s = S / cp tokens per context-parallel rank; s
 batch, which `megasink.train.packing` splits.
 """
 
+import functools
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
@@ -190,10 +191,15 @@ def bytes_per_token(args: Namespace) -> Any:
     """
     if args.tokenizer_type != "HuggingFaceTokenizer":
         return None
+    return _bytes_per_token(args.tokenizer_model, args.rank)
+
+
+@functools.cache
+def _bytes_per_token(folder: str, rank: int) -> Any:
     try:
-        return token_bytes(load_tokenizer(args.tokenizer_model))
+        return token_bytes(load_tokenizer(folder))
     except UserError as error:
-        if args.rank == 0:
+        if rank == 0:
             print(f"megasink: {error}; losses are reported per token only", flush=True)
         return None
 

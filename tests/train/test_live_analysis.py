@@ -9,6 +9,7 @@ import pytest
 
 from megasink.cli import main
 from megasink.report import pages
+from megasink.report.curves import read_metrics
 from megasink.report.demo import draw_demo
 from tests.runs import MOCK, TINY, UNTIED, metrics
 
@@ -75,7 +76,7 @@ def test_what_is_written(runs):
 
 
 def test_the_demo_draws_two_such_runs(runs, tmp_path):
-    pair = {name: runs / name for name in ("live", "alone")}
+    pair = {name: read_metrics(runs / name) for name in ("live", "alone")}
     assert draw_demo(pair, tmp_path / "demo.png").stat().st_size > 20_000
 
 

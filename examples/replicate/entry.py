@@ -1,0 +1,16 @@
+"""How a program of this folder ends."""
+
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from megasink.errors import UserError
+
+
+def end_with(main: Callable[[], int], program: str) -> NoReturn:
+    """Run a main and end the process; a user's error is one line, and a non-zero exit code."""
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"{program}: error: {error}", file=sys.stderr)
+        sys.exit(getattr(error, "exit_code", 2))
