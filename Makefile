@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: env demo test quick lint gpu replicate
+.PHONY: env demo test test-all quick lint gpu replicate
 
 env: $(READY)
 
@@ -19,8 +19,12 @@ PYTEST += --no-loadscope-reorder
 test: $(READY)
 	$(PYTEST)
 
+# Also every case of the tests of which `test` takes a sample (tests/schedule.py).
+test-all: $(READY)
+	$(PYTEST) -m 'not replicate'
+
 quick: $(READY)
-	$(PYTEST) -m quick $$($(BIN)/python -m tests.schedule)
+	$(PYTEST) -m 'quick and not later' $$($(BIN)/python -m tests.schedule)
 
 # The fast form of every experiment, one after another; less than 5 minutes each on two cores.
 replicate: $(READY)

@@ -1,11 +1,12 @@
-"""In which order the files run, and which tests are quick: ``python -m tests.schedule`` prints the
-files that those are in.
+"""In which order the files run, which tests are quick, and which only `make test-all` runs:
+``python -m tests.schedule`` prints the files that quick tests are in.
 
 xdist's workers take whole files (a file's fixtures are made once), in this order: those that take
 longest begin first, so that no worker ends minutes after the other.
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
@@ -69,6 +70,54 @@ QUICK = (
     "tests/train/test_checks.py",
 )
 
+# Tests of many cases that resemble each other: `make test` runs every so many of them, `make
+# test-all` all. Where the cases are a product, the number has no factor of an axis.
+SAMPLED = {
+    "tests/convert/test_own_model.py::test_every_option_there_and_back": 3,
+    "tests/convert/test_round_trip.py::test_every_target": 2,
+    "tests/distributed/test_checkpoint.py::test_a_checkpoint_loads_under_another_layout": 3,
+    "tests/distributed/test_context_parallel.py::test_two_ranks_equal_one_process": 3,
+    "tests/distributed/test_data_path.py::test_every_rank_has_its_tokens_and_every_stage_its_documents_and_targets": 3,  # noqa: E501
+    "tests/distributed/test_invariance.py::test_four_ranks_equal_the_oracle": 2,
+    "tests/distributed/test_invariance.py::test_two_ranks_equal_the_oracle": 2,
+    "tests/distributed/test_layouts.py::test_layout_changes_nothing": 3,
+    "tests/distributed/test_masks.py::test_layout_changes_nothing": 3,
+    "tests/distributed/test_moe.py::test_layout_changes_nothing": 3,
+    "tests/distributed/test_observing.py::test_both_gradients_add_up_to_that_of_the_parameter": 5,
+    "tests/distributed/test_oracle.py::test_biases_and_similarities_equal_autograd": 2,
+    "tests/distributed/test_oracle.py::test_every_scope_has_its_oracle": 5,
+    "tests/distributed/test_oracle.py::test_training_equals_autograd_of_eq_7": 4,
+    "tests/distributed/test_packed_context.py::test_runs_of_four_ranks_equal_one_process": 2,
+    "tests/distributed/test_packed_context.py::test_two_ranks_equal_one_process": 3,
+    "tests/hollow/test_trainer.py::test_a_step": 3,
+    "tests/hollow/test_trainer.py::test_what_a_layer_costs": 3,
+    "tests/inference/test_decoding.py::test_cached_decoding_is_recomputing": 5,
+    "tests/inference/test_decoding.py::test_cached_decoding_of_other_mechanisms_is_recomputing": 3,
+    "tests/lora/test_layouts.py::test_two_ranks_equal_one": 2,
+    "tests/train/test_example.py::test_the_example_starts_in_every_way": 2,
+    "tests/variants/test_every_variant.py::test_analysis_generation_and_export_are_those_of_the_model_that_trained": 3,  # noqa: E501
+}
+# Tests that take long and have a shorter sister in `make test`. Beginnings of node ids.
+LATER = (
+    "tests/contributing/test_contributing.py::test_a_target_of_ones_own_makes_the_round_trip",
+    "tests/contributing/test_contributing.py::test_a_variant_of_ones_own_trains_and_resumes",
+    "tests/contributing/test_contributing.py::test_analyses_and_reports_know_the_variant",
+    "tests/contributing/test_contributing.py::test_the_same_code_works_inside_of_the_package",
+    "tests/contributing/test_contributing.py::test_what_is_not_said_is_refused_by_name",
+    "tests/convert/test_commands.py::test_memory_is_that_of_the_largest_tensor",
+    "tests/distributed/test_resume.py::test_another_layout_resumes_within_rounding",
+    "tests/grid/test_grid.py::test_a_forked_run_has_the_losses_of_a_launched_one",
+    "tests/layers/test_compile.py::test_one_graph_that_counts_every_call",
+    "tests/lora/test_other_models.py::test_what_is_trained_beside_the_adapter",
+    "tests/train/test_dead_rank.py::test_a_closed_terminal_saves_the_step",
+    "tests/train/test_dead_rank.py::test_ctrl_c_in_a_start_ends_it_at_once",
+    "tests/train/test_dead_rank.py::test_sigterm_then_a_killed_rank_then_the_end",
+    "tests/train/test_survival.py::test_a_dead_writer_ends_the_rank_in_one_line",
+    "tests/train/test_survival.py::test_a_signal_ends_every_phase_in_one_line",
+    "tests/train/test_survival.py::test_sigterm_in_a_checkpoint_saves_one_more",
+    "tests/transformers/test_compiled.py::test_a_step_is_one_graph",
+)
+
 
 def in_order(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """The same items, the longest files first."""
@@ -78,6 +127,16 @@ def in_order(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 def is_quick(nodeid: str) -> bool:
     """Whether a test is part of `make quick`."""
     return nodeid.startswith(QUICK)
+
+
+def later(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield the tests that only `make test-all` runs."""
+    cases: Counter[str] = Counter()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        if item.nodeid.startswith(LATER) or cases[test] % SAMPLED.get(test, 1):
+            yield item
+        cases[test] += 1
 
 
 if __name__ == "__main__":

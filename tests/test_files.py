@@ -2,10 +2,13 @@
 
 import ast
 import graphlib
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.schedule import LATER, LONG, QUICK, SAMPLED, later
 from tests.test_imports import imports, modules
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,3 +75,19 @@ def test_a_planted_cycle_is_found(tmp_path, line, circular):
         (tmp_path / f"{name}.py").write_text(text + "\n")
     files = [(tmp_path / f"{name}.py", f"megasink.{name}") for name in "ab"]
     assert bool(cycle(files)) == circular
+
+
+@pytest.mark.parametrize("name", sorted({*LONG, *QUICK, *SAMPLED, *LATER}))
+def test_the_schedule_names_tests_that_exist(name):
+    file, _, test = name.partition("::")
+    text = (ROOT / file).read_text()
+    assert re.search(rf"^def {test.partition('[')[0]}", text, re.M) if test else text
+
+
+def test_of_a_sampled_test_every_so_many_cases_are_run():
+    name, every = next(iter(SAMPLED.items()))
+    cases = [SimpleNamespace(nodeid=f"{name}[{i}]") for i in range(2 * every + 1)]
+    others = [SimpleNamespace(nodeid="tests/a.py::test_b[0]"), SimpleNamespace(nodeid=LATER[0])]
+    found = [item.nodeid for item in later([*cases, *others])]
+    skipped = [f"{name}[{i}]" for i in range(2 * every + 1) if i % every]
+    assert found == [*skipped, LATER[0]]

@@ -65,7 +65,6 @@ def steps(run) -> dict[int, dict]:
     return {line["iteration"]: line for line in trained}
 
 
-@pytest.mark.slow
 def test_the_same_layout_resumes_to_the_bit(finished, interrupted):
     # New processes, started as a user starts them.
     command = ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]

@@ -82,7 +82,6 @@ def last_line(errors):
     return line
 
 
-@pytest.mark.slow
 def test_sigterm_then_a_killed_rank_then_the_end(start, nursery, pool, tmp_path):
     run, whole = tmp_path / "run", tmp_path / "whole"
 

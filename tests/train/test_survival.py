@@ -163,7 +163,6 @@ def test_resume_auto_goes_on_from_the_newest_whole_checkpoint(dying, train, fini
     assert losses(run) == losses(finished)
 
 
-@pytest.mark.slow
 def test_torchrun_starts_the_ranks_again_and_they_go_on(pool, tmp_path):
     """--max-restarts: a rank that kills itself is followed by others, by the same command line."""
     run, whole = tmp_path / "run", tmp_path / "whole"
