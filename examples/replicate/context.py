@@ -1,45 +1,30 @@
 """Context extension in small (P1.37, P1.38): a raised RoPE base, then YaRN without training.
 
-    python examples/replicate/context.py runs/context
-
 For vanilla, sink and gated attention and every seed: train to recall a needle at 64 tokens, train
 on at 256 with a RoPE base of 1,000,000, then measure retrieval at 64 to 1024 tokens, as the models
-are and with YaRN of factor 4. A killed program goes on where it was. Writes context.json and
-context.png. --seeds N takes the first N seeds.
+are and with YaRN of factor 4. What is there is not made again.
 """
 
-import argparse
 import json
-import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from examples.replicate.languages import RetrievalLanguage, write_retrieval
+from examples.replicate.own_program import OwnProgram
+from examples.replicate.record import Run
 from examples.replicate.retrieval import retrieval
 from megasink.atomic import atomic_text
 from megasink.checkpoint.find import newest_checkpoint
 from megasink.data.trigger_language import AROUND
-from megasink.errors import UserError
 from megasink.finetune.steps import Step
 from megasink.process import prepare_quietly
-from megasink.report.style import PALETTE, label, panels, save, styled
+from megasink.report.curves import read_metrics, series
 
-PREDICTION = """
-All three retrieve nearly perfectly at the length of their last training, and fall to chance beyond
-twice of it as they are. YaRN keeps a part of it at 512 tokens. Sink and gated attention keep more
-than vanilla, whose sink on the first token depends on its position; with 3 seeds the difference
-will hardly be larger than the spread.
-"""
 VARIANTS = ("vanilla", "sink", "gated")
 SEEDS = (1, 2, 3)
 SHORT, LONG = 64, 256  # tokens
@@ -49,6 +34,12 @@ FACTOR = 4.0
 PAIRS, QUERIES = 1, 6
 STEPS, MORE_STEPS = 600, 150
 LONG_DOCUMENTS = 1000
+SETTINGS: tuple[tuple[str, str, float | None], ...] = (
+    (f"trained_at_{SHORT}", "short", None),
+    (f"trained_at_{SHORT}_yarn", "short", FACTOR),
+    (f"trained_at_{LONG}", "long", None),
+    (f"trained_at_{LONG}_yarn", "long", FACTOR),
+)
 MODEL = f"""
     --cpu --ranks 1 --num-layers 2 --hidden-size 64 --num-attention-heads 4
     --max-position-embeddings {TOKENS[-1]} --position-embedding-type rope --normalization RMSNorm
@@ -119,90 +110,52 @@ def measured(out: Path, variant: str, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-def accuracies(rows: Sequence[dict[str, Any]], **which: Any) -> np.ndarray:
-    """Return [seed, length] accuracies of the rows with these values."""
-    chosen = [row for row in rows if all(row[key] == value for key, value in which.items())]
-    seeds = sorted({row["seed"] for row in chosen})
-    return np.array(
-        [[r["accuracy"] for r in chosen if r["seed"] == seed] for seed in seeds], dtype=float
-    )
+def runs(out: Path) -> list[Run]:
+    """Train and measure what is missing, and return a run per variant and seed.
 
-
-SETTINGS: tuple[tuple[str, str, float | None], ...] = (
-    (f"trained at {SHORT}", "short", None),
-    (f"trained at {SHORT}, YaRN x{FACTOR:g}", "short", FACTOR),
-    (f"trained on at {LONG}", "long", None),
-    (f"trained on at {LONG}, YaRN x{FACTOR:g}", "long", FACTOR),
-)
-
-
-@styled()
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw accuracy by length: a panel per variant, mean and standard deviation over seeds."""
-    figure, axes = panels(1, len(VARIANTS), 3.2)
-    for axis, variant in zip(np.ravel(axes), VARIANTS, strict=True):
-        for i, (name, stage, yarn) in enumerate(SETTINGS):
-            found = accuracies(rows, variant=variant, stage=stage, yarn=yarn)
-            spread = found.std(0, ddof=1) if len(found) > 1 else np.zeros(len(TOKENS))
-            axis.errorbar(
-                TOKENS, found.mean(0), spread, color=PALETTE[i], marker="o", capsize=2, label=name
-            )
-        chance = 1 / RetrievalLanguage().values
-        axis.axhline(chance, color="#6b7280", linestyle=":", linewidth=1)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(TOKENS, [str(tokens) for tokens in TOKENS])
-        axis.set_ylim(0, 1.02)
-        label(axis, f"{variant} attention", "retrieval accuracy", "tokens of the document")
-    np.ravel(axes)[0].legend(fontsize=7)
-    save(figure, path)
-
-
-def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Return accuracy by length, mean ± standard deviation over seeds."""
-    made = Table(title="Retrieval accuracy by tokens of the document")
-    for name in ("attention", "setting", *map(str, TOKENS)):
-        made.add_column(name)
-    for variant in VARIANTS:
-        for name, stage, yarn in SETTINGS:
-            found = accuracies(rows, variant=variant, stage=stage, yarn=yarn)
-            cells = [f"{mean:.2f}" for mean in found.mean(0)]
-            if len(found) > 1:
-                spread = found.std(0, ddof=1)
-                cells = [f"{mean} ± {s:.2f}" for mean, s in zip(cells, spread, strict=True)]
-            made.add_row(variant, name, *cells)
-    return made
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train what is missing, measure, and write the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("output", type=Path, help="folder of the runs")
-    parser.add_argument("--seeds", type=int, choices=range(1, len(SEEDS) + 1), default=len(SEEDS))
-    args = parser.parse_args(argv)
-    console, started = Console(highlight=False), time.process_time()
-    seeds = SEEDS[: args.seeds]
+    Raises:
+        UserError: a command failed.
+    """
     prepare_quietly(cpu=True)  # before anything imports Megatron
-    try:
-        write_data(args.output / "data")
-        for seed in seeds:
-            for variant in VARIANTS:
-                for step in steps(args.output, variant, seed):
-                    step.run(console)
-        rows = [
-            row for seed in seeds for name in VARIANTS for row in measured(args.output, name, seed)
-        ]
-    except UserError as error:
-        console.print(f"context.py: error: {error}", markup=False)
-        return int(getattr(error, "exit_code", 2))
-    told = {"prediction": PREDICTION.strip(), "seeds": list(seeds), "rows": rows}
-    atomic_text(args.output / "context.json", json.dumps(told, indent=1) + "\n")
-    draw(rows, args.output / "context.png")
-    console.print(table(rows))
-    console.print(f"measured in {time.process_time() - started:.0f} s of CPU")
-    return 0
+    write_data(out / "data")
+    console = Console(highlight=False)
+    for seed in SEEDS:
+        for variant in VARIANTS:
+            for step in steps(out, variant, seed):
+                step.run(console)
+    return [_run(out, variant, seed) for variant in VARIANTS for seed in SEEDS]
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _run(out: Path, variant: str, seed: int) -> Run:
+    rows, curves = measured(out, variant, seed), {}
+    for name, stage, yarn in SETTINGS:
+        chosen = [row for row in rows if (row["stage"], row["yarn"]) == (stage, yarn)]
+        curves[name] = [row["tokens"] for row in chosen], [row["accuracy"] for row in chosen]
+    seconds = sum(_seconds(out / f"{variant}-{seed}-{stage}") for stage in ("short", "long"))
+    return Run(
+        cell=variant,
+        seed=seed,
+        metrics={
+            f"{name}/{tokens}": accuracy
+            for name, curve in curves.items()
+            for tokens, accuracy in zip(*curve, strict=True)
+        },
+        curves=curves,
+        seconds=seconds,
+        cpu_seconds=seconds,  # one thread
+    )
+
+
+def _seconds(run: Path) -> float:
+    """Return the time of a run's steps."""
+    return float(np.nansum(series(read_metrics(run), "seconds")[1]))
+
+
+PROGRAM = OwnProgram(
+    cells=VARIANTS,
+    seeds=SEEDS,
+    curves=tuple(name for name, _, _ in SETTINGS),
+    metrics=tuple(f"{name}/{tokens}" for name, _, _ in SETTINGS for tokens in TOKENS),
+    x="tokens of the document",
+    runs=runs,
+)

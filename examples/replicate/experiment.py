@@ -13,6 +13,7 @@ from typing import Any
 
 from examples.replicate import claims
 from examples.replicate.measures import MeasuresFile, read_measures, read_toml
+from examples.replicate.own_program import ProgramFile, read_program_file
 from examples.replicate.record import Large
 from megasink.command_line import unknown_name
 from megasink.errors import ConfigError, UserError
@@ -32,6 +33,7 @@ OPTIONAL: dict[str, type] = {
     "prediction_full": str,
     "setting": str,
     "uses": str,
+    "program": str,
     "curves": list,
     "maps": bool,
     "data": dict,
@@ -58,7 +60,8 @@ class Experiment:
 
     Attributes:
         name: its letter; folder: of its files.
-        grid: what runs; measures: what is measured on the runs of the experiment `uses`.
+        grid: what runs; measures: what is measured on the runs of the experiment `uses`; program:
+            what makes the runs instead. One of the three.
         curves: drawn on the page.
         maps: whether head importance is drawn, of the last live analyses.
         monte_carlo: whether the checks of cone.py belong to it.
@@ -75,6 +78,7 @@ class Experiment:
     uses: str | None
     grid: GridFile | None
     measures: MeasuresFile | None
+    program: ProgramFile | None
     data: list[Corpus]
     claims: list[dict[str, Any]]
     curves: list[str]
@@ -83,9 +87,9 @@ class Experiment:
     monte_carlo: bool
 
     @property
-    def file(self) -> GridFile | MeasuresFile:
+    def file(self) -> GridFile | MeasuresFile | ProgramFile:
         """The file of the form."""
-        return self.grid or self.measures  # type: ignore[return-value]
+        return self.grid or self.measures or self.program  # type: ignore[return-value]
 
     @property
     def cells(self) -> list[str]:
@@ -111,27 +115,30 @@ def read_experiment(folder: Path, form: str) -> Experiment:
     problems = list(_key_problems(told))
     if problems:
         raise ConfigError(f"{path}: {problem}" for problem in problems)
-    uses, grid, measures = told.get("uses"), None, None
+    uses, grid, measures, program = told.get("uses"), None, None, None
     if uses is not None and uses not in letters():
         raise ConfigError(f"{path}: {unknown_name('uses', uses, list(letters()))}")
     files = [each / f"{form}.toml" for each in (folder, *([letters()[uses]] if uses else []))]
     if lacking := [file for file in files if not file.is_file()]:
         raise UserError(f"{lacking[0]}: no such file: the experiment has no {form} form")
-    if uses is None:
+    if "program" in told:
+        program = read_program_file(*files, told["program"])
+    elif uses is None:
         grid = read_grid(*files)
     else:
         measures = read_measures(*files)
     data, data_problems = _data(told.get("data", {}), form)
     chosen = [claim for claim in told["claim"] if form in claim.get("forms", FORMS)]
-    of_form = grid or measures
+    of_form = grid or measures or program
     assert of_form is not None
     problems = [*data_problems, *_form_problems(told["claim"])]
     cells = [cell.name for cell in of_form.cells]
-    problems += claims.problems(chosen, cells, of_form.metrics, _curves())
+    curves = _curves() if program is None else list(program.program.curves)
+    problems += claims.problems(chosen, cells, of_form.metrics, curves)
     problems += [
-        unknown_name("curves", name, _curves())
+        unknown_name("curves", name, curves)
         for name in told.get("curves", [])
-        if name not in _curves()
+        if name not in curves
     ]
     if len(of_form.seeds) < claims.LEAST_SEEDS:
         problems.append(f"{form}.toml has {len(of_form.seeds)} seeds: verdicts take 3 or more")
@@ -149,6 +156,7 @@ def read_experiment(folder: Path, form: str) -> Experiment:
         uses=uses,
         grid=grid,
         measures=measures,
+        program=program,
         data=data,
         claims=chosen,
         curves=told.get("curves", []),
@@ -180,6 +188,8 @@ def _key_problems(told: Mapping[str, Any]) -> Iterator[str]:
     for number, each in enumerate(told.get("large", []), 1):
         if not isinstance(each, dict) or set(each) != {"says", "command"}:
             yield f"large {number}: give says and command, and no other key"
+    if told.get("program") and (other := told.keys() & {"uses", "data", "maps"}):
+        yield f"{min(other)}: the program makes the runs: drop it"
     if told.get("uses") and told.get("data"):
         yield "data: the experiment uses the runs, and so the corpora, of another: drop it"
 

@@ -103,7 +103,12 @@ def _curves(result: Result) -> bytes:
         for name, by_cell in result.curves.items()
         if by_cell
     }
-    return rendered(draw_bands(curves, list(result.cells)))
+    figure = draw_bands(curves, list(result.cells), x=result.x)
+    if result.x != "step":  # one quantity under several conditions
+        limits = np.array([axis.get_ylim() for axis in figure.axes[: len(curves)]])
+        for axis in figure.axes[: len(curves)]:
+            axis.set_ylim(limits[:, 0].min(), limits[:, 1].max())
+    return rendered(figure)
 
 
 def _band(curve: Curve) -> Band:

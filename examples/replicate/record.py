@@ -69,7 +69,8 @@ class Result:
         versions: package -> version; hardware: of the machine.
         seconds, cpu_seconds: sums over the runs; runs: their number.
         metrics: columns of the table; cells: cell -> metric -> value by seed.
-        curves: curve -> cell -> curve; maps: cell -> [layer][head] of the first seed.
+        curves: curve -> cell -> curve; x: what their horizontal axis is.
+        maps: cell -> [layer][head] of the first seed.
         checks: closed forms against Monte Carlo.
     """
 
@@ -91,6 +92,7 @@ class Result:
     metrics: list[str]
     cells: dict[str, dict[str, list[float | None]]]
     curves: dict[str, dict[str, Curve]] = field(default_factory=dict)
+    x: str = "step"
     maps: dict[str, list[list[float | None]]] = field(default_factory=dict)
     checks: list[Check] = field(default_factory=list)
     verdicts: list[Verdict]

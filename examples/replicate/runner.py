@@ -59,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if code := cli.main(words):
             return code
         runs = trained_runs(experiment, out)
+    elif experiment.program is not None:
+        runs = experiment.program.program.runs(out)
     else:
         assert experiment.measures is not None
         used = args.output / f"{experiment.uses}-{args.form}"
@@ -149,6 +151,7 @@ def summarize(experiment: Experiment, runs: list[record.Run], out: Path) -> reco
         metrics=experiment.file.metrics,
         cells=cells,
         curves=curves,
+        x=experiment.program.program.x if experiment.program else "step",
         maps=importance_maps(experiment, out),
         checks=cone.checks() if experiment.monte_carlo else [],
         verdicts=claims.verdicts(experiment.claims, cells),

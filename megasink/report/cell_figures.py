@@ -82,13 +82,17 @@ def _apart(count: int) -> NDArray[np.float64]:
 
 
 def draw_bands(
-    curves: Mapping[str, Mapping[str, Band]], cells: Sequence[str], title: str = ""
+    curves: Mapping[str, Mapping[str, Band]],
+    cells: Sequence[str],
+    title: str = "",
+    x: str = "step",
 ) -> Any:
     """Return a figure with a panel per curve: mean and standard deviation over seeds, by cell.
 
     Args:
         curves: name -> cell -> its curve; a cell may be missing.
         cells: all of them, in the order of their colors.
+        x: label of the horizontal axis.
     """
     colors = dict(zip(cells, model_colors(len(cells)), strict=True))
     count = max(1, len(curves))
@@ -100,7 +104,7 @@ def draw_bands(
         for cell, band in by_cell.items():
             draw_band(axis, band, colors[cell], short(cell, 40))
         text, unit = title_of(name)
-        label(axis, text, unit, "step")
+        label(axis, text, unit, x)
         if unit in ("nats per token", "bits per byte"):
             zoom(axis)
     if not curves:

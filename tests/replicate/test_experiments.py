@@ -1,6 +1,7 @@
 """Experiments are read and checked before anything runs, resumed, and summarized."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from examples.replicate import experiment, measuring, record, runner
 from examples.replicate.experiment import FORMS, Corpus, letters, read_experiment, read_toml
 from examples.replicate.measures import read_measures
+from examples.replicate.own_program import read_program_file
 from megasink.errors import ConfigError, UserError
 from megasink.report.grid_results import FORMAT, RunRecord
 from megasink.typed_json import to_json
@@ -279,3 +281,32 @@ def test_a_corpus_is_made_once(tmp_path):
     assert made == [(tmp_path / "data", "text", {"documents": 3})]
     with pytest.raises(UserError, match="was made in another way"):
         runner.make_corpus(Corpus("text", make, "languages.write_text", {}), tmp_path / "data")
+
+
+def test_a_program_of_its_own_is_read_and_summarized(tmp_path):
+    told = read_experiment(letters()["h"], "full")
+    assert told.program is not None
+    assert told.cells == ["vanilla", "sink", "gated"]
+    run = record.Run(
+        cell="sink",
+        seed=1,
+        metrics=dict.fromkeys(told.program.program.metrics, 0.5),
+        curves=dict.fromkeys(told.curves, ([64, 1024], [1.0, 0.5])),
+        seconds=1,
+        cpu_seconds=1,
+    )
+    runs = [replace(run, cell=cell, seed=seed) for cell in told.cells for seed in (1, 2, 3)]
+    found = runner.summarize(told, runs, tmp_path)
+    assert (found.x, found.runs, found.seeds) == ("tokens of the document", 9, [1, 2, 3])
+    assert found.curves["trained_at_64_yarn"]["sink"].mean == [1.0, 0.5]
+
+
+def test_the_form_of_a_program_has_metrics_alone(tmp_path):
+    path = tmp_path / "full.toml"
+    path.write_text('seeds = [1]\nmetrics = ["trained_at_64/63"]\n')
+    with pytest.raises(ConfigError) as error:
+        read_program_file(path, "context")
+    assert "the key 'seeds'" in str(error.value)
+    assert "did you mean trained_at_64/64" in str(error.value)
+    with pytest.raises(ConfigError, match="program"):
+        read_program_file(path, "contexts")
