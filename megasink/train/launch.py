@@ -29,7 +29,7 @@ from megasink.train.rank_logs import raised, said
 from megasink.train.ranks import Ranks
 from megasink.train.replay import replayed
 from megasink.train.run_dir import folder_problem
-from megasink.train.stop import SIGNALS, left, name_of
+from megasink.train.stop import FOR_TORCHRUN, SIGNALS, left, name_of
 
 _SMALL = 1 << 16  # bytes; a disk with less free space is full
 # Keys of metrics.jsonl on the progress line, and what they are called there.
@@ -126,7 +126,7 @@ def launch(flags: Sequence[str], run_dir: Path, ranks: int, steps: int | None) -
     logs = run_dir / "logs" / time.strftime("%Y%m%d-%H%M%S")
     console = Console()
     say(f"run {run_dir}: {ranks} ranks, logs in {logs}")
-    arguments = ["--standalone", "--local-addr=127.0.0.1"]
+    arguments = ["--standalone", "--local-addr=127.0.0.1", FOR_TORCHRUN]
     arguments += [f"--nproc-per-node={ranks}", f"--log-dir={logs}", "--redirects=3"]
     arguments += ["-m", "megasink.train", "--run-dir", str(run_dir), *flags]
     new_lines = NewLines(run_dir / "metrics.jsonl")

@@ -16,8 +16,10 @@ from typing import Any, NoReturn
 
 from megasink.errors import Stopped
 
-# End of a job, Ctrl-C, closed terminal.
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# End of a job, Ctrl-C, closed terminal, a scheduler's warning (sbatch --signal USR1).
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+# torchrun dies of a signal that it does not know, and Slurm sends to every process of a step.
+FOR_TORCHRUN = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 class Told:

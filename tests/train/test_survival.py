@@ -99,6 +99,7 @@ def test_a_full_disk_ends_in_one_line_and_loses_no_checkpoint(dying, train, fini
     [
         ("SIGHUP@build_train_valid_test_data_iterators:1", signal.SIGHUP, [], "while building the"),
         ("SIGINT@train_step:1", signal.SIGINT, [1], "after step 1, which is saved"),
+        ("SIGUSR1@train_step:2", signal.SIGUSR1, [2], "after step 2, which is saved"),
         ("SIGTERM@evaluate:1", signal.SIGTERM, [2, 3], "after step 3, which is saved"),
         ("SIGINT@evaluate:3", signal.SIGINT, [2, 4, 6], "while evaluating"),
     ],
