@@ -317,6 +317,9 @@ class RunOptions:
     """With --resume: verify all checksums of a checkpoint before loading it, which reads it twice;
     by default only file sizes are checked."""
 
+    preflight: bool = False
+    """Time every rank and every link before the first step, and name the slow ones."""
+
     plugin: list[str] | None = field(
         default=None, metadata={"argparse_meta": {"action": "append", "metavar": "MODULE"}}
     )
