@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import init_method_normal
 from torch import Tensor
@@ -44,7 +45,7 @@ def global_names(model: GPTModel) -> dict[str, str]:
     offsets = {
         name: module.layer_number - 1
         for name, module in model.named_modules()
-        if isinstance(module, TransformerLayer)
+        if isinstance(module, TransformerLayer | MambaLayer)
     }
     names = {}
     for name, _ in model.named_parameters():
