@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.torch_norm import LayerNormBuilder
 from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfig
 
@@ -60,5 +61,17 @@ class MegasinkHybridBuilder(HybridModelBuilder):
     ) -> HybridModel:
         """Build one pipeline stage; arguments as in Megatron."""
         model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
+        _mark_sections(model)
         finish_stage(model, self._model_config)
         return model
+
+
+def _mark_sections(model: HybridModel) -> None:
+    """Name the parts of delta-net weights, each of which is sharded by itself.
+
+    `named_parts` then yields them: initial weights do not depend on the tensor-parallel layout.
+    """
+    for layer in (m for m in model.modules() if isinstance(m, GatedDeltaNet)):
+        names, sizes = layer.in_proj_split_names, layer.in_proj_split_sections
+        layer.in_proj.weight.sections = dict(zip(names, sizes, strict=True))
+        layer.conv1d.weight.sections = dict(zip(names[:3], sizes[:3], strict=True))
