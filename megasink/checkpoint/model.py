@@ -30,9 +30,7 @@ def model_config(args: Namespace) -> ModelConfig:
         )
         config.hybrid_stack_spec = hybrid_spec(transformer)
     else:
-        config = gpt_config_from_args(
-            args, config=transformer, model_config_cls=MegasinkGPTConfig
-        )
+        config = gpt_config_from_args(args, config=transformer, model_config_cls=MegasinkGPTConfig)
         config.transformer_layer_spec = block_spec
         # Upstream ignores --rope-scaling-factor and leaves it at 8 (argument_utils.py:464).
         config.rope_scaling_factor = args.rope_scaling_factor

@@ -244,8 +244,7 @@ _REASONS = {"hybrid_layer_pattern": "there is no target for hybrid models"}
 
 def _unfixed(saved: Mapping[str, Any]) -> list[str]:
     return [
-        f"{flag_of(name)} {saved[name]}: "
-        + _REASONS.get(name, f"targets only support {fine[0]}")
+        f"{flag_of(name)} {saved[name]}: " + _REASONS.get(name, f"targets only support {fine[0]}")
         for name, fine in _FIXED.items()
         if name in saved and saved[name] not in fine
     ]

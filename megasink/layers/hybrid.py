@@ -6,14 +6,18 @@ for every layer, empty for those without attention.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.torch_norm import LayerNormBuilder
 from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfig
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megasink.layers.builder import finish_stage
 
@@ -61,17 +65,30 @@ class MegasinkHybridBuilder(HybridModelBuilder):
     ) -> HybridModel:
         """Build one pipeline stage; arguments as in Megatron."""
         model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
-        _mark_sections(model)
+        _prepare_delta_net(model)
         finish_stage(model, self._model_config)
         return model
 
 
-def _mark_sections(model: HybridModel) -> None:
-    """Name the parts of delta-net weights, each of which is sharded by itself.
+def _prepare_delta_net(model: HybridModel) -> None:
+    """Make weights and gradients of gated delta-net independent of the tensor-parallel layout.
 
-    `named_parts` then yields them: initial weights do not depend on the tensor-parallel layout.
+    The parts of a weight that are sharded by themselves get names, which `named_parts` yields.
+
+    The norm of the heads' outputs is on every rank, and sees that rank's heads. Without sequence
+    parallelism Megatron does not sum its gradients over the ranks
+    (megatron/core/distributed/finalize_model_grads.py:452), and the copies would drift apart.
     """
     for layer in (m for m in model.modules() if isinstance(m, GatedDeltaNet)):
         names, sizes = layer.in_proj_split_names, layer.in_proj_split_sections
         layer.in_proj.weight.sections = dict(zip(names, sizes, strict=True))
         layer.conv1d.weight.sections = dict(zip(names[:3], sizes[:3], strict=True))
+        if layer.tp_size > 1 and not model.config.sequence_parallel:
+            for parameter in layer.out_norm.parameters():
+                parameter.register_hook(partial(_summed, layer.tp_group))
+
+
+def _summed(group: ProcessGroup, gradient: Tensor) -> Tensor:
+    total = gradient.clone()
+    torch.distributed.all_reduce(total, group=group)
+    return total

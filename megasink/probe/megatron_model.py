@@ -1,4 +1,4 @@
-"""Capture statistics from a Megatron-Core GPT or hybrid model with megasink's core attention, unsharded.
+"""Capture statistics from a Megatron-Core GPT or hybrid with megasink's attention, unsharded.
 
 Hooks read the inputs and outputs of core attention; without changes the forward pass is unchanged.
 
@@ -142,10 +142,8 @@ class MegatronProbe(Probe):
 
         if index == 0:
             self._before(layer, keep(0))
-        norms = [
-            getattr(getattr(layer, name, None), "layernorm", None)
-            for name in ("self_attn_bda", "mlp_bda")
-        ]
+        adds = (getattr(layer, "self_attn_bda", None), getattr(layer, "mlp_bda", None))
+        norms: list[Any] = [getattr(add, "layernorm", None) for add in adds]
         if self.model.config.post_norm and None not in norms:
             # Massive activations show only before the norm of the sum (P2.10, P2.42).
             self._before(norms[0], keep(2 * index + 1))

@@ -13,8 +13,8 @@ from megasink.errors import ConfigError
 from megasink.parser import parse_known
 from megasink.train import checks, run_dir
 from megasink.train.checks.chat import recognize
-from megasink.train.checks.hybrid import count_layers
 from megasink.train.checks.gates import match_ffn_width
+from megasink.train.checks.hybrid import count_layers
 from megasink.train.checks.transformer_layer import set_gated_unit
 from megasink.train.checks.vocabulary import pin_vocabulary
 

@@ -55,7 +55,8 @@ def problems(args: Namespace) -> Iterator[str]:
     if PREDICTION in pattern:
         yield f"{_FLAG} {pattern}: multi-token prediction (/) is not supported"
     if latent := set(layers) & set(LATENT):
-        yield f"{_FLAG} {pattern}: sinks in latent attention ({''.join(sorted(latent))}) are not supported"
+        symbols = "".join(sorted(latent))
+        yield f"{_FLAG} {pattern}: sinks in latent attention ({symbols}) are not supported"
     if unknown := set(layers) - set(SUPPORTED) - set(LATENT):
         yield (
             f"{_FLAG} {pattern}: no layer is called {' or '.join(sorted(unknown))}; there are "
