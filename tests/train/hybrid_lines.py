@@ -19,7 +19,8 @@ hybrid-latent: --hybrid-override-pattern +-D- --num-experts 4 --moe-layer-freq 2
   ! sinks in latent attention (+D) are not supported
   ! --num-experts 4, but --hybrid-layer-pattern +-D- has no layer E
   ! --hybrid-layer-pattern with --moe-layer-freq: layers with experts are those marked E
-hybrid-experts: --hybrid-layer-pattern *E|*E --lora-rank 2
+hybrid-experts: --hybrid-layer-pattern *E|*E --lora-rank 2 --disable-bias-linear
+    --pretrained-checkpoint nowhere
   ! has layers with experts (E), but there is no --num-experts
   ! --hybrid-layer-pattern with --lora-rank
   ! has 2 pipeline stages: give --pipeline-model-parallel-size, or drop |
@@ -39,8 +40,8 @@ ACCEPTED = accepted(
     """
 hybrid: --hybrid-layer-pattern *-*-
 hybrid-old-name: --hybrid-override-pattern *-*- --num-layers 4
-hybrid-stages: --hybrid-layer-pattern *-|*-|*-|*- --pipeline-model-parallel-size 2
-hybrid-experts: --hybrid-layer-pattern *E --num-experts 4
+hybrid-virtual-stages: --hybrid-layer-pattern *-|*-|*-|*- --pipeline-model-parallel-size 2
+hybrid-moe: --hybrid-layer-pattern *E --num-experts 4 --disable-bias-linear
 hybrid-delta-net: --hybrid-layer-pattern G-*- --cpu --deterministic-mode
 """,
 )
