@@ -69,6 +69,23 @@ QUICK = (
     "tests/train/test_checks.py",
 )
 
+# What a new release of Megatron is tried with (CONTRIBUTING.md): the lines that patches rest on,
+# the modules, a layout of each kind, checkpoints, and what reads a model. Beginnings of node ids.
+NEXT_RELEASE = (
+    "tests/upstream/",
+    "tests/platform/",
+    "tests/layers/test_core_attention.py",
+    "tests/layers/test_gated_attention.py",
+    "tests/layers/test_hybrid.py",
+    "tests/layers/test_init.py",
+    "tests/layers/test_softmax_offset.py",
+    "tests/distributed/test_checkpoint.py",
+    "tests/distributed/test_invariance.py",
+    "tests/inference/test_decoding.py",
+    "tests/probe/test_megatron.py",
+    "tests/train/test_end_to_end.py",
+)
+
 
 def in_order(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """The same items, the longest files first."""
@@ -78,6 +95,11 @@ def in_order(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 def is_quick(nodeid: str) -> bool:
     """Whether a test is part of `make quick`."""
     return nodeid.startswith(QUICK)
+
+
+def is_for_next_release(nodeid: str) -> bool:
+    """Whether a test is in the sample that a new release of Megatron is tried with."""
+    return nodeid.startswith(NEXT_RELEASE)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,13 @@ import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.utils import unwrap_model
 
+from megasink.diagnostics import STATISTICS
 from megasink.layers.hybrid_pattern import ATTENTION, EXPERTS, FFN, layers_of
 from megasink.layers.init import global_names
+from megasink.probe.megatron_model import MegatronProbe
+from megasink.probe.statistics import MAP
 from tests.distributed import tiny_gpt
+from tests.probe.kept import Kept
 
 
 def in_gpt(name: str, pattern: str) -> str:
@@ -77,3 +81,29 @@ def layers_here(pattern: str) -> list[list[tuple[int, str]]]:
         ]
         for model in models
     ]
+
+
+def probed() -> dict[str, dict[str, Any]]:
+    """What the probe sees in a GPT model and in the hybrid with its weights, by name."""
+    pattern, ids = "*-*-", torch.arange(22).view(2, 11)
+    found, weights = {}, dict[str, torch.Tensor]()
+    for name, options in (("gpt", {}), ("hybrid", {"pattern": pattern})):
+        (model,) = unwrap_model(tiny_gpt.build(tiny_gpt.model_config(**options)))
+        for parameter, tensor in model.named_parameters():
+            if name == "gpt":
+                weights[parameter] = tensor
+            else:
+                tensor.data.copy_(weights[in_gpt(parameter, pattern)])
+        kept = Kept()
+        with MegatronProbe(model.eval(), kept, {*STATISTICS, MAP}) as probe:
+            logits = probe.forward(ids).logits
+            sites = probe.sites()
+        found[name] = {
+            "heads": probe.heads,
+            "logits": logits,
+            "layers": {key: dict(value) for key, value in kept.layers.items()},
+            "states": dict(kept.states),
+            "sites": sorted(site.name for site in sites.found),
+            "missing": sites.missing,
+        }
+    return found

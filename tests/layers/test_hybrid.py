@@ -1,5 +1,6 @@
 """Hybrid models: attention and FFN layers equal a GPT model; no layout changes any of it."""
 
+import numpy as np
 import pytest
 
 from tests.distributed import merging
@@ -69,3 +70,22 @@ def test_layers_are_numbered_through_the_whole_pattern(pool):
     attention, ffn = ("SelfAttention", "IdentityOp"), ("IdentityOp", "MLP")
     assert stages[0] == [[(1, *attention)], [(4, *attention), (5, *ffn)]]
     assert stages[1] == [[(2, *ffn), (3, *attention)], [(6, *ffn)]]
+
+
+def test_the_probe_sees_the_layers_that_have_heads(pool):
+    """Layer l of the GPT model is layers 2 l and 2 l + 1, so its states are 4 l + 2 and 4 l + 4."""
+    (found,) = pool.run("tests.layers.hybrid_tasks:probed", SINGLE)
+    gpt, hybrid = found["gpt"], found["hybrid"]
+    assert (gpt["heads"], hybrid["heads"]) == ([4, 4], [4, 0, 4, 0])
+    np.testing.assert_array_equal(hybrid["logits"], gpt["logits"])
+    for (sample, layer), statistics in gpt["layers"].items():
+        of_attention = hybrid["layers"][sample, 2 * layer]
+        of_both = of_attention | hybrid["layers"][sample, 2 * layer + 1]
+        assert of_both.keys() == statistics.keys()
+        assert hybrid["layers"][sample, 2 * layer + 1].keys() == {"mlp_branch_TE"}
+        for name, value in statistics.items():
+            np.testing.assert_array_equal(of_both[name], value, err_msg=name)
+    for (sample, half), state_TE in gpt["states"].items():
+        np.testing.assert_array_equal(hybrid["states"][sample, 2 * half], state_TE)
+    assert hybrid["sites"] == ["0", "3"]
+    assert hybrid["missing"]["mlp0"] == "layer 0 of the hybrid has no FFN"
