@@ -30,7 +30,7 @@ from megasink.layers.transformer_config import MegasinkTransformerConfig
 from megasink.specs import block_spec, hybrid_spec
 from megasink.train.optimizer import with_sink_parameters
 from tests.distributed.shards import gather_gradients, shards
-from tests.distributed.skewed_gates import skew_gates
+from tests.distributed.skewed_gates import skew_gates, skew_sinks
 
 SEQUENCE, VOCABULARY, MICROBATCH, MICROBATCHES = 32, 128, 2, 4
 HEADS, HIDDEN = 4, 64
@@ -111,25 +111,6 @@ def model_config(
     config.pre_wrap_hooks = [skew_sinks, skew_gates]
     config.finalize()
     return config
-
-
-def skew_sinks(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Sinks of magnitude 5 that differ by layer and head: a zero sink would hide mistakes.
-
-    And biases of standard deviation 2, where they start with 0.02.
-    """
-    for module in (m for model in models for m in model.modules()):
-        if not isinstance(module, CoreAttention):
-            continue
-        for bias in (module.key_bias, module.value_bias):
-            if bias is not None:
-                bias.data.mul_(100.0)
-        if module.softmax_offset is not None:
-            count = module.softmax_offset.numel()
-            head_H = count * module.tp_group.rank() + torch.arange(count)
-            sign_H = 1.0 - 2.0 * ((head_H + module.layer_number) % 2)
-            module.softmax_offset.data.copy_(sign_H * (4.0 + 0.5 * head_H))
-    return models
 
 
 def build(config: MegasinkGPTConfig, **ddp: Any) -> list[Any]:
