@@ -27,7 +27,7 @@ setup(
     },
     install_requires=[
         "torch>=2.11",
-        "megatron-core>=0.19,<0.20",
+        "megatron-core>=0.19,<0.21",
         "numpy",
         "scipy",
         "scikit-learn",  # the geometry of megasink.diagnostics

@@ -3,14 +3,24 @@
 import dataclasses
 from typing import Any
 
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.torch_norm import LayerNormBuilder, WrappedTorchNorm
 from megatron.core.transformer.transformer_block import (
     LayerNormImpl,
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
+from megatron.core.transformer.transformer_layer import MoETransformerLayer
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from megasink.gate_options import changes_self_attention, trailing_rows
@@ -18,7 +28,9 @@ from megasink.layers.block_options import with_block_options
 from megasink.layers.core_attention import CoreAttention
 from megasink.layers.gate_projection import with_gate_rows
 from megasink.layers.gated_self_attention import GatedSelfAttention
+from megasink.layers.hybrid import MegasinkHybridStack
 from megasink.layers.norm import TorchNorm
+from megasink.layers.transformer_config import MegasinkTransformerConfig
 from megasink.lora.spec import with_adapters
 
 
@@ -43,6 +55,103 @@ def block_spec(config: GPTModelConfig, vp_stage: int | None = None) -> Transform
         layer_norm=_with_our_modules(norm, config.transformer),
     )
     return with_adapters(with_block_options(ours, config.transformer), config.transformer)
+
+
+def hybrid_spec(config: MegasinkTransformerConfig) -> ModuleSpec:
+    """Return the spec of a hybrid stack, for ``HybridModelConfig.hybrid_stack_spec``.
+
+    Attention, FFN and experts are the halves of the layers of :func:`block_spec`, so that every
+    option of attention and the block means the same as in a GPT model. (Upstream's hybrid spec has
+    neither --qk-layernorm nor modules other than TransformerEngine's.)
+    """
+    dense, norm = _whole_layer(config, None)
+    experts, _ = _whole_layer(config, config.num_moe_experts)
+    no_ffn = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
+    no_attention = {
+        "input_layernorm": IdentityOp,
+        "self_attention": IdentityOp,
+        "self_attn_bda": IdentityFuncOp,
+    }
+    recurrent = hybrid_stack_spec.submodules
+    if config.transformer_impl == "local":
+        recurrent = _local_recurrent(recurrent, norm)
+    return ModuleSpec(
+        module=MegasinkHybridStack,
+        params={"norm": norm},
+        submodules=HybridStackSubmodules(
+            attention_layer=_half(dense, dense.module, no_ffn),
+            mlp_layer=_half(dense, MLPLayer, no_attention),
+            moe_layer=_half(experts, MoETransformerLayer, no_attention),
+            mamba_layer=recurrent.mamba_layer,
+            gdn_layer=recurrent.gdn_layer,
+        ),
+    )
+
+
+def _whole_layer(
+    config: MegasinkTransformerConfig, experts: int | None
+) -> tuple[ModuleSpec, LayerNormBuilder | None]:
+    """Return a layer of a GPT model with megasink's modules, and the norm after the last layer."""
+    options = {
+        "num_experts": experts,
+        "moe_grouped_gemm": config.moe_grouped_gemm,
+        "qk_layernorm": config.qk_layernorm,
+        "qk_l2_norm": config.qk_l2_norm,
+    }
+    if config.transformer_impl == "local":
+        layer = get_gpt_layer_local_spec(**options, normalization=config.normalization)
+    else:
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            **options, use_te_activation_func=config.use_te_activation_func
+        )
+    block = TransformerBlockSubmodules(
+        layer_specs=[_with_our_modules(layer, config)],
+        layer_norm=_with_our_modules(LayerNormImpl, config),
+    )
+    block = with_block_options(block, config)
+    return block.layer_specs[0], block.layer_norm
+
+
+def _half(layer: ModuleSpec, module: type, without: dict[str, Any]) -> ModuleSpec:
+    return ModuleSpec(module=module, submodules=dataclasses.replace(layer.submodules, **without))
+
+
+def _local_recurrent(
+    upstream: HybridStackSubmodules, norm: LayerNormBuilder
+) -> HybridStackSubmodules:
+    """Return the Mamba and delta-net layers of a spec with Megatron's own linear layers and norms.
+
+    Their checkpoints have the names of TransformerEngine's, which fuses norm and projection.
+    """
+    linear = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
+    gdn, mamba = upstream.gdn_layer, upstream.mamba_layer
+    delta, mixer = gdn.submodules.self_attention, mamba.submodules.mixer
+    delta = dataclasses.replace(
+        delta, submodules=dataclasses.replace(delta.submodules, **linear, out_norm=norm)
+    )
+    mixer = dataclasses.replace(mixer, submodules=dataclasses.replace(mixer.submodules, **linear))
+    return HybridStackSubmodules(
+        gdn_layer=dataclasses.replace(
+            gdn,
+            submodules=dataclasses.replace(
+                gdn.submodules,
+                input_layernorm=norm,
+                self_attention=delta,
+                sharded_state_dict_keys_map={
+                    "input_layernorm.": "self_attention.in_proj.layer_norm_"
+                },
+            ),
+        ),
+        mamba_layer=dataclasses.replace(
+            mamba,
+            submodules=dataclasses.replace(
+                mamba.submodules,
+                norm=norm,
+                mixer=mixer,
+                sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
+            ),
+        ),
+    )
 
 
 def _with_our_modules(node: Any, config: Any) -> Any:

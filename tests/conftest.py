@@ -9,7 +9,7 @@ import pytest
 from tests import forkserver
 from tests.distributed.coverage import table
 from tests.distributed.pool import Pool
-from tests.schedule import in_order, is_quick, later
+from tests.schedule import in_order, is_for_next_release, is_quick, later
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -50,6 +50,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_quick(item.nodeid):
             item.add_marker(pytest.mark.quick)
+        if is_for_next_release(item.nodeid):
+            item.add_marker(pytest.mark.next_release)
     for item in later(items):
         item.add_marker(pytest.mark.later)
 

@@ -44,7 +44,7 @@ def test_problems_are_numbered_in_one_message():
         ("torch", None, "torch is not installed: pip install 'torch>=2.11'"),
         ("torch", "2.9.1+cu128", "torch 2.9.1+cu128 is not supported"),
         ("megatron-core", "0.20.0", "megatron-core 0.20.0 is not supported"),
-        ("megatron-core", "0.18.3", "pip install 'megatron-core>=0.19,<0.20'"),
+        ("megatron-core", "0.18.3", "pip install 'megatron-core>=0.19,<0.21'"),
     ],
 )
 def test_versions_outside_what_was_tested_are_refused(monkeypatch, package, found, message):

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from megasink.config import MODEL_OPTIONS
+from megasink.layers.hybrid_pattern import layers_of
 
 SHAPE = (
     "num_layers",
@@ -63,6 +64,16 @@ MODEL = (
     "swiglu",
     "squared_relu",
     "openai_gelu",
+    "hybrid_layer_pattern",
+    "mamba_state_dim",
+    "mamba_head_dim",
+    "mamba_num_groups",
+    "mamba_num_heads",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
     "num_experts",
     "moe_layer_freq",
     "moe_router_topk",
@@ -85,6 +96,8 @@ def same(name: str, before: Any, now: Any, *, finetune: bool = False) -> bool:
         finetune: allow a different context length and position encoding. RoPE and YaRN have no
             weights, so either can replace the other.
     """
+    if name == "hybrid_layer_pattern" and before and now:
+        before, now = layers_of(before), layers_of(now)  # the stages are of the layout
     if before == now:
         return True
     if not finetune:

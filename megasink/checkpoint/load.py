@@ -30,7 +30,6 @@ from megasink.checkpoint.vocabulary import with_tokens
 from megasink.checkpoint.without_code import loading_without_code
 from megasink.checkpoint.yarn import with_yarn
 from megasink.errors import UserError
-from megasink.layers.builder import MegasinkGPTBuilder
 from megasink.layers.gate_projection import named_parts
 from megasink.lora.linear import sizes_of
 from megasink.lora.merge import Adapter
@@ -117,7 +116,7 @@ def load_without_tokenizer(
     _make_parallel_state()
     config = model_config(args)
     config.finalize()
-    model = MegasinkGPTBuilder(config).build_model(
+    model = config.get_builder_cls()(config).build_model(
         ProcessGroupCollection.use_mpu_process_groups(), pre_process=True, post_process=True
     )
     # As Float16Module does: modules that must stay in float32 handle this themselves.

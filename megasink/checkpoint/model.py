@@ -2,23 +2,38 @@
 
 from argparse import Namespace
 
-from megatron.training.argument_utils import core_transformer_config_from_args, gpt_config_from_args
+from megatron.training.argument_utils import (
+    core_transformer_config_from_args,
+    gpt_config_from_args,
+    hybrid_config_from_args,
+)
 
 from megasink.checkpoint.vocabulary import counted_rows
 from megasink.layers.builder import MegasinkGPTConfig
+from megasink.layers.hybrid import MegasinkHybridConfig
 from megasink.layers.transformer_config import MegasinkTransformerConfig
-from megasink.specs import block_spec
+from megasink.specs import block_spec, hybrid_spec
+
+ModelConfig = MegasinkGPTConfig | MegasinkHybridConfig
 
 
-def model_config(args: Namespace) -> MegasinkGPTConfig:
-    """Return the GPT configuration, with our layers; initial weights depend only on the seed."""
+def model_config(args: Namespace) -> ModelConfig:
+    """Return the model's configuration, with our layers; initial weights depend only on the seed.
+
+    As in Megatron, --hybrid-layer-pattern makes it a HybridModel.
+    """
     transformer = core_transformer_config_from_args(args, MegasinkTransformerConfig)
-    config: MegasinkGPTConfig = gpt_config_from_args(
-        args, config=transformer, model_config_cls=MegasinkGPTConfig
-    )
-    config.transformer_layer_spec = block_spec
+    config: ModelConfig
+    if args.hybrid_layer_pattern is not None:
+        config = hybrid_config_from_args(
+            args, config=transformer, model_config_cls=MegasinkHybridConfig
+        )
+        config.hybrid_stack_spec = hybrid_spec(transformer)
+    else:
+        config = gpt_config_from_args(args, config=transformer, model_config_cls=MegasinkGPTConfig)
+        config.transformer_layer_spec = block_spec
+        # Upstream ignores --rope-scaling-factor and leaves it at 8 (argument_utils.py:464).
+        config.rope_scaling_factor = args.rope_scaling_factor
     config.init_seed = args.seed
     config.tokens = counted_rows(vars(args))
-    # Upstream ignores --rope-scaling-factor and leaves it at 8 (argument_utils.py:464).
-    config.rope_scaling_factor = args.rope_scaling_factor
     return config

@@ -20,6 +20,7 @@ import torch
 from megasink.checkpoint.identity import MODEL
 from megasink.command_line import unknown_name
 from megasink.errors import UserError
+from megasink.layers.hybrid_pattern import SUPPORTED, layers_of
 from megasink.parser import CPU_DEFAULTS, parse_apart
 from megasink.plugins import advice
 from megasink.variants import is_variant, names
@@ -64,13 +65,16 @@ _NOT_TAKEN = frozenset(
     """
     spec config_logger_dir fp8_quantizer_factory fp4_quantizer_factory kitchen_config_file
     kitchen_recipe_number te_precision_config_file heterogeneous_layers_config_path
-    hybrid_layer_pattern mtp_hybrid_override_pattern
+    mtp_hybrid_override_pattern
     """.split()
 )
 # A folder, loaded separately (tokenizer.py).
 _TOKENIZER = frozenset({"tokenizer_model"})
 # String values must be names of choices, never a path, module or expression.
 _NAME = re.compile(r"[\w+-]*")
+_LAYERS = "hybrid_layer_pattern"
+# The pattern is taken without its pipeline stages.
+_PATTERN = re.compile(f"[{re.escape(SUPPORTED)}]*")
 # A model trained with TransformerEngine's fused modules or in FP8 runs on Megatron's own modules
 # and in its own dtype on any machine; the checkpoint format is the same.
 _PLAIN_MODULES = {**CPU_DEFAULTS, "fp8": None, "fp4": None}
@@ -103,6 +107,8 @@ def single_process_arguments(saved: Mapping[str, Any]) -> Namespace:
     """Return Megatron's arguments for the model of :func:`read_arguments`, in one process."""
     args = parse_apart([])
     wanted, refused = describing(), []
+    if isinstance(pattern := saved.get(_LAYERS), str):
+        saved = {**saved, _LAYERS: layers_of(pattern)}
     for name, value in saved.items():
         # Data types: params_dtype is set below, the others belong to the optimizer.
         if str(value).startswith("torch."):
@@ -110,7 +116,7 @@ def single_process_arguments(saved: Mapping[str, Any]) -> Namespace:
         # A name without a default was derived, or is not an argument.
         if name in wanted and name not in _OTHER_NAMES and not hasattr(args, name):
             continue
-        if name in wanted and _is_plain(value):
+        if name in wanted and _is_plain(value, _PATTERN if name == _LAYERS else _NAME):
             setattr(args, name, _typed(getattr(args, name, None), value))
         elif name in wanted or (name in _NOT_TAKEN and value != vars(args).get(name, value)):
             refused.append(f"{name} {str(value)[:80]!r}")
@@ -139,11 +145,11 @@ def describing() -> frozenset[str]:
     return (_OTHER_NAMES | fields | set(MODEL)) - _THIS_PROCESS - _NOT_TAKEN - _TOKENIZER
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any, word: re.Pattern[str] = _NAME) -> bool:
     if isinstance(value, list):
-        return all(map(_is_plain, value))
+        return all(_is_plain(entry, word) for entry in value)
     if isinstance(value, str):
-        return _NAME.fullmatch(value) is not None
+        return word.fullmatch(value) is not None
     return value is None or isinstance(value, bool | int | float)
 
 

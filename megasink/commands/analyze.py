@@ -69,11 +69,12 @@ def is_run(path: Path) -> bool:
 def open_checkpoint(args: argparse.Namespace, iteration: int | None, ranks: Ranks) -> ProbedModel:
     """Load one checkpoint of a run, None for the latest."""
     from megasink.checkpoint.load import load_model
+    from megasink.probe.megatron_model import heads_by_layer
     from megasink.train.model_facts import model_facts
 
     ranks.device(args.device)
     loaded = load_model(args.model, iteration, args.tokenizer, yarn=args.yarn)
-    trained, config = loaded.args, loaded.model.config
+    trained = loaded.args
     facts = model_facts(
         trained, loaded.model, loaded.iteration, args.name or args.model.resolve().name
     )
@@ -82,7 +83,7 @@ def open_checkpoint(args: argparse.Namespace, iteration: int | None, ranks: Rank
     return ProbedModel(
         open_probe_on(loaded.model),
         module=loaded.model,
-        heads=[config.num_attention_heads] * config.num_layers,
+        heads=heads_by_layer(loaded.model),
         tokenizer=loaded.tokenizer,
         vocabulary=len(loaded.tokenizer),
         positions=trained.max_position_embeddings,

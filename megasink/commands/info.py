@@ -91,6 +91,8 @@ def _print_patches(console: Console, cuda: bool) -> list[str]:
         for patch in (patch for patch in TABLE if patch.room == room):
             try:
                 lines = "\n".join(patch.where()) or "off: not installed"
+                if not patch.is_needed:
+                    lines = f"off: mended in {patch.quotes[0].package} {patch.mended}"
             except UserError as error:
                 lines = "off: no longer found"
                 problems.append(str(error))

@@ -238,9 +238,13 @@ def _without_counterpart(option: str) -> str:
     return f"{option} has no counterpart in Hugging Face"
 
 
+# What to say in place of the only value that targets support.
+_REASONS = {"hybrid_layer_pattern": "there is no target for hybrid models"}
+
+
 def _unfixed(saved: Mapping[str, Any]) -> list[str]:
     return [
-        f"{flag_of(name)} {saved[name]}: targets only support {fine[0]}"
+        f"{flag_of(name)} {saved[name]}: " + _REASONS.get(name, f"targets only support {fine[0]}")
         for name, fine in _FIXED.items()
         if name in saved and saved[name] not in fine
     ]

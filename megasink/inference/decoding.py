@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megasink.errors import UserError
 from megasink.inference.sampling import Sampling, next_tokens
+from megasink.layers.hybrid_pattern import RECURRENT
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ def generate(
         on_logits: Called with the logits [B, V] of every step, on the last pipeline stage.
 
     Raises:
-        UserError: Sequence or context parallelism is on; a single token cannot be split.
+        UserError: Sequence or context parallelism is on; a single token cannot be split. Or the
+            model has layers with a recurrent state.
         ValueError: There are no prompts, an empty prompt, or no tokens to generate.
     """
     if model.config.sequence_parallel:
@@ -84,6 +86,10 @@ def generate(
             "--context-parallel-size: one token cannot be split; generate with size 1, which "
             "loads the same checkpoint"
         )
+    recurrent = set(RECURRENT) & set(getattr(model, "hybrid_layer_pattern", None) or "")
+    if recurrent:
+        named = " and ".join(RECURRENT[symbol] for symbol in sorted(recurrent))
+        raise UserError(f"{named} layers: their state has no cache here; use megasink analyze")
     if not prompts or not all(prompts) or max_new_tokens < 1:
         raise ValueError("give at least one prompt, no empty prompt, and at least one new token")
     device = next(model.parameters()).device

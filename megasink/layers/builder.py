@@ -49,17 +49,25 @@ class MegasinkGPTBuilder(GPTModelBuilder):
         if config.transformer.mtp_num_layers:
             raise ValueError("--mtp-num-layers: multi-token prediction is not supported")
         model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
-        if config.transformer.sinusoidal_position_embedding and model.pre_process:
-            learned = model.embedding.position_embeddings.weight
-            rows, hidden_size = learned.shape
-            model.embedding.position_embeddings = SinusoidalPositions(
-                rows, hidden_size, learned.device
-            )
-        if config.transformer.perform_initialization:  # else loaded from a checkpoint
-            initialize_weights(model, config.init_seed)
-        if config.transformer.lora_rank:
-            freeze_base(model)
-        mask_padding_rows(model, config.tokens)
-        rotate_by_document(model)
-        model.register_forward_pre_hook(refuse_what_bypasses_core_attention, with_kwargs=True)
+        finish_stage(model, config)
         return model
+
+
+def finish_stage(model: Any, config: Any) -> None:
+    """Initialize a newly built stage, and register what megasink does around its layers.
+
+    Args:
+        model: A GPTModel or HybridModel.
+        config: MegasinkGPTConfig or MegasinkHybridConfig.
+    """
+    if config.transformer.sinusoidal_position_embedding and model.pre_process:
+        learned = model.embedding.position_embeddings.weight
+        rows, hidden_size = learned.shape
+        model.embedding.position_embeddings = SinusoidalPositions(rows, hidden_size, learned.device)
+    if config.transformer.perform_initialization:  # else loaded from a checkpoint
+        initialize_weights(model, config.init_seed)
+    if config.transformer.lora_rank:
+        freeze_base(model)
+    mask_padding_rows(model, config.tokens)
+    rotate_by_document(model)
+    model.register_forward_pre_hook(refuse_what_bypasses_core_attention, with_kwargs=True)

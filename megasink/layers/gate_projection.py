@@ -106,7 +106,7 @@ def named_parts(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the named tensors stored in a parameter: two if it has gate rows, else one.
 
-    Padding rows are in none.
+    Padding rows are in none. A parameter with `sections` (layers/hybrid.py) has one per section.
 
     Args:
         name: Name of the parameter in the whole model.
@@ -116,6 +116,11 @@ def named_parts(
         (name, view); ``...linear_gate...`` for the gate rows of ``...linear_qkv...``.
     """
     tensor = parameter.data if tensor is None else tensor
+    sections: dict[str, int] | None = getattr(parameter, "sections", None)
+    if sections is not None:
+        for section, part in zip(sections, tensor.split([*sections.values()]), strict=True):
+            yield f"{name}.{section}", part
+        return
     rows: tuple[int, int, int] | None = getattr(parameter, "row_split", None)
     if rows is None:
         yield name, tensor

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import init_method_normal
 from torch import Tensor
@@ -24,13 +25,16 @@ from megasink.lora.targets import A, is_of_adapter
 from megasink.variants import Parameter, variant
 
 InitMethod = Callable[[Tensor], Tensor]
-_SCALED_OUTPUT = re.compile(r"(linear_proj|linear_fc2)\.weight$")
+_SCALED_OUTPUT = re.compile(r"(linear_proj|linear_fc2|self_attention\.out_proj)\.weight$")
 _EMBEDDING = re.compile(r"(word_embeddings|position_embeddings)\.weight$")
 # Megatron also draws the router bias (transformer/moe/router.py:80).
 _DRAWN = re.compile(
     r"((linear_qkv|linear_gate|linear_fc1|output_layer|similarity_mlp\.fc[12]|relative_bias)\.weight"
-    r"|router\.(weight|bias)|\.gate_weight)$"
+    r"|router\.(weight|bias)|\.gate_weight|self_attention\.in_proj\.weight)$"
 )
+# Of gated delta-net (ssm/gated_delta_net/common.py:reset_parameters), and all of Mamba.
+_DELTA_CONVOLUTION, _DELTA_DECAY = ".self_attention.conv1d.weight", ".self_attention.A_log"
+_MAMBA = ".mixer."
 # Sequential experts, and TransformerEngine's grouped experts: (before, index on this rank, after).
 _EXPERT = re.compile(r"(.*\.mlp\.experts\.)local_experts\.(\d+)\.(.*)")
 _GROUPED_EXPERT = re.compile(r"(.*\.mlp\.experts\.)(linear_fc[12])\.(weight|bias)(\d+)")
@@ -44,7 +48,7 @@ def global_names(model: GPTModel) -> dict[str, str]:
     offsets = {
         name: module.layer_number - 1
         for name, module in model.named_modules()
-        if isinstance(module, TransformerLayer)
+        if isinstance(module, TransformerLayer | MambaLayer)
     }
     names = {}
     for name, _ in model.named_parameters():
@@ -74,7 +78,8 @@ def initialize_weights(model: GPTModel, seed: int) -> None:
     """Redraw every random weight of a newly built stage, independently of the layout.
 
     Constant initial values are left unchanged: norms, linear biases, sinks, gates without an input,
-    variant parameters with a std of 0, and B of LoRA.
+    variant parameters with a std of 0, and B of LoRA. So are Mamba layers: theirs are Megatron's,
+    which depend on the layout.
 
     Args:
         model: Pipeline stage, before Float16Module and DDP; on its final device or the CPU.
@@ -88,6 +93,7 @@ def initialize_weights(model: GPTModel, seed: int) -> None:
         method = _init_method(names[name], model.config)
         if method is None:
             known = is_of_adapter(name) or _of_variant(names[name], model.config) is not None
+            known = known or _MAMBA in name
             if parameter.dim() > 1 and not known:
                 raise ValueError(
                     f"megasink does not know how Megatron initialises {name}: "
@@ -106,16 +112,23 @@ def _init_method(name: str, config: MegasinkTransformerConfig) -> InitMethod | N
         method = config.embedding_init_method
     elif _DRAWN.search(name):
         method = config.init_method
-    elif name.endswith(f".{A}"):
-        method = _as_in_peft
+    elif name.endswith(f".{A}") or name.endswith(_DELTA_CONVOLUTION):
+        method = _as_in_torch
+    elif name.endswith(_DELTA_DECAY):
+        method = _decay
     elif (added := _of_variant(name, config)) is not None and added.std:
         method = init_method_normal(added.std)  # regardless of --init-method-std
     return method
 
 
-def _as_in_peft(lora_A: Tensor) -> Tensor:
-    """Draw A of LoRA as peft does (peft/tuners/lora/layer.py:reset_lora_parameters)."""
-    return torch.nn.init.kaiming_uniform_(lora_A, a=math.sqrt(5))
+def _as_in_torch(weight: Tensor) -> Tensor:
+    """Draw as torch.nn.Linear and Conv1d do; peft too, A of LoRA (lora/layer.py)."""
+    return torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+
+
+def _decay(a_log_H: Tensor) -> Tensor:
+    """Draw the decay of the heads of gated delta-net, whose exponential is in [1, 16)."""
+    return a_log_H.uniform_(1, 16).log_()
 
 
 def _of_variant(name: str, config: MegasinkTransformerConfig) -> Parameter | None:

@@ -33,8 +33,9 @@ class CpuStream:
 
 
 _STREAM = CpuStream()
-# validate_args checks the compute capability with tensor parallelism: use A100's.
-_PROPERTIES = SimpleNamespace(major=8, minor=0)
+# validate_args checks the compute capability with tensor parallelism: use A100's. Megatron 0.20
+# looks for a GPU by its name while it is imported (core/ssm/ops/gdp/common.py:63).
+_PROPERTIES = SimpleNamespace(major=8, minor=0, name="CPU")
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -49,6 +49,12 @@ def _unpinned_loader() -> type:
     return UnpinnedLoader
 
 
+def _l2_norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """Normalize the last dimension as flash-linear-attention does (fla/modules/l2norm.py)."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
 def install() -> None:
     """Install the replacements. Imports megatron."""
     from megatron.core.tensor_parallel import random
@@ -58,3 +64,4 @@ def install() -> None:
     patches.FORK_WARNING.apply(logger, filters=[*logger.filters, _DropForkWarning()])
     patches.LOADER.apply(DataLoader=_unpinned_loader())
     patches.EXPERTS.apply(maybe_move_tensor_to_cpu=_on_the_host)
+    patches.DELTA_NET.apply(HAVE_FLA=True, l2norm=_l2_norm)

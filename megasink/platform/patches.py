@@ -135,3 +135,13 @@ EXPERTS = _patch(
     "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu: "
     "torch.is_tensor(tensor) and tensor.is_cuda",
 )
+DELTA_NET = _patch(
+    "gated delta-net",
+    "megatron.core.ssm.gated_delta_net.common",
+    "HAVE_FLA l2norm",
+    "in deterministic mode all of it is in torch but the norm of queries and keys",
+    "megatron.core.ssm.gated_delta_net.common:_GDNBase.__init__: not HAVE_FLA",
+    "megatron.core.ssm.gated_delta_net.common:_GDNBase._prepare_input_for_gated_delta_rule: "
+    "query_key = l2norm(query_key.contiguous())",
+    test="tests/layers/test_hybrid.py",
+)

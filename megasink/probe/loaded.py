@@ -17,10 +17,11 @@ def open_probe_on(model: Any) -> OpenProbe:
         return model.open_probe
     if "megatron.core.models.gpt" in sys.modules:
         from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
 
         from megasink.probe.megatron_model import MegatronProbe
 
-        if isinstance(model, GPTModel):
+        if isinstance(model, GPTModel | HybridModel):
             return lambda observer, changes=(): MegatronProbe(
                 model, observer, observer.needs, changes
             )

@@ -1,4 +1,4 @@
-"""Capture statistics from a Megatron-Core GPT with megasink's core attention, unsharded.
+"""Capture statistics from a Megatron-Core GPT or hybrid with megasink's attention, unsharded.
 
 Hooks read the inputs and outputs of core attention; without changes the forward pass is unchanged.
 
@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 from megasink.errors import UserError
@@ -45,16 +48,16 @@ class MegatronProbe(Probe):
 
     def __init__(
         self,
-        model: GPTModel,
+        model: GPTModel | HybridModel,
         observer: Observer,
         needs: Set[str],
         changes: Sequence[HeadChange] = (),
     ):
         super().__init__(model_problems(model), observer, needs, changes)
-        self.model: GPTModel = model
+        self.model: GPTModel | HybridModel = model
         self.body = model
         self.layers: list[Any] = list(model.decoder.layers)
-        self.heads = [model.config.num_attention_heads] * len(self.layers)
+        self.heads = heads_by_layer(model)
 
     @torch.no_grad()
     def forward(
@@ -111,26 +114,17 @@ class MegatronProbe(Probe):
         return weight_HDE.expand(heads, -1, -1)
 
     def _attach(self, index: int, layer: Any) -> None:
-        attention, core = layer.self_attention, layer.self_attention.core_attention
-
-        def keep_state(half: int) -> Callable[[Any], None]:
-            return lambda output: self._state(half, batch_first(output))
-
         if "state_TE" in self.needs:
-            if index == 0:
-                self._before(layer, keep_state(0))
-            if self.model.config.post_norm:
-                # Massive activations show only before the norm of the sum (P2.10, P2.42).
-                self._before(layer.self_attn_bda.layernorm, keep_state(2 * index + 1))
-                self._before(layer.mlp_bda.layernorm, keep_state(2 * index + 2))
-            else:
-                self._before(layer.pre_mlp_layernorm, keep_state(2 * index + 1))
-                self._after(layer, keep_state(2 * index + 2))
-        if "mlp_branch_TE" in self.needs:
+            self._attach_states(index, layer)
+        mlp = getattr(layer, "mlp", None)
+        if "mlp_branch_TE" in self.needs and not isinstance(mlp, IdentityOp | None):
             self._after(
-                layer.mlp,
+                mlp,
                 lambda out: self._branch("mlp_branch_TE", index, batch_first(with_bias(out))),
             )
+        if not self.heads[index]:
+            return
+        attention, core = layer.self_attention, layer.self_attention.core_attention
         self._hooks.append(
             core.register_forward_hook(
                 lambda _, args, kwargs, out: self._attended(index, core, args, kwargs, out),
@@ -141,6 +135,25 @@ class MegatronProbe(Probe):
             self._after(attention.gate, lambda out: self._gates.update({index: out[1]}))
         self._replace(attention.linear_proj, lambda gated: self._gated(index, attention, gated))
         self._after(attention, lambda out: self._finish(index, with_bias(out)))
+
+    def _attach_states(self, index: int, layer: Any) -> None:
+        def keep(half: int) -> Callable[[Any], None]:
+            return lambda output: self._state(half, batch_first(output))
+
+        if index == 0:
+            self._before(layer, keep(0))
+        adds = (getattr(layer, "self_attn_bda", None), getattr(layer, "mlp_bda", None))
+        norms: list[Any] = [getattr(add, "layernorm", None) for add in adds]
+        if self.model.config.post_norm and None not in norms:
+            # Massive activations show only before the norm of the sum (P2.10, P2.42).
+            self._before(norms[0], keep(2 * index + 1))
+            self._before(norms[1], keep(2 * index + 2))
+            return
+        if (middle := getattr(layer, "pre_mlp_layernorm", None)) is not None:
+            self._before(middle, keep(2 * index + 1))
+        else:  # a Mamba layer
+            self._after(layer, keep(2 * index + 1))
+        self._after(layer, keep(2 * index + 2))
 
     def _attended(
         self, index: int, core: CoreAttention, args: tuple[Any, ...], kwargs: Any, out_SBX: Tensor
@@ -190,7 +203,16 @@ class MegatronProbe(Probe):
         self._report(index, call, batch_first(branch_SBE))
 
 
-def model_problems(model: GPTModel) -> list[str]:
+def heads_by_layer(model: GPTModel | HybridModel) -> list[int]:
+    """Return the number of heads of each layer; 0 for a layer of a hybrid without attention."""
+    heads: int = model.config.num_attention_heads
+    return [
+        heads if isinstance(getattr(layer, "self_attention", None), Attention) else 0
+        for layer in model.decoder.layers
+    ]
+
+
+def model_problems(model: GPTModel | HybridModel) -> list[str]:
     """Return one sentence for each reason that a model cannot be probed."""
     config, problems = model.config, []
     for name, flag in (
@@ -209,9 +231,9 @@ def model_problems(model: GPTModel) -> list[str]:
         )
     if model.training:
         problems.append("the model is in training mode: call model.eval()")
-    for layer in model.decoder.layers:
+    for layer, heads in zip(model.decoder.layers, heads_by_layer(model), strict=True):
         core = getattr(getattr(layer, "self_attention", None), "core_attention", None)
-        if not isinstance(core, CoreAttention):
+        if heads and not isinstance(core, CoreAttention):
             problems.append(
                 f"layer {layer.layer_number} uses {type(core).__name__}: megasink can only read "
                 "its own core attention (megasink.specs)"

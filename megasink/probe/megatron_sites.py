@@ -6,22 +6,27 @@ Shapes: S = T sequence, B batch, F intermediate size, E hidden size.
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 from megasink.probe.sites import BLOCKS, PRODUCT, UP, Site, Sites, fused_norm, tensor_of
 
 
-def megatron_sites(model: GPTModel) -> Sites:
+def megatron_sites(model: GPTModel | HybridModel) -> Sites:
     """Return the sites in the first blocks."""
     sites = Sites(context=model.config.prefix_lm_tokens)
     layers: Any = model.decoder.layers
-    _add_mlp(sites, layers[0].mlp, model.config)
+    _add_mlp(sites, getattr(layers[0], "mlp", None), model.config)
     for index, layer in enumerate(layers[:BLOCKS]):
-        readers = (layer.self_attention.linear_qkv, getattr(layer.mlp, "linear_fc1", None))
-        norms = (layer.input_layernorm, layer.pre_mlp_layernorm)
-        for half, norm, reader in zip((2 * index, 2 * index + 1), norms, readers, strict=True):
-            if not isinstance(norm, IdentityOp):
+        readers = (("self_attention", "linear_qkv"), ("mlp", "linear_fc1"))
+        norms = ("input_layernorm", "pre_mlp_layernorm")
+        for half, norm_name, (name, linear) in zip(
+            (2 * index, 2 * index + 1), norms, readers, strict=True
+        ):
+            norm = getattr(layer, norm_name, None)
+            reader = getattr(getattr(layer, name, None), linear, None)
+            if not isinstance(norm, IdentityOp | None):
                 sites.found.append(Site(str(half), norm, lambda _, out: batch_first(out)))
             elif getattr(reader, "layer_norm_weight", None) is not None:
                 assert reader is not None
@@ -35,6 +40,8 @@ def _add_mlp(sites: Sites, mlp: Any, config: Any) -> None:
     down, up = getattr(mlp, "linear_fc2", None), getattr(mlp, "linear_fc1", None)
     if down is None or up is None:
         reason = "block 0 has experts, which have no common activation"
+        if isinstance(mlp, IdentityOp | None):
+            reason = "layer 0 of the hybrid has no FFN"
         sites.missing[PRODUCT] = sites.missing[UP] = reason
         return
     sites.found.append(Site(PRODUCT, down, lambda product, _: batch_first(product)))

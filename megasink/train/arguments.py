@@ -14,6 +14,7 @@ from megasink.parser import parse_known
 from megasink.train import checks, run_dir
 from megasink.train.checks.chat import recognize
 from megasink.train.checks.gates import match_ffn_width
+from megasink.train.checks.hybrid import count_layers
 from megasink.train.checks.transformer_layer import set_gated_unit
 from megasink.train.checks.vocabulary import pin_vocabulary
 
@@ -38,6 +39,7 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
     args = parse_known(argv)
     run_dir.use_own_tokenizer(args)
     recognize(args)
+    count_layers(args)
     problems = checks.problems(args)
     if problems:
         raise ConfigError(problems)

@@ -16,6 +16,7 @@ from megasink.flags import add_options
 from megasink.parser import CPU_DEFAULTS, DEFAULTS, read_flags
 from megasink.train import checks
 from megasink.train.checks.chat import recognize
+from megasink.train.checks.hybrid import count_layers
 from megasink.train.flag_table import add_flags, read_table
 
 _SIZES = ("tensor_model", "pipeline_model", "context")
@@ -64,6 +65,7 @@ def refuse(args: Namespace, ranks: int | None) -> None:
         return
     args.rank, args.world_size = 0, ranks or replica_ranks(args)
     recognize(args)
+    count_layers(args)
     problems = checks.early_problems(args)
     if problems:
         raise ConfigError(problems)

@@ -22,7 +22,7 @@ from megasink.diagnostics.results import Results
 from megasink.errors import UserError
 from megasink.probe.identity import identity
 from megasink.probe.inputs import SHORTEST, Sample
-from megasink.probe.megatron_model import MegatronProbe
+from megasink.probe.megatron_model import MegatronProbe, heads_by_layer
 from megasink.probe.ranks import Ranks
 from megasink.probe.recorder import Recorder
 from megasink.probe.run import run
@@ -84,7 +84,7 @@ class LiveAnalysis:
     ) -> Results | None:
         args, samples = self._args, self._samples
         assert samples is not None
-        recorder = Recorder([args.num_attention_heads] * args.num_layers)
+        recorder = Recorder(heads_by_layer(gpt))
         options = Namespace(
             data=["validation"],
             inputs=["natural"],

@@ -19,9 +19,9 @@ DESCRIBING = set(
     """
     attention-bias-type attention-kernel attention-normalization attention-similarity
     attention-variant bias-fixed-value cp-comm-type ffn-activation gate-activation gate-granularity
-    gate-input gate-operation gate-position head-balance-scope linear-attention-freq lora-targets
-    lora-train moe-layer-freq muon-coefficient-type no-rope-freq onnx-safe
-    phase-transition-iterations
+    gate-input gate-operation gate-position head-balance-scope hybrid-layer-pattern
+    hybrid-override-pattern linear-attention-freq lora-targets lora-train moe-layer-freq
+    muon-coefficient-type no-rope-freq onnx-safe phase-transition-iterations
     pipeline-model-parallel-layout recompute-modules replace-tokens-with sdpa-output-norm split
     step-batch-size-schedule validation-set-names wandb-entity wandb-exp-name wandb-project
     window-attn-skip-freq window-size
@@ -48,7 +48,7 @@ TOLD = set(
     fim-middle-token fim-no-prefix fim-pad-token fim-prefix-token fim-split-sample fim-suffix-token
     flight-recorder-dump-path fp4-quantizer-factory fp8-quantizer-factory
     heterogeneous-layers-config-encoded-json heterogeneous-layers-config-path
-    high-priority-stream-groups hybrid-layer-pattern hybrid-override-pattern ict-load
+    high-priority-stream-groups ict-load
     inference-shards langrl-env-config logits-load-dir logits-save-dir memory-snapshot-path
     moe-routing-trace-path mtp-hybrid-override-pattern nccl-communicator-config-path
     non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir object-storage-cache-path

@@ -95,7 +95,7 @@ def sink_record(
     record: dict[str, float | list[Any] | None] = {}
     for name, rate_LH in (("first_key", first_key_LH), ("slot", slot_LH)):
         if _recorded(rate_LH):
-            record[f"{prefix}_sink_rate_{name}"] = number(100 * rate_LH.mean())
+            record[f"{prefix}_sink_rate_{name}"] = number(100 * rate_LH.nanmean())
             record[f"{prefix}_sink_rate_{name}_per_layer"] = rounded(100 * rate_LH.mean(1))
     return record
 

@@ -1,4 +1,4 @@
-"""Fixes for defects of megatron-core 0.19 that matter on every platform."""
+"""Fixes for defects of megatron-core that matter on every platform."""
 
 import functools
 import itertools
@@ -62,6 +62,7 @@ FLOAT32_STATES = _patch(
     "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params.state_dict: "
     "state_dict['fp32_from_fp16_params'] = self.fp32_from_float16_groups",
     test="tests/distributed/test_checkpoint.py",
+    mended="0.20",
 )
 CHAINED_STATES = _patch(
     "states under another expert parallelism",

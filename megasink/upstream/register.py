@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from megasink.errors import UserError
 from megasink.upstream.source import MovedError, Quote
+from megasink.upstream.versions import numbers_of, version_of
 
 Room = Literal["platform", "always", "training", "loading"]
 _MISSING = object()
@@ -32,6 +33,8 @@ class Patch:
         reason: why the patch is needed, in one sentence.
         quotes: the upstream lines that make it necessary, and the signatures that it replaces.
         test: the test file in which upstream code runs with the patch, or fails without it.
+        mended: the first release of the quoted package that needs no patch, such as "0.20": from
+            then on it is not applied.
     """
 
     name: str
@@ -41,6 +44,15 @@ class Patch:
     reason: str
     quotes: tuple[Quote, ...]
     test: str
+    mended: str | None = None
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the installed release has what the patch is for."""
+        if self.mended is None:
+            return True
+        installed = version_of(self.quotes[0].package)
+        return installed is None or numbers_of(installed) < numbers_of(self.mended)
 
     def originals(self) -> dict[str, Any]:
         """Return the current value of each attribute, by name."""
@@ -48,12 +60,14 @@ class Patch:
         return {name: getattr(owner, name) for name in self.attributes.split()}
 
     def where(self) -> list[str]:
-        """Return ``file:line`` for each quote whose package is installed.
+        """Return ``file:line`` for each quote whose package is installed; none if not needed.
 
         Raises:
             UserError: a quoted line is missing.
         """
-        places = []
+        places: list[str] = []
+        if not self.is_needed:
+            return places
         for quote in self.quotes:
             try:
                 places += [quote.find()] if quote.is_installed() else []
@@ -70,11 +84,13 @@ class Patch:
         return any(replacement.patch is self for replacement in _active)
 
     def apply(self, on: Any = None, /, **new: Any) -> list["Replacement"]:
-        """Replace attributes of `owner`, or of another object, from now on.
+        """Replace attributes of `owner`, or of another object, from now on, if it is needed.
 
         Raises:
             UserError: upstream's source has changed.
         """
+        if not self.is_needed:
+            return []
         self.where()
         owner = pkgutil.resolve_name(self.owner) if on is None else on
         made = [Replacement.make(self, owner, name, value) for name, value in new.items()]
@@ -95,10 +111,16 @@ def patches(room: Room, test: str) -> Callable[..., Patch]:
     """Return a constructor of a room's patches, which writes a quote as ``where: code``."""
 
     def patch(
-        name: str, owner: str, attributes: str, reason: str, *quotes: str, test: str = test
+        name: str,
+        owner: str,
+        attributes: str,
+        reason: str,
+        *quotes: str,
+        test: str = test,
+        mended: str | None = None,
     ) -> Patch:
         lines = tuple(Quote(*quote.split(": ", 1)) for quote in quotes)
-        return Patch(name, room, owner, attributes, reason, lines, test)
+        return Patch(name, room, owner, attributes, reason, lines, test, mended)
 
     return patch
 

@@ -37,11 +37,15 @@ class Quote:
     code: str
 
     @property
+    def package(self) -> str:
+        """The PyPI name of the package."""
+        top = self.where.partition(".")[0]
+        return _DISTRIBUTIONS.get(top, top)
+
+    @property
     def distribution(self) -> str:
         """The PyPI name and installed version of the package."""
-        top = self.where.partition(".")[0]
-        name = _DISTRIBUTIONS.get(top, top)
-        return f"{name} {version_of(name)}"
+        return f"{self.package} {version_of(self.package)}"
 
     def is_installed(self) -> bool:
         """Whether the package is installed."""

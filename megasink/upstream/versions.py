@@ -8,7 +8,7 @@ import sys
 from megasink.errors import UserError
 
 # Tested versions; others may change the code that layers and patches depend on.
-SUPPORTED = {"megatron-core": ((0, 19), (0, 20)), "torch": ((2, 11), None)}
+SUPPORTED = {"megatron-core": ((0, 19), (0, 21)), "torch": ((2, 11), None)}
 REPORTED = (
     "megatron-core",
     "torch",
@@ -40,7 +40,8 @@ def versions() -> dict[str, str]:
     return installed
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def numbers_of(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version, such as (0, 19, 2), to compare it."""
     return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
 
 
@@ -60,7 +61,7 @@ def check_versions() -> None:
         wanted += f",<{'.'.join(map(str, below))}" if below else ""
         if installed is None:
             raise UserError(f"{package} is not installed: pip install '{package}{wanted}'")
-        if _numbers(installed) < lowest or (below and _numbers(installed) >= below):
+        if numbers_of(installed) < lowest or (below and numbers_of(installed) >= below):
             raise UserError(
                 f"{package} {installed} is not supported: pip install '{package}{wanted}'"
             )

@@ -1,4 +1,4 @@
-"""Weights under which a mistake in an explicit gate shows, the same in every layout.
+"""Weights under which a mistake in a sink or gate shows, the same in every layout.
 
 Shapes: H query heads of the layer, G key/value groups, X rows of a group.
 """
@@ -8,6 +8,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megasink.gate_options import gate_shape
+from megasink.layers.core_attention import CoreAttention
 from megasink.layers.explicit_gate import ExplicitGate, HeadNorm
 from megasink.layers.gated_self_attention import GatedSelfAttention
 
@@ -67,3 +68,22 @@ def _zigzag(count: int, rank: int) -> Tensor:
     """The rank's part of a vector with values between -2.5 and 2.5, of another mean every 16."""
     position = count * rank + torch.arange(count)
     return (1.0 - 2.0 * (position % 2)) + 1.5 * torch.sin(position / 8.0)
+
+
+def skew_sinks(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Sinks of magnitude 5 that differ by layer and head: a zero sink would hide mistakes.
+
+    And biases of standard deviation 2, where they start with 0.02.
+    """
+    for module in (m for model in models for m in model.modules()):
+        if not isinstance(module, CoreAttention):
+            continue
+        for bias in (module.key_bias, module.value_bias):
+            if bias is not None:
+                bias.data.mul_(100.0)
+        if module.softmax_offset is not None:
+            count = module.softmax_offset.numel()
+            head_H = count * module.tp_group.rank() + torch.arange(count)
+            sign_H = 1.0 - 2.0 * ((head_H + module.layer_number) % 2)
+            module.softmax_offset.data.copy_(sign_H * (4.0 + 0.5 * head_H))
+    return models

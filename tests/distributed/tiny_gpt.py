@@ -22,13 +22,15 @@ from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 from torch import Tensor
 
 from megasink.balance.tracker import HeadTracker
-from megasink.layers.builder import MegasinkGPTBuilder, MegasinkGPTConfig
+from megasink.layers.builder import MegasinkGPTConfig
 from megasink.layers.core_attention import CoreAttention
+from megasink.layers.hybrid import MegasinkHybridConfig
+from megasink.layers.hybrid_pattern import layers_of
 from megasink.layers.transformer_config import MegasinkTransformerConfig
-from megasink.specs import block_spec
+from megasink.specs import block_spec, hybrid_spec
 from megasink.train.optimizer import with_sink_parameters
 from tests.distributed.shards import gather_gradients, shards
-from tests.distributed.skewed_gates import skew_gates
+from tests.distributed.skewed_gates import skew_gates, skew_sinks
 
 SEQUENCE, VOCABULARY, MICROBATCH, MICROBATCHES = 32, 128, 2, 4
 HEADS, HIDDEN = 4, 64
@@ -40,13 +42,15 @@ def model_config(
     fp16: bool = False,
     bf16: bool = False,
     position_embedding_type: str = "rope",
+    pattern: str | None = None,
     **options: Any,
-) -> MegasinkGPTConfig:
+) -> Any:
     """A tiny GPT in the layout that parallel_state holds.
 
     Args:
         tied: the output layer shares the embedding's weight.
         position_embedding_type: of GPTModelConfig.
+        pattern: of a HybridModel, which it then is.
         options: of MegasinkTransformerConfig, in place of those here.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -56,7 +60,8 @@ def model_config(
     dtype = torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
     transformer = MegasinkTransformerConfig(
         **{
-            "num_layers": 2,
+            "num_layers": 2 if pattern is None else len(layers_of(pattern)),
+            "is_hybrid_model": pattern is not None,
             "hidden_size": HIDDEN,
             "num_attention_heads": HEADS,
             "num_query_groups": 2,
@@ -90,42 +95,28 @@ def model_config(
         }
         | options
     )
-    config = MegasinkGPTConfig(
-        transformer=transformer,
-        transformer_layer_spec=block_spec,
-        vocab_size=VOCABULARY,
-        seq_length=SEQUENCE,
-        share_embeddings_and_output_weights=tied,
-        position_embedding_type=position_embedding_type,
-    )
+    same: dict[str, Any] = {
+        "transformer": transformer,
+        "vocab_size": VOCABULARY,
+        "seq_length": SEQUENCE,
+        "share_embeddings_and_output_weights": tied,
+        "position_embedding_type": position_embedding_type,
+    }
+    config: Any
+    if pattern is None:
+        config = MegasinkGPTConfig(transformer_layer_spec=block_spec, **same)
+    else:
+        spec = hybrid_spec(transformer)
+        config = MegasinkHybridConfig(hybrid_stack_spec=spec, hybrid_layer_pattern=pattern, **same)
     config.pre_wrap_hooks = [skew_sinks, skew_gates]
     config.finalize()
     return config
 
 
-def skew_sinks(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Sinks of magnitude 5 that differ by layer and head: a zero sink would hide mistakes.
-
-    And biases of standard deviation 2, where they start with 0.02.
-    """
-    for module in (m for model in models for m in model.modules()):
-        if not isinstance(module, CoreAttention):
-            continue
-        for bias in (module.key_bias, module.value_bias):
-            if bias is not None:
-                bias.data.mul_(100.0)
-        if module.softmax_offset is not None:
-            count = module.softmax_offset.numel()
-            head_H = count * module.tp_group.rank() + torch.arange(count)
-            sign_H = 1.0 - 2.0 * ((head_H + module.layer_number) % 2)
-            module.softmax_offset.data.copy_(sign_H * (4.0 + 0.5 * head_H))
-    return models
-
-
 def build(config: MegasinkGPTConfig, **ddp: Any) -> list[Any]:
     """The stages of this rank, wrapped as Megatron's training loop wraps them."""
     with torch.random.fork_rng():
-        return MegasinkGPTBuilder(config).build_distributed_models(
+        return config.get_builder_cls()(config).build_distributed_models(
             ProcessGroupCollection.use_mpu_process_groups(),
             ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True, **ddp),
         )
@@ -233,6 +224,7 @@ def train(
     grad_scale: float | None = None,
     optimizer_options: dict[str, Any] | None = None,
     masked: bool = False,
+    prepare: Callable[[Any], None] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Train, and report everything that must not depend on the layout.
@@ -241,6 +233,7 @@ def train(
         overlap: overlap gradient reduction (and parameter gathering) with computation.
         grad_scale: a constant factor on the loss, as fp16 training has one.
         masked: of :func:`batch`.
+        prepare: called with the configuration of the model.
         options: of :func:`model_config`.
 
     Returns:
@@ -249,6 +242,8 @@ def train(
         :func:`shards` gives them.
     """
     config = model_config(**options)
+    if prepare is not None:
+        prepare(config)
     transformer = config.transformer
     ddp = {"use_distributed_optimizer": distributed_optimizer, "overlap_grad_reduce": overlap}
     ddp["overlap_param_gather"] = overlap and distributed_optimizer

@@ -19,6 +19,7 @@ from tests.documented import refuse, train_lines
 from tests.forkserver import server
 from tests.train import (
     command_lines,
+    hybrid_lines,
     lora_lines,
     mechanism_lines,
     observing_lines,
@@ -26,7 +27,14 @@ from tests.train import (
 )
 from tests.train.command_lines import MOCK, MODEL
 
-_TABLES = (command_lines, lora_lines, mechanism_lines, observing_lines, shape_lines)
+_TABLES = (
+    command_lines,
+    hybrid_lines,
+    lora_lines,
+    mechanism_lines,
+    observing_lines,
+    shape_lines,
+)
 REFUSED = {name: case for table in _TABLES for name, case in table.REFUSED.items()}
 ACCEPTED = {name: case for table in _TABLES for name, case in table.ACCEPTED.items()}
 
@@ -219,7 +227,7 @@ UNSUPPORTED = """
 --moe-single-grouped-weight --moe-single-grouped-bias --logits-save-dir=x --logits-load-dir=x
 --perform-rl-step --freeze-all-layers --multi-latent-attention --mtp-num-layers=1
 --full-validation --multiple-validation-sets
---hybrid-layer-pattern=M --experimental-attention-variant=dsa --qk-clip
+--mtp-hybrid-override-pattern=M --experimental-attention-variant=dsa --qk-clip
 --apply-query-key-layer-scaling --log-max-attention-logit
 --sft --sft-tokenizer-prompt-format=default --chat-template=x
 """.split()

@@ -21,7 +21,7 @@ from megasink.upstream.source import Quote
 from megasink.upstream.table import TABLE
 
 ROOT = Path(__file__).resolve().parents[2]
-QUOTES = [(p, q) for p in TABLE for q in p.quotes if q.is_installed()]
+QUOTES = [(p, q) for p in TABLE for q in p.quotes if q.is_installed() and p.is_needed]
 NAMES = [f"{p.name}: {q.code}" for p, q in QUOTES]
 
 
@@ -43,7 +43,7 @@ def rewritten(monkeypatch):
 
 @pytest.mark.parametrize("patch", TABLE, ids=lambda p: p.name)
 def test_a_patch_rests_on_lines_that_are_there(patch):
-    installed = [quote for quote in patch.quotes if quote.is_installed()]
+    installed = [quote for quote in patch.quotes if quote.is_installed() and patch.is_needed]
     assert len(patch.where()) == len(installed)
     assert patch.reason
     assert (ROOT / patch.test).is_file()
@@ -134,6 +134,23 @@ def test_a_replacement_is_undone_where_it_was_made():
     assert Base().static() == 2
     assert dict(vars(Upstream)) == before
     assert not patch.is_active
+
+
+def test_a_patch_ends_with_the_release_that_needs_none(monkeypatch):
+    class Upstream:
+        own = 1
+
+    gone = (Quote("megatron.core.utils", "def nothing_of_the_kind()"),)
+    patch = Patch("test", "always", "sys", "own", "why", gone, "", mended="0.20")
+    for version, needed in (("0.19.2", True), ("0.20.0", False), ("0.20.0rc1", False)):
+        monkeypatch.setattr(register, "version_of", lambda package, found=version: found)
+        assert patch.is_needed == needed
+        if needed:
+            with pytest.raises(UserError, match="no longer has nothing_of_the_kind"):
+                patch.apply(Upstream, own=2)
+        else:
+            assert patch.where() == patch.apply(Upstream, own=2) == []
+        assert Upstream.own == 1
 
 
 def test_an_attribute_that_is_gone_is_refused():

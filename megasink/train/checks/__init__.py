@@ -17,6 +17,7 @@ from megasink.train.checks import (
     data,
     experts,
     gates,
+    hybrid,
     layout,
     lora,
     model,
@@ -35,6 +36,7 @@ from megasink.train.checks import (
 _EARLY = (
     required,
     model,
+    hybrid,
     layout,
     variants,
     similarity,

@@ -65,6 +65,8 @@ def _ranks(args: Namespace, sizes: dict[str, int]) -> Iterator[str]:
 
 
 def _stages(args: Namespace) -> Iterator[str]:
+    if args.hybrid_layer_pattern is not None:
+        return  # checks/hybrid.py
     stages, layers = args.pipeline_model_parallel_size, args.num_layers
     each = args.num_layers_per_virtual_pipeline_stage
     virtual = {

@@ -18,9 +18,13 @@ _LAYOUT = "initial weights would depend on the layout"
 _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("multi_latent_attention", False, "sinks in MLA are not supported"),
     ("mtp_num_layers", None, "MTP blocks ignore the layer spec"),
-    ("hybrid_layer_pattern", None, "GPT models only"),
+    ("mtp_hybrid_override_pattern", None, "MTP blocks ignore the layer spec"),
     ("heterogeneous_layers_config_path", None, "GPT only"),
-    ("experimental_attention_variant", None, "GPT only"),
+    (
+        "experimental_attention_variant",
+        None,
+        "for gated delta-net give --hybrid-layer-pattern with layers G",
+    ),
     ("reset_attention_mask", False, "S x S masks: use --dataloader-inter-document-masking"),
     ("sft", False, _CHAT),
     ("sft_tokenizer_prompt_format", "nemotron-h-aligned", _CHAT),
