@@ -14,6 +14,7 @@ from megasink.parser import parse_known
 from megasink.train import checks, run_dir
 from megasink.train.checks.chat import recognize
 from megasink.train.checks.gates import match_ffn_width
+from megasink.train.checks.schedule import set_decay
 from megasink.train.checks.transformer_layer import set_gated_unit
 from megasink.train.checks.vocabulary import pin_vocabulary
 
@@ -45,6 +46,7 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
     run_dir.set_paths(args)
     pin_vocabulary(args)
     set_gated_unit(args)
+    set_decay(args)
     with _without_argument_list(), refusals_of_megatron():
         arguments.validate_args(args)
     if args.match_ffn_width:

@@ -8,7 +8,8 @@ import pytest
 
 from megasink.cli import main as megasink
 from megasink.errors import ConfigError, UserError
-from megasink.grid.file import filled, flag_words, read_grid
+from megasink.flag_file import flag_words
+from megasink.grid.file import filled, read_grid
 from megasink.grid.plan import begin, plan
 from tests.grid.files import POINTS, STEPS, write
 
