@@ -3,7 +3,7 @@
 A file is TOML: flags by flat name (megasink.flag_file), and two keys of its own. ``include`` names
 one file whose flags come first; ``about`` says in a line what the file is for. ``--recipe A B``
 takes the flags of A, then of B, then those of the command line: the last value of a flag counts,
-and ``false`` drops a flag of an earlier file.
+``false`` drops a flag of an earlier file, and of flags that exclude each other the last one stays.
 """
 
 import hashlib
@@ -21,6 +21,15 @@ FLAG, EXPANDED = "--recipe", "--expanded-recipe"
 KEYS = ("about", "include")
 # Not in a file: a plugin is code, and the others belong to one start of one run.
 _ON_THE_COMMAND_LINE = ("plugin", "ranks", "run-dir", "resume", "recipe", "expanded-recipe")
+# Of each set a command line may hold one: a later one replaces the earlier others.
+_ONE_OF = (
+    {"train-iters", "train-samples"},
+    {"lr-warmup-fraction", "lr-warmup-iters", "lr-warmup-samples"},
+    {"lr-wsd-decay-fraction", "lr-wsd-decay-iters", "lr-wsd-decay-samples"},
+    {"swiglu", "squared-relu", "quick-geglu", "openai-gelu", "ffn-activation"},
+    {"qk-layernorm", "qk-l2-norm"},
+    {"data-path", "train-data-path", "mock-data"},
+)
 _FOLDER = Path(__file__).parent
 
 
@@ -81,7 +90,9 @@ def read(name: str, known: Collection[str] = ()) -> Recipe:
             problems.append(f"{path}: about is {about!r}: give a string")
         own = {key: value for key, value in content.items() if key not in KEYS}
         problems += [f"{path}: {text}" for text in _problems(own, known)]
-        flags |= own
+        flags = (
+            _without_rivals(flags, [key for key, value in own.items() if value is not False]) | own
+        )
     if problems:
         raise ConfigError(problems)
     return Recipe(name, contents[0].get("about", ""), flags)
@@ -108,9 +119,18 @@ def expanded(argv: Sequence[str], known: Collection[str] = ()) -> list[str]:
     recipes = [read(name, known) for name in names]
     flags: Flags = {}
     for recipe in recipes:
-        flags |= recipe.flags
+        given = [name for name, value in recipe.flags.items() if value is not False]
+        flags = _without_rivals(flags, given) | recipe.flags
+    here = [word[2:].partition("=")[0] for word in others if word.startswith("--")]
+    flags = _without_rivals(flags, here)
     labels = [recipe.label for recipe in recipes]
     return [EXPANDED, *labels, *flag_words(flags), *others]
+
+
+def _without_rivals(flags: Flags, given: Collection[str]) -> Flags:
+    """Drop flags that exclude one of those given after them."""
+    rivals = {name for names in _ONE_OF if not names.isdisjoint(given) for name in names}
+    return {name: value for name, value in flags.items() if name not in rivals - {*given}}
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:

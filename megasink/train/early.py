@@ -62,10 +62,10 @@ def expanded(argv: Sequence[str]) -> list[str]:
     """
     if not any(word.partition("=")[0] == recipes.FLAG for word in argv):
         return list(argv)
-    return recipes.expanded(argv, _known_flags())
+    return recipes.expanded(argv, known_flags())
 
 
-def _known_flags() -> Collection[str]:
+def known_flags() -> Collection[str]:
     """Return the names of all flags; none without a table for the installed Megatron."""
     table = read_table()
     if table is None:

@@ -74,8 +74,6 @@ def _decay_fraction(args: Namespace) -> Iterator[str]:
         return
     if not 0 < fraction <= 1:
         yield f"{flag} {fraction}: use more than 0, and at most 1"
-    if args.lr_decay_style != "WSD":
-        yield f"{flag} with --lr-decay-style {args.lr_decay_style}: it is for WSD alone"
     for unit in ("iters", "samples"):
         if getattr(args, f"lr_wsd_decay_{unit}"):
             yield f"{flag} and --lr-wsd-decay-{unit}: choose one"
