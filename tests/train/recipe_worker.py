@@ -1,8 +1,8 @@
 """Checks recipes as a rank does, and counts their parameters, in a process of its own.
 
-Reads {"lines": [[flags, ranks], ...], "models": {name: flags}} from standard input; writes
-on its last line {"lines": [[problem, ...], ...], "models": {name: [parameters, parameters of the embedding and the
-output layer]}}.
+Reads {"lines": [[flags, ranks], ...], "models": {name: flags}} from standard input; writes on its
+last line {"lines": [[problem, ...], ...], "models": {name: [parameters, those of the embedding and
+the output layer]}}.
 """
 
 import contextlib

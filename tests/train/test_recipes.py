@@ -168,8 +168,13 @@ def write(folder, text, name="mine.toml"):
 
 
 def test_later_files_and_the_command_line_count_more(tmp_path):
-    mine = write(
-        tmp_path, 'include = "p2-60m"\nlr = 1e-3\nswiglu = false\nrecompute-modules = ['mlp', 'moe']\n')
+    lines = (
+        'include = "p2-60m"',
+        "lr = 1e-3",
+        "swiglu = false",
+        'recompute-modules = ["mlp", "moe"]',
+    )
+    mine = write(tmp_path, "\n".join(lines))
     other = write(tmp_path, "lr = 2e-3\nseed = 3\nbf16 = false\n", "other.toml")
     found = early.expanded(["--lr", "5", "--recipe", mine, other, "--seed", "4"])
     assert found[0] == "--expanded-recipe"
