@@ -62,6 +62,7 @@ MODEL = (
     "add_qkv_bias",
     "swiglu",
     "squared_relu",
+    "qk_l2_norm",
     "openai_gelu",
     "num_experts",
     "moe_layer_freq",

@@ -38,6 +38,17 @@ def test_a_run_for_every_combination_and_seed(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_recipe_is_a_flag_of_a_grid(tmp_path):
+    path = write(tmp_path / "a.toml", metrics=["lm_loss"], rest="", flags='recipe = "p0-0.6b"\n')
+    run = plan(read_grid(path), tmp_path / "out")[0]
+    words = " ".join(run.flags)
+    # The grid's own flags count more, its seed too.
+    assert words.startswith("--expanded-recipe p0-0.6b@")
+    assert "--logit-softcap 15.0" in words
+    assert words.index("--num-layers 20 ") < words.index("--num-layers 2 ")
+    assert run.steps == STEPS
+
+
 def test_the_file_of_the_documentation(tmp_path):
     blocks = re.findall(r"^```toml\n(.*?)^```$", DOCS.read_text(), re.M | re.S)
     path = tmp_path / "balance.toml"
