@@ -23,6 +23,7 @@ setup(
         "megasink": ["py.typed"],
         "megasink.hollow": ["native/*"],
         "megasink.intervene": ["tasks/*"],
+        "megasink.recipes": ["*.toml"],
         "megasink.train": ["megatron_flags.json"],
     },
     install_requires=[

@@ -12,7 +12,7 @@
 # DATA_PATH is the prefix written by tools/preprocess_data.py, TOKENIZER its tokenizer folder and
 # RUN_DIR the run folder: repeating the same command resumes from its newest complete checkpoint, as
 # sbatch --requeue and torchrun --max-restarts need. RANKS_PER_NODE overrides the number of processes
-# per node.
+# per node. The flags are those of the recipe p0-0.6b, or of --recipe NAME (docs/recipes.md).
 # Several nodes without Slurm: start this file on each with NNODES and MASTER_ADDR set.
 
 set -euo pipefail
@@ -44,50 +44,15 @@ exec "${launch[@]}" "$0" "$@"
 : <<'"the end of the Python part"'
 '''
 
-# The Python part, run by torchrun on each rank. The flags are defined only here.
-import argparse
+# The Python part, run by torchrun on each rank.
 import os
 import sys
 
-# The 0.6B shape of the paper: 20 layers of 10 heads of 128 (Fu et al., section 5.1).
-FLAGS = """
-    --num-layers 20 --hidden-size 1280 --num-attention-heads 10
-    --seq-length 2048 --max-position-embeddings 2048
-    --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
-    --qk-layernorm --untie-embeddings-and-output-weights --init-method-std 0.02
-
-    --attention-variant sink --head-balance-coeff 1e-4
-
-    --micro-batch-size 4 --global-batch-size 256
-    --lr 6e-4 --min-lr 0 --lr-decay-style WSD --lr-wsd-decay-style linear
-    --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0
-    --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
-
-    --split 99,1,0 --eval-interval 500 --eval-iters 20
-    --save-interval 1000 --log-interval 10
-"""
-
-
-# Steps of the run, and of the learning-rate warmup and decay.
-STEPS, WARMUP, DECAY = 21400, 500, 4280
-
-
-def schedule():
-    """Return the paper's schedule, scaled proportionally to another --train-iters."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--train-iters", nargs="?")
-    asked = parser.parse_known_args()[0].train_iters or ""
-    steps = int(asked) if asked.isdigit() else STEPS
-    return [
-        *("--train-iters", str(steps)),
-        *("--lr-warmup-iters", str(steps * WARMUP // STEPS)),
-        *("--lr-wsd-decay-iters", str(max(1, steps * DECAY // STEPS))),
-    ]
-
 
 def flags():
-    """Return the flags above, then those from the environment and the command line."""
-    given = FLAGS.split() + schedule()
+    """Return the recipe, then the flags from the environment and the command line."""
+    chosen = any(word.partition("=")[0] == "--recipe" for word in sys.argv)
+    given = [] if chosen else ["--recipe", "p0-0.6b"]
     for variable, flag in (
         ("DATA_PATH", "--data-path"),
         ("TOKENIZER", "--tokenizer-model"),

@@ -16,6 +16,7 @@ COMMANDS = {
     "demo": "sinks form and heads collapse, with the head-balance loss and without; minutes",
     "data": "text -> tokenizer -> Megatron .bin/.idx",
     "train": "start the ranks of one node and train; every Megatron flag passes through",
+    "recipes": "list the recipes of train --recipe, or show the flags of one, or of a run",
     "grid": "a grid of configurations and seeds from one file -> runs, a table, figures",
     "finetune": "adapt a Hugging Face model on conversations, and export it again",
     "generate": "continue a prompt with a trained model",
@@ -32,7 +33,7 @@ COMMANDS = {
     "info": "versions, platform, attention kernels and patches",
 }
 # These use no variant, metric or conversion target.
-WITHOUT_PLUGINS = ("demo", "data")
+WITHOUT_PLUGINS = ("demo", "data", "recipes")
 
 
 def main_of(command: str) -> Callable[[Sequence[str]], int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from megasink.lora.targets import TARGETS
+from megasink.recipe_options import NanochatOptions, RecipeOptions
 from megasink.variants import variants
 
 FixedValue = Literal["none", "unit", "uniform"]
@@ -330,18 +331,12 @@ class RunOptions:
     """Run on the CPU platform; selected automatically, with a message, without a CUDA device."""
 
 
-MODEL_OPTIONS = (
-    AttentionOptions,
-    BiasOptions,
-    SimilarityOptions,
-    GateOptions,
-    PositionOptions,
-    BlockOptions,
-)
+_ATTENTION = (AttentionOptions, BiasOptions, SimilarityOptions, GateOptions, PositionOptions)
+MODEL_OPTIONS = (*_ATTENTION, BlockOptions, NanochatOptions)
 """Options that define the model; the others control training."""
 
-_OTHERS = (HeadBalanceOptions, TrainingOptions, LoraOptions, ObservingOptions, RunOptions)
-OPTIONS = (*MODEL_OPTIONS, *_OTHERS)
+_OTHERS = (HeadBalanceOptions, TrainingOptions, LoraOptions, ObservingOptions)
+OPTIONS = (*MODEL_OPTIONS, *_OTHERS, RecipeOptions, RunOptions)
 
 
 def visible_tokens(window_size: tuple[int, int] | None) -> int | None:

@@ -219,7 +219,7 @@ def train_lines(data: Path, tokenizer: Path) -> dict[str, tuple[list[str], int]]
         if line is None or line[0][0] != "train":
             continue
         names = {"/data/corpus-tokenizer": str(tokenizer), "/data/corpus": str(data)}
-        words = [names.get(word, word) for word in line[0][1:]]
+        words = early.expanded([names.get(word, word) for word in line[0][1:]])
         found[f"{call.where} {number}"] = (words, line[1])
     return found
 
@@ -236,4 +236,4 @@ def register_variant() -> None:
 
 def refuse(flags: Sequence[str], ranks: int | None) -> None:
     """Refuse a line of `megasink train` as the launcher does, before Megatron is imported."""
-    early.refuse(early.read(flags), ranks)
+    early.refuse(early.read(early.expanded(flags)), ranks)

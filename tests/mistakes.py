@@ -25,6 +25,12 @@ MISTAKES = {
         "no training data: give --data-path",
         "no tokenizer: give --tokenizer-model",
     ),
+    "train-recipe": (
+        "train --recipe p0-6b",
+        "the recipe 'p0-6b' is unknown: choose p0-0.6b",
+    ),
+    "recipes-unknown": ("recipes p1-48l", "the recipe 'p1-48l' is unknown: choose p0-0.6b"),
+    "recipes-no-run": ("recipes {0}", "{0} holds no run"),
     "train-underscore": (
         TRAIN + " --attention_variant sink",
         "unknown: --attention_variant sink: did you mean --attention-variant?",

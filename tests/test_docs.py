@@ -2,7 +2,9 @@
 
 import ast
 import contextlib
+import runpy
 import subprocess
+import sys
 
 import pytest
 
@@ -10,10 +12,11 @@ from megasink import cli
 from megasink.command_line import CommandParser
 from megasink.commands.convert_from_hf import train_line
 from megasink.finetune.settings import parser as finetune_parser
+from megasink.train import early
+from megasink.train.checks.schedule import set_decay
 from tests.documented import (
     EXAMPLE,
     IMPORTED,
-    ROOT,
     blocks,
     calls,
     megasink_call,
@@ -97,15 +100,10 @@ def test_the_line_that_an_import_prints_lacks_nothing(data, tmp_path):
 def test_the_schedule_of_the_example_follows_its_length(steps, data, monkeypatch):
     for name, value in (("DATA_PATH", data / "text"), ("TOKENIZER", data)):
         monkeypatch.setenv(name, str(value))
-    program = f"import runpy, sys; print(runpy.run_path({str(EXAMPLE)!r})['flags']())"
-    command = ["python", "-c", program, f"--train-iters={steps}", "--run-dir", "nowhere/run"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    flags = ast.literal_eval(done.stdout)
-    refuse(flags, 64)
-    warmup, decay = (
-        int(flags[flags.index(name) + 1]) for name in ("--lr-warmup-iters", "--lr-wsd-decay-iters")
-    )
+    monkeypatch.setattr(sys, "argv", ["x", f"--train-iters={steps}", "--run-dir", "nowhere/run"])
+    args = early.read(early.expanded(runpy.run_path(str(EXAMPLE))["flags"]()))
+    early.refuse(args, 64)
+    set_decay(args)
     if steps == 21400:
-        assert (warmup, decay) == (500, 4280)  # the paper's
-    assert abs(warmup - steps * 500 / 21400) < 1
-    assert abs(decay - steps / 5) < 1
+        assert args.lr_wsd_decay_iters == 4280  # the paper's last fifth
+    assert abs(args.lr_wsd_decay_iters - steps / 5) < 1

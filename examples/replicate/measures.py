@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from examples.replicate.programs import PROGRAMS
+from megasink import flag_file
 from megasink.command_line import unknown_name
 from megasink.errors import ConfigError, UserError
-from megasink.grid import file
 from megasink.grid.file import Cell, read_grid
 
 KEYS = ("cells", "metrics", "measure")
@@ -50,7 +50,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         UserError: it cannot be read, or is not TOML.
     """
     try:
-        return file.read_toml(path)
+        return flag_file.read_toml(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error})") from error
 

@@ -63,6 +63,7 @@ MODEL = (
     "add_qkv_bias",
     "swiglu",
     "squared_relu",
+    "qk_l2_norm",
     "openai_gelu",
     "hybrid_layer_pattern",
     "mamba_state_dim",

@@ -29,6 +29,7 @@ _SAID = {
     "sink_lr_mult",
     "sink_weight_decay",
     "match_ffn_width",
+    "zero_init_outputs",
 }
 # Megatron's options with the values that every target supports; others are refused.
 _FIXED: dict[str, tuple[Any, ...]] = {

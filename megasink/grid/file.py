@@ -6,17 +6,14 @@ docs/grid.md describes the format.
 import itertools
 import re
 import shlex
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megasink.command_line import unknown_name
-from megasink.errors import ConfigError, UserError
-
-Flags = dict[str, Any]
-"""Flags of `megasink train` by flat name: a number, a string, true, false or a list."""
+from megasink.errors import ConfigError
+from megasink.flag_file import Flags, form_problems, read_toml
 
 KEYS = ("title", "seeds", "metrics", "flags", "axes", "measure")
 PLACES = ("out", "run")
@@ -96,30 +93,6 @@ def read_grid(path: Path) -> GridFile:
     return GridFile(path, title, seeds, metrics, points, cells, commands)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file.
-
-    Raises:
-        UserError: it is not TOML.
-        OSError: it cannot be read.
-    """
-    try:
-        return tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not TOML: {error}") from error
-
-
-def flag_words(flags: Mapping[str, Any]) -> list[str]:
-    """Return flags as words of a command line; false leaves a flag out."""
-    words: list[str] = []
-    for name, value in flags.items():
-        if value is False:
-            continue
-        values = [] if value is True else value if isinstance(value, list) else [value]
-        words += [f"--{name}", *map(str, values)]
-    return words
-
-
 def filled(words: Sequence[str], *, out: Path, run: Path) -> list[str]:
     """Return words with their placeholders filled in."""
     places = {"out": str(out), "run": str(run)}
@@ -142,15 +115,10 @@ def _flag_problems(flags: Any, where: str) -> Iterator[str]:
         yield f"{where} is {flags!r}: give flags, such as {{num-layers = 2}}"
         return
     for name, value in flags.items():
-        if name.startswith("-"):
-            yield f"{where}.{name}: write {name.lstrip('-')}, without dashes"
         if name in OWN:
             yield f"{where}.{name} is set {OWN[name]}: drop it"
+        yield from (f"{where}.{name}{text}" for text in form_problems(name, value))
         values = value if isinstance(value, list) else [value]
-        if not all(type(entry) in (int, float, str, bool) for entry in values):
-            yield f"{where}.{name} is {value!r}: give a number, a string, true, false or a list"
-        elif isinstance(value, list) and (not value or bool in map(type, values)):
-            yield f"{where}.{name} is {value!r}: give a list of numbers or strings"
         yield from (f"{where}.{name}: {text}" for text in _place_problems(map(str, values)))
 
 

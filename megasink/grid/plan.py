@@ -10,8 +10,9 @@ from megasink.atomic import atomic_text
 from megasink.cli import main_of
 from megasink.command_line import flag_problems, unknown_name
 from megasink.errors import ConfigError, UserError
+from megasink.flag_file import flag_words
 from megasink.grid import collect
-from megasink.grid.file import Cell, GridFile, filled, flag_words
+from megasink.grid.file import Cell, GridFile, filled
 from megasink.grid.measurements import MEASUREMENTS
 from megasink.grid.start import Way, way_of
 from megasink.json_file import read_object
@@ -82,6 +83,7 @@ def _run(cell: Cell, seed: int, out: Path, plugins: Sequence[str]) -> Run:
     ranks = flags.pop("ranks", None)
     words = filled(flag_words(flags), out=out, run=folder)
     words = ["--run-dir", str(folder), "--seed", str(seed), *words, *plugins]
+    words = early.expanded(words)
     args = early.read([*words, "--resume", "auto"])
     if ranks is not None and (type(ranks) is not int or ranks < 1):
         raise ConfigError(f"ranks {ranks!r}: use a whole number, 1 or more")

@@ -10,6 +10,7 @@ from megatron.core.transformer.torch_norm import L2Norm, LayerNormBuilder
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megasink.layers.head_sum import HeadSumProjection
+from megasink.layers.norm import GainlessRMSNorm
 from megasink.layers.residual import ResidualAdd
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 
@@ -32,6 +33,8 @@ def with_block_options(
         block: Specs of Megatron's TransformerLayer, dense or MoE, local or TransformerEngine.
     """
     layers, norm = list(block.layer_specs), block.layer_norm
+    if config.norm_without_gain:
+        layers, norm = [_with_norms(layer, GainlessRMSNorm) for layer in layers], GainlessRMSNorm
     if config.qk_l2_norm:  # upstream's local spec forgets it (training/models/gpt.py:120)
         layers = [
             _with_attention(layer, q_layernorm=L2Norm, k_layernorm=L2Norm) for layer in layers
@@ -41,7 +44,7 @@ def with_block_options(
     if config.sandwich_norm or config.post_norm or config.residual_clip is not None:
         layers = [_with_residual_add(layer, norm, config) for layer in layers]
     if config.post_norm:
-        layers = [_without_norms_before(layer) for layer in layers]
+        layers = [_with_norms(layer, IdentityOp) for layer in layers]
         norm = None
     return dataclasses.replace(block, layer_specs=layers, layer_norm=norm)
 
@@ -63,7 +66,12 @@ def _with_residual_add(
     return _changed(layer, self_attn_bda=add, mlp_bda=add, sharded_state_dict_keys_map=names)
 
 
-def _without_norms_before(layer: ModuleSpec) -> ModuleSpec:
+def _with_norms(layer: ModuleSpec, norm: Any) -> ModuleSpec:
+    """Replace the norms before attention and FFN, also where they are fused into the linear layer.
+
+    Args:
+        norm: Builder of a norm without parameters.
+    """
     linear_qkv = layer.submodules.self_attention.submodules.linear_qkv
     layer = _with_attention(layer, linear_qkv=_unfused(linear_qkv))
     mlp = layer.submodules.mlp
@@ -72,7 +80,7 @@ def _without_norms_before(layer: ModuleSpec) -> ModuleSpec:
         changed = mlp.keywords["submodules"]
         changed = dataclasses.replace(changed, linear_fc1=_unfused(changed.linear_fc1))
         mlp = functools.partial(mlp.func, **mlp.keywords | {"submodules": changed})
-    return _changed(layer, input_layernorm=IdentityOp, pre_mlp_layernorm=IdentityOp, mlp=mlp)
+    return _changed(layer, input_layernorm=norm, pre_mlp_layernorm=norm, mlp=mlp)
 
 
 def _unfused(linear: Any) -> Any:

@@ -9,6 +9,7 @@ from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
 from megasink.layers.inference_guard import refuse_what_bypasses_core_attention
 from megasink.layers.init import initialize_weights
+from megasink.layers.model_ends import cap_logits, normalize_embeddings
 from megasink.layers.padding_rows import mask_padding_rows
 from megasink.layers.rotary import rotate_by_document
 from megasink.layers.sinusoid import SinusoidalPositions
@@ -68,6 +69,8 @@ def finish_stage(model: Any, config: Any) -> None:
         initialize_weights(model, config.init_seed)
     if config.transformer.lora_rank:
         freeze_base(model)
+    normalize_embeddings(model)
+    cap_logits(model)  # before the mask, whose logits must stay out of every softmax
     mask_padding_rows(model, config.tokens)
     rotate_by_document(model)
     model.register_forward_pre_hook(refuse_what_bypasses_core_attention, with_kwargs=True)

@@ -108,6 +108,8 @@ def _init_method(name: str, config: MegasinkTransformerConfig) -> InitMethod | N
     method: InitMethod | None = None
     if _SCALED_OUTPUT.search(name):
         method = config.output_layer_init_method
+    elif config.zero_init_outputs and name == "output_layer.weight":
+        method = torch.nn.init.zeros_
     elif _EMBEDDING.search(name):
         method = config.embedding_init_method
     elif _DRAWN.search(name):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -12,6 +13,7 @@ from megasink.config import (
     GateOptions,
     HeadBalanceOptions,
     LoraOptions,
+    NanochatOptions,
     PositionOptions,
     SimilarityOptions,
 )
@@ -35,6 +37,7 @@ FFN_ACTIVATIONS = {
 class MegasinkTransformerConfig(
     LoraOptions,
     HeadBalanceOptions,
+    NanochatOptions,
     BlockOptions,
     PositionOptions,
     GateOptions,
@@ -79,6 +82,8 @@ class MegasinkTransformerConfig(
             self.activation_func, self.gated_linear_unit = FFN_ACTIVATIONS[self.ffn_activation]
             # Megatron's other fused kernels only have the tanh approximation of gelu.
             self.bias_activation_fusion &= self.ffn_activation == "swiglu"
+        if self.zero_init_outputs:
+            self.output_layer_init_method = torch.nn.init.zeros_
         self.statistics = ModelStatistics(self.num_layers, self.num_attention_heads)
         if self.head_balance_coeff:
             self.experimental_attention_variant_loss_scale_func = self.statistics.set_loss_scale

@@ -15,6 +15,7 @@ from megasink.train import checks, run_dir
 from megasink.train.checks.chat import recognize
 from megasink.train.checks.gates import match_ffn_width
 from megasink.train.checks.hybrid import count_layers
+from megasink.train.checks.schedule import set_decay
 from megasink.train.checks.transformer_layer import set_gated_unit
 from megasink.train.checks.vocabulary import pin_vocabulary
 
@@ -47,6 +48,7 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
     run_dir.set_paths(args)
     pin_vocabulary(args)
     set_gated_unit(args)
+    set_decay(args)
     with _without_argument_list(), refusals_of_megatron():
         arguments.validate_args(args)
     if args.match_ffn_width:

@@ -7,9 +7,9 @@ Nothing is refused here that a rank would accept: flags come from the table of M
 import argparse
 import math
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from megasink import platform
+from megasink import platform, recipes
 from megasink.command_line import Reading
 from megasink.errors import ConfigError
 from megasink.flags import add_options
@@ -50,6 +50,31 @@ def read(flags: Sequence[str]) -> Namespace:
     for name in (*opaque, *(name for name in CPU_DEFAULTS if getattr(args, name) == unset[name])):
         setattr(args, name, unset[name] if name in opaque else None)
     return args
+
+
+def expanded(argv: Sequence[str]) -> list[str]:
+    """Return a command line with the flags of its recipes in the place of ``--recipe``.
+
+    Everything that starts a run from words calls this before anything else reads them.
+
+    Raises:
+        ConfigError: a recipe has problems; lists all of them.
+        UserError: a recipe is not found, or is not TOML.
+    """
+    if not any(word.partition("=")[0] == recipes.FLAG for word in argv):
+        return list(argv)
+    return recipes.expanded(argv, known_flags())
+
+
+def known_flags() -> Collection[str]:
+    """Return the names of all flags; none without a table for the installed Megatron."""
+    table = read_table()
+    if table is None:
+        return ()
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    add_flags(parser, table)
+    add_options(parser)
+    return [name for name in parser._option_string_actions if name.startswith("--")]
 
 
 def refuse(args: Namespace, ranks: int | None) -> None:

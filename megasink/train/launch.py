@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     parser.add_argument("--run-dir")
     parser.add_argument("--resume", nargs="?", const="newest", choices=RESUME)
-    read = Reading(parser, sys.argv[1:] if argv is None else argv)
+    read = Reading(parser, early.expanded(sys.argv[1:] if argv is None else argv))
     args, flags = read.namespace, read.unknown
     if read.problems:
         raise ConfigError(read.problems)
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megasink train",
-        usage="megasink train [--ranks N] [--run-dir FOLDER] FLAGS",
+        usage="megasink train [--recipe NAME ...] [--ranks N] [--run-dir FOLDER] FLAGS",
         description=inspect.cleandoc(main.__doc__ or ""),
         add_help=False,
         allow_abbrev=False,

@@ -165,6 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = 0
     try:
         plugins.load(argv)
+        argv = early.expanded(argv)
         flags = early.read(argv)
         Told.run_dir = flags.run_dir and Path(flags.run_dir)
         early.refuse(flags, int(os.environ.get("WORLD_SIZE", "1")))

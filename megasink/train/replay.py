@@ -30,8 +30,9 @@ DESCRIBING = set(
 """Flags, without dashes, whose values are lists or patterns of numbers and names."""
 READING = set(
     """
-    data-args-path data-path load merge-file per-dataset-sequences-path per-split-data-args-path
-    pretrained-checkpoint test-data-path tokenizer-model train-data-path valid-data-path vocab-file
+    data-args-path data-path expanded-recipe load merge-file per-dataset-sequences-path
+    per-split-data-args-path pretrained-checkpoint test-data-path tokenizer-model train-data-path
+    valid-data-path vocab-file
     """.split()
 )
 """Flags that name files to read, which run no code."""
@@ -52,12 +53,12 @@ TOLD = set(
     inference-shards langrl-env-config logits-load-dir logits-save-dir memory-snapshot-path
     moe-routing-trace-path mtp-hybrid-override-pattern nccl-communicator-config-path
     non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir object-storage-cache-path
-    offload-modules one-logger-project one-logger-run-name plugin result-rejected-tracker-filename
-    rl-inference-parsers rl-profile-dir run-dir sft-tokenizer-prompt-format spec
-    te-precision-config-file titles-data-path tokenizer-metadata tokenizer-special-tokens
-    tp-comm-overlap-cfg yaml-cfg enable-ft-package enable-msc inprocess-restart
-    record-memory-history run-workload-inspector-server trust-remote-code use-checkpoint-args
-    use-mp-args-from-checkpoint-args
+    offload-modules one-logger-project one-logger-run-name plugin recipe
+    result-rejected-tracker-filename rl-inference-parsers rl-profile-dir run-dir
+    sft-tokenizer-prompt-format spec te-precision-config-file titles-data-path tokenizer-metadata
+    tokenizer-special-tokens tp-comm-overlap-cfg yaml-cfg enable-ft-package enable-msc
+    inprocess-restart record-memory-history run-workload-inspector-server trust-remote-code
+    use-checkpoint-args use-mp-args-from-checkpoint-args
     """.split()
 )
 """Flags not replayed: they write elsewhere, import, connect, or megasink refuses them."""

@@ -203,6 +203,14 @@ def test_every_option_of_a_gate_is_said_or_refused():
         assert f"--{option.replace('_', '-')}" in why
     found, problems = architecture_of(gated | {"gate_activation": "tanh"}, 101)
     assert problems == ["--gate-activation tanh has no counterpart in Hugging Face"]
+    for flag, value in (
+        ("norm-without-gain", True),
+        ("embedding-norm", True),
+        ("logit-softcap", 9.0),
+    ):
+        _, problems = architecture_of(gated | {flag.replace("-", "_"): value}, 101)
+        assert problems == [f"--{flag} {value} has no counterpart in Hugging Face"]
+    assert architecture_of(gated | {"zero_init_outputs": True}, 101)[1] == []  # of no trained model
 
 
 NO_ROPE: dict = {"rope_parameters": None}

@@ -17,6 +17,12 @@ OPTIONS = {
     "mup": {"use_mup": True, "mup_base_hidden_size": 16, "mup_base_head_dim": 64.0},
     "qkv-bias": {"add_qkv_bias": True},
     "wide-heads": {"kv_channels": 32},
+    "nanochat": {
+        "norm_without_gain": True,
+        "embedding_norm": True,
+        "logit_softcap": 1.5,
+        "qk_l2_norm": True,
+    },
     "softmax-fp32": {"attention_softmax_in_fp32": True},
 }
 

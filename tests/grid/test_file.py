@@ -8,7 +8,8 @@ import pytest
 
 from megasink.cli import main as megasink
 from megasink.errors import ConfigError, UserError
-from megasink.grid.file import filled, flag_words, read_grid
+from megasink.flag_file import flag_words
+from megasink.grid.file import filled, read_grid
 from megasink.grid.plan import begin, plan
 from tests.grid.files import POINTS, STEPS, write
 
@@ -35,6 +36,17 @@ def test_a_run_for_every_combination_and_seed(tmp_path):
     assert "--ranks" not in words
     assert (run.ranks, run.steps, run.way.name) == (1, 40, "fork")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_recipe_is_a_flag_of_a_grid(tmp_path):
+    path = write(tmp_path / "a.toml", metrics=["lm_loss"], rest="", flags='recipe = "p0-0.6b"\n')
+    run = plan(read_grid(path), tmp_path / "out")[0]
+    words = " ".join(run.flags)
+    # The grid's own flags count more, its seed too.
+    assert words.startswith("--expanded-recipe p0-0.6b@")
+    assert "--logit-softcap 15.0" in words
+    assert words.index("--num-layers 20 ") < words.index("--num-layers 2 ")
+    assert run.steps == STEPS
 
 
 def test_the_file_of_the_documentation(tmp_path):

@@ -22,7 +22,7 @@ ACTIVATIONS = {
 }
 
 
-def norm(x: Tensor, weight: Tensor) -> Tensor:
+def norm(x: Tensor, weight: Tensor | float) -> Tensor:
     """RMSNorm."""
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight
 
@@ -47,13 +47,17 @@ class Definition:
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Sum over tokens of the cross-entropy."""
         x = self.weights["embedding.word_embeddings.weight"][tokens]
+        if self.options.get("embedding_norm"):
+            x = norm(x, 1.0)
         for layer in range(self.layers):
             prefix = f"decoder.layers.{layer}."
             w = {k.removeprefix(prefix): v for k, v in self.weights.items() if k.startswith(prefix)}
             x = self.block(x, w)
         if not self.options.get("post_norm"):
-            x = norm(x, self.weights["decoder.final_layernorm.weight"])
+            x = self.norm(x, self.weights, "decoder.final_layernorm.weight")
         logits = x @ self.weights["output_layer.weight"].T
+        if cap := self.options.get("logit_softcap"):
+            logits = logits.div(cap).tanh().mul(cap)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
     def block(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
@@ -61,14 +65,18 @@ class Definition:
         if self.options.get("post_norm"):
             x = norm(x + self.clip(self.attention(x, w)), w["self_attn_bda.layernorm.weight"])
             return norm(x + self.clip(self.ffn(x, w)), w["mlp_bda.layernorm.weight"])
-        output = self.clip(self.attention(norm(x, w["input_layernorm.weight"]), w))
+        output = self.clip(self.attention(self.norm(x, w, "input_layernorm.weight"), w))
         if self.options.get("sandwich_norm"):
-            output = norm(output, w["self_attn_bda.layernorm.weight"])
+            output = self.norm(output, w, "self_attn_bda.layernorm.weight")
         x = x + output
-        output = self.clip(self.ffn(norm(x, w["pre_mlp_layernorm.weight"]), w))
+        output = self.clip(self.ffn(self.norm(x, w, "pre_mlp_layernorm.weight"), w))
         if self.options.get("sandwich_norm"):
-            output = norm(output, w["mlp_bda.layernorm.weight"])
+            output = self.norm(output, w, "mlp_bda.layernorm.weight")
         return x + output
+
+    def norm(self, x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
+        """With a weight, or as nanochat has it without."""
+        return norm(x, 1.0 if self.options.get("norm_without_gain") else w[name])
 
     def clip(self, x: Tensor) -> Tensor:
         """To (-c, c)."""
@@ -85,6 +93,8 @@ class Definition:
         by_group = qkv.unflatten(-1, (groups, heads // groups + 2, -1)).permute(0, 2, 3, 1, 4)
         query = rope(by_group[:, :, :-2].flatten(1, 2))
         key, value = rope(by_group[:, :, -2]), by_group[:, :, -1]
+        if self.options.get("qk_l2_norm"):  # after RoPE, as in nanochat
+            query, key = norm(query, 1.0), norm(key, 1.0)
         sink = w["self_attention.core_attention.softmax_offset"].to(x.dtype)
         out_BHSD, _, gate_BHS = reference_attention(query, key, value, variant="sink", sink_H=sink)
         self.importances.append(gate_BHS.mean((0, 2)))

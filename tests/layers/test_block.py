@@ -5,6 +5,14 @@ import pytest
 from tests.distributed.layout import SINGLE
 
 ERRORS = "tests.layers.block_oracle:errors"
+# Its norm of queries and keys is after RoPE, Megatron's before: without a gain both are the same.
+NANOCHAT = {
+    "norm_without_gain": True,
+    "embedding_norm": True,
+    "logit_softcap": 1.5,
+    "qk_l2_norm": True,
+    "ffn_activation": "relu",
+}
 OPTIONS = {
     "none": {},
     "sandwich": {"sandwich_norm": True},
@@ -12,6 +20,11 @@ OPTIONS = {
     "post-norm": {"post_norm": True},
     "post-norm-clip": {"post_norm": True, "residual_clip": 0.5},
     "multi-head-addition": {"multi_head_addition": True},
+    "gainless": {"norm_without_gain": True},
+    "gainless-sandwich": {"norm_without_gain": True, "sandwich_norm": True},
+    "embedding-norm": {"embedding_norm": True},
+    "soft-cap": {"logit_softcap": 1.5},
+    "nanochat": NANOCHAT,
     "sandwich-addition": {"sandwich_norm": True, "multi_head_addition": True},
 } | {
     name: {"ffn_activation": name} for name in ("relu", "gelu", "silu", "reglu", "geglu", "swiglu")
@@ -38,6 +51,9 @@ def test_loss_and_gradients_equal_the_definition(pool, name, biases):
     [
         ({"sandwich_norm": True}, {}),
         ({"residual_clip": 0.5}, {"residual_clip": 0.6}),
+        ({"embedding_norm": True}, {}),
+        ({"logit_softcap": 1.5}, {"logit_softcap": 1.6}),
+        ({"qk_l2_norm": True}, {}),
         ({"ffn_activation": "gelu"}, {"ffn_activation": "silu"}),
         ({"ffn_activation": "reglu"}, {"ffn_activation": "geglu"}),
     ],
@@ -75,3 +91,16 @@ def test_transformer_engine_layers(pool):
     assert [n for n in sandwich["dense"] if n != "ResidualAdd"] == [
         n for n in plain["dense"] if n != "get_bias_dropout_add"
     ]
+    (gainless,) = pool.run(task, SINGLE, norm_without_gain=True)
+    norms = "GainlessRMSNorm"
+    assert gainless == {
+        "final": [norms],
+        "dense": [
+            *(norms, "TEColumnParallelLinear", "TERowParallelLinear", "get_bias_dropout_add"),
+            *(norms, "TEColumnParallelLinear", "get_bias_dropout_add"),
+        ],
+        "moe": [
+            *(norms, "TEColumnParallelLinear", "TERowParallelLinear", "get_bias_dropout_add"),
+            *(norms, "get_bias_dropout_add"),
+        ],
+    }

@@ -40,6 +40,13 @@ def test_standard_deviations_are_megatrons(weights):
     assert all(np.all(a == 1) for n, a in found.items() if "layernorm" in n)
 
 
+def test_outputs_may_start_at_zero(weights):
+    found = weights(1, zero_init_outputs=True)
+    zero = {name.split(".")[-2] for name, array in found.items() if not array.any()}
+    # Sinks start at 0 too.
+    assert zero == {"linear_proj", "linear_fc2", "output_layer", "core_attention"}
+
+
 @pytest.mark.parametrize("value", [0.0, -3.5])
 def test_sinks_start_at_their_option(weights, value):
     found = weights(1, softmax_offset_init=value)

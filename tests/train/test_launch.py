@@ -164,7 +164,8 @@ def test_a_help_text_may_hold_a_percent_sign(text):
 
 def test_a_refused_flag_costs_no_import_of_megatron():
     program = (
-        "import sys, megasink.cli as c; code = c.main(['train', '--run-dir', 'nowhere', '--lr']);"
+        "import sys, megasink.cli as c;"
+        "code = c.main(['train', '--recipe', 'p0-2b', '--run-dir', 'nowhere', '--lr']);"
         "print(code, sorted({'torch', 'megatron', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

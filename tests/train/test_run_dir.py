@@ -78,6 +78,7 @@ def test_every_option_of_a_model_is_one_by_which_it_is_known():
         *(entry.name for entry in dataclasses.fields(config.TrainingOptions)),
         *(entry.name for entry in dataclasses.fields(config.ObservingOptions)),
         *(entry.name for entry in dataclasses.fields(config.RunOptions)),
+        *(entry.name for entry in dataclasses.fields(config.RecipeOptions)),
         "attention_kernel",
         "sink_lr_mult",
         "sink_weight_decay",

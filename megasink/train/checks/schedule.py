@@ -4,6 +4,14 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 
+def set_decay(args: Namespace) -> None:
+    """Set the length of the decay that --lr-wsd-decay-fraction stands for."""
+    fraction, unit = args.lr_wsd_decay_fraction, "samples" if args.train_samples else "iters"
+    length = _length(args, unit)
+    if fraction is not None and length:
+        setattr(args, f"lr_wsd_decay_{unit}", max(1, round(fraction * length)))
+
+
 def problems(args: Namespace) -> Iterator[str]:
     yield from _units(args)
     # core/optimizer_param_scheduler.py:160 is a bare assertion.
@@ -21,6 +29,7 @@ def problems(args: Namespace) -> Iterator[str]:
         yield f"--min-lr {args.min_lr:g} is above --lr {args.lr:g}: lower it"
     if args.lr_decay_style == "WSD":
         yield from _wsd(args)
+    yield from _decay_fraction(args)
     yield from _intervals(args)
     yield from _weight_decay(args)
 
@@ -51,10 +60,23 @@ def _wsd(args: Namespace) -> Iterator[str]:
     """Check WSD; training/training.py:get_optimizer_param_scheduler scales its decay by batch."""
     unit = "samples" if args.train_samples else "iters"
     length, decay = _length(args, unit), getattr(args, f"lr_wsd_decay_{unit}")
+    if args.lr_wsd_decay_fraction is not None:
+        return
     if decay is None:
         yield f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, the length of the decay"
     elif length and decay > length:
         yield f"--lr-wsd-decay-{unit} {decay} is longer than the schedule, {length}: lower it"
+
+
+def _decay_fraction(args: Namespace) -> Iterator[str]:
+    flag, fraction = "--lr-wsd-decay-fraction", args.lr_wsd_decay_fraction
+    if fraction is None:
+        return
+    if not 0 < fraction <= 1:
+        yield f"{flag} {fraction}: use more than 0, and at most 1"
+    for unit in ("iters", "samples"):
+        if getattr(args, f"lr_wsd_decay_{unit}"):
+            yield f"{flag} and --lr-wsd-decay-{unit}: choose one"
 
 
 def _intervals(args: Namespace) -> Iterator[str]:

@@ -46,6 +46,7 @@ def problems(args: Namespace) -> Iterator[str]:
             "--multi-head-addition with --delay-wgrad-compute: the projection of the sum computes "
             "its gradient immediately; drop one"
         )
+    yield from _nanochat(args)
     if (name := args.ffn_activation) is None:
         return
     for attribute in _ACTIVATIONS:
@@ -57,3 +58,27 @@ def problems(args: Namespace) -> Iterator[str]:
                 f"--ffn-activation {name} with {flag_of(attribute)}: TransformerEngine's "
                 "activations differ (its gelu is an approximation); drop one"
             )
+
+
+def _nanochat(args: Namespace) -> Iterator[str]:
+    cap = args.logit_softcap
+    if cap is not None and cap <= 0:
+        yield f"--logit-softcap {cap}: give a positive cap, or drop the flag"
+    for attribute in ("norm_without_gain", "embedding_norm"):
+        if getattr(args, attribute) and args.normalization != "RMSNorm":
+            yield f"{flag_of(attribute)} needs --normalization RMSNorm"
+    if args.norm_without_gain and args.use_transformer_engine_op_fuser:
+        yield (
+            "--norm-without-gain with --use-transformer-engine-op-fuser: the norm in its FFN "
+            "has a weight; drop one"
+        )
+    if args.norm_without_gain and args.qk_layernorm:
+        yield (
+            "--norm-without-gain with --qk-layernorm, whose norms have weights: use --qk-l2-norm "
+            "instead, which has none"
+        )
+    if args.zero_init_outputs and not args.untie_embeddings_and_output_weights:
+        yield (
+            "--zero-init-outputs without --untie-embeddings-and-output-weights: the output layer "
+            "is the embedding, which cannot start at zero; add it"
+        )

@@ -1,0 +1,182 @@
+"""Recipes: files of flags for `megasink train`, shipped here or a user's own (docs/recipes.md).
+
+A file is TOML: flags by flat name (megasink.flag_file), and two keys of its own. ``include`` names
+one file whose flags come first; ``about`` says in a line what the file is for. ``--recipe A B``
+takes the flags of A, then of B, then those of the command line: the last value of a flag counts,
+``false`` drops a flag of an earlier file, and of flags that exclude each other the last one stays.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megasink.command_line import nearest, unknown_name
+from megasink.errors import ConfigError, UserError
+from megasink.flag_file import Flags, flag_words, form_problems, read_toml
+
+FLAG, EXPANDED = "--recipe", "--expanded-recipe"
+KEYS = ("about", "include")
+# Not in a file: a plugin is code, and the others belong to one start of one run.
+_ON_THE_COMMAND_LINE = ("plugin", "ranks", "run-dir", "resume", "recipe", "expanded-recipe")
+# Of each set a command line may hold one: a later one replaces the earlier others.
+_ONE_OF = (
+    {"train-iters", "train-samples"},
+    {"lr-warmup-fraction", "lr-warmup-iters", "lr-warmup-samples"},
+    {"lr-wsd-decay-fraction", "lr-wsd-decay-iters", "lr-wsd-decay-samples"},
+    {"swiglu", "squared-relu", "quick-geglu", "openai-gelu", "ffn-activation"},
+    {"qk-layernorm", "qk-l2-norm"},
+    {"data-path", "train-data-path", "mock-data"},
+)
+_FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A file with the files that it includes.
+
+    Attributes:
+        name: as it was named.
+        about: its own line; "" without one.
+        flags: its own over those it includes; false where a flag is dropped.
+    """
+
+    name: str
+    about: str
+    flags: Flags
+
+    @property
+    def label(self) -> str:
+        """The name and the start of the SHA-256 of the flags, for a run's records."""
+        digest = hashlib.sha256(json.dumps(self.flags).encode()).hexdigest()
+        return f"{self.name}@{digest[:12]}"
+
+
+def shipped() -> list[str]:
+    """Return the names of the recipes in this package, without the files they only include."""
+    return [path.stem for path in sorted(_FOLDER.glob("*.toml")) if "about" in read_toml(path)]
+
+
+def read(name: str, known: Collection[str] = ()) -> Recipe:
+    """Read a recipe.
+
+    Args:
+        name: of a shipped recipe, or a path.
+        known: names of flags with their dashes; empty to accept any.
+
+    Raises:
+        ConfigError: lists every problem of the file and of those that it includes.
+        UserError: there is no such recipe, or a file is not TOML.
+        OSError: a file cannot be read.
+    """
+    files, problems = [_path(name, Path())], list[str]()
+    contents = [read_toml(files[0])]
+    while (include := contents[-1].get("include")) is not None:
+        if not isinstance(include, str) or not include:
+            problems.append(f"{files[-1]}: include is {include!r}: give one name or path")
+            break
+        path = _path(include, files[-1].parent)
+        if any(path.samefile(other) for other in files):
+            problems.append(f"{files[-1]}: include {include!r} comes back to a file before it")
+            break
+        files.append(path)
+        contents.append(read_toml(path))
+    flags: Flags = {}
+    for path, content in zip(reversed(files), reversed(contents), strict=True):
+        about = content.get("about", "")
+        if not isinstance(about, str):
+            problems.append(f"{path}: about is {about!r}: give a string")
+        own = {key: value for key, value in content.items() if key not in KEYS}
+        problems += [f"{path}: {text}" for text in _problems(own, known)]
+        flags = (
+            _without_rivals(flags, [key for key, value in own.items() if value is not False]) | own
+        )
+    if problems:
+        raise ConfigError(problems)
+    return Recipe(name, contents[0].get("about", ""), flags)
+
+
+def expanded(argv: Sequence[str], known: Collection[str] = ()) -> list[str]:
+    """Replace ``--recipe`` by the flags it stands for, in front of the other flags.
+
+    ``--expanded-recipe`` says where they come from; it has no effect. A command line without
+    ``--recipe`` is returned as it is.
+
+    Args:
+        argv: of `megasink train`.
+        known: as for `read`.
+
+    Raises:
+        ConfigError, UserError, OSError: as `read` does.
+    """
+    names, others = _split(argv)
+    if names is None:
+        return list(argv)
+    if not names:
+        raise ConfigError([f"{FLAG} needs a value: a file, or {', '.join(shipped())}"])
+    recipes = [read(name, known) for name in names]
+    flags: Flags = {}
+    for recipe in recipes:
+        given = [name for name, value in recipe.flags.items() if value is not False]
+        flags = _without_rivals(flags, given) | recipe.flags
+    here = [word[2:].partition("=")[0] for word in others if word.startswith("--")]
+    flags = _without_rivals(flags, here)
+    labels = [recipe.label for recipe in recipes]
+    return [EXPANDED, *labels, *flag_words(flags), *others]
+
+
+def _without_rivals(flags: Flags, given: Collection[str]) -> Flags:
+    """Drop flags that exclude one of those given after them."""
+    rivals = {name for names in _ONE_OF if not names.isdisjoint(given) for name in names}
+    return {name: value for name, value in flags.items() if name not in rivals - {*given}}
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
+    """Return the values of --recipe, None without it, and the other words."""
+    names: list[str] | None = None
+    others: list[str] = []
+    taking = False
+    for word in argv:
+        if word == FLAG or word.startswith(f"{FLAG}="):
+            if names is not None:
+                raise ConfigError(
+                    [f"{FLAG} is given twice: name all recipes after one, the last one counts most"]
+                )
+            names, taking = [word.removeprefix(f"{FLAG}=")] if "=" in word else [], word == FLAG
+        elif taking and not word.startswith("-"):
+            assert names is not None
+            names.append(word)
+        else:
+            taking = False
+            others.append(word)
+    return names, others
+
+
+def _path(name: str, folder: Path) -> Path:
+    """Find a recipe: the path from `folder`, or the name of a shipped one."""
+    path = folder / name
+    if path.is_file():
+        return path
+    if re.fullmatch(r"[\w.-]+", name) and (_FOLDER / f"{name}.toml").is_file():
+        return _FOLDER / f"{name}.toml"
+    if "/" in name or name.endswith(".toml"):
+        raise UserError(f"the recipe {path} does not exist")
+    raise UserError(unknown_name("the recipe", name, shipped()) + ", or give the path of a file")
+
+
+def _problems(flags: Flags, known: Collection[str]) -> list[str]:
+    problems = []
+    for name, value in flags.items():
+        if name in _ON_THE_COMMAND_LINE:
+            problems.append(f"{name}: give it on the command line instead")
+        elif isinstance(value, dict):
+            problems.append(f"{name} is a table: give flags at the top, such as num-layers = 2")
+        elif known and f"--{name}" not in known and not name.startswith("-"):
+            meant = nearest(f"--{name}", (*known, *(f"--{key}" for key in KEYS)))
+            hint = f": did you mean {meant.removeprefix('--')}?" if meant else ""
+            problems.append(f"{name} is no flag of megasink train{hint}")
+        else:
+            problems += [f"{name}{text}" for text in form_problems(name, value)]
+    return problems
