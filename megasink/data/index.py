@@ -5,7 +5,6 @@ the model has no row for ends a run only when training gets there.
 """
 
 import stat
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasink.data.sidecar import read_sidecar
+from megasink.data.writer import DTYPES, HEADER, MAGIC
 
-_HEADER = struct.Struct("<9sQBQQ")  # indexed_dataset.py:157: magic, version, dtype, two counts
-_MAGIC = b"MMIDIDX\x00\x00"
-_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 ENTRIES = 1 << 20
 """Maximum number of index entries and of tokens to check: all of a smaller file, else a sample of
 the start, the end and places between."""
@@ -38,7 +35,7 @@ class _Index:
     documents: int
 
     def map(self, kind: str, count: int, offset: int) -> NDArray[Any]:
-        return np.memmap(self.path, kind, "r", _HEADER.size + offset, (count,))
+        return np.memmap(self.path, kind, "r", HEADER.size + offset, (count,))
 
     @property
     def lengths(self) -> NDArray[Any]:
@@ -146,15 +143,15 @@ def _size(path: Path) -> int:
 def _read_header(path: Path) -> _Index:
     size = _size(path)
     with path.open("rb") as file:
-        head = file.read(_HEADER.size)
-    if len(head) < _HEADER.size:
+        head = file.read(HEADER.size)
+    if len(head) < HEADER.size:
         raise _Damage(f"{path} is cut short: it has {size} bytes, less than a header")
-    magic, version, code, sequences, documents = _HEADER.unpack(head)
-    if magic != _MAGIC or version != 1:
+    magic, version, code, sequences, documents = HEADER.unpack(head)
+    if magic != MAGIC or version != 1:
         raise _Damage(f"{path} is not a Megatron index (its first bytes are {head[:9]!r})")
-    if code not in _DTYPES:
+    if code not in DTYPES:
         raise _Damage(f"{path} has the token type {code}, which is not an integer type")
-    needed = _HEADER.size + 12 * sequences + 8 * documents
+    needed = HEADER.size + 12 * sequences + 8 * documents
     # Multimodal indices have one more byte per sequence.
     if size not in (needed, needed + sequences):
         raise _Damage(
@@ -163,7 +160,7 @@ def _read_header(path: Path) -> _Index:
         )
     if not sequences or not documents:
         raise _Damage(f"{path} has no document")
-    return _Index(path, np.dtype(_DTYPES[code]).newbyteorder("<"), sequences, documents)
+    return _Index(path, np.dtype(DTYPES[code]).newbyteorder("<"), sequences, documents)
 
 
 def _check_entries(index: _Index, tokens: Path, size: int, entries: int) -> None:
