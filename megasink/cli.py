@@ -15,6 +15,7 @@ from megasink.errors import Stopped, UserError
 COMMANDS = {
     "demo": "sinks form and heads collapse, with the head-balance loss and without; minutes",
     "data": "text -> tokenizer -> Megatron .bin/.idx",
+    "merge-data": "the parts of a data set that several machines made -> one",
     "train": "start the ranks of one node and train; every Megatron flag passes through",
     "grid": "a grid of configurations and seeds from one file -> runs, a table, figures",
     "finetune": "adapt a Hugging Face model on conversations, and export it again",
@@ -32,7 +33,7 @@ COMMANDS = {
     "info": "versions, platform, attention kernels and patches",
 }
 # These use no variant, metric or conversion target.
-WITHOUT_PLUGINS = ("demo", "data")
+WITHOUT_PLUGINS = ("demo", "data", "merge-data")
 
 
 def main_of(command: str) -> Callable[[Sequence[str]], int]:
