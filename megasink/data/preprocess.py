@@ -117,6 +117,7 @@ def preprocess(
     tokenizer = load_tokenizer(folder)
     dtype = token_dtype(max(tokenizer.get_vocab().values()) + 1)  # some vocabularies have holes
     settings: EncoderSettings | chat.ChatSettings
+    facts: dict[str, Any]
     if seq_length is None:
         settings = EncoderSettings(
             tokenizer_json=tokenizer.backend_tokenizer.to_str(),

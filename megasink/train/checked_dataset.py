@@ -84,7 +84,8 @@ class GPTDataset(gpt_dataset.GPTDataset):
         self, idx: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], list[int]]:
         prefix = self.dataset.path_prefix
-        if self.document_index is None:  # --dataloader-defer-npy-index-mmap
+        # --dataloader-defer-npy-index-mmap
+        if self.document_index is None:  # type: ignore[has-type]
             with self._indices_that_must_exist():
                 self.document_index, self.sample_index, self.shuffle_index = (
                     np.load(path, mmap_mode="r", allow_pickle=False) for path in self._index_paths()

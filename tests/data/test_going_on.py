@@ -104,7 +104,8 @@ def test_after_sigkill_the_same_command_goes_on(tmp_path, inputs, capsys):
     """The command itself, with a tokenizer that it trains, killed while it tokenizes."""
     code = (
         "import sys; from megasink.data import preprocess; preprocess._SAVE_SECONDS = 0.0; "
-        "preprocess._BATCH_DOCUMENTS = 8; from megasink.cli import main; sys.exit(main(sys.argv[1:]))"
+        "preprocess._BATCH_DOCUMENTS = 8; from megasink.cli import main; "
+        "sys.exit(main(sys.argv[1:]))"
     )
     options = [*inputs, "--train-tokenizer", "400", "--workers", "1", "--output"]
     start = [sys.executable, "-c", code, "data", *options]
