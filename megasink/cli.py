@@ -15,6 +15,7 @@ from megasink.errors import Stopped, UserError
 COMMANDS = {
     "demo": "sinks form and heads collapse, with the head-balance loss and without; minutes",
     "data": "text -> tokenizer -> Megatron .bin/.idx",
+    "merge-data": "the parts of a data set that several machines made -> one",
     "train": "start the ranks of one node and train; every Megatron flag passes through",
     "recipes": "list the recipes of train --recipe, or show the flags of one, or of a run",
     "grid": "a grid of configurations and seeds from one file -> runs, a table, figures",
@@ -34,6 +35,7 @@ COMMANDS = {
 }
 # These use no variant, metric or conversion target.
 WITHOUT_PLUGINS = ("demo", "data", "recipes")
+WITHOUT_PLUGINS = ("demo", "data", "merge-data")
 
 
 def main_of(command: str) -> Callable[[Sequence[str]], int]:

@@ -111,6 +111,15 @@ MISTAKES = {
     "grid-not-toml": ("grid {0}/text.txt --output {0}/new/out", "{0}/text.txt is not TOML"),
     "grid-jobs": ("grid {0}/text.txt --output {0}/new/out --jobs 0", "--jobs 0: use 1 or more"),
     # data
+    "data-partition": (
+        DATA + " --partition 9/8",
+        "--partition '9/8': give a part and the number of parts, such as 1/8",
+    ),
+    "data-partition-of-one-file": (
+        DATA + " --partition 2/8",
+        "--partition 2/8: 1 of the 8 parts would have data",
+    ),
+    "merge-data-nothing": ("merge-data {0}/new/text", "{0}/new/text: there is no part: make"),
     "data-nothing": ("data", "missing: INPUT, --output"),
     "data-no-tokenizer": (
         "data {0}/text.txt --output {0}/new/text",

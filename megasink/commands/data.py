@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megasink.command_line import CommandParser
+from megasink.data import resume
 from megasink.data.corpus import MAX_DOCUMENT_BYTES, STDLIB, Corpus
+from megasink.data.merge import part_of
 from megasink.data.output import output_problems
 from megasink.data.preprocess import PreprocessReport, default_workers, preprocess
 from megasink.data.tokenizer import MIN_VOCAB_SIZE, folder_problem, train_tokenizer
@@ -78,6 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="reject longer documents, to bound memory use (default: %(default)s)",
     )
     parser.add_argument(
+        "--partition",
+        type=_partition,
+        metavar="K/N",
+        help="read only part K of N, and write PREFIX-K-of-N: one machine for each part, then "
+        "megasink merge-data PREFIX",
+    )
+    parser.add_argument(
         "--workers",
         type=int,
         default=default_workers(),
@@ -87,6 +96,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace existing files")
 
 
+def _partition(text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise argparse.ArgumentTypeError("give a part and the number of parts, such as 1/8")
+    return int(part), int(parts)
+
+
 def run(args: argparse.Namespace) -> None:
     """Execute the parsed `args`, and print a summary.
 
@@ -94,8 +110,16 @@ def run(args: argparse.Namespace) -> None:
         ConfigError: every problem of the command line found before reading, in one message.
         UserError: a problem with the data, the tokenizer, or writing.
     """
-    corpus, folder = _checked(args)
+    if args.partition:
+        args.output = part_of(args.output, *args.partition)
+    trained_as = None
     if args.train_tokenizer is not None:
+        trained_as = (args.train_tokenizer, args.tokenizer_bos)
+    # A killed run of the same command has trained it, and may have tokenized a part with it.
+    before = resume.load(args.output)
+    is_trained = trained_as is not None and before is not None and before.trained == trained_as
+    corpus, folder = _checked(args, is_trained=is_trained)
+    if args.train_tokenizer is not None and not is_trained:
         trained = train_tokenizer(
             corpus.tracked("reading for the tokenizer"),
             args.train_tokenizer,
@@ -114,6 +138,7 @@ def run(args: argparse.Namespace) -> None:
         seq_length=args.seq_length,
         workers=args.workers,
         overwrite=args.overwrite,
+        trained=trained_as,
     )
     say(_summary(report))
 
@@ -130,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
-    """Treat SIGTERM and SIGHUP like Ctrl-C inside the context, so that nothing is left behind."""
+    """Treat SIGTERM and SIGHUP like Ctrl-C inside the context, so that workers end."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -144,7 +169,7 @@ def _interrupted_by_sigterm() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _checked(args: argparse.Namespace) -> tuple[Corpus, Path]:
+def _checked(args: argparse.Namespace, *, is_trained: bool) -> tuple[Corpus, Path]:
     """Return the corpus, and the folder of the tokenizer to use or to train."""
     problems = output_problems(args.output, args.inputs, overwrite=args.overwrite)
     corpus = None
@@ -155,6 +180,7 @@ def _checked(args: argparse.Namespace) -> tuple[Corpus, Path]:
             chat=args.chat,
             on_invalid_utf8=args.on_invalid_utf8,
             max_document_bytes=args.max_document_bytes,
+            partition=args.partition,
         )
     except ConfigError as error:
         problems += error.problems
@@ -180,7 +206,12 @@ def _checked(args: argparse.Namespace) -> tuple[Corpus, Path]:
                 f"use {MIN_VOCAB_SIZE} or more"
             )
         problem = folder_problem(folder, overwrite=args.overwrite)
-        if problem:
+        if args.partition:
+            problems.append(
+                "--train-tokenizer with --partition: every part would have a tokenizer of its own; "
+                "train one first, and give it with --tokenizer"
+            )
+        if problem and not is_trained:
             problems.append(problem)
     if problems or corpus is None:
         raise ConfigError(problems)

@@ -5,11 +5,13 @@ The order is fixed: inputs as given, folders by sorted relative path, records in
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import Literal
 
 from megasink.data.files import STDLIB, File, expand, open_file, readable
 from megasink.data.parquet import ParquetReader
+from megasink.data.parts import Place, Span, spans_of
 from megasink.data.records import text_of
 from megasink.errors import ConfigError, UserError
 from megasink.progress import progress
@@ -21,7 +23,7 @@ InvalidUtf8 = Literal["skip", "error"]
 MAX_DOCUMENT_BYTES = 128 << 20
 """Per text file, line or cell; reading one takes up to ten times as much memory."""
 _RATIO = 1000  # gzip reaches 1032, but only for zeros
-_EXAMPLES = 5
+EXAMPLES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,9 @@ class Skipped:
     examples: list[str] = field(default_factory=list)
 
 
-# A reader yields: source, text (None if the bytes are not UTF-8), bytes read of the file so far.
-_Item = tuple[str, str | None, int]
+# A reader yields: source, text (None if the bytes are not UTF-8), bytes read of the file so far,
+# the number of the line or row, and the byte where the next line begins.
+_Item = tuple[str, str | None, int, int, int]
 
 
 class Corpus:
@@ -70,11 +73,14 @@ class Corpus:
         on_invalid_utf8: `skip` counts documents that are not UTF-8 text (or text files with NUL
             bytes) in `skipped`, `error` raises UserError.
         max_document_bytes: maximum size of a text file, line or cell, decompressed.
+        partition: the number of a part, from 1 on, and of parts (see `spans_of`); None for all.
 
     Attributes:
         total_bytes: size on disk of all files, in bytes.
         read_bytes: bytes of them that the current iteration has read.
         skipped: what the current iteration has skipped so far.
+        place: where the current iteration is.
+        start: where iterations begin; set it to a `place` to go on from there.
 
     Raises:
         ConfigError: inputs that are missing, or are or contain pipes, sockets or devices; one
@@ -91,14 +97,17 @@ class Corpus:
         chat: bool = False,
         on_invalid_utf8: InvalidUtf8 = "skip",
         max_document_bytes: int = MAX_DOCUMENT_BYTES,
+        partition: tuple[int, int] | None = None,
     ):
         self.inputs = [str(i) for i in inputs]
         self.chat = chat
         self.json_key = json_key or ("messages" if chat else "text")
         self.on_invalid_utf8 = on_invalid_utf8
         self.max_document_bytes = max_document_bytes
+        self.partition = partition
         self.skipped = Skipped()
         self.read_bytes = 0
+        self.place = self.start = Place()
         self._files: list[File] = []
         problems = [] if inputs else ["no input: name files, folders or `stdlib:`"]
         if max_document_bytes < 1:
@@ -116,17 +125,27 @@ class Corpus:
             )
         if problems:
             raise ConfigError(problems)
-        self.total_bytes = sum(f.size for f in self._files)
+        self._spans = spans_of(self._files, *(partition or (1, 1)))
+        self.total_bytes = sum(span.stop - span.start for span in self._spans)
+
+    def identity(self) -> list[tuple[str, int, int]]:
+        """Return path, size in bytes and time of change (ns) of every file of all partitions."""
+        return [(str(f.path), f.size, f.path.stat().st_mtime_ns) for f in self._files]
 
     def __iter__(self) -> Iterator[Document]:
-        self.skipped = Skipped()
-        self.read_bytes = done = documents = 0
+        first = self.start
+        self.skipped = Skipped(first.invalid_utf8, first.empty, list(first.examples))
+        documents = first.documents
+        done = sum(span.stop - span.start for span in self._spans[: first.file])
+        self.read_bytes, self.place = done, first
         with ParquetReader(self.max_document_bytes) as parquet:
-            for file in self._files:
-                characters = 0
+            for number, span in enumerate(self._spans[first.file :], first.file):
+                file, characters = span.file, 0
+                after = first if number == first.file else Place()
                 with readable(file.path):
-                    for source, text, position in self._read(file, parquet):
-                        self.read_bytes = done + min(position, file.size)
+                    for source, text, position, item, byte in self._read(span, parquet, after):
+                        read = min(position, span.stop) - span.start
+                        self.read_bytes = done + max(read, 0)
                         if text is None:
                             self._invalid(source)
                         elif not text:
@@ -135,12 +154,13 @@ class Corpus:
                             documents += 1
                             characters += len(text)
                             self._expanded(file, characters)
+                            self._at(number, item, byte, documents)
                             yield Document(text, source)
-                done += file.size
+                done += span.stop - span.start
                 self.read_bytes = done
         if not documents:
             raise UserError(
-                f"no document in {' '.join(self.inputs)}: {len(self._files)} files, "
+                f"no document in {' '.join(self.inputs)}: {len(self._spans)} files, "
                 f"{self.skipped.empty} empty and {self.skipped.invalid_utf8} not UTF-8 text"
             )
 
@@ -160,13 +180,20 @@ class Corpus:
                 "data)"
             )
 
-    def _read(self, file: File, parquet: ParquetReader) -> Iterator[_Item]:
-        if file.kind == "text":
-            yield self._text(file)
-        elif file.kind == "parquet":
-            yield from self._rows(file, parquet)
+    def _at(self, file: int, item: int, byte: int, documents: int) -> None:
+        skipped = self.skipped
+        examples = tuple(skipped.examples)
+        counts = (documents, skipped.invalid_utf8, skipped.empty)
+        self.place = Place(file, item, byte, *counts, examples)
+
+    def _read(self, span: Span, parquet: ParquetReader, after: Place) -> Iterator[_Item]:
+        if span.file.kind == "text":
+            if not after.item:
+                yield self._text(span.file)
+        elif span.file.kind == "parquet":
+            yield from self._rows(span.file, parquet, after)
         else:
-            yield from self._lines(file)
+            yield from self._lines(span, after)
 
     def _text(self, file: File) -> _Item:
         source = str(file.path)
@@ -174,20 +201,30 @@ class Corpus:
             data = stream.read(self.max_document_bytes + 1)
         # NUL is valid UTF-8, but no text file has it: this skips archives in a folder.
         if b"\0" in data:
-            return source, None, file.size
+            return source, None, file.size, 1, 0
         if len(data) > self.max_document_bytes:
             raise self._too_long(source)
-        return source, _decoded(data), file.size
+        return source, _decoded(data), file.size, 1, 0
 
-    def _lines(self, file: File) -> Iterator[_Item]:
-        limit, number, blank = self.max_document_bytes, 0, 0
-        with open_file(file.path, file.compression) as (lines, tell):
-            while line := lines.readline(limit + 1):
+    def _lines(self, span: Span, after: Place) -> Iterator[_Item]:
+        limit, number, blank, byte = self.max_document_bytes, 0, 0, 0
+        path, compression = span.file.path, span.file.compression
+        with open_file(path, compression) as (lines, tell):
+            if compression is None and after.item:
+                number, byte = after.item, after.byte
+                lines.seek(byte)
+            elif span.start:
+                byte = _next_line(lines, span.start, limit)
+            # The line that begins before `stop` belongs to this part as a whole.
+            while (compression or byte < span.stop) and (line := lines.readline(limit + 1)):
                 number += 1
-                source = f"{file.path}:{number}"
+                source = f"{path}:byte {byte}" if span.start else f"{path}:{number}"
+                byte += len(line)
                 if len(line) > limit:
                     raise self._too_long(source)
-                if number == 1:
+                if compression and number <= after.item:
+                    continue
+                if number == 1 and not span.start:
                     line = line.removeprefix(b"\xef\xbb\xbf")
                 if not line.strip():
                     blank += len(line)
@@ -196,15 +233,18 @@ class Corpus:
                     continue
                 blank = 0
                 text = _decoded(line) if self.chat else text_of(line, source, self.json_key)
-                yield source, text, tell()
+                del line  # the consumer may hold the text for long
+                yield source, text, tell(), number, byte
 
-    def _rows(self, file: File, parquet: ParquetReader) -> Iterator[_Item]:
+    def _rows(self, file: File, parquet: ParquetReader, after: Place) -> Iterator[_Item]:
         rows = parquet.rows(file.path, self.json_key, chat=self.chat)
         for row, (cell, part) in enumerate(rows, 1):
+            if row <= after.item:
+                continue
             source = f"{file.path}#{row}"
             if cell is None:
                 raise self._too_long(source)
-            yield source, _decoded(cell), int(file.size * part)
+            yield source, _decoded(cell), int(file.size * part), row, 0
 
     def _too_long(self, source: str) -> UserError:
         return UserError(
@@ -218,8 +258,16 @@ class Corpus:
                 f"{source} is not UTF-8 text: convert it, or pass --on-invalid-utf8 skip"
             )
         self.skipped.invalid_utf8 += 1
-        if len(self.skipped.examples) < _EXAMPLES:
+        if len(self.skipped.examples) < EXAMPLES:
             self.skipped.examples.append(source)
+
+
+def _next_line(lines: BufferedReader, start: int, limit: int) -> int:
+    """Go to the first line that begins at byte `start` or later, and return where it begins."""
+    lines.seek(start - 1)
+    while (rest := lines.readline(limit)) and not rest.endswith(b"\n"):
+        pass
+    return lines.tell()
 
 
 def _decoded(data: bytes) -> str | None:

@@ -5,7 +5,6 @@ the model has no row for ends a run only when training gets there.
 """
 
 import stat
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasink.data.sidecar import read_sidecar
+from megasink.data.writer import DTYPES, HEADER, MAGIC
 
-_HEADER = struct.Struct("<9sQBQQ")  # indexed_dataset.py:157: magic, version, dtype, two counts
-_MAGIC = b"MMIDIDX\x00\x00"
-_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-_ENTRIES = 1 << 20
+ENTRIES = 1 << 20
 """Maximum number of index entries and of tokens to check: all of a smaller file, else a sample of
 the start, the end and places between."""
 _PLACES = 16
+_BLOCK = 1 << 16
 
 
 class _Damage(Exception):
@@ -37,7 +35,7 @@ class _Index:
     documents: int
 
     def map(self, kind: str, count: int, offset: int) -> NDArray[Any]:
-        return np.memmap(self.path, kind, "r", _HEADER.size + offset, (count,))
+        return np.memmap(self.path, kind, "r", HEADER.size + offset, (count,))
 
     @property
     def lengths(self) -> NDArray[Any]:
@@ -55,16 +53,18 @@ class _Index:
         return self.map("<i8", self.documents, 12 * self.sequences)
 
 
-def data_problem(prefix: str, vocabulary: int | None) -> str | None:
+def data_problem(prefix: str, vocabulary: int | None, entries: int = ENTRIES) -> str | None:
     """Return why Megatron could not train on a data set; None if nothing is found.
 
     The check compares both file sizes with the index, and its first, last and some other entries
     with each other. The `PREFIX.json` of `megasink data` gives the ids; without it, tokens at both
-    ends and at some places between are read. At most 50 MB are read, regardless of the size.
+    ends and at some places between are read. At most 50 MB are read, regardless of the size; fewer
+    `entries` read less.
 
     Args:
         prefix: path without `.bin`; both files exist.
         vocabulary: number of ids that the model knows; None skips this check.
+        entries: maximum number of index entries, and of tokens, to check.
 
     Returns:
         a sentence that names the file and the place.
@@ -73,9 +73,11 @@ def data_problem(prefix: str, vocabulary: int | None) -> str | None:
         index = _read_header(Path(f"{prefix}.idx"))
         tokens = Path(f"{prefix}.bin")
         size = _size(tokens)
-        _check_entries(index, tokens, size)
+        _check_entries(index, tokens, size, entries)
         _check_sidecar(prefix, index, size)
-        return None if vocabulary is None else _ids_problem(prefix, index, size, vocabulary)
+        if vocabulary is None:
+            return None
+        return _ids_problem(prefix, index, size, vocabulary, entries)
     except _Damage as damage:
         return f"{damage}: make the data set again"
     except (OSError, ValueError) as error:
@@ -89,6 +91,34 @@ def sequence_lengths(prefix: str) -> NDArray[Any] | None:
         return _read_header(Path(f"{prefix}.idx")).lengths
     except (OSError, ValueError, _Damage):
         return None
+
+
+def counts_problem(prefix: str, expected: tuple[int, int, str]) -> str | None:
+    """Return how the header of an index differs from what a reader without it would assume.
+
+    Args:
+        prefix: path without `.idx`.
+        expected: sequences, document boundaries (one more than documents) and token type.
+
+    Returns:
+        a sentence; None if they agree, or if `data_problem` finds a problem.
+    """
+    try:
+        index = _read_header(Path(f"{prefix}.idx"))
+    except (OSError, ValueError, _Damage):
+        return None
+    found = (index.sequences, index.documents, index.dtype.name)
+    if found == expected:
+        return None
+    names = "{:,} sequences, {:,} document boundaries and tokens of {}"
+    return f"{prefix}.idx has {names.format(*found)}, not {names.format(*expected)}"
+
+
+def has_tokens(lengths: NDArray[Any]) -> bool:
+    """Whether any of [N] sequences has a token. Reads as few of the lengths as possible."""
+    return any(
+        (lengths[start : start + _BLOCK] > 0).any() for start in range(0, len(lengths), _BLOCK)
+    )
 
 
 def read_sequences(prefix: str, wanted: range) -> list[NDArray[Any]]:
@@ -113,15 +143,15 @@ def _size(path: Path) -> int:
 def _read_header(path: Path) -> _Index:
     size = _size(path)
     with path.open("rb") as file:
-        head = file.read(_HEADER.size)
-    if len(head) < _HEADER.size:
+        head = file.read(HEADER.size)
+    if len(head) < HEADER.size:
         raise _Damage(f"{path} is cut short: it has {size} bytes, less than a header")
-    magic, version, code, sequences, documents = _HEADER.unpack(head)
-    if magic != _MAGIC or version != 1:
+    magic, version, code, sequences, documents = HEADER.unpack(head)
+    if magic != MAGIC or version != 1:
         raise _Damage(f"{path} is not a Megatron index (its first bytes are {head[:9]!r})")
-    if code not in _DTYPES:
+    if code not in DTYPES:
         raise _Damage(f"{path} has the token type {code}, which is not an integer type")
-    needed = _HEADER.size + 12 * sequences + 8 * documents
+    needed = HEADER.size + 12 * sequences + 8 * documents
     # Multimodal indices have one more byte per sequence.
     if size not in (needed, needed + sequences):
         raise _Damage(
@@ -130,23 +160,23 @@ def _read_header(path: Path) -> _Index:
         )
     if not sequences or not documents:
         raise _Damage(f"{path} has no document")
-    return _Index(path, np.dtype(_DTYPES[code]).newbyteorder("<"), sequences, documents)
+    return _Index(path, np.dtype(DTYPES[code]).newbyteorder("<"), sequences, documents)
 
 
-def _check_entries(index: _Index, tokens: Path, size: int) -> None:
+def _check_entries(index: _Index, tokens: Path, size: int, entries: int) -> None:
     lengths, pointers, ends = index.lengths, index.pointers, index.ends
     if ends[0] != 0 or ends[-1] != index.sequences:
         raise _Damage(
             f"{index.path} has documents from sequence {ends[0]} to {ends[-1]}, not from 0 to "
             f"{index.sequences}"
         )
-    for part in _sampled_slices(index.documents):
+    for part in _sampled_slices(index.documents, entries):
         falling = np.flatnonzero(np.diff(ends[part]) < 0)
         if len(falling):
             at = part.start + int(falling[0]) + 1
             raise _Damage(f"{index.path}: document {at} begins before the previous one")
     width = index.dtype.itemsize
-    for part in _sampled_slices(index.sequences):
+    for part in _sampled_slices(index.sequences, entries):
         begins = pointers[part].astype(np.int64)
         counts = lengths[part].astype(np.int64)
         # Not begins + counts * width, which overflows for a large pointer.
@@ -160,7 +190,7 @@ def _check_entries(index: _Index, tokens: Path, size: int) -> None:
             )
 
 
-def _sampled_slices(count: int, budget: int = _ENTRIES) -> Iterator[slice]:
+def _sampled_slices(count: int, budget: int = ENTRIES) -> Iterator[slice]:
     """Yield slices of `count` entries: a single one, or evenly spaced ones within the budget."""
     if count <= budget:
         yield slice(0, count)
@@ -181,14 +211,18 @@ def _check_sidecar(prefix: str, index: _Index, size: int) -> None:
         )
 
 
-def _ids_problem(prefix: str, index: _Index, size: int, vocabulary: int) -> str | None:
+def _ids_problem(
+    prefix: str, index: _Index, size: int, vocabulary: int, entries: int
+) -> str | None:
     but = f"but the vocabulary has {vocabulary:,}: use the tokenizer that it was made with"
     largest = read_sidecar(prefix).get("largest_id")
     if isinstance(largest, int) and largest >= vocabulary:
         return f"{prefix}.bin holds the id {largest:,} according to {prefix}.json, {but}"
     count = size // index.dtype.itemsize
+    if not count:
+        return None  # numpy maps no empty file
     tokens = np.memmap(f"{prefix}.bin", index.dtype, "r", shape=(count,))
-    for part in _sampled_slices(count):
+    for part in _sampled_slices(count, entries):
         ids = tokens[part]
         wrong = (ids < 0) | (ids >= vocabulary)
         if wrong.any():

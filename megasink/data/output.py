@@ -1,11 +1,13 @@
 """The files of a data set: their names, a lock on them, and their publication all at once."""
 
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from megasink.atomic import sync, sync_folder
 from megasink.errors import UserError
@@ -16,6 +18,12 @@ LOSS_MASK = "_loss_mask"
 TEXT = (".json", ".bin", ".idx")
 """In order of publication: Megatron loads nothing without the `.idx`."""
 CHAT = (".json", f"{LOSS_MASK}.bin", f"{LOSS_MASK}.idx", ".bin", ".idx")
+
+
+PROGRESS = ".progress"
+LENGTHS = ".lengths"
+# What may be there until the data set is published.
+_PARTIAL = (*CHAT, PROGRESS, LENGTHS, f"{LOSS_MASK}{LENGTHS}")
 
 
 def file_of(prefix: Path, suffix: str) -> Path:
@@ -49,9 +57,10 @@ def output_problems(prefix: Path, inputs: Sequence[str], *, overwrite: bool) -> 
 
 @contextmanager
 def writing(prefix: Path) -> Iterator[None]:
-    """Lock `prefix` for this run, and remove partial files of this run or an older one.
+    """Lock `prefix` for this run, and remove its partial files at the end.
 
-    The lock is the kernel's, so a dead process holds none. A non-empty file of that name belongs to
+    They stay after an interrupt, as they do after a kill: the same command goes on from them. The
+    lock is the kernel's, so a dead process holds none. A non-empty file of that name belongs to
     someone else: it is locked, and left as it is.
 
     Raises:
@@ -62,10 +71,17 @@ def writing(prefix: Path) -> Iterator[None]:
         lock = file_of(prefix, ".lock")
         with _locked(lock, prefix):
             try:
-                _clear_partial(prefix)
                 yield
+            except KeyboardInterrupt:
+                if not partial_of(prefix, PROGRESS).exists():
+                    clear_partial(prefix)
+                raise
+            except BaseException:
+                clear_partial(prefix)
+                raise
+            else:
+                clear_partial(prefix)
             finally:
-                _clear_partial(prefix)
                 if lock.stat().st_size == 0:
                     lock.unlink()
     except OSError as error:
@@ -92,9 +108,17 @@ def _locked(lock: Path, prefix: Path) -> Iterator[None]:
             os.close(file)
 
 
-def _clear_partial(prefix: Path) -> None:
-    for suffix in CHAT:
+def clear_partial(prefix: Path) -> None:
+    """Remove what a run has left that did not end well."""
+    for suffix in _PARTIAL:
         partial_of(prefix, suffix).unlink(missing_ok=True)
+
+
+def write_sidecar(prefix: Path, content: dict[str, Any]) -> None:
+    """Write the metadata of a data set, to be published."""
+    path = partial_of(prefix, ".json")
+    path.unlink(missing_ok=True)  # never write through a link
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def publish(prefix: Path, suffixes: Sequence[str]) -> None:

@@ -1,28 +1,28 @@
 """Convert a corpus to the `.bin` and `.idx` files that Megatron's indexed datasets read."""
 
-import json
 import os
 import time
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import megasink
-from megasink.data import chat, output
+from megasink.data import chat, output, resume
 from megasink.data.corpus import Corpus, Document, Skipped
-from megasink.data.encode import Encoded, EncoderSettings, encode_in_order
-from megasink.data.output import LOSS_MASK, file_of, output_problems, partial_of
+from megasink.data.encode import Encoded, EncoderSettings, encode_in_order, parts_of
+from megasink.data.output import LENGTHS, LOSS_MASK, file_of, output_problems, partial_of
+from megasink.data.parts import Place
 from megasink.data.tokenizer import leading_ids, load_tokenizer, tokenizer_hash
+from megasink.data.writer import IndexedWriter, Written, token_dtype
 from megasink.errors import ConfigError, UserError
+from megasink.printable import say
 
 _BATCH_CHARACTERS = 1 << 19
 _BATCH_DOCUMENTS = 512
+_SAVE_SECONDS = 10.0  # what a kill costs at most
 _COUNTS = ("documents", "tokens", "text_bytes", "largest_id")
 
 
@@ -75,14 +75,16 @@ def preprocess(
     seq_length: int | None = None,
     workers: int | None = None,
     overwrite: bool = False,
+    trained: tuple[int, bool] | None = None,
 ) -> PreprocessReport:
     """Tokenize `corpus` into `PREFIX.bin`, `PREFIX.idx` and `PREFIX.json` (metadata).
 
     Every document is one Megatron document: BOS if the tokenizer adds it itself, the text, and EOD;
     or a conversation, with nothing around what the chat template gives. Of conversations,
     `PREFIX_loss_mask.bin` and `.idx` hold a byte per token of the same documents: 1 for responses.
-    The files appear only when complete: a killed run leaves nothing that loads, and the next run
-    removes its remains. The bytes do not depend on `workers`.
+    The files appear only when complete: a killed or interrupted run leaves nothing that loads. The
+    same call goes on from its remains, to the same bytes; another call removes them. The bytes do
+    not depend on `workers`. Memory does not grow with the corpus.
 
     Args:
         corpus: the documents.
@@ -91,6 +93,8 @@ def preprocess(
         seq_length: tokens of the context, for a corpus of conversations, and only for one.
         workers: number of tokenizing processes; None uses every processor, 1 starts no process.
         overwrite: replace files of the same prefix.
+        trained: vocabulary size and BOS of a tokenizer that was trained for this call, which
+            another process may need to know (see `Progress`).
 
     Raises:
         ConfigError: existing files, an invalid prefix or one inside an input, or `workers` or
@@ -111,28 +115,31 @@ def preprocess(
     if corpus.chat != (seq_length is not None):
         raise ValueError("seq_length belongs to a corpus of conversations")
     tokenizer = load_tokenizer(folder)
+    dtype = token_dtype(max(tokenizer.get_vocab().values()) + 1)  # some vocabularies have holes
+    settings: EncoderSettings | chat.ChatSettings
+    facts: dict[str, Any]
+    if seq_length is None:
+        settings = EncoderSettings(
+            tokenizer_json=tokenizer.backend_tokenizer.to_str(),
+            before=leading_ids(tokenizer),
+            after=[tokenizer.eos_token_id],
+            dtype=dtype,
+        )
+        facts = {"before_document": settings.before, "after_document": settings.after}
+    else:
+        settings = chat.chat_settings(tokenizer, dtype, corpus.json_key, seq_length)
+        facts = {"kind": "chat", "seq_length": seq_length} | chat.template_facts(settings)
+    if corpus.partition:
+        facts["partition"] = list(corpus.partition)
     with output.writing(prefix):
-        # not len(tokenizer): some vocabularies have holes
-        files = _Files(prefix, max(tokenizer.get_vocab().values()) + 1, with_mask=corpus.chat)
-        documents = corpus.tracked("tokenizing")
-        facts: dict[str, Any]
-        if seq_length is None:
-            texts = EncoderSettings(
-                tokenizer_json=tokenizer.backend_tokenizer.to_str(),
-                before=leading_ids(tokenizer),
-                after=[tokenizer.eos_token_id],
-                dtype=files.dtype,
-            )
-            facts = {"before_document": texts.before, "after_document": texts.after}
-            counts = files.add(encode_in_order(_batches(documents, _text), texts, workers))
-        else:
-            chats = chat.chat_settings(tokenizer, files.dtype, corpus.json_key, seq_length)
-            facts = {"kind": "chat", "seq_length": seq_length} | chat.template_facts(chats)
-            records = _batches(documents, _record)
-            counts = files.add(encode_in_order(records, chats, workers))
-            if not counts["documents"]:
-                raise UserError(_nothing_kept(corpus, counts, seq_length))
-        files.close()
+        files = _Files(prefix, dtype, resume.made_of(corpus, settings), trained, chat=corpus.chat)
+        try:
+            counts = files.write(corpus, settings, workers)
+        finally:
+            files.close()
+        if seq_length is not None and not counts["documents"]:
+            raise UserError(_nothing_kept(corpus, counts, seq_length))
+        files.finish()
         report = PreprocessReport(
             output_prefix=prefix,
             tokenizer_folder=folder,
@@ -143,74 +150,113 @@ def preprocess(
             chat={name: counts[name] for name in chat.COUNTS} if corpus.chat else {},
             **{name: counts[name] for name in _COUNTS},
         )
-        sidecar = _sidecar(report, corpus, files.dtype, tokenizer) | facts
-        partial_of(prefix, ".json").write_text(json.dumps(sidecar, indent=2) + "\n")
+        output.write_sidecar(prefix, _sidecar(report, corpus, dtype, tokenizer) | facts)
         output.publish(prefix, output.CHAT if corpus.chat else output.TEXT)
     return report
 
 
-def _text(document: Document) -> str:
-    return document.text
+def _items(document: Document, is_chat: bool) -> Iterator[tuple[Any, int, bool]]:
+    """Yield what is encoded of a document, its characters, and whether the document ends there."""
+    if is_chat:
+        yield (document.text, document.source), len(document.text), True
+        return
+    for part in parts_of(document.text):
+        yield part, len(part.text), part.last
 
 
-def _record(document: Document) -> tuple[str, str]:
-    return document.text, document.source
-
-
-def _batches[Item](
-    documents: Iterable[Document], item_of: Callable[[Document], Item]
-) -> Iterator[list[Item]]:
-    batch: list[Item] = []
+def _batches(corpus: Corpus, places: deque[Place | None]) -> Iterator[list[Any]]:
+    """Yield batches, and append to `places` how far each goes; None inside a document."""
+    batch: list[Any] = []
     size = 0
-    for document in documents:
-        batch.append(item_of(document))
-        size += len(document.text)
-        if size >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
-            yield batch
-            batch, size = [], 0
+    for document in corpus.tracked("tokenizing"):
+        for item, characters, last in _items(document, corpus.chat):
+            batch.append(item)
+            size += characters
+            if size >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
+                places.append(corpus.place if last else None)
+                yield batch
+                batch, size = [], 0
     if batch:
+        places.append(corpus.place)
         yield batch
 
 
 class _Files:
-    """Megatron's writers of the partial files of a data set."""
+    """The partial files of a data set, new or of a run that was killed."""
 
-    def __init__(self, prefix: Path, vocab_size: int, *, with_mask: bool):
-        with warnings.catch_warnings():
-            # importing megatron.core warns of every missing NVIDIA package; none is needed
-            warnings.simplefilter("ignore")
-            from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-        dtype = DType.optimal_dtype(vocab_size)
-        self.dtype: str = dtype.__name__
-        kinds = {"": dtype} | ({LOSS_MASK: np.uint8} if with_mask else {})
+    def __init__(
+        self,
+        prefix: Path,
+        dtype: str,
+        made_of: str,
+        trained: tuple[int, bool] | None,
+        *,
+        chat: bool,
+    ):
+        self._prefix, self._made_of, self._trained = prefix, made_of, trained
+        kinds = {"": dtype} | ({LOSS_MASK: "uint8"} if chat else {})
+        before = resume.load(prefix)
+        if before is None or before.made_of != made_of or set(before.written) != set(kinds):
+            output.clear_partial(prefix)
+            counts = dict.fromkeys(_COUNTS, 0)
+            written = dict.fromkeys(kinds, Written())
+            before = resume.Progress(made_of, trained, Place(), counts, written)
+        elif before.place.documents:
+            say(f"{prefix}: going on after {before.place.documents:,} documents of an earlier run")
+        self._place, self._counts = before.place, Counter(before.counts)
         self._writers = {
-            name: IndexedDatasetBuilder(str(partial_of(prefix, f"{name}.bin")), dtype=kind)
+            name: IndexedWriter(
+                partial_of(prefix, f"{name}.bin"),
+                partial_of(prefix, name + LENGTHS),
+                kind,
+                before.written[name],
+            )
             for name, kind in kinds.items()
         }
-        self._prefix = prefix
+        resume.save(prefix, before)
 
-    def add(self, encoded: Iterable[Encoded]) -> Counter[str]:
-        """Write the documents of batches, and return their counts."""
-        counts: Counter[str] = Counter(dict.fromkeys(_COUNTS, 0))
-        for batch in encoded:
-            start = 0
-            for length in batch.lengths:
-                part = slice(start, start + length)
-                self._writers[""].add_document(batch.tokens[part], [length])
-                if batch.loss_mask is not None:
-                    self._writers[LOSS_MASK].add_document(batch.loss_mask[part], [length])
-                start += length
-            counts.update(batch.counts)
-            counts["documents"] += len(batch.lengths)
-            counts["tokens"] += start
-            counts["text_bytes"] += batch.text_bytes
-            counts["largest_id"] = max(counts["largest_id"], int(batch.tokens.max(initial=0)))
-        return counts
+    def write(self, corpus: Corpus, settings: Any, workers: int) -> Counter[str]:
+        """Write the rest of the corpus, and return the counts of all of it."""
+        places: deque[Place | None] = deque()
+        corpus.start = self._place
+        saved = time.monotonic()
+        for batch in encode_in_order(_batches(corpus, places), settings, workers):
+            self._add(batch)
+            place = places.popleft()
+            if place is not None and time.monotonic() - saved >= _SAVE_SECONDS:
+                self._save(place)
+                saved = time.monotonic()
+        return self._counts
 
-    def close(self) -> None:
+    def _add(self, batch: Encoded) -> None:
+        counts = self._counts
+        self._writers[""].add(batch.tokens, batch.lengths, batch.last)
+        if batch.loss_mask is not None:
+            self._writers[LOSS_MASK].add(batch.loss_mask, batch.lengths)
+        counts.update(batch.counts)
+        counts["documents"] += len(batch.lengths) if batch.last is None else sum(batch.last)
+        counts["tokens"] += len(batch.tokens)
+        counts["text_bytes"] += batch.text_bytes
+        counts["largest_id"] = max(counts["largest_id"], int(batch.tokens.max(initial=0)))
+
+    def _save(self, place: Place) -> None:
+        """Record that everything up to `place` is on disk."""
+        written = {name: writer.sync() for name, writer in self._writers.items()}
+        done = {name: how_far for name, how_far in written.items() if how_far is not None}
+        assert len(done) == len(written)
+        counts = dict(self._counts)
+        progress = resume.Progress(self._made_of, self._trained, place, counts, done)
+        resume.save(self._prefix, progress)
+
+    def finish(self) -> None:
         """Write the indices."""
         for name, writer in self._writers.items():
-            writer.finalize(str(partial_of(self._prefix, f"{name}.idx")))
+            writer.finish(partial_of(self._prefix, f"{name}.idx"))
+
+    def close(self) -> None:
+        """Close the files as they are."""
+        for writer in self._writers.values():
+            writer.close()
 
 
 def _nothing_kept(corpus: Corpus, counts: Counter[str], seq_length: int) -> str:

@@ -3,17 +3,18 @@
 from pathlib import Path
 from typing import Any
 
-from megasink.data.tokenizer import tokenizer_hash
 from megasink.errors import UserError
 from megasink.json_file import read_object
 
 
-def mismatch(prefix: str, tokenizer: Any) -> str | None:
-    """Return why a data set does not match this tokenizer; None if it does or has no sidecar.
+def mismatch(prefix: str, sha256: str, name: str) -> str | None:
+    """Return why a data set does not match a tokenizer; None if it does or has no sidecar.
 
     Args:
         prefix: path of the data set without ``.bin``.
-        tokenizer: a loaded tokenizer.
+        sha256: `tokenizer_hash` of the tokenizer. It takes as long as its vocabulary is large, so
+            the caller computes it once for all data sets.
+        name: the tokenizer in the message.
     """
     sidecar = Path(f"{prefix}.json")
     if not sidecar.is_file():
@@ -21,11 +22,11 @@ def mismatch(prefix: str, tokenizer: Any) -> str | None:
     found = read_sidecar(prefix).get("tokenizer")
     if not isinstance(found, dict) or not isinstance(found.get("sha256"), str):
         return f"{sidecar} does not describe a data set: make the data set again"
-    if found["sha256"] == tokenizer_hash(tokenizer):
+    if found["sha256"] == sha256:
         return None
     return (
         f"made with the tokenizer {found.get('folder')}, whose tokens differ from those of "
-        f"{tokenizer.name_or_path}: train with that tokenizer or make the data set again"
+        f"{name}: train with that tokenizer or make the data set again"
     )
 
 

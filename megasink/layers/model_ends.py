@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 
-def normalize_embeddings(model: GPTModel) -> None:
+def normalize_embeddings(model: Any) -> None:
     """Normalize what enters the first layer if the config says ``embedding_norm``."""
     config: Any = model.config
     if not (config.embedding_norm and model.pre_process):
@@ -27,7 +26,7 @@ def normalize_embeddings(model: GPTModel) -> None:
     model.embedding.register_forward_hook(normalized)
 
 
-def cap_logits(model: GPTModel) -> None:
+def cap_logits(model: Any) -> None:
     """Apply ``logit_softcap`` of the config to the output layer, in training and inference."""
     cap: float | None = getattr(model.config, "logit_softcap", None)
     if cap is None or not model.post_process:

@@ -5,6 +5,7 @@ The checks before the first step read a bounded part of a large dataset. This cl
 sample when the data loader's workers read it.
 """
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,27 +35,61 @@ class GPTDataset(gpt_dataset.GPTDataset):
             )
 
     def _build_document_sample_shuffle_indices(self) -> Any:
+        if self.config.fast_cache_load or self.config.defer_npy_index_mmap:
+            with self._indices_that_must_exist():
+                return super()._build_document_sample_shuffle_indices()
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
             self._remove_damaged_indices()
         return super()._build_document_sample_shuffle_indices()
 
     def _remove_damaged_indices(self) -> None:
         """Remove truncated indices: Megatron writes them in place, and a kill cuts them short."""
-        prefix = self.dataset.path_prefix
-        folder = Path(self.config.path_to_cache or Path(prefix, "cache", "GPTDataset_indices"))
-        for path in folder.glob(f"{self.unique_description_hash}-*.npy"):
+        # By name: a search would list a folder of thousands of files once for each dataset.
+        for path in self._index_paths():
             try:
                 np.load(path, mmap_mode="r", allow_pickle=False)
+            except FileNotFoundError:
+                continue
             except (OSError, ValueError, EOFError):
                 try:
                     path.unlink()
                 except OSError as error:
                     raise UserError(f"{path} is damaged: remove it ({error.strerror})") from error
 
+    def _index_paths(self) -> list[Path]:
+        """Return the paths of the indices (core/datasets/gpt_dataset.py:478)."""
+        prefix = self.dataset.path_prefix
+        folder = Path(
+            self.config.path_to_cache or Path(prefix, "cache", f"{type(self).__name__}_indices")
+        )
+        base = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
+        names = ("document", "sample", "shuffle")
+        return [folder / f"{base}-{name}_index.npy" for name in names]
+
+    @contextlib.contextmanager
+    def _indices_that_must_exist(self) -> Iterator[None]:
+        """Explain indices that cannot be read, where flags say that all of them are there."""
+        try:
+            yield
+        except (OSError, ValueError, EOFError) as error:
+            paths = self._index_paths()
+            path = next((p for p in paths if not p.is_file()), paths[0])
+            state = "damaged" if path.is_file() else "missing"
+            raise UserError(
+                f"{path} is {state} ({error}): start once without --dataloader-fast-cache-load and "
+                "--dataloader-defer-npy-index-mmap, with the same data, seed, length and samples"
+            ) from error
+
     def _query_document_sample_shuffle_indices(
         self, idx: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], list[int]]:
         prefix = self.dataset.path_prefix
+        # --dataloader-defer-npy-index-mmap
+        if self.document_index is None:  # type: ignore[has-type]
+            with self._indices_that_must_exist():
+                self.document_index, self.sample_index, self.shuffle_index = (
+                    np.load(path, mmap_mode="r", allow_pickle=False) for path in self._index_paths()
+                )
         try:
             sample = super()._query_document_sample_shuffle_indices(idx)
         except (ValueError, IndexError, OverflowError) as error:

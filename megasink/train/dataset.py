@@ -7,6 +7,7 @@ batch, which `megasink.train.packing` splits.
 import functools
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from megasink.data.token_bytes import token_bytes
 from megasink.data.tokenizer import load_tokenizer
 from megasink.errors import UserError
+from megasink.json_file import read_object
 from megasink.train.chat_dataset import ChatDataset
 from megasink.train.checked_dataset import GPTDataset, read_batch
 from megasink.train.packing import boundaries
@@ -36,8 +38,13 @@ _UNUSED = ("attention_mask", "cu_seqlens_padded", "local_cp_size", "hybrid_cp_gr
 
 
 def dataset_config(args: Namespace) -> GPTDatasetConfig:
-    """Return the options of Megatron's GPTDataset; the kernels apply attention masks."""
+    """Return the options of Megatron's GPTDataset; the kernels apply attention masks.
+
+    As upstream's core_gpt_dataset_config_from_args (pretrain_gpt.py). Every field of the dataclass
+    that a flag sets is here: a field left out would ignore its flag in silence.
+    """
     blend, blend_per_split = get_blend_and_blend_per_split(args)
+    counts = args.per_dataset_sequences_path
     return GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -57,6 +64,14 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
         inter_document_masking=args.dataloader_inter_document_masking,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        object_storage_cache_path=args.object_storage_cache_path,
+        sequences_per_dataset=None if counts is None else read_object(Path(counts)),
+        data_parallel_size=args.data_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        sequence_parallel_size=args.tensor_model_parallel_size if args.sequence_parallel else 0,
+        hybrid_context_parallel=args.hybrid_context_parallel,
     )
 
 

@@ -185,7 +185,7 @@ CASES = {
     "sidecar-half": _case(_sidecar(b'{"tokenizer": 3}'), "does not describe", sidecar=True),
     "list-missing-data": _listed("--data-args-path", b"1 /nowhere/a", "/nowhere/a"),
     "list-not-text": _listed("--data-args-path", b"\xff\xfe", "--data-args-path"),
-    "list-not-json": _listed("--per-split-data-args-path", b"{", "is no JSON object of train"),
+    "list-not-json": _listed("--per-split-data-args-path", b"{", "is not JSON"),
 }
 
 

@@ -86,7 +86,7 @@ def test_help_does_not_import_what_takes_seconds():
     assert "--train-tokenizer" in result.stdout
 
 
-def test_sigterm_leaves_nothing(tmp_path, folder, monkeypatch, capsys):
+def test_sigterm_leaves_nothing_that_loads(tmp_path, folder, monkeypatch, capsys):
     def told_to_end(corpus, what):
         yield from corpus
         os.kill(os.getpid(), signal.SIGTERM)
@@ -97,7 +97,11 @@ def test_sigterm_leaves_nothing(tmp_path, folder, monkeypatch, capsys):
     argv = [str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "out"), "--workers", "1"]
     assert main([*argv, "--tokenizer", str(folder)]) == 130
     assert "interrupted" in capsys.readouterr().err
-    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+    # The same command goes on from what is left; the lock is gone.
+    assert not [p.name for p in tmp_path.iterdir() if p.suffix not in (".jsonl", ".partial")]
+    monkeypatch.undo()
+    assert main([*argv, "--tokenizer", str(folder)]) == 0
+    assert {p.suffix for p in tmp_path.iterdir()} == {".jsonl", ".bin", ".idx", ".json"}
 
 
 def children(pid: int) -> list[int]:
@@ -142,7 +146,7 @@ def test_a_killed_run_leaves_nothing_that_loads(tmp_path, folder):
         for pid in filter(alive, workers):
             os.kill(pid, signal.SIGKILL)
 
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "again"}))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "again"}))  # another command starts over
     assert main([str(tmp_path / "a.jsonl"), *options]) == 0
     assert len(IndexedDataset(str(prefix))) == 1
     names = {p.name for p in tmp_path.iterdir()}

@@ -52,6 +52,7 @@ def problems(argv) -> list[str]:
 
 def recognized(argv) -> Namespace:
     args = early.read(argv)
+    args.rank = 0
     recognize(args)
     return args
 

@@ -3,15 +3,22 @@
 Its sidecar says what it is: a flag could only repeat it or be wrong.
 """
 
-import contextlib
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
 from megasink.data.output import LOSS_MASK
 from megasink.data.sidecar import read_sidecar
-from megasink.errors import UserError
-from megasink.train.checks.data import listed_prefixes, missing_files, named_prefixes
+from megasink.flags import flag_of
+from megasink.train.checks.blends import named_prefixes
+from megasink.train.checks.data import missing_files
+
+# They name caches or counts of text, which chat data does not have.
+_OF_TEXT = (
+    "per_dataset_sequences_path",
+    "dataloader_fast_cache_load",
+    "dataloader_defer_npy_index_mmap",
+)
 
 
 def recognize(args: Namespace) -> None:
@@ -21,7 +28,8 @@ def recognize(args: Namespace) -> None:
     tokens are targets, and not the same number in every microbatch: only with
     --calculate-per-token-loss does each target count the same.
     """
-    args.chat_data = any(_is_chat(prefix) for _, prefix in _prefixes(args))
+    # The first stands for all: `problems` refuses a mixture, on the rank that reads every sidecar.
+    args.chat_data = any(map(_is_chat, list(named_prefixes(args))[:1]))
     if args.chat_data:
         args.dataloader_inter_document_masking = args.calculate_per_token_loss = True
 
@@ -37,7 +45,9 @@ def description() -> str:
 
 def problems(args: Namespace) -> Iterator[str]:
     """Yield one message per problem. Reads sidecars. Imports neither torch nor Megatron."""
-    prefixes = list(dict.fromkeys(prefix for _, prefix in _prefixes(args)))
+    if args.rank:  # rank 0 reports them
+        return
+    prefixes = list(named_prefixes(args))
     chats = [prefix for prefix in prefixes if _is_chat(prefix)]
     texts = [prefix for prefix in prefixes if prefix not in chats]
     for prefix in texts:
@@ -62,18 +72,14 @@ def problems(args: Namespace) -> Iterator[str]:
             )
         if absent := missing_files(prefix + LOSS_MASK):
             yield f"{prefix}: {' and '.join(absent)} not found: make the data again"
+    for name in _OF_TEXT:
+        if getattr(args, name):
+            yield f"{flag_of(name)} with chat data, which has no sample indices: drop it"
     if args.eod_mask_loss:
         yield (
             "--eod-mask-loss with chat data: its loss mask has the end-of-turn tokens to learn; "
             "drop it"
         )
-
-
-def _prefixes(args: Namespace) -> list[tuple[str, str]]:
-    found = list(named_prefixes(args))
-    with contextlib.suppress(UserError):  # `data_files` reports it
-        found += listed_prefixes(args)
-    return found
 
 
 def _is_chat(prefix: str) -> bool:

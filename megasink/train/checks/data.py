@@ -1,34 +1,34 @@
 """Checks for datasets and tokenizers that are not given, or do not exist."""
 
-import json
+import os
+import socket
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
 from megasink.errors import UserError
+from megasink.flags import flag_of
+from megasink.json_file import read_object
+from megasink.train.checks.blends import blends, named_prefixes
 
-_LIST_BYTES = 64 << 20
-_FLAGS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
+_SHOWN = 8
+_OBJECT_STORES = ("s3://", "msc://")  # core/datasets/object_storage_utils.py:158
+# Options of reading data sets: made-up data would ignore them.
+_OF_FILES = (
+    "per_dataset_sequences_path",
+    "dataloader_fast_cache_load",
+    "dataloader_defer_npy_index_mmap",
+)
 
 
 def problems(args: Namespace) -> Iterator[str]:
     """Yield one message per problem. Imports neither torch nor Megatron."""
-    given = args.data_path or args.train_data_path or args.data_args_path
-    given = given or args.per_split_data_args_path
-    if not given and not args.mock_data:
-        yield "no training data: give --data-path PREFIX (made by tools/preprocess_data.py)"
-    sources = {
-        "--mock-data": args.mock_data,
-        "--data-path": args.data_path,
-        "--train-data-path, --valid-data-path and --test-data-path": (
-            args.train_data_path or args.valid_data_path or args.test_data_path
-        ),
-    }
-    if sum(map(bool, sources.values())) > 1:
-        yield f"{' and '.join(flag for flag, value in sources.items() if value)}: choose one"
-    for flag, prefix in named_prefixes(args):
-        if absent := missing_files(prefix):
-            yield f"{flag} {prefix}: {' and '.join(absent)} not found"
+    yield from _source_problems(args)
+    yield from _cache_problems(args)
+    # One rank of each node: files may be local to a node, and every rank of a large job would ask
+    # the file system for every file.
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        yield from _presence_problems(args)
     folder = args.tokenizer_model
     if args.tokenizer_type == "HuggingFaceTokenizer":
         if not folder:
@@ -37,55 +37,87 @@ def problems(args: Namespace) -> Iterator[str]:
             yield f"--tokenizer-model {folder}: no such folder"
 
 
-def named_prefixes(args: Namespace) -> Iterator[tuple[str, str]]:
-    """Yield the flag and prefix of every dataset on the command line."""
-    for flag in _FLAGS:
-        words = getattr(args, flag.removeprefix("--").replace("-", "_"))
-        yield from ((flag, prefix) for prefix in without_weights(words or []))
+def _source_problems(args: Namespace) -> Iterator[str]:
+    per_split = [f"{split}_data_path" for split in ("train", "valid", "test")]
+    names = ["mock_data", "data_path", "data_args_path", *per_split, "per_split_data_args_path"]
+    given = [name for name in names if getattr(args, name)]
+    if not given:
+        yield "no training data: give --data-path PREFIX (made by megasink data)"
+    if len(given) > 1 and not set(given) <= set(per_split):
+        yield f"{' and '.join(map(flag_of, given))}: choose one"
+    if args.split and set(given) & {*per_split, "per_split_data_args_path"}:
+        yield f"--split {args.split} with {flag_of(given[-1])}, which gives each part its own data"
+    if args.data_args_path and not args.split:
+        yield "--data-args-path without --split: give three weights, such as --split 99,1,0"
+    if args.mock_data:
+        for name in _OF_FILES:
+            if getattr(args, name):
+                yield f"{flag_of(name)} with --mock-data, which reads no files: drop one"
 
 
-def without_weights(words: list[str]) -> Iterator[str]:
-    """Yield the prefixes of a blend, without the weights between them."""
-    for word in words:
-        try:
-            float(word)
-        except ValueError:
-            yield word
-        else:
-            if Path(f"{word}.bin").exists():
-                yield word
+def _cache_problems(args: Namespace) -> Iterator[str]:
+    """Megatron asserts these after the model is built (blended_megatron_dataset_config.py:101)."""
+    for name in ("dataloader_fast_cache_load", "dataloader_defer_npy_index_mmap"):
+        if getattr(args, name) and args.data_cache_path is None:
+            yield (
+                f"{flag_of(name)} needs --data-cache-path, with the sample indices that a start "
+                "without it has written there"
+            )
+    if args.dataloader_fast_cache_load and (args.data_path or args.data_args_path):
+        yield (
+            "--dataloader-fast-cache-load with --data-path or --data-args-path: Megatron takes it "
+            "only with data for each part: give --train-data-path and --valid-data-path, or "
+            "--per-split-data-args-path"
+        )
 
 
-def listed_prefixes(args: Namespace) -> Iterator[tuple[str, str]]:
-    """Yield the flag and prefix of every dataset that is listed in a file.
+def _presence_problems(args: Namespace) -> Iterator[str]:
+    """Report words that are no blend, and datasets whose files are missing."""
+    rank = os.environ.get("RANK", "0")
+    where = "" if rank == "0" else f" on {socket.gethostname()}"
+    for blend in blends(args):
+        if blend.problem:
+            yield blend.problem
+        stored = [p for p in blend.prefixes if p.startswith(_OBJECT_STORES)]
+        if stored:
+            yield (
+                f"{blend.flag} {stored[0]}: data is read from file systems, not from object "
+                "stores: copy it, or mount it"
+            )
+        absent = {p: missing_files(p) for p in blend.prefixes if p not in stored}
+        absent = {prefix: files for prefix, files in absent.items() if files}
+        for prefix, files in list(absent.items())[:_SHOWN]:
+            yield f"{blend.flag} {prefix}: {' and '.join(files)} not found{where}"
+        if len(absent) > _SHOWN:
+            yield (
+                f"{blend.flag}: {len(absent)} of {len(blend.prefixes)} datasets are not "
+                f"complete{where}; the first {_SHOWN} are above"
+            )
+    yield from _sequences_problems(args)
 
-    Raises:
-        UserError: the file cannot be read, or is not a list of datasets.
-    """
-    if args.data_args_path:
-        flag, path = "--data-args-path", args.data_args_path
-        yield from ((flag, prefix) for prefix in without_weights(_read(flag, path).split()))
-    if args.per_split_data_args_path:
-        flag, path = "--per-split-data-args-path", args.per_split_data_args_path
-        try:
-            parts = json.loads(_read(flag, path))
-            blends = [parts[split] for split in ("train", "valid", "test")]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise UserError(
-                f"{flag} {path} is not a JSON object with train, valid and test"
-            ) from None
-        for blend in blends:
-            words = blend.split() if isinstance(blend, str) else blend or []
-            yield from ((flag, prefix) for prefix in without_weights(list(map(str, words))))
 
-
-def _read(flag: str, path: str) -> str:
+def _sequences_problems(args: Namespace) -> Iterator[str]:
+    """Report a file of --per-dataset-sequences-path that does not have every dataset."""
+    path = args.per_dataset_sequences_path
+    if path is None:
+        return
+    flag = f"--per-dataset-sequences-path {path}"
     try:
-        if not Path(path).is_file() or Path(path).stat().st_size > _LIST_BYTES:
-            raise UserError(f"{flag} {path} is not a list of prefixes")
-        return Path(path).read_text()
-    except (OSError, ValueError) as error:
-        raise UserError(f"{flag} {path} cannot be read: {error}") from error
+        counts = read_object(Path(path))
+    except UserError as error:
+        yield f"--per-dataset-sequences-path: {error}"
+        return
+    wrong = [p for p in named_prefixes(args) if not _pair(counts, p)]
+    if wrong:
+        yield (
+            f"{flag} has no pair of sequences and document boundaries for {wrong[0]}"
+            f"{f' and {len(wrong) - 1} others' if wrong[1:] else ''}: make it again, or drop it"
+        )
+
+
+def _pair(counts: dict[str, object], prefix: str) -> bool:
+    found = counts.get(prefix)
+    return isinstance(found, list) and [type(count) for count in found] == [int, int]
 
 
 def missing_files(prefix: str) -> list[str]:

@@ -1,51 +1,102 @@
 """Checks of dataset contents, before anything is built."""
 
+import contextlib
 from argparse import Namespace
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megasink.data.index import data_problem, sequence_lengths
+from megasink.data.index import (
+    ENTRIES,
+    counts_problem,
+    data_problem,
+    has_tokens,
+    sequence_lengths,
+)
 from megasink.data.output import LOSS_MASK
 from megasink.data.sidecar import mismatch, read_sidecar
 from megasink.errors import UserError
-from megasink.train.checks.data import listed_prefixes, missing_files, named_prefixes
-from megasink.train.checks.vocabulary import known_ids, transformers_tokenizer
+from megasink.json_file import read_object
+from megasink.train.checks.blends import Blend, named_prefixes
+from megasink.train.checks.data import missing_files
+from megasink.train.checks.vocabulary import known_ids, tokenizer_identity, transformers_tokenizer
 
+_TOTAL = 1 << 24  # entries and tokens of all datasets that are checked
+_LEAST = 1 << 12
+_THREADS = 16  # a file system answers several at once; they wait more than they compute
 _DEFAULT_SPLIT = "969,30,1"  # Megatron's (arguments.py:651), set after these checks
 
 
 def problems(args: Namespace) -> Iterator[str]:
-    """Yield one message per problem. Reads sizes, and at most 50 MB of each dataset."""
-    if args.mock_data:
+    """Yield one message per problem. Reads sizes, and at most 50 MB of each dataset.
+
+    Once per job, on rank 0: the files of a large job are many, and what is in them does not depend
+    on the rank. Of many datasets less is read of each, so that the start does not grow with them.
+    """
+    if args.mock_data or args.rank:
         return
-    if args.data_args_path and not args.split:
-        yield "--data-args-path without --split: give three weights, such as --split 99,1,0"
-    listed: list[tuple[str, str]] = []
-    try:
-        listed += listed_prefixes(args)
-    except UserError as error:
-        yield str(error)
-    for flag, prefix in listed:
-        if absent := missing_files(prefix):
-            yield f"{flag} names {prefix}: {' and '.join(absent)} not found"
-    ids = known_ids(args)
-    try:
-        tokenizer = transformers_tokenizer(args)
-    except UserError:
-        tokenizer = None  # `vocabulary` reports why
-    for flag, prefix in dict.fromkeys([*named_prefixes(args), *listed]):
-        if missing_files(prefix):
-            continue
-        for problem in (
-            data_problem(prefix, ids),
-            tokenizer and mismatch(prefix, tokenizer),
+    found = {p: blend for p, blend in named_prefixes(args).items() if not missing_files(p)}
+    check = _Check(args, min(ENTRIES, max(_LEAST, _TOTAL // max(len(found), 1))))
+    with ThreadPoolExecutor(_THREADS) as threads:
+        answers = threads.map(check, found.items())
+        for blend, texts in zip(found.values(), answers, strict=True):
+            yield from (f"{blend.flag} {text}" for text in texts)
+
+
+class _Check:
+    """What is the same for all datasets of a command line."""
+
+    def __init__(self, args: Namespace, entries: int):
+        self.split, self.entries = args.split, entries
+        self.ids, self.tokenizer = known_ids(args), args.tokenizer_model
+        try:
+            self.sha256 = tokenizer_identity(args)
+        except UserError:
+            self.sha256 = None  # `vocabulary` reports why
+        self.counts: dict[str, Any] = {}
+        if args.per_dataset_sequences_path:
+            with contextlib.suppress(UserError):  # `data` reports it
+                self.counts = read_object(Path(args.per_dataset_sequences_path))
+        # What Megatron takes for the type of the tokens then (core/datasets/gpt_dataset.py:92).
+        self.dtype = "int32" if _vocabulary(args) > 1 << 16 else "uint16"
+
+    def __call__(self, item: tuple[str, Blend]) -> list[str]:
+        """Return one message per problem of a dataset, without the flag that names it."""
+        prefix, blend = item
+        found = (
+            data_problem(prefix, self.ids, self.entries),
+            self.sha256 and mismatch(prefix, self.sha256, self.tokenizer),
             _mask_problem(prefix),
-        ):
-            if problem:
-                yield f"{flag} {prefix}: {problem}"
-        if flag == "--data-path":
-            yield from _empty_parts(prefix, args.split)
+            self._counts_problem(prefix),
+        )
+        texts = [f"{prefix}: {problem}" for problem in found if problem]
+        lengths = sequence_lengths(prefix)
+        if lengths is None:
+            return texts  # `data_problem` reports the error
+        if blend.is_split:
+            texts += (f"{prefix}: {text}" for text in _empty_parts(lengths, self.split))
+        elif not has_tokens(lengths):
+            texts.append(f"{prefix}: none of its {len(lengths):,} documents has a token")
+        return texts
+
+    def _counts_problem(self, prefix: str) -> str | None:
+        counts = self.counts.get(prefix)
+        if not isinstance(counts, list) or len(counts) != 2:
+            return None
+        problem = counts_problem(prefix, (*counts, self.dtype))
+        return problem and f"{problem}, as --per-dataset-sequences-path and the vocabulary have it"
+
+
+def _vocabulary(args: Namespace) -> int:
+    """Return the vocabulary size of Megatron's tokenizer, which may exceed what is in use."""
+    tokenizer = None
+    with contextlib.suppress(UserError):
+        tokenizer = transformers_tokenizer(args)
+    return len(tokenizer) if tokenizer is not None else args.vocab_size or 0
 
 
 def _mask_problem(prefix: str) -> str | None:
@@ -61,7 +112,7 @@ def _mask_problem(prefix: str) -> str | None:
     return f"{mask}.idx has other conversations than {prefix}.idx: make the data set again"
 
 
-def _empty_parts(prefix: str, given: str | None) -> Iterator[str]:
+def _empty_parts(lengths: NDArray[Any], given: str | None) -> Iterator[str]:
     """Report parts of a split without a document: Megatron counts their epochs in an endless loop.
 
     gpt_dataset.py:694 adds the tokens of one epoch, here 0, until there are enough.
@@ -71,9 +122,6 @@ def _empty_parts(prefix: str, given: str | None) -> Iterator[str]:
         parse_and_normalize_split,
     )
 
-    lengths = sequence_lengths(prefix)
-    if lengths is None:
-        return  # `data_problem` reports the error
     documents = len(lengths)
     split = given or _DEFAULT_SPLIT
     try:
@@ -85,12 +133,12 @@ def _empty_parts(prefix: str, given: str | None) -> Iterator[str]:
         name
         for name, part in zip(("training", "validation", "test"), parts, strict=True)
         if part is not None
-        and not (lengths[round(part[0] * documents) : round(part[1] * documents)] > 0).any()
+        and not has_tokens(lengths[round(part[0] * documents) : round(part[1] * documents)])
     ]
     if empty:
         whose = "" if given else " (Megatron's default)"
         yield (
-            f"--split {split}{whose} leaves none of the {documents} documents of {prefix} for "
+            f"--split {split}{whose} leaves none of its {documents} documents for "
             f"{' and '.join(empty)}: give each part that you want at least one, and 0 to the "
             f"others, such as --split {_split_that_fits(documents)}"
         )

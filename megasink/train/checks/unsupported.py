@@ -11,6 +11,7 @@ _FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format"}  # where the attribute h
 _GRAPHS = "a replayed graph neither counts heads nor updates the balance loss (docs/gpu.md)"
 _OFFLOADING = "use --recompute-granularity to save memory"
 _CHAT = "make the data with megasink data --chat, by the tokenizer's own template"
+_NOT_GPT = "Megatron's GPT datasets ignore it"
 _LAYOUT = "initial weights would depend on the layout"
 
 # Megatron options that change attention, the loss or the weights in ways that no test here covers:
@@ -30,6 +31,11 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("sft_tokenizer_prompt_format", "nemotron-h-aligned", _CHAT),
     ("chat_template", None, _CHAT),
     ("fim_data", False, "not supported"),
+    ("object_storage_cache_path", None, "data is read from file systems: copy it, or mount it"),
+    ("sample_rate", 1.0, _NOT_GPT),
+    ("mask_prob", 0.15, _NOT_GPT),
+    ("short_seq_prob", 0.1, _NOT_GPT),
+    ("decoder_seq_length", None, _NOT_GPT),
     ("apply_query_key_layer_scaling", False, "not supported"),
     ("qk_clip", False, "the kernels do not return the maximum logit"),
     ("log_max_attention_logit", False, "the kernels do not return it"),

@@ -58,8 +58,30 @@ def known_ids(args: Namespace) -> int | None:
         tokenizer = transformers_tokenizer(args)
     except UserError:
         return None  # `problems` reports it
-    # not len(tokenizer): some vocabularies have holes
-    return None if tokenizer is None else max(tokenizer.get_vocab().values()) + 1
+    return None if tokenizer is None else _ids(args.tokenizer_model)
+
+
+@functools.cache
+def _ids(folder: str) -> int:
+    # Not len(tokenizer): some vocabularies have holes. Once: every dataset of a rank asks.
+    return int(max(_loaded(folder).get_vocab().values())) + 1
+
+
+def tokenizer_identity(args: Namespace) -> str | None:
+    """Return the SHA-256 (hex) of a command line's tokenizer; None if it has none of transformers.
+
+    Raises:
+        UserError: the tokenizer cannot be loaded.
+    """
+    tokenizer = transformers_tokenizer(args)
+    return None if tokenizer is None else _hash(args.tokenizer_model)
+
+
+@functools.cache
+def _hash(folder: str) -> str:
+    from megasink.data.tokenizer import tokenizer_hash
+
+    return tokenizer_hash(_loaded(folder))
 
 
 def replacement_of(args: Namespace) -> Replacement | None:

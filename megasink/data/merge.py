@@ -1,0 +1,128 @@
+"""Join the parts of a data set that several machines made (`--partition`)."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megasink.data import output
+from megasink.data.chat import COUNTS
+from megasink.data.corpus import EXAMPLES
+from megasink.data.index import data_problem, sequence_lengths
+from megasink.data.output import LOSS_MASK, file_of, output_problems, partial_of
+from megasink.data.sidecar import read_sidecar
+from megasink.data.writer import write_index
+from megasink.errors import ConfigError
+from megasink.progress import progress
+
+_SUMS = ("documents", "tokens", "text_bytes", *COUNTS)
+
+
+def part_of(prefix: Path, part: int, parts: int) -> Path:
+    """Return the prefix of a part (from 1 on) of the data set of `prefix`."""
+    return prefix.with_name(f"{prefix.name}-{part}-of-{parts}")
+
+
+def merge(prefix: Path, *, overwrite: bool = False) -> dict[str, Any]:
+    """Join `PREFIX-1-of-N` ... `PREFIX-N-of-N`, which stay, to `PREFIX`.
+
+    The `.bin` and `.idx` have the bytes of a run without --partition, and so has the `.json`,
+    except for the sources of documents that are not UTF-8 text.
+
+    Returns:
+        the content of the new `.json`.
+
+    Raises:
+        ConfigError: parts that are missing, damaged or not of the same command; all problems are
+            in one message.
+        UserError: another run writes `prefix`, or it cannot be written.
+    """
+    prefix = Path(prefix)
+    problems = output_problems(prefix, [], overwrite=overwrite)
+    parts = _parts(prefix, problems)
+    sidecars = [read_sidecar(str(part)) for part in parts]
+    if not problems:
+        problems += _differences(parts, sidecars)
+    if problems:
+        raise ConfigError(problems)
+    is_chat = sidecars[0].get("kind") == "chat"
+    suffixes = output.CHAT if is_chat else output.TEXT
+    with output.writing(prefix):
+        output.clear_partial(prefix)
+        _join(prefix, parts, ["", LOSS_MASK] if is_chat else [""], sidecars[0]["dtype"])
+        sidecar = _sum_of(sidecars)
+        output.write_sidecar(prefix, sidecar)
+        output.publish(prefix, suffixes)
+    return sidecar
+
+
+def _parts(prefix: Path, problems: list[str]) -> list[Path]:
+    """Return the parts in order; append what is missing to `problems`."""
+    form = re.compile(re.escape(prefix.name) + r"-(\d+)-of-(\d+)\.idx")
+    found = [match for path in prefix.parent.glob("*.idx") if (match := form.fullmatch(path.name))]
+    counts = sorted({int(match[2]) for match in found})
+    if len(counts) != 1:
+        what = f"parts of {' and of '.join(map(str, counts))}" if counts else "no part"
+        problems.append(
+            f"{prefix}: there is {what}: make {part_of(prefix, 1, 8)} and so on with megasink data "
+            "--partition, all of one division"
+        )
+        return []
+    whole = [part_of(prefix, part, counts[0]) for part in range(1, counts[0] + 1)]
+    missing = [str(p) for p in whole if not file_of(p, ".idx").is_file()]
+    if missing:
+        problems.append(f"{', '.join(missing)}: not there yet")
+    return whole
+
+
+def _differences(parts: list[Path], sidecars: list[dict[str, Any]]) -> list[str]:
+    """Return what is damaged, or not as in the first part."""
+    problems = [f"{p}: {text}" for p in parts if (text := data_problem(str(p), None))]
+    own = {*_SUMS, "largest_id", "skipped", "partition"}
+    for number, (part, sidecar) in enumerate(zip(parts, sidecars, strict=True), 1):
+        if sidecar.get("partition") != [number, len(parts)]:
+            problems.append(f"{part}.json does not say that this is part {number}/{len(parts)}")
+            continue
+        for key in sorted((set(sidecar) | set(sidecars[0])) - own):
+            if sidecar.get(key) != sidecars[0].get(key):
+                problems.append(
+                    f"{part} was made with another {key} than {parts[0]}: "
+                    f"{json.dumps(sidecar.get(key))}, not {json.dumps(sidecars[0].get(key))}"
+                )
+    return problems
+
+
+def _join(prefix: Path, parts: list[Path], names: list[str], dtype: str) -> None:
+    files = [(file_of(part, f"{name}.bin"), name) for name in names for part in parts]
+    total = sum(path.stat().st_size for path, _ in files)
+    done = 0
+    with progress("merging", total, "bytes") as tell:
+        for name in names:
+            merged = partial_of(prefix, f"{name}.bin")
+            with merged.open("xb") as file:
+                for path in (path for path, of in files if of == name):
+                    with path.open("rb") as part:
+                        shutil.copyfileobj(part, file, 16 << 20)
+                    done += path.stat().st_size
+                    tell(done)
+            lengths = [sequence_lengths(f"{part}{name}") for part in parts]
+            kind = np.dtype("uint8" if name else dtype)
+            there = [part for part in lengths if part is not None]
+            write_index(partial_of(prefix, f"{name}.idx"), there, kind)
+
+
+def _sum_of(sidecars: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the sidecar of a run without parts."""
+    merged = {key: value for key, value in sidecars[0].items() if key != "partition"}
+    for key in _SUMS:
+        if key in merged:
+            merged[key] = sum(sidecar[key] for sidecar in sidecars)
+    merged["largest_id"] = max(sidecar["largest_id"] for sidecar in sidecars)
+    skipped = [sidecar["skipped"] for sidecar in sidecars]
+    merged["skipped"] = {
+        key: sum(one[key] for one in skipped) for key in skipped[0] if key != "examples"
+    } | {"examples": [source for one in skipped for source in one["examples"]][:EXAMPLES]}
+    return merged

@@ -1,0 +1,77 @@
+"""Places in a corpus, and its division over machines."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megasink.data.files import File
+from megasink.errors import ConfigError
+
+
+class Place(NamedTuple):
+    """How far a corpus is read: everything before is done.
+
+    Attributes:
+        file: number of the file.
+        item: its lines or rows, or 1 after a text file.
+        byte: of a file that is read by lines, uncompressed: where the next line begins.
+        documents: documents so far.
+        invalid_utf8: documents so far that are not UTF-8 text.
+        empty: empty ones.
+        examples: sources of the first that are not UTF-8 text.
+    """
+
+    file: int = 0
+    item: int = 0
+    byte: int = 0
+    documents: int = 0
+    invalid_utf8: int = 0
+    empty: int = 0
+    examples: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What is read of a file: lines that begin from byte `start` on and before byte `stop`."""
+
+    file: File
+    start: int
+    stop: int
+
+
+def is_divisible(file: File) -> bool:
+    """Whether a file can be read from the middle."""
+    return file.kind == "lines" and file.compression is None
+
+
+def spans_of(files: list[File], part: int, parts: int) -> list[Span]:
+    """Return part `part` (from 1 on) of `parts` of about as many bytes each, in order.
+
+    Uncompressed JSON Lines are divided between lines; other files belong to the part in which they
+    begin.
+
+    Raises:
+        ConfigError: a part would have no file.
+    """
+    if parts == 1:
+        return [Span(file, 0, file.size) for file in files]
+    total = sum(file.size for file in files)
+    found: list[list[Span]] = [[] for _ in range(parts)]
+    begin = 0
+    for file in files:
+        end = begin + file.size
+        for number, spans in enumerate(found):
+            low, high = total * number // parts, total * (number + 1) // parts
+            if is_divisible(file):
+                start, stop = max(begin, low), min(end, high)
+                if start < stop:
+                    spans.append(Span(file, start - begin, stop - begin))
+            elif low <= begin < high or (begin == high and number == parts - 1):
+                spans.append(Span(file, 0, file.size))
+        begin = end
+    if not all(found):
+        raise ConfigError(
+            f"--partition {part}/{parts}: {sum(map(bool, found))} of the {parts} parts would have "
+            f"data, because only uncompressed JSON Lines are divided inside a file (the input has "
+            f"{len(files)} files): use fewer parts"
+        )
+    return found[part - 1]

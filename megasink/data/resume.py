@@ -1,0 +1,81 @@
+"""How far a killed `megasink data` came, so that the same command goes on."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from megasink.atomic import atomic_text
+from megasink.data.corpus import Corpus
+from megasink.data.output import LENGTHS, PROGRESS, partial_of
+from megasink.data.parts import Place
+from megasink.data.writer import Written
+from megasink.errors import UserError
+from megasink.json_file import read_object
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the partial files of a data set hold.
+
+    Attributes:
+        made_of: SHA-256 of the inputs and settings; another command starts over.
+        trained: vocabulary size and BOS of the tokenizer that the command trained; None if it was
+            given one.
+        place: how far the corpus is read.
+        counts: of the documents so far.
+        written: by name of the data set ("" or `LOSS_MASK`).
+    """
+
+    made_of: str
+    trained: tuple[int, bool] | None
+    place: Place
+    counts: dict[str, int]
+    written: dict[str, Written]
+
+
+def made_of(corpus: Corpus, settings: Any) -> str:
+    """Return the SHA-256 (hex) of all that the bytes of a data set depend on.
+
+    Args:
+        corpus: files count by path, size and time of change.
+        settings: a dataclass, of the encoder.
+    """
+    said = [
+        corpus.identity(),
+        [corpus.json_key, corpus.chat, corpus.on_invalid_utf8, corpus.max_document_bytes],
+        corpus.partition,
+        asdict(settings),
+        version("tokenizers"),
+    ]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+
+def save(prefix: Path, progress: Progress) -> None:
+    """Replace the record of how far the data set of `prefix` is; its files are on disk by then."""
+    atomic_text(partial_of(prefix, PROGRESS), json.dumps(asdict(progress)))
+
+
+def load(prefix: Path) -> Progress | None:
+    """Return how far the data set of `prefix` is; None if there is nothing to go on from."""
+    try:
+        told = read_object(partial_of(prefix, PROGRESS))
+        trained = told["trained"]
+        place = told["place"]
+        progress = Progress(
+            made_of=told["made_of"],
+            trained=None if trained is None else (trained[0], trained[1]),
+            place=Place(*place[:6], tuple(place[6])),
+            counts=dict(told["counts"]),
+            written={name: Written(*numbers) for name, numbers in told["written"].items()},
+        )
+        for name, (documents, token_bytes) in progress.written.items():
+            for suffix, size in ((".bin", token_bytes), (LENGTHS, 4 * documents)):
+                path = partial_of(prefix, name + suffix)
+                if size and (path.is_symlink() or path.stat().st_size < size):
+                    return None
+    except (UserError, OSError, KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return progress

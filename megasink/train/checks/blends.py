@@ -1,0 +1,131 @@
+"""The datasets that a command line names: blends of prefixes, with weights or without.
+
+Imports neither torch nor Megatron.
+"""
+
+import math
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megasink.errors import UserError
+from megasink.json_file import read_value
+
+_FILE_BYTES = 64 << 20
+_SPLITS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Blend:
+    """What one flag names.
+
+    Attributes:
+        flag: the flag, and the file and the part of it, if the flag names a file.
+        prefixes: paths of datasets without ``.bin``.
+        is_split: whether --split divides its datasets.
+        problem: what is wrong with the words themselves; None if nothing is.
+    """
+
+    flag: str
+    prefixes: tuple[str, ...]
+    is_split: bool
+    problem: str | None = None
+
+
+def blends(args: Namespace) -> Iterator[Blend]:
+    """Yield the blends of a command line, in order; with a problem if a file cannot be read."""
+    if args.data_path is not None:
+        yield _blend("--data-path", args.data_path, is_split=True)
+    if args.data_args_path is not None:
+        flag = f"--data-args-path {args.data_args_path}"
+        try:
+            yield _blend(flag, _text(flag, args.data_args_path).split(), is_split=True)
+        except UserError as error:
+            yield Blend(flag, (), is_split=True, problem=str(error))
+    for split in _SPLITS:
+        words = getattr(args, f"{split}_data_path")
+        if words is not None:
+            yield _blend(f"--{split}-data-path", words, is_split=False)
+    if args.per_split_data_args_path is not None:
+        yield from _listed(args.per_split_data_args_path)
+
+
+def named_prefixes(args: Namespace) -> dict[str, Blend]:
+    """Return every dataset of a command line once, with the first blend that names it."""
+    found: dict[str, Blend] = {}
+    for blend in blends(args):
+        for prefix in blend.prefixes:
+            found.setdefault(prefix, blend)
+    return found
+
+
+def _listed(path: str) -> Iterator[Blend]:
+    flag = f"--per-split-data-args-path {path}"
+    try:
+        parts = read_value(Path(path))
+    except UserError as error:
+        why = f"--per-split-data-args-path: {error}"
+        yield Blend(flag, (), is_split=False, problem=why)
+        return
+    if not isinstance(parts, Mapping) or not set(_SPLITS) <= set(parts):
+        why = f"{flag} is not a JSON object with train, valid and test"
+        yield Blend(flag, (), is_split=False, problem=why)
+        return
+    for split in _SPLITS:
+        words = parts[split].split() if isinstance(parts[split], str) else parts[split]
+        if isinstance(words, list):
+            yield _blend(f"{flag}, {split}", list(map(str, words)), is_split=False)
+        elif words is not None:
+            why = f"{flag}: {split!r} is neither a list of weights and prefixes nor null"
+            yield Blend(flag, (), is_split=False, problem=why)
+
+
+def _blend(flag: str, words: Sequence[str], *, is_split: bool) -> Blend:
+    """Tell weights from prefixes as Megatron does (core/datasets/utils.py:49), which only asserts.
+
+    An even number of words alternates weights and prefixes if the first of each pair is a number;
+    otherwise every word is a prefix.
+    """
+    words = [word.strip() for word in words]
+    numbers = [_number(word) for word in words]
+    pairs = len(words) % 2 == 0
+    if not words:
+        return Blend(flag, (), is_split, f"{flag} names no data")
+    if pairs and all(number is not None for number in numbers[::2]):
+        weights = dict(zip(words[1::2], numbers[::2], strict=True))
+        wrong = [p for p, w in weights.items() if w is None or not (math.isfinite(w) and w > 0)]
+        # BlendedDataset asserts it, after the model is built (core/datasets/blended_dataset.py:61).
+        problem = f"{flag}: the weight of {wrong[0]} is not above 0" if wrong else None
+        return Blend(flag, tuple(words[1::2]), is_split, problem)
+    alone = [
+        word
+        for word, number in zip(words, numbers, strict=True)
+        if number is not None and not Path(f"{word}.bin").exists()
+    ]
+    prefixes = tuple(word for word in words if word not in alone)
+    problem = None
+    if alone:
+        problem = (
+            f"{flag}: {alone[0]} is a number among {len(words)} words that are not pairs of weight "
+            "and prefix: give every prefix a weight before it, or none"
+        )
+    return Blend(flag, prefixes, is_split, problem)
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def _text(flag: str, path: str) -> str:
+    try:
+        if not Path(path).exists():
+            raise UserError(f"{flag}: no such file")
+        if not Path(path).is_file() or Path(path).stat().st_size > _FILE_BYTES:
+            raise UserError(f"{flag} is not a list of prefixes")
+        return Path(path).read_text()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{flag} cannot be read: {error}") from error

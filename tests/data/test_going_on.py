@@ -1,0 +1,229 @@
+"""A killed `megasink data` goes on, and parts of several machines make the whole, byte by byte."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from megasink.cli import main
+from megasink.data import preprocess as module
+from megasink.data import resume
+from megasink.data.chat import COUNTS
+from megasink.data.corpus import Corpus
+from megasink.data.encode import Encoder, EncoderSettings, parts_of, segments
+from megasink.data.merge import merge, part_of
+from megasink.data.preprocess import preprocess
+from megasink.data.writer import IndexedWriter
+from megasink.errors import ConfigError
+from tests.chats import MARKED, chat_tokenizer
+
+SUFFIXES = (".bin", ".idx", ".json")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory, sources):
+    """One of every kind of file, with lines that are no text, empty or blank."""
+    folder = tmp_path_factory.mktemp("inputs")
+    lines = [json.dumps({"text": line}) for line in sources[0].splitlines()]
+    lines[5:5] = ["", '{"text": null}', '{"text": "\\ud800"}', "  "]
+    (folder / "a.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(lines[:300]).encode()))
+    (folder / "c.txt").write_text(sources[1])
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"text": sources[2].splitlines()[:300]}), folder / "d.parquet")
+    (folder / "e.jsonl").write_text("\n".join(lines))  # no line end
+    return [str(folder)]
+
+
+def contents(prefix, suffixes=SUFFIXES):
+    return [(prefix.with_name(prefix.name + s)).read_bytes() for s in suffixes]
+
+
+def killed_after(batches, monkeypatch):
+    """Ends preprocess as a kill does, after so many batches: nothing is cleared or closed."""
+    encode = module.encode_in_order
+
+    def some(*args):
+        for number, batch in enumerate(encode(*args)):
+            if number == batches:
+                raise KeyboardInterrupt
+            yield batch
+
+    monkeypatch.setattr(module, "encode_in_order", some)
+
+
+@pytest.mark.parametrize("batches", [0, 1, 7, 20])
+def test_a_run_goes_on_from_any_place(tmp_path, folder, inputs, monkeypatch, batches):
+    monkeypatch.setattr(module, "_BATCH_DOCUMENTS", 64)
+    monkeypatch.setattr(module, "_SAVE_SECONDS", 0.0)
+    report = preprocess(Corpus(inputs), tmp_path / "whole", folder, workers=1)
+    assert report.skipped.invalid_utf8 == 3
+    with monkeypatch.context() as patch:
+        killed_after(batches, patch)
+        with pytest.raises(KeyboardInterrupt):
+            preprocess(Corpus(inputs), tmp_path / "again", folder, workers=1)
+    # What a kill leaves besides: tokens beyond the last record.
+    with (tmp_path / "again.bin.partial").open("ab") as file:
+        file.write(b"half")
+    left = resume.load(tmp_path / "again")
+    assert (left.place.documents > 0) == (batches > 0)
+    encoded = []
+    encode = Encoder.__call__
+    monkeypatch.setattr(Encoder, "__call__", lambda s, t: encoded.append(len(t)) or encode(s, t))
+    again = preprocess(Corpus(inputs), tmp_path / "again", folder, workers=1)
+    assert contents(tmp_path / "again") == contents(tmp_path / "whole")
+    assert sum(encoded) == report.documents - left.place.documents
+    assert again.skipped == report.skipped
+    names = {p.name for p in tmp_path.iterdir()}
+    assert names == {f"{name}{suffix}" for name in ("whole", "again") for suffix in SUFFIXES}
+
+
+def test_another_command_starts_over(tmp_path, folder, inputs, monkeypatch):
+    monkeypatch.setattr(module, "_SAVE_SECONDS", 0.0)
+    with monkeypatch.context() as patch:
+        killed_after(3, patch)
+        with pytest.raises(KeyboardInterrupt):
+            preprocess(Corpus(inputs), tmp_path / "out", folder, workers=1)
+    assert resume.load(tmp_path / "out").place.documents
+    other = [f"{inputs[0]}/c.txt"]
+    preprocess(Corpus(other), tmp_path / "fresh", folder, workers=1)
+    preprocess(Corpus(other), tmp_path / "out", folder, workers=1)
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+
+
+def test_after_sigkill_the_same_command_goes_on(tmp_path, inputs, capsys):
+    """The command itself, with a tokenizer that it trains, killed while it tokenizes."""
+    code = (
+        "import sys; from megasink.data import preprocess; preprocess._SAVE_SECONDS = 0.0; "
+        "preprocess._BATCH_DOCUMENTS = 8; from megasink.cli import main; "
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    options = [*inputs, "--train-tokenizer", "400", "--workers", "1", "--output"]
+    start = [sys.executable, "-c", code, "data", *options]
+    with subprocess.Popen([*start, str(tmp_path / "out")]) as run:
+        deadline = time.monotonic() + 600
+        while (left := resume.load(tmp_path / "out")) is None or not left.place.documents:
+            assert run.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(run.pid, signal.SIGKILL)
+    documents = resume.load(tmp_path / "out").place.documents
+    assert main(["data", *options, str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert f"going on after {documents:,} documents of an earlier run" in said
+    assert "trained" not in said
+    preprocess(Corpus(inputs), tmp_path / "whole", tmp_path / "out-tokenizer", workers=1)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_parts_make_the_whole(tmp_path, folder, inputs, parts):
+    preprocess(Corpus(inputs), tmp_path / "whole", folder, workers=1)
+    seen = []
+    for part in range(1, parts + 1):
+        corpus = Corpus(inputs, partition=(part, parts))
+        report = preprocess(corpus, part_of(tmp_path / "m", part, parts), folder, workers=1)
+        seen.append(report.documents)
+    assert min(seen) > 0
+    merged = merge(tmp_path / "m")
+    whole = json.loads((tmp_path / "whole.json").read_text())
+    assert contents(tmp_path / "m", SUFFIXES[:2]) == contents(tmp_path / "whole", SUFFIXES[:2])
+    examples = merged["skipped"].pop("examples"), whole["skipped"].pop("examples")
+    assert len(examples[0]) == len(examples[1]) == 3
+    assert merged == whole
+
+
+def test_parts_of_conversations(tmp_path, folder):
+    chat_tokenizer(folder, tmp_path / "tokenizer", MARKED)
+    turns = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}]
+    lines = [json.dumps({"messages": turns * (1 + n % 3)}) for n in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    sets = {None: "whole", (1, 2): "m-1-of-2", (2, 2): "m-2-of-2"}
+    for partition, name in sets.items():
+        corpus = Corpus([tmp_path / "a.jsonl"], chat=True, partition=partition)
+        preprocess(corpus, tmp_path / name, tmp_path / "tokenizer", seq_length=64, workers=1)
+    merge(tmp_path / "m")
+    suffixes = [*SUFFIXES, "_loss_mask.bin", "_loss_mask.idx"]
+    assert contents(tmp_path / "m", suffixes) == contents(tmp_path / "whole", suffixes)
+    assert set(COUNTS) <= set(json.loads((tmp_path / "m.json").read_text()))
+
+
+def test_parts_that_do_not_belong_together(tmp_path, folder, inputs):
+    lines = [f"{inputs[0]}/a.jsonl"]
+    for part, corpus in ((1, lines), (3, [f"{inputs[0]}/e.jsonl"])):
+        prefix = part_of(tmp_path / "m", part, 3)
+        preprocess(Corpus(corpus, partition=(part, 3)), prefix, folder, workers=1)
+    with pytest.raises(ConfigError, match=r"m-2-of-3: not there yet"):
+        merge(tmp_path / "m")
+    preprocess(Corpus(lines, partition=(1, 3)), tmp_path / "m-2-of-3", folder, workers=1)
+    with pytest.raises(ConfigError) as caught:
+        merge(tmp_path / "m")
+    assert len(caught.value.problems) == 2
+    assert "m-2-of-3.json does not say that this is part 2/3" in caught.value.problems[0]
+    assert "m-3-of-3 was made with another inputs than" in caught.value.problems[1]
+    assert not (tmp_path / "m.idx").exists()
+
+
+def test_what_cannot_be_divided_is_refused(inputs):
+    with pytest.raises(ConfigError, match=r"--partition 1/4: 1 of the 4 parts would have data"):
+        Corpus([f"{inputs[0]}/b.jsonl.gz"], partition=(1, 4))
+
+
+def test_every_division_of_lines_has_each_line_once(tmp_path):
+    lines = ["", "x" * 50, "y", "z" * 3, "ü" * 9, "end"]
+    texts = [line for line in lines if line]
+    (tmp_path / "a.jsonl").write_text(
+        "\n".join(json.dumps({"text": line}, ensure_ascii=False) if line else "" for line in lines)
+    )
+    (tmp_path / "b.jsonl").write_text('{"text": "after"}\n')
+    for parts in range(1, 60):
+        found = []
+        for part in range(1, parts + 1):
+            corpus = Corpus([tmp_path], partition=(part, parts))
+            for span in corpus._spans:
+                found += [text for _, text, *_ in corpus._lines(span, corpus.start) if text]
+        assert found == [*texts, "after"], parts
+
+
+def test_the_files_are_those_of_megatrons_builder(tmp_path):
+    rng = np.random.default_rng(1)
+    documents = [rng.integers(0, 60_000, length) for length in (5, 0, 1, 700)]
+    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.int32)
+    writer = IndexedWriter(tmp_path / "ours.bin", tmp_path / "lengths", "int32")
+    for document in documents:
+        builder.add_document(document, [len(document)])
+        writer.add(document[:3], [len(document[:3])], [False])
+        assert writer.sync() is None or not len(document)
+        writer.add(document[3:], [len(document[3:])])
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    writer.finish(tmp_path / "ours.idx")
+    assert contents(tmp_path / "ours", SUFFIXES[:2]) == contents(tmp_path / "theirs", SUFFIXES[:2])
+
+
+def test_tokens_are_those_with_offsets_and_of_the_whole_document(tokenizer, sources, monkeypatch):
+    encoder = Encoder(EncoderSettings(tokenizer.backend_tokenizer.to_str(), [7], [1], "uint16"))
+
+    def with_offsets(text):
+        return encoder.tokenizer.encode(text, add_special_tokens=False).ids
+
+    for text in [*sources, "ünïcode 漢字 😀 <|endoftext|>", "\n\n  \t", "", " "]:
+        assert encoder([text]).tokens.tolist() == [7, *with_offsets(text), 1]
+        with monkeypatch.context() as patch:
+            patch.setattr(segments, "__defaults__", (1000,))
+            pieces = list(segments(text))
+            parts = list(parts_of(text))
+            # A batch may hold any of them, and another batch the next.
+            encoded = [encoder([part]) for part in parts]
+        ids = [i for piece in pieces for i in with_offsets(piece)]
+        assert [i for one in encoded for i in one.tokens] == [7, *ids, 1]
+        assert [last for one in encoded for last in one.last] == [False] * (len(parts) - 1) + [True]
+        assert sum(one.text_bytes for one in encoded) == len(text.encode())
