@@ -16,6 +16,7 @@ COMMANDS = {
     "demo": "sinks form and heads collapse, with the head-balance loss and without; minutes",
     "data": "text -> tokenizer -> Megatron .bin/.idx",
     "train": "start the ranks of one node and train; every Megatron flag passes through",
+    "plan": "memory, communication and time of a training run on any number of GPUs, without one",
     "grid": "a grid of configurations and seeds from one file -> runs, a table, figures",
     "finetune": "adapt a Hugging Face model on conversations, and export it again",
     "generate": "continue a prompt with a trained model",

@@ -1,0 +1,86 @@
+"""``python -m megasink.plan.helper FOLDER``: one fork for each rank that a line of stdin asks for.
+
+Runs on the hollow GPU. A request is JSON: rank, ranks, flags. The fork writes its answer, or what
+refused it, to FOLDER/answer.json, and its exit code appears on stdout.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+from megasink import plugins
+from megasink.errors import ConfigError, UserError
+
+ANSWER, LOG = "answer.json", "log"
+_DEATH_SIGNAL = 1  # of prctl
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    answers, folder = os.dup(1), Path(sys.argv[1])
+    os.dup2(2, 1)  # what the trainer prints is for the log
+    plugins.load(sys.argv[2:])
+    _import_everything()
+    for line in sys.stdin:
+        (folder / ANSWER).unlink(missing_ok=True)
+        child = os.fork()
+        if child == 0:
+            ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+            _serve(folder / ANSWER, **json.loads(line))
+        _, status = os.waitpid(child, 0)
+        os.write(answers, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+
+
+def _serve(answer: Path, rank: int, ranks: int, flags: list[str]) -> None:
+    """Answer in this fork, and end it."""
+    from megasink.plan.rank import step_as
+
+    def write(record: dict[str, Any]) -> None:
+        answer.write_text(json.dumps(record))
+
+    code = 1
+    try:
+        step_as(rank, ranks, flags, write)
+    except ConfigError as error:
+        write({"problems": error.problems})
+        code = 0
+    except UserError as error:
+        write({"problems": [str(error)]})
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _import_everything() -> None:
+    import gc
+
+    warnings.simplefilter("ignore")
+    from megasink.process import prepare_process
+
+    prepare_process([])
+    import torch
+
+    from megasink.plan import rank  # noqa: F401
+    from megasink.train import arguments, pretrain  # noqa: F401
+
+    # torch refuses to begin in a fork, where a driver would be lost. This one has nothing to lose.
+    torch.cuda._queued_calls.clear()
+    torch.cuda.init()
+    torch.cuda._is_in_bad_fork = lambda: False  # type: ignore[attr-defined]
+    gc.collect()
+    gc.freeze()
+
+
+if __name__ == "__main__":
+    main()
