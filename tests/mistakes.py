@@ -95,6 +95,15 @@ MISTAKES = {
         TRAIN + " --pipeline-model-parallel-size 3",
         "--num-layers 2 is not divisible by --pipeline-model-parallel-size 3",
     ),
+    # plan
+    "plan-several": (
+        TRAIN.replace("train", "plan", 1).replace("--cpu ", "") + " --num-attention-heads 5 --lr -1",
+        "--hidden-size 64 is not divisible by --num-attention-heads 5",
+        "--lr -1.0 is negative",
+    ),
+    "plan-cpu": (TRAIN.replace("train", "plan", 1), "--cpu: a plan is for GPUs; drop the flag"),
+    "plan-device": ("plan --device h10", "--device 'h10' is unknown: choose a100-40gb, a100, h100"),
+    "plan-utilization": ("plan --utilization 40", "--utilization 40.0: use more than 0, and at m"),
     "train-resume-nothing": (TRAIN + " --resume", "--resume: {0}/new/run holds no run"),
     "train-into-a-file": (TRAIN + " --run-dir {0}/text.txt", "--run-dir {0}/text.txt is a file"),
     "train-into-other-things": (TRAIN + " --run-dir {0}/notes", "is not empty and holds no run"),

@@ -108,6 +108,11 @@ class Collectives(TorchDispatchMode):
         if operator not in _KINDS:
             raise NotImplementedError(f"c10d::{operator}: no entry in megasink/plan/collectives.py")
         kind, factor = _KINDS[operator]
+        if operator in ("send", "recv_"):
+            # With two stages Megatron's pipeline sends in the group of all ranks, too.
+            from megatron.core import parallel_state
+
+            group = parallel_state.get_pipeline_model_parallel_group()
         ranks = group.size()
         call = Call(self._names.get(group.group_name, "other"), ranks, kind, _purpose())
         self.calls[call] += 1

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from megasink.balance.communication import AllReduces, balance_collectives
 from megasink.plan.devices import GPU
 
 BALANCE = "head-balance loss"
@@ -189,14 +190,21 @@ def step_traffic(record: Record) -> dict[tuple[Any, ...], Counter[str]]:
     return found
 
 
-def balance_bytes(facts: Record) -> int | None:
-    """Return the bytes of the head statistics' one all-reduce of a step.
-
-    [L, 2 H + 3] float64, whatever the layout and the number of microbatches (`HeadTracker`): of
-    each layer a sum per head, whether it was routed, tokens, loss, microbatches.
-    """
-    shape = facts["balance"]
-    return 8 * int(shape["layers"] * (2 * shape["heads"] + 3))
+def balance_formula(record: Record) -> list[AllReduces]:
+    """Return the all-reduces of the head-balance loss in a step of this rank, by formula."""
+    facts = record["job"]
+    with_loss = facts["balance_coeff"] > 0
+    return balance_collectives(
+        facts["balance_scope"] if with_loss else "global",
+        layers=facts["layers"],
+        heads=facts["heads"],
+        microbatches=facts["microbatches"],
+        tensor=facts["tensor"],
+        pipeline=facts["pipeline"],
+        data=facts["data"],
+        context=facts["context"],
+        layers_here=len(record["layers"]),
+    )
 
 
 def seconds(facts: Record, gpu: GPU, utilization: float) -> float:

@@ -16,6 +16,7 @@ from megasink.plan import batches, layers, memory, parameters
 from megasink.plan.collectives import Collectives, group_names
 from megasink.plan.experts import share_tokens_equally
 
+_NEVER = 1 << 40
 Write = Callable[[dict[str, Any]], None]
 
 
@@ -37,6 +38,7 @@ def step_as(rank: int, ranks: int, flags: Sequence[str], write: Write) -> None:
     # Nothing is read but a base for adapters, and nothing written.
     args.save = args.load = args.tensorboard_dir = args.wandb_project = None
     args.eval_iters, args.num_workers, args.async_save = 0, 0, False
+    args.log_interval = _NEVER  # an ordinary step: those that are logged send more
     share_tokens_equally()
     with _stepping(args, write), starting(args, identity) as store:
         pretrain.train(args, store)
@@ -60,17 +62,21 @@ def _stepping(args: Namespace, write: Write) -> Iterator[None]:
     few, every = few_microbatches(args), _microbatches(args)
     plan = (few, few, min(2 * few, every))
 
+    # From the beginning of a step to that of the next: what the loop does between them belongs to it.
+    recording = contextlib.ExitStack()
+
     def train_step(*arguments: Any, **options: Any) -> Any:
-        models, optimizer = arguments[2], arguments[3]
+        recording.close()
         if len(steps) == len(plan):
+            models, optimizer = arguments[2], arguments[3]
             write(_record(args, models, optimizer, steps[1:], every))
             os._exit(0)
-        _set_microbatches(args, plan[len(steps)])
-        with _recorded(schedules) as found, Collectives() as calls:
-            result = inner(*arguments, **options)
+        microbatches = plan[len(steps)]
+        steps.append({"microbatches": microbatches})
+        recording.enter_context(_recorded(steps[-1], schedules))
+        _set_microbatches(args, microbatches)
+        result = inner(*arguments, **options)
         _set_microbatches(args, every)  # the training loop refuses fewer
-        found |= {"microbatches": plan[len(steps)], "calls": calls.table()}
-        steps.append(found)
         return result
 
     training.train_step = train_step
@@ -91,8 +97,8 @@ def _set_microbatches(args: Namespace, number: int) -> None:
 
 
 @contextlib.contextmanager
-def _recorded(schedules: Any) -> Iterator[dict[str, Any]]:
-    """Record the memory of a step in the yielded dict."""
+def _recorded(found: dict[str, Any], schedules: Any) -> Iterator[None]:
+    """Record the memory and the calls of a step in `found`."""
     import torch
 
     schedule, originals = memory.Schedule(), (schedules.forward_step, schedules.backward_step)
@@ -107,16 +113,15 @@ def _recorded(schedules: Any) -> Iterator[dict[str, Any]]:
         return run
 
     torch.cuda.reset_peak_memory_stats()
-    found: dict[str, Any] = {"before": memory.allocated()}
+    found["before"] = memory.allocated()
     schedules.forward_step, schedules.backward_step = (
         watched(inner, forward) for inner, forward in zip(originals, (True, False), strict=True)
     )
-    try:
-        yield found
-    finally:
-        schedules.forward_step, schedules.backward_step = originals
+    with Collectives() as calls:
+        yield
+    schedules.forward_step, schedules.backward_step = originals
     found |= {"peak": memory.allocated("peak"), "reserved": memory.reserved()}
-    found |= schedule.held()
+    found |= schedule.held() | {"calls": calls.table()}
 
 
 def _record(
@@ -163,20 +168,14 @@ def _record(
             "flops": num_floating_point_operations(args, args.global_batch_size),
             "packed": bool(args.dataloader_inter_document_masking),
             "attention_kernel": choices[args.attention_variant].name if softmax else "",
-            "balance": _balance(args),
+            "layers": args.num_layers,
+            "heads": args.num_attention_heads,
+            "balance_scope": args.head_balance_scope,
+            "balance_coeff": args.head_balance_coeff,
             "kernels": {title: str(choice) for title, choice in choices.items()},
             "fused": fused.describe(),
             "stages": stages(config, args),
         },
-    }
-
-
-def _balance(args: Namespace) -> dict[str, Any]:
-    return {
-        "layers": args.num_layers,
-        "heads": args.num_attention_heads,
-        "scope": args.head_balance_scope,
-        "coeff": args.head_balance_coeff,
     }
 
 

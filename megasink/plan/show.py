@@ -1,6 +1,7 @@
 """The tables of ``megasink plan``, and the same numbers for JSON."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
@@ -41,7 +42,11 @@ def as_json(
         "parameters": job.parameters(records),
         "stages": [asdict(stage) for stage in job.memory(records)],
         "communication": [asdict(row) for row in job.communication(records)],
-        "balance_bytes_by_formula": job.balance_bytes(facts),
+        "balance_by_formula": [
+            {"rank": record["rank"], **asdict(kind)}
+            for record in records
+            for kind in job.balance_formula(record)
+        ],
         "layers": [layer for record in records for layer in record["layers"]],
         "what_if": {
             title: other if isinstance(other, str) else asdict(job.stage_of(other))
@@ -66,12 +71,9 @@ def show(
     if others:
         console.print(_what_if(others, records, facts))
     console.print(_communication(job.communication(records)))
-    formula = job.balance_bytes(facts)
-    console.print(
-        f"head-balance loss by formula: {formula:,} bytes in 1 all-reduce per step of "
-        "8 x layers x (2 x heads + 3), for any number of microbatches\n",
-        highlight=False,
-    )
+    for line in _balance(records):
+        console.print(line, highlight=False)
+    console.print()
     console.print(_layers(records))
     for title, choice in facts["kernels"].items():
         console.print(f"attention: {title} on {choice}", highlight=False, markup=False)
@@ -134,7 +136,8 @@ def _memory(stages: Sequence[Stage], gpu: GPU) -> Table:
 
 def _say_memory(console: Console, stages: Sequence[Stage], facts: Record, device: str) -> None:
     full = max(stages, key=lambda stage: stage.memory["peak"])
-    unit = "microbatches of a virtual stage" if facts["virtual"] > 1 else "microbatches"
+    unit = "microbatch" if full.in_flight == 1 else "microbatches"
+    unit += " of a virtual stage" if facts["virtual"] > 1 else ""
     stepped = [str(stage.rank) for stage in stages if stage.rank is not None]
     between = "; stages in parentheses are interpolated" if len(stepped) < len(stages) else ""
     fits = max(stage.memory["reserved"] for stage in stages) <= DEVICES[device].gib * _GIB
@@ -187,6 +190,22 @@ def _communication(rows: Sequence[job.Traffic]) -> Table:
             _bytes(row.sent),
         )
     return table
+
+
+def _balance(records: Sequence[Record]) -> Iterator[str]:
+    """Yield what the formula of docs/scale.md says of the head-balance loss of the first rank."""
+    counted: Counter[str] = Counter()
+    for (_, _, _, purpose), sums in job.step_traffic(records[0]).items():
+        if purpose == job.BALANCE:
+            counted.update(sums)
+    formula = job.balance_formula(records[0])
+    calls, size = sum(kind.count for kind in formula), sum(kind.bytes for kind in formula)
+    same = (calls, size) == (counted["calls"], counted["messages"])
+    yield (
+        f"head-balance loss by formula (docs/scale.md): {calls:,} calls, {size:,} bytes on rank "
+        f"{records[0]['rank']}; counted: {'the same' if same else ''}"
+        + ("" if same else f"{counted['calls']:,} calls, {counted['messages']:,} bytes")
+    )
 
 
 def _layers(records: Sequence[Record]) -> Table:
