@@ -27,7 +27,7 @@ def main() -> None:
     answers, folder = os.dup(1), Path(sys.argv[1])
     os.dup2(2, 1)  # what the trainer prints is for the log
     plugins.load(sys.argv[2:])
-    _import_everything()
+    import_everything()
     for line in sys.stdin:
         (folder / ANSWER).unlink(missing_ok=True)
         child = os.fork()
@@ -62,20 +62,50 @@ def _serve(answer: Path, rank: int, ranks: int, flags: list[str]) -> None:
         os._exit(code)
 
 
-def _import_everything() -> None:
+def import_everything() -> None:
+    """Import and start what a rank needs, so that its fork has it: Megatron, CUDA, known texts."""
     import gc
 
     warnings.simplefilter("ignore")
     from megasink.process import prepare_process
 
     prepare_process([])
+    import megatron.core.tokenizers.text.libraries
+    import megatron.training.ft_integration  # noqa: F401
     import torch
+    from megatron.training.argument_utils import ArgumentGroupFactory
+    from triton.runtime.cache import triton_key
 
+    from megasink.checkpoint import model  # noqa: F401
+    from megasink.parser import parse_apart
     from megasink.plan import rank  # noqa: F401
-    from megasink.train import arguments, pretrain  # noqa: F401
+    from megasink.train import (  # noqa: F401
+        arguments,
+        checkpoint_writer,
+        dataset,
+        evaluation,
+        foreign,
+        forward,
+        keep_checkpoints,
+        live_analysis,
+        observer,
+        optimizer,
+        pretrain,
+    )
+    from megasink.upstream.table import TABLE
 
+    # What would take most of the time of each fork.
+    texts = ArgumentGroupFactory._get_field_docstrings
+    known: dict[type, dict[str, str]] = {}
+    ArgumentGroupFactory._get_field_docstrings = lambda self, options: (
+        known.get(options) or known.setdefault(options, texts(self, options))
+    )
+    parse_apart([])
+    for patch in TABLE:
+        patch.where()
+    triton_key()
     # torch refuses to begin in a fork, where a driver would be lost. This one has nothing to lose.
-    torch.cuda._queued_calls.clear()
+    torch.cuda._queued_calls.clear()  # which ask what the device is; forks may choose it
     torch.cuda.init()
     torch.cuda._is_in_bad_fork = lambda: False  # type: ignore[attr-defined]
     gc.collect()

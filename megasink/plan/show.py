@@ -64,17 +64,21 @@ def show(
     """Print the tables."""
     console, facts, gpu = Console(), records[0]["job"], DEVICES[device]
     _say_job(console, facts, device, utilization)
+    console.print()
     console.print(_parameters(job.parameters(records)))
     stages = job.memory(records)
+    console.print()
     console.print(_memory(stages, gpu))
     _say_memory(console, stages, facts, device)
     if others:
-        console.print(_what_if(others, records, facts))
+        console.print(_what_if(others, records))
+        console.print()
     console.print(_communication(job.communication(records)))
     for line in _balance(records):
         console.print(line, highlight=False)
     console.print()
     console.print(_layers(records))
+    console.print()
     for title, choice in facts["kernels"].items():
         console.print(f"attention: {title} on {choice}", highlight=False, markup=False)
     console.print(facts["fused"], highlight=False, markup=False)
@@ -104,7 +108,7 @@ def _say_job(console: Console, facts: Record, device: str, utilization: float) -
             f"FLOPs: {hours:,.1f} hours, {hours * facts['ranks']:,.0f} GPU hours"
         )
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False)
 
 
 def _parameters(components: Mapping[str, int]) -> Table:
@@ -146,13 +150,10 @@ def _say_memory(console: Console, stages: Sequence[Stage], facts: Record, device
         f"NCCL take 1 to 3 more. Activations of stage {full.stage}: {full.in_flight} {unit} of "
         f"{_gib(full.per_microbatch)} GiB.\nBuilt and stepped: rank {', '.join(stepped)}{between}.\n",
         highlight=False,
-        soft_wrap=True,
     )
 
 
-def _what_if(
-    others: Mapping[str, Record | str], records: Sequence[Record], facts: Record
-) -> Table:
+def _what_if(others: Mapping[str, Record | str], records: Sequence[Record]) -> Table:
     """Return a table of the fullest rank under other options."""
     by_rank = {record["rank"]: record for record in records}
     stepped = [other for other in others.values() if not isinstance(other, str)]
@@ -202,9 +203,9 @@ def _balance(records: Sequence[Record]) -> Iterator[str]:
     calls, size = sum(kind.count for kind in formula), sum(kind.bytes for kind in formula)
     same = (calls, size) == (counted["calls"], counted["messages"])
     yield (
-        f"head-balance loss by formula (docs/scale.md): {calls:,} calls, {size:,} bytes on rank "
-        f"{records[0]['rank']}; counted: {'the same' if same else ''}"
-        + ("" if same else f"{counted['calls']:,} calls, {counted['messages']:,} bytes")
+        f"head-balance loss on rank {records[0]['rank']} by formula (docs/scale.md): {calls:,} x "
+        f"all-reduce, {size:,} bytes; counted: "
+        + ("the same" if same else f"{counted['calls']:,}, {counted['messages']:,} bytes")
     )
 
 
