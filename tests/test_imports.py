@@ -26,8 +26,8 @@ MEGATRON = (
     "megasink.balance.reduce",
     "megasink.plan",
 )
-# Nothing imports the trainer but itself, grids and plans of runs, and the commands, which are the entry
-# points.
+# Nothing imports the trainer but itself, grids and plans of runs, and the commands, which are the
+# entry points.
 TRAIN = ("megasink.train", "megasink.grid", "megasink.plan", "megasink.commands")
 # What a room may import beside the standard library and itself.
 ALLOWED = {

@@ -107,7 +107,7 @@ def balance_collectives(
     by_microbatch = AllReduces(
         "gates, tokens and targets of a layer in a microbatch, [H + 2] float32",
         ranks[scope],
-        microbatches * layers_here,
+        microbatches * here,
         _FP32 * (heads + 2),
         "backward",
     )

@@ -122,8 +122,7 @@ class Collectives(TorchDispatchMode):
     def table(self) -> list[dict[str, Any]]:
         """Return a row for each `Call`, with calls, messages and sent."""
         return [
-            asdict(call)
-            | {"calls": n, "messages": self.messages[call], "sent": self.sent[call]}
+            asdict(call) | {"calls": n, "messages": self.messages[call], "sent": self.sent[call]}
             for call, n in self.calls.items()
         ]
 

@@ -18,13 +18,16 @@ def share_tokens_equally() -> None:
 
     def copied(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
         tokens_per_expert = inner(self, point, tokens_per_expert)
-        if point != self.cuda_dtoh_point:
-            return tokens_per_expert
+        if self.drop_and_pad or point != self.cuda_dtoh_point:
+            return tokens_per_expert  # with padding the host knows the sizes
+        self.num_out_tokens = self.routing_map.shape[0] * self.config.moe_router_topk
         of_expert = self.num_out_tokens // self.num_experts  # from each rank
         ranks, local = self.ep_size * self.tp_size, self.num_local_experts
-        self.input_splits[:] = self.output_splits[:] = of_expert * local
-        self.output_splits_tp[:] = of_expert * local * self.ep_size
-        self.num_global_tokens_per_local_expert[:] = of_expert
+        if ranks > 1:
+            self.input_splits[:] = self.output_splits[:] = of_expert * local
+            self.output_splits_tp[:] = of_expert * local * self.ep_size
+        if local > 1:
+            self.num_global_tokens_per_local_expert[:] = of_expert
         tokens_per_expert[:] = of_expert * ranks
         return tokens_per_expert
 

@@ -107,7 +107,7 @@ def import_everything() -> None:
     # torch refuses to begin in a fork, where a driver would be lost. This one has nothing to lose.
     torch.cuda._queued_calls.clear()  # which ask what the device is; forks may choose it
     torch.cuda.init()
-    torch.cuda._is_in_bad_fork = lambda: False  # type: ignore[attr-defined]
+    torch.cuda._is_in_bad_fork = lambda: False
     gc.collect()
     gc.freeze()
 

@@ -12,6 +12,7 @@ from megasink.plan.devices import GPU
 BALANCE = "head-balance loss"
 _SUMS = ("calls", "messages", "sent")
 Record = Mapping[str, Any]
+Key = tuple[str, int, str, str]
 
 
 @dataclass(frozen=True)
@@ -164,30 +165,31 @@ def communication(records: Sequence[Record]) -> list[Traffic]:
 
     What a step sends by microbatch is the difference of two steps that were stepped.
     """
-    most: dict[tuple[Any, ...], Traffic] = {}
+    most: dict[Key, Traffic] = {}
     for record in records:
         for what, sums in step_traffic(record).items():
-            row = Traffic(*what, record["stage"], *(sums[name] for name in _SUMS))
+            row = Traffic(*what, stage=record["stage"], **{name: sums[name] for name in _SUMS})
             if what not in most or row.messages > most[what].messages:
                 most[what] = row
     return sorted(most.values(), key=lambda row: (row.purpose != BALANCE, -row.sent, -row.messages))
 
 
-def step_traffic(record: Record) -> dict[tuple[Any, ...], Counter[str]]:
+def step_traffic(record: Record) -> dict[Key, Counter[str]]:
     """Return {(group, ranks, kind, purpose): sums} of a rank's whole step."""
     few, many = record["steps"]
     every = record["job"]["microbatches"]
     more = many["microbatches"] - few["microbatches"]
     times = (every - few["microbatches"]) / more if more else 0.0
-    tables = [
-        {(c["group"], c["ranks"], c["kind"], c["purpose"]): c for c in step["calls"]}
-        for step in (few, many)
-    ]
-    found = {}
+    tables = [{_key(call): call for call in step["calls"]} for step in (few, many)]
+    found: dict[Key, Counter[str]] = {}
     for what in {**tables[0], **tables[1]}:
         a, b = (table.get(what, dict.fromkeys(_SUMS, 0)) for table in tables)
         found[what] = Counter({n: round(a[n] + times * (b[n] - a[n])) for n in _SUMS})
     return found
+
+
+def _key(call: Mapping[str, Any]) -> Key:
+    return call["group"], call["ranks"], call["kind"], call["purpose"]
 
 
 def balance_formula(record: Record) -> list[AllReduces]:

@@ -1,6 +1,6 @@
 """Memory of a rank by part, as the caching allocator of the hollow GPU sees it."""
 
-from collections.abc import Sequence, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 

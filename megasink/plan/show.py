@@ -17,9 +17,9 @@ _GIB = 2**30
 _PARTS = {
     "parameters": "weights",
     "gradients": "grads",
-    "optimizer": "optimizer",
-    "buffers": "buffers",
-    "activations": "activations",
+    "optimizer": "optim.",
+    "buffers": "other",
+    "activations": "activ.",
     "working": "working",
     "peak": "peak",
     "reserved": "reserved",
@@ -125,10 +125,10 @@ def _parameters(components: Mapping[str, int]) -> Table:
 def _memory(stages: Sequence[Stage], gpu: GPU) -> Table:
     table = _table("memory of a rank, GiB")
     table.add_column("stage")
-    table.add_column("layers")
+    table.add_column("layers", no_wrap=True)
     for title in _PARTS.values():
         table.add_column(title, justify="right", style="bold" if title == "peak" else None)
-    table.add_column("of GPU", justify="right")
+    table.add_column("GPU", justify="right")
     for stage in stages:
         sizes = [_gib(stage.memory[part]) for part in _PARTS]
         share = stage.memory["reserved"] / _GIB / gpu.gib
