@@ -87,8 +87,9 @@ def balance_collectives(
     Raises:
         ValueError: unknown scope, or layers not divisible by the stages.
     """
-    if layers % pipeline:
-        raise ValueError(f"{layers} layers cannot be shared equally by {pipeline} pipeline stages")
+    if layers_here is None and layers % pipeline:
+        raise ValueError(f"{layers} layers cannot be shared equally by {pipeline} stages")
+    here = layers // pipeline if layers_here is None else layers_here
     ranks = {
         "global": 1,
         "data-parallel": tensor * context * data,

@@ -168,7 +168,8 @@ def communication(records: Sequence[Record]) -> list[Traffic]:
     most: dict[Key, Traffic] = {}
     for record in records:
         for what, sums in step_traffic(record).items():
-            row = Traffic(*what, stage=record["stage"], **{name: sums[name] for name in _SUMS})
+            calls, messages, sent = (sums[name] for name in _SUMS)
+            row = Traffic(*what, record["stage"], calls, messages, sent)
             if what not in most or row.messages > most[what].messages:
                 most[what] = row
     return sorted(most.values(), key=lambda row: (row.purpose != BALANCE, -row.sent, -row.messages))

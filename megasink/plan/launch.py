@@ -35,23 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     bytes are those of the real host code. Kernels do not run, so the time is only that of the
     FLOPs at --utilization.
     """
-    parser = _parser()
-    read = Reading(parser, sys.argv[1:] if argv is None else argv)
-    args, flags = read.namespace, read.unknown
-    if args.help:
-        parser.print_help()
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(argv):
+        _parser().print_help()
         return 0
-    problems = list(read.problems)
-    if args.ranks is not None and args.ranks < 1:
-        problems.append(f"--ranks {args.ranks}: use 1 or more")
-    if not 0 < args.utilization <= 1:
-        problems.append(f"--utilization {args.utilization}: use more than 0, and at most 1")
-    if args.resume:
-        problems.append("--resume: a plan takes all flags of the run, without --resume")
-    if "--cpu" in flags:
-        problems.append("--cpu: a plan is for GPUs; drop the flag")
-    if problems:
-        raise ConfigError(problems)
+    args, flags = read_line(argv)
     options = early.read(flags)
     early.refuse(options, args.ranks)
     ranks = early.replica_ranks(options) if args.ranks is None else args.ranks
@@ -65,6 +53,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         show(records, others, args.device, args.utilization)
     return 0
+
+
+def read_line(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the plan's own options, and the flags of training.
+
+    Raises:
+        ConfigError: Of its own options; with every problem.
+    """
+    read = Reading(_parser(), argv)
+    args, problems = read.namespace, list(read.problems)
+    if read.problems:
+        raise ConfigError(problems)
+    if args.ranks is not None and args.ranks < 1:
+        problems.append(f"--ranks {args.ranks}: use 1 or more")
+    if not 0 < args.utilization <= 1:
+        problems.append(f"--utilization {args.utilization}: use more than 0, and at most 1")
+    if args.resume:
+        problems.append("--resume: a plan takes all flags of the run, without --resume")
+    if "--cpu" in read.unknown:
+        problems.append("--cpu: a plan is for GPUs; drop the flag")
+    if problems:
+        raise ConfigError(problems)
+    return args, read.unknown
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -62,7 +62,7 @@ def _stepping(args: Namespace, write: Write) -> Iterator[None]:
     few, every = few_microbatches(args), _microbatches(args)
     plan = (few, few, min(2 * few, every))
 
-    # From the beginning of a step to that of the next: what the loop does between them belongs to it.
+    # From the beginning of a step to that of the next: what the loop does in between belongs to it.
     recording = contextlib.ExitStack()
 
     def train_step(*arguments: Any, **options: Any) -> Any:

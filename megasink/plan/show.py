@@ -148,7 +148,8 @@ def _say_memory(console: Console, stages: Sequence[Stage], facts: Record, device
     console.print(
         f"{'fits' if fits else 'DOES NOT FIT'} in {DEVICES[device].gib:.0f} GiB, of which CUDA and "
         f"NCCL take 1 to 3 more. Activations of stage {full.stage}: {full.in_flight} {unit} of "
-        f"{_gib(full.per_microbatch)} GiB.\nBuilt and stepped: rank {', '.join(stepped)}{between}.\n",
+        f"{_gib(full.per_microbatch)} GiB.\n"
+        f"Built and stepped: rank {', '.join(stepped)}{between}.\n",
         highlight=False,
     )
 

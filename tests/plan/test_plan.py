@@ -9,6 +9,8 @@ import pytest
 from megasink.errors import ConfigError
 from megasink.plan import job, launch
 from megasink.plan.alternatives import alternatives
+from megasink.train import early
+from tests.documented import calls
 from tests.train.command_lines import MOCK
 
 FACTS = {"pipeline": 4, "virtual": 1, "microbatches": 8}
@@ -97,6 +99,14 @@ def test_all_problems_are_told_before_anything_starts(monkeypatch):
     with pytest.raises(ConfigError) as error:
         launch.main(["--ranks", "0", "--utilization", "2", "--resume", "--cpu", *MOCK])
     assert len(error.value.problems) == 4
+
+
+def test_the_lines_of_the_docs_are_accepted():
+    lines = [call.words for call in calls() if call.words[:1] == ["plan"]]
+    assert lines
+    for _, *words in lines:
+        args, flags = launch.read_line(words)
+        early.refuse(early.read(flags), args.ranks)
 
 
 def test_a_refused_line_costs_no_import_of_torch():
