@@ -1,12 +1,14 @@
 """The plan of a run, against other ways to know: a closed form of the parameters, a model built on
 the CPU, every stage and microbatch stepped, NCCL's own calls, the formula of the balance loss."""
 
+import re
 import shlex
 from collections import Counter
 
 import pytest
 
 from megasink.plan import job
+from tests.distributed.layout import SINGLE
 
 MODEL = (
     "--hidden-size 256 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256 "
@@ -78,10 +80,15 @@ def closed_form(variant, groups=8, layers=4, experts=0, untied=False):
     ],
     ids=["vanilla", "sink-TP", "headwise-PP", "elementwise-TP", "experts-PP-EP", "TP-above-groups"],
 )
-def test_parameters_are_exact_in_every_layout(gpu, text, ranks, wanted):
+def test_parameters_are_exact_in_every_layout(gpu, pool, text, ranks, wanted):
     found = job.parameters(records_of(gpu, text, ranks))
     options = {"variant": "sink", "untied": UNTIED in text} | wanted
     assert {name: number for name, number in found.items() if number} == closed_form(**options)
+    whole = re.sub(r"--(sequence-parallel|[\w-]+-parallel-size \d+)", "", text)
+    (built,) = pool.run(
+        "tests.plan.tasks:number_of_parameters", SINGLE, flags=flags_of(whole, 4, 32)
+    )
+    assert sum(found.values()) == built
 
 
 def test_a_stage_in_between_is_as_if_it_was_stepped(gpu):
