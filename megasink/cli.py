@@ -18,6 +18,7 @@ COMMANDS = {
     "merge-data": "the parts of a data set that several machines made -> one",
     "train": "start the ranks of one node and train; every Megatron flag passes through",
     "recipes": "list the recipes of train --recipe, or show the flags of one, or of a run",
+    "plan": "memory, communication and time of a training run on any number of GPUs, without one",
     "grid": "a grid of configurations and seeds from one file -> runs, a table, figures",
     "finetune": "adapt a Hugging Face model on conversations, and export it again",
     "generate": "continue a prompt with a trained model",
@@ -34,8 +35,7 @@ COMMANDS = {
     "info": "versions, platform, attention kernels and patches",
 }
 # These use no variant, metric or conversion target.
-WITHOUT_PLUGINS = ("demo", "data", "recipes")
-WITHOUT_PLUGINS = ("demo", "data", "merge-data")
+WITHOUT_PLUGINS = ("demo", "data", "merge-data", "recipes")
 
 
 def main_of(command: str) -> Callable[[Sequence[str]], int]:

@@ -9,6 +9,7 @@ TRAIN = (
     "--seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --train-iters 4 --lr 1e-3 "
     "--data-path {0}/tokens --tokenizer-model {0}/llama"
 )
+PLAN = TRAIN.replace("train", "plan", 1)
 ANALYZE = "analyze {0}/llama --data {0}/text.txt --output {0}/new/out --device cpu --seq-length 24"
 
 MISTAKES = {
@@ -101,6 +102,16 @@ MISTAKES = {
         TRAIN + " --pipeline-model-parallel-size 3",
         "--num-layers 2 is not divisible by --pipeline-model-parallel-size 3",
     ),
+    # plan
+    "plan-several": (
+        TRAIN.replace("train", "plan", 1).replace("--cpu ", "")
+        + " --num-attention-heads 5 --lr -1",
+        "--hidden-size 64 is not divisible by --num-attention-heads 5",
+        "--lr -1.0 is negative",
+    ),
+    "plan-cpu": (PLAN, "--cpu: a plan is for GPUs; drop the flag"),
+    "plan-device": ("plan --device h10", "--device 'h10' is unknown: choose a100-40gb, a100, h100"),
+    "plan-utilization": ("plan --utilization 40", "--utilization 40.0: use more than 0, and at m"),
     "train-resume-nothing": (TRAIN + " --resume", "--resume: {0}/new/run holds no run"),
     "train-into-a-file": (TRAIN + " --run-dir {0}/text.txt", "--run-dir {0}/text.txt is a file"),
     "train-into-other-things": (TRAIN + " --run-dir {0}/notes", "is not empty and holds no run"),

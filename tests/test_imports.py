@@ -24,10 +24,11 @@ MEGATRON = (
     "megasink.convert",
     "megasink.probe",
     "megasink.balance.reduce",
+    "megasink.plan",
 )
-# Nothing imports the trainer but itself, grids of runs, and the commands, which are the entry
-# points.
-TRAIN = ("megasink.train", "megasink.grid", "megasink.commands")
+# Nothing imports the trainer but itself, grids and plans of runs, and the commands, which are the
+# entry points.
+TRAIN = ("megasink.train", "megasink.grid", "megasink.plan", "megasink.commands")
 # What a room may import beside the standard library and itself.
 ALLOWED = {
     "megasink.attention": {"torch", "triton", "megasink.errors", "megasink.definitions"},

@@ -88,11 +88,10 @@ def _compiler() -> str:
 @functools.cache
 def _headers() -> Path:
     """Return the folder of the CUDA runtime's headers of torch's major release."""
-    import torch
-
-    if torch.version.cuda is None:
-        raise UserError(f"the hollow GPU needs a CUDA build of torch; {torch.__version__} is none")
-    major = torch.version.cuda.split(".")[0]
+    release = _cuda_of_torch()
+    if release is None:
+        raise UserError("the hollow GPU needs a CUDA build of torch, and the one here is none")
+    major = release.split(".")[0]
     places = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include")]
     wheels = {"nvidia": f"cu{major}/include", "triton": "backends/nvidia/include"}
     for package, inside in wheels.items():
@@ -109,6 +108,16 @@ def _headers() -> Path:
         f"the hollow GPU needs the headers of the CUDA {major} runtime ({', '.join(_NEEDED)}); "
         f"they are not all in {' or '.join(map(str, places))}: pip install triton, or set CUDA_HOME"
     )
+
+
+def _cuda_of_torch() -> str | None:
+    """Return the CUDA release that torch is built for, without the seconds of its import."""
+    spec = importlib.util.find_spec("torch")
+    for place in (spec and spec.submodule_search_locations) or ():
+        text = Path(place, "version.py").read_text()
+        if found := re.search(r"^cuda\b[^=]*= *['\"]([\d.]+)", text, re.M):
+            return found[1]
+    return None
 
 
 def _cache() -> Path:

@@ -43,10 +43,11 @@ def pretrain(argv: Sequence[str]) -> None:
     if args.rank == 0:
         print(platform.describe(), flush=True)
     with starting(args, identity) as store:
-        _train(args, store)
+        train(args, store)
 
 
-def _train(args: Namespace, store: Any) -> None:
+def train(args: Namespace, store: Any) -> None:
+    """Train with validated arguments, and close the process groups."""
     import torch
     from megatron.training.global_vars import set_global_variables
 
@@ -86,14 +87,13 @@ def _run(args: Namespace, store: Any) -> None:
     from megatron.training import pretrain as megatron_pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megasink.attention import choose_backend, choose_gate_kernels
     from megasink.checkpoint.model import model_config
     from megasink.checkpoint.without_code import loading_without_code
     from megasink.report.curves import draw_run
     from megasink.train.arguments import refusals_of_megatron
     from megasink.train.checkpoint_writer import checkpoint_helpers
     from megasink.train.checks import chat
-    from megasink.train.checks.attention import attention_request
+    from megasink.train.checks.attention import kernel_choices
     from megasink.train.dataset import datasets_provider
     from megasink.train.evaluation import comparable_evaluations
     from megasink.train.foreign import accepting_megatrons_checkpoints
@@ -111,11 +111,8 @@ def _run(args: Namespace, store: Any) -> None:
     if args.rank == 0 and args.attention_similarity != "softmax":
         print(f"attention: {args.attention_similarity} similarity, in chunks of rows", flush=True)
     elif args.rank == 0:
-        chosen = {args.attention_variant: choose_backend, "gates around it": choose_gate_kernels}
-        for title, choose in chosen.items():
-            choice = choose(attention_request(args), args.attention_kernel)
-            others = "; ".join(f"not {name}: {why}" for name, why in choice.reasons.items())
-            print(f"attention: {title} on {choice.name} ({others})", flush=True)
+        for title, choice in kernel_choices(args).items():
+            print(f"attention: {title} on {choice}", flush=True)
     if args.rank == 0 and args.chat_data:
         print(chat.description(), flush=True)
     with refusals_of_megatron():

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.training import get_args
 from torch import Tensor
 
@@ -17,25 +16,6 @@ from megasink.train import dataset, forward
 
 DOCUMENTS = 4
 """Documents of each sample."""
-
-
-def say_balanced_experts() -> None:
-    """The router sends as many tokens to one expert as to the next, on every rank."""
-    inner = MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize
-
-    def copied(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
-        tokens_per_expert = inner(self, point, tokens_per_expert)
-        if point != self.cuda_dtoh_point:
-            return tokens_per_expert
-        of_expert = self.num_out_tokens // self.num_experts  # from each rank
-        ranks, local = self.ep_size * self.tp_size, self.num_local_experts
-        self.input_splits[:] = self.output_splits[:] = of_expert * local
-        self.output_splits_tp[:] = of_expert * local * self.ep_size
-        self.num_global_tokens_per_local_expert[:] = of_expert
-        tokens_per_expert[:] = of_expert * ranks
-        return tokens_per_expert
-
-    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = copied
 
 
 def say_documents() -> None:

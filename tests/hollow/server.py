@@ -12,15 +12,16 @@ import os
 import signal
 import sys
 import traceback
-import warnings
 from pathlib import Path
 from typing import Any
+
+from megasink.plan.helper import import_everything
 
 _DEATH_SIGNAL = 1  # of prctl
 
 
 def serve(folder: Path, answers: int) -> None:
-    _import_everything()
+    import_everything()
     for line in sys.stdin:
         (folder / "result").unlink(missing_ok=True)
         os.ftruncate(2, 0)
@@ -43,58 +44,9 @@ def serve(folder: Path, answers: int) -> None:
 
 
 def _run(result: Path, task: str, arguments: dict[str, Any]) -> None:
-    import torch
-
-    torch.cuda._is_in_bad_fork = lambda: False
     module, function = task.split(":")
     found = getattr(importlib.import_module(f"tests.hollow.{module}"), function)(**arguments)
     result.write_text(json.dumps(found))
-
-
-def _import_everything() -> None:
-    import gc
-
-    warnings.simplefilter("ignore")
-    from megasink.process import prepare_process
-
-    prepare_process([])
-    import megatron.core.tokenizers.text.libraries
-    import megatron.training.ft_integration  # noqa: F401
-    import torch
-    from megatron.training.argument_utils import ArgumentGroupFactory
-
-    from megasink.checkpoint import model  # noqa: F401
-    from megasink.hollow import events, world  # noqa: F401
-    from megasink.parser import parse_apart
-    from megasink.train import (  # noqa: F401
-        arguments,
-        checkpoint_writer,
-        dataset,
-        evaluation,
-        foreign,
-        forward,
-        keep_checkpoints,
-        live_analysis,
-        observer,
-        optimizer,
-        pretrain,
-    )
-    from megasink.upstream.table import TABLE
-
-    # What would take most of the time of each fork.
-    texts = ArgumentGroupFactory._get_field_docstrings
-    known: dict[type, dict[str, str]] = {}
-    ArgumentGroupFactory._get_field_docstrings = lambda self, options: (
-        known.get(options) or known.setdefault(options, texts(self, options))
-    )
-    parse_apart([])
-    for patch in TABLE:
-        patch.where()
-    # torch refuses to begin in a fork, where a driver would be lost. This one has nothing to lose.
-    torch.cuda._queued_calls.clear()  # which ask what the device is; tasks choose it
-    torch.cuda.init()
-    gc.collect()
-    gc.freeze()
 
 
 if __name__ == "__main__":

@@ -51,6 +51,10 @@ def test_a_rank_of_many(gpu, rank):
     ]
 
 
+def test_the_release_of_cuda_is_that_of_torch():
+    assert build._cuda_of_torch() == torch.version.cuda
+
+
 def test_every_missing_part_is_named(monkeypatch):
     for function in (build._compiler, build._headers):
         function.cache_clear()
@@ -59,11 +63,11 @@ def test_every_missing_part_is_named(monkeypatch):
         assert "no-such-compiler is not there" in str(hollow.missing())
     build._compiler.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(torch.version, "cuda", None)
+        patch.setattr(build, "_cuda_of_torch", lambda: None)
         assert "needs a CUDA build of torch" in str(hollow.missing())
     build._headers.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(torch.version, "cuda", "99.1")
+        patch.setattr(build, "_cuda_of_torch", lambda: "99.1")
         assert "headers of the CUDA 99 runtime" in str(hollow.missing())
     build._headers.cache_clear()
 

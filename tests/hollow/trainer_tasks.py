@@ -18,8 +18,9 @@ from megatron.training import get_args, training
 from megasink.hollow.events import Event, Recording
 from megasink.hollow.process import Device
 from megasink.hollow.world import be_rank
+from megasink.plan.experts import share_tokens_equally
 from megasink.train import pretrain
-from tests.hollow.answers import say_balanced_experts, say_documents
+from tests.hollow.answers import say_documents
 from tests.hollow.given import watch_rows
 
 RECORDED = 2
@@ -41,7 +42,7 @@ def step(
     os.environ |= Device(**device or {}).variables()
     be_rank(rank, ranks)
     if "alltoall" in flags:
-        say_balanced_experts()
+        share_tokens_equally()
     if "--dataloader-inter-document-masking" in flags and "--tensor-model-parallel-size" in flags:
         say_documents()
     recording, misplaced, models, memory = Recording(), watch_rows(), [], []

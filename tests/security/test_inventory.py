@@ -56,6 +56,10 @@ SAFE = {
     ("megasink/intervene/offline.py", "huggingface_hub"): "switches it offline",
     ("megasink/intervene/points.py", "allow_pickle"): ARRAYS,
     ("megasink/intervene/points.py", "numpy.load"): ARRAYS,
+    (
+        "megasink/plan/launch.py",
+        "subprocess",
+    ): "this Python with our own module, no shell; flags of the command line, through a pipe",
     ("megasink/plugins.py", "import_module"): "modules that the command line names, and those of "
     "packages that somebody installed; never a name that stands in a file",
     ("megasink/probe/load.py", "from_pretrained"): LOCAL,

@@ -44,6 +44,10 @@ class Choice:
     name: str
     reasons: dict[str, str]
 
+    def __str__(self) -> str:
+        others = "; ".join(f"not {name}: {why}" for name, why in self.reasons.items())
+        return f"{self.name} ({others})"
+
 
 def register_backend(backend: Backend, *, before: str | None = None) -> None:
     """Register a backend, ahead of `before` in the order in which "auto" tries them."""

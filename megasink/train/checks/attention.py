@@ -5,7 +5,7 @@ from argparse import Namespace
 import torch
 
 from megasink import platform
-from megasink.attention import AttentionRequest, choose_backend, choose_gate_kernels
+from megasink.attention import AttentionRequest, Choice, choose_backend, choose_gate_kernels
 from megasink.attention.backends import at_runtime
 from megasink.config import visible_tokens
 from megasink.errors import ConfigError
@@ -47,3 +47,16 @@ def attention_request(args: Namespace) -> AttentionRequest:
         deterministic=args.deterministic_mode,
     )
     return at_runtime(request, None)
+
+
+def kernel_choices(args: Namespace) -> dict[str, Choice]:
+    """Return the kernels of softmax attention and of its gates, and why no others.
+
+    Returns:
+        {attention variant: choice of the backend, "gates around it": choice of the gate kernels}.
+    """
+    request = attention_request(args)
+    return {
+        args.attention_variant: choose_backend(request, args.attention_kernel),
+        "gates around it": choose_gate_kernels(request, args.attention_kernel),
+    }

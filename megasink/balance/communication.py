@@ -69,6 +69,7 @@ def balance_collectives(
     data: int = 1,
     context: int = 1,
     observed: bool = False,
+    layers_here: int | None = None,
 ) -> list[AllReduces]:
     """Return the collectives of the loss and its statistics on one rank in one step.
 
@@ -76,7 +77,7 @@ def balance_collectives(
     add one per microbatch and layer of the stage, over the ranks that share their loss's tokens.
 
     Args:
-        layers: L of the whole model, split equally over the stages.
+        layers: L of the whole model.
         heads: H, query heads per layer.
         microbatches: per replica and step.
         tensor, pipeline, data, context: parallel sizes.
@@ -86,8 +87,9 @@ def balance_collectives(
     Raises:
         ValueError: unknown scope, or layers not divisible by the stages.
     """
-    if layers % pipeline:
-        raise ValueError(f"{layers} layers cannot be shared equally by {pipeline} pipeline stages")
+    if layers_here is None and layers % pipeline:
+        raise ValueError(f"{layers} layers cannot be shared equally by {pipeline} stages")
+    here = layers // pipeline if layers_here is None else layers_here
     ranks = {
         "global": 1,
         "data-parallel": tensor * context * data,
@@ -106,7 +108,7 @@ def balance_collectives(
     by_microbatch = AllReduces(
         "gates, tokens and targets of a layer in a microbatch, [H + 2] float32",
         ranks[scope],
-        microbatches * layers // pipeline,
+        microbatches * here,
         _FP32 * (heads + 2),
         "backward",
     )

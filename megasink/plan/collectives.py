@@ -1,0 +1,168 @@
+"""The communication of a step: every call of torch.distributed, with its group and its caller."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Megatron's process groups by their names in parallel_state, and what they are called here. Where
+# two names stand for the same ranks, the first counts. Others keep their own name.
+_GROUPS = {
+    "_TENSOR_MODEL_PARALLEL_GROUP": "TP",
+    "_CONTEXT_PARALLEL_GROUP": "CP",
+    "_PIPELINE_MODEL_PARALLEL_GROUP": "PP",
+    "_EXPERT_MODEL_PARALLEL_GROUP": "EP",
+    "_EXPERT_TENSOR_PARALLEL_GROUP": "ETP",
+    "_EXPERT_DATA_PARALLEL_GROUP": "EDP",
+    "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "ETP x EP",
+    "_DATA_PARALLEL_GROUP": "DP",
+    "_DATA_PARALLEL_GROUP_WITH_CP": "DP x CP",
+    "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": "TP x CP",
+    "_TENSOR_AND_DATA_PARALLEL_GROUP": "TP x DP",
+    "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "TP x DP x CP",
+    "_MODEL_PARALLEL_GROUP": "TP x PP",
+    "_EMBEDDING_GROUP": "embedding",
+}
+_SINGLE = {label for label in _GROUPS.values() if " " not in label}
+# Operator of c10d -> (name, bytes that a rank sends in a ring of n ranks, for each byte of the
+# message). A message is the larger of what goes in and what comes out.
+_KINDS: dict[str, tuple[str, Any]] = {
+    "allreduce_": ("all-reduce", lambda n: 2 * (n - 1) / n),
+    "allreduce_coalesced_": ("all-reduce", lambda n: 2 * (n - 1) / n),
+    "allgather_": ("all-gather", lambda n: (n - 1) / n),
+    "_allgather_base_": ("all-gather", lambda n: (n - 1) / n),
+    "allgather_into_tensor_coalesced_": ("all-gather", lambda n: (n - 1) / n),
+    "reduce_scatter_": ("reduce-scatter", lambda n: (n - 1) / n),
+    "_reduce_scatter_base_": ("reduce-scatter", lambda n: (n - 1) / n),
+    "reduce_scatter_tensor_coalesced_": ("reduce-scatter", lambda n: (n - 1) / n),
+    "alltoall_base_": ("all-to-all", lambda n: (n - 1) / n),
+    "alltoall_": ("all-to-all", lambda n: (n - 1) / n),
+    "broadcast_": ("broadcast", lambda n: 1.0),
+    "reduce_": ("reduce", lambda n: 1.0),
+    "send": ("send", lambda n: 1.0),
+    "recv_": ("receive", lambda n: 0.0),
+    "barrier": ("barrier", lambda n: 0.0),
+}
+BALANCE = "head-balance loss"
+# Innermost file of the product in the stack -> purpose; megatron's own are "Megatron".
+_PURPOSES = {"/megasink/balance/": BALANCE, "/megasink/": "megasink", "/megatron/": "Megatron"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A kind of call.
+
+    Attributes:
+        group: Name of the process group.
+        ranks: Its size.
+        kind: all-reduce, all-gather, ...
+        purpose: `BALANCE`, "megasink" or "Megatron".
+    """
+
+    group: str
+    ranks: int
+    kind: str
+    purpose: str
+
+
+class Collectives(TorchDispatchMode):
+    """Context manager that counts the calls of its body, in every thread, also in backward.
+
+    Groups of one rank are left out: nothing is sent.
+
+    Attributes:
+        calls, messages, sent: By `Call`: how often, bytes of the messages, and bytes that this rank
+            sends with ring algorithms.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[Call] = Counter()
+        self.messages: Counter[Call] = Counter()
+        self.sent: Counter[Call] = Counter()
+        self._names = group_names()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            self._count(func.__name__.partition(".")[0], args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, operator: str, args: Iterable[Any]) -> None:
+        group, size = None, 0
+        for arg in args:
+            if isinstance(arg, torch.ScriptObject):
+                if "ProcessGroup" in str(arg._type()):
+                    group = ProcessGroup.unbox(arg)
+            else:
+                size = max(size, _bytes(arg))
+        if group is None or group.size() == 1:
+            return
+        if operator not in _KINDS:
+            raise NotImplementedError(f"c10d::{operator}: no entry in megasink/plan/collectives.py")
+        kind, factor = _KINDS[operator]
+        if operator in ("send", "recv_"):
+            # With two stages Megatron's pipeline sends in the group of all ranks, too.
+            from megatron.core import parallel_state
+
+            group = parallel_state.get_pipeline_model_parallel_group()
+        ranks = group.size()
+        call = Call(self._names.get(group.group_name, "other"), ranks, kind, _purpose())
+        self.calls[call] += 1
+        self.messages[call] += size
+        self.sent[call] += round(size * factor(ranks))
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return a row for each `Call`, with calls, messages and sent."""
+        return [
+            asdict(call) | {"calls": n, "messages": self.messages[call], "sent": self.sent[call]}
+            for call, n in self.calls.items()
+        ]
+
+
+def group_names() -> dict[str, str]:
+    """Return {name in torch: name here} of Megatron's process groups."""
+    from megatron.core import parallel_state
+
+    state: Mapping[str, Any] = vars(parallel_state)
+    groups = {name: group for name, group in state.items() if isinstance(group, ProcessGroup)}
+    world = torch.distributed.group.WORLD
+    assert world is not None
+    found: dict[str, str] = {}
+    sizes = {_GROUPS[n]: g.size() for n, g in groups.items() if _GROUPS.get(n) in _SINGLE}
+    for name, label in _GROUPS.items():
+        if name in groups:
+            of_several = [one for one in label.split(" x ") if sizes.get(one, 2) > 1]
+            found.setdefault(groups[name].group_name, " x ".join(of_several) or label)
+    for name, group in groups.items():
+        plain = "all ranks" if group.size() == world.size() else name.strip("_").lower()
+        found.setdefault(group.group_name, plain.removesuffix("_group"))
+    found.setdefault(world.group_name, "all ranks")
+    return found
+
+
+def _bytes(arg: Any) -> int:
+    if isinstance(arg, torch.Tensor):
+        return int(arg.nbytes)
+    if isinstance(arg, list | tuple):
+        return sum(map(_bytes, arg))
+    return 0
+
+
+def _purpose() -> str:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/megasink/plan/" not in file:
+            for part, purpose in _PURPOSES.items():
+                if part in file:
+                    return purpose
+        frame = frame.f_back
+    return "other"

@@ -1,0 +1,115 @@
+"""``python -m megasink.plan.helper FOLDER``: one fork for each rank that a line of stdin asks for.
+
+Runs on the hollow GPU. A request is JSON: rank, ranks, flags. The fork writes its answer, or what
+refused it, to FOLDER/answer.json, and its exit code appears on stdout.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+from megasink import plugins
+from megasink.errors import ConfigError, UserError
+from megasink.parent import ends_with
+
+ANSWER, LOG = "answer.json", "log"
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    answers, folder, parent = os.dup(1), Path(sys.argv[1]), os.getpid()
+    os.dup2(2, 1)  # what the trainer prints is for the log
+    plugins.load(sys.argv[2:])
+    import_everything()
+    for line in sys.stdin:
+        (folder / ANSWER).unlink(missing_ok=True)
+        child = os.fork()
+        if child == 0:
+            if not ends_with(parent):
+                os._exit(1)
+            _serve(folder / ANSWER, **json.loads(line))
+        _, status = os.waitpid(child, 0)
+        os.write(answers, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+
+
+def _serve(answer: Path, rank: int, ranks: int, flags: list[str]) -> None:
+    """Answer in this fork, and end it."""
+    from megasink.plan.rank import step_as
+
+    def write(record: dict[str, Any]) -> None:
+        answer.write_text(json.dumps(record))
+
+    code = 1
+    try:
+        step_as(rank, ranks, flags, write)
+    except ConfigError as error:
+        write({"problems": error.problems})
+        code = 0
+    except UserError as error:
+        write({"problems": [str(error)]})
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def import_everything() -> None:
+    """Import and start what a rank needs, so that its fork has it: Megatron, CUDA, known texts."""
+    import gc
+
+    warnings.simplefilter("ignore")
+    from megasink.process import prepare_process
+
+    prepare_process([])
+    import megatron.core.tokenizers.text.libraries
+    import megatron.training.ft_integration  # noqa: F401
+    import torch
+    from megatron.training.argument_utils import ArgumentGroupFactory
+    from triton.runtime.cache import triton_key
+
+    from megasink.checkpoint import model  # noqa: F401
+    from megasink.parser import parse_apart
+    from megasink.plan import rank  # noqa: F401
+    from megasink.train import (  # noqa: F401
+        arguments,
+        checkpoint_writer,
+        dataset,
+        evaluation,
+        foreign,
+        forward,
+        keep_checkpoints,
+        live_analysis,
+        observer,
+        optimizer,
+        pretrain,
+    )
+    from megasink.upstream.table import TABLE
+
+    # What would take most of the time of each fork.
+    texts = ArgumentGroupFactory._get_field_docstrings
+    known: dict[type, dict[str, str]] = {}
+    ArgumentGroupFactory._get_field_docstrings = lambda self, options: (
+        known.get(options) or known.setdefault(options, texts(self, options))
+    )
+    parse_apart([])
+    for patch in TABLE:
+        patch.where()
+    triton_key()
+    # torch refuses to begin in a fork, where a driver would be lost. This one has nothing to lose.
+    torch.cuda._queued_calls.clear()  # which ask what the device is; forks may choose it
+    torch.cuda.init()
+    torch.cuda._is_in_bad_fork = lambda: False
+    gc.collect()
+    gc.freeze()
+
+
+if __name__ == "__main__":
+    main()

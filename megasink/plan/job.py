@@ -1,0 +1,215 @@
+"""The whole job, from the records of those of its ranks that were built and stepped."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from megasink.balance.communication import AllReduces, balance_collectives
+from megasink.plan.devices import GPU
+
+BALANCE = "head-balance loss"
+_SUMS = ("calls", "messages", "sent")
+Record = Mapping[str, Any]
+Key = tuple[str, int, str, str]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A rank of a pipeline stage: the memory of each is the same.
+
+    Attributes:
+        stage: 0-based.
+        rank: The rank that was built and stepped; None if two others of equal modules were.
+        layers: Numbers of its layers, from 1.
+        parameters: Number of parameters that the rank holds.
+        memory: Bytes: parameters, gradients, optimizer, buffers (other tensors that stay),
+            activations (held for backward passes), working (above all of these at the peak), peak
+            (their sum), reserved (by the allocator, with its gaps, at the peak).
+        in_flight: Forward passes, of a virtual stage each, that wait for their backward at most.
+        per_microbatch: Bytes that one of them holds.
+    """
+
+    stage: int
+    rank: int | None
+    layers: list[int]
+    parameters: int
+    memory: dict[str, int]
+    in_flight: int
+    per_microbatch: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Communication of one step of one rank.
+
+    Attributes:
+        group, ranks, kind, purpose: See `megasink.plan.collectives.Call`.
+        stage: Pipeline stage of the rank, the one that sends most of this.
+        calls, messages, sent: How often, bytes of the messages, bytes that the rank sends.
+    """
+
+    group: str
+    ranks: int
+    kind: str
+    purpose: str
+    stage: int
+    calls: int
+    messages: int
+    sent: int
+
+
+def stages_to_step(facts: Record) -> list[int]:
+    """Return the pipeline stages that tell those of all others, in order.
+
+    Of stages with equal modules, the first and the last: in between, memory falls by as much with
+    each stage, because each holds the same number of microbatches fewer. That does not hold if a
+    step is too short to fill the pipeline; then it is all stages.
+    """
+    stages, pipeline = facts["stages"], facts["pipeline"]
+    if facts["microbatches"] < pipeline * (2 if facts["virtual"] > 1 else 1):
+        return list(range(pipeline))
+    alike: dict[str, list[int]] = {}
+    for index, modules in enumerate(stages):
+        alike.setdefault(str(modules), []).append(index)
+    return sorted({end for indices in alike.values() for end in (indices[0], indices[-1])})
+
+
+def rank_of(stage: int, facts: Record, *, last: bool) -> int:
+    """Return the first rank of a stage, or the job's last rank for the last stage if `last`."""
+    if last and stage == facts["pipeline"] - 1:
+        return int(facts["ranks"]) - 1
+    inside = facts["tensor"] * facts["context"]
+    return int(stage * (inside if facts["pipeline_before_data"] else facts["of_stage"]))
+
+
+def parameters(records: Sequence[Record]) -> dict[str, int]:
+    """Return the number of the model's parameters by component."""
+    facts = records[0]["job"]
+    modules = {str(facts["stages"][r["stage"]]): r["parameters_of_stage"] for r in records}
+    total: Counter[str] = Counter()
+    for stage in facts["stages"]:
+        total.update(modules[str(stage)])
+    return dict(total)
+
+
+def memory(records: Sequence[Record]) -> list[Stage]:
+    """Return every pipeline stage, of which some are interpolated between two that were stepped."""
+    facts = records[0]["job"]
+    found = {record["stage"]: stage_of(record) for record in records}
+    alike: dict[str, list[int]] = {}
+    for index in sorted(found):
+        alike.setdefault(str(facts["stages"][index]), []).append(index)
+    for indices in alike.values():
+        for first, last in pairwise(indices):
+            for between in range(first + 1, last):
+                if str(facts["stages"][between]) == str(facts["stages"][first]):
+                    found.setdefault(between, _between(found[first], found[last], between))
+    chunks = [stage[0] for stage in facts["stages"]]
+    numbers = _layer_numbers(chunks)
+    return [
+        Stage(**{**vars(found[index]), "layers": numbers[index]}) for index in range(len(chunks))
+    ]
+
+
+def _layer_numbers(chunks: Sequence[Sequence[Sequence[bool]]]) -> list[list[int]]:
+    """Return the layers of each stage: virtual stages take turns over the pipeline."""
+    numbers: list[list[int]] = [[] for _ in chunks]
+    following = 1
+    for virtual in range(len(chunks[0])):
+        for stage, of_stage in enumerate(chunks):
+            count = len(of_stage[virtual])
+            numbers[stage] += range(following, following + count)
+            following += count
+    return numbers
+
+
+def stage_of(record: Record) -> Stage:
+    """Return the stage of a rank that was stepped, in the step with the higher peak."""
+    step = max(record["steps"], key=lambda step: step["peak"])
+    state = dict(record["training_state"])
+    state["buffers"] = step["before"] - sum(state.values())
+    state["activations"] = step["held"]
+    state["working"] = step["peak"] - step["before"] - step["held"]
+    return Stage(
+        stage=record["stage"],
+        rank=record["rank"],
+        layers=[layer["layer"] for layer in record["layers"]],
+        parameters=sum(record["parameters_here"].values()),
+        memory=state | {"peak": step["peak"], "reserved": step["reserved"]},
+        in_flight=step["in_flight"],
+        per_microbatch=step["each"],
+    )
+
+
+def _between(first: Stage, last: Stage, stage: int) -> Stage:
+    share = (stage - first.stage) / (last.stage - first.stage)
+
+    def mix(a: int, b: int) -> int:
+        return round(a + share * (b - a))
+
+    return Stage(
+        stage=stage,
+        rank=None,
+        layers=[],
+        parameters=first.parameters,
+        memory={part: mix(first.memory[part], last.memory[part]) for part in first.memory},
+        in_flight=mix(first.in_flight, last.in_flight),
+        per_microbatch=mix(first.per_microbatch, last.per_microbatch),
+    )
+
+
+def communication(records: Sequence[Record]) -> list[Traffic]:
+    """Return the communication of a whole step, each row for the stage that sends most of it.
+
+    What a step sends by microbatch is the difference of two steps that were stepped.
+    """
+    most: dict[Key, Traffic] = {}
+    for record in records:
+        for what, sums in step_traffic(record).items():
+            calls, messages, sent = (sums[name] for name in _SUMS)
+            row = Traffic(*what, record["stage"], calls, messages, sent)
+            if what not in most or row.messages > most[what].messages:
+                most[what] = row
+    return sorted(most.values(), key=lambda row: (row.purpose != BALANCE, -row.sent, -row.messages))
+
+
+def step_traffic(record: Record) -> dict[Key, Counter[str]]:
+    """Return {(group, ranks, kind, purpose): sums} of a rank's whole step."""
+    few, many = record["steps"]
+    every = record["job"]["microbatches"]
+    more = many["microbatches"] - few["microbatches"]
+    times = (every - few["microbatches"]) / more if more else 0.0
+    tables = [{_key(call): call for call in step["calls"]} for step in (few, many)]
+    found: dict[Key, Counter[str]] = {}
+    for what in {**tables[0], **tables[1]}:
+        a, b = (table.get(what, dict.fromkeys(_SUMS, 0)) for table in tables)
+        found[what] = Counter({n: round(a[n] + times * (b[n] - a[n])) for n in _SUMS})
+    return found
+
+
+def _key(call: Mapping[str, Any]) -> Key:
+    return call["group"], call["ranks"], call["kind"], call["purpose"]
+
+
+def balance_formula(record: Record) -> list[AllReduces]:
+    """Return the all-reduces of the head-balance loss in a step of this rank, by formula."""
+    facts = record["job"]
+    with_loss = facts["balance_coeff"] > 0
+    return balance_collectives(
+        facts["balance_scope"] if with_loss else "global",
+        layers=facts["layers"],
+        heads=facts["heads"],
+        microbatches=facts["microbatches"],
+        tensor=facts["tensor"],
+        pipeline=facts["pipeline"],
+        data=facts["data"],
+        context=facts["context"],
+        layers_here=len(record["layers"]),
+    )
+
+
+def seconds(facts: Record, gpu: GPU, utilization: float) -> float:
+    """Return the time of a step at a share of the peak rate, by Megatron's count of FLOPs."""
+    return float(facts["flops"] / (facts["ranks"] * gpu.teraflops * 1e12 * utilization))

@@ -1,0 +1,213 @@
+"""``megasink plan``: check a training command line, step some of its ranks, show the whole job."""
+
+import argparse
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from megasink import plugins
+from megasink.command_line import Reading
+from megasink.errors import ConfigError, UserError
+from megasink.plan.alternatives import alternatives
+from megasink.plan.devices import DEVICES
+from megasink.plan.job import Record, rank_of, stages_to_step
+from megasink.progress import Tell, progress
+from megasink.train import early
+
+# More than any GPU has: what does not fit is shown, not refused.
+_GIB = 1 << 16
+_ANSWER, _LOG = "answer.json", "log"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Show what a run of megasink train would take: memory, communication, time. Needs no GPU.
+
+    Give the flags of megasink train, with --ranks for the GPUs of the whole job. The trainer itself
+    is built and stepped on a hollow GPU, as one rank of each kind of pipeline stage: counts and
+    bytes are those of the real host code. Kernels do not run, so the time is only that of the
+    FLOPs at --utilization.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(argv):
+        _parser().print_help()
+        return 0
+    args, flags = read_line(argv)
+    options = early.read(flags)
+    early.refuse(options, args.ranks)
+    ranks = early.replica_ranks(options) if args.ranks is None else args.ranks
+    with Helper(DEVICES[args.device].capability, flags) as helper:
+        records, others = _step(helper, ranks, flags, what_if=args.what_if)
+    from megasink.plan.show import as_json, show
+
+    gpu = DEVICES[args.device]
+    if args.json:
+        print(json.dumps(as_json(records, others, gpu, args.utilization), indent=1))
+    else:
+        show(records, others, args.device, args.utilization)
+    return 0
+
+
+def read_line(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the plan's own options, and the flags of training.
+
+    Raises:
+        ConfigError: Of its own options; with every problem.
+    """
+    read = Reading(_parser(), argv)
+    args, problems = read.namespace, list(read.problems)
+    if read.problems:
+        raise ConfigError(problems)
+    if args.ranks is not None and args.ranks < 1:
+        problems.append(f"--ranks {args.ranks}: use 1 or more")
+    if not 0 < args.utilization <= 1:
+        problems.append(f"--utilization {args.utilization}: use more than 0, and at most 1")
+    if args.resume:
+        problems.append("--resume: a plan takes all flags of the run, without --resume")
+    if "--cpu" in read.unknown:
+        problems.append("--cpu: a plan is for GPUs; drop the flag")
+    if problems:
+        raise ConfigError(problems)
+    return args, read.unknown
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megasink plan",
+        usage="megasink plan [--ranks N] [--device GPU] [--json] FLAGS_OF_MEGASINK_TRAIN",
+        description=inspect.cleandoc(main.__doc__ or ""),
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-h", "--help", action="store_true", help="show this and exit")
+    parser.add_argument(
+        *("--ranks", "--world-size"),
+        type=int,
+        help="GPUs of the whole job; default: one per tensor x pipeline x context rank",
+    )
+    parser.add_argument("--device", choices=DEVICES, default="h100", help="GPU; default: h100")
+    parser.add_argument(
+        "--utilization",
+        type=float,
+        default=0.4,
+        help="share of the GPU's peak rate for the estimate of time; default: 0.4",
+    )
+    parser.add_argument(
+        "--what-if",
+        action="store_true",
+        help="also step the fullest rank with other memory options: recompute, sequence "
+        "parallelism, distributed optimizer, unfused attention",
+    )
+    parser.add_argument("--json", action="store_true", help="print all numbers as JSON")
+    # As on the line of train; a plan writes nothing.
+    parser.add_argument("--run-dir", help=argparse.SUPPRESS)
+    parser.add_argument("--resume", nargs="?", const="newest", help=argparse.SUPPRESS)
+    return parser
+
+
+def _step(
+    helper: "Helper", ranks: int, flags: Sequence[str], *, what_if: bool
+) -> tuple[list[Record], dict[str, Record | str]]:
+    """Return the records of the ranks that tell the whole job, and those of other options."""
+    with progress("planning", None, "ranks", every=10.0) as tell:
+        first = helper.step(0, ranks, flags, tell)
+        facts = first["job"]
+        last = not (facts["packed"] and facts["tensor"] > 1)
+        records = [first]
+        for stage in stages_to_step(facts):
+            if (rank := rank_of(stage, facts, last=last)) != 0 and stage != first["stage"]:
+                records.append(helper.step(rank, ranks, flags, tell))
+        others: dict[str, Record | str] = {}
+        fullest = max(records, key=lambda record: max(s["peak"] for s in record["steps"]))
+        for title, changed in alternatives(flags, facts) if what_if else ():
+            try:
+                others[title] = helper.step(fullest["rank"], ranks, changed, tell)
+            except ConfigError as error:
+                others[title] = error.problems[0]
+    return records, others
+
+
+class Helper:
+    """Context manager for the process on the hollow GPU that steps ranks.
+
+    Args:
+        capability: Compute capability of the GPU to stand in for.
+        flags: Of the command line, for its plugins.
+
+    Raises:
+        UserError: The hollow GPU cannot be built here.
+    """
+
+    def __init__(self, capability: int, flags: Sequence[str]):
+        from megasink import hollow
+
+        if reason := hollow.missing():
+            raise UserError(reason)
+        self._environment = hollow.environment(hollow.Device(capability, _GIB))
+        self._plugins = plugins.flags(flags)
+        self._done = 0
+
+    def __enter__(self) -> Self:
+        self._temporary = tempfile.TemporaryDirectory(prefix="megasink-plan-")
+        self._folder = Path(self._temporary.name)
+        command = [sys.executable, "-W", "ignore", "-m", "megasink.plan.helper", str(self._folder)]
+        with (self._folder / _LOG).open("w") as log:
+            self._process = subprocess.Popen(
+                [*command, *self._plugins],
+                env=os.environ | self._environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+        self._temporary.cleanup()
+
+    def step(self, rank: int, ranks: int, flags: Sequence[str], tell: Tell) -> Record:
+        """Return the record of a rank, as `megasink.plan.rank.step_as` describes it.
+
+        Raises:
+            ConfigError: It refuses the flags; with every problem.
+            UserError: It failed; with its error.
+        """
+        tell(self._done, f"stepping rank {rank} of {ranks}", now=True)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with self._told():
+            request = {"rank": rank, "ranks": ranks, "flags": list(flags)}
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+        code = self._process.stdout.readline().strip()
+        self._done += 1
+        if code != "0":
+            raise UserError(f"rank {rank} of the plan failed: {self._error()}")
+        record: dict[str, Any] = json.loads((self._folder / _ANSWER).read_text())
+        if "problems" in record:
+            raise ConfigError(record["problems"])
+        return record
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError as error:
+            raise UserError(f"the plan's helper process failed: {self._error()}") from error
+
+    def _error(self) -> str:
+        """Return the last line of the log that names an error."""
+        lines = (self._folder / _LOG).read_text(errors="replace").splitlines()
+        errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit)\b", line)]
+        return (errors or lines or ["it ended without a message"])[-1]

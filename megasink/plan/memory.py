@@ -1,0 +1,96 @@
+"""Memory of a rank by part, as the caching allocator of the hollow GPU sees it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PARTS = ("parameters", "gradients", "optimizer")
+
+
+def allocated(which: str = "current") -> int:
+    """Return the bytes of all tensors, "current" or at the "peak" since it was last reset."""
+    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{which}"])
+
+
+def reserved() -> int:
+    """Return the bytes that the allocator has taken from the device at most: with its gaps."""
+    return int(torch.cuda.memory_stats()["reserved_bytes.all.peak"])
+
+
+def of_training_state(models: Sequence[Any], optimizer: Any) -> dict[str, int]:
+    """Return the bytes of `PARTS`; a storage that several share counts for the first.
+
+    Gradients are those of Megatron's buffers, parameters include the buffers' padding.
+    """
+    seen: set[int] = set()
+    found = dict.fromkeys(PARTS, 0)
+    for part, tensors in (
+        ("parameters", _parameters(models)),
+        ("gradients", _gradients(models)),
+        ("optimizer", _states(optimizer)),
+    ):
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if tensor.device.type == "cuda" and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                found[part] += storage.nbytes()
+    return found
+
+
+def _buffers(models: Sequence[Any]) -> Iterator[Any]:
+    for model in models:  # DistributedDataParallel: `buffers` of a plain module is a method
+        yield from (*model.buffers, *model.expert_parallel_buffers)
+
+
+def _parameters(models: Sequence[Any]) -> Iterator[Tensor]:
+    for model in models:
+        yield from model.parameters()
+    for buffer in _buffers(models):
+        if buffer.param_data is not None:
+            yield buffer.param_data
+
+
+def _gradients(models: Sequence[Any]) -> Iterator[Tensor]:
+    for buffer in _buffers(models):
+        if buffer.grad_data is not None:
+            yield buffer.grad_data
+    for model in models:
+        yield from (p.grad for p in model.parameters() if p.grad is not None)
+
+
+def _states(optimizer: Any) -> Iterator[Tensor]:
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = one.optimizer
+        for group in inner.param_groups:
+            yield from group["params"]
+        for state in inner.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+@dataclass
+class Schedule:
+    """Memory around the forward and backward passes of a step.
+
+    Attributes:
+        passes: For each: whether it is a forward pass, and bytes before and after it.
+    """
+
+    passes: list[tuple[bool, int, int]] = field(default_factory=list)
+
+    def held(self) -> dict[str, int]:
+        """Return what microbatches hold for their backward passes.
+
+        Returns:
+            in_flight: most forward passes (of a virtual stage each) without their backward; each:
+            bytes that one holds; held: bytes that all of them hold at most, above the first pass.
+        """
+        start = self.passes[0][1]
+        flying = most = held = 0
+        for forward, _, after in self.passes:
+            flying += 1 if forward else -1
+            most = max(most, flying)
+            held = max(held, after - start)
+        return {"in_flight": most, "each": held // max(most, 1), "held": held}

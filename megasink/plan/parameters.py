@@ -1,0 +1,82 @@
+"""Parameters of a model by component, from one rank of each pipeline stage."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from megatron.core import parallel_state
+
+from megasink.gate_options import is_megatrons_output_gate
+from megasink.layers.gate_projection import named_parts
+from megasink.variants import parameter_names
+
+OTHER, GATES, QKV = "other", "attention gates", "attention qkv"
+# The first pattern that is found in a parameter's name counts.
+COMPONENTS = {
+    "adapters": r"lora_|adapter",
+    "embedding": r"^embedding\.",
+    "output layer": r"^output_layer\.",
+    "router": r"\.router\.",
+    "shared experts": r"\.shared_experts?\.",
+    "experts": r"\.experts\.",
+    "norms": r"norm",
+    GATES: r"gate",
+    QKV: r"linear_qkv\.",
+    "attention output": r"linear_proj\.",
+    "MLP": r"\.mlp\.",
+}
+_GATED_NORM = re.compile(r"(linear_qkv|linear_fc1)\.layer_norm_(weight|bias)$")
+
+
+def component(name: str) -> str:
+    """Return the component that a parameter belongs to: a key of `COMPONENTS`, or `OTHER`."""
+    if name.rpartition(".")[2] in parameter_names():
+        return "attention sinks and biases"
+    if _GATED_NORM.search(name):
+        return "norms"
+    return next((c for c, pattern in COMPONENTS.items() if re.search(pattern, name)), OTHER)
+
+
+def count(
+    models: Iterable[Any], options: Any, padding_rows: int
+) -> tuple[Counter[str], Counter[str]]:
+    """Count the parameters of a rank's model chunks.
+
+    Args:
+        models: GPTModels, wrapped or not.
+        options: The transformer config.
+        padding_rows: Rows that the vocabulary is padded with, which count as no parameters.
+
+    Returns:
+        numbers by component: on this rank, as stored; and of its pipeline stage on all tensor- and
+        expert-parallel ranks, without copies and padding.
+    """
+    here: Counter[str] = Counter()
+    whole: Counter[str] = Counter()
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    experts = parallel_state.get_expert_model_parallel_world_size()
+    expert_tensor = parallel_state.get_expert_tensor_parallel_world_size()
+    for model in models:
+        for full_name, parameter in model.named_parameters():
+            name = re.sub(r"^(module\.)+", "", full_name)
+            here[component(name)] += parameter.numel()
+            if name.startswith("output_layer.") and getattr(parameter, "shared", False):
+                continue  # the last stage's copy of the embedding
+            expert = not getattr(parameter, "allreduce", True)
+            sharded = getattr(parameter, "tensor_model_parallel", False)
+            copies = experts if expert else 1
+            if sharded:
+                copies *= expert_tensor if expert else tensor
+            for part, values in named_parts(name, parameter):
+                kind, number = component(part), values.numel() * copies
+                if kind == QKV and is_megatrons_output_gate(options):
+                    # Its rows stand among those of linear_qkv.
+                    heads, groups = options.num_attention_heads, options.num_query_groups
+                    gates = number * heads // (2 * heads + 2 * groups)
+                    whole[GATES] += gates
+                    number -= gates
+                whole[kind] += number
+            if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                whole[component(name)] -= padding_rows * parameter.shape[1]
+    return here, whole

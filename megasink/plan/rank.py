@@ -1,0 +1,209 @@
+"""One rank of the job: three steps of the trainer on the hollow GPU, and what they take.
+
+Runs in a process of its own, which it ends. The first step allocates what stays. The second has as
+few microbatches as fill the pipeline, and the third twice as many: what grows by microbatch is
+their difference, so that a step of thousands needs no more.
+"""
+
+import contextlib
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from megasink.hollow.world import be_rank
+from megasink.plan import batches, layers, memory, parameters
+from megasink.plan.collectives import Collectives, group_names
+from megasink.plan.experts import share_tokens_equally
+
+_NEVER = 1 << 40
+Write = Callable[[dict[str, Any]], None]
+
+
+def step_as(rank: int, ranks: int, flags: Sequence[str], write: Write) -> None:
+    """Build and step the trainer as a rank; hand its record to `write`, and end the process.
+
+    Args:
+        rank, ranks: Which of how many.
+        flags: Of ``megasink train``, without a run folder.
+
+    Raises:
+        UserError: The trainer refuses the flags.
+    """
+    be_rank(rank, ranks)
+    from megasink.train import arguments, pretrain
+    from megasink.train.start import starting
+
+    args, identity = arguments.parse(flags)
+    # Nothing is read but a base for adapters, and nothing written.
+    args.save = args.load = args.tensorboard_dir = args.wandb_project = None
+    args.eval_iters, args.num_workers, args.async_save = 0, 0, False
+    args.log_interval = _NEVER  # an ordinary step: those that are logged send more
+    share_tokens_equally()
+    with _stepping(args, write), starting(args, identity) as store:
+        pretrain.train(args, store)
+
+
+def few_microbatches(args: Namespace) -> int:
+    """Return how many microbatches fill the pipeline: no more are in flight at once."""
+    return min(_microbatches(args), args.pipeline_model_parallel_size)
+
+
+def _microbatches(args: Namespace) -> int:
+    return int(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
+
+
+@contextlib.contextmanager
+def _stepping(args: Namespace, write: Write) -> Iterator[None]:
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.training import training
+
+    inner, steps = training.train_step, list[dict[str, Any]]()
+    few, every = few_microbatches(args), _microbatches(args)
+    plan = (few, few, min(2 * few, every))
+
+    # From the beginning of a step to that of the next: what the loop does in between belongs to it.
+    recording = contextlib.ExitStack()
+
+    def train_step(*arguments: Any, **options: Any) -> Any:
+        recording.close()
+        if len(steps) == len(plan):
+            models, optimizer = arguments[2], arguments[3]
+            write(_record(args, models, optimizer, steps[1:], every))
+            os._exit(0)
+        microbatches = plan[len(steps)]
+        steps.append({"microbatches": microbatches})
+        recording.enter_context(_recorded(steps[-1], schedules))
+        _set_microbatches(args, microbatches)
+        result = inner(*arguments, **options)
+        _set_microbatches(args, every)  # the training loop refuses fewer
+        return result
+
+    training.train_step = train_step
+    training.build_train_valid_test_data_iterators = lambda *_: batches.iterators(args)
+    yield
+
+
+def _set_microbatches(args: Namespace, number: int) -> None:
+    from megatron.core.num_microbatches_calculator import reconfigure_num_microbatches_calculator
+
+    reconfigure_num_microbatches_calculator(
+        args.rank,
+        None,
+        number * args.micro_batch_size * args.data_parallel_size,
+        args.micro_batch_size,
+        args.data_parallel_size,
+    )
+
+
+@contextlib.contextmanager
+def _recorded(found: dict[str, Any], schedules: Any) -> Iterator[None]:
+    """Record the memory and the calls of a step in `found`."""
+    import torch
+
+    schedule, originals = memory.Schedule(), (schedules.forward_step, schedules.backward_step)
+
+    def watched(inner: Any, forward: bool) -> Any:
+        def run(*arguments: Any, **options: Any) -> Any:
+            before = memory.allocated()
+            result = inner(*arguments, **options)
+            schedule.passes.append((forward, before, memory.allocated()))
+            return result
+
+        return run
+
+    torch.cuda.reset_peak_memory_stats()
+    found["before"] = memory.allocated()
+    schedules.forward_step, schedules.backward_step = (
+        watched(inner, forward) for inner, forward in zip(originals, (True, False), strict=True)
+    )
+    with Collectives() as calls:
+        yield
+    schedules.forward_step, schedules.backward_step = originals
+    found |= {"peak": memory.allocated("peak"), "reserved": memory.reserved()}
+    found |= schedule.held() | {"calls": calls.table()}
+
+
+def _record(
+    args: Namespace, models: Sequence[Any], optimizer: Any, steps: list[dict[str, Any]], every: int
+) -> dict[str, Any]:
+    """Return everything that the plan needs of this rank, for JSON."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_model_config
+    from megatron.training.training import num_floating_point_operations
+
+    from megasink.checkpoint.vocabulary import counted_rows
+    from megasink.train.checks.attention import kernel_choices
+    from megasink.upstream import fused
+
+    config = get_model_config(models[0])
+    padding = args.padded_vocab_size - counted_rows(vars(args))
+    here, whole = parameters.count(models, config, padding)
+    softmax = args.attention_similarity == "softmax"
+    choices = kernel_choices(args) if softmax else {}
+    return {
+        "rank": args.rank,
+        "stage": parallel_state.get_pipeline_model_parallel_rank(),
+        "parameters_here": here,
+        "parameters_of_stage": whole,
+        "training_state": memory.of_training_state(models, optimizer),
+        "layers": list(layers.describe(models)),
+        "steps": steps,
+        "groups": sorted(set(group_names().values())),
+        "job": {
+            "ranks": args.world_size,
+            "tensor": args.tensor_model_parallel_size,
+            "pipeline": args.pipeline_model_parallel_size,
+            "virtual": args.virtual_pipeline_model_parallel_size or 1,
+            "context": args.context_parallel_size,
+            "data": args.data_parallel_size,
+            "expert": args.expert_model_parallel_size,
+            "of_stage": args.world_size // args.pipeline_model_parallel_size,
+            "pipeline_before_data": bool(args.use_tp_pp_dp_mapping),
+            "micro_batch_size": args.micro_batch_size,
+            "global_batch_size": args.global_batch_size,
+            "microbatches": every,
+            "seq_length": args.seq_length,
+            "train_iters": args.train_iters,
+            "flops": num_floating_point_operations(args, args.global_batch_size),
+            "packed": bool(args.dataloader_inter_document_masking),
+            "attention_kernel": choices[args.attention_variant].name if softmax else "",
+            "layers": args.num_layers,
+            "heads": args.num_attention_heads,
+            "balance_scope": args.head_balance_scope,
+            "balance_coeff": args.head_balance_coeff,
+            "kernels": {title: str(choice) for title, choice in choices.items()},
+            "fused": fused.describe(),
+            "stages": stages(config, args),
+        },
+    }
+
+
+def stages(config: Any, args: Namespace) -> list[list[Any]]:
+    """Return what makes pipeline stages differ: equal entries have the same modules.
+
+    Returns:
+        for each stage its number of layers by virtual stage, which of them are mixtures of experts,
+        and whether it is the first or the last.
+    """
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    found = []
+    count = args.pipeline_model_parallel_size
+    frequency = args.moe_layer_freq if args.num_experts else [0] * args.num_layers
+    for stage in range(count):
+        chunks = []
+        for chunk in range(args.virtual_pipeline_model_parallel_size or 1):
+            virtual = chunk if args.virtual_pipeline_model_parallel_size else None
+            size = get_num_layers_to_build(config, virtual, stage)
+            first = get_transformer_layer_offset(config, virtual, stage)
+            chunks.append([_is_mixture(frequency, n) for n in range(first, first + size)])
+        found.append([chunks, stage == 0, stage == count - 1])
+    return found
+
+
+def _is_mixture(frequency: int | list[int], layer: int) -> bool:
+    if isinstance(frequency, int):
+        return layer % frequency == 0
+    return bool(frequency[layer])

@@ -1,0 +1,22 @@
+"""Task for a gloo worker: a model built on the CPU."""
+
+import os
+from unittest import mock
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megasink.checkpoint.model import model_config
+from megasink.layers.builder import MegasinkGPTBuilder
+from megasink.train import arguments
+
+
+def number_of_parameters(flags: list[str]) -> int:
+    """Of the whole model on one rank, padding of the vocabulary included."""
+    with mock.patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": "1"}):
+        args, _ = arguments.parse(flags)
+    config = model_config(args)
+    config.finalize()
+    model = MegasinkGPTBuilder(config).build_model(
+        ProcessGroupCollection.use_mpu_process_groups(), pre_process=True, post_process=True
+    )
+    return sum(parameter.numel() for parameter in model.parameters())

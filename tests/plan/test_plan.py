@@ -1,0 +1,158 @@
+"""What the command does around the ranks that it steps (tests/hollow/test_plan.py)."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megasink.errors import ConfigError
+from megasink.plan import job, launch
+from megasink.plan.alternatives import alternatives
+from megasink.train import early
+from tests.documented import calls
+from tests.train.command_lines import MOCK
+
+FACTS = {"pipeline": 4, "virtual": 1, "microbatches": 8}
+
+
+def modules(*mixtures):
+    """Stages of one layer each."""
+    last = len(mixtures) - 1
+    return [[[[bool(m)]], s == 0, s == last] for s, m in enumerate(mixtures)]
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "virtual", "wanted"),
+    [
+        (modules(0), 1, 1, [0]),
+        (modules(0, 0, 0, 0), 8, 1, [0, 1, 2, 3]),
+        (modules(*[0] * 8), 8, 1, [0, 1, 6, 7]),
+        (modules(*[0] * 8), 7, 1, list(range(8))),  # the pipeline is never full
+        (modules(*[0] * 8), 8, 2, list(range(8))),
+        (modules(*[0] * 8), 16, 2, [0, 1, 6, 7]),
+        (modules(0, 0, 0, 1, 1, 1, 1, 1), 8, 1, [0, 1, 2, 3, 6, 7]),
+    ],
+)
+def test_which_stages_tell_all(stages, microbatches, virtual, wanted):
+    facts = {"pipeline": len(stages), "microbatches": microbatches, "virtual": virtual}
+    assert job.stages_to_step(facts | {"stages": stages}) == wanted
+
+
+@pytest.mark.parametrize("before_data", [False, True])
+def test_the_first_rank_of_a_stage(before_data):
+    facts = {"ranks": 64, "pipeline": 4, "tensor": 2, "context": 2, "of_stage": 16}
+    facts["pipeline_before_data"] = before_data
+    wanted = [0, 4, 8, 12] if before_data else [0, 16, 32, 48]
+    assert [job.rank_of(stage, facts, last=False) for stage in range(4)] == wanted
+    assert job.rank_of(3, facts, last=True) == 63
+
+
+def test_layers_of_virtual_stages_take_turns():
+    chunks = [[[0, 0], [0]], [[0], [0, 0]]]
+    assert job._layer_numbers(chunks) == [[1, 2, 4], [3, 5, 6]]
+
+
+def test_what_grows_by_microbatch_is_multiplied():
+    def step(microbatches, **calls):
+        row = {"group": "TP", "ranks": 2, "purpose": "Megatron"}
+        return {
+            "microbatches": microbatches,
+            "calls": [
+                {**row, "kind": kind, "calls": n, "messages": 10 * n, "sent": 5 * n}
+                for kind, n in calls.items()
+            ],
+        }
+
+    record = {"job": {"microbatches": 32}, "steps": [step(4, a=1, b=8), step(8, a=1, b=12)]}
+    found = {what[2]: sums["calls"] for what, sums in job.step_traffic(record).items()}
+    assert found == {"a": 1, "b": 8 + 28}
+    record = {"job": {"microbatches": 2}, "steps": [step(2, a=3), step(2, a=3)]}
+    assert [sums["messages"] for sums in job.step_traffic(record).values()] == [30]
+
+
+def test_other_options_are_one_change_each():
+    facts = {"tensor": 2, "attention_kernel": "flash-cuda"}
+    flags = ["--lr", "1", "--use-distributed-optimizer", "--overlap-param-gather"]
+    assert dict(alternatives(flags, facts)) == {
+        "without --use-distributed-optimizer": ["--lr", "1"],
+        "with --sequence-parallel": [*flags, "--sequence-parallel"],
+        "with full recompute": [
+            *flags,
+            *("--recompute-granularity", "full", "--recompute-method", "uniform"),
+            *("--recompute-num-layers", "1"),
+        ],
+        "with --attention-kernel eager": [*flags, "--attention-kernel", "eager"],
+    }
+    recomputing = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--bf16"]
+    found = dict(alternatives(recomputing, {"tensor": 1, "attention_kernel": "eager"}))
+    assert found["without recompute"] == ["--bf16"]
+    assert set(found) == {"without recompute", "with --use-distributed-optimizer"}
+
+
+def test_all_problems_are_told_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(launch, "Helper", None)
+    flags = [*MOCK, "--num-attention-heads", "5", "--lr", "-1"]
+    with pytest.raises(ConfigError) as error:
+        launch.main(["--ranks", "3", *flags, "--tensor-model-parallel-size", "2"])
+    assert len(error.value.problems) >= 3
+    with pytest.raises(ConfigError) as error:
+        launch.main(["--ranks", "0", "--utilization", "2", "--resume", "--cpu", *MOCK])
+    assert len(error.value.problems) == 4
+
+
+def test_the_lines_of_the_docs_are_accepted():
+    lines = [call.words for call in calls() if call.words[:1] == ["plan"]]
+    assert lines
+    for _, *words in lines:
+        args, flags = launch.read_line(words)
+        early.refuse(early.read(flags), args.ranks)
+
+
+def test_a_refused_line_costs_no_import_of_torch():
+    program = (
+        "import sys, megasink.cli as c; code = c.main(['plan', '--lr']);"
+        "print(code, sorted({'torch', 'megatron', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "2 []\n"
+    assert "--lr needs a value" in done.stderr
+
+
+def test_help_tells_of_every_flag(capsys):
+    assert launch.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(flag in text for flag in ("--ranks", "--device", "--utilization", "--what-if"))
+
+
+def test_the_command(capsys, monkeypatch):
+    """From the line to the tables, with a helper process of its own."""
+    from megasink import hollow
+
+    if reason := hollow.missing():
+        pytest.skip(reason)
+    monkeypatch.setenv("COLUMNS", "100")
+    flags = [*MOCK, "--bf16", "--head-balance-coeff", "1e-3", "--disable-bias-linear"]
+    stepped = []
+    step = launch._step
+    monkeypatch.setattr(
+        launch, "_step", lambda *a, **k: stepped or stepped.extend(step(*a, **k)) or stepped
+    )
+    line = ["--ranks", "8", *flags, "--what-if", "--global-batch-size", "64"]
+    assert launch.main([*line, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["job"]["microbatches"] == 4
+    assert plan["tokens_per_step"] == 64 * 64
+    (stage,) = plan["stages"]
+    parts = [p for p in stage["memory"] if p not in ("peak", "reserved")]
+    assert sum(stage["memory"][part] for part in parts) == stage["memory"]["peak"]
+    other = plan["what_if"]["with --use-distributed-optimizer"]["memory"]
+    assert other["optimizer"] == pytest.approx(stage["memory"]["optimizer"] / 8, rel=0.1)
+    assert other["gradients"] == pytest.approx(stage["memory"]["gradients"], rel=0.01)
+
+    assert launch.main(line) == 0
+    text = capsys.readouterr().out
+    assert all(len(row) <= 100 for row in text.splitlines()), text
+    total = sum(plan["parameters"].values())
+    for shown in (f"{total:,}", "fits in 80 GiB", "counted: the same", "CoreAttention", "as given"):
+        assert shown in text
