@@ -43,7 +43,7 @@ def test_problems_are_numbered_in_one_message():
     [
         ("torch", None, "torch is not installed: pip install 'torch>=2.11'"),
         ("torch", "2.9.1+cu128", "torch 2.9.1+cu128 is not supported"),
-        ("megatron-core", "0.20.0", "megatron-core 0.20.0 is not supported"),
+        ("megatron-core", "0.21.0", "megatron-core 0.21.0 is not supported"),
         ("megatron-core", "0.18.3", "pip install 'megatron-core>=0.19,<0.21'"),
     ],
 )
