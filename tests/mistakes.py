@@ -14,7 +14,7 @@ ANALYZE = "analyze {0}/llama --data {0}/text.txt --output {0}/new/out --device c
 
 MISTAKES = {
     # The command itself.
-    "no-command": ("", "give a command: demo, data, train"),
+    "no-command": ("", "give a command: demo, data, merge-data, train"),
     "misspelt-command": ("trian --lr 1", "the command 'trian' is unknown", "did you mean train?"),
     "underscores-in-command": ("convert_to_hf a b", "did you mean convert-to-hf?"),
     "flags-before-command": ("--run-dir x train", "unknown: --run-dir"),
@@ -124,7 +124,7 @@ MISTAKES = {
     # data
     "data-partition": (
         DATA + " --partition 9/8",
-        "--partition '9/8': give a part and the number of parts, such as 1/8",
+        "--partition: '9/8' is no part: give its number and the number of parts, such as 1/8",
     ),
     "data-partition-of-one-file": (
         DATA + " --partition 2/8",

@@ -99,7 +99,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _partition(text: str) -> tuple[int, int]:
     part, _, parts = text.partition("/")
     if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
-        raise argparse.ArgumentTypeError("give a part and the number of parts, such as 1/8")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no part: give its number and the number of parts, such as 1/8"
+        )
     return int(part), int(parts)
 
 

@@ -71,7 +71,6 @@ def spans_of(files: list[File], part: int, parts: int) -> list[Span]:
     if not all(found):
         raise ConfigError(
             f"--partition {part}/{parts}: {sum(map(bool, found))} of the {parts} parts would have "
-            f"data, because only uncompressed JSON Lines are divided inside a file (the input has "
-            f"{len(files)} files): use fewer parts"
+            f"data, because only uncompressed JSON Lines are divided inside a file: use fewer parts"
         )
     return found[part - 1]

@@ -67,7 +67,7 @@ def load(prefix: Path) -> Progress | None:
         progress = Progress(
             made_of=told["made_of"],
             trained=None if trained is None else (trained[0], trained[1]),
-            place=Place(*place[:6], tuple(place[6])),
+            place=Place._make([*place[:6], tuple(place[6])]),
             counts=dict(told["counts"]),
             written={name: Written(*numbers) for name, numbers in told["written"].items()},
         )
