@@ -56,11 +56,14 @@ setup(
         # What the head-balance loss trains under in plain transformers, and what loads the adapters
         # that megasink exports; megasink itself needs none of them.
         "finetune": ["accelerate", "peft>=0.21,<0.22", "trl>=1.16,<2"],
+        # `--optimizer muon`, through Megatron (docs/muon.md).
+        "muon": ["emerging-optimizers>=0.3,<0.4"],
         # `megasink evaluate`; its data sets come through "datasets", which lm-eval requires.
         "eval": ["lm-eval>=0.4.13,<0.4.14"],
         "dev": [
             *("mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "zstandard"),
             "lm-eval>=0.4.13,<0.4.14",
+            "emerging-optimizers>=0.3,<0.4",
             "accelerate",  # lm-eval's own model class, which ours is compared with
             *("peft>=0.21,<0.22", "trl>=1.16,<2"),
         ],

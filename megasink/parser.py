@@ -17,6 +17,7 @@ from megasink.upstream import fused
 # optimizer state is saved in a format that any layout can load.
 # On SIGTERM, which schedulers send before they kill, a checkpoint is saved. Without a persistent
 # worker Megatron disables --async-save; the other strategy needs an extra package.
+# Under Megatron's default, blockwise, Muon's updates depend on the tensor-parallel size.
 # Megatron has no default for --eval-interval and divides by it.
 DEFAULTS: dict[str, Any] = {
     "attention_dropout": 0.0,
@@ -30,6 +31,7 @@ DEFAULTS: dict[str, Any] = {
     "tokenizer_type": "HuggingFaceTokenizer",
     "log_interval": 10,
     "eval_interval": 1000,
+    "muon_tp_mode": "duplicated",
 }
 # Replacements for the parts that need CUDA.
 CPU_DEFAULTS: dict[str, Any] = {

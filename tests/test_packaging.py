@@ -66,7 +66,7 @@ def test_metadata():
     arguments = setup_arguments()
     assert arguments["name"] == "megasink"
     assert Version(arguments["version"])
-    assert set(arguments["extras_require"]) == {"gpu", "eval", "finetune", "dev"}
+    assert set(arguments["extras_require"]) == {"gpu", "eval", "finetune", "muon", "dev"}
     pythons = SpecifierSet(arguments["python_requires"])
     assert [v for v in ("3.11", "3.12", "3.13", "3.14") if v in pythons] == ["3.12", "3.13"]
     assert (ROOT / ".python-version").read_text().strip() in pythons
@@ -91,6 +91,7 @@ def test_entry_point_exists():
         ("dev", ["constraints.txt"]),
         ("eval", ["constraints.txt"]),
         ("finetune", ["constraints.txt"]),
+        ("muon", ["constraints.txt"]),
         ("gpu", ["constraints.txt", "docker/constraints-gpu.txt"]),
     ],
 )

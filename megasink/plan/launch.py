@@ -37,8 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        _parser().print_help()
-        return 0
+        parser = _parser()
+        parser.print_help()
+        parser.exit()
     args, flags = read_line(argv)
     options = early.read(flags)
     early.refuse(options, args.ranks)

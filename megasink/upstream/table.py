@@ -4,12 +4,12 @@
 """
 
 from megasink.platform import patches
-from megasink.upstream import mends, training
+from megasink.upstream import mends, muon, training
 from megasink.upstream.register import Patch
 
 TABLE: tuple[Patch, ...] = tuple(
     value
-    for room in (patches, mends, training)
+    for room in (patches, mends, muon, training)
     for value in vars(room).values()
     if isinstance(value, Patch)
 )

@@ -23,11 +23,16 @@ from tests.distributed.tiny_gpt import MICROBATCH, MICROBATCHES
 class Run:
     """A model, its optimizer, and the step that comes next."""
 
-    def __init__(self, distributed_optimizer: bool, **options: Any):
+    def __init__(
+        self,
+        distributed_optimizer: bool,
+        optimizer_options: dict[str, Any] | None = None,
+        **options: Any,
+    ):
         config = tiny_gpt.model_config(**options)
         self.models = tiny_gpt.build(config, use_distributed_optimizer=distributed_optimizer)
         self.optimizer, self.scheduler = tiny_gpt.optimizer_of(
-            config, self.models, distributed_optimizer
+            config, self.models, distributed_optimizer, **(optimizer_options or {})
         )
         dp = parallel_state.get_data_parallel_world_size()
         init_num_microbatches_calculator(0, None, MICROBATCH * MICROBATCHES, MICROBATCH, dp)

@@ -20,8 +20,13 @@ gate-of-part-of-a-group: --gate-position key --tensor-model-parallel-size 2
   ! --gate-position key with 1 key/value groups on --tensor-model-parallel-size 2
 gate-under-a-norm: --gate-position query --qk-layernorm
   ! --gate-position query with a headwise gate and --qk-layernorm
-muon: --optimizer muon
-  ! --optimizer muon splits linear_qkv by heads
+muon: --optimizer muon --fp16 --use-distributed-optimizer --muon-scalar-optimizer lion
+    --tensor-model-parallel-size 2 --group-query-attention --num-query-groups 1
+  ! --optimizer muon with --fp16: use --bf16
+  ! --optimizer muon with --use-distributed-optimizer
+  ! --optimizer muon with 1 key/value groups on --tensor-model-parallel-size 2
+muon-with-ranks-for-each-replica: --optimizer dist_muon
+  ! --optimizer dist_muon: Megatron 0.19 does not
 fp8-gate: --fp8-format hybrid
   ! the gate adds 4 per rank
 no-width-left: --gate-granularity elementwise --match-ffn-width --ffn-hidden-size 64

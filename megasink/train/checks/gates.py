@@ -57,12 +57,6 @@ def _of_the_gate(args: Namespace) -> Iterator[str]:
     if not args.num_attention_heads or not args.hidden_size:
         return
     rows = gate_options.trailing_rows(with_shape(args))
-    if rows and "muon" in (args.optimizer or ""):
-        yield (
-            f"--optimizer {args.optimizer} splits linear_qkv by heads and does not know its gate "
-            "rows: use adam, or a multiplied, unshared sigmoid gate with --gate-granularity "
-            "elementwise"
-        )
     if rows and (args.fp8 or args.fp4) and rows // ranks % 16:
         yield (
             f"fp8 and fp4 need linear_qkv in multiples of 16 rows, but the gate adds "
