@@ -17,10 +17,7 @@ def problems(args: Namespace) -> Iterator[str]:
         yield "--optimizer adaptive_muon is not tested: use --optimizer muon"
     if args.fp16:
         yield f"--optimizer {name} with --fp16: use --bf16"
-    # The launcher reads it; Megatron's validation has turned it off on a rank.
-    if args.use_distributed_optimizer or getattr(
-        args, "use_layer_wise_distributed_optimizer", False
-    ):
+    if args.use_distributed_optimizer:
         yield (
             f"--optimizer {name} with --use-distributed-optimizer fails in Megatron 0.19: drop "
             "the flag (every replica then keeps the whole optimizer state)"
