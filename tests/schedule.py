@@ -12,6 +12,11 @@ import pytest
 
 # Seconds of the files that take longest in `make test`. What is not here runs last.
 LONG = {
+    "tests/data/test_going_on.py": 40,
+    "tests/hollow/test_plan.py": 40,
+    "tests/distributed/test_muon.py": 25,
+    "tests/plan/test_plan.py": 20,
+    "tests/train/test_recipes.py": 15,
     "tests/train/test_end_to_end.py": 65,
     "tests/attention/test_gate_kernels.py": 60,
     "tests/distributed/test_packed_context.py": 60,
@@ -80,14 +85,24 @@ QUICK = (
 # Tests of many cases that resemble each other: `make test` runs every so many of them, `make
 # test-all` all. Where the cases are a product, the number has no factor of an axis.
 SAMPLED = {
+    "tests/attention/interpreted_gate_kernels.py::test_explicit_gates_against_float64": 5,
+    "tests/attention/interpreted_gate_kernels.py::test_injected_rows_are_pytorchs_to_the_bit": 2,
+    "tests/attention/interpreted_gate_kernels.py::test_slot_against_float64": 2,
+    "tests/convert/test_damage.py::test_a_disk_that_takes_no_more_ends_in_one_line": 2,
+    "tests/convert/test_round_trip.py::test_an_import_loads_under_another_layout": 3,
+    "tests/convert/test_round_trip.py::test_tensor_and_pipeline_parallelism_at_once": 3,
+    "tests/convert/test_round_trip.py::test_the_layout_of_a_run_does_not_matter": 3,
+    "tests/distributed/test_muon.py::test_three_steps_are_the_definition": 3,
+    "tests/hollow/test_plan.py::test_parameters_are_exact_in_every_layout": 3,
+    "tests/train/test_survival.py::test_resume_auto_starts_again_where_no_checkpoint_is_whole": 2,
     "tests/convert/test_own_model.py::test_every_option_there_and_back": 3,
-    "tests/convert/test_round_trip.py::test_every_target": 2,
+    "tests/convert/test_round_trip.py::test_every_target": 3,
     "tests/distributed/test_checkpoint.py::test_a_checkpoint_loads_under_another_layout": 3,
     "tests/distributed/test_context_parallel.py::test_two_ranks_equal_one_process": 3,
     "tests/distributed/test_data_path.py::test_every_rank_has_its_tokens_and_every_stage_its_documents_and_targets": 3,  # noqa: E501
     "tests/distributed/test_invariance.py::test_four_ranks_equal_the_oracle": 2,
     "tests/distributed/test_invariance.py::test_two_ranks_equal_the_oracle": 2,
-    "tests/distributed/test_layouts.py::test_layout_changes_nothing": 3,
+    "tests/distributed/test_layouts.py::test_layout_changes_nothing": 5,
     "tests/distributed/test_masks.py::test_layout_changes_nothing": 3,
     "tests/distributed/test_moe.py::test_layout_changes_nothing": 3,
     "tests/distributed/test_observing.py::test_both_gradients_add_up_to_that_of_the_parameter": 5,
@@ -121,6 +136,7 @@ LATER = (
     "tests/train/test_dead_rank.py::test_sigterm_then_a_killed_rank_then_the_end",
     "tests/train/test_survival.py::test_a_dead_writer_ends_the_rank_in_one_line",
     "tests/train/test_survival.py::test_a_signal_ends_every_phase_in_one_line",
+    "tests/train/test_survival.py::test_torchrun_starts_the_ranks_again_and_they_go_on",
     "tests/train/test_survival.py::test_sigterm_in_a_checkpoint_saves_one_more",
     "tests/transformers/test_compiled.py::test_a_step_is_one_graph",
 )

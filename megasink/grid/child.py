@@ -21,14 +21,12 @@ class Task:
         is_rank: whether it is a rank.
         logs: folder of stdout.log and stderr.log, which are appended to.
         threads: of torch.
-        port: for a rank: a free port.
     """
 
     words: Sequence[str]
     is_rank: bool
     logs: Path
     threads: int
-    port: int = 0
 
 
 def become(task: Task) -> NoReturn:
@@ -55,7 +53,7 @@ def _train(task: Task) -> int:
 
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(task.port),
+        "MASTER_PORT": "0",  # any free one: no other rank needs to know it
         **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0"),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
     }

@@ -11,7 +11,6 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
-import socket
 import subprocess
 import sys
 from argparse import Namespace
@@ -56,7 +55,7 @@ class Way:
         """Start the training of a run; it resumes if there is something to resume from."""
         flags = [*flags, "--resume", "auto"]
         if self.name == "fork":
-            return Forked(Task(flags, True, logs, threads, _free_port()))
+            return Forked(Task(flags, True, logs, threads))
         return Launched(["train", "--ranks", str(ranks), *flags], logs)
 
     def measure(self, words: Sequence[str], logs: Path, threads: int) -> Started:
@@ -153,13 +152,6 @@ def _kill(started: Started) -> None:
     for process in left:
         with contextlib.suppress(psutil.Error):
             process.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port: int = bound.getsockname()[1]
-        return port
 
 
 def _server() -> Any:

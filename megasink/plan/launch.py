@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         parser.exit()
     args, flags = read_line(argv)
+    flags += plugins.flags(argv)
     options = early.read(flags)
     early.refuse(options, args.ranks)
     ranks = early.replica_ranks(options) if args.ranks is None else args.ranks
@@ -107,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         "parallelism, distributed optimizer, unfused attention",
     )
     parser.add_argument("--json", action="store_true", help="print all numbers as JSON")
+    plugins.add_flag(parser)
     # As on the line of train; a plan writes nothing.
     parser.add_argument("--run-dir", help=argparse.SUPPRESS)
     parser.add_argument("--resume", nargs="?", const="newest", help=argparse.SUPPRESS)

@@ -29,11 +29,12 @@ def _forget_choices():
     choose_gate_kernels.cache_clear()
 
 
-def test_in_tritons_interpreter():
+def test_in_tritons_interpreter(pytestconfig):
     """The tests of interpreted_gate_kernels.py: numbers against PyTorch's and against float64."""
     pytest.importorskip("triton")
     path = Path(__file__).with_name("interpreted_gate_kernels.py")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(path)]
+    command += ["-m", pytestconfig.option.markexpr]  # all cases with `make test-all`
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]

@@ -191,9 +191,10 @@ def assignments(path):
 
 def test_nothing_of_upstream_is_replaced_beside_the_register(tmp_path, monkeypatch):
     files = sorted((ROOT / "megasink").rglob("*.py"))
-    # Upstream's own place for the process that is there, emptied after it was ended; and a process
-    # that stands in for a rank, which trains nothing.
-    allowed = {"megasink/train/checkpoint_writer.py", "megasink/hollow/world.py"}
+    # Upstream's own place for the process that is there, emptied after it was ended; and processes
+    # that stand in for a rank, which train nothing.
+    plan = {f"megasink/plan/{name}.py" for name in ("experts", "helper", "rank")}
+    allowed = {"megasink/train/checkpoint_writer.py", "megasink/hollow/world.py", *plan}
     found = [place for path in files for place in assignments(path)]
     assert {place.partition(":")[0] for place in found} == allowed, found
     planted = tmp_path / "planted.py"
