@@ -125,33 +125,24 @@ def _local_recurrent(
     """
     linear = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
     gdn, mamba = upstream.gdn_layer, upstream.mamba_layer
-    delta, mixer = gdn.submodules.self_attention, mamba.submodules.mixer
-    delta = dataclasses.replace(
-        delta, submodules=dataclasses.replace(delta.submodules, **linear, out_norm=norm)
-    )
-    mixer = dataclasses.replace(mixer, submodules=dataclasses.replace(mixer.submodules, **linear))
     return HybridStackSubmodules(
-        gdn_layer=dataclasses.replace(
+        gdn_layer=_changed(
             gdn,
-            submodules=dataclasses.replace(
-                gdn.submodules,
-                input_layernorm=norm,
-                self_attention=delta,
-                sharded_state_dict_keys_map={
-                    "input_layernorm.": "self_attention.in_proj.layer_norm_"
-                },
-            ),
+            input_layernorm=norm,
+            self_attention=_changed(gdn.submodules.self_attention, **linear, out_norm=norm),
+            sharded_state_dict_keys_map={"input_layernorm.": "self_attention.in_proj.layer_norm_"},
         ),
-        mamba_layer=dataclasses.replace(
+        mamba_layer=_changed(
             mamba,
-            submodules=dataclasses.replace(
-                mamba.submodules,
-                norm=norm,
-                mixer=mixer,
-                sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
-            ),
+            norm=norm,
+            mixer=_changed(mamba.submodules.mixer, **linear),
+            sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
         ),
     )
+
+
+def _changed(spec: ModuleSpec, **submodules: Any) -> ModuleSpec:
+    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, **submodules))
 
 
 def _with_our_modules(node: Any, config: Any) -> Any:

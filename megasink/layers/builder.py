@@ -17,17 +17,23 @@ from megasink.lora.attach import freeze_base
 
 
 @dataclass(kw_only=True)
-class MegasinkGPTConfig(GPTModelConfig):
-    """GPTModelConfig whose initial weights are independent of the parallel layout.
+class StageOptions:
+    """What megasink adds to Megatron's model configurations.
 
     Attributes:
-        init_seed: Seed of the initial weights.
+        init_seed: Seed of the initial weights, which are independent of the parallel layout.
         tokens: Vocabulary rows included in the softmax; None for all, padding included.
     """
 
-    builder: ClassVar[str] = "megasink.layers.builder.MegasinkGPTBuilder"
     init_seed: int = 1234
     tokens: int | None = None
+
+
+@dataclass(kw_only=True)
+class MegasinkGPTConfig(StageOptions, GPTModelConfig):
+    """GPTModelConfig whose initial weights are independent of the parallel layout."""
+
+    builder: ClassVar[str] = "megasink.layers.builder.MegasinkGPTBuilder"
 
 
 class MegasinkGPTBuilder(GPTModelBuilder):
@@ -59,7 +65,7 @@ def finish_stage(model: Any, config: Any) -> None:
 
     Args:
         model: A GPTModel or HybridModel.
-        config: MegasinkGPTConfig or MegasinkHybridConfig.
+        config: StageOptions of a model configuration.
     """
     if config.transformer.sinusoidal_position_embedding and model.pre_process:
         learned = model.embedding.position_embeddings.weight

@@ -19,7 +19,7 @@ from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfi
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megasink.layers.builder import finish_stage
+from megasink.layers.builder import StageOptions, finish_stage
 
 
 class MegasinkHybridStack(HybridStack):
@@ -45,12 +45,10 @@ class MegasinkHybridStack(HybridStack):
 
 
 @dataclass(kw_only=True)
-class MegasinkHybridConfig(HybridModelConfig):
-    """HybridModelConfig; attributes as in :class:`megasink.layers.builder.MegasinkGPTConfig`."""
+class MegasinkHybridConfig(StageOptions, HybridModelConfig):
+    """HybridModelConfig whose initial weights are independent of the parallel layout."""
 
     builder: ClassVar[str] = "megasink.layers.hybrid.MegasinkHybridBuilder"
-    init_seed: int = 1234
-    tokens: int | None = None
 
 
 class MegasinkHybridBuilder(HybridModelBuilder):

@@ -17,7 +17,7 @@ from megasink import plugins
 from megasink.errors import ConfigError, UserError
 from megasink.parent import ends_with
 
-ANSWER, LOG = "answer.json", "log"
+ANSWER = "answer.json"
 
 
 def main() -> None:

@@ -8,8 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,13 +17,14 @@ from megasink.command_line import Reading
 from megasink.errors import ConfigError, UserError
 from megasink.plan.alternatives import alternatives
 from megasink.plan.devices import DEVICES
+from megasink.plan.helper import ANSWER
 from megasink.plan.job import Record, rank_of, stages_to_step
 from megasink.progress import Tell, progress
 from megasink.train import early
 
 # More than any GPU has: what does not fit is shown, not refused.
 _GIB = 1 << 16
-_ANSWER, _LOG = "answer.json", "log"
+_LOG = "log"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         parser.exit()
     args, flags = read_line(argv)
-    flags += plugins.flags(argv)
     options = early.read(flags)
     early.refuse(options, args.ranks)
     ranks = early.replica_ranks(options) if args.ranks is None else args.ranks
@@ -77,7 +76,7 @@ def read_line(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         problems.append("--cpu: a plan is for GPUs; drop the flag")
     if problems:
         raise ConfigError(problems)
-    return args, read.unknown
+    return args, [*read.unknown, *plugins.flags(argv)]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -190,24 +189,19 @@ class Helper:
         tell(self._done, f"stepping rank {rank} of {ranks}", now=True)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with self._told():
-            request = {"rank": rank, "ranks": ranks, "flags": list(flags)}
+        request = {"rank": rank, "ranks": ranks, "flags": list(flags)}
+        try:
             print(json.dumps(request), file=self._process.stdin, flush=True)
+        except BrokenPipeError as error:
+            raise UserError(f"the plan's helper process failed: {self._error()}") from error
         code = self._process.stdout.readline().strip()
         self._done += 1
         if code != "0":
             raise UserError(f"rank {rank} of the plan failed: {self._error()}")
-        record: dict[str, Any] = json.loads((self._folder / _ANSWER).read_text())
+        record: dict[str, Any] = json.loads((self._folder / ANSWER).read_text())
         if "problems" in record:
             raise ConfigError(record["problems"])
         return record
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        try:
-            yield
-        except BrokenPipeError as error:
-            raise UserError(f"the plan's helper process failed: {self._error()}") from error
 
     def _error(self) -> str:
         """Return the last line of the log that names an error."""

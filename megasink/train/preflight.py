@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median_high
 from typing import Any
 
 import torch
@@ -73,12 +74,12 @@ def preflight(models: Any) -> Any:
 def measure(load: Load) -> Times:
     """Time this rank and its links. Call on every rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cpu" if platform.is_active() else "cuda")
+    device = _device()
     mine = [_product(load, device), float("nan"), float("nan")]
     if world > 1:
         message = torch.zeros(load.bytes, dtype=torch.uint8, device=device)
         for sender, receiver in rounds(world, rank):
-            seconds = _link(message, rank, sender, receiver)
+            seconds = _link_seconds(message, rank, sender, receiver)
             if rank == receiver:
                 mine[1] = seconds
         mine[2] = _timed(lambda: dist.all_reduce(message), together=True)
@@ -106,7 +107,7 @@ def rounds(world: int, rank: int) -> list[tuple[int, int]]:
     return [next((link for link in part if rank in link), (-1, -1)) for part in parts if part]
 
 
-def _link(message: torch.Tensor, rank: int, sender: int, receiver: int) -> float:
+def _link_seconds(message: torch.Tensor, rank: int, sender: int, receiver: int) -> float:
     def act() -> None:
         if rank == sender:
             dist.send(message, receiver)
@@ -137,8 +138,11 @@ def _timed(act: Callable[[], Any], *, together: bool) -> float:
 
 
 def _meet() -> None:
-    device = torch.device("cpu" if platform.is_active() else "cuda")
-    dist.all_reduce(torch.zeros(1, device=device))
+    dist.all_reduce(torch.zeros(1, device=_device()))
+
+
+def _device() -> torch.device:
+    return torch.device("cpu" if platform.is_active() else "cuda")
 
 
 def _hosts(device: torch.device) -> list[str]:
@@ -154,7 +158,7 @@ def report(times: Times, took: float) -> list[str]:
     """Return what rank 0 prints: medians, the slowest, and a line per straggler."""
     hosts, world = times.hosts, len(times.hosts)
     flops = 2 * times.load.side**3 / 1e12
-    product = _median(times.products)
+    product = median_high(times.products)
     lines = [
         f"{_count(world, 'rank')} on {_count(len(set(hosts)), 'host')} answered in {took:.1f} s; "
         f"matrix products {flops / product:.3g} TFLOP/s (median)"
@@ -174,14 +178,14 @@ def report(times: Times, took: float) -> list[str]:
         }
         if not links:
             continue
-        median = _median(list(links.values()))
+        median = median_high(links.values())
         slowest = max(links, key=lambda receiver: links[receiver])
         lines.append(
             f"links {kind}: {gigabytes / median:.3g} GB/s (median), slowest "
-            f"{_name(slowest, hosts)} {gigabytes / links[slowest]:.3g} GB/s"
+            f"{_link_name(slowest, hosts)} {gigabytes / links[slowest]:.3g} GB/s"
         )
         stragglers += [
-            f"slow link: {_name(receiver, hosts)}: {gigabytes / seconds:.3g} GB/s, "
+            f"slow link: {_link_name(receiver, hosts)}: {gigabytes / seconds:.3g} GB/s, "
             f"{median / seconds:.2f} of the median"
             for receiver, seconds in links.items()
             if seconds > SLOW_LINK * median
@@ -199,10 +203,6 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def _median(seconds: Sequence[float]) -> float:
-    return sorted(seconds)[len(seconds) // 2]
-
-
-def _name(receiver: int, hosts: Sequence[str]) -> str:
+def _link_name(receiver: int, hosts: Sequence[str]) -> str:
     sender = (receiver - 1) % len(hosts)
     return f"{sender} -> {receiver} ({hosts[sender]} -> {hosts[receiver]})"
