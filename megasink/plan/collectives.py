@@ -11,6 +11,8 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megasink.plan.job import BALANCE
+
 # Megatron's process groups by their names in parallel_state, and what they are called here. Where
 # two names stand for the same ranks, the first counts. Others keep their own name.
 _GROUPS = {
@@ -49,7 +51,6 @@ _KINDS: dict[str, tuple[str, Any]] = {
     "recv_": ("receive", lambda n: 0.0),
     "barrier": ("barrier", lambda n: 0.0),
 }
-BALANCE = "head-balance loss"
 # Innermost file of the product in the stack -> purpose; megatron's own are "Megatron".
 _PURPOSES = {"/megasink/balance/": BALANCE, "/megasink/": "megasink", "/megatron/": "Megatron"}
 
