@@ -13,7 +13,7 @@ import torch
 
 
 class GroupStepAdam(torch.optim.Optimizer):
-    """Adam (``adam_w_mode=False``) or AdamW (``True``), multi-tensor, with one step per group.
+    """Adam (``adam_w_mode=False``) or AdamW (``True``), torch's fused kernels, one step per group.
 
     Args:
         params: parameters or groups, of any floating dtype; states have the parameter's dtype.
@@ -48,23 +48,38 @@ class GroupStepAdam(torch.optim.Optimizer):
             group["step"] = group.get("step", 0) + 1
             if not params:
                 continue
-            grads = [p.grad for p in params]
             for p in params:
                 if not self.state[p]:
                     self.state[p]["exp_avg"] = torch.zeros_like(p)
                     self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
-            first = [self.state[p]["exp_avg"] for p in params]
-            second = [self.state[p]["exp_avg_sq"] for p in params]
-            lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
-            if decay and self.adam_w_mode:
-                torch._foreach_mul_(params, 1 - lr * decay)
-            elif decay:
-                grads = list(torch._foreach_add(grads, params, alpha=decay))
-            torch._foreach_lerp_(first, grads, 1 - beta1)
-            torch._foreach_mul_(second, beta2)
-            torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
-            root = torch._foreach_sqrt(second)
-            torch._foreach_div_(root, (1 - beta2 ** group["step"]) ** 0.5)
-            torch._foreach_add_(root, group["eps"])
-            torch._foreach_addcdiv_(params, first, root, -lr / (1 - beta1 ** group["step"]))
+            for alike in _by_device_and_dtype(params):
+                self._update(alike, group)
         return loss
+
+    def _update(self, params: list[torch.Tensor], group: dict[str, Any]) -> None:
+        update = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
+        # One tensor for all: the kernel only reads it.
+        step = torch.tensor(float(group["step"]), device=params[0].device)
+        update(
+            params,
+            [p.grad for p in params if p.grad is not None],
+            [self.state[p]["exp_avg"] for p in params],
+            [self.state[p]["exp_avg_sq"] for p in params],
+            [],
+            [step] * len(params),
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
+
+
+def _by_device_and_dtype(params: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """Divide parameters into lists that one kernel takes."""
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for p in params:
+        found.setdefault((p.device, p.dtype), []).append(p)
+    return found.values()
