@@ -1,23 +1,53 @@
 """Attention heads gated by an attention sink or a sigmoid gate, on Megatron-Core.
 
-Contexts that change the heads of a loaded model, imported when first used (docs/interventions.md):
-`zero_heads`, `dynamic_zeroing`, `drain_first_value`, `steer_gates`, and `intervening` for several.
+The names below are the public Python API (docs/python.md); each is imported when it is first used.
+Commands are `megasink COMMAND`.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from megasink.api import NAMES
+
+if TYPE_CHECKING:
+    from megasink.api.analysis import Analysis, MetricValues, Plot, read_analysis
+    from megasink.api.analyze import analyze
+    from megasink.api.models import convert_to_hf, load_model, load_run
+    from megasink.intervene.python import (
+        drain_first_value,
+        dynamic_zeroing,
+        intervening,
+        steer_gates,
+        zero_heads,
+    )
+    from megasink.transformers import HeadBalance, HeadBalanceCallback
 
 __version__ = "0.1.0"
-
-_CONTEXTS = ("drain_first_value", "dynamic_zeroing", "intervening", "steer_gates", "zero_heads")
+__all__ = [
+    "Analysis",
+    "HeadBalance",
+    "HeadBalanceCallback",
+    "MetricValues",
+    "Plot",
+    "analyze",
+    "convert_to_hf",
+    "drain_first_value",
+    "dynamic_zeroing",
+    "intervening",
+    "load_model",
+    "load_run",
+    "read_analysis",
+    "steer_gates",
+    "zero_heads",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _CONTEXTS:
+    if name not in NAMES:
         raise AttributeError(f"module 'megasink' has no attribute {name!r}")
-    from megasink.intervene import python
+    import importlib
 
-    return getattr(python, name)
+    return getattr(importlib.import_module(NAMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_CONTEXTS]
+    return __all__

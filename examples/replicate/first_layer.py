@@ -16,7 +16,8 @@ from typing import Any
 from rich.console import Console
 
 from megasink.atomic import atomic_text
-from megasink.commands.analyze import is_run, measure_model
+from megasink.checkpoint.find import is_run
+from megasink.commands.analyze import measure_model
 from megasink.intervene.record import changes_of
 from megasink.intervene.zero_heads import ZeroHeads
 from megasink.json_file import read_object

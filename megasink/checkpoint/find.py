@@ -1,5 +1,6 @@
 """Resolve a folder to a checkpoint, and list the weights in it."""
 
+import contextlib
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -7,6 +8,7 @@ from typing import NamedTuple
 from megasink.checkpoint.intact import TRACKER, checkpoint_path, damage, iterations
 from megasink.checkpoint.torch_metadata import read_metadata
 from megasink.errors import UserError
+from megasink.json_file import read_object
 
 
 class Checkpoint(NamedTuple):
@@ -50,6 +52,20 @@ def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
         text = ", ".join(map(str, iterations(checkpoints))) or "none"
         raise UserError(f"{checkpoints}: no checkpoint of iteration {iteration}; available: {text}")
     return Checkpoint(run / "config.json", folder, iteration)
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a folder is a megasink run or checkpoint; otherwise it is a Hugging Face one.
+
+    Raises:
+        UserError: config.json is not a JSON object.
+    """
+    config = path / "config.json"
+    if config.is_file():
+        return "arguments" in read_object(config)
+    with contextlib.suppress(UserError):
+        return bool(find_checkpoint(path))
+    return False
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

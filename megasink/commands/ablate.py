@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from functools import partial
 
-from megasink.commands.analyze import is_run, measure_model
+from megasink.checkpoint.find import is_run
+from megasink.commands.analyze import measure_model
 from megasink.probe.ranks import taking_part
 
 

@@ -1,19 +1,15 @@
 """``megasink analyze``: one pass over a Hugging Face or Megatron model."""
 
 import argparse
-import contextlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from megasink.checkpoint.find import find_checkpoint
-from megasink.errors import UserError
-from megasink.json_file import read_object
+from megasink.checkpoint.find import find_checkpoint, is_run
 from megasink.probe import options
 from megasink.probe.analysis import analyze
 from megasink.probe.base import ProbedModel
 from megasink.probe.cli import open_transformers
-from megasink.probe.loaded import open_probe_on
+from megasink.probe.models import of_run
 from megasink.probe.ranks import Ranks, taking_part
 from megasink.process import prepare_quietly
 
@@ -52,43 +48,10 @@ def measure_model(
         measure(args, open_checkpoint(args, None, ranks), ranks)
 
 
-def is_run(path: Path) -> bool:
-    """Return whether a folder is a megasink run or checkpoint; otherwise it is a Hugging Face one.
-
-    Raises:
-        UserError: config.json is not a JSON object.
-    """
-    config = path / "config.json"
-    if config.is_file():
-        return "arguments" in read_object(config)
-    with contextlib.suppress(UserError):
-        return bool(find_checkpoint(path))
-    return False
-
-
 def open_checkpoint(args: argparse.Namespace, iteration: int | None, ranks: Ranks) -> ProbedModel:
     """Load one checkpoint of a run, None for the latest."""
     from megasink.checkpoint.load import load_model
-    from megasink.probe.megatron_model import heads_by_layer
-    from megasink.train.model_facts import model_facts
 
     ranks.device(args.device)
     loaded = load_model(args.model, iteration, args.tokenizer, yarn=args.yarn)
-    trained = loaded.args
-    facts = model_facts(
-        trained, loaded.model, loaded.iteration, args.name or args.model.resolve().name
-    )
-    if args.yarn is not None:
-        facts["kind"] += f", YaRN x{args.yarn:g}"  # part of an analysis's identity
-    return ProbedModel(
-        open_probe_on(loaded.model),
-        module=loaded.model,
-        heads=heads_by_layer(loaded.model),
-        tokenizer=loaded.tokenizer,
-        vocabulary=len(loaded.tokenizer),
-        positions=trained.max_position_embeddings,
-        first=(trained.sink_token_id,) if trained.sink_token else (),
-        replaced_at=tuple(trained.replace_tokens_at or ()),
-        replaced_with=trained.replace_tokens_with,
-        facts=facts,
-    )
+    return of_run(loaded, args.name or args.model.resolve().name, yarn=args.yarn)

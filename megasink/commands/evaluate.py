@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megasink.commands.analyze import is_run, measure_model
+from megasink.checkpoint.find import is_run
+from megasink.commands.analyze import measure_model
 from megasink.errors import ConfigError
 from megasink.intervene.suites import ALL
 from megasink.probe.options import weights_parser, weights_problems

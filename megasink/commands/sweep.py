@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from megasink.commands.analyze import is_run, measure_model
+from megasink.checkpoint.find import is_run
+from megasink.commands.analyze import measure_model
 from megasink.probe.ranks import taking_part
 from megasink.probe.sweep import check_sweep, sweep, sweep_parser
 

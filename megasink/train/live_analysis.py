@@ -18,6 +18,7 @@ from megatron.core.utils import unwrap_model
 from rich.console import Console
 
 from megasink.checkpoint.intact import checkpoint_path
+from megasink.checkpoint.model_facts import model_facts
 from megasink.diagnostics.results import Results
 from megasink.errors import UserError
 from megasink.probe.identity import identity
@@ -30,7 +31,6 @@ from megasink.probe.shards import PartialFolder
 from megasink.probe.write import write_numbers
 from megasink.train.checks.vocabulary import replacement_of
 from megasink.train.dataset import bytes_per_token
-from megasink.train.model_facts import model_facts
 from megasink.train.replacing import replaced_places
 from megasink.train.run_dir import LIVE
 

@@ -1,0 +1,216 @@
+"""Analyze a model that is in memory, or in a folder."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megasink.api.analysis import Analysis, of_results, read_analysis
+from megasink.api.models import HubModel, load_model, load_run
+from megasink.data.replaced_tokens import replacement
+from megasink.diagnostics import metrics
+from megasink.diagnostics.results import RunFacts
+from megasink.errors import ConfigError, UserError
+from megasink.probe.analysis import bytes_by_token
+from megasink.probe.base import ProbedModel
+from megasink.probe.geometry import project, read_rows
+from megasink.probe.identity import weights_hash
+from megasink.probe.inputs import (
+    BOS,
+    SHORTEST,
+    Sample,
+    data_hash,
+    encode,
+    text_samples,
+    with_replaced_tokens,
+)
+from megasink.probe.models import of_run, of_transformers
+from megasink.probe.options import SEQ_LENGTH
+from megasink.probe.ranks import Ranks
+from megasink.probe.recorder import Recorder
+from megasink.probe.run import run
+from megasink.probe.summary import summarize
+from megasink.probe.write import write_analysis
+
+
+def analyze(
+    model: Any,
+    texts: Sequence[str] | Path | Sequence[Path],
+    *,
+    tokenizer: Any = None,
+    name: str | None = None,
+    seq_length: int | None = None,
+    max_samples: int | None = 100,
+    batch_size: int = 8,
+    bos: str = "auto",
+    loss: bool = True,
+    seed: int = 1234,
+    output: str | Path | None = None,
+) -> Analysis:
+    """Measure a model's attention sinks, heads and hidden states on texts, in one pass.
+
+    As `megasink analyze` does, whose options docs/instruments.md explains. On leaving, the model is
+    bit for bit what it was.
+
+    Args:
+        model: a model of transformers in evaluation mode, what `load_model` or `load_run` returned,
+            or the folder of either kind.
+        texts: strings, each a text; or paths of files, as `megasink analyze --data` takes them.
+        tokenizer: of transformers; required with a bare model of transformers.
+        name: of the model, in tables and figures; default: the folder's, or the class's.
+        seq_length: most tokens of a sequence, BOS included; default: 512, or the model's maximum.
+        max_samples: of the texts, or of each file; None for all.
+        bos: "auto" (as the tokenizer does), "add" or "none".
+        loss: also measure the loss.
+        seed: of the projections and the random baselines.
+        output: folder that gets everything that `megasink analyze` writes, the page included.
+
+    Returns:
+        the measurements, one attribute for each metric.
+
+    Raises:
+        ConfigError: a model whose attention megasink cannot read, or options out of their range;
+            one message with every problem.
+        UserError: no text of two tokens, a tokenizer that does not fit, or a broken folder.
+
+    Example:
+        >>> import megasink
+        >>> texts = ["A text.", "Another, longer one."]
+        >>> found = megasink.analyze(model, texts, tokenizer=tokenizer)
+        >>> found.sink_rate.number <= 1
+        True
+        >>> found.importance.values.shape  # [layers, heads]
+        (2, 4)
+        >>> plot = found.importance.plot()
+    """
+    problems = [
+        f"{option} {value}: at least {least}"
+        for option, value, least in (
+            ("seq_length", seq_length, SHORTEST),
+            ("max_samples", max_samples, 1),
+            ("batch_size", batch_size, 1),
+        )
+        if value is not None and value < least
+    ]
+    if bos not in BOS:
+        problems.append(f"bos {bos!r}: choose {', '.join(BOS)}")
+    if problems:
+        raise ConfigError(problems)
+    probed = _probed(model, tokenizer, name)
+    length = _length(probed, seq_length)
+    samples = _samples(probed, texts, length, max_samples, bos, seed)
+    recorder = Recorder(probed.heads)
+    device = probed.device
+    with torch.no_grad(), probed.open_probe(recorder) as probe:
+        measurements = run(
+            probe,
+            recorder,
+            samples,
+            batch_size=batch_size,
+            device=device,
+            loss=loss,
+            token_bytes=bytes_by_token(probed.tokenizer, Ranks()) if loss else None,
+        )
+    assert measurements is not None
+    geometry = project(read_rows(probed.open_probe, samples, device=device), seed=seed)
+    facts: dict[str, Any] = {
+        "inputs": ["natural"],
+        "bos": bos,
+        "seq_length": length,
+        "max_samples": max_samples,
+        "replaced_positions": list(probed.replaced_at) or None,
+        "replaced_with": probed.replaced_with,
+        "seed": seed,
+        "device": str(device),
+    }
+    if output is not None:
+        facts["weights"] = weights_hash(probed.module)
+        write_analysis(Path(output), measurements, samples, probed.facts, facts, geometry)
+        return read_analysis(output)
+    values = measurements.analysis_values(seed)
+    results = summarize(
+        measurements,
+        values,
+        model=probed.facts,
+        run=RunFacts(**facts, data_sha256=data_hash(samples)),
+        inputs=samples,
+        geometry=geometry.found,
+    )
+    wanted = {n for n, entry in metrics().items() if entry.inactive or "wasserstein" in entry.shown}
+    by_sample = {n: found.numpy() for n, found in values.by_sample.items() if n in wanted}
+    return of_results(results, by_sample, geometry.arrays)
+
+
+def _probed(model: Any, tokenizer: Any, name: str | None) -> ProbedModel:
+    if isinstance(model, ProbedModel):
+        return model
+    if isinstance(model, str | Path):
+        from megasink.checkpoint.find import is_run
+
+        path = Path(model)
+        if is_run(path):
+            model, name = load_run(path), name or path.resolve().name
+        else:
+            model = load_model(path)
+    if isinstance(model, HubModel):
+        model, own, folder = model
+        tokenizer, name = own if tokenizer is None else tokenizer, name or folder
+    if hasattr(model, "iteration"):
+        return of_run(model, name or f"step {model.iteration}")
+    if tokenizer is None:
+        raise UserError("give the tokenizer too: analyze(model, texts, tokenizer=...)")
+    return of_transformers(model, tokenizer, name or type(model).__name__)
+
+
+def _length(model: ProbedModel, asked: int | None) -> int:
+    most = None if model.positions is None else model.positions - len(model.first)
+    if asked is None:
+        return SEQ_LENGTH if most is None else min(SEQ_LENGTH, most)
+    if most is not None and asked > most:
+        raise UserError(f"seq_length {asked} is longer than the model's {most} positions")
+    return asked
+
+
+def _samples(
+    model: ProbedModel,
+    texts: Sequence[str] | Path | Sequence[Path],
+    length: int,
+    most: int | None,
+    bos: str,
+    seed: int,
+) -> list[Sample]:
+    """Return the texts as the model reads them."""
+    tokenizer = model.tokenizer
+    if isinstance(texts, str):
+        raise UserError("texts is one string: give a list of texts, or a Path")
+    given = [texts] if isinstance(texts, Path) else list(texts)
+    if given and all(isinstance(text, Path) for text in given):
+        samples = text_samples(
+            tokenizer, list(map(str, given)), seq_length=length, max_samples=most, bos=bos
+        )
+    else:
+        samples = []
+        for number, text in enumerate(given):
+            tokens = encode(tokenizer, str(text), bos, f"text {number}")[:length]
+            if len(tokens) >= SHORTEST:
+                samples.append(Sample(tuple(tokens), "texts", f"text {number}"))
+        samples = samples[:most]
+    if not samples:
+        raise UserError(f"there is no text of at least {SHORTEST} tokens")
+    if (highest := max(max(sample.tokens) for sample in samples)) >= model.vocabulary:
+        raise UserError(
+            f"the tokenizer gives token {highest}, but the model has {model.vocabulary} tokens: "
+            "give the model's own tokenizer"
+        )
+    if model.replaced_at:
+        found = replacement(
+            model.replaced_at,
+            model.replaced_with or "",
+            seed=seed,
+            tokenizer=tokenizer,
+            size=model.vocabulary,
+        )
+        samples = with_replaced_tokens(samples, found)
+    return [replace(sample, tokens=(*model.first, *sample.tokens)) for sample in samples]
