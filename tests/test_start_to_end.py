@@ -49,3 +49,9 @@ def test_the_exported_model_is_the_trained_one(folder):
     loss = ours["nats_per_token"]["number"]
     assert loss == pytest.approx(theirs["nats_per_token"]["number"], rel=1e-5)
     assert (folder / "hf-page" / "report.html").is_file()
+
+
+def test_the_same_from_python(folder):
+    done = server().run(["tests.api.of_run", str(folder)])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1].startswith("<Analysis of run: 4 samples, ")
