@@ -19,6 +19,7 @@ COMMANDS = {
     "train": "start the ranks of one node and train; every Megatron flag passes through",
     "recipes": "list the recipes of train --recipe, or show the flags of one, or of a run",
     "plan": "memory, communication and time of a training run on any number of GPUs, without one",
+    "checkpoints": "list, verify and prune the checkpoints of a run",
     "grid": "a grid of configurations and seeds from one file -> runs, a table, figures",
     "finetune": "adapt a Hugging Face model on conversations, and export it again",
     "generate": "continue a prompt with a trained model",
@@ -35,7 +36,7 @@ COMMANDS = {
     "info": "versions, platform, attention kernels and patches",
 }
 # These use no variant, metric or conversion target.
-WITHOUT_PLUGINS = ("demo", "data", "merge-data", "recipes")
+WITHOUT_PLUGINS = ("demo", "data", "merge-data", "recipes", "checkpoints")
 
 
 def main_of(command: str) -> Callable[[Sequence[str]], int]:

@@ -315,8 +315,9 @@ class RunOptions:
     `sbatch --requeue` and `torchrun --max-restarts` need."""
 
     verify_checkpoint: bool = False
-    """With --resume: verify all checksums of a checkpoint before loading it, which reads it twice;
-    by default only file sizes are checked."""
+    """Verify all checksums of a checkpoint, which reads it once more: with --resume before loading
+    it, with --save-retain-interval in the background before the one before it is deleted; by
+    default only file sizes are checked."""
 
     preflight: bool = False
     """Time every rank and every link before the first step, and name the slow ones."""

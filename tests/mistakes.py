@@ -121,6 +121,13 @@ MISTAKES = {
     "grid-no-file": ("grid {0}/grid.toml --output {0}/new/out", "{0}/grid.toml"),
     "grid-not-toml": ("grid {0}/text.txt --output {0}/new/out", "{0}/text.txt is not TOML"),
     "grid-jobs": ("grid {0}/text.txt --output {0}/new/out --jobs 0", "--jobs 0: use 1 or more"),
+    # checkpoints
+    "checkpoints-nothing": ("checkpoints {0}/new/run", "{0}/new/run: no such folder"),
+    "checkpoints-dry": (
+        "checkpoints {0}/run --dry-run --keep-every 0",
+        "--keep-every 0: use 1 or more",
+        "--dry-run needs --prune",
+    ),
     # data
     "data-partition": (
         DATA + " --partition 9/8",

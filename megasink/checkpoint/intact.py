@@ -9,6 +9,7 @@ import io
 import json
 import re
 import zipfile
+from collections.abc import Buffer, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,16 @@ def checkpoint_path(folder: Path, iteration: int) -> Path:
     return folder / f"iter_{iteration:07d}"
 
 
-def damage(checkpoint: Path, *, checksums: bool = False) -> str | None:
+def damage(
+    checkpoint: Path, *, checksums: bool = False, tell: Callable[[int], None] = lambda _: None
+) -> str | None:
     """Describe the damage to a torch_dist checkpoint; None if it is intact.
 
     Args:
         checkpoint: an iter_NNNNNNN folder.
         checksums: verify checksums in addition to file sizes. Takes about as long as reading the
             files.
+        tell: receives the bytes of each stored tensor once its checksum is verified.
     """
     try:
         json.loads((checkpoint / "metadata.json").read_text())
@@ -59,23 +63,63 @@ def damage(checkpoint: Path, *, checksums: bool = False) -> str | None:
             return f"{name} is missing"
         if path.stat().st_size < size:
             return f"{name} has only {path.stat().st_size} of {size} bytes"
-    return _wrong_checksum(checkpoint, entries) if checksums else None
+    return _wrong_checksum(checkpoint, entries, tell) if checksums else None
 
 
-def _wrong_checksum(checkpoint: Path, entries: list[Any]) -> str | None:
+def _wrong_checksum(
+    checkpoint: Path, entries: list[Any], tell: Callable[[int], None]
+) -> str | None:
     def check(entry: Any) -> str | None:
-        with (checkpoint / entry.relative_path).open("rb") as file:
-            file.seek(entry.offset)
-            content = file.read(entry.length)
         where = f"{entry.relative_path} is damaged at byte {entry.offset} or after it"
         try:
-            bad = zipfile.ZipFile(io.BytesIO(content)).testzip()
+            with (checkpoint / entry.relative_path).open("rb", buffering=0) as file:
+                stored = io.BufferedReader(_Part(file, entry.offset, entry.length))
+                bad = zipfile.ZipFile(stored).testzip()
+        except OSError as error:
+            return f"{entry.relative_path} cannot be read ({error.strerror or error})"
         except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError):
             return where
         return None if bad is None else where
 
     with ThreadPoolExecutor() as threads:
-        return next(filter(None, threads.map(check, entries)), None)
+        try:
+            for entry, problem in zip(entries, threads.map(check, entries), strict=True):
+                if problem is not None:
+                    return problem
+                tell(entry.length)
+        finally:
+            threads.shutdown(cancel_futures=True)
+    return None
+
+
+class _Part(io.RawIOBase):
+    """A stored tensor as a file of its own: a tensor may be larger than the free memory."""
+
+    def __init__(self, file: io.RawIOBase | io.FileIO, offset: int, length: int):
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        if base + offset < 0:
+            raise ValueError(f"byte {base + offset} is before the file")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Buffer) -> int:
+        wanted = memoryview(buffer).cast("B")[: max(self._length - self._at, 0)]
+        self._file.seek(self._offset + self._at)
+        read = self._file.readinto(wanted) or 0
+        self._at += read
+        return read
 
 
 def newest_intact(folder: Path, *, checksums: bool = False) -> tuple[int, dict[int, str]]:

@@ -3,13 +3,14 @@
 The order is fixed: inputs as given, folders by sorted relative path, records in file order.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
 from typing import Literal
 
 from megasink.data.files import STDLIB, File, expand, open_file, readable
+from megasink.data.long_text import WHOLE_BYTES, LongText, examine
 from megasink.data.parquet import ParquetReader
 from megasink.data.parts import Place, Span, spans_of
 from megasink.data.records import text_of
@@ -30,11 +31,21 @@ EXAMPLES = 5
 class Document:
     """One document: its text, and its origin (`path`, `path:line` or `path#row`).
 
-    The text of a conversation is its record, a JSON object.
+    The text of a conversation is its record, a JSON object. That of a long file stays there until
+    it is asked for.
     """
 
-    text: str
+    content: str | LongText
     source: str
+
+    @property
+    def text(self) -> str:
+        """All of the text."""
+        return str(self.content)
+
+    def pieces(self) -> Iterable[str]:
+        """Return the text in pieces, which are not all in memory if it is long."""
+        return (self.content,) if isinstance(self.content, str) else self.content.pieces()
 
 
 @dataclass
@@ -48,7 +59,7 @@ class Skipped:
 
 # A reader yields: source, text (None if the bytes are not UTF-8), bytes read of the file so far,
 # the number of the line or row, and the byte where the next line begins.
-_Item = tuple[str, str | None, int, int, int]
+_Item = tuple[str, str | LongText | None, int, int, int]
 
 
 class Corpus:
@@ -198,13 +209,16 @@ class Corpus:
     def _text(self, file: File) -> _Item:
         source = str(file.path)
         with open_file(file.path, file.compression) as (stream, _):
-            data = stream.read(self.max_document_bytes + 1)
+            most = min(self.max_document_bytes, WHOLE_BYTES)
+            data = stream.read(most + 1)
+            if len(data) > most:
+                length, size = examine(data, stream, self.max_document_bytes)
+                if size > self.max_document_bytes:
+                    raise self._too_long(source)
+                text = None if length is None else LongText(file.path, file.compression, length)
+                return source, text, file.size, 1, 0
         # NUL is valid UTF-8, but no text file has it: this skips archives in a folder.
-        if b"\0" in data:
-            return source, None, file.size, 1, 0
-        if len(data) > self.max_document_bytes:
-            raise self._too_long(source)
-        return source, _decoded(data), file.size, 1, 0
+        return source, None if b"\0" in data else _decoded(data), file.size, 1, 0
 
     def _lines(self, span: Span, after: Place) -> Iterator[_Item]:
         limit, number, blank, byte = self.max_document_bytes, 0, 0, 0

@@ -118,21 +118,28 @@ def segments(text: str, limit: int = _SEGMENT) -> Iterator[str]:
 
     Every common tokenizer splits there too, so the ids equal those of the whole text.
     """
-    start = 0
-    while len(text) - start > limit:
-        end = start + limit
-        match = _WORD_START.search(text, max(start + 1, end - _SEARCH), end)
-        cut = match.start() if match else end  # no space in 64k characters: a token may differ
-        yield text[start:cut]
-        start = cut
+    return joined_segments((text,), limit)
+
+
+def joined_segments(pieces: Iterable[str], limit: int = _SEGMENT) -> Iterator[str]:
+    """Split the text that `pieces` add up to as `segments` does, without all of it in memory."""
+    text, start = "", 0
+    for piece in pieces:
+        text, start = text[start:] + piece, 0
+        while len(text) - start > limit:
+            end = start + limit
+            match = _WORD_START.search(text, max(start + 1, end - _SEARCH), end)
+            cut = match.start() if match else end  # no space in 64k characters: a token may differ
+            yield text[start:cut]
+            start = cut
     yield text[start:]
 
 
-def parts_of(text: str) -> Iterator[Part]:
-    """Split a document into parts that are encoded by themselves."""
-    pieces = segments(text)
-    part, first = next(pieces), True
-    for following in pieces:
+def parts_of(pieces: Iterable[str]) -> Iterator[Part]:
+    """Split a document, given in pieces, into parts that are encoded by themselves."""
+    found = joined_segments(pieces)
+    part, first = next(found), True
+    for following in found:
         yield Part(part, first, last=False)
         part, first = following, False
     yield Part(part, first)
@@ -179,17 +186,22 @@ _encoder: Callable[..., Encoded] | None = None
 
 def _start_worker[Item](settings: Settings[Item]) -> None:
     global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and ends the pool
+    follow_parent()
     _encoder = settings.encoder()
+
+
+def follow_parent() -> None:
+    """Leave Ctrl-C to the parent, which ends its pool, and end with it. Called in a worker."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
 
-    def follow_parent() -> None:
+    def wait() -> None:
         parent.join()
         os._exit(1)
 
     # A parent killed by SIGKILL cannot end its pool, and the workers would wait forever.
-    threading.Thread(target=follow_parent, daemon=True).start()
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _encode[Item](batch: list[Item]) -> Encoded:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import megasink
 from megasink.data import chat, output, resume
@@ -15,7 +15,8 @@ from megasink.data.corpus import Corpus, Document, Skipped
 from megasink.data.encode import Encoded, EncoderSettings, encode_in_order, parts_of
 from megasink.data.output import LENGTHS, LOSS_MASK, file_of, output_problems, partial_of
 from megasink.data.parts import Place
-from megasink.data.tokenizer import leading_ids, load_tokenizer, tokenizer_hash
+from megasink.data.tokenizer import leading_ids, tokenizer_hash
+from megasink.data.tokenizer_process import from_tokenizer
 from megasink.data.writer import IndexedWriter, Written, token_dtype
 from megasink.errors import ConfigError, UserError
 from megasink.printable import say
@@ -114,7 +115,47 @@ def preprocess(
         raise ConfigError(problems)
     if corpus.chat != (seq_length is not None):
         raise ValueError("seq_length belongs to a corpus of conversations")
-    tokenizer = load_tokenizer(folder)
+    made = from_tokenizer(folder, _settings, corpus.json_key, seq_length)
+    settings, facts = made.settings, made.facts
+    if corpus.partition:
+        facts["partition"] = list(corpus.partition)
+    with output.writing(prefix):
+        files = _Files(
+            prefix, settings.dtype, resume.made_of(corpus, settings), trained, chat=corpus.chat
+        )
+        try:
+            counts = files.write(corpus, settings, workers)
+        finally:
+            files.close()
+        if seq_length is not None and not counts["documents"]:
+            raise UserError(_nothing_kept(corpus, counts, seq_length))
+        files.finish()
+        report = PreprocessReport(
+            output_prefix=prefix,
+            tokenizer_folder=folder,
+            vocab_size=made.vocab_size,
+            skipped=corpus.skipped,
+            seconds=time.perf_counter() - start,
+            seq_length=seq_length,
+            chat={name: counts[name] for name in chat.COUNTS} if corpus.chat else {},
+            **{name: counts[name] for name in _COUNTS},
+        )
+        output.write_sidecar(prefix, _sidecar(report, corpus, made) | facts)
+        output.publish(prefix, output.CHAT if corpus.chat else output.TEXT)
+    return report
+
+
+class _Made(NamedTuple):
+    """What is taken of a tokenizer: how to encode, what the sidecar tells of it, and its size and
+    `tokenizer_hash`."""
+
+    settings: EncoderSettings | chat.ChatSettings
+    facts: dict[str, Any]
+    vocab_size: int
+    sha256: str
+
+
+def _settings(tokenizer: Any, json_key: str, seq_length: int | None) -> _Made:
     dtype = token_dtype(max(tokenizer.get_vocab().values()) + 1)  # some vocabularies have holes
     settings: EncoderSettings | chat.ChatSettings
     facts: dict[str, Any]
@@ -127,32 +168,9 @@ def preprocess(
         )
         facts = {"before_document": settings.before, "after_document": settings.after}
     else:
-        settings = chat.chat_settings(tokenizer, dtype, corpus.json_key, seq_length)
+        settings = chat.chat_settings(tokenizer, dtype, json_key, seq_length)
         facts = {"kind": "chat", "seq_length": seq_length} | chat.template_facts(settings)
-    if corpus.partition:
-        facts["partition"] = list(corpus.partition)
-    with output.writing(prefix):
-        files = _Files(prefix, dtype, resume.made_of(corpus, settings), trained, chat=corpus.chat)
-        try:
-            counts = files.write(corpus, settings, workers)
-        finally:
-            files.close()
-        if seq_length is not None and not counts["documents"]:
-            raise UserError(_nothing_kept(corpus, counts, seq_length))
-        files.finish()
-        report = PreprocessReport(
-            output_prefix=prefix,
-            tokenizer_folder=folder,
-            vocab_size=len(tokenizer),
-            skipped=corpus.skipped,
-            seconds=time.perf_counter() - start,
-            seq_length=seq_length,
-            chat={name: counts[name] for name in chat.COUNTS} if corpus.chat else {},
-            **{name: counts[name] for name in _COUNTS},
-        )
-        output.write_sidecar(prefix, _sidecar(report, corpus, dtype, tokenizer) | facts)
-        output.publish(prefix, output.CHAT if corpus.chat else output.TEXT)
-    return report
+    return _Made(settings, facts, len(tokenizer), tokenizer_hash(tokenizer))
 
 
 def _items(document: Document, is_chat: bool) -> Iterator[tuple[Any, int, bool]]:
@@ -160,7 +178,7 @@ def _items(document: Document, is_chat: bool) -> Iterator[tuple[Any, int, bool]]
     if is_chat:
         yield (document.text, document.source), len(document.text), True
         return
-    for part in parts_of(document.text):
+    for part in parts_of(document.pieces()):
         yield part, len(part.text), part.last
 
 
@@ -267,18 +285,16 @@ def _nothing_kept(corpus: Corpus, counts: Counter[str], seq_length: int) -> str:
     )
 
 
-def _sidecar(
-    report: PreprocessReport, corpus: Corpus, dtype: str, tokenizer: Any
-) -> dict[str, Any]:
+def _sidecar(report: PreprocessReport, corpus: Corpus, made: _Made) -> dict[str, Any]:
     return {
         **{name: getattr(report, name) for name in _COUNTS},
         **report.chat,
         "skipped": asdict(report.skipped),
         "inputs": corpus.inputs,
         "json_key": corpus.json_key,
-        "dtype": dtype,
+        "dtype": made.settings.dtype,
         "vocab_size": report.vocab_size,
-        "tokenizer": {"folder": str(report.tokenizer_folder), "sha256": tokenizer_hash(tokenizer)},
+        "tokenizer": {"folder": str(report.tokenizer_folder), "sha256": made.sha256},
         "versions": {"megasink": megasink.__version__}
         | {p: version(p) for p in ("megatron-core", "tokenizers", "transformers")},
     }

@@ -9,6 +9,7 @@ from megasink.errors import UserError
 
 _VALUES = 1 << 22
 """Maximum number of values per record; parsed, each takes up to some 200 bytes of memory."""
+_SURROGATE = re.compile("[\ud800-\udfff]")  # alone: there is no UTF-8 of it
 _STRING_OR_VALUE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[{,]', re.DOTALL)
 
 
@@ -31,11 +32,7 @@ def text_of(line: bytes, source: str, key: str) -> str | None:
         return ""
     if not isinstance(text, str):
         raise UserError(f"{source}: {key!r} holds a {type(text).__name__}, not a string")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:  # lone surrogates
-        return None
-    return text
+    return None if _SURROGATE.search(text) else text
 
 
 def record_of(line: bytes, source: str, key: str) -> dict[str, Any] | None:

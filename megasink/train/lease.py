@@ -31,6 +31,7 @@ LEASE = "lease.json"
 BEAT_SECONDS = 15.0
 EXPIRY_SECONDS = 120.0
 _SAY_SECONDS = 30.0
+_TRAINER = "another trainer"
 
 
 class _Seen(NamedTuple):
@@ -47,14 +48,16 @@ class Lease:
     Args:
         folder: the run folder; created if missing.
         say: reports progress while another host's lease expires.
+        holder: what a second process is told that the folder is in use by.
 
     Raises:
         UserError: a live trainer holds the lease, or the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, say: Callable[[str], None] = say):
+    def __init__(self, folder: Path, say: Callable[[str], None] = say, *, holder: str = _TRAINER):
         self._path = folder / LEASE
         self._owner = _machine() | {
+            "holder": holder,
             "pid": os.getpid(),
             "started": _start(os.getpid()),
             "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -161,6 +164,22 @@ def _expired(folder: Path, say: Callable[[str], None]) -> _Seen | None:
     return first
 
 
+def writer_of(folder: Path) -> str | None:
+    """Describe the process that writes to a run folder, without waiting; None if there is none.
+
+    A lease of another machine counts until it expires.
+    """
+    path = folder / LEASE
+    with contextlib.suppress(OSError):
+        seen = _read(path)
+        # The clocks of two machines may differ by more, which only changes what is reported.
+        age = 0.0 if seen is None else time.time() - seen.beat / 1e9
+        is_expired = age > EXPIRY_SECONDS and not (seen and _on_this_machine(seen.owner))
+        if seen and not is_expired and not _is_dead(seen.owner):
+            return _name(seen.owner)
+    return None
+
+
 def clear(folder: Path) -> None:
     """Remove the lease of an owner that died on this machine without releasing it."""
     path = folder / LEASE
@@ -261,7 +280,8 @@ def _name(owner: dict[str, Any]) -> str:
 
 
 def _taken(folder: Path, owner: dict[str, Any]) -> str:
+    holder = printable(str(owner.get("holder", _TRAINER)), keep="")[:50]
     return (
-        f"--run-dir {folder} is in use by another trainer ({_name(owner)}): wait until it "
+        f"--run-dir {folder} is in use by {holder} ({_name(owner)}): wait until it "
         "ends, or choose another folder"
     )

@@ -134,7 +134,7 @@ def _run(args: Namespace, store: Any) -> None:
         grouping_sink_parameters(),
         accepting_megatrons_checkpoints(),
         checkpoint_helpers(args),
-        keeping_whole_checkpoints(),
+        keeping_whole_checkpoints(checksums=args.verify_checkpoint),
         following_phases(args),
         agreeing_on_signals(lambda: Told.signal, stop.all_told),
     )

@@ -82,6 +82,19 @@ WHOLE_CHECKPOINTS = _training(
     "megatron.training.checkpointing: def save_checkpoint(iteration, *_)",
     "megatron.training.training:save_checkpoint_and_time: save_checkpoint(...)",
 )
+RETAINED_CHECKPOINTS = _training(
+    "no deletion before the newer checkpoint is intact",
+    "megatron.training.checkpointing",
+    "_async_delete_checkpoint_impl",
+    "--save-retain-interval deletes the previous checkpoint without a look at the new one, file by "
+    "file, so that a kill leaves half a checkpoint under its name",
+    "megatron.training.checkpointing: def _async_delete_checkpoint_impl(save_path, "
+    "iteration_to_delete, log_progress, lower_priority, cpu_priority, io_priority)",
+    "megatron.training.checkpointing:save_checkpoint: "
+    "th = threading.Thread(target=_async_delete_checkpoint_impl, args=(args.save, prev_iteration, "
+    "args.log_progress))",
+    test="tests/train/test_checkpoints_command.py",
+)
 FOREIGN_CHECKPOINTS = _training(
     "checkpoints that megasink did not write",
     "megatron.core.dist_checkpointing",

@@ -17,7 +17,13 @@ from megasink.data import preprocess as module
 from megasink.data import resume
 from megasink.data.chat import COUNTS
 from megasink.data.corpus import Corpus
-from megasink.data.encode import Encoder, EncoderSettings, parts_of, segments
+from megasink.data.encode import (
+    Encoder,
+    EncoderSettings,
+    joined_segments,
+    parts_of,
+    segments,
+)
 from megasink.data.merge import merge, part_of
 from megasink.data.preprocess import preprocess
 from megasink.data.writer import IndexedWriter
@@ -218,9 +224,12 @@ def test_tokens_are_those_with_offsets_and_of_the_whole_document(tokenizer, sour
     for text in [*sources, "ünïcode 漢字 😀 <|endoftext|>", "\n\n  \t", "", " "]:
         assert encoder([text]).tokens.tolist() == [7, *with_offsets(text), 1]
         with monkeypatch.context() as patch:
-            patch.setattr(segments, "__defaults__", (1000,))
-            pieces = list(segments(text))
-            parts = list(parts_of(text))
+            patch.setattr(joined_segments, "__defaults__", (1000,))
+            pieces = list(segments(text, 1000))
+            third = 1 + len(text) // 3
+            thirds = [text[at : at + third] for at in range(0, len(text) + 1, third)]
+            assert list(joined_segments(thirds)) == pieces
+            parts = list(parts_of((text,)))
             # A batch may hold any of them, and another batch the next.
             encoded = [encoder([part]) for part in parts]
         ids = [i for piece in pieces for i in with_offsets(piece)]

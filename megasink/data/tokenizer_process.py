@@ -1,0 +1,62 @@
+"""Read a tokenizer in a process that ends, since transformers takes more memory than the rest.
+
+Importing it with torch takes 0.58 GB, without torch 0.08 GB. Tokenizers do not need torch, but
+other parts of this process may, and transformers decides at its import what it can do.
+"""
+
+import multiprocessing
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+from megasink.data.encode import follow_parent
+from megasink.data.tokenizer import load_tokenizer
+from megasink.errors import UserError
+
+
+def from_tokenizer[Result](
+    folder: Path, function: Callable[..., Result], *args: Any, **kwargs: Any
+) -> Result:
+    """Return ``function(tokenizer, *args, **kwargs)`` for the tokenizer of `load_tokenizer`.
+
+    In this process if it has imported transformers already.
+
+    Args:
+        folder: of the tokenizer.
+        function: of a module; what it takes and returns can be pickled.
+
+    Raises:
+        UserError: errors of `load_tokenizer` and of the function.
+    """
+    if "transformers" in sys.modules:
+        return function(load_tokenizer(folder), *args, **kwargs)
+    for torch in (False, True):
+        pool = ProcessPoolExecutor(
+            1, multiprocessing.get_context("spawn"), initializer=_start, initargs=(torch,)
+        )
+        with pool:
+            try:
+                return pool.submit(_call, folder, function, args, kwargs).result()
+            except BrokenProcessPool as error:
+                raise UserError(
+                    f"the process that read {folder} died, possibly out of memory"
+                ) from error
+            except UserError:
+                # transformers may need torch for this one, or tell the reason better with it.
+                if torch:
+                    raise
+    raise AssertionError
+
+
+def _start(torch: bool) -> None:
+    follow_parent()
+    if not torch:
+        # What Python keeps for a module that cannot be imported.
+        sys.modules["torch"] = None  # type: ignore[assignment]
+
+
+def _call(folder: Path, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return function(load_tokenizer(folder), *args, **kwargs)
