@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from megasink.lora.targets import TARGETS
 from megasink.recipe_options import NanochatOptions, RecipeOptions
 from megasink.variants import variants
+from megasink.variants.layers import layer_pattern
 
 FixedValue = Literal["none", "unit", "uniform"]
 Similarity = Literal["softmax", "sigmoid", "elu-plus-one", "elu-kernel", "identity", "mlp"]
@@ -47,6 +48,17 @@ class AttentionOptions:
         default="sink", metadata={"argparse_meta": {"type": str}, "records": variants}
     )
     """What to add to softmax attention: the name of a record in megasink.variants."""
+
+    attention_variant_layers: list[int] | str | None = field(
+        default=None,
+        metadata={
+            "argparse_meta": {"type": layer_pattern, "metavar": "{windowed,full,PATTERN}"},
+        },
+    )
+    """Layers that have --attention-variant; the others have plain softmax attention. windowed or
+    full: the layers with or without a sliding window, as MiMo-V2-Flash has sinks in the windowed
+    ones. Or a list such as "([1]*5+[0])*8", with 1 for a layer that has it, as in
+    --window-attn-skip-freq. None: all layers."""
 
     softmax_offset_init: float = 0.0
     """Initial sink logit of every head. At 0 a new model starts with off-by-one attention: the gate

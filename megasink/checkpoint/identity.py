@@ -22,6 +22,7 @@ SHAPE = (
     "qk_layernorm",
     "untie_embeddings_and_output_weights",
     "attention_variant",
+    "attention_variant_layers",
     "gate_granularity",
 )
 """Arguments that a converted model fixes; its data and tokenizer are free."""

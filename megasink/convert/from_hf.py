@@ -135,7 +135,8 @@ def import_model(
         checkpoint = checkpoint_path(folder / "checkpoints", 0)
         checkpoint.mkdir(parents=True)
         begin = time.perf_counter()
-        with one_thread(), TorchDistWriter(checkpoint) as writer:
+        numbers = bool(model.variant_layers)
+        with one_thread(), TorchDistWriter(checkpoint, numbers_layers=numbers) as writer:
             for step in tracked(todo, "converting", len(todo), "weights"):
                 sizes = (model.layers, model.experts)[: len(step.index)]
                 for key, tensor in made(step, weights, source.model, change):

@@ -37,6 +37,9 @@ def model_flags(model: Architecture) -> list[str]:
         flags += ["--group-query-attention", "--num-query-groups", model.groups]
     if (export := model.variant.export) and export.kind_option:
         flags += [flag_of(export.kind_option), model.attention]
+    if model.variant_layers:
+        pattern = ",".join(str(int(has)) for has in model.variant_layers)
+        flags += ["--attention-variant-layers", f"[{pattern}]"]
     if not model.bias:
         flags.append("--disable-bias-linear")
     if model.qkv_bias and not model.bias:

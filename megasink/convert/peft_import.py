@@ -100,6 +100,8 @@ def source_of(folder: Path, base: Path) -> AdapterSource:
         for key, fine in _FINE.items()
         if key in config and config[key] not in fine
     ]
+    if model.variant_layers:
+        problems.append("the base has --attention-variant-layers: its layers differ")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
         problems.append(f"r {rank!r} and lora_alpha {alpha!r}")

@@ -83,6 +83,12 @@ OWN = {
     "own-sink-windows-biases": _own(
         {}, attention="sink", qk_norm=True, windows=(5, None), bias=True, qkv_bias=True
     ),
+    "own-sink-in-windows": _own(
+        {}, attention="sink", variant_layers=(True, False), windows=(5, None), **MOE
+    ),
+    "own-elementwise-full-layers": _own(
+        {}, attention="elementwise", variant_layers=(False, True), windows=(5, None), qk_norm=True
+    ),
     "own-off-by-one-llama3": _own(
         {}, attention="off-by-one", qkv_bias=True, rope_factor=32.0, positions=16384
     ),

@@ -26,6 +26,8 @@ class MegasinkConfig(PreTrainedConfig):
         layer_types, sliding_window: tokens that a "sliding_attention" layer sees.
         attention_variant: "vanilla"; "sink", a learned logit per head in the softmax denominator;
             "off-by-one", the same with logit 0; "gated"; "k-bias", "kv-bias", "v-bias".
+        attention_variant_layers: per layer, whether it has that attention rather than "vanilla";
+            None if all have it.
         gate_granularity, ..., gate_input: of the explicit gate in "gated".
         sdpa_output_norm: "none", or "rmsnorm" or "silu" on each head's output, before its gate.
         sandwich_norm: whether the outputs of attention and FFN are normalized too.
@@ -81,6 +83,7 @@ class MegasinkConfig(PreTrainedConfig):
     layer_types: list[str] | None = None
     sliding_window: int | None = None
     attention_variant: str = "vanilla"
+    attention_variant_layers: list[bool] | None = None
     gate_granularity: str = "headwise"
     gate_position: str = "sdpa"
     gate_shared_heads: bool = False
@@ -107,6 +110,12 @@ class MegasinkConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         if self.layer_types is None:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
+        layers = self.attention_variant_layers
+        if layers is not None and len(layers) != self.num_hidden_layers:
+            raise ValueError(
+                f"attention_variant_layers has {len(layers)} entries for "
+                f"{self.num_hidden_layers} layers"
+            )
         super().__post_init__(**kwargs)
         self.settle_rope()
         # Not a property: some versions of transformers assign to it.
@@ -131,9 +140,14 @@ class MegasinkConfig(PreTrainedConfig):
         elif self.rotary_percent != 1.0 and rope:
             rope["partial_rotary_factor"] = self.rotary_percent
 
+    def variant_of(self, layer_idx: int) -> str:
+        """Return the attention variant of a layer."""
+        layers = self.attention_variant_layers
+        return self.attention_variant if layers is None or layers[layer_idx] else "vanilla"
+
     @property
     def has_sink(self) -> bool:
-        """Whether the softmax denominator has a sink logit."""
+        """Whether the softmax denominator has a sink logit, in the layers with the variant."""
         return self.attention_variant in ("sink", "off-by-one")
 
     @property

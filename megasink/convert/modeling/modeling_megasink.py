@@ -157,7 +157,7 @@ class MegasinkPreTrainedModel(PreTrainedModel):
         elif isinstance(module, MegasinkRMSNorm):
             init.constant_(module.weight, 0.0 if module.zero_centred else 1.0)
         elif isinstance(module, MegasinkAttention):
-            if self.config.has_sink:
+            if hasattr(module, "sinks"):
                 init.zeros_(module.sinks)
             for parameter in (module.key_bias, module.value_bias):
                 if parameter is not None:

@@ -64,9 +64,7 @@ class MegasinkTarget(Target):
 def _table(model: Architecture) -> tuple[Row, ...]:
     """Return rows for all weights of Megatron's model, in its order."""
     keys = list(weight_shapes(model))
-    layers = [_layer_row(model, key) for key in keys if key.startswith(LAYERS)]
-    if model.has_sink and not model.variant.parameters:
-        layers += rows.sinks(model)
+    layers = rows.of_layers(model, _layer_rows)
     positions = "embedding.position_embeddings.weight"
     last_norms = [key for key in keys if key.startswith("decoder.final_layernorm.")]
     return (
@@ -76,6 +74,14 @@ def _table(model: Architecture) -> tuple[Row, ...]:
         *(row(key, f"model.norm.{key.rpartition('.')[2]}") for key in last_norms),
         *rows.output_layer(model),
     )
+
+
+def _layer_rows(model: Architecture) -> list[Row]:
+    """Return the rows of the layers of a model whose layers are alike."""
+    found = [_layer_row(model, key) for key in weight_shapes(model) if key.startswith(LAYERS)]
+    if model.has_sink and not model.variant.parameters:
+        found += rows.sinks(model)
+    return found
 
 
 def _layer_row(model: Architecture, key: str) -> Row:
@@ -104,6 +110,7 @@ def _config(model: Architecture) -> Config:
     return {
         "auto_map": AUTO_MAP,
         "attention_variant": model.variant.name,
+        "attention_variant_layers": list(model.variant_layers) or None,
         **({option: model.attention} if option else {}),
         **model.options.said(),
     }
@@ -112,6 +119,7 @@ def _config(model: Architecture) -> Config:
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "attention": variant(config.get("attention_variant", "vanilla")).kind(config),
+        "variant_layers": tuple(map(bool, config.get("attention_variant_layers") or ())),
         "options": options_from(config, gated_unit=bool(config.get("gated_unit", True))),
     }
 
