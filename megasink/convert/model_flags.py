@@ -1,6 +1,9 @@
 """Architecture -> the flags with which ``megasink train`` builds the model."""
 
 import dataclasses
+import re
+import shlex
+from collections.abc import Sequence
 
 from megasink.convert.architecture import Architecture
 from megasink.convert.targets.target import window_of
@@ -62,6 +65,14 @@ def model_flags(model: Architecture) -> list[str]:
     return [str(flag) for flag in flags]
 
 
+def as_line(flags: Sequence[str]) -> str:
+    """Return flags as a line for ``$(cat flags.txt)``, which takes no quotes off its words.
+
+    Only a word with a blank or a quote is quoted, for those who read the line with `shlex.split`.
+    """
+    return " ".join(w if re.fullmatch(r"[^\s'\"\\]+", w) else shlex.quote(w) for w in flags) + "\n"
+
+
 def _number(value: float) -> str:
     """Format without ".0": --rotary-base is an integer."""
     return str(int(value)) if value == int(value) else str(value)
@@ -71,7 +82,7 @@ def _windows(model: Architecture) -> list[str]:
     window = window_of(model)
     if window is None:
         return []
-    flags = ["--window-size", f"({window - 1},0)"]
+    flags = ["--window-size", f"{window - 1},0"]
     if None in model.windows:
         pattern = ",".join("0" if w is None else "1" for w in model.windows)
         flags += ["--window-attn-skip-freq", f"[{pattern}]"]

@@ -30,7 +30,7 @@ def layer_pattern(text: str) -> str | list[int]:
         return text
     try:
         found = _value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, RecursionError) as error:
+    except (SyntaxError, RecursionError, ValueError) as error:
         raise ValueError(text) from error
     if not isinstance(found, list):
         raise ValueError(text)
@@ -50,8 +50,9 @@ def _value(node: ast.expr) -> int | list[int]:
             left, right = right, left
         if isinstance(left, list) and isinstance(right, list) and isinstance(node.op, ast.Add):
             return left + right
-        times = isinstance(node.op, ast.Mult) and isinstance(left, list)
-        if times and isinstance(right, int) and len(left) * right <= _MOST_LAYERS:
+        if isinstance(left, list) and isinstance(right, int) and isinstance(node.op, ast.Mult):
+            if len(left) * right > _MOST_LAYERS:
+                raise ValueError(ast.unparse(node))
             return left * right
     raise ValueError(ast.unparse(node))
 

@@ -36,7 +36,13 @@ from tests.distributed.layout import SINGLE
 
 @pytest.mark.parametrize("name", OWN)
 def test_every_option_there_and_back(pool, tmp_path, name):
-    bf16 = name in ("own-headwise", "own-sink-moe-qk-norm", "own-kv-bias-alibi", "own-t5")
+    bf16 = name in (
+        "own-headwise",
+        "own-sink-moe-qk-norm",
+        "own-sink-in-windows",
+        "own-kv-bias-alibi",
+        "own-t5",
+    )
     (report,) = pool.run(
         "tests.convert.tasks:own_round_trip", SINGLE, folder=str(tmp_path), name=name, bf16=bf16
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import shlex
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ from megasink.convert.architecture import architecture_of
 from megasink.convert.hf_config import OURS, architecture_from, config_of
 from megasink.convert.megasink_model import MegasinkOptions
 from megasink.convert.megatron_weights import weight_shapes
+from megasink.convert.model_flags import as_line, model_flags
 from megasink.convert.modeling.configuration_megasink import MegasinkConfig
 from megasink.convert.table import steps
 from megasink.convert.targets import TARGETS, choose
@@ -264,6 +266,11 @@ BY_LAYER = {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor":
         ),
         (
             "megasink",
+            {"attention_variant": "sink", "attention_variant_layers": [True]},
+            r"attention_variant_layers \[True\] of 2 layers",
+        ),
+        (
+            "megasink",
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             "partial_rotary_factor 0.5 and rotary_percent 1.0",
         ),
@@ -283,6 +290,15 @@ def test_configs_of_before_transformers_5_are_read():
     old = {"rope_theta": theta, "rope_scaling": rope, "torch_dtype": config.pop("dtype")}
     found, _ = architecture_from({**config, **old})
     assert (found.rope_base, found.rope_factor, found.dtype) == (500000.0, 32.0, "float32")
+
+
+@pytest.mark.parametrize("name", ["qwen3-windows", "own-sink-in-windows"])
+def test_the_flags_of_an_import_need_no_quotes(name):
+    """`$(cat flags.txt)` takes none off."""
+    flags = model_flags((MODELS | OWN)[name][1])
+    assert "--window-attn-skip-freq" in flags
+    assert as_line(flags).split() == flags
+    assert shlex.split(as_line([*flags, "a folder", "it's"])) == [*flags, "a folder", "it's"]
 
 
 def test_the_names_of_targets_are_those_of_transformers():

@@ -66,7 +66,7 @@ def test_a_pattern_is_a_list_of_layers(text, wanted):
 
 
 @pytest.mark.parametrize(
-    "text", ["sinks", "[1,2]", "[1]+1", "[1]*[1]", "[1]**9", "open('x')", "[1]*99999", "", "3"]
+    "text", ["sinks", "[1,2]", "[1]+1", "[1]*[1]", "[1]**9", "[1]*99999", "open('x')", "", "3"]
 )
 def test_nothing_else_is_a_pattern(text):
     with pytest.raises(ValueError, match=re.escape(text[:4])):

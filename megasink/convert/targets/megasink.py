@@ -128,6 +128,11 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
     name = config.get("attention_variant", "vanilla")
     if not is_variant(name):
         return [f"attention_variant {name!r}"]
+    layers = config.get("attention_variant_layers")
+    if layers is not None and (
+        len(layers) != config["num_hidden_layers"] or {*map(bool, layers)} != {True, False}
+    ):
+        return [f"attention_variant_layers {layers} of {config['num_hidden_layers']} layers"]
     granularity = config.get("gate_granularity", "headwise")
     found = unknown_values(options_from(config))
     if granularity not in GATES:
