@@ -83,6 +83,8 @@ MODEL = (
     "moe_shared_expert_intermediate_size",
     "moe_router_score_function",
     "moe_router_pre_softmax",
+    "moe_router_enable_expert_bias",
+    "moe_router_topk_scaling_factor",
     "tokenizer_type",
     "tokenizer_model",
     "vocab_size",

@@ -124,6 +124,8 @@ def _ffn(model: Architecture) -> dict[str, Shape]:
         "mlp.experts.experts.linear_fc1.weight": (2 * width, hidden),
         "mlp.experts.experts.linear_fc2.weight": (hidden, width),
     }
+    if model.options.moe_router_enable_expert_bias:
+        found["mlp.router.expert_bias"] = (model.experts,)
     if model.shared_ffn:
         shared = model.shared_ffn
         found["mlp.shared_experts.linear_fc1.weight"] = (2 * shared, hidden)

@@ -98,7 +98,7 @@ def _experts(model: Architecture) -> list[str | int]:
         *("--moe-router-topk", model.topk),
         *("--moe-router-load-balancing-type", "aux_loss"),
     ]
-    if not model.renormalize:
+    if not model.renormalize and not model.options.sigmoid_router:
         flags.append("--moe-router-pre-softmax")
     if model.shared_ffn:
         flags += ["--moe-shared-expert-intermediate-size", model.shared_ffn]

@@ -102,6 +102,19 @@ OWN = {
     ),
     "own-vanilla-moe-shared": _own({}, shared_ffn=24, activation="relu", **MOE),
     "own-gpt-oss-dense": _own({}, attention="sink", activation="gpt-oss"),
+    "own-sigmoid-router": _own(
+        {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk_scaling_factor": 2.5,
+        },
+        attention="headwise",
+        shared_ffn=24,
+        **MOE,
+    ),
+    "own-sigmoid-router-top-1": _own(
+        {"moe_router_score_function": "sigmoid"}, attention="sink", experts=4, topk=1
+    ),
     "own-value-silu-add": _own(
         {"gate_position": "value", "gate_operation": "add", "gate_activation": "silu"},
         attention="elementwise",

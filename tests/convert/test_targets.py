@@ -169,7 +169,7 @@ def test_arguments_of_a_run_give_its_architecture():
         ("prefix_lm_tokens", 8, "--prefix-lm-tokens 8"),
         ("swiglu", False, "no target has the activation of its FFN"),
         ("position_embedding_type", "mrope", "--position-embedding-type mrope"),
-        ("moe_router_score_function", "sigmoid", "targets only support softmax"),
+        ("moe_router_num_groups", 2, "targets only support None"),
         ("rotary_interleaved", True, "--rotary-interleaved True"),
     ],
 )

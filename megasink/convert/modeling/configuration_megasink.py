@@ -17,6 +17,9 @@ class MegasinkConfig(PreTrainedConfig):
         hidden_act: of the FFN: "silu", "gelu" (exact), "relu", or "gpt-oss" (clamped gated unit).
         gated_unit: whether the FFN computes act(gate) * up rather than act(up).
         norm_topk_prob: whether the probabilities of the chosen experts are rescaled to sum to one.
+        moe_router_score_function: "softmax", or "sigmoid" as in DeepSeek-V3, whose chosen experts'
+            probabilities always sum to one before moe_router_topk_scaling_factor.
+        moe_router_enable_expert_bias: whether a bias takes part in the choice of experts alone.
         shared_expert_intermediate_size: 0 for no shared expert.
         output_router_logits, router_aux_loss_coef: load-balancing loss of the experts in training.
         linear_bias: whether every linear layer has a bias.
@@ -64,6 +67,9 @@ class MegasinkConfig(PreTrainedConfig):
     num_experts: int = 0
     num_experts_per_tok: int = 0
     norm_topk_prob: bool = True
+    moe_router_score_function: str = "softmax"
+    moe_router_enable_expert_bias: bool = False
+    moe_router_topk_scaling_factor: float | None = None
     shared_expert_intermediate_size: int = 0
     output_router_logits: bool = False
     router_aux_loss_coef: float = 0.001
@@ -157,12 +163,14 @@ class MegasinkConfig(PreTrainedConfig):
 
     @property
     def float32_parameters(self) -> set[str]:
-        """Parameters that stay float32 in a 16-bit model."""
+        """Parameters and buffers that stay float32 in a 16-bit model."""
         found = {"sinks"} if self.has_sink else set()
         if self.attention_variant[0] == "k":
             found.add("key_bias")
         if "v-bias" in self.attention_variant:
             found.add("value_bias")
+        if self.moe_router_enable_expert_bias:
+            found.add("e_score_correction_bias")
         return found | ({"position_bias"} if self.attention_bias_type == "t5" else set())
 
     @property

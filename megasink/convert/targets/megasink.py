@@ -31,6 +31,7 @@ _NAMES = {
     "mlp.linear_fc1.": "mlp.up_proj.",
     "mlp.linear_fc2.": "mlp.down_proj.",
     "mlp.router.weight": "mlp.gate.weight",
+    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
     "mlp.experts.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",
     "mlp.experts.experts.linear_fc2.weight": "mlp.experts.down_proj",
     "mlp.shared_experts.linear_fc2.": "mlp.shared_expert.down_proj.",
@@ -139,6 +140,10 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
         found.append(f"gate_granularity {granularity!r}")
     if config.get("hidden_act", "silu") not in ("silu", "gelu", "relu", "gpt-oss"):
         found.append(f"hidden_act {config['hidden_act']!r}")
+    if config.get("moe_router_score_function") == "sigmoid" and not config.get(
+        "norm_topk_prob", True
+    ):
+        found.append("norm_topk_prob False with a sigmoid router")
     share, rope = config.get("rotary_percent", 1.0), config.get("rope_parameters") or {}
     factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", share))
     if factor != share:
