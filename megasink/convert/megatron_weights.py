@@ -124,6 +124,10 @@ def _ffn(model: Architecture) -> dict[str, Shape]:
         "mlp.experts.experts.linear_fc1.weight": (2 * width, hidden),
         "mlp.experts.experts.linear_fc2.weight": (hidden, width),
     }
+    if model.bias:
+        found["mlp.router.bias"] = (model.experts,)
+        found["mlp.experts.experts.linear_fc1.bias"] = (2 * width,)
+        found["mlp.experts.experts.linear_fc2.bias"] = (hidden,)
     if model.options.moe_router_enable_expert_bias:
         found["mlp.router.expert_bias"] = (model.experts,)
     if model.shared_ffn:

@@ -58,6 +58,17 @@ MODELS = {
         model(attention="sink", **MOE, shared_ffn=24, windows=(5, None)),
     ),
     "gpt_oss": ("gpt_oss", model(attention="sink", **MOE, activation="gpt-oss")),
+    "gpt_oss-biases": (
+        "gpt_oss",
+        model(
+            attention="sink",
+            **MOE,
+            activation="gpt-oss",
+            bias=True,
+            qkv_bias=True,
+            windows=(5, None),
+        ),
+    ),
     "lfm3": ("lfm3", model(attention="headwise", qk_norm=True)),
     "lfm3-tied-window": (
         "lfm3",

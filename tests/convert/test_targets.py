@@ -245,7 +245,7 @@ BY_LAYER = {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor":
         ("granite_swa", {"layer_rope_theta": [1e4, 0]}, "layer_rope_theta"),
         ("flint", {"layer_types": ["full_attention"] * 2}, "no RoPE"),
         ("flint", {"mlp_only_layers": [0]}, "experts"),
-        ("gpt_oss", {"attention_bias": True}, "attention_bias"),
+        ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit 6.0"),
         ("qwen3_5_text", {"layer_types": ["linear_attention"] * 2}, "linear attention"),
         ("qwen3_next", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
