@@ -7,9 +7,10 @@ Megatron's ArgumentGroupFactory turns each field into a flag (``softmax_offset_i
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from megasink.lora.targets import TARGETS
+from megasink.lora.options import LoraOptions
 from megasink.recipe_options import NanochatOptions, RecipeOptions
 from megasink.variants import variants
+from megasink.variants.layers import layer_pattern
 
 FixedValue = Literal["none", "unit", "uniform"]
 Similarity = Literal["softmax", "sigmoid", "elu-plus-one", "elu-kernel", "identity", "mlp"]
@@ -25,8 +26,6 @@ Scope = Literal["global", "data-parallel", "microbatch"]
 FFNActivation = Literal["relu", "gelu", "silu", "reglu", "geglu", "swiglu"]
 # Supported values of Megatron's --cp-comm-type.
 COMM_TYPES = ("all_gather", "a2a")
-# Values of --lora-train.
-ALSO_TRAINED = ("sinks", "gates")
 
 
 def _choice(kind: Any, default: str | None) -> Any:
@@ -47,6 +46,17 @@ class AttentionOptions:
         default="sink", metadata={"argparse_meta": {"type": str}, "records": variants}
     )
     """What to add to softmax attention: the name of a record in megasink.variants."""
+
+    attention_variant_layers: list[int] | str | None = field(
+        default=None,
+        metadata={
+            "argparse_meta": {"type": layer_pattern, "metavar": "{windowed,full,PATTERN}"},
+        },
+    )
+    """Layers that have --attention-variant; the others have plain softmax attention. windowed or
+    full: the layers with or without a sliding window, as MiMo-V2-Flash has sinks in the windowed
+    ones. Or a list such as "([1]*5+[0])*8", with 1 for a layer that has it, as in
+    --window-attn-skip-freq. None: all layers."""
 
     softmax_offset_init: float = 0.0
     """Initial sink logit of every head. At 0 a new model starts with off-by-one attention: the gate
@@ -234,36 +244,6 @@ class TrainingOptions:
 
     decay_all_parameters: bool = False
     """Apply --weight-decay to norms and biases too (P2.17), which Megatron exempts."""
-
-
-@dataclass(kw_only=True)
-class LoraOptions:
-    """LoRA (docs/finetuning.md): train low-rank changes of the frozen --pretrained-checkpoint."""
-
-    lora_rank: int = 0
-    """Rank r of the matrices A and B of each adapted layer, whose weight becomes W + alpha/r B A;
-    0: no LoRA, train all weights. P0 fine-tunes with 16 (P0.23)."""
-
-    lora_alpha: float | None = None
-    """Numerator of the factor alpha/r. None: r, so that the factor is 1, as with peft's and
-    Megatron-Bridge's defaults."""
-
-    lora_dropout: float = 0.0
-    """Dropout on the input of each matrix A."""
-
-    lora_targets: list[str] | None = field(
-        default=None,
-        metadata={"argparse_meta": {"nargs": "+", "metavar": "NAME"}, "names": TARGETS},
-    )
-    """Layers to adapt, by Hugging Face's names: q_proj k_proj v_proj o_proj gate_proj up_proj
-    down_proj. None: all that the model has (peft's all-linear, and the default of Megatron-Bridge,
-    with which P0 trained). The head-balance loss reaches the model through q_proj and k_proj."""
-
-    lora_train: list[str] | None = field(
-        default=None,
-        metadata={"argparse_meta": {"nargs": "+", "metavar": "NAME"}, "names": ALSO_TRAINED},
-    )
-    """What else to train, in full: sinks (and key and value biases), gates."""
 
 
 @dataclass(kw_only=True)

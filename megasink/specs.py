@@ -20,7 +20,10 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_layer import MoETransformerLayer
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    get_transformer_layer_offset,
+)
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 
 from megasink.gate_options import changes_self_attention, trailing_rows
@@ -50,8 +53,12 @@ def block_spec(config: GPTModelConfig, vp_stage: int | None = None) -> Transform
     else:
         count = get_num_layers_to_build(config.transformer, vp_stage=vp_stage)
         layers, norm = [spec] * count, LayerNormImpl
+    first = get_transformer_layer_offset(config.transformer, vp_stage) + 1
     ours = TransformerBlockSubmodules(
-        layer_specs=[_with_our_modules(layer, config.transformer) for layer in layers],
+        layer_specs=[
+            _with_our_modules(layer, config.transformer.get_config_for_layer(number))
+            for number, layer in enumerate(layers, first)
+        ],
         layer_norm=_with_our_modules(norm, config.transformer),
     )
     return with_adapters(with_block_options(ours, config.transformer), config.transformer)

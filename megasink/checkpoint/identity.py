@@ -22,6 +22,7 @@ SHAPE = (
     "qk_layernorm",
     "untie_embeddings_and_output_weights",
     "attention_variant",
+    "attention_variant_layers",
     "gate_granularity",
 )
 """Arguments that a converted model fixes; its data and tokenizer are free."""
@@ -82,6 +83,8 @@ MODEL = (
     "moe_shared_expert_intermediate_size",
     "moe_router_score_function",
     "moe_router_pre_softmax",
+    "moe_router_enable_expert_bias",
+    "moe_router_topk_scaling_factor",
     "tokenizer_type",
     "tokenizer_model",
     "vocab_size",

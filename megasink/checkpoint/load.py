@@ -33,7 +33,7 @@ from megasink.errors import UserError
 from megasink.layers.gate_projection import named_parts
 from megasink.lora.linear import sizes_of
 from megasink.lora.merge import Adapter
-from megasink.lora.targets import is_lora, key_and_layer
+from megasink.lora.targets import LAYERS, is_lora, key_and_layer
 
 # In an imported MoE model, the norm before the experts has the names of both layer specs.
 _NORMS = (
@@ -207,7 +207,7 @@ def _compare(
     different += [
         f"{key} is not in the model"
         for key in stored.keys() - wanted.keys()
-        if _TWINS.get(key) not in wanted
+        if _twin(key) not in wanted
     ]
     if different:
         more = f" (and {len(different) - 3} more)" if len(different) > 3 else ""
@@ -215,6 +215,15 @@ def _compare(
             f"{folder} does not match the model in config.json: "
             f"{'; '.join(sorted(different)[:3])}{more}"
         )
+
+
+def _twin(key: str) -> str | None:
+    """Return the other name of the norm before experts; None for other weights."""
+    same, layer = key_and_layer(key)
+    twin = _TWINS.get(same)
+    if twin is None or layer is None:
+        return twin
+    return twin.replace(LAYERS, f"{LAYERS}{layer}.")
 
 
 def _make_parallel_state() -> None:

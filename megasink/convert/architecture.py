@@ -16,12 +16,14 @@ from megasink.convert.megasink_model import NAMES, MegasinkOptions, options_from
 from megasink.flags import flag_of
 from megasink.gate_options import is_megatrons_output_gate
 from megasink.variants import Variant, foreign_options, of_kind, variant
+from megasink.variants.layers import PLAIN, windowed_layers
 
 GATES = get_args(GateGranularity)
 
 # Options of megasink that a field below covers, or that do not affect a trained model.
 _SAID = {
     "attention_variant",
+    "attention_variant_layers",
     "gate_granularity",
     "ffn_activation",
     "softmax_offset_init",
@@ -52,9 +54,6 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "experimental_attention_variant": (None,),
     "moe_layer_freq": (1, "1", [1]),
     "moe_latent_size": (None,),
-    "moe_router_score_function": ("softmax",),
-    "moe_router_enable_expert_bias": (False,),
-    "moe_router_topk_scaling_factor": (None, 1.0),
     "moe_router_num_groups": (None,),
     "moe_shared_expert_gate": (False,),
     "moe_apply_probs_on_input": (False,),
@@ -76,6 +75,8 @@ class Architecture:
         norm_eps, zero_centred: of the norms; whether Megatron stores their weights minus one.
         rope_base, rope_factor: of RoPE; the factor of Llama 3's scaling, None without it.
         attention: one of the kinds of a variant (`megasink.variants.Variant.kinds`).
+        variant_layers: per layer, whether it has that attention or plain softmax attention; empty
+            if all have it.
         qk_norm: whether each query and key head has an RMSNorm.
         qkv_bias, bias: whether linear_qkv has a bias; whether every linear layer has one (then
             `qkv_bias` is True too).
@@ -104,6 +105,7 @@ class Architecture:
     rope_base: float = 10000.0
     rope_factor: float | None = None
     attention: str = "vanilla"
+    variant_layers: tuple[bool, ...] = ()
     qk_norm: bool = False
     qkv_bias: bool = False
     bias: bool = False
@@ -126,6 +128,13 @@ class Architecture:
     def variant(self) -> Variant:
         """The record of the attention variant."""
         return of_kind(self.attention)
+
+    def of_layer(self, layer: int) -> "Architecture":
+        """Return the architecture of a model whose layers are all like this one."""
+        if not self.variant_layers:
+            return self
+        attention = self.attention if self.variant_layers[layer] else PLAIN
+        return dataclasses.replace(self, attention=attention, variant_layers=())
 
     @property
     def has_sink(self) -> bool:
@@ -199,6 +208,7 @@ def architecture_of(
         rope_base=float(saved["rotary_base"]),
         rope_factor=saved["rope_scaling_factor"] if saved.get("use_rope_scaling") else None,
         attention=attention,
+        variant_layers=tuple(map(bool, saved.get("attention_variant_layers") or ())),
         qk_norm=bool(saved["qk_layernorm"]),
         qkv_bias=bias or bool(saved.get("add_qkv_bias")),
         bias=bias,
@@ -207,7 +217,7 @@ def architecture_of(
         experts=experts,
         topk=saved["moe_router_topk"] if experts else 0,
         shared_ffn=(saved.get("moe_shared_expert_intermediate_size") or 0) if experts else 0,
-        renormalize=not saved.get("moe_router_pre_softmax"),
+        renormalize=not saved.get("moe_router_pre_softmax") or options.sigmoid_router,
         dtype="bfloat16" if saved.get("bf16") else "float16" if saved.get("fp16") else "float32",
         init_std=saved.get("init_method_std") or 0.02,
         options=options,
@@ -266,14 +276,9 @@ def _activation(saved: Mapping[str, Any]) -> tuple[str | None, bool]:
 
 
 def _windows(saved: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Return the window per layer, like `is_layer_window_attention` of megatron.core."""
-    layers, window = saved["num_layers"], saved.get("window_size")
+    """Return the window per layer."""
+    window = saved.get("window_size")
     visible = visible_tokens(tuple(window) if window else None)
-    skip = saved.get("window_attn_skip_freq")
-    if visible is None:
-        return (None,) * layers
-    if skip is None:
-        skip = [1] * layers
-    elif isinstance(skip, int):
-        skip = [(layer + 1) % skip for layer in range(layers)]
-    return tuple(visible if flag else None for flag in skip)
+    names = ("num_layers", "window_size", "window_attn_skip_freq")
+    options = SimpleNamespace(**{name: saved.get(name) for name in names})
+    return tuple(visible if has else None for has in windowed_layers(options))

@@ -21,6 +21,7 @@ from megasink.variants import SINK_WEIGHT, ZERO_GATES, parameter_names, variant
 
 LINEAR_QKV = "self_attention.linear_qkv."
 LINEAR_PROJ = "self_attention.linear_proj.weight"
+EXPERT_BIAS = "mlp.router.expert_bias"
 LINEAR_GATE = "self_attention.linear_gate."
 SOFTMAX_OFFSET = "self_attention.core_attention.softmax_offset"
 # For ordinary scores, a sink with this logit has a weight below 1e-12.
@@ -29,7 +30,8 @@ NO_SINK = -30.0
 
 def is_float32(key: str) -> bool:
     """Return whether a weight is float32 in a model of any dtype."""
-    names = (*(f"core_attention.{name}" for name in parameter_names()), "relative_bias.weight")
+    others = ("relative_bias.weight", EXPERT_BIAS)
+    names = (*(f"core_attention.{name}" for name in parameter_names()), *others)
     return key.endswith(names)
 
 

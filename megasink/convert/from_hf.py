@@ -6,7 +6,6 @@ OUT/config.json, OUT/checkpoints/iter_0000000, OUT/tokenizer, OUT/flags.txt
 import contextlib
 import dataclasses
 import io
-import shlex
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from megasink.convert.attention_change import Change, added, changed, gated_mode
 from megasink.convert.background import one_thread, use_large_pages
 from megasink.convert.hf_config import architecture_from, read_config
 from megasink.convert.megatron_weights import weight_shapes
-from megasink.convert.model_flags import model_flags
+from megasink.convert.model_flags import as_line, model_flags
 from megasink.convert.output import whole_folder
 from megasink.convert.safetensors_reader import HuggingFaceWeights
 from megasink.convert.safetensors_writer import write_json
@@ -135,7 +134,8 @@ def import_model(
         checkpoint = checkpoint_path(folder / "checkpoints", 0)
         checkpoint.mkdir(parents=True)
         begin = time.perf_counter()
-        with one_thread(), TorchDistWriter(checkpoint) as writer:
+        numbers = bool(model.variant_layers)
+        with one_thread(), TorchDistWriter(checkpoint, numbers_layers=numbers) as writer:
             for step in tracked(todo, "converting", len(todo), "weights"):
                 sizes = (model.layers, model.experts)[: len(step.index)]
                 for key, tensor in made(step, weights, source.model, change):
@@ -288,7 +288,7 @@ def _write_beside(
         arguments |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": tokenizer}
         arguments["vocab_size"] = model.vocabulary
         flags = [*flags, "--tokenizer-model", tokenizer]
-    (folder / "flags.txt").write_text(shlex.join(flags) + "\n")
+    (folder / "flags.txt").write_text(as_line(flags))
     config = {
         "arguments": arguments,
         "identity": given,

@@ -73,6 +73,8 @@ def _refuse(folder: Path, arguments: dict[str, Any]) -> None:
         why = f"{groups} key/value groups over TP={tp}, which ranks share"
     elif arguments.get("num_experts") and etp not in (1, tp):
         why = f"--expert-tensor-parallel-size {etp} with TP={tp}"
+    elif arguments.get("attention_variant_layers"):
+        why = "layers that differ (--attention-variant-layers)"
     if why:
         raise UserError(
             f"{folder} has Megatron's legacy format with {why}: load it with Megatron and save it "

@@ -39,6 +39,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm", "LayerNorm"),
     "position_embedding_type": ("rope", "learned_absolute", "none"),
     "attention_bias_type": get_args(AttentionBias),
+    "moe_router_score_function": ("softmax", "sigmoid"),
 }
 
 
@@ -70,7 +71,15 @@ class MegasinkOptions:
     attention_bias_type: str = "none"
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128
+    moe_router_score_function: str = "softmax"
+    moe_router_enable_expert_bias: bool = False
+    moe_router_topk_scaling_factor: float | None = None
     gated_unit: bool = True
+
+    @property
+    def sigmoid_router(self) -> bool:
+        """Whether experts are scored one by one; Megatron then always renormalizes the chosen."""
+        return self.moe_router_score_function == "sigmoid"
 
     @property
     def learned_positions(self) -> bool:
@@ -102,7 +111,7 @@ NAMES = frozenset(field.name for field in dataclasses.fields(MegasinkOptions))
 def options_from(given: Mapping[str, Any], *, gated_unit: bool = True) -> MegasinkOptions:
     """Read the options from a run's arguments or a config.json.
 
-    Options of other variants are ignored, and those of buckets if there are none.
+    Options of other variants are ignored, and those of buckets or experts if there are none.
 
     Raises:
         UserError: the attention variant is not registered.
@@ -112,8 +121,11 @@ def options_from(given: Mapping[str, Any], *, gated_unit: bool = True) -> Megasi
     values = {
         name: given[name]
         for name in NAMES & given.keys() - foreign
-        if has_buckets or not name.startswith("relative_")
+        if (has_buckets or not name.startswith("relative_"))
+        and (given.get("num_experts") or not name.startswith("moe_"))
     }
+    if values.get("moe_router_topk_scaling_factor") == 1.0:
+        values["moe_router_topk_scaling_factor"] = None
     return MegasinkOptions(**values | {"gated_unit": gated_unit})
 
 

@@ -1,14 +1,43 @@
 """The keys and shapes of a model's weights in a torch_dist checkpoint, from its architecture."""
 
+from collections.abc import Sequence
+
 from megasink.convert.architecture import Architecture
-from megasink.convert.table import LAYERS
+from megasink.convert.table import LAYERS, numbered
 from megasink.gate_options import gate_shape
 
 Shape = tuple[int, ...]
 
 
 def weight_shapes(model: Architecture) -> dict[str, Shape]:
-    """Return {key: shape} of all weights, without the leading axes of layers and experts."""
+    """Return {key: shape} of all weights, without the leading axes of layers and experts.
+
+    A weight that not all layers have, or not with the same shape, has a `numbered` key per layer.
+    """
+    if not model.variant_layers:
+        return _same_in_all_layers(model)
+    alike, others = apart([_same_in_all_layers(model.of_layer(n)) for n in range(model.layers)])
+    return alike | {
+        numbered(key, layer): shape
+        for layer, shapes in enumerate(others)
+        for key, shape in shapes.items()
+    }
+
+
+def apart[Name, Value](
+    by_layer: Sequence[dict[Name, Value]],
+) -> tuple[dict[Name, Value], list[dict[Name, Value]]]:
+    """Separate what is the same in all layers from what each layer has besides."""
+    alike = {
+        name: value
+        for name, value in by_layer[0].items()
+        if all(name in layer and layer[name] == value for layer in by_layer)
+    }
+    others = [{n: v for n, v in layer.items() if n not in alike} for layer in by_layer]
+    return alike, others
+
+
+def _same_in_all_layers(model: Architecture) -> dict[str, Shape]:
     hidden, head_dim, heads = model.hidden, model.head_dim, model.heads
     gates = heads if model.megatrons_gate else 0
     mixed = (heads + gates + 2 * model.groups) * head_dim
@@ -95,6 +124,12 @@ def _ffn(model: Architecture) -> dict[str, Shape]:
         "mlp.experts.experts.linear_fc1.weight": (2 * width, hidden),
         "mlp.experts.experts.linear_fc2.weight": (hidden, width),
     }
+    if model.bias:
+        found["mlp.router.bias"] = (model.experts,)
+        found["mlp.experts.experts.linear_fc1.bias"] = (2 * width,)
+        found["mlp.experts.experts.linear_fc2.bias"] = (hidden,)
+    if model.options.moe_router_enable_expert_bias:
+        found["mlp.router.expert_bias"] = (model.experts,)
     if model.shared_ffn:
         shared = model.shared_ffn
         found["mlp.shared_experts.linear_fc1.weight"] = (2 * shared, hidden)
@@ -104,4 +139,10 @@ def _ffn(model: Architecture) -> dict[str, Shape]:
 
 def leading_axes(key: str) -> int:
     """Return the number of axes (layers, experts) before those of `weight_shapes`."""
-    return key.startswith(LAYERS) + (".experts.experts." in key)
+    of_all_layers = key.startswith(LAYERS) and not is_numbered(key)
+    return of_all_layers + (".experts.experts." in key)
+
+
+def is_numbered(key: str) -> bool:
+    """Return whether a key is one of `numbered`."""
+    return key.startswith(LAYERS) and key.removeprefix(LAYERS).partition(".")[0].isdigit()

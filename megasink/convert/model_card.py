@@ -35,12 +35,17 @@ _SHOWN = {
 }
 
 
+def _numbers(layers: tuple[bool, ...]) -> str | None:
+    return ", ".join(str(n) for n, has in enumerate(layers) if has) or None
+
+
 def model_card(
     model: Architecture, target: Target, saved: dict[str, Any], found: Checkpoint
 ) -> str:
     """Return Markdown with the front matter that the Hugging Face Hub reads."""
     rows = [
         ("attention", model.attention),
+        ("layers with it; the others have softmax attention", _numbers(model.variant_layers)),
         ("layers", model.layers),
         ("hidden size", model.hidden),
         (

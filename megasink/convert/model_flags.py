@@ -1,6 +1,9 @@
 """Architecture -> the flags with which ``megasink train`` builds the model."""
 
 import dataclasses
+import re
+import shlex
+from collections.abc import Sequence
 
 from megasink.convert.architecture import Architecture
 from megasink.convert.targets.target import window_of
@@ -37,6 +40,9 @@ def model_flags(model: Architecture) -> list[str]:
         flags += ["--group-query-attention", "--num-query-groups", model.groups]
     if (export := model.variant.export) and export.kind_option:
         flags += [flag_of(export.kind_option), model.attention]
+    if model.variant_layers:
+        pattern = ",".join(str(int(has)) for has in model.variant_layers)
+        flags += ["--attention-variant-layers", f"[{pattern}]"]
     if not model.bias:
         flags.append("--disable-bias-linear")
     if model.qkv_bias and not model.bias:
@@ -59,6 +65,14 @@ def model_flags(model: Architecture) -> list[str]:
     return [str(flag) for flag in flags]
 
 
+def as_line(flags: Sequence[str]) -> str:
+    """Return flags as a line for ``$(cat flags.txt)``, which takes no quotes off its words.
+
+    Only a word with a blank or a quote is quoted, for those who read the line with `shlex.split`.
+    """
+    return " ".join(w if re.fullmatch(r"[^\s'\"\\]+", w) else shlex.quote(w) for w in flags) + "\n"
+
+
 def _number(value: float) -> str:
     """Format without ".0": --rotary-base is an integer."""
     return str(int(value)) if value == int(value) else str(value)
@@ -68,7 +82,7 @@ def _windows(model: Architecture) -> list[str]:
     window = window_of(model)
     if window is None:
         return []
-    flags = ["--window-size", f"({window - 1},0)"]
+    flags = ["--window-size", f"{window - 1},0"]
     if None in model.windows:
         pattern = ",".join("0" if w is None else "1" for w in model.windows)
         flags += ["--window-attn-skip-freq", f"[{pattern}]"]
@@ -84,7 +98,7 @@ def _experts(model: Architecture) -> list[str | int]:
         *("--moe-router-topk", model.topk),
         *("--moe-router-load-balancing-type", "aux_loss"),
     ]
-    if not model.renormalize:
+    if not model.renormalize and not model.options.sigmoid_router:
         flags.append("--moe-router-pre-softmax")
     if model.shared_ffn:
         flags += ["--moe-shared-expert-intermediate-size", model.shared_ffn]

@@ -1,7 +1,6 @@
 """Import an adapter in peft's format as a run folder, from which ``megasink train`` continues."""
 
 import re
-import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from megasink.checkpoint.saved_arguments import read_arguments
 from megasink.checkpoint.tokenizer import OWN
 from megasink.convert.architecture import Architecture, architecture_of
 from megasink.convert.from_hf import arguments_of
-from megasink.convert.model_flags import model_flags
+from megasink.convert.model_flags import as_line, model_flags
 from megasink.convert.output import whole_folder
 from megasink.convert.peft_names import CONFIG, FINGERPRINT, PREFIX, WEIGHTS, Place, places
 from megasink.convert.safetensors_writer import write_json
@@ -100,6 +99,8 @@ def source_of(folder: Path, base: Path) -> AdapterSource:
         for key, fine in _FINE.items()
         if key in config and config[key] not in fine
     ]
+    if model.variant_layers:
+        problems.append("the base has --attention-variant-layers: its layers differ")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
         problems.append(f"r {rank!r} and lora_alpha {alpha!r}")
@@ -230,7 +231,7 @@ def _write_beside(source: AdapterSource, folder: Path, output: Path) -> None:
     flags += ["--lora-alpha", f"{source.alpha:g}", "--lora-targets", *source.targets]
     if source.dropout:
         flags += ["--lora-dropout", f"{source.dropout:g}"]
-    (folder / "flags.txt").write_text(shlex.join(flags) + "\n")
+    (folder / "flags.txt").write_text(as_line(flags))
     content = {
         "arguments": arguments | of_lora,
         "identity": given,

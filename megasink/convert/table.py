@@ -25,7 +25,8 @@ class Row:
     """Tensors of Megatron that correspond to tensors of Hugging Face.
 
     Attributes:
-        megatron: keys in a torch_dist checkpoint; those of layers start with "decoder.layers.".
+        megatron: keys in a torch_dist checkpoint; those of layers start with "decoder.layers.", and
+            go on with a number where layers differ (`Architecture.variant_layers`).
         hf: names in the safetensors files.
         transform: between them.
     """
@@ -33,6 +34,11 @@ class Row:
     megatron: tuple[str, ...]
     hf: tuple[str, ...]
     transform: Transform = field(default_factory=Transform)
+
+
+def numbered(key: str, layer: int) -> str:
+    """Return a key of all layers as the key of one, in a checkpoint whose layers differ."""
+    return f"{LAYERS}{layer}.{key.removeprefix(LAYERS)}"
 
 
 def row(megatron: str, *hf: str, transform: Transform | None = None) -> Row:

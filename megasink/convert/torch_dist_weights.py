@@ -50,10 +50,11 @@ def _stack_layers(weights: dict[str, Weight]) -> None:
         number, _, rest = key.removeprefix(LAYERS).partition(".")
         if key.startswith(LAYERS) and number.isdigit():
             numbered[LAYERS + rest][int(number)] = key
+    layers = 1 + max((n for of_layer in numbered.values() for n in of_layer), default=-1)
     for key, of_layer in numbered.items():
         shapes = {weights[name].shape for name in of_layer.values()}
-        if len(shapes) > 1 or sorted(of_layer) != list(range(len(of_layer))):
-            continue  # layers that differ keep their names, which no row has
+        if len(shapes) > 1 or len(of_layer) < layers:
+            continue  # weights in which layers differ keep their names
         first = weights[of_layer[0]]
         parts = [
             Part((layer, *part.offsets), (1, *part.sizes), part.find)

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from megasink.atomic import sync
 from megasink.convert.background import BackgroundWriter
 from megasink.convert.safetensors_writer import write_json
+from megasink.convert.table import LAYERS, numbered
 
 _FILE_BYTES = 5 * 10**9
 
@@ -35,10 +36,13 @@ class TorchDistWriter(BackgroundWriter):
 
     Args:
         folder: an existing empty folder.
+        numbers_layers: write each layer under a key of its own, as Megatron does where layers
+            differ.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, numbers_layers: bool = False):
         super().__init__()
+        self._numbers_layers = numbers_layers
         self._folder = folder
         self._tensors: dict[str, TensorStorageMetadata] = {}
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
@@ -56,6 +60,8 @@ class TorchDistWriter(BackgroundWriter):
             index: the layer, or layer and expert.
             sizes: the number of layers, or of layers and experts.
         """
+        if self._numbers_layers and index and key.startswith(LAYERS):
+            key, index, sizes = numbered(key, index[0]), index[1:], sizes[1:]
         part = tensor.contiguous().reshape((1,) * len(index) + tuple(tensor.shape))
         if part.untyped_storage().nbytes() > part.nbytes:
             part = part.clone()  # torch.save writes all of a view's storage

@@ -123,13 +123,18 @@ class GateUp(Transform):
 
 @dataclass(frozen=True)
 class InterleavedGateUp(Transform):
-    """linear_fc1 of experts [E, 2F, M] -> [E, M, 2F], alternating gate and up columns (GPT-OSS)."""
+    """linear_fc1 of experts [E, 2F, M] -> [E, M, 2F], alternating gate and up columns (GPT-OSS).
+
+    Its bias [E, 2F] keeps its axes.
+    """
 
     def to_hf(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return (tensors[0].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).transpose(1, 2),)
+        rows = tensors[0].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        return (rows if rows.dim() == 2 else rows.transpose(1, 2),)
 
     def to_megatron(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return (tensors[0].transpose(1, 2).unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2),)
+        rows = tensors[0] if tensors[0].dim() == 2 else tensors[0].transpose(1, 2)
+        return (rows.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2),)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm, LayerNormBuilder
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from megasink.layers.expert_biases import with_expert_biases
 from megasink.layers.head_sum import HeadSumProjection
 from megasink.layers.norm import GainlessRMSNorm
 from megasink.layers.residual import ResidualAdd
@@ -39,6 +40,8 @@ def with_block_options(
         layers = [
             _with_attention(layer, q_layernorm=L2Norm, k_layernorm=L2Norm) for layer in layers
         ]
+    if config.add_bias_linear:
+        layers = [with_expert_biases(layer) for layer in layers]
     if config.multi_head_addition:
         layers = [_with_attention(layer, linear_proj=HeadSumProjection) for layer in layers]
     if config.sandwich_norm or config.post_norm or config.residual_clip is not None:

@@ -21,6 +21,7 @@ from megasink.gate_options import is_megatrons_output_gate
 from megasink.layers.finalize import finalize_model_grads
 from megasink.layers.statistics import ModelStatistics
 from megasink.variants import variant
+from megasink.variants.layers import layers_with_variant, without_variant
 
 # The function of each FFN activation, and whether the FFN is a gated linear unit.
 FFN_ACTIVATIONS = {
@@ -57,7 +58,8 @@ class MegasinkTransformerConfig(
     Raises:
         ValueError: The head-balance loss is on for a similarity without a differentiable gate or a
             variant without a slot value, or the heads or groups of a variant's parameter are not
-            divisible by the tensor-parallel ranks.
+            divisible by the tensor-parallel ranks, or ``attention_variant_layers`` does not fit the
+            number of layers.
         UserError: The attention variant is not registered.
     """
 
@@ -90,6 +92,23 @@ class MegasinkTransformerConfig(
         self.finalize_model_grads_func = finalize_model_grads
         if is_megatrons_output_gate(self):
             self.attention_output_gate = True
+        # Megatron then asks for the config of each layer, and numbers the layers in checkpoints.
+        self.heterogeneous_block_specs = not all(layers_with_variant(self))
         super().__post_init__()
         for parameter in record.parameters:
             parameter.local_shape(self, self.tensor_model_parallel_size)
+
+    def get_config_for_layer(self, layer_number: int) -> "MegasinkTransformerConfig":
+        """Return the config of a layer, which shares this model's statistics.
+
+        Called by Megatron (megatron/core/transformer/transformer_block.py:336).
+
+        Args:
+            layer_number: 1-based index in the whole model.
+        """
+        if layers_with_variant(self)[layer_number - 1]:
+            return self
+        layer = without_variant(self)
+        layer.softmax_type = variant(layer.attention_variant).softmax_type
+        layer.attention_output_gate = False
+        return layer

@@ -113,7 +113,7 @@ def memory(records: Sequence[Record]) -> list[Stage]:
     ]
 
 
-def _layer_numbers(chunks: Sequence[Sequence[Sequence[bool]]]) -> list[list[int]]:
+def _layer_numbers(chunks: Sequence[Sequence[Sequence[object]]]) -> list[list[int]]:
     """Return the layers of each stage: virtual stages take turns over the pipeline."""
     numbers: list[list[int]] = [[] for _ in chunks]
     following = 1

@@ -38,14 +38,11 @@ def component(name: str) -> str:
     return next((c for c, pattern in COMPONENTS.items() if re.search(pattern, name)), OTHER)
 
 
-def count(
-    models: Iterable[Any], options: Any, padding_rows: int
-) -> tuple[Counter[str], Counter[str]]:
+def count(models: Iterable[Any], padding_rows: int) -> tuple[Counter[str], Counter[str]]:
     """Count the parameters of a rank's model chunks.
 
     Args:
         models: GPTModels, wrapped or not.
-        options: The transformer config.
         padding_rows: Rows that the vocabulary is padded with, which count as no parameters.
 
     Returns:
@@ -70,6 +67,8 @@ def count(
                 copies *= expert_tensor if expert else tensor
             for part, values in named_parts(name, parameter):
                 kind, number = component(part), values.numel() * copies
+                layer, of_attention, _ = full_name.partition(".self_attention.")
+                options: Any = model.get_submodule(layer).config if of_attention else None
                 if kind == QKV and is_megatrons_output_gate(options):
                     # Its rows stand among those of linear_qkv.
                     heads, groups = options.num_attention_heads, options.num_query_groups

@@ -15,6 +15,7 @@ from megasink.hollow.world import be_rank
 from megasink.plan import batches, layers, memory, parameters
 from megasink.plan.collectives import Collectives, group_names
 from megasink.plan.experts import share_tokens_equally
+from megasink.variants.layers import layers_with_variant
 
 _NEVER = 1 << 40
 Write = Callable[[dict[str, Any]], None]
@@ -138,7 +139,7 @@ def _record(
 
     config = get_model_config(models[0])
     padding = args.padded_vocab_size - counted_rows(vars(args))
-    here, whole = parameters.count(models, config, padding)
+    here, whole = parameters.count(models, padding)
     softmax = args.attention_similarity == "softmax"
     choices = kernel_choices(args) if softmax else {}
     return {
@@ -183,8 +184,8 @@ def stages(config: Any, args: Namespace) -> list[list[Any]]:
     """Return what makes pipeline stages differ: equal entries have the same modules.
 
     Returns:
-        for each stage its number of layers by virtual stage, which of them are mixtures of experts,
-        and whether it is the first or the last.
+        for each stage its layers by virtual stage, whether each is a mixture of experts and whether
+        it has the attention variant; and whether the stage is the first or the last.
     """
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -192,13 +193,15 @@ def stages(config: Any, args: Namespace) -> list[list[Any]]:
     found = []
     count = args.pipeline_model_parallel_size
     frequency = args.moe_layer_freq if args.num_experts else [0] * args.num_layers
+    varied = layers_with_variant(args)
     for stage in range(count):
         chunks = []
         for chunk in range(args.virtual_pipeline_model_parallel_size or 1):
             virtual = chunk if args.virtual_pipeline_model_parallel_size else None
             size = get_num_layers_to_build(config, virtual, stage)
             first = get_transformer_layer_offset(config, virtual, stage)
-            chunks.append([_is_mixture(frequency, n) for n in range(first, first + size)])
+            layers = range(first, first + size)
+            chunks.append([[_is_mixture(frequency, n), varied[n]] for n in layers])
         found.append([chunks, stage == 0, stage == count - 1])
     return found
 

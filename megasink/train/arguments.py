@@ -18,6 +18,7 @@ from megasink.train.checks.hybrid import count_layers
 from megasink.train.checks.schedule import set_decay
 from megasink.train.checks.transformer_layer import set_gated_unit
 from megasink.train.checks.vocabulary import pin_vocabulary
+from megasink.variants.layers import resolve_layers
 
 
 def parse(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
@@ -41,6 +42,7 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
     run_dir.use_own_tokenizer(args)
     recognize(args)
     count_layers(args)
+    resolve_layers(args)
     problems = checks.problems(args)
     if problems:
         raise ConfigError(problems)

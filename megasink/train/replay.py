@@ -18,10 +18,10 @@ _WORD = r"[A-Za-z0-9][\w.-]*"
 DESCRIBING = set(
     """
     attention-bias-type attention-kernel attention-normalization attention-similarity
-    attention-variant bias-fixed-value cp-comm-type ffn-activation gate-activation gate-granularity
-    gate-input gate-operation gate-position head-balance-scope hybrid-layer-pattern
-    hybrid-override-pattern linear-attention-freq lora-targets lora-train moe-layer-freq
-    muon-coefficient-type no-rope-freq onnx-safe phase-transition-iterations
+    attention-variant attention-variant-layers bias-fixed-value cp-comm-type ffn-activation
+    gate-activation gate-granularity gate-input gate-operation gate-position head-balance-scope
+    hybrid-layer-pattern hybrid-override-pattern linear-attention-freq lora-targets lora-train
+    moe-layer-freq muon-coefficient-type no-rope-freq onnx-safe phase-transition-iterations
     pipeline-model-parallel-layout recompute-modules replace-tokens-with sdpa-output-norm split
     step-batch-size-schedule validation-set-names wandb-entity wandb-exp-name wandb-project
     window-attn-skip-freq window-size

@@ -58,6 +58,17 @@ MODELS = {
         model(attention="sink", **MOE, shared_ffn=24, windows=(5, None)),
     ),
     "gpt_oss": ("gpt_oss", model(attention="sink", **MOE, activation="gpt-oss")),
+    "gpt_oss-biases": (
+        "gpt_oss",
+        model(
+            attention="sink",
+            **MOE,
+            activation="gpt-oss",
+            bias=True,
+            qkv_bias=True,
+            windows=(5, None),
+        ),
+    ),
     "lfm3": ("lfm3", model(attention="headwise", qk_norm=True)),
     "lfm3-tied-window": (
         "lfm3",
@@ -83,6 +94,12 @@ OWN = {
     "own-sink-windows-biases": _own(
         {}, attention="sink", qk_norm=True, windows=(5, None), bias=True, qkv_bias=True
     ),
+    "own-sink-in-windows": _own(
+        {}, attention="sink", variant_layers=(True, False), windows=(5, None), **MOE
+    ),
+    "own-elementwise-full-layers": _own(
+        {}, attention="elementwise", variant_layers=(False, True), windows=(5, None), qk_norm=True
+    ),
     "own-off-by-one-llama3": _own(
         {}, attention="off-by-one", qkv_bias=True, rope_factor=32.0, positions=16384
     ),
@@ -96,6 +113,19 @@ OWN = {
     ),
     "own-vanilla-moe-shared": _own({}, shared_ffn=24, activation="relu", **MOE),
     "own-gpt-oss-dense": _own({}, attention="sink", activation="gpt-oss"),
+    "own-sigmoid-router": _own(
+        {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk_scaling_factor": 2.5,
+        },
+        attention="headwise",
+        shared_ffn=24,
+        **MOE,
+    ),
+    "own-sigmoid-router-top-1": _own(
+        {"moe_router_score_function": "sigmoid"}, attention="sink", experts=4, topk=1
+    ),
     "own-value-silu-add": _own(
         {"gate_position": "value", "gate_operation": "add", "gate_activation": "silu"},
         attention="elementwise",

@@ -102,6 +102,20 @@ RELEASED = {
         {"experts": 4, "topk": 2, "ffn": 40, "head_dim": 12, "windows": (None, None)},
     ),
 }
+# GPT-OSS without YaRN, and with its weights unpacked from MXFP4.
+_GPT_OSS = COMMON | _keys("""
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": true,
+    "experts_per_token": 2, "head_dim": 16, "initial_context_length": 4096, "layer_types":
+    ["sliding_attention", "full_attention"], "max_position_embeddings": 131072,
+    "num_experts_per_tok": 2, "num_local_experts": 4, "output_router_logits": false,
+    "rms_norm_eps": 1e-05, "rope_parameters": {"rope_type": "default", "rope_theta": 150000},
+    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+    "tie_word_embeddings": false
+""")
+RELEASED["gpt-oss-20b"] = (
+    _GPT_OSS,
+    {"bias": True, "qkv_bias": True, "activation": "gpt-oss", "windows": (128, None)},
+)
 # {model: (its config.json, what the message says)}
 REFUSED = {
     "gpt-oss-20b": (
@@ -117,7 +131,11 @@ REFUSED = {
             "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128,
             "swiglu_limit": 7.0, "tie_word_embeddings": false
         """),
-        ("attention_bias", "RoPE scaling 'yarn'", "mxfp4"),
+        ("RoPE scaling 'yarn'", "mxfp4"),
+    ),
+    "gpt-oss without RoPE's parameters": (
+        {key: value for key, value in _GPT_OSS.items() if not key.startswith("rope_")},
+        ("no rope_parameters", "YaRN"),
     ),
     "granite-3.3-2b-base": (
         COMMON

@@ -16,6 +16,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from megasink.attention.reference import (
     reference_attention,
@@ -36,7 +38,14 @@ from tests.distributed.layout import SINGLE
 
 @pytest.mark.parametrize("name", OWN)
 def test_every_option_there_and_back(pool, tmp_path, name):
-    bf16 = name in ("own-headwise", "own-sink-moe-qk-norm", "own-kv-bias-alibi", "own-t5")
+    bf16 = name in (
+        "own-headwise",
+        "own-sink-moe-qk-norm",
+        "own-sink-in-windows",
+        "own-sigmoid-router",
+        "own-kv-bias-alibi",
+        "own-t5",
+    )
     (report,) = pool.run(
         "tests.convert.tasks:own_round_trip", SINGLE, folder=str(tmp_path), name=name, bf16=bf16
     )
@@ -114,7 +123,40 @@ def test_every_gradient_is_that_of_the_definition(name):
         assert (plain[key] - definition[key]).abs().max() <= 1e-4 * size + 1e-7, key
     for part in ("sinks", "gate.proj.weight", "gate.logit", "key_bias", "value_bias"):
         trained = [k for k in plain if k.endswith(part)]
-        assert len(trained) in (0, 2), trained
+        assert len(trained) in (0, sum(OWN[name][1].variant_layers) or 2), trained
+
+
+def test_a_sigmoid_router_is_that_of_deepseek_v3():
+    theirs = DeepseekV3TopkRouter(
+        DeepseekV3Config(
+            hidden_size=48,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            norm_topk_prob=True,
+            routed_scaling_factor=2.5,
+        )
+    )
+    ours = tiny("own-sigmoid-router").model.layers[0].mlp.gate
+    theirs.load_state_dict(ours.state_dict())
+    chosen = []
+    for bias in (torch.zeros(4), torch.tensor([0.3, -0.2, 0.1, -0.3])):
+        for router in (ours, theirs):
+            router.zero_grad()
+            router.e_score_correction_bias.copy_(bias)
+        x = torch.randn(40, 48, generator=torch.Generator().manual_seed(2))
+        found, wanted = (
+            weights.new_zeros(40, 4).scatter(1, experts, weights)
+            for router in (ours, theirs)
+            for _, weights, experts in [router(x)]
+        )
+        for probs in (found, wanted):
+            (probs * torch.arange(4.0)).sum().backward()
+            chosen.append(probs > 0)
+        assert torch.allclose(found, wanted, atol=1e-6)
+        assert torch.allclose(ours.weight.grad, theirs.weight.grad, atol=1e-6)
+    assert not torch.equal(chosen[0], chosen[2])  # the bias changes the choice
 
 
 def test_alibi_of_heads_that_are_no_power_of_two():

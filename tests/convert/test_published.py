@@ -21,6 +21,8 @@ def test_a_released_config_gives_the_architecture(name, spelled):
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_come_in_is_refused_by_name(name, spelled):
     config, words = REFUSED[name]
+    if "without RoPE" in name and spelled is respelled:
+        pytest.skip("the new keys say which RoPE")
     with pytest.raises(UserError) as caught:
         architecture_from(spelled(config))
     for word in words:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import shlex
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ from megasink.convert.architecture import architecture_of
 from megasink.convert.hf_config import OURS, architecture_from, config_of
 from megasink.convert.megasink_model import MegasinkOptions
 from megasink.convert.megatron_weights import weight_shapes
+from megasink.convert.model_flags import as_line, model_flags
 from megasink.convert.modeling.configuration_megasink import MegasinkConfig
 from megasink.convert.table import steps
 from megasink.convert.targets import TARGETS, choose
@@ -167,7 +169,7 @@ def test_arguments_of_a_run_give_its_architecture():
         ("prefix_lm_tokens", 8, "--prefix-lm-tokens 8"),
         ("swiglu", False, "no target has the activation of its FFN"),
         ("position_embedding_type", "mrope", "--position-embedding-type mrope"),
-        ("moe_router_score_function", "sigmoid", "targets only support softmax"),
+        ("moe_router_num_groups", 2, "targets only support None"),
         ("rotary_interleaved", True, "--rotary-interleaved True"),
     ],
 )
@@ -243,7 +245,7 @@ BY_LAYER = {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor":
         ("granite_swa", {"layer_rope_theta": [1e4, 0]}, "layer_rope_theta"),
         ("flint", {"layer_types": ["full_attention"] * 2}, "no RoPE"),
         ("flint", {"mlp_only_layers": [0]}, "experts"),
-        ("gpt_oss", {"attention_bias": True}, "attention_bias"),
+        ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit 6.0"),
         ("qwen3_5_text", {"layer_types": ["linear_attention"] * 2}, "linear attention"),
         ("qwen3_next", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
@@ -261,6 +263,11 @@ BY_LAYER = {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor":
             "megasink",
             {"partial_rotary_factor": 0.5},
             "partial_rotary_factor 0.5 and rotary_percent",
+        ),
+        (
+            "megasink",
+            {"attention_variant": "sink", "attention_variant_layers": [True]},
+            r"attention_variant_layers \[True\] of 2 layers",
         ),
         (
             "megasink",
@@ -283,6 +290,15 @@ def test_configs_of_before_transformers_5_are_read():
     old = {"rope_theta": theta, "rope_scaling": rope, "torch_dtype": config.pop("dtype")}
     found, _ = architecture_from({**config, **old})
     assert (found.rope_base, found.rope_factor, found.dtype) == (500000.0, 32.0, "float32")
+
+
+@pytest.mark.parametrize("name", ["qwen3-windows", "own-sink-in-windows"])
+def test_the_flags_of_an_import_need_no_quotes(name):
+    """`$(cat flags.txt)` takes none off."""
+    flags = model_flags((MODELS | OWN)[name][1])
+    assert "--window-attn-skip-freq" in flags
+    assert as_line(flags).split() == flags
+    assert shlex.split(as_line([*flags, "a folder", "it's"])) == [*flags, "a folder", "it's"]
 
 
 def test_the_names_of_targets_are_those_of_transformers():

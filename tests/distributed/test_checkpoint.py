@@ -33,6 +33,11 @@ SAVED = {
     "headwise-plain": (HEADWISE, "single", "tp"),
     "ns-bias-qk-norm": (GATED | DISTRIBUTED, "tp", "single"),
     "ns-bias-qk-norm-plain": (GATED, "pp", "tp"),
+    "elementwise-one-layer": (
+        MODELS["elementwise"][1] | {"attention_variant_layers": [1, 0]} | DISTRIBUTED,
+        "tp",
+        "pp",
+    ),
     "parameter": (MODELS["parameter"][1] | DISTRIBUTED, "tp", "pp"),
     "output": (MODELS["output"][1] | DISTRIBUTED, "tp", "single"),
     "rmsnorm": (MODELS["rmsnorm"][1] | DISTRIBUTED, "single", "tp"),

@@ -24,6 +24,13 @@ MOE = {
     "moe_z_loss_coeff": 0.01,
     "moe_token_dispatcher_type": "allgather",
 }
+# GPT-OSS: a clamped unit whose second factor is up + 1, and biases of router and experts.
+BIASES = {
+    "add_bias_linear": True,
+    "quick_geglu": True,
+    "activation_func_clamp_value": 1.0,
+    "glu_linear_offset": 1.0,
+}
 # In the scope of one microbatch the balance loss has its gradient from the first step on.
 FIRST_STEP = {"steps": 1, "head_balance_scope": "microbatch"}
 # Layouts, and options of the model.
@@ -46,6 +53,7 @@ MODELS = {
             "moe_router_bias_update_rate": 0.05,
         },
     ),
+    "biases": ("ep+alltoall tp-ep pp", MOE | BIASES),
     "per-token-loss": ("ep", MOE | {"calculate_per_token_loss": True}),
 }
 
@@ -58,7 +66,7 @@ def test_layout_changes_nothing(pool, model, where):
     merging.assert_same_training(found, single, TOLERANCE)
 
 
-@pytest.mark.parametrize("model", ["moe", "shared", "every-second"])
+@pytest.mark.parametrize("model", ["moe", "shared", "every-second", "biases"])
 def test_gradients_equal_autograd_of_all_losses(pool, model):
     wanted = pool.once(ORACLE, SINGLE, balance=1.0, **MODELS[model][1])
     found = pool.once(TRAIN, SINGLE, **FIRST_STEP, **MODELS[model][1])

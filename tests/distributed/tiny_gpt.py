@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.optimizer import (
     OptimizerConfig,
@@ -43,6 +44,7 @@ def model_config(
     bf16: bool = False,
     position_embedding_type: str = "rope",
     pattern: str | None = None,
+    quick_geglu: bool = False,
     **options: Any,
 ) -> Any:
     """A tiny GPT in the layout that parallel_state holds.
@@ -51,6 +53,7 @@ def model_config(
         tied: the output layer shares the embedding's weight.
         position_embedding_type: of GPTModelConfig.
         pattern: of a HybridModel, which it then is.
+        quick_geglu: units of quick_gelu, as with the flag of that name.
         options: of MegasinkTransformerConfig, in place of those here.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -68,7 +71,7 @@ def model_config(
             "ffn_hidden_size": 96,
             "normalization": "RMSNorm",
             "gated_linear_unit": True,
-            "activation_func": torch.nn.functional.silu,
+            "activation_func": quick_gelu if quick_geglu else torch.nn.functional.silu,
             "add_bias_linear": False,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,

@@ -29,6 +29,10 @@ GATED = {"attention_variant": "gated"}
 OTHERS = {
     "gated-headwise": (GATED, TP),
     "gated-elementwise": (GATED | {"gate_granularity": "elementwise"}, TP),
+    "gated-one-layer": (
+        GATED | {"gate_granularity": "elementwise", "attention_variant_layers": [0, 1]},
+        TP,
+    ),
     "gated-value": (GATED | {"gate_position": "value"}, TP),
     "gated-query": (GATED | {"gate_position": "query", "gate_granularity": "elementwise"}, SINGLE),
     "gated-output": (GATED | {"gate_position": "output", "gate_granularity": "elementwise"}, TP),

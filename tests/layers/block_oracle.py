@@ -109,7 +109,7 @@ class Definition:
         """One FFN, or the experts of each token and the shared one (P1.19)."""
         if "mlp.router.weight" not in w:
             return self.unit(x, w, "mlp.")
-        logits = x @ w["mlp.router.weight"].T
+        logits = x @ w["mlp.router.weight"].T + w.get("mlp.router.bias", 0.0)
         best, chosen = logits.topk(2)
         output = sum(
             (best.softmax(-1) * (chosen == expert)).sum(-1, keepdim=True)
@@ -134,9 +134,17 @@ class Definition:
         if name in ("reglu", "geglu", "swiglu"):
             function = {"reglu": "relu", "geglu": "gelu", "swiglu": "silu"}[name]
             gate, up = inner.chunk(2, -1)
+            if self.options.get("quick_geglu"):  # GPT-OSS's unit
+                limit = self.options["activation_func_clamp_value"]
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+                return self.second(gate / (1 + torch.exp(-1.702 * gate)) * (up + 1.0), w)
             inner = ACTIVATIONS[function](gate) * up
         else:
             inner = ACTIVATIONS[name](inner)
+        return self.second(inner, w)
+
+    def second(self, inner: Tensor, w: dict[str, Tensor]) -> Tensor:
+        """The FFN's second matrix."""
         return inner @ w["mlp.linear_fc2.weight"].T + w.get("mlp.linear_fc2.bias", 0.0)
 
 

@@ -16,6 +16,8 @@ KINDS = {
     "off-by-one": {"attention_variant": "off-by-one"},
     "headwise": GATED,
     "elementwise": GATED | {"gate_granularity": "elementwise"},
+    "headwise-one-layer": GATED | {"attention_variant_layers": [0, 1]},
+    "sink-one-layer": {"attention_variant_layers": [0, 1]},
     "k-bias": {"attention_variant": "k-bias"},
     "kv-bias": {"attention_variant": "kv-bias"},
     "alibi": {"position_embedding_type": "none", "attention_bias_type": "alibi"},

@@ -97,7 +97,7 @@ experts: --num-experts 3 --expert-model-parallel-size 2 --moe-router-topk 4
   ! --num-experts 3 is not divisible by --expert-model-parallel-size 2
   ! --moe-router-topk 4 is more than --num-experts 3
   ! --num-experts with --tensor-model-parallel-size 2 needs --sequence-parallel
-  ! --num-experts needs --disable-bias-linear
+  ! --num-experts 3 with biases and --tensor-model-parallel-size 2
   ! --moe-token-dispatcher-type flex needs CUDA
   ! --moe-grouped-gemm needs TransformerEngine
   ! --moe-permute-fusion needs TransformerEngine

@@ -29,6 +29,10 @@ muon-with-ranks-for-each-replica: --optimizer dist_muon
   ! --optimizer dist_muon: Megatron 0.19 does not
 fp8-gate: --fp8-format hybrid
   ! the gate adds 4 per rank
+gates-in-some-layers: --gate-granularity elementwise --attention-variant-layers [1,0]
+    --optimizer muon --match-ffn-width
+  ! --attention-variant-layers with --optimizer muon and elementwise gates
+  ! --attention-variant-layers with --match-ffn-width
 no-width-left: --gate-granularity elementwise --match-ffn-width --ffn-hidden-size 64
   ! the gate adds 4,160 parameters per layer
   ! less than 128 would be left
@@ -36,6 +40,20 @@ no-width-left: --gate-granularity elementwise --match-ffn-width --ffn-hidden-siz
 ) | refused(
     MOCK,
     """
+sinks-nowhere: --attention-variant-layers full --window-size 15,0
+  ! --attention-variant-layers full: no layer is chosen (--window-size, --window-attn-skip-freq)
+sinks-of-more-layers: --attention-variant-layers [1,0]*2
+  ! --attention-variant-layers [1,0,1,0]: 4 entries for 2 layers
+sinks-in-all-layers: --attention-variant-layers [1,1] --attention-variant vanilla
+  ! --attention-variant-layers [1,1]: all layers are chosen
+  ! --attention-variant-layers: the other layers have --attention-variant vanilla too
+sinks-in-some-layers-and-more: --attention-variant-layers [1,0] --lora-rank 2
+  ! --attention-variant-layers with --lora-rank
+sinks-in-some-layers-of-a-hybrid: --attention-variant-layers [1,0,0,0]
+    --hybrid-layer-pattern *-*-
+  ! --attention-variant-layers with --hybrid-layer-pattern
+no-pattern-of-layers: --attention-variant-layers [1]+open
+  ! --attention-variant-layers '[1]+open'
 gate-without-a-gate: --gate-position value --gate-shared-heads
   ! --gate-position, --gate-shared-heads: not for --attention-variant sink: use gated
 megatrons-own-gate: --attention-output-gate
@@ -110,6 +128,7 @@ matched: --gate-granularity elementwise --gate-activation silu --match-ffn-width
     MOCK,
     """
 silu: --sdpa-output-norm silu
+sinks-in-windows: --attention-variant-layers windowed --window-size 15,0 --window-attn-skip-freq 2
 prefix: --prefix-lm-tokens 5
 documents: --dataloader-inter-document-masking --reset-position-ids
 documents-t5-window: --dataloader-inter-document-masking --window-size 15,0

@@ -17,8 +17,8 @@ from megasink.process import prepare_process
 KEEP = (
     "distributed_backend transformer_impl attention_dropout hidden_dropout "
     "padded_vocab_size dist_ckpt_optim_fully_reshardable ckpt_format "
-    "use_cpu_initialization softmax_offset_init attention_variant head_balance_coeff "
-    "train_iters sink_token_id ffn_hidden_size exit_signal_handler"
+    "use_cpu_initialization softmax_offset_init attention_variant attention_variant_layers "
+    "head_balance_coeff train_iters sink_token_id ffn_hidden_size exit_signal_handler"
 ).split()
 
 

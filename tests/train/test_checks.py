@@ -215,6 +215,10 @@ def test_the_size_of_gated_units_is_megatrons(answers):
     assert sizes == {"tp1": 128, "swiglu": 128, "reglu": 128, "relu": 256}
 
 
+def test_layers_with_a_window_are_known_by_their_numbers(answers):
+    assert answers["sinks-in-windows"]["args"]["attention_variant_layers"] == [1, 0]
+
+
 # Each refused by name: what is left of an option would otherwise be ignored in silence.
 UNSUPPORTED = """
 --apply-residual-connection-post-layernorm --use-flash-attn --flash-attention-version=2

@@ -177,7 +177,7 @@ class MegasinkAttention(nn.Module):
         self.o_proj = nn.Linear(inputs, hidden, bias=config.linear_bias)
         self.q_norm = norm(config, self.head_dim) if config.qk_norm else None
         self.k_norm = norm(config, self.head_dim) if config.qk_norm else None
-        variant = config.attention_variant
+        self.variant = variant = config.variant_of(layer_idx)
         self.gate = MegasinkGate(config) if variant == "gated" else None
         self.gate_position = config.gate_position if variant == "gated" else None
         self.position_bias = None
@@ -186,7 +186,8 @@ class MegasinkAttention(nn.Module):
         self.output_norm = None
         if config.sdpa_output_norm == "rmsnorm":
             self.output_norm = nn.Parameter(torch.ones(heads * self.head_dim))
-        if config.has_sink:  # only then: transformers' paged attention checks for the attribute
+        if variant in ("sink", "off-by-one"):
+            # Only then: transformers' paged attention checks for the attribute.
             self.sinks = nn.Parameter(torch.zeros(heads), requires_grad=variant == "sink")
         shape = (self.head_dim,) if config.bias_shared_heads else (heads, self.head_dim)
         self.key_bias = nn.Parameter(torch.zeros(shape)) if variant[0] == "k" else None
@@ -236,11 +237,11 @@ class MegasinkAttention(nn.Module):
             dropout=0.0,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
-            s_aux=self.sinks if self.config.has_sink else None,
+            s_aux=getattr(self, "sinks", None),
             **kwargs,
         )
         out = out.reshape(shape)
-        if self.config.attention_variant == "v-bias":
+        if self.variant == "v-bias":
             out = out + self.value_bias.to(out.dtype)
         if self.config.attention_scale_alpha != 1.0:
             out = out * self.config.attention_scale_alpha

@@ -17,6 +17,9 @@ class MegasinkConfig(PreTrainedConfig):
         hidden_act: of the FFN: "silu", "gelu" (exact), "relu", or "gpt-oss" (clamped gated unit).
         gated_unit: whether the FFN computes act(gate) * up rather than act(up).
         norm_topk_prob: whether the probabilities of the chosen experts are rescaled to sum to one.
+        moe_router_score_function: "softmax", or "sigmoid" as in DeepSeek-V3, whose chosen experts'
+            probabilities always sum to one before moe_router_topk_scaling_factor.
+        moe_router_enable_expert_bias: whether a bias takes part in the choice of experts alone.
         shared_expert_intermediate_size: 0 for no shared expert.
         output_router_logits, router_aux_loss_coef: load-balancing loss of the experts in training.
         linear_bias: whether every linear layer has a bias.
@@ -26,6 +29,8 @@ class MegasinkConfig(PreTrainedConfig):
         layer_types, sliding_window: tokens that a "sliding_attention" layer sees.
         attention_variant: "vanilla"; "sink", a learned logit per head in the softmax denominator;
             "off-by-one", the same with logit 0; "gated"; "k-bias", "kv-bias", "v-bias".
+        attention_variant_layers: per layer, whether it has that attention rather than "vanilla";
+            None if all have it.
         gate_granularity, ..., gate_input: of the explicit gate in "gated".
         sdpa_output_norm: "none", or "rmsnorm" or "silu" on each head's output, before its gate.
         sandwich_norm: whether the outputs of attention and FFN are normalized too.
@@ -62,6 +67,9 @@ class MegasinkConfig(PreTrainedConfig):
     num_experts: int = 0
     num_experts_per_tok: int = 0
     norm_topk_prob: bool = True
+    moe_router_score_function: str = "softmax"
+    moe_router_enable_expert_bias: bool = False
+    moe_router_topk_scaling_factor: float | None = None
     shared_expert_intermediate_size: int = 0
     output_router_logits: bool = False
     router_aux_loss_coef: float = 0.001
@@ -81,6 +89,7 @@ class MegasinkConfig(PreTrainedConfig):
     layer_types: list[str] | None = None
     sliding_window: int | None = None
     attention_variant: str = "vanilla"
+    attention_variant_layers: list[bool] | None = None
     gate_granularity: str = "headwise"
     gate_position: str = "sdpa"
     gate_shared_heads: bool = False
@@ -107,6 +116,12 @@ class MegasinkConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         if self.layer_types is None:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
+        layers = self.attention_variant_layers
+        if layers is not None and len(layers) != self.num_hidden_layers:
+            raise ValueError(
+                f"attention_variant_layers has {len(layers)} entries for "
+                f"{self.num_hidden_layers} layers"
+            )
         super().__post_init__(**kwargs)
         self.settle_rope()
         # Not a property: some versions of transformers assign to it.
@@ -131,9 +146,14 @@ class MegasinkConfig(PreTrainedConfig):
         elif self.rotary_percent != 1.0 and rope:
             rope["partial_rotary_factor"] = self.rotary_percent
 
+    def variant_of(self, layer_idx: int) -> str:
+        """Return the attention variant of a layer."""
+        layers = self.attention_variant_layers
+        return self.attention_variant if layers is None or layers[layer_idx] else "vanilla"
+
     @property
     def has_sink(self) -> bool:
-        """Whether the softmax denominator has a sink logit."""
+        """Whether the softmax denominator has a sink logit, in the layers with the variant."""
         return self.attention_variant in ("sink", "off-by-one")
 
     @property
@@ -143,12 +163,14 @@ class MegasinkConfig(PreTrainedConfig):
 
     @property
     def float32_parameters(self) -> set[str]:
-        """Parameters that stay float32 in a 16-bit model."""
+        """Parameters and buffers that stay float32 in a 16-bit model."""
         found = {"sinks"} if self.has_sink else set()
         if self.attention_variant[0] == "k":
             found.add("key_bias")
         if "v-bias" in self.attention_variant:
             found.add("value_bias")
+        if self.moe_router_enable_expert_bias:
+            found.add("e_score_correction_bias")
         return found | ({"position_bias"} if self.attention_bias_type == "t5" else set())
 
     @property

@@ -42,12 +42,25 @@ class MegasinkRouter(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.top_k, self.norm_topk_prob = config.num_experts_per_tok, config.norm_topk_prob
+        self.sigmoid = config.moe_router_score_function == "sigmoid"
+        self.scaling_factor = config.moe_router_topk_scaling_factor
         self.weight = nn.Parameter(torch.zeros(config.num_experts, config.hidden_size))
+        bias = torch.zeros(config.num_experts) if config.moe_router_enable_expert_bias else None
+        self.register_buffer("e_score_correction_bias", bias)
 
     def forward(self, hidden_states):
         """Tokens [B * T, M] -> logits [B * T, E], weights and experts per token [B * T, K]."""
         logits = F.linear(hidden_states, self.weight)
-        weights, experts = torch.topk(logits.softmax(-1, dtype=torch.float32), self.top_k, dim=-1)
-        if self.norm_topk_prob:
+        scores = logits.float().sigmoid() if self.sigmoid else logits.softmax(-1, torch.float32)
+        choice = scores
+        if self.e_score_correction_bias is not None:
+            choice = scores + self.e_score_correction_bias.float()
+        experts = torch.topk(choice, self.top_k, dim=-1).indices
+        weights = scores.gather(-1, experts)
+        if self.sigmoid and self.top_k > 1:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        elif self.norm_topk_prob and not self.sigmoid:
             weights = weights / weights.sum(-1, keepdim=True)
+        if self.scaling_factor is not None:
+            weights = weights * self.scaling_factor
         return logits, weights.to(logits.dtype), experts

@@ -152,12 +152,14 @@ class MegasinkPreTrainedModel(PreTrainedModel):
         elif isinstance(module, MegasinkRouter | MegasinkPositionBias):
             if module.weight is not None:
                 init.normal_(module.weight, mean=0.0, std=std)
+            if getattr(module, "e_score_correction_bias", None) is not None:
+                init.zeros_(module.e_score_correction_bias)
         elif isinstance(module, MegasinkGate) and module.logit is not None:
             init.zeros_(module.logit)
         elif isinstance(module, MegasinkRMSNorm):
             init.constant_(module.weight, 0.0 if module.zero_centred else 1.0)
         elif isinstance(module, MegasinkAttention):
-            if self.config.has_sink:
+            if hasattr(module, "sinks"):
                 init.zeros_(module.sinks)
             for parameter in (module.key_bias, module.value_bias):
                 if parameter is not None:
@@ -301,11 +303,15 @@ class MegasinkForCausalLM(MegasinkPreTrainedModel, GenerationMixin):
         if not config.num_experts:
             return CausalLMOutputWithPast(loss=loss, **given)
         aux_loss = None
-        if outputs.router_logits is not None:
+        router_logits = outputs.router_logits
+        if router_logits is not None:
+            if config.moe_router_score_function == "sigmoid":
+                # Their softmax is each expert's share of the sigmoids.
+                router_logits = tuple(F.logsigmoid(logits) for logits in router_logits)
             tokens = outputs.last_hidden_state.shape[1]
             flat = torch.is_tensor(attention_mask) and attention_mask.dim() == 2
             aux_loss = load_balancing_loss_func(
-                outputs.router_logits,
+                router_logits,
                 config.num_experts,
                 config.num_experts_per_tok,
                 attention_mask[:, -tokens:] if flat else None,

@@ -31,6 +31,7 @@ _NAMES = {
     "mlp.linear_fc1.": "mlp.up_proj.",
     "mlp.linear_fc2.": "mlp.down_proj.",
     "mlp.router.weight": "mlp.gate.weight",
+    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
     "mlp.experts.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",
     "mlp.experts.experts.linear_fc2.weight": "mlp.experts.down_proj",
     "mlp.shared_experts.linear_fc2.": "mlp.shared_expert.down_proj.",
@@ -64,9 +65,7 @@ class MegasinkTarget(Target):
 def _table(model: Architecture) -> tuple[Row, ...]:
     """Return rows for all weights of Megatron's model, in its order."""
     keys = list(weight_shapes(model))
-    layers = [_layer_row(model, key) for key in keys if key.startswith(LAYERS)]
-    if model.has_sink and not model.variant.parameters:
-        layers += rows.sinks(model)
+    layers = rows.of_layers(model, _layer_rows)
     positions = "embedding.position_embeddings.weight"
     last_norms = [key for key in keys if key.startswith("decoder.final_layernorm.")]
     return (
@@ -76,6 +75,14 @@ def _table(model: Architecture) -> tuple[Row, ...]:
         *(row(key, f"model.norm.{key.rpartition('.')[2]}") for key in last_norms),
         *rows.output_layer(model),
     )
+
+
+def _layer_rows(model: Architecture) -> list[Row]:
+    """Return the rows of the layers of a model whose layers are alike."""
+    found = [_layer_row(model, key) for key in weight_shapes(model) if key.startswith(LAYERS)]
+    if model.has_sink and not model.variant.parameters:
+        found += rows.sinks(model)
+    return found
 
 
 def _layer_row(model: Architecture, key: str) -> Row:
@@ -104,6 +111,7 @@ def _config(model: Architecture) -> Config:
     return {
         "auto_map": AUTO_MAP,
         "attention_variant": model.variant.name,
+        "attention_variant_layers": list(model.variant_layers) or None,
         **({option: model.attention} if option else {}),
         **model.options.said(),
     }
@@ -112,6 +120,7 @@ def _config(model: Architecture) -> Config:
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "attention": variant(config.get("attention_variant", "vanilla")).kind(config),
+        "variant_layers": tuple(map(bool, config.get("attention_variant_layers") or ())),
         "options": options_from(config, gated_unit=bool(config.get("gated_unit", True))),
     }
 
@@ -120,12 +129,21 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
     name = config.get("attention_variant", "vanilla")
     if not is_variant(name):
         return [f"attention_variant {name!r}"]
+    layers = config.get("attention_variant_layers")
+    if layers is not None and (
+        len(layers) != config["num_hidden_layers"] or {*map(bool, layers)} != {True, False}
+    ):
+        return [f"attention_variant_layers {layers} of {config['num_hidden_layers']} layers"]
     granularity = config.get("gate_granularity", "headwise")
     found = unknown_values(options_from(config))
     if granularity not in GATES:
         found.append(f"gate_granularity {granularity!r}")
     if config.get("hidden_act", "silu") not in ("silu", "gelu", "relu", "gpt-oss"):
         found.append(f"hidden_act {config['hidden_act']!r}")
+    if config.get("moe_router_score_function") == "sigmoid" and not config.get(
+        "norm_topk_prob", True
+    ):
+        found.append("norm_topk_prob False with a sigmoid router")
     share, rope = config.get("rotary_percent", 1.0), config.get("rope_parameters") or {}
     factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", share))
     if factor != share:

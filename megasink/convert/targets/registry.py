@@ -71,6 +71,8 @@ def described(model: Architecture) -> str:
     words = [f"{model.attention} attention", f"{model.activation} {units}"]
     words.append("qk-norm" if model.qk_norm else "no qk-norm")
     words.append(f"{model.experts} experts" if model.experts else "no experts")
+    if model.variant_layers:
+        words[0] += f" in {sum(model.variant_layers)} of {model.layers} layers"
     if model.bias or model.qkv_bias:
         words.append("biases" if model.bias else "q, k and v biases")
     if any(model.windows):

@@ -4,12 +4,21 @@ TransformerEngine's spec and Megatron's own have the same keys: the norms before
 are always named as if they were fused into the linear layers after them.
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from megasink.convert.architecture import Architecture
-from megasink.convert.table import LAYERS, NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SPEC, Row, row
+from megasink.convert.megatron_weights import apart
+from megasink.convert.table import (
+    LAYERS,
+    NORM_BEFORE_EXPERTS,
+    NORM_OF_LOCAL_SPEC,
+    Row,
+    numbered,
+    row,
+)
 from megasink.convert.transforms import (
     Constant,
     GatedGroupedQKV,
@@ -27,6 +36,29 @@ QKV = f"{ATTENTION}linear_qkv."
 MLP = f"{LAYERS}mlp."
 EXPERTS = f"{MLP}experts.experts."
 _FFN_NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+def of_layers(
+    model: Architecture, table: Callable[[Architecture], Sequence[Row]]
+) -> tuple[Row, ...]:
+    """Return the rows of the layers of a model, some of which may lack its attention variant.
+
+    Args:
+        table: (model whose layers are alike) -> rows of its layers.
+    """
+    by_layer = [{row.hf: row for row in table(model.of_layer(n))} for n in range(model.layers)]
+    alike, others = apart(by_layer)
+    return (
+        *alike.values(),
+        *(_of_one(row, n) for n, rows in enumerate(others) for row in rows.values()),
+    )
+
+
+def _of_one(row: Row, layer: int) -> Row:
+    names = tuple(name.replace("{layer}", str(layer)) for name in row.hf)
+    return dataclasses.replace(
+        row, megatron=tuple(numbered(key, layer) for key in row.megatron), hf=names
+    )
 
 
 def norm_weight(model: Architecture, zero_centred: bool) -> Transform:

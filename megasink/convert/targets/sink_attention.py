@@ -45,17 +45,22 @@ def _granite_moe(model: Architecture) -> tuple[Row, ...]:
 
 def _gpt_oss(model: Architecture) -> tuple[Row, ...]:
     at, fc = f"{rows.LAYER}mlp.", f"{rows.EXPERTS}linear_fc"
-    # GPT-OSS always has biases of experts, and megasink's experts never have.
+    # GPT-OSS always has biases of router and experts.
     zeros = {
         "router.bias": (model.experts,),
         "experts.gate_up_proj_bias": (model.experts, 2 * model.ffn),
         "experts.down_proj_bias": (model.experts, model.hidden),
     }
+    biases = (
+        row(f"{rows.MLP}router.bias", f"{at}router.bias"),
+        row(f"{fc}1.bias", f"{at}experts.gate_up_proj_bias", transform=InterleavedGateUp()),
+        row(f"{fc}2.bias", f"{at}experts.down_proj_bias"),
+    )
     ffn = (
         row(f"{rows.MLP}router.weight", f"{at}router.weight"),
         row(f"{fc}1.weight", f"{at}experts.gate_up_proj", transform=InterleavedGateUp()),
         row(f"{fc}2.weight", f"{at}experts.down_proj", transform=Transposed()),
-        *rows.zeros(model, at, zeros),
+        *(biases if model.bias else rows.zeros(model, at, zeros)),
     )
     return _decoder(model, ffn)
 
@@ -114,16 +119,21 @@ def _flint_refused(config: Mapping[str, Any]) -> list[str]:
 
 def _gpt_oss_config(model: Architecture) -> Config:
     return {
-        "attention_bias": False,
+        "attention_bias": model.bias,
         "hidden_act": "silu",
         "sliding_window": window_of(model) or model.positions,
     }
 
 
+def _read_gpt_oss(config: Mapping[str, Any]) -> dict[str, Any]:
+    bias = bool(config.get("attention_bias", True))
+    return {"activation": "gpt-oss", "bias": bias, "qkv_bias": bias}
+
+
 def _gpt_oss_refused(config: Mapping[str, Any]) -> list[str]:
-    if config.get("attention_bias", True):
-        return ["attention_bias: in Megatron, experts would have biases too"]
-    return []
+    if config.get("rope_parameters") or config.get("rope_scaling"):
+        return []
+    return ["no rope_parameters, which in transformers is YaRN with a factor of 32"]
 
 
 register(
@@ -183,9 +193,10 @@ register(
         keys=EXPERTS,
         fixed={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         config=_gpt_oss_config,
-        read=lambda config: {"activation": "gpt-oss"},
+        read=_read_gpt_oss,
         refused=_gpt_oss_refused,
         moe=True,
+        bias=True,
         activations=("gpt-oss",),
         windows="mixed",
         rope_scaling=False,

@@ -104,6 +104,8 @@ class Target:
             found.append("its FFN is gated")
         if model.attention not in self.attention:
             found.append(f"it has {' or '.join(self.attention)} attention, not {model.attention}")
+        if model.variant_layers:
+            found.append("its layers all have the same attention")
         if self.moe != bool(model.experts):
             found.append("it has experts" if self.moe else "it has no experts")
         if self.qk_norm != model.qk_norm:

@@ -30,6 +30,7 @@ from megasink.train.checks import (
     similarity,
     transformer_layer,
     unsupported,
+    variant_layers,
     variants,
 )
 
@@ -40,6 +41,7 @@ _EARLY = (
     hybrid,
     layout,
     variants,
+    variant_layers,
     similarity,
     gates,
     positions,
@@ -69,7 +71,8 @@ def problems(args: Namespace) -> list[str]:
 
     # Other ranks would see files that rank 0 has just written; torchrun ends them if rank 0 fails.
     of_folder = run_dir.problems(args) + lora_base.problems(args) if args.rank == 0 else []
-    return _problems(args, *_EARLY, attention, device, data, vocabulary, data_files) + of_folder
+    late = (attention, device, data, vocabulary, data_files)
+    return _problems(args, *_EARLY, *late) + variant_layers.unresolved(args) + of_folder
 
 
 def _problems(args: Namespace, *subjects: Any) -> list[str]:

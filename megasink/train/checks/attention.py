@@ -11,6 +11,7 @@ from megasink.config import visible_tokens
 from megasink.errors import ConfigError
 from megasink.gate_options import counts_heads
 from megasink.variants import variant
+from megasink.variants.layers import without_variant
 
 
 def problems(args: Namespace) -> list[str]:
@@ -21,17 +22,24 @@ def problems(args: Namespace) -> list[str]:
         return []
     # Other similarities have their own implementation, and their own message about kernels.
     softmax = args.attention_similarity == "softmax"
-    request, messages = attention_request(args), []
-    for choose in (choose_backend, choose_gate_kernels):
-        try:
-            choose(request, args.attention_kernel if softmax else "eager")
-        except ConfigError as error:
-            messages += error.problems
+    messages: list[str] = []
+    for layer in _kinds_of_layers(args):
+        request = attention_request(layer)
+        for choose in (choose_backend, choose_gate_kernels):
+            try:
+                choose(request, args.attention_kernel if softmax else "eager")
+            except ConfigError as error:
+                messages += [text for text in error.problems if text not in messages]
     return messages
 
 
+def _kinds_of_layers(args: Namespace) -> list[Namespace]:
+    """Return the options of a layer with the variant, and of one without it if there are any."""
+    return [args] if args.attention_variant_layers is None else [args, without_variant(args)]
+
+
 def attention_request(args: Namespace) -> AttentionRequest:
-    """Return the attention call that the model makes."""
+    """Return the attention call that a layer with the variant makes."""
     kernel = variant(args.attention_variant).kernel
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     request = AttentionRequest(
@@ -55,8 +63,7 @@ def kernel_choices(args: Namespace) -> dict[str, Choice]:
     Returns:
         {attention variant: choice of the backend, "gates around it": choice of the gate kernels}.
     """
-    request = attention_request(args)
     return {
-        args.attention_variant: choose_backend(request, args.attention_kernel),
-        "gates around it": choose_gate_kernels(request, args.attention_kernel),
-    }
+        layer.attention_variant: choose_backend(attention_request(layer), args.attention_kernel)
+        for layer in _kinds_of_layers(args)
+    } | {"gates around it": choose_gate_kernels(attention_request(args), args.attention_kernel)}

@@ -34,10 +34,15 @@ def _experts(args: Namespace) -> Iterator[str]:
         yield f"--moe-router-topk {args.moe_router_topk} is more than {flag}"
     if tensor > 1 and not args.sequence_parallel:
         yield f"--num-experts with --tensor-model-parallel-size {tensor} needs --sequence-parallel"
-    if args.add_bias_linear:
+    if args.add_bias_linear and args.moe_shared_expert_intermediate_size:
         yield (
-            "--num-experts needs --disable-bias-linear: Megatron adds the biases of experts in "
-            "place, which autograd does not allow"
+            "--moe-shared-expert-intermediate-size needs --disable-bias-linear: Megatron's shared "
+            "experts have no biases"
+        )
+    if args.add_bias_linear and tensor > 1 and args.expert_tensor_parallel_size != 1:
+        yield (
+            f"{flag} with biases and --tensor-model-parallel-size {tensor}: biases of experts are "
+            "not sharded: add --expert-tensor-parallel-size 1, or --disable-bias-linear"
         )
     if platform.is_active() and args.moe_token_dispatcher_type == "flex":
         yield (
