@@ -84,8 +84,8 @@ class Heartbeat:
         return ", ".join(f"rank {rank} {_place(beat)}" for rank, beat in beats if beat)
 
     def first(self, what: str) -> bool:
-        """Whether this rank is the first to claim `what`."""
-        return bool(self._store.add(what, 1) == 1)
+        """Whether this rank is the first of its attempt to claim `what`."""
+        return bool(self._store.add(f"{Told.attempt}/{what}", 1) == 1)
 
     def _beat_of(self, rank: int) -> dict[str, Any] | None:
         if not self._store.check([str(rank)]):
@@ -108,6 +108,7 @@ class Heartbeat:
 
 _heart: Heartbeat | None = None
 _thread: threading.Thread | None = None
+_explaining = False  # the main thread has met an error, and reports it or leaves that to another
 _leaving = threading.Event()
 
 
@@ -130,13 +131,19 @@ def _live() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _heart = heart = Heartbeat(_connect(), rank, world, max(SECONDS, world / 200))
     silent, clock = 0.0, Clock(heart._interval)
+    # A call to a store that is cut off blocks for a minute, which `clock` takes for a stop of this
+    # process; the guard's clock goes on.
+    answer = f"an answer of {os.environ['MASTER_ADDR']}, where the ranks' store is"
+    answer += f" (is {socket.gethostname()} cut off from it?),"
     while not _leaving.is_set():
         try:
-            heart.beat()
-            if text := heart.silent_next(guard.timeout):
-                if not heart.first("said"):
+            with guard.bounded(answer):
+                heart.beat()
+                text = heart.silent_next(guard.timeout)
+                if text and not _explaining and not heart.first("said"):
                     time.sleep(1.0)  # the other rank is reporting it
                     os._exit(2)
+            if text and not _explaining:
                 end(text)
             silent = clock()
         except RuntimeError as error:  # from torch: the store does not respond
@@ -157,8 +164,8 @@ def _connect() -> Any:
         wait_for_workers=False,
         timeout=timedelta(seconds=60),
     )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"megasink/{attempt}", store)
+    # For all attempts: a beat of an earlier one is overwritten, or tells what became of its rank.
+    return dist.PrefixStore("megasink/beats", store)
 
 
 def farewell() -> bool:
@@ -183,7 +190,9 @@ def farewell() -> bool:
 
 def first_to_speak() -> bool:
     """Whether this rank reports why the run ends: errors on other ranks follow from its own."""
+    global _explaining
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    _explaining = True
     if _heart is None:  # not started yet: all ranks fail alike
         return alone or os.environ["RANK"] == "0"
     try:
