@@ -34,7 +34,9 @@ launch=("$python" -m torch.distributed.run --nnodes "$nnodes" --nproc-per-node "
 if [[ $nnodes -gt 1 ]]; then
   # Rendezvous at the first host of the allocation, with the same job id on every node.
   if [[ -z ${MASTER_ADDR:-} && -n ${SLURM_JOB_NODELIST:-} ]]; then
-    MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    # No `head`: it would end scontrol by SIGPIPE, and so this script.
+    hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    MASTER_ADDR=${hosts%%$'\n'*}
   fi
   : "${MASTER_ADDR:?set MASTER_ADDR to the name of the first node}"
   # torchrun would ask what the host's own name resolves to, often a loopback address.

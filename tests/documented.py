@@ -43,6 +43,10 @@ _NOTED = ("DATA_PATH", "TOKENIZER", "RUN_DIR")
 _NOTE = r"""#!/bin/bash
 { printf '%s\0' "${0##*/}" "$DATA_PATH" "$TOKENIZER" "$RUN_DIR" "$@"; printf '\n\0'; } >> "$CALLS"
 """
+# The address of this host, and whether the ranks meet here.
+_PYTHON = r"""#!/bin/bash
+[[ $2 == megasink.train.network ]] && echo 10.0.0.1 1 && exit
+"""
 _SRUN = r"""#!/bin/bash
 while [[ $1 == --* ]]; do
   case $1 in
@@ -85,6 +89,7 @@ exec "${@//\/opt\/megasink/$ROOT}"
 _STUBS = {
     **dict.fromkeys(("megasink", "torchrun", "python", "vllm", "pip", "unzip", "scancel"), _NOTE),
     **dict.fromkeys(("srun", "sbatch"), _SRUN),
+    "python": _PYTHON + _NOTE.partition("\n")[2],
     "docker": _DOCKER,
     "scontrol": "#!/bin/sh\necho node1\n",
     "nvidia-smi": "#!/bin/sh\nfor i in 0 1 2 3 4 5 6 7; do echo GPU $i; done\n",

@@ -15,6 +15,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from megasink.train import collectives
 from megasink.train.guard import HAS_ENDED, Clock, end, guard, state_of
 from megasink.train.stop import Told
 
@@ -42,6 +43,7 @@ class Heartbeat:
         self._store, self._rank, self._world, self._interval = store, rank, world, interval
         self._count = 0
         self._clock = Clock(interval)
+        self._last_place: tuple[int | None, str] | None = None
         self._seen: tuple[int, float] = (0, 0.0)  # the next rank's last beat, and when it arrived
 
     def beat(self) -> None:
@@ -49,6 +51,10 @@ class Heartbeat:
         self._count += 1
         beat: dict[str, Any] = {"count": self._count, "step": Told.step, "phase": Told.phase}
         beat |= {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+        place = (Told.step, Told.phase)
+        if place == self._last_place:  # no progress since: cheap where steps are short
+            beat["collective"] = collectives.under_way()
+        self._last_place = place
         self._store.set(str(self._rank), json.dumps(beat))
 
     def silent_next(self, timeout: float) -> str | None:
@@ -227,4 +233,5 @@ def where() -> str:
 
 def _place(beat: dict[str, Any]) -> str:
     step = f"after step {beat['step']}, " if beat["step"] is not None else ""
-    return f"{step}{beat['phase']}"
+    collective = f", in {beat['collective']}" if beat.get("collective") else ""
+    return f"{step}{beat['phase']}{collective}"

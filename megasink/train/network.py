@@ -13,12 +13,14 @@ import ipaddress
 import os
 import socket
 import sys
+import time
 from collections.abc import MutableMapping, Sequence
 
 from megasink.errors import UserError
 
 # Any address outside (RFC 5737): the route to it is the default one. Nothing is sent.
 _OUTSIDE = "192.0.2.1"
+_SECONDS = 30.0  # a cluster may publish the name of a node only when it runs
 
 
 def own_address(master: str) -> tuple[str, bool]:
@@ -98,11 +100,17 @@ def _interface(address: str) -> str | None:
 
 def main(argv: Sequence[str]) -> int:
     """Print the address of this host, and 1 if it is the master, else 0."""
-    try:
-        address, own = own_address(argv[0])
-    except UserError as error:
-        print(f"megasink: error: {error}", file=sys.stderr)
-        return 2
+    end = time.monotonic() + _SECONDS
+    while True:
+        try:
+            address, own = own_address(argv[0])
+            break
+        except UserError as error:
+            if time.monotonic() < end:
+                time.sleep(1.0)
+                continue
+            print(f"megasink: error: {error}", file=sys.stderr)
+            return 2
     print(address, int(own))
     return 0
 

@@ -1,7 +1,10 @@
 """The example script on two hosts: cut off, killed and taken up again, and a bad cable."""
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 import time
 
@@ -26,12 +29,21 @@ def possible():
         pytest.skip(reason)
 
 
+def line(folder, *flags):
+    """The example script, with a recipe of its own in the place of P0's."""
+    recipe = folder / "tiny.toml"
+    recipe.write_text("train-iters = 1\n")
+    script = str(ROOT / "examples" / "pretrain_gpt_sink.sh")
+    return ["bash", script, "--recipe", str(recipe), *LONG, *flags]
+
+
 @pytest.fixture(scope="module")
-def whole(pool, tmp_path_factory):
+def whole(tmp_path_factory):
     """The run on two ranks of one host."""
-    run = tmp_path_factory.mktemp("whole") / "run"
-    pool.train([*LONG, "--run-dir", str(run)], 2)
-    return run
+    folder = tmp_path_factory.mktemp("whole")
+    variables = {"RANKS_PER_NODE": "2", "RUN_DIR": str(folder / "run"), "PYTHON": sys.executable}
+    subprocess.run(line(folder), env={**os.environ, **variables}, check=True, capture_output=True)
+    return folder / "run"
 
 
 class Job:
@@ -39,10 +51,7 @@ class Job:
 
     def __init__(self, hosts, folder, *flags, **variables):
         self.hosts, self.run, self.folder = hosts, folder / "run", folder
-        recipe = folder / "tiny.toml"
-        recipe.write_text("train-iters = 1\n")
-        script = str(ROOT / "examples" / "pretrain_gpt_sink.sh")
-        self._line = ["bash", script, "--recipe", str(recipe), *LONG, *flags]
+        self._line = line(folder, *flags)
         self._variables = {
             "NNODES": "2",
             "RANKS_PER_NODE": "1",
@@ -87,8 +96,8 @@ def hosts(tmp_path):
 
 
 def losses(run, number=STEPS):
-    found = [[s[n] for n in ("iteration", "lm_loss", "balance_loss", "grad_norm")] for s in steps(run)]
-    return found[:number]
+    names = ("iteration", "lm_loss", "balance_loss", "grad_norm")
+    return [[step[name] for name in names] for step in steps(run)][:number]
 
 
 def test_a_host_that_is_cut_off_is_named_and_both_go_on(hosts, whole, tmp_path):
@@ -136,7 +145,7 @@ def test_a_warning_to_one_host_saves_and_ends_both(hosts, whole, tmp_path):
     job.start()
     job.wait_for_step(5)
     (torchrun,) = psutil.Process(job.processes[hosts[1]].pid).children()
-    torchrun.send_signal(10)
+    torchrun.send_signal(signal.SIGUSR1)
     assert job.wait() == [1, 1]
     last = job.trained()
     said = job.everything()
