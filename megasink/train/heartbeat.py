@@ -150,7 +150,8 @@ def _live() -> None:
                     time.sleep(1.0)  # the other rank is reporting it
                     os._exit(2)
             if text and not _explaining:
-                end(text)
+                waits = collectives.under_way()
+                end(f"{text}; rank {rank} waits in {waits}" if waits else text)
             silent = clock()
         except RuntimeError as error:  # from torch: the store does not respond
             if clock() - silent > guard.timeout:

@@ -10,7 +10,6 @@ torchrun: this host's address, and whether it is the one that the others meet at
 
 import contextlib
 import ipaddress
-import os
 import socket
 import sys
 import time

@@ -82,7 +82,9 @@ def test_an_unknown_master_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(network, "_resolved", unknown)
     monkeypatch.setattr(network, "_SECONDS", 0.0)
     assert network.main(["node1"]) == 2
-    assert capsys.readouterr().err == "megasink: error: MASTER_ADDR node1: Name or service not known\n"
+    assert (
+        capsys.readouterr().err == "megasink: error: MASTER_ADDR node1: Name or service not known\n"
+    )
 
 
 @pytest.mark.parametrize(

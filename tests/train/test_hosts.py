@@ -149,7 +149,9 @@ def test_a_warning_to_one_host_saves_and_ends_both(hosts, whole, tmp_path):
     assert job.wait() == [1, 1]
     last = job.trained()
     said = job.everything()
-    assert f"megasink: stopped by SIGUSR1 after step {last}, which is saved; resume from step" in said
+    assert (
+        f"megasink: stopped by SIGUSR1 after step {last}, which is saved; resume from step" in said
+    )
     assert losses(job.run) == losses(whole, last)
 
 
