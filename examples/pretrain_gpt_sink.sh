@@ -12,29 +12,41 @@
 # DATA_PATH is the prefix written by tools/preprocess_data.py, TOKENIZER its tokenizer folder and
 # RUN_DIR the run folder: repeating the same command resumes from its newest complete checkpoint, as
 # sbatch --requeue and torchrun --max-restarts need. RANKS_PER_NODE overrides the number of processes
-# per node. The flags are those of the recipe p0-0.6b, or of --recipe NAME (docs/recipes.md).
-# Several nodes without Slurm: start this file on each with NNODES and MASTER_ADDR set.
+# per node, MAX_RESTARTS (0) how often torchrun starts the ranks again. The flags are those of the
+# recipe p0-0.6b, or of --recipe NAME (docs/recipes.md). Several nodes without Slurm or Kubernetes:
+# start this file on each with NNODES and MASTER_ADDR set (docs/launch.md).
 
 set -euo pipefail
 python=${PYTHON:-python3}
 
-nnodes=${NNODES:-${SLURM_NNODES:-1}}
-if [[ -z ${RANKS_PER_NODE:-} ]]; then
+nnodes=${NNODES:-${SLURM_NNODES:-${PET_NNODES:-1}}}
+RANKS_PER_NODE=${RANKS_PER_NODE:-${PET_NPROC_PER_NODE:-}}
+if [[ -z $RANKS_PER_NODE ]]; then
   if command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus >/dev/null 2>&1; then
     RANKS_PER_NODE=$(nvidia-smi --list-gpus | wc -l)
   else
     RANKS_PER_NODE=1
   fi
 fi
-launch=("$python" -m torch.distributed.run --nnodes "$nnodes" --nproc-per-node "$RANKS_PER_NODE")
+launch=("$python" -m torch.distributed.run --nnodes "$nnodes" --nproc-per-node "$RANKS_PER_NODE"
+        --max-restarts "${MAX_RESTARTS:-0}"
+        --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1)
 if [[ $nnodes -gt 1 ]]; then
   # Rendezvous at the first host of the allocation, with the same job id on every node.
   if [[ -z ${MASTER_ADDR:-} && -n ${SLURM_JOB_NODELIST:-} ]]; then
-    MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    # No `head`: it would end scontrol by SIGPIPE, and so this script.
+    hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    MASTER_ADDR=${hosts%%$'\n'*}
   fi
   : "${MASTER_ADDR:?set MASTER_ADDR to the name of the first node}"
+  # torchrun would ask what the host's own name resolves to, often a loopback address.
+  address=$("$python" -m megasink.train.network "$MASTER_ADDR")
   launch+=(--rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}"
-           --rdzv-id "${SLURM_JOB_ID:-megasink}")
+           --rdzv-id "${SLURM_JOB_ID:-megasink}"
+           --local-addr "${address% *}" --rdzv-conf "is_host=${address#* }")
+  # Else an agent that joins later, on a host that came back, waits in vain for the address of the
+  # ranks' store: torch tells it only once (dynamic_rendezvous.py, next_rendezvous).
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 else
   launch+=(--rdzv-backend c10d --rdzv-endpoint localhost:0 --local-addr 127.0.0.1)
 fi

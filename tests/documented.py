@@ -43,16 +43,21 @@ _NOTED = ("DATA_PATH", "TOKENIZER", "RUN_DIR")
 _NOTE = r"""#!/bin/bash
 { printf '%s\0' "${0##*/}" "$DATA_PATH" "$TOKENIZER" "$RUN_DIR" "$@"; printf '\n\0'; } >> "$CALLS"
 """
+# The address of this host, and whether the ranks meet here.
+_PYTHON = r"""#!/bin/bash
+[[ $2 == megasink.train.network ]] && echo 10.0.0.1 1 && exit
+"""
 _SRUN = r"""#!/bin/bash
 while [[ $1 == --* ]]; do
   case $1 in
     --nodes) export SLURM_NNODES=$2; shift 2 ;;
     --ntasks-per-node|--gpus-per-node|--time|--signal) shift 2 ;;
-    --requeue) shift ;;
+    --requeue|--kill-on-bad-exit=1) shift ;;
     --wrap) exec bash -c "$2" ;;
     *) echo "${0##*/}: unknown option $1" >&2; exit 1 ;;
   esac
 done
+[[ ${0##*/} == srun ]] || export SLURM_NNODES=$(sed -n 's/^#SBATCH --nodes=//p' "$1")
 exec "$@"
 """
 _DOCKER = r"""#!/bin/bash
@@ -83,8 +88,10 @@ shift
 exec "${@//\/opt\/megasink/$ROOT}"
 """
 _STUBS = {
-    **dict.fromkeys(("megasink", "torchrun", "python", "vllm", "pip", "unzip", "scancel"), _NOTE),
+    **dict.fromkeys(("megasink", "torchrun", "vllm", "pip", "unzip"), _NOTE),
+    **dict.fromkeys(("scancel", "kubectl"), _NOTE),
     **dict.fromkeys(("srun", "sbatch"), _SRUN),
+    "python": _PYTHON + _NOTE.partition("\n")[2],
     "docker": _DOCKER,
     "scontrol": "#!/bin/sh\necho node1\n",
     "nvidia-smi": "#!/bin/sh\nfor i in 0 1 2 3 4 5 6 7; do echo GPU $i; done\n",
@@ -195,7 +202,8 @@ def megasink_call(call: Call) -> tuple[list[str], int] | None:
     elif call.program != "torchrun":
         return None
     while words[0].startswith("--"):
-        flag, value, *words = words
+        flag, *words = words
+        value = "" if "=" in flag else words.pop(0)
         if flag in ("--nnodes", "--nproc-per-node"):
             ranks *= int(value)
     if words[:2] == ["-m", "megasink"]:

@@ -134,6 +134,7 @@ LATER = (
     "tests/train/test_dead_rank.py::test_a_closed_terminal_saves_the_step",
     "tests/train/test_dead_rank.py::test_ctrl_c_in_a_start_ends_it_at_once",
     "tests/train/test_dead_rank.py::test_sigterm_then_a_killed_rank_then_the_end",
+    "tests/train/test_hosts.py",
     "tests/train/test_survival.py::test_a_dead_writer_ends_the_rank_in_one_line",
     "tests/train/test_survival.py::test_a_signal_ends_every_phase_in_one_line",
     "tests/train/test_survival.py::test_torchrun_starts_the_ranks_again_and_they_go_on",

@@ -15,6 +15,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from megasink.train import collectives
 from megasink.train.guard import HAS_ENDED, Clock, end, guard, state_of
 from megasink.train.stop import Told
 
@@ -42,6 +43,7 @@ class Heartbeat:
         self._store, self._rank, self._world, self._interval = store, rank, world, interval
         self._count = 0
         self._clock = Clock(interval)
+        self._last_place: tuple[int | None, str] | None = None
         self._seen: tuple[int, float] = (0, 0.0)  # the next rank's last beat, and when it arrived
 
     def beat(self) -> None:
@@ -49,6 +51,10 @@ class Heartbeat:
         self._count += 1
         beat: dict[str, Any] = {"count": self._count, "step": Told.step, "phase": Told.phase}
         beat |= {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+        place = (Told.step, Told.phase)
+        if place == self._last_place:  # no progress since: cheap where steps are short
+            beat["collective"] = collectives.under_way()
+        self._last_place = place
         self._store.set(str(self._rank), json.dumps(beat))
 
     def silent_next(self, timeout: float) -> str | None:
@@ -84,8 +90,8 @@ class Heartbeat:
         return ", ".join(f"rank {rank} {_place(beat)}" for rank, beat in beats if beat)
 
     def first(self, what: str) -> bool:
-        """Whether this rank is the first to claim `what`."""
-        return bool(self._store.add(what, 1) == 1)
+        """Whether this rank is the first of its attempt to claim `what`."""
+        return bool(self._store.add(f"{Told.attempt}/{what}", 1) == 1)
 
     def _beat_of(self, rank: int) -> dict[str, Any] | None:
         if not self._store.check([str(rank)]):
@@ -108,6 +114,7 @@ class Heartbeat:
 
 _heart: Heartbeat | None = None
 _thread: threading.Thread | None = None
+_explaining = False  # the main thread has met an error, and reports it or leaves that to another
 _leaving = threading.Event()
 
 
@@ -130,14 +137,21 @@ def _live() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _heart = heart = Heartbeat(_connect(), rank, world, max(SECONDS, world / 200))
     silent, clock = 0.0, Clock(heart._interval)
+    # A call to a store that is cut off blocks for a minute, which `clock` takes for a stop of this
+    # process; the guard's clock goes on.
+    answer = f"an answer of {os.environ['MASTER_ADDR']}, where the ranks' store is"
+    answer += f" (is {socket.gethostname()} cut off from it?),"
     while not _leaving.is_set():
         try:
-            heart.beat()
-            if text := heart.silent_next(guard.timeout):
-                if not heart.first("said"):
+            with guard.bounded(answer):
+                heart.beat()
+                text = heart.silent_next(guard.timeout)
+                if text and not _explaining and not heart.first("said"):
                     time.sleep(1.0)  # the other rank is reporting it
                     os._exit(2)
-                end(text)
+            if text and not _explaining:
+                waits = collectives.under_way()
+                end(f"{text}; rank {rank} waits in {waits}" if waits else text)
             silent = clock()
         except RuntimeError as error:  # from torch: the store does not respond
             if clock() - silent > guard.timeout:
@@ -157,8 +171,8 @@ def _connect() -> Any:
         wait_for_workers=False,
         timeout=timedelta(seconds=60),
     )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"megasink/{attempt}", store)
+    # For all attempts: a beat of an earlier one is overwritten, or tells what became of its rank.
+    return dist.PrefixStore("megasink/beats", store)
 
 
 def farewell() -> bool:
@@ -183,7 +197,9 @@ def farewell() -> bool:
 
 def first_to_speak() -> bool:
     """Whether this rank reports why the run ends: errors on other ranks follow from its own."""
+    global _explaining
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    _explaining = True
     if _heart is None:  # not started yet: all ranks fail alike
         return alone or os.environ["RANK"] == "0"
     try:
@@ -218,4 +234,5 @@ def where() -> str:
 
 def _place(beat: dict[str, Any]) -> str:
     step = f"after step {beat['step']}, " if beat["step"] is not None else ""
-    return f"{step}{beat['phase']}"
+    collective = f", in {beat['collective']}" if beat.get("collective") else ""
+    return f"{step}{beat['phase']}{collective}"

@@ -16,7 +16,7 @@ from typing import Any
 from megasink import platform, plugins
 from megasink.errors import Stopped, UserError
 from megasink.process import prepare_process
-from megasink.train import early, heartbeat, stop
+from megasink.train import collectives, early, heartbeat, network, stop
 from megasink.train.endings import explained, speaks, wait_for_rank_0
 from megasink.train.guard import guard
 from megasink.train.stop import Told
@@ -33,6 +33,8 @@ def pretrain(argv: Sequence[str]) -> None:
         UserError: the configuration, the data or the checkpoint is wrong.
     """
     prepare_process(argv)
+    network.choose_gloo_interface(os.environ)
+    collectives.record()
     if guard.is_looking:
         heartbeat.start()
     from megasink.train import arguments

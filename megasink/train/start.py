@@ -5,7 +5,6 @@ shared file system shows one host's changes to others later.
 """
 
 import json
-import os
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 
 from megasink.errors import UserError
 from megasink.train import run_dir
+from megasink.train.attempt import agree
 from megasink.train.lease import Lease
 from megasink.train.stop import Told
 
@@ -30,9 +30,8 @@ def starting(args: Namespace, identity: dict[str, Any]) -> Iterator[Any]:
     """Hold the run folder's lease, and set ``args`` to resume from the same step on every rank.
 
     Yields:
-        the store for Megatron's process groups, separate for each attempt: torchrun's store
-        survives a restart of the ranks (torch/distributed/rendezvous.py:205 says that it does not),
-        and gloo would read the addresses of dead ranks from it. None for a single rank.
+        the store for Megatron's process groups, separate for each attempt (attempt.py): torchrun's
+        store survives a restart of the ranks. None for a single rank.
 
     Raises:
         UserError: on every rank, if rank 0 cannot start: another trainer uses the folder, it cannot
@@ -100,9 +99,9 @@ def _store(args: Namespace) -> Any:
     import torch
 
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    store, _, _ = next(torch.distributed.rendezvous("env://", timeout=timeout))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return torch.distributed.PrefixStore(f"megasink/{attempt}", store)
+    store, rank, world = next(torch.distributed.rendezvous("env://", timeout=timeout))
+    Told.attempt = agree(store, rank, world, timeout.total_seconds())
+    return torch.distributed.PrefixStore(Told.attempt, store)
 
 
 def _refuse(store: Any, args: Namespace, error: UserError) -> None:

@@ -33,6 +33,7 @@ class Told:
         run_dir: the run folder, or None.
         by: the signals after which the training loop saves; others end the rank immediately.
         release: releases the run folder.
+        attempt: the prefix of this attempt's keys in the ranks' store, once they have agreed on it.
     """
 
     signal = 0
@@ -42,6 +43,7 @@ class Told:
     run_dir: Path | None = None
     by: Sequence[int] = SIGNALS
     release: Callable[[], None] | None = None
+    attempt = ""
 
 
 def left(run_dir: Path | None) -> str:

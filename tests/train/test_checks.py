@@ -233,6 +233,7 @@ UNSUPPORTED = """
 --full-validation --multiple-validation-sets
 --mtp-hybrid-override-pattern=M --experimental-attention-variant=dsa --qk-clip
 --apply-query-key-layer-scaling --log-max-attention-logit
+--enable-ft-package --inprocess-restart
 --sft --sft-tokenizer-prompt-format=default --chat-template=x
 """.split()
 

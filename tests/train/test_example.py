@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megasink.train.stop import FOR_TORCHRUN
 from tests.distributed.pool import ROOT
 from tests.forkserver import server
 from tests.runs import steps
@@ -48,7 +49,7 @@ def test_the_example_starts_in_every_way(starter, text, tmp_path):
 def test_slurm_gives_the_meeting_point(tmp_path):
     """srun starts one copy on each node; torchrun is stubbed, Slurm's variables are not."""
     for name, body in {
-        "python": 'printf "%s\\n" "$@"',
+        "python": '[ "$2" = megasink.train.network ] && echo 10.0.0.8 0 || printf "%s\\n" "$@"',
         "scontrol": "printf 'node7\\nnode8\\n'",
         "nvidia-smi": "printf 'GPU 0\\nGPU 1\\n'",
     }.items():
@@ -73,6 +74,8 @@ def test_slurm_gives_the_meeting_point(tmp_path):
     joined = " ".join(words)
     assert "--nnodes 2 --nproc-per-node 2" in joined
     assert "--rdzv-backend c10d --rdzv-endpoint node7:29500 --rdzv-id 4711" in joined
+    assert "--local-addr 10.0.0.8 --rdzv-conf is_host=0" in joined
+    assert FOR_TORCHRUN in words
     assert words[-3:] == [SCRIPT, "--lr", "1"]
 
 

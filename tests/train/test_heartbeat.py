@@ -171,3 +171,44 @@ def test_a_rank_that_has_done_its_work_ends_without_an_abort():
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     subprocess.run([sys.executable, "-c", ENDING, port], check=True)
+
+
+# Two ranks in two collectives: rank 1 never comes to the second, and rank 0 says so in its beat.
+STUCK = """
+import json, os, sys, threading, time
+from megasink.train import collectives, heartbeat
+from megasink.train.stop import Told
+collectives.record()
+import torch, torch.distributed as dist
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+group, x = dist.new_group([0, 1], group_desc="DATA_PARALLEL"), torch.ones(2, 3)
+dist.all_reduce(x, group=group)
+assert collectives.under_way() is None
+beats = heartbeat.Heartbeat(store, rank, 2)
+Told.step, Told.phase = 5, "training"
+beats.beat()
+if rank:
+    while store.add("seen", 0) == 0:
+        time.sleep(0.02)
+else:
+    waiting = threading.Thread(target=lambda: dist.all_reduce(x, group=group))
+    waiting.start()
+    while collectives.under_way() is None:
+        time.sleep(0.02)
+    beats.beat()
+    print(beats.where())
+    store.add("seen", 1)
+dist.all_reduce(x, group=group) if rank else waiting.join()
+dist.destroy_process_group()
+"""
+
+
+def test_a_beat_names_the_collective_that_a_rank_waits_in(tmp_path):
+    line = [sys.executable, "-c", STUCK]
+    store = str(tmp_path / "store")
+    other = subprocess.Popen([*line, "1", store])
+    first = subprocess.run([*line, "0", store], capture_output=True, text=True, timeout=300)
+    assert (first.returncode, other.wait(300)) == (0, 0), first.stderr
+    where = "rank 0 after step 5, training, in all_reduce 2 of DATA_PARALLEL (Float [2, 3])"
+    assert first.stdout.startswith(f"{where}, rank 1 after step 5, training")

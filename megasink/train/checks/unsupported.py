@@ -77,6 +77,8 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("freeze_all_layers", False, "not supported"),
     ("init_model_with_meta_device", False, "not supported"),
     ("flash_decode", False, "it bypasses core attention and its window"),
+    ("enable_ft_package", False, "Megatron's calls do not fit the released package: use torchrun"),
+    ("inprocess_restart", False, "it wraps Megatron's own script: use torchrun's --max-restarts"),
     ("spec", None, "megasink provides the layer spec"),
 )
 

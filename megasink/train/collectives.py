@@ -1,0 +1,37 @@
+"""Which collective operation this rank waits in, from torch's flight recorder (gloo and NCCL)."""
+
+import json
+import os
+from typing import Any
+
+_ENTRIES = "256"  # operations that the recorder keeps; those under way are the newest
+
+
+def record() -> None:
+    """Turn the recorder on. Call before the process groups are made; a set variable is kept."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _ENTRIES)
+
+
+def under_way() -> str | None:
+    """Describe the oldest operation that has not ended: None if there is none, or no recorder.
+
+    Returns:
+        such as ``all_reduce 17 of DATA_PARALLEL_GROUP (Float [100])``: the operation, its number
+        in the group, the group, and the type and the sizes of its first input.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    active: list[dict[str, Any]] = []
+    for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if hasattr(c10d, dump):  # the second one is NCCL's own
+            told = getattr(c10d, dump)(includeCollectives=True, onlyActive=True)
+            entries = json.loads(told).get("entries") or []
+            active += [entry for entry in entries if not entry["retired"]]
+    if not active:
+        return None
+    entry = min(active, key=lambda entry: int(entry["time_created_ns"]))
+    operation = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
+    number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+    group = entry["process_group"][1] or entry["process_group"][0]
+    first = zip(entry["input_dtypes"][:1], entry["input_sizes"][:1], strict=True)
+    return f"{operation} {number} of {group}" + "".join(f" ({t} {s})" for t, s in first)
