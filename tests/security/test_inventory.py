@@ -28,6 +28,8 @@ LOCAL = "a folder of this machine, without its code: local_files_only, trust_rem
 ARRAYS = "arrays alone: allow_pickle is False"
 RESTRICTED = "makes only what its allow-list names"
 SAFE = {
+    ("examples/notebooks/letters.py", "from_pretrained"): "the folder that it has just written",
+    ("megasink/__init__.py", "import_module"): OWN_NAMES,
     ("megasink/attention/backends/cuda.py", "import_module"): "kernels that the code names",
     ("megasink/checkpoint/legacy.py", "pickle"): "stand-ins for all classes but those of tensors",
     ("megasink/checkpoint/stored_tensor.py", "torch.load"): "weights_only, and on no device",
