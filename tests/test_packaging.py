@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -72,6 +73,22 @@ def test_metadata():
     assert (ROOT / ".python-version").read_text().strip() in pythons
     assert {"megasink", "megasink.balance"} <= set(arguments["packages"])
     assert not any(name.startswith("tests") for name in arguments["packages"])
+
+
+def test_the_citation_is_of_this_version():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["version"] == setup_arguments()["version"]
+    titles = {reference["title"] for reference in cited["references"]}
+    papers = (ROOT / "docs/papers.md").read_text().split("| row |")[0]
+    assert all(title in " ".join(papers.split()) for title in titles)
+    assert len(titles) == papers.count("- **P")
+
+
+def test_issue_forms_can_be_read():
+    for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"):
+        form = yaml.safe_load(path.read_text())
+        assert {"name", "description", "body"} <= form.keys()
+        assert all({"type", "attributes"} <= part.keys() for part in form["body"])
 
 
 def test_entry_point_exists():
