@@ -60,7 +60,11 @@ setup(
         "muon": ["emerging-optimizers>=0.3,<0.4"],
         # `megasink evaluate`; its data sets come through "datasets", which lm-eval requires.
         "eval": ["lm-eval>=0.4.13,<0.4.14"],
+        # Data sets in object stores (docs/object-stores.md): s3:// and msc://.
+        "storage": ["boto3", "multi-storage-client"],
         "dev": [
+            # A local S3 server, and what reads from it.
+            *("boto3", "multi-storage-client", "moto[s3]", "flask", "flask-cors"),
             *("mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "zstandard"),
             "lm-eval>=0.4.13,<0.4.14",
             "emerging-optimizers>=0.3,<0.4",

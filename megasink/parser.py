@@ -130,8 +130,11 @@ def parse_apart(argv: Sequence[str]) -> Namespace:
 
 def parse_known(argv: Sequence[str]) -> Namespace:
     """Parse a command line without validation; return the namespace of `read_flags`."""
+    from megatron.core.msc_utils import MultiStorageClientFeature
     from megatron.training import arguments
 
     # Megatron reads sys.argv.
     sys.argv = [sys.argv[0], *argv]
-    return arguments.parse_args(add_arguments)
+    args = arguments.parse_args(add_arguments)
+    MultiStorageClientFeature.disable()  # parsing enables it for all: see train.dataset
+    return args

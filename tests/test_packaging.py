@@ -67,7 +67,7 @@ def test_metadata():
     arguments = setup_arguments()
     assert arguments["name"] == "megasink"
     assert Version(arguments["version"])
-    assert set(arguments["extras_require"]) == {"gpu", "eval", "finetune", "muon", "dev"}
+    assert set(arguments["extras_require"]) == {"gpu", "eval", "finetune", "muon", "storage", "dev"}
     pythons = SpecifierSet(arguments["python_requires"])
     assert [v for v in ("3.11", "3.12", "3.13", "3.14") if v in pythons] == ["3.12", "3.13"]
     assert (ROOT / ".python-version").read_text().strip() in pythons
@@ -109,6 +109,7 @@ def test_entry_point_exists():
         ("eval", ["constraints.txt"]),
         ("finetune", ["constraints.txt"]),
         ("muon", ["constraints.txt"]),
+        ("storage", ["constraints.txt"]),
         ("gpu", ["constraints.txt", "docker/constraints-gpu.txt"]),
     ],
 )

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +53,36 @@ class _Index:
         return self.map("<i8", self.documents, 12 * self.sequences)
 
 
-def data_problem(prefix: str, vocabulary: int | None, entries: int = ENTRIES) -> str | None:
+class Tokens(Protocol):
+    """The tokens of a data set, wherever they are.
+
+    Attributes:
+        size: of the `.bin` in bytes.
+    """
+
+    size: int
+
+    def read(self, dtype: np.dtype[Any], part: slice) -> NDArray[Any]:
+        """Return the ids of a slice of [N] tokens."""
+
+
+class _File:
+    """Those in a file."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self.size = _size(path)
+
+    def read(self, dtype: np.dtype[Any], part: slice) -> NDArray[Any]:
+        return np.memmap(self._path, dtype, "r", shape=(self.size // dtype.itemsize,))[part]
+
+
+def data_problem(
+    prefix: str,
+    vocabulary: int | None,
+    entries: int = ENTRIES,
+    tokens: Tokens | None = None,
+) -> str | None:
     """Return why Megatron could not train on a data set; None if nothing is found.
 
     The check compares both file sizes with the index, and its first, last and some other entries
@@ -65,19 +94,19 @@ def data_problem(prefix: str, vocabulary: int | None, entries: int = ENTRIES) ->
         prefix: path without `.bin`; both files exist.
         vocabulary: number of ids that the model knows; None skips this check.
         entries: maximum number of index entries, and of tokens, to check.
+        tokens: where the `.bin` is, if not beside the `.idx`.
 
     Returns:
         a sentence that names the file and the place.
     """
     try:
         index = _read_header(Path(f"{prefix}.idx"))
-        tokens = Path(f"{prefix}.bin")
-        size = _size(tokens)
-        _check_entries(index, tokens, size, entries)
-        _check_sidecar(prefix, index, size)
+        tokens = tokens or _File(Path(f"{prefix}.bin"))
+        _check_entries(index, tokens.size, entries)
+        _check_sidecar(prefix, index, tokens.size)
         if vocabulary is None:
             return None
-        return _ids_problem(prefix, index, size, vocabulary, entries)
+        return _ids_problem(prefix, index, tokens, vocabulary, entries)
     except _Damage as damage:
         return f"{damage}: make the data set again"
     except (OSError, ValueError) as error:
@@ -163,7 +192,7 @@ def _read_header(path: Path) -> _Index:
     return _Index(path, np.dtype(DTYPES[code]).newbyteorder("<"), sequences, documents)
 
 
-def _check_entries(index: _Index, tokens: Path, size: int, entries: int) -> None:
+def _check_entries(index: _Index, size: int, entries: int) -> None:
     lengths, pointers, ends = index.lengths, index.pointers, index.ends
     if ends[0] != 0 or ends[-1] != index.sequences:
         raise _Damage(
@@ -185,8 +214,8 @@ def _check_entries(index: _Index, tokens: Path, size: int, entries: int) -> None
             at = int(np.flatnonzero(wrong)[0])
             raise _Damage(
                 f"{index.path}: sequence {part.start + at} has {counts[at]:,} tokens of {width} "
-                f"bytes from byte {begins[at]:,} on, but {tokens} has {size:,} bytes: it is cut "
-                "short, or belongs to another data set"
+                f"bytes from byte {begins[at]:,} on, but {index.path.with_suffix('.bin')} has "
+                f"{size:,} bytes: it is cut short, or belongs to another data set"
             )
 
 
@@ -212,18 +241,17 @@ def _check_sidecar(prefix: str, index: _Index, size: int) -> None:
 
 
 def _ids_problem(
-    prefix: str, index: _Index, size: int, vocabulary: int, entries: int
+    prefix: str, index: _Index, tokens: Tokens, vocabulary: int, entries: int
 ) -> str | None:
     but = f"but the vocabulary has {vocabulary:,}: use the tokenizer that it was made with"
     largest = read_sidecar(prefix).get("largest_id")
     if isinstance(largest, int) and largest >= vocabulary:
         return f"{prefix}.bin holds the id {largest:,} according to {prefix}.json, {but}"
-    count = size // index.dtype.itemsize
+    count = tokens.size // index.dtype.itemsize
     if not count:
         return None  # numpy maps no empty file
-    tokens = np.memmap(f"{prefix}.bin", index.dtype, "r", shape=(count,))
     for part in _sampled_slices(count, entries):
-        ids = tokens[part]
+        ids = tokens.read(index.dtype, part)
         wrong = (ids < 0) | (ids >= vocabulary)
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])

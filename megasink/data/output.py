@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megasink.atomic import sync, sync_folder
+from megasink.data.object_store import is_stored
 from megasink.errors import UserError
 
 LOSS_MASK = "_loss_mask"
@@ -38,6 +39,8 @@ def partial_of(prefix: Path, suffix: str) -> Path:
 
 def output_problems(prefix: Path, inputs: Sequence[str], *, overwrite: bool) -> list[str]:
     """Return why `prefix` cannot be written to, given `inputs`, one sentence per problem."""
+    if is_stored(prefix):
+        return [f"--output {prefix} is in an object store: write to a folder, and copy the files"]
     if prefix.suffix in (".bin", ".idx"):
         return [f"--output {prefix} is a prefix: leave {prefix.suffix} off"]
     written = {file_of(prefix, s).resolve() for s in CHAT}

@@ -92,7 +92,8 @@ def preprocess(
         output_prefix: path of the files without suffix; its folder is created.
         tokenizer_folder: a Hugging Face folder, see `load_tokenizer`.
         seq_length: tokens of the context, for a corpus of conversations, and only for one.
-        workers: number of tokenizing processes; None uses every processor, 1 starts no process.
+        workers: number of tokenizing processes; None uses every processor, 1 none but this.
+            One more reads the tokenizer, and ends.
         overwrite: replace files of the same prefix.
         trained: vocabulary size and BOS of a tokenizer that was trained for this call, which
             another process may need to know (see `Progress`).

@@ -22,7 +22,7 @@ def from_tokenizer[Result](
 ) -> Result:
     """Return ``function(tokenizer, *args, **kwargs)`` for the tokenizer of `load_tokenizer`.
 
-    In this process if it has imported transformers already.
+    In this process if it has imported transformers already, or cannot start another.
 
     Args:
         folder: of the tokenizer.
@@ -40,15 +40,13 @@ def from_tokenizer[Result](
         with pool:
             try:
                 return pool.submit(_call, folder, function, args, kwargs).result()
-            except BrokenProcessPool as error:
-                raise UserError(
-                    f"the process that read {folder} died, possibly out of memory"
-                ) from error
+            except BrokenProcessPool:
+                break  # a script without a guard of its main part, or too little memory
             except UserError:
                 # transformers may need torch for this one, or tell the reason better with it.
                 if torch:
                     raise
-    raise AssertionError
+    return function(load_tokenizer(folder), *args, **kwargs)
 
 
 def _start(torch: bool) -> None:

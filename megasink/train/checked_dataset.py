@@ -13,12 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.datasets import gpt_dataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.object_storage_utils import ObjectStorageConfig, is_object_storage_path
 from megatron.training import get_args
 from numpy.typing import NDArray
 
 from megasink.errors import UserError
 from megasink.train.checks.vocabulary import known_ids, replacement_of
 from megasink.train.replacing import replace_in_sample
+
+_BLOCK = 1 << 16  # bytes of a request to S3; a sample is a few documents in order
 
 
 class GPTDataset(gpt_dataset.GPTDataset):
@@ -33,6 +37,14 @@ class GPTDataset(gpt_dataset.GPTDataset):
                 f"--replace-tokens-with {self._pad_token_id}: that is the tokenizer's padding, "
                 "which Megatron leaves out of the loss; use another token"
             )
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: Any) -> IndexedDataset:
+        """Read small blocks of objects: upstream's take 256 MiB for every sample, in any order."""
+        if not is_object_storage_path(dataset_path):
+            return gpt_dataset.GPTDataset.build_low_level_dataset(dataset_path, config)
+        storage = ObjectStorageConfig(config.object_storage_cache_path, _BLOCK)
+        return IndexedDataset(dataset_path, mmap=False, object_storage_config=storage)
 
     def _build_document_sample_shuffle_indices(self) -> Any:
         if self.config.fast_cache_load or self.config.defer_npy_index_mmap:

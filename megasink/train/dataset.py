@@ -4,6 +4,7 @@ Shapes: B microbatch, S sequence, s = S / cp tokens per context-parallel rank; s
 batch, which `megasink.train.packing` splits.
 """
 
+import contextlib
 import functools
 from argparse import Namespace
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
@@ -85,7 +87,24 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
     text = MockGPTDataset if args.mock_data else GPTDataset
     kind = ChatDataset if args.chat_data else text
     builder = BlendedMegatronDatasetBuilder(kind, samples, built_here, dataset_config(args))
-    return builder.build()
+    with reading_stores(args):
+        return builder.build()
+
+
+@contextlib.contextmanager
+def reading_stores(args: Namespace) -> Iterator[None]:
+    """Let datasets that are built in the block use multi-storage-client, as --enable-msc asks.
+
+    Nothing else: Megatron would also write and read checkpoints through it, in files too, with
+    another reader than the one that is kept from running code in them
+    (core/dist_checkpointing/strategies/torch.py:905).
+    """
+    if args.enable_msc:
+        MultiStorageClientFeature.enable()
+    try:
+        yield
+    finally:
+        MultiStorageClientFeature.disable()
 
 
 # Megatron reads this: every rank calls the provider, which builds where needed.

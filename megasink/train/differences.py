@@ -8,6 +8,7 @@ from typing import Any
 
 from megasink.checkpoint.identity import plain, same
 from megasink.checkpoint.tokenizer import same_tokenizer
+from megasink.data.object_store import is_stored
 
 
 def differences_of(
@@ -41,4 +42,4 @@ def differences_of(
 
 def _absolute(paths: list[str] | None, start: str) -> list[str] | None:
     """Make the paths of data prefixes absolute; weights between them are kept."""
-    return paths and [os.path.normpath(Path(start, path)) for path in paths]
+    return paths and [p if is_stored(p) else os.path.normpath(Path(start, p)) for p in paths]

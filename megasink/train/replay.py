@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megasink.data.object_store import is_stored
 from megasink.errors import UserError
 
 _NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"
@@ -104,7 +105,7 @@ def _harmless(name: str, values: Sequence[str], run_dir: Path) -> bool:
     if name in TOLD or not name:
         return False
     if name in READING:
-        return True
+        return not any(map(is_stored, values))  # connecting to a store
     if name in WRITING:
         return all(Path(value).resolve().is_relative_to(run_dir.resolve()) for value in values)
     form = r"[\w ,.:;*+()|\[\]-]*" if name in DESCRIBING else f"{_NUMBER}|{_WORD}"

@@ -28,6 +28,7 @@ from megasink.checkpoint.find import newest_checkpoint
 from megasink.checkpoint.identity import MODEL, plain
 from megasink.checkpoint.intact import TRACKER, go_back_to_intact, iterations, newest_intact
 from megasink.checkpoint.tokenizer import OWN, copy_tokenizer
+from megasink.data.object_store import is_stored
 from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.lora.targets import BASE
@@ -100,6 +101,10 @@ def folder_problem(folder: Path, *, resume: str | None) -> str | None:
     Args:
         resume: ``args.resume``. With "auto" the folder may or may not hold a run.
     """
+    if is_stored(folder):
+        return (
+            f"--run-dir {folder} is in an object store: give a folder, and copy or mount the store"
+        )
     if folder.exists() and not folder.is_dir():
         return f"--run-dir {folder} is a file"
     if not (folder / "config.json").is_file():

@@ -85,7 +85,7 @@ def test_torch_is_not_in_memory(folder, tmp_path):
 
 
 def test_a_long_text_is_never_whole_in_memory(tmp_path):
-    """32 MB, which are 86 MB as a Python string."""
+    """32 MB, which are 96 MB as a Python string."""
     (tmp_path / "long.txt").write_text(ROWS * (32_000_000 // len(ROWS.encode())))
     (document,) = Corpus([tmp_path / "long.txt"])
     tracemalloc.start()

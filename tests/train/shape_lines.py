@@ -18,7 +18,7 @@ REFUSED = refused(
     MOCK,
     """
 flags-that-are-none: --attention_variant sink --num-layers two --lr nan --window-size wide
-    --attention-backend flsh --yaml-cfg nowhere.yaml --enable-msc --tokenizer-type Nul
+    --attention-backend flsh --yaml-cfg nowhere.yaml --tokenizer-type Nul
     --clip-grad
   ! unknown: --attention_variant sink: did you mean --attention-variant?
   ! --num-layers 'two': give a whole number
@@ -26,7 +26,6 @@ flags-that-are-none: --attention_variant sink --num-layers two --lr nan --window
   ! --window-size 'wide'
   ! --attention-backend 'flsh' is unknown: choose flash,
   ! --yaml-cfg nowhere.yaml: give flags instead
-  ! --enable-msc needs the package multi-storage-client
   ! --tokenizer-type 'Nul' is unknown: choose
   ! --clip-grad needs a value
 numbers: --num-layers 0 --seq-length -5 --weight-decay -1e-2 --eval-interval 0 --hidden-dropout

@@ -141,7 +141,7 @@ def test_all_problems_of_blends_are_in_one_message(prefix, tmp_path):
         (["--data-path"], "no training data"),
         (["--data-path", "2", "{}", "x", "{}"], "2 is a number among 4 words"),
         (["--data-path", "nan", "{}"], "the weight of {} is not above 0"),
-        (["--data-path", "s3://bucket/a"], "data is read from file systems, not from object st"),
+        (["--data-path", "s3://bucket/a"], "s3:// data needs --object-storage-cache-path FOLDER"),
         (["--data-path", "{}", "--object-storage-cache-path", "c"], "--object-storage-cache-path"),
         (["--data-path", "{}", "--mask-prob", "0.3"], "--mask-prob: Megatron's GPT datasets ign"),
         (["--train-data-path", "{}", "--dataloader-fast-cache-load"], "needs --data-cache-path"),

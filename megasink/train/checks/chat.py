@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
+from megasink.data.object_store import is_stored
 from megasink.data.output import LOSS_MASK
 from megasink.data.sidecar import read_sidecar
 from megasink.flags import flag_of
@@ -47,7 +48,7 @@ def problems(args: Namespace) -> Iterator[str]:
     """Yield one message per problem. Reads sidecars. Imports neither torch nor Megatron."""
     if args.rank:  # rank 0 reports them
         return
-    prefixes = list(named_prefixes(args))
+    prefixes = [p for p in named_prefixes(args) if not is_stored(p)]  # `data_files` looks there
     chats = [prefix for prefix in prefixes if _is_chat(prefix)]
     texts = [prefix for prefix in prefixes if prefix not in chats]
     for prefix in texts:

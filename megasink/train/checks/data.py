@@ -3,16 +3,20 @@
 import os
 import socket
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megasink.data.object_store import is_stored, look, url_problem
 from megasink.errors import UserError
 from megasink.flags import flag_of
 from megasink.json_file import read_object
 from megasink.train.checks.blends import blends, named_prefixes
 
 _SHOWN = 8
-_OBJECT_STORES = ("s3://", "msc://")  # core/datasets/object_storage_utils.py:158
+_PLACES = (
+    *("run_dir", "save", "load", "pretrained_checkpoint", "data_cache_path", "tensorboard_dir"),
+    *("wandb_save_dir", "object_storage_cache_path", "non_persistent_global_ckpt_dir"),
+)
 # Options of reading data sets: made-up data would ignore them.
 _OF_FILES = (
     "per_dataset_sequences_path",
@@ -23,6 +27,7 @@ _OF_FILES = (
 
 def problems(args: Namespace) -> Iterator[str]:
     """Yield one message per problem. Imports neither torch nor Megatron."""
+    yield from _place_problems(args)
     yield from _source_problems(args)
     yield from _cache_problems(args)
     # One rank of each node: files may be local to a node, and every rank of a large job would ask
@@ -37,6 +42,38 @@ def problems(args: Namespace) -> Iterator[str]:
             yield f"--tokenizer-model {folder}: no such folder"
 
 
+def _place_problems(args: Namespace) -> Iterator[str]:
+    """Report URLs of object stores where only file systems are read and written."""
+    for name in _PLACES:
+        value = getattr(args, name, None)
+        if value and is_stored(value):
+            yield (
+                f"{flag_of(name)} is in an object store, which only data sets are read from: give "
+                "a folder, and copy or mount the store"
+            )
+
+
+def stored_problems(args: Namespace, prefixes: Sequence[str]) -> Iterator[str]:
+    """Report what keeps Megatron from reading data sets in object stores; each is a URL.
+
+    It only asserts, after the model is built (core/datasets/gpt_dataset.py:180,
+    indexed_dataset.py:710).
+    """
+    yield from dict.fromkeys(filter(None, map(url_problem, prefixes)))
+    first = f"{prefixes[0].partition('://')[0]}:// data"
+    if args.object_storage_cache_path is None:
+        yield (
+            f"{first} needs --object-storage-cache-path FOLDER, where the indices are downloaded to"
+        )
+    if args.mmap_bin_files:
+        yield f"{first} needs --no-mmap-bin-files: objects cannot be mapped"
+    if any(prefix.startswith("msc://") for prefix in prefixes) and not args.enable_msc:
+        yield "msc:// data needs --enable-msc"
+    for name in ("per_dataset_sequences_path", "dataloader_fast_cache_load"):
+        if getattr(args, name):  # core/datasets/gpt_dataset.py:179
+            yield f"{flag_of(name)} with {first}, for which Megatron ignores it: drop it"
+
+
 def _source_problems(args: Namespace) -> Iterator[str]:
     per_split = [f"{split}_data_path" for split in ("train", "valid", "test")]
     names = ["mock_data", "data_path", "data_args_path", *per_split, "per_split_data_args_path"]
@@ -49,6 +86,8 @@ def _source_problems(args: Namespace) -> Iterator[str]:
         yield f"--split {args.split} with {flag_of(given[-1])}, which gives each part its own data"
     if args.data_args_path and not args.split:
         yield "--data-args-path without --split: give three weights, such as --split 99,1,0"
+    if args.object_storage_cache_path and not any(map(is_stored, named_prefixes(args))):
+        yield "--object-storage-cache-path without s3:// or msc:// data: drop it"
     if args.mock_data:
         for name in _OF_FILES:
             if getattr(args, name):
@@ -78,13 +117,17 @@ def _presence_problems(args: Namespace) -> Iterator[str]:
     for blend in blends(args):
         if blend.problem:
             yield blend.problem
-        stored = [p for p in blend.prefixes if p.startswith(_OBJECT_STORES)]
+        stored = [p for p in blend.prefixes if is_stored(p)]
         if stored:
-            yield (
-                f"{blend.flag} {stored[0]}: data is read from file systems, not from object "
-                "stores: copy it, or mount it"
-            )
-        absent = {p: missing_files(p) for p in blend.prefixes if p not in stored}
+            wrong = list(stored_problems(args, stored))
+            yield from wrong
+            if wrong:
+                continue
+        try:
+            absent = {p: missing_files(p) for p in blend.prefixes}
+        except UserError as error:
+            yield f"{blend.flag}: {error}"
+            continue
         absent = {prefix: files for prefix, files in absent.items() if files}
         for prefix, files in list(absent.items())[:_SHOWN]:
             yield f"{blend.flag} {prefix}: {' and '.join(files)} not found{where}"
@@ -121,5 +164,12 @@ def _pair(counts: dict[str, object], prefix: str) -> bool:
 
 
 def missing_files(prefix: str) -> list[str]:
-    """Return the missing files of a dataset."""
-    return [prefix + s for s in (".bin", ".idx") if not Path(prefix + s).is_file()]
+    """Return the missing files of a dataset.
+
+    Raises:
+        UserError: they are in an object store that does not answer.
+    """
+    files = [prefix + suffix for suffix in (".bin", ".idx")]
+    if is_stored(prefix):
+        return [url for url in files if look(url) is None]
+    return [path for path in files if not Path(path).is_file()]

@@ -31,7 +31,6 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("sft_tokenizer_prompt_format", "nemotron-h-aligned", _CHAT),
     ("chat_template", None, _CHAT),
     ("fim_data", False, "not supported"),
-    ("object_storage_cache_path", None, "data is read from file systems: copy it, or mount it"),
     ("sample_rate", 1.0, _NOT_GPT),
     ("mask_prob", 0.15, _NOT_GPT),
     ("short_seq_prob", 0.1, _NOT_GPT),

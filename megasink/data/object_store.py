@@ -1,0 +1,209 @@
+"""Data sets in object stores: s3://bucket/key through boto3, msc://profile/key through NVIDIA's
+multi-storage-client, as Megatron reads them.
+
+Credentials are those of the libraries (environment, ~/.aws, the file of MSC_CONFIG); no error here
+repeats what a library says, which may hold them.
+"""
+
+import functools
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megasink.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+SCHEMES = ("s3://", "msc://")
+"""Of core/datasets/object_storage_utils.py:16."""
+INSTALL = "pip install 'megasink[storage]'"
+
+
+class Object(NamedTuple):
+    """An object: its size in bytes, and the seconds since 1970 of its last change."""
+
+    size: int
+    changed: float
+
+
+def is_stored(path: str | Path) -> bool:
+    """Whether a path is a URL of an object store, or what `Path` makes of one."""
+    return str(path).startswith(("s3:/", "msc:/"))
+
+
+def url_problem(url: str) -> str | None:
+    """Return what is wrong with the URL of a data set, without the URL if it may hold a secret."""
+    scheme = next((scheme for scheme in SCHEMES if url.startswith(scheme)), None)
+    if scheme is None:
+        return f"{url} is no URL of an object store: give s3://BUCKET/KEY or msc://PROFILE/KEY"
+    place = url.removeprefix(scheme)
+    if "@" in place or "?" in place:
+        return (
+            f"a {scheme} URL with '@' or '?' is not taken, since it would put credentials into the "
+            "run folder: give them in the environment or in the library's own file"
+        )
+    names = place.split("/")
+    # Megatron joins these to the folder of the indices (object_storage_utils.py:181).
+    if len(names) < 2 or {"", ".", ".."} & set(names):
+        return f"{url} does not name a bucket or profile and a key: give {scheme}NAME/KEY"
+    return None
+
+
+def look(url: str) -> Object | None:
+    """Return what the store tells of an object; None if there is none.
+
+    Raises:
+        UserError: the library is not installed, or the store refuses or does not answer.
+    """
+    return _called(url, _s3_look if url.startswith("s3://") else _msc_look)
+
+
+def local_prefix(prefix: str, cache: Path) -> str:
+    """Return the prefix of the local index of a data set, where Megatron expects it."""
+    return str(cache / prefix.partition("://")[2])
+
+
+def fetch(prefix: str, cache: Path) -> str:
+    """Download index and sidecar of a data set to where Megatron expects the index.
+
+    What is there already is kept if it has the size and time of the object.
+
+    Args:
+        prefix: URL of the data set without ``.bin``.
+        cache: --object-storage-cache-path.
+
+    Returns:
+        the prefix of the local files.
+
+    Raises:
+        UserError: errors of `look`, or a file that cannot be written.
+    """
+    local = local_prefix(prefix, cache)
+    for suffix in (".idx", ".json"):
+        url, path = prefix + suffix, Path(f"{local}{suffix}")
+        found = look(url)
+        try:
+            if found is None:  # a data set of Megatron's own tool has no sidecar
+                path.unlink(missing_ok=True)
+                continue
+            if path.is_file():
+                facts = path.stat()
+                if (facts.st_size, int(facts.st_mtime)) == (found.size, int(found.changed)):
+                    continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # One process of each node may do this in a folder that the nodes share.
+            partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+            try:
+                _called(url, functools.partial(_download, path=partial))
+                os.utime(partial, (found.changed, found.changed))
+                partial.replace(path)
+            finally:
+                partial.unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+    return local
+
+
+class StoredTokens:
+    """The tokens of a data set in a store; a slice is one request.
+
+    Attributes:
+        size: of the ``.bin`` in bytes.
+
+    Raises:
+        UserError: errors of `look`, or there is no such object.
+    """
+
+    def __init__(self, prefix: str):
+        self.url = f"{prefix}.bin"
+        found = look(self.url)
+        if found is None:
+            raise UserError(f"{self.url} not found")
+        self.size = found.size
+
+    def read(self, dtype: "np.dtype[Any]", part: slice) -> "NDArray[Any]":
+        """Return the ids of a slice of [N] tokens."""
+        import numpy as np  # a command line that is refused does not import it
+
+        start, size = part.start * dtype.itemsize, (part.stop - part.start) * dtype.itemsize
+        read = _s3_read if self.url.startswith("s3://") else _msc_read
+        content = _called(self.url, lambda url: read(url, start, size))
+        return np.frombuffer(content, dtype)
+
+
+def _called[Result](url: str, function: Callable[[str], Result]) -> Result:
+    try:
+        return function(url)
+    except ModuleNotFoundError as error:
+        raise UserError(f"{url} needs the package {error.name}: {INSTALL}") from None
+    except OSError:
+        raise
+    except UserError:
+        raise
+    except Exception as error:  # each provider of multi-storage-client raises its own
+        answer: Any = getattr(error, "response", None)
+        code = answer.get("Error", {}).get("Code") if isinstance(answer, dict) else None
+        raise UserError(
+            f"{url} cannot be read: {code or type(error).__name__} (look at the credentials, the "
+            "endpoint, and whether the bucket or profile is there)"
+        ) from None
+
+
+def _s3(url: str) -> tuple[Any, dict[str, str]]:
+    import boto3
+
+    bucket, _, key = url.removeprefix("s3://").partition("/")
+    return boto3.client("s3"), {"Bucket": bucket, "Key": key}
+
+
+def _s3_look(url: str) -> Object | None:
+    from botocore.exceptions import ClientError
+
+    client, place = _s3(url)
+    try:
+        told = client.head_object(**place)
+    except ClientError as error:
+        if error.response.get("Error", {}).get("Code") in ("404", "NoSuchKey", "NotFound"):
+            return None
+        raise
+    return Object(told["ContentLength"], told["LastModified"].timestamp())
+
+
+def _s3_read(url: str, start: int, size: int) -> bytes:
+    client, place = _s3(url)
+    body = client.get_object(**place, Range=f"bytes={start}-{start + size - 1}")["Body"]
+    return bytes(body.read())
+
+
+def _msc_look(url: str) -> Object | None:
+    import multistorageclient
+
+    try:
+        told = multistorageclient.info(url)
+    except FileNotFoundError:
+        return None
+    if told.type != "file":
+        return None
+    return Object(told.content_length, told.last_modified.timestamp())
+
+
+def _msc_read(url: str, start: int, size: int) -> bytes:
+    import multistorageclient
+
+    client, path = multistorageclient.resolve_storage_client(url)
+    wanted = multistorageclient.types.Range(offset=start, size=size)
+    return bytes(client.read(path=path, byte_range=wanted))
+
+
+def _download(url: str, path: Path) -> None:
+    if url.startswith("s3://"):
+        client, place = _s3(url)
+        client.download_file(**place, Filename=str(path))
+    else:
+        import multistorageclient
+
+        multistorageclient.download_file(url, str(path))
