@@ -62,6 +62,7 @@ setup(
         "eval": ["lm-eval>=0.4.13,<0.4.14"],
         "dev": [
             *("mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "zstandard"),
+            *("jsonschema", "pyyaml"),  # tests/test_cluster_files.py
             "lm-eval>=0.4.13,<0.4.14",
             "emerging-optimizers>=0.3,<0.4",
             "accelerate",  # lm-eval's own model class, which ours is compared with
