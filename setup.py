@@ -66,6 +66,7 @@ setup(
             # A local S3 server, and what reads from it.
             *("boto3", "multi-storage-client", "moto[s3]", "flask", "flask-cors"),
             *("mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "zstandard"),
+            *("jsonschema", "pyyaml"),  # tests/test_cluster_files.py
             "lm-eval>=0.4.13,<0.4.14",
             "emerging-optimizers>=0.3,<0.4",
             "accelerate",  # lm-eval's own model class, which ours is compared with
