@@ -18,8 +18,7 @@ _LAYOUT = "initial weights would depend on the layout"
 # (attribute, allowed value, what to do).
 _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("multi_latent_attention", False, "sinks in MLA are not supported"),
-    ("mtp_num_layers", None, "MTP blocks ignore the layer spec"),
-    ("mtp_hybrid_override_pattern", None, "MTP blocks ignore the layer spec"),
+    ("mtp_hybrid_override_pattern", None, "hybrid models have no multi-token prediction here"),
     ("heterogeneous_layers_config_path", None, "GPT only"),
     (
         "experimental_attention_variant",
