@@ -1,6 +1,7 @@
 """Layer specs: Megatron's own specs with megasink's core attention."""
 
 import dataclasses
+import functools
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -62,6 +63,36 @@ def block_spec(config: GPTModelConfig, vp_stage: int | None = None) -> Transform
         layer_norm=_with_our_modules(norm, config.transformer),
     )
     return with_adapters(with_block_options(ours, config.transformer), config.transformer)
+
+
+def prediction_spec(upstream: Any, config: MegasinkTransformerConfig) -> Any:
+    """Return the spec of a multi-token prediction block with the layers of :func:`block_spec`.
+
+    Their heads count in no statistic and no balance loss: they are no layers of the model that is
+    exported, and their importance would weigh on that of the last layer.
+
+    Args:
+        upstream: MultiTokenPredictionBlockSubmodules of Megatron's own layers.
+    """
+    ours = _with_our_modules(upstream, config)
+
+    def with_options(layer: ModuleSpec) -> ModuleSpec:
+        alone = TransformerBlockSubmodules([layer.submodules.mtp_model_layer], LayerNormImpl)
+        (inner,) = with_block_options(alone, config).layer_specs
+        attention = inner.submodules.self_attention
+        uncounted = functools.partial(CoreAttention, counted=False)
+        attention = dataclasses.replace(
+            attention,
+            submodules=dataclasses.replace(attention.submodules, core_attention=uncounted),
+        )
+        inner = dataclasses.replace(
+            inner, submodules=dataclasses.replace(inner.submodules, self_attention=attention)
+        )
+        return dataclasses.replace(
+            layer, submodules=dataclasses.replace(layer.submodules, mtp_model_layer=inner)
+        )
+
+    return dataclasses.replace(ours, layer_specs=[with_options(x) for x in ours.layer_specs])
 
 
 def hybrid_spec(config: MegasinkTransformerConfig) -> ModuleSpec:
@@ -156,6 +187,8 @@ def _with_our_modules(node: Any, config: Any) -> Any:
     """Return a copy of a spec tree with megasink's modules substituted."""
     if node is WrappedTorchNorm:
         return TorchNorm
+    if isinstance(node, list):
+        return [_with_our_modules(entry, config) for entry in node]
     if isinstance(node, ModuleSpec):
         gates = node.module is SelfAttention and changes_self_attention(config)
         return dataclasses.replace(

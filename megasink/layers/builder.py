@@ -1,10 +1,13 @@
 """The model configuration and builder passed to Megatron's training loop."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
 from megasink.layers.inference_guard import refuse_what_bypasses_core_attention
@@ -14,6 +17,7 @@ from megasink.layers.padding_rows import mask_padding_rows
 from megasink.layers.rotary import rotate_by_document
 from megasink.layers.sinusoid import SinusoidalPositions
 from megasink.lora.attach import freeze_base
+from megasink.upstream.mends import PREDICTION_SPEC
 
 
 @dataclass(kw_only=True)
@@ -37,12 +41,7 @@ class MegasinkGPTConfig(StageOptions, GPTModelConfig):
 
 
 class MegasinkGPTBuilder(GPTModelBuilder):
-    """Builds GPTModel stages and initializes their weights independently of the layout.
-
-    Raises:
-        ValueError: Multi-token prediction is on: its blocks ignore the layer spec and use
-            Megatron's attention (megatron/training/models/gpt.py:363).
-    """
+    """Builds GPTModel stages and initializes their weights independently of the layout."""
 
     def build_model(
         self,
@@ -53,11 +52,24 @@ class MegasinkGPTBuilder(GPTModelBuilder):
     ) -> GPTModel:
         """Build one pipeline stage; arguments as in Megatron."""
         config: Any = self._model_config
-        if config.transformer.mtp_num_layers:
-            raise ValueError("--mtp-num-layers: multi-token prediction is not supported")
-        model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
+        (upstream,) = PREDICTION_SPEC.originals().values()
+        with PREDICTION_SPEC.replacing(mtp_block_spec=partial(_prediction_spec, upstream)):
+            model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
         finish_stage(model, config)
         return model
+
+
+def _prediction_spec(
+    upstream: Callable[..., ModuleSpec | None],
+    config: MegasinkGPTConfig,
+    decoder: Any,
+    vp_stage: int | None = None,
+) -> ModuleSpec | None:
+    """Return the spec of the layers of multi-token prediction, with megasink's attention."""
+    from megasink.specs import prediction_spec
+
+    found = upstream(config, decoder, vp_stage=vp_stage)
+    return None if found is None else prediction_spec(found, config.transformer)
 
 
 def finish_stage(model: Any, config: Any) -> None:

@@ -8,6 +8,7 @@ T = S tokens, D head dim. Megatron passes [S, B, heads, D] and expects [S, B, H 
 packed documents has B = 1, and in Megatron's format thd is [T, heads, D].
 """
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,7 @@ from megasink.layers.importance import HeadCounter
 from megasink.layers.parameters import ShardedByHeads, StaysFloat32
 from megasink.layers.position_bias import build_position_bias
 from megasink.layers.similarity import SimilarityMLP
+from megasink.layers.statistics import ModelStatistics
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 from megasink.variants import parameter_names, variant
 
@@ -55,6 +57,8 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
         cp_comm_type: For context parallelism: "all_gather" (also for None) or "a2a".
         softmax_scale: Factor of the scores; None for head_dim ** -0.5.
         pg_collection: Must have the groups ``tp`` and ``cp``.
+        counted: Whether its heads count in the model's statistics and head-balance loss. Not those
+            of multi-token prediction.
 
     Attributes:
         variant: The record of ``config.attention_variant``. Each of its parameters is an attribute
@@ -80,7 +84,12 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
         cp_comm_type: str | None = None,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        counted: bool = True,
     ):
+        if not counted:
+            config = copy.copy(config)
+            config.head_balance_coeff = 0.0
+            config.statistics = ModelStatistics(config.num_layers, config.num_attention_heads)
         super().__init__(config=config)
         if attention_type != "self":
             raise ValueError(f"attention_type {attention_type!r}: megasink has self attention only")
@@ -103,8 +112,9 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
             config.window_size, config.window_attn_skip_freq, layer_number
         )
         self.window = visible_tokens(config.window_size) if windowed else None
+        self.counted = counted
         # If an explicit gate defines the head importance, the softmax gate does not.
-        self.counts_heads = not counts_heads(config)
+        self.counts_heads = counted and not counts_heads(config)
 
         rank = self.tp_group.rank()
         self.observer = self.attending = HeadObserver(config, layer_number, rank)

@@ -60,7 +60,7 @@ class GatedSelfAttention(SelfAttention):
         self.output_norm = None
         if config.sdpa_output_norm != "none":
             self.output_norm = HeadNorm(config, self.tp_group)
-        self.counts_heads = counts_heads(config)
+        self.counts_heads = counts_heads(config) and self.core_attention.counted
         self.has_rows = trailing_rows(config) > 0
         self.linear_gate = None
         if self.position == "output" and config.gate_input == "hidden":

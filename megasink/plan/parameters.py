@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron.core import parallel_state
+from megatron.core.utils import get_attr_wrapped_model
 
 from megasink.gate_options import is_megatrons_output_gate
 from megasink.layers.gate_projection import named_parts
@@ -55,11 +56,14 @@ def count(models: Iterable[Any], padding_rows: int) -> tuple[Counter[str], Count
     experts = parallel_state.get_expert_model_parallel_world_size()
     expert_tensor = parallel_state.get_expert_tensor_parallel_world_size()
     for model in models:
+        first_stage = get_attr_wrapped_model(model, "pre_process")
         for full_name, parameter in model.named_parameters():
             name = re.sub(r"^(module\.)+", "", full_name)
             here[component(name)] += parameter.numel()
             if name.startswith("output_layer.") and getattr(parameter, "shared", False):
                 continue  # the last stage's copy of the embedding
+            if name.startswith("embedding.") and not first_stage:
+                continue  # that of multi-token prediction
             expert = not getattr(parameter, "allreduce", True)
             sharded = getattr(parameter, "tensor_model_parallel", False)
             copies = experts if expert else 1

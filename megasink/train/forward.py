@@ -55,6 +55,8 @@ def forward_step(
         None,
         labels=batch["labels"],
         packed_seq_params=packed,
+        # Read by the losses of multi-token prediction alone.
+        loss_mask=batch["loss_mask"],
     )
     if packed is not None and not get_attr_wrapped_model(model, "post_process"):
         output = leave_stage(output, args.micro_batch_size)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
 from megasink.attention import (
@@ -51,7 +52,8 @@ def reference_model(config: Any, importances: list[Tensor]) -> Any:
         out_SBHD = out.unflatten(2, (self.config.num_attention_heads, -1))
         score_SBHC = score.reshape(*out_SBHD.shape[:3], -1)
         out_SBHD, gate_SBHC = reference_gate(out_SBHD, score_SBHC)
-        importances.append(gate_SBHC.mean((0, 1, 3)))
+        if self.counts_heads:
+            importances.append(gate_SBHC.mean((0, 1, 3)))
         return out_SBHD.flatten(2)
 
     for module in model.modules():
@@ -191,6 +193,8 @@ def train(
         for index in range(tiny_gpt.MICROBATCHES):
             data = tiny_gpt.batch(step, index, masked)
             mask_BS = data["loss_mask"]
+            # The losses of multi-token prediction are part of the backward pass alone.
+            MTPLossAutoScaler.set_loss_scale(torch.tensor(1 / tiny_gpt.MICROBATCHES))
             losses_BS = model(data["tokens"], data["position_ids"], None, labels=data["labels"])
             losses.append((losses_BS * mask_BS).sum())
             counts.append(mask_BS.sum())

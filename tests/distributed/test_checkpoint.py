@@ -38,6 +38,7 @@ SAVED = {
         "tp",
         "pp",
     ),
+    "prediction": ({"mtp_num_layers": 1} | DISTRIBUTED, "tp", "pp"),
     "parameter": (MODELS["parameter"][1] | DISTRIBUTED, "tp", "pp"),
     "output": (MODELS["output"][1] | DISTRIBUTED, "tp", "single"),
     "rmsnorm": (MODELS["rmsnorm"][1] | DISTRIBUTED, "single", "tp"),

@@ -130,8 +130,6 @@ def refusals() -> dict[str, str]:
     query = torch.zeros(4, 1, tiny_gpt.HEADS, 16)
     key = torch.zeros(4, 1, 2, 16)
     layer = CoreAttention(**good)
-    mtp = tiny_gpt.model_config()
-    mtp.transformer.mtp_num_layers = 1
 
     return {
         "good": said(lambda: layer(query, key, key, None)),
@@ -139,7 +137,6 @@ def refusals() -> dict[str, str]:
         "mask": said(lambda: CoreAttention(**good | {"attn_mask_type": AttnMaskType.padding})),
         "packed": said(lambda: layer(query, key, key, None, packed_seq_params=packed)),
         "bias": said(lambda: layer(query, key, key, None, attention_bias=query)),
-        "mtp": said(lambda: MegasinkGPTBuilder(mtp).build_model(groups)),
     }
 
 

@@ -21,7 +21,6 @@ def test_what_is_not_supported_is_refused(pool):
         "mask": "causal mask only",
         "packed": "packed sequences",
         "bias": "attention bias",
-        "mtp": "--mtp-num-layers",
     }
     assert found.keys() == words.keys()
     for name, word in words.items():

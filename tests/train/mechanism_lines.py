@@ -54,6 +54,14 @@ sinks-in-some-layers-of-a-hybrid: --attention-variant-layers [1,0,0,0]
   ! --attention-variant-layers with --hybrid-layer-pattern
 no-pattern-of-layers: --attention-variant-layers [1]+open
   ! --attention-variant-layers '[1]+open'
+prediction: --mtp-num-layers 1 --dataloader-inter-document-masking --lora-rank 2 --post-norm
+    --norm-without-gain --embedding-norm --pipeline-model-parallel-size 2
+  ! --mtp-num-layers with --pipeline-model-parallel-size 2 and one weight
+  ! --mtp-num-layers with --dataloader-inter-document-masking
+  ! --mtp-num-layers with --lora-rank
+  ! --mtp-num-layers with --post-norm
+  ! --mtp-num-layers with --norm-without-gain
+  ! --mtp-num-layers with --embedding-norm
 gate-without-a-gate: --gate-position value --gate-shared-heads
   ! --gate-position, --gate-shared-heads: not for --attention-variant sink: use gated
 megatrons-own-gate: --attention-output-gate
@@ -128,6 +136,8 @@ matched: --gate-granularity elementwise --gate-activation silu --match-ffn-width
     MOCK,
     """
 silu: --sdpa-output-norm silu
+prediction-of-two: --mtp-num-layers 1 --pipeline-model-parallel-size 2
+    --untie-embeddings-and-output-weights
 sinks-in-windows: --attention-variant-layers windowed --window-size 15,0 --window-attn-skip-freq 2
 prefix: --prefix-lm-tokens 5
 documents: --dataloader-inter-document-masking --reset-position-ids

@@ -5,6 +5,7 @@ import json
 import os
 import tempfile
 import textwrap
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from megasink.data.preprocess import preprocess
 from megasink.data.tokenizer import train_tokenizer
 from megasink.errors import ConfigError
 from megasink.train import flag_table
-from megasink.train.checks import data_files
+from megasink.train.checks import data_files, quantized
 from tests.documented import refuse, train_lines
 from tests.forkserver import server
 from tests.train import (
@@ -219,6 +220,26 @@ def test_layers_with_a_window_are_known_by_their_numbers(answers):
     assert answers["sinks-in-windows"]["args"]["attention_variant_layers"] == [1, 0]
 
 
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ({}, []),
+        ({"bf16": False}, ["add --bf16"]),
+        ({"transformer_impl": "local"}, ["TransformerEngine's"]),
+        ({"fp8_param_gather": True}, ["drawn in bf16"]),
+    ],
+)
+def test_fp8_is_for_the_linear_layers_of_transformer_engine(monkeypatch, flags, wanted):
+    """Where it is installed; here it is not."""
+    given = {"fp8": "hybrid", "bf16": True, "transformer_impl": None, "fp8_param_gather": False}
+    args = Namespace(**given | flags)
+    assert any("TransformerEngine's" in text for text in quantized.problems(args))
+    monkeypatch.setattr(quantized, "have_transformer_engine", lambda: True)
+    found = list(quantized.problems(args))
+    assert len(found) == len(wanted)
+    assert all(phrase in text for phrase, text in zip(wanted, found, strict=True))
+
+
 # Each refused by name: what is left of an option would otherwise be ignored in silence.
 UNSUPPORTED = """
 --apply-residual-connection-post-layernorm --use-flash-attn --flash-attention-version=2
@@ -229,7 +250,7 @@ UNSUPPORTED = """
 --cpu-offloading-num-layers=1 --fine-grained-activation-offloading --moe-paged-stash
 --overlap-moe-expert-parallel-comm --moe-use-upcycling --moe-latent-size=8
 --moe-single-grouped-weight --moe-single-grouped-bias --logits-save-dir=x --logits-load-dir=x
---perform-rl-step --freeze-all-layers --multi-latent-attention --mtp-num-layers=1
+--perform-rl-step --freeze-all-layers --multi-latent-attention
 --full-validation --multiple-validation-sets
 --mtp-hybrid-override-pattern=M --experimental-attention-variant=dsa --qk-clip
 --apply-query-key-layer-scaling --log-max-attention-logit

@@ -6,7 +6,7 @@ from typing import Any
 
 from megasink.flags import flag_of
 
-_FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format"}  # where the attribute has a different name
+_FLAGS = {"fp4": "--fp4-format"}  # where the attribute has a different name
 # Measured by tests/layers/test_graph.py.
 _GRAPHS = "a replayed graph neither counts heads nor updates the balance loss (docs/gpu.md)"
 _OFFLOADING = "use --recompute-granularity to save memory"
@@ -18,8 +18,7 @@ _LAYOUT = "initial weights would depend on the layout"
 # (attribute, allowed value, what to do).
 _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("multi_latent_attention", False, "sinks in MLA are not supported"),
-    ("mtp_num_layers", None, "MTP blocks ignore the layer spec"),
-    ("mtp_hybrid_override_pattern", None, "MTP blocks ignore the layer spec"),
+    ("mtp_hybrid_override_pattern", None, "hybrid models have no multi-token prediction here"),
     ("heterogeneous_layers_config_path", None, "GPT only"),
     (
         "experimental_attention_variant",
@@ -45,8 +44,7 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ),
     ("use_flash_attn", False, "use --attention-kernel"),
     ("flash_attention_version", None, "use --attention-kernel"),
-    ("fp8", None, "no FP8 kernel returns the log-sum-exp: use --bf16"),
-    ("fp4", None, "no FP4 kernel returns the log-sum-exp: use --bf16"),
+    ("fp4", None, "FP4 linear layers were never run: use --bf16"),
     ("use_kitchen_attention", False, "use --attention-kernel"),
     ("batch_invariant_mode", False, "it replaces Megatron's kernels"),
     ("use_torch_fsdp2", False, "use --use-distributed-optimizer"),
