@@ -66,12 +66,22 @@ def test_metadata():
     arguments = setup_arguments()
     assert arguments["name"] == "megasink"
     assert Version(arguments["version"])
-    assert set(arguments["extras_require"]) == {"gpu", "eval", "finetune", "muon", "dev"}
+    assert set(arguments["extras_require"]) == {
+        *("train", "gpu", "eval", "finetune", "muon", "dev")
+    }
     pythons = SpecifierSet(arguments["python_requires"])
     assert [v for v in ("3.11", "3.12", "3.13", "3.14") if v in pythons] == ["3.12", "3.13"]
     assert (ROOT / ".python-version").read_text().strip() in pythons
     assert {"megasink", "megasink.balance"} <= set(arguments["packages"])
     assert not any(name.startswith("tests") for name in arguments["packages"])
+
+
+def test_what_trains_brings_the_train_weight_along():
+    arguments = setup_arguments()
+    train = set(arguments["extras_require"]["train"])
+    assert not train & set(arguments["install_requires"])
+    for extra in ("dev", "gpu", "muon"):
+        assert train <= set(arguments["extras_require"][extra])
 
 
 def test_entry_point_exists():
@@ -88,6 +98,7 @@ def test_entry_point_exists():
     ("extra", "files"),
     [
         ("", ["constraints.txt"]),
+        ("train", ["constraints.txt"]),
         ("dev", ["constraints.txt"]),
         ("eval", ["constraints.txt"]),
         ("finetune", ["constraints.txt"]),
@@ -140,7 +151,9 @@ def test_every_requirement_is_used_or_justified():
             elif isinstance(node, ast.ImportFrom) and node.module:
                 imported.add(node.module.split(".")[0])
     source = (ROOT / "setup.py").read_text()
-    for requirement in map(Requirement, setup_arguments()["install_requires"]):
+    arguments = setup_arguments()
+    wanted = [*arguments["install_requires"], *arguments["extras_require"]["train"]]
+    for requirement in map(Requirement, wanted):
         module = IMPORT_NAMES.get(requirement.name, requirement.name.replace("-", "_"))
         justified = re.search(rf'"{re.escape(requirement.name)}\b[^"]*",\s*#', source)
         assert module in imported or justified, f"{requirement.name}: not imported, no comment"
