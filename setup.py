@@ -9,6 +9,15 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+?)"', (HERE / "megasink/__init__.py").read_text())
 assert VERSION is not None
 
+# megasink[train]: Linux alone, since megatron-core has no wheels for other systems.
+TRAIN = [
+    "megatron-core>=0.19,<0.21",
+    "sentencepiece",
+    "tensorboard",  # Megatron writes its events through torch.utils.tensorboard
+    "psutil",  # Megatron's asynchronous checkpoint workers import it
+    "pyarrow",  # parquet corpora, and compressed ones
+]
+
 setup(
     name="megasink",
     version=VERSION.group(1),
@@ -16,7 +25,7 @@ setup(
     long_description=(HERE / "README.md").read_text() if (HERE / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    # megatron-core 0.19 has wheels for these two versions of Python alone.
+    # The versions that megatron-core 0.19 has wheels for; no other is tested.
     python_requires=">=3.12,<3.14",
     packages=find_packages(include=["megasink", "megasink.*"]),
     package_data={
@@ -26,27 +35,27 @@ setup(
         "megasink.recipes": ["*.toml"],
         "megasink.train": ["megatron_flags.json"],
     },
+    # What looks into models of transformers, on Linux and macOS; none of it imports megatron.
     install_requires=[
         "torch>=2.11",
-        "megatron-core>=0.19,<0.21",
         "numpy",
         "scipy",
         "scikit-learn",  # the geometry of megasink.diagnostics
         "transformers>=5",
-        "sentencepiece",
         "tokenizers",
-        "tensorboard",  # Megatron writes its events through torch.utils.tensorboard
-        "psutil",  # Megatron's asynchronous checkpoint workers import it
+        "safetensors",
         "rich",
         "matplotlib",
-        "pyarrow",  # parquet corpora, and the zstd of .jsonl.zst ones
     ],
     extras_require={
+        # Training, and everything else that is done to a run.
+        "train": TRAIN,
         # docker/Dockerfile shows the whole build. pip needs --no-build-isolation, since the torch
         # extension of transformer-engine is built against the torch that is installed. flash-attn-4
         # has pre-releases only, which a bound that names one lets pip take. Not listed: NVIDIA's
         # apex and flash-attn 2, both source builds ("apex" in pip's index is another package).
         "gpu": [
+            *TRAIN,
             "transformer-engine[pytorch]>=2.20,<3",
             # transformer-engine loads curand and compiles against these headers, also when it runs;
             # torch, which pins the toolkit's version, does not bring them.
@@ -57,12 +66,13 @@ setup(
         # that megasink exports; megasink itself needs none of them.
         "finetune": ["accelerate", "peft>=0.21,<0.22", "trl>=1.16,<2"],
         # `--optimizer muon`, through Megatron (docs/muon.md).
-        "muon": ["emerging-optimizers>=0.3,<0.4"],
+        "muon": [*TRAIN, "emerging-optimizers>=0.3,<0.4"],
         # `megasink evaluate`; its data sets come through "datasets", which lm-eval requires.
         "eval": ["lm-eval>=0.4.13,<0.4.14"],
         # Data sets in object stores (docs/object-stores.md): s3:// and msc://.
         "storage": ["boto3", "multi-storage-client"],
         "dev": [
+            *TRAIN,
             # A local S3 server, and what reads from it.
             *("boto3", "multi-storage-client", "moto[s3]", "flask", "flask-cors"),
             *("mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "zstandard"),

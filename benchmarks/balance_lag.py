@@ -18,7 +18,8 @@ import numpy as np
 
 from megasink.commands import data as data_command
 from megasink.report.compare import draw_comparison
-from megasink.report.curves import read_metrics, series
+from megasink.report.curves import series
+from megasink.report.metrics import read_metrics
 from megasink.train.launch import launch
 
 VOCABULARY = 2048

@@ -10,6 +10,7 @@ import megasink
 from megasink import plugins
 from megasink.command_line import CommandParser, unknown_name
 from megasink.errors import Stopped, UserError
+from megasink.extras import require_train
 
 # Each command is a module of `megasink.commands` with a ``main``, imported on demand.
 COMMANDS = {
@@ -37,6 +38,8 @@ COMMANDS = {
 }
 # These use no variant, metric or conversion target.
 WITHOUT_PLUGINS = ("demo", "data", "merge-data", "recipes", "checkpoints")
+# These always run Megatron; others need it for runs alone, and say so when they are given one.
+OF_TRAIN = ("demo", "train", "plan", "grid", "finetune", "generate", "convert-from-hf")
 
 
 def main_of(command: str) -> Callable[[Sequence[str]], int]:
@@ -65,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"give a command: {', '.join(COMMANDS)} (megasink --help)")
         if args.command not in COMMANDS:
             raise UserError(unknown_name("the command", args.command, COMMANDS))
+        if args.command in OF_TRAIN:
+            require_train(f"megasink {args.command}")
         if args.command not in WITHOUT_PLUGINS:
             plugins.load(args.arguments, list_names=args.command == "info")
         return main_of(args.command)(args.arguments)

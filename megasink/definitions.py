@@ -7,5 +7,11 @@ SINK_TOKENS = 64
 """Sequence length on which training counts sinks, as in P2. It is fixed because the mean weight on
 the first key decreases with the length."""
 
+MAP_TOKENS = 256
+"""Maximum sequence length for attention maps, the only S x S statistic."""
+
+SHARES = (0.0, 0.05, 0.10, 0.15, 0.20, 0.25, 0.30)
+"""Shares of heads for which P3 calibrates thresholds of inactive heads (P3.11)."""
+
 PROXY_EPSILON = 1e-8
 """Added by P2's code to a sum of weights that may be 0 (P2.37)."""

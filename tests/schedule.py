@@ -58,6 +58,7 @@ LONG = {
     "tests/platform/test_patches.py": 15,
     "tests/security/test_checkpoints.py": 15,
     "tests/lora/test_layouts.py": 15,
+    "tests/light/test_light.py": 20,
     "tests/data/test_data_cli.py": 15,
     "tests/lora/test_other_models.py": 15,
     "tests/train/test_observing.py": 15,
@@ -140,6 +141,7 @@ LATER = (
     "tests/train/test_survival.py::test_torchrun_starts_the_ranks_again_and_they_go_on",
     "tests/train/test_survival.py::test_sigterm_in_a_checkpoint_saves_one_more",
     "tests/transformers/test_compiled.py::test_a_step_is_one_graph",
+    "tests/light/test_light.py::test_the_wheel_is_whole",
 )
 # What a new release of Megatron is tried with (CONTRIBUTING.md): the lines that patches rest on,
 # the modules, a layout of each kind, checkpoints, and what reads a model. Beginnings of node ids.

@@ -2,10 +2,12 @@
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+
+from megasink.cli import COMMANDS, OF_TRAIN
 
 PACKAGE = Path(__file__).resolve().parents[1] / "megasink"
 
@@ -50,6 +52,17 @@ ALLOWED = {
     },
     "megasink.hollow": {"torch", "megasink.atomic", "megasink.errors"},
 }
+
+# What works without the extra "train", on its own and by what it imports at once; what it imports
+# inside of functions is for runs, and tests/light runs it without Megatron.
+LIGHT = (
+    *("megasink.api", "megasink.attention", "megasink.diagnostics", "megasink.intervene"),
+    *("megasink.report", "megasink.transformers", "megasink.variants", "megasink.cli"),
+    *("megasink.convert.to_hf", "megasink.convert.hf_config", "megasink.convert.targets"),
+    *("megasink.convert.safetensors_reader", "megasink.checkpoint.find", "megasink.process"),
+    *("megasink.probe.analysis", "megasink.probe.sweep", "megasink.probe.load"),
+)
+OF_TRAIN_ALONE = {"megatron", "psutil", "sentencepiece", "tensorboard", "pyarrow"}
 
 
 def inside(module: str, room: str) -> bool:
@@ -97,6 +110,65 @@ def modules() -> list[tuple[Path, str]]:
         (f, ".".join(f.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"))
         for f in files
     ]
+
+
+def at_once(tree: ast.AST, module: str, is_package: bool = False) -> Iterator[tuple[int, str]]:
+    """As `imports`, without those inside of functions and for type checkers."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from imports(ast.Module([node], []), module, is_package)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from at_once(ast.Module(node.orelse, []), module, is_package)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from at_once(node, module, is_package)
+
+
+def reached(roots: Iterable[str], files: Mapping[str, Path]) -> dict[str, list[str]]:
+    """{module: the chain of imports that leads to it} of all that is imported with the roots."""
+    found = {root: [root] for root in files if any(inside(root, room) for room in roots)}
+    waiting = list(found)
+    while waiting:
+        module = waiting.pop(0)
+        path = files.get(module)
+        if path is None:
+            continue
+        tree = ast.parse(path.read_text())
+        for _, name in at_once(tree, module, path.name == "__init__.py"):
+            parts = name.split(".")
+            for end in range(1, len(parts) + 1):
+                each = ".".join(parts[:end])
+                if each not in found and (each in files or parts[0] != "megasink"):
+                    found[each] = [*found[module], each]
+                    waiting.append(each)
+    return found
+
+
+def heavy(roots: Iterable[str], files: Mapping[str, Path]) -> list[str]:
+    """Chains of imports from the roots to what only megasink[train] brings."""
+    chains = reached(roots, files).items()
+    return [" -> ".join(chain) for name, chain in chains if name in OF_TRAIN_ALONE]
+
+
+def test_the_light_rooms_import_nothing_of_the_train_weight():
+    files = {module: path for path, module in modules()}
+    commands = {f"megasink.commands.{name.replace('-', '_')}" for name in {*COMMANDS} - {*OF_TRAIN}}
+    assert commands <= files.keys()
+    assert {*LIGHT} <= files.keys()
+    assert heavy((*LIGHT, *commands), files) == []
+    found = reached(LIGHT, files)
+    assert {"torch", "transformers", "megasink.probe.base"} <= found.keys()
+
+
+def test_a_planted_chain_to_megatron_is_found(tmp_path):
+    texts = {
+        "megasink.a": "from megasink import b\n",
+        "megasink.b": "if TYPE_CHECKING:\n    import psutil\ntry:\n    from megatron import core\n"
+        "except ImportError:\n    pass\n\ndef f():\n    import pyarrow\n",
+    }
+    files = {name: tmp_path / f"{name}.py" for name in texts}
+    for name, text in texts.items():
+        files[name].write_text(text)
+    assert heavy(["megasink.a"], files) == ["megasink.a -> megasink.b -> megatron"]
 
 
 def test_the_package_keeps_to_its_layers():

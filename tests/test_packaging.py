@@ -67,7 +67,9 @@ def test_metadata():
     arguments = setup_arguments()
     assert arguments["name"] == "megasink"
     assert Version(arguments["version"])
-    assert set(arguments["extras_require"]) == {"gpu", "eval", "finetune", "muon", "storage", "dev"}
+    assert set(arguments["extras_require"]) == {
+        *("train", "gpu", "eval", "finetune", "muon", "storage", "dev")
+    }
     pythons = SpecifierSet(arguments["python_requires"])
     assert [v for v in ("3.11", "3.12", "3.13", "3.14") if v in pythons] == ["3.12", "3.13"]
     assert (ROOT / ".python-version").read_text().strip() in pythons
@@ -91,6 +93,14 @@ def test_issue_forms_can_be_read():
         assert all({"type", "attributes"} <= part.keys() for part in form["body"])
 
 
+def test_what_trains_brings_the_train_weight_along():
+    arguments = setup_arguments()
+    train = set(arguments["extras_require"]["train"])
+    assert not train & set(arguments["install_requires"])
+    for extra in ("dev", "gpu", "muon"):
+        assert train <= set(arguments["extras_require"][extra])
+
+
 def test_entry_point_exists():
     (script,) = setup_arguments()["entry_points"]["console_scripts"]
     name, target = (part.strip() for part in script.split("="))
@@ -105,6 +115,7 @@ def test_entry_point_exists():
     ("extra", "files"),
     [
         ("", ["constraints.txt"]),
+        ("train", ["constraints.txt"]),
         ("dev", ["constraints.txt"]),
         ("eval", ["constraints.txt"]),
         ("finetune", ["constraints.txt"]),
@@ -158,7 +169,9 @@ def test_every_requirement_is_used_or_justified():
             elif isinstance(node, ast.ImportFrom) and node.module:
                 imported.add(node.module.split(".")[0])
     source = (ROOT / "setup.py").read_text()
-    for requirement in map(Requirement, setup_arguments()["install_requires"]):
+    arguments = setup_arguments()
+    wanted = [*arguments["install_requires"], *arguments["extras_require"]["train"]]
+    for requirement in map(Requirement, wanted):
         module = IMPORT_NAMES.get(requirement.name, requirement.name.replace("-", "_"))
         justified = re.search(rf'"{re.escape(requirement.name)}\b[^"]*",\s*#', source)
         assert module in imported or justified, f"{requirement.name}: not imported, no comment"

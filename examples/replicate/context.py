@@ -23,7 +23,8 @@ from megasink.checkpoint.find import newest_checkpoint
 from megasink.data.trigger_language import AROUND
 from megasink.finetune.steps import Step
 from megasink.process import prepare_quietly
-from megasink.report.curves import read_metrics, series
+from megasink.report.curves import series
+from megasink.report.metrics import read_metrics
 
 VARIANTS = ("vanilla", "sink", "gated")
 SEEDS = (1, 2, 3)

@@ -27,6 +27,7 @@ from megasink.probe.inputs import Sample
 from megasink.probe.ranks import Ranks
 from megasink.probe.recorder import Recorder
 from megasink.probe.run import run
+from megasink.probe.samples import model_samples
 from megasink.progress import tracked
 
 FILE = "first_layer.json"
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace, model: ProbedModel, ranks: Ranks) -> None:
     """Measure a loaded model, as `measure_model` calls it."""
-    samples = options.model_samples(args, model)
+    samples = model_samples(args, model)
     heads = range(model.heads[0])
     settings: dict[str, list[tuple[int, int]]] = {UNCHANGED: []}
     settings |= {f"0.{head}": [(0, head)] for head in heads} | {ALL: [(0, head) for head in heads]}

@@ -24,8 +24,8 @@ from megasink.errors import ConfigError, UserError
 from megasink.grid.hardware import cores
 from megasink.json_file import read_object
 from megasink.progress import progress
-from megasink.report.curves import read_metrics
 from megasink.report.grid_results import RunRecord, read_record
+from megasink.report.metrics import read_metrics
 
 _TICK = 0.1  # seconds
 

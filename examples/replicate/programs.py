@@ -8,10 +8,10 @@ import numpy as np
 
 from examples.replicate import cone, first_layer
 from megasink import cli
+from megasink.commands.ablate_options import SCORES
 from megasink.diagnostics import metrics_shown
 from megasink.diagnostics.ablation import ALL, RANDOM, AblationResults
 from megasink.diagnostics.results import scalars_of
-from megasink.intervene.options import SCORES
 from megasink.json_file import read_object
 from megasink.report.analysis import read_analysis
 from megasink.typed_json import from_json

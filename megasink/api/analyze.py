@@ -18,7 +18,6 @@ from megasink.probe.base import ProbedModel
 from megasink.probe.geometry import project, read_rows
 from megasink.probe.identity import weights_hash
 from megasink.probe.inputs import (
-    BOS,
     SHORTEST,
     Sample,
     data_hash,
@@ -27,7 +26,7 @@ from megasink.probe.inputs import (
     with_replaced_tokens,
 )
 from megasink.probe.models import of_run, of_transformers
-from megasink.probe.options import SEQ_LENGTH
+from megasink.probe.options import BOS, SEQ_LENGTH
 from megasink.probe.ranks import Ranks
 from megasink.probe.recorder import Recorder
 from megasink.probe.run import run

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from megasink.checkpoint.find import is_run
+from megasink.commands.ablate_options import ablate_parser, check_ablate
 from megasink.commands.analyze import measure_model
 from megasink.probe.ranks import taking_part
 
@@ -16,14 +17,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures and report.html. Every point is kept in OUTPUT/points: a killed sweep goes on, and the
     next one measures only what is new. torchrun shares the points.
     """
-    from megasink.intervene.ablate import ablate
-    from megasink.intervene.options import ablate_parser, check_ablate
-    from megasink.intervene.task_loading import load_tasks
-
     with taking_part() as ranks:
         args = ablate_parser(main.__doc__).parse_args(argv)
         is_ours = is_run(args.model)
         check_ablate(args, is_run=is_ours)
+        from megasink.intervene.ablate import ablate
+        from megasink.intervene.task_loading import load_tasks
+
         tasks = None
         if args.task:  # before the model is loaded
             tasks = load_tasks(args.task, allow_download=args.allow_download)

@@ -2,16 +2,15 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megasink.checkpoint.find import find_checkpoint, is_run
 from megasink.probe import options
-from megasink.probe.analysis import analyze
-from megasink.probe.base import ProbedModel
-from megasink.probe.cli import open_transformers
-from megasink.probe.models import of_run
 from megasink.probe.ranks import Ranks, taking_part
 from megasink.process import prepare_quietly
+
+if TYPE_CHECKING:
+    from megasink.probe.base import ProbedModel
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = options.parser(description=main.__doc__).parse_args(argv)
         is_ours = is_run(args.model)
         options.check(args, is_run=is_ours)
+        from megasink.probe.analysis import analyze
+
         measure_model(args, is_ours, ranks, analyze)
     return 0
 
@@ -34,10 +35,12 @@ def measure_model(
     args: argparse.Namespace,
     is_ours: bool,
     ranks: Ranks,
-    measure: Callable[[argparse.Namespace, ProbedModel, Ranks], Any],
+    measure: Callable[[argparse.Namespace, "ProbedModel", Ranks], Any],
 ) -> None:
     """Load the model that the command line names, of either kind, and measure it."""
     if not is_ours:
+        from megasink.probe.cli import open_transformers
+
         measure(args, open_transformers(args, ranks), ranks)
         return
     find_checkpoint(args.model)  # before the slow imports
@@ -48,9 +51,10 @@ def measure_model(
         measure(args, open_checkpoint(args, None, ranks), ranks)
 
 
-def open_checkpoint(args: argparse.Namespace, iteration: int | None, ranks: Ranks) -> ProbedModel:
+def open_checkpoint(args: argparse.Namespace, iteration: int | None, ranks: Ranks) -> "ProbedModel":
     """Load one checkpoint of a run, None for the latest."""
     from megasink.checkpoint.load import load_model
+    from megasink.probe.models import of_run
 
     ranks.device(args.device)
     loaded = load_model(args.model, iteration, args.tokenizer, yarn=args.yarn)

@@ -3,17 +3,12 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.table import Table
-from rich.text import Text
-
 from megasink.command_line import CommandParser
 from megasink.errors import UserError
 from megasink.plugins import add_flag
 from megasink.printable import printable
-from megasink.report.compare import AXES, COLUMNS, EMA, draw_comparison, summary
-from megasink.report.curves import read_metrics
-from megasink.report.grid import metric_of, wide_console
-from megasink.report.grid_results import CellResults, is_grid, read_results
+from megasink.report.grid_results import EMA, CellResults, is_grid, read_results
+from megasink.report.metrics import read_metrics
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN", help="folders of runs, or of grids"
     )
-    parser.add_argument("--x", choices=AXES, default="step", help="horizontal axis")
+    parser.add_argument("--x", choices=("step", "tokens"), default="step", help="horizontal axis")
     parser.add_argument("--smoothing", type=float, default=0.9, help="EMA factor, 0 to 1")
     parser.add_argument("--output", type=Path, default=Path("compare.png"), help="PNG to write")
     args = parser.parse_args(argv)
@@ -37,6 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     cells = _cells({name: path for name, path in names.items() if is_grid(path)}, len(names))
     if cells and args.smoothing != EMA:
         raise UserError(f"--smoothing {args.smoothing}: curves of a grid are smoothed by {EMA}")
+    from rich.table import Table
+    from rich.text import Text
+
+    from megasink.report.compare import COLUMNS, draw_comparison, summary
+    from megasink.report.grid import metric_of, wide_console
+
     draw_comparison(runs, args.output, cells=cells, x=args.x, factor=args.smoothing)
     table = Table(box=None)
     table.add_column("run")

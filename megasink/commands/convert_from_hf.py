@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megasink.commands.convert import not_verified, parser_of, prepare
+from megasink.convert.output import refuse_contents
 from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.variants import variants
@@ -43,12 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="convert an adapter in peft's format: the run folder of the model that it adapts",
     )
     args = parser.parse_args(argv)
-    from megasink.convert.attention_change import change_of
-
     if args.base is not None:
         return _adapter(args)
     if problem := _not_of_transformers(args.model):
         raise UserError(f"{args.model}: {problem}")
+    refuse_contents(args.output)
+    from megasink.convert.attention_change import change_of
+
     change = change_of(args.attention_variant, args.gate_granularity, args.sink_weight)
     prepare(args.cpu)
     from megasink.checkpoint.load import single_process
@@ -71,6 +73,7 @@ def _adapter(args: argparse.Namespace) -> int:
         raise UserError(f"--base: {args.model} has no adapter_config.json, so it is not peft's")
     if args.attention_variant or args.gate_granularity:
         raise UserError("--base goes with neither --attention-variant nor --gate-granularity")
+    refuse_contents(args.output)
     prepare(args.cpu)
     from megasink.convert.peft_import import import_adapter, source_of
 

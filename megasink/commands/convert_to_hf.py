@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from megasink.checkpoint.find import find_checkpoint
 from megasink.commands.convert import not_verified, parser_of, prepare
-from megasink.convert.targets import TARGETS, named
+from megasink.convert.output import refuse_contents
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("output", type=Path, help="folder to write; must be empty or missing")
     parser.add_argument(
         "--target",
-        help=f"architecture: {', '.join(TARGETS)}; default: the first that fits the model",
+        help="architecture, such as llama; an unknown one lists all; default: the first that fits "
+        "the model",
     )
     parser.add_argument("--iteration", type=int, help="checkpoint to convert; default: the newest")
     parser.add_argument("--tokenizer", type=Path, help="folder; default: the run's")
@@ -33,11 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="of a LoRA run: write the adapter alone, in peft's format; default: the merged model",
     )
     args = parser.parse_args(argv)
+    # Before the seconds that the imports take.
+    find_checkpoint(args.run, args.iteration)
+    refuse_contents(args.output)
+    if args.target is not None:
+        from megasink.convert.targets import named
+
+        named(args.target)
     from megasink.convert.safetensors_writer import parse_size
     from megasink.convert.to_hf import export, source_of
 
-    if args.target is not None:
-        named(args.target)  # before the seconds that the imports take
     shard_bytes = parse_size(args.shard_size)
     source = source_of(args.run, args.iteration, args.tokenizer)
     if args.adapter:

@@ -5,16 +5,17 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megasink.command_line import CommandParser
-from megasink.data import resume
-from megasink.data.corpus import MAX_DOCUMENT_BYTES, STDLIB, Corpus
-from megasink.data.merge import part_of
-from megasink.data.output import output_problems
-from megasink.data.preprocess import PreprocessReport, default_workers, preprocess
+from megasink.data.corpus import MAX_DOCUMENT_BYTES, STDLIB, Corpus, default_workers
+from megasink.data.output import output_problems, part_of
 from megasink.data.tokenizer import MIN_VOCAB_SIZE, folder_problem, train_tokenizer
 from megasink.errors import ConfigError
 from megasink.printable import say
+
+if TYPE_CHECKING:
+    from megasink.data.preprocess import PreprocessReport
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,6 +118,8 @@ def run(args: argparse.Namespace) -> None:
     trained_as = None
     if args.train_tokenizer is not None:
         trained_as = (args.train_tokenizer, args.tokenizer_bos)
+    from megasink.data import resume
+
     # A killed run of the same command has trained it, and may have tokenized a part with it.
     before = resume.load(args.output)
     is_trained = trained_as is not None and before is not None and before.trained == trained_as
@@ -133,6 +136,8 @@ def run(args: argparse.Namespace) -> None:
             f"trained {folder}: {trained.vocab_size} tokens from {_mb(trained.sample_bytes)} "
             f"of {_mb(trained.corpus_bytes)} in {trained.seconds:.1f} s"
         )
+    from megasink.data.preprocess import preprocess
+
     report = preprocess(
         corpus,
         args.output,
@@ -233,7 +238,7 @@ def _chat_problems(args: argparse.Namespace) -> Iterator[str]:
         yield "--chat needs --tokenizer: a trained tokenizer has no chat template"
 
 
-def _summary(report: PreprocessReport) -> str:
+def _summary(report: "PreprocessReport") -> str:
     skipped = report.skipped
     what = "documents" if report.seq_length is None else "conversations"
     lines = [
@@ -254,7 +259,7 @@ def _summary(report: PreprocessReport) -> str:
     return "\n".join(lines)
 
 
-def _chat_lines(report: PreprocessReport, seq_length: int) -> Iterator[str]:
+def _chat_lines(report: "PreprocessReport", seq_length: int) -> Iterator[str]:
     counts = report.chat
     yield (
         f"targets: {counts['targets']:,} tokens of {counts['responses']:,} responses "

@@ -8,10 +8,9 @@ from typing import Any
 
 from megasink.checkpoint.find import is_run
 from megasink.commands.analyze import measure_model
-from megasink.errors import ConfigError
-from megasink.intervene.suites import ALL
-from megasink.probe.options import weights_parser, weights_problems
+from megasink.probe.options import settle, weights_parser, weights_problems
 from megasink.probe.ranks import taking_part
+from megasink.suites import ALL
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -147,8 +146,7 @@ def _check(args: argparse.Namespace, *, is_run: bool) -> list[Any]:
         problems.append(f"--interventions {args.interventions}: no such file")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         problems.append("megasink evaluate runs in one process: start it without torchrun")
-    if problems:
-        raise ConfigError(problems)
+    settle(args, problems)
     if args.interventions is None:
         return []
     from megasink.intervene import read_interventions

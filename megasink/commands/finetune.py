@@ -3,10 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from megasink.errors import ConfigError
-from megasink.finetune.recipe import recipe, summary
 from megasink.finetune.settings import read, remember
 from megasink.train import early
 
@@ -23,6 +20,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problems := early.read(["--run-dir", str(args.output / "run"), *further]).flag_problems:
         raise ConfigError(problems)  # not only when the training starts
     remember(args, further, args.output / "finetune.json")
+    from rich.console import Console
+
+    from megasink.finetune.recipe import recipe, summary
+
     console = Console(highlight=False)
     for step in recipe(args, further, console):
         step.run(console)

@@ -9,7 +9,6 @@ from typing import Any
 from megasink.checkpoint.find import find_checkpoint
 from megasink.command_line import CommandParser
 from megasink.errors import ConfigError, UserError
-from megasink.inference.sampling import Sampling
 from megasink.plugins import add_flag
 from megasink.printable import printable
 from megasink.process import prepare_quietly
@@ -51,12 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokenizer", type=Path, help="folder; default: the run's")
     parser.add_argument("--cpu", action="store_true", help="run on the CPU even if there is a GPU")
     args = parser.parse_args(argv)
-    sampling = _sampling(args)
+    _check(args)
     find_checkpoint(args.run, args.iteration)  # before the slow imports
     prepare_quietly(cpu=args.cpu)
     from megasink.checkpoint.load import load_model, single_process
     from megasink.data.tokenizer import leading_ids
     from megasink.inference.decoding import generate
+    from megasink.inference.sampling import Sampling
 
     with single_process():
         model, tokenizer, trained, iteration = load_model(args.run, args.iteration, args.tokenizer)
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             model,
             [first + prompt for prompt in prompts],
             count,
-            sampling,
+            Sampling(args.temperature, args.top_k, args.top_p, args.seed),
             vocabulary=len(tokenizer),
             end=tokenizer.eos_token_id,
             on_token=shown.add,
@@ -92,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _sampling(args: argparse.Namespace) -> Sampling:
+def _check(args: argparse.Namespace) -> None:
+    """Raise ConfigError with every problem that needs no model to find."""
     problems = []
     if not 0 <= args.temperature < float("inf"):
         problems.append(f"--temperature {args.temperature}: use 0 or more")
@@ -108,7 +109,6 @@ def _sampling(args: argparse.Namespace) -> Sampling:
         problems.append(f"--tokenizer {args.tokenizer} is not a folder (nothing is downloaded)")
     if problems:
         raise ConfigError(problems)
-    return Sampling(args.temperature, args.top_k, args.top_p, args.seed)
 
 
 def _new_tokens(

@@ -10,6 +10,7 @@ from pathlib import Path
 from megasink import plugins
 from megasink.command_line import CommandParser
 from megasink.errors import ConfigError
+from megasink.grid.file import read_grid
 from megasink.printable import say
 from megasink.progress import progress
 
@@ -26,13 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.jobs is not None and args.jobs < 1:
         raise ConfigError(f"--jobs {args.jobs}: use 1 or more")
     threads = _threads()
-    from megasink.grid.file import read_grid
+    grid = read_grid(args.file)
     from megasink.grid.hardware import cores
     from megasink.grid.outputs import write_figures, write_results
     from megasink.grid.plan import begin, plan
     from megasink.grid.schedule import run_all
 
-    grid = read_grid(args.file)
     runs = plan(grid, args.output, plugins.flags(sys.argv[1:] if argv is None else argv))
     forked = all(run.way.name == "fork" for run in runs)
     jobs = args.jobs or (max(1, cores() // threads) if forked else 1)

@@ -8,6 +8,7 @@ from rich.table import Table
 from megasink import platform, plugins
 from megasink.command_line import CommandParser
 from megasink.errors import ConfigError, UserError
+from megasink.extras import TRAIN, have_megatron
 from megasink.upstream.table import TABLE
 from megasink.upstream.versions import check_versions, versions
 
@@ -31,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     for name, version in versions().items():
         console.print(f"{name:20} {version}", highlight=False)
-    check_versions()
+    if have_megatron():
+        check_versions()
     cuda = torch.cuda.is_available()
     device = "cuda" if cuda else "cpu"
     no_device = platform.unusable_gpu() or "no CUDA device: using the CPU platform"
@@ -69,8 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for short, choice in gates.items():
         why = "; ".join(f"not {name}: {reason}" for name, reason in choice.reasons.items())
         console.print(f"gates around them in {short}: {choice.name} ({why})", highlight=False)
-    problems = _print_patches(console, cuda)
-    if problems:
+    if not have_megatron():
+        console.print(f"training: off, megatron-core is not installed: {TRAIN}", highlight=False)
+        return 0
+    if problems := _print_patches(console, cuda):
         raise ConfigError(problems)
     return 0
 

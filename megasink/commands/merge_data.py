@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megasink.command_line import CommandParser
-from megasink.data.merge import merge
 from megasink.printable import say
 
 
@@ -17,6 +16,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("prefix", type=Path, metavar="PREFIX", help="the --output of the parts")
     parser.add_argument("--overwrite", action="store_true", help="replace existing files")
     args = parser.parse_args(argv)
+    from megasink.data.merge import merge
+
     merged = merge(args.prefix, overwrite=args.overwrite)
     say(
         f"{merged['documents']:,} documents, {merged['tokens']:,} tokens\n"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megasink.command_line import CommandParser
 from megasink.plugins import add_flag
-from megasink.report.curves import draw_run
+from megasink.report.metrics import read_metrics
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,5 +15,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--output", type=Path, help="PNG to write; default: RUN/curves.png")
     args = parser.parse_args(argv)
-    print(draw_run(args.run, args.output))
+    lines = read_metrics(args.run)
+    from megasink.report.curves import draw_run
+
+    print(draw_run(args.run, args.output, lines))
     return 0

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megasink.command_line import CommandParser
+from megasink.errors import ConfigError
 from megasink.plugins import add_flag
-from megasink.report.pages import write_report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,7 +16,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--pdf", action="store_true", help="also save the figures as PDF")
     args = parser.parse_args(argv)
+    if problems := [
+        f"{folder} holds no analysis: it has no results.json"
+        for folder in args.analyses
+        if not (folder / "results.json").is_file()
+    ]:
+        raise ConfigError(problems)
     kinds = ("png", "pdf") if args.pdf else ("png",)
+    from megasink.report.pages import write_report
+
     write_report(args.analyses, args.output, kinds=kinds)
     print(f"wrote {args.output}/report.html")
     return 0

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from megasink.checkpoint.find import is_run
 from megasink.commands.analyze import measure_model
 from megasink.probe.ranks import taking_part
-from megasink.probe.sweep import check_sweep, sweep, sweep_parser
+from megasink.probe.sweep_options import check_sweep, sweep_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,5 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = sweep_parser(main.__doc__).parse_args(argv)
         is_ours = is_run(args.model)
         check_sweep(args, is_run=is_ours)
+        from megasink.probe.sweep import sweep
+
         measure_model(args, is_ours, ranks, sweep)
     return 0

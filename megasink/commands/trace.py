@@ -6,20 +6,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from megasink.checkpoint.find import find_checkpoint
 from megasink.checkpoint.intact import checkpoint_path, iterations
 from megasink.commands.analyze import open_checkpoint
 from megasink.diagnostics.results import Results
 from megasink.errors import UserError
 from megasink.probe import options
-from megasink.probe.analysis import analyze
 from megasink.probe.ranks import Ranks, taking_part
 from megasink.process import prepare_quietly
-from megasink.progress import tracked
-from megasink.report.analysis import read_analysis
-from megasink.report.trace import trace_row, write_trace
 from megasink.train.run_dir import LIVE
 
 
@@ -36,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = args.name or args.model.resolve().name
         if made and not args.data and args.inputs == ["natural"]:
             if ranks.rank == 0:
+                from megasink.report.analysis import read_analysis
+
                 _write(args.output, [read_analysis(folder).results for folder in made], name)
             return 0
         options.check(args, is_run=True)
@@ -60,6 +56,11 @@ def _made_in_training(run: Path) -> list[Path]:
 
 
 def _analyze_all(args: argparse.Namespace, steps: list[int], ranks: Ranks) -> list[Results]:
+    from rich.console import Console
+
+    from megasink.probe.analysis import analyze
+    from megasink.progress import tracked
+
     root = args.output
     analyses: list[Results] = []
     console = Console(stderr=True, quiet=bool(ranks.rank))
@@ -76,6 +77,8 @@ def _analyze_all(args: argparse.Namespace, steps: list[int], ranks: Ranks) -> li
 
 def _write(root: Path, analyses: Sequence[Results], name: str, links: Sequence[str] = ()) -> None:
     """Write trace.csv, trace.png and report.html."""
+    from megasink.report.trace import trace_row, write_trace
+
     different = {results.run.data_sha256 for results in analyses}
     try:
         write_trace([trace_row(results) for results in analyses], root, name, links)

@@ -3,6 +3,7 @@
 The order is fixed: inputs as given, folders by sorted relative path, records in file order.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BufferedReader
@@ -289,3 +290,10 @@ def _decoded(data: bytes) -> str | None:
         return data.decode("utf-8")
     except UnicodeDecodeError:
         return None
+
+
+def default_workers() -> int:
+    """Return the number of processors available to this process."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS

@@ -12,18 +12,13 @@ from megasink.data import output
 from megasink.data.chat import COUNTS
 from megasink.data.corpus import EXAMPLES
 from megasink.data.index import data_problem, sequence_lengths
-from megasink.data.output import LOSS_MASK, file_of, output_problems, partial_of
+from megasink.data.output import LOSS_MASK, file_of, output_problems, part_of, partial_of
 from megasink.data.sidecar import read_sidecar
 from megasink.data.writer import write_index
 from megasink.errors import ConfigError
 from megasink.progress import progress
 
 _SUMS = ("documents", "tokens", "text_bytes", *COUNTS)
-
-
-def part_of(prefix: Path, part: int, parts: int) -> Path:
-    """Return the prefix of a part (from 1 on) of the data set of `prefix`."""
-    return prefix.with_name(f"{prefix.name}-{part}-of-{parts}")
 
 
 def merge(prefix: Path, *, overwrite: bool = False) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megasink.atomic import sync, sync_folder
 from megasink.data.object_store import is_stored
@@ -25,6 +25,18 @@ PROGRESS = ".progress"
 LENGTHS = ".lengths"
 # What may be there until the data set is published.
 _PARTIAL = (*CHAT, PROGRESS, LENGTHS, f"{LOSS_MASK}{LENGTHS}")
+
+
+class Written(NamedTuple):
+    """How far a data set is written: documents, and bytes of tokens."""
+
+    documents: int = 0
+    token_bytes: int = 0
+
+
+def part_of(prefix: Path, part: int, parts: int) -> Path:
+    """Return the prefix of a part (from 1 on) of the data set of `prefix`."""
+    return prefix.with_name(f"{prefix.name}-{part}-of-{parts}")
 
 
 def file_of(prefix: Path, suffix: str) -> Path:

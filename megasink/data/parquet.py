@@ -10,6 +10,7 @@ from typing import Self
 
 from megasink.data import parquet_rows
 from megasink.errors import UserError
+from megasink.extras import require
 
 
 class ParquetReader:
@@ -49,6 +50,9 @@ class ParquetReader:
             UserError: not a parquet file, a missing column or one of another type, or a file that
                 needs more memory than documents of `max_bytes` do.
         """
+        require("pyarrow", str(path))
+        if sys.platform != "linux":  # the reader's memory is bounded as Linux does it
+            raise UserError(f"{path}: parquet is read on Linux alone; write it as .jsonl")
         self._process = process = self._process or self._start()
         assert process.stdin is not None
         try:

@@ -1,6 +1,5 @@
 """Convert a corpus to the `.bin` and `.idx` files that Megatron's indexed datasets read."""
 
-import os
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -11,13 +10,13 @@ from typing import Any, NamedTuple
 
 import megasink
 from megasink.data import chat, output, resume
-from megasink.data.corpus import Corpus, Document, Skipped
+from megasink.data.corpus import Corpus, Document, Skipped, default_workers
 from megasink.data.encode import Encoded, EncoderSettings, encode_in_order, parts_of
-from megasink.data.output import LENGTHS, LOSS_MASK, file_of, output_problems, partial_of
+from megasink.data.output import LENGTHS, LOSS_MASK, Written, file_of, output_problems, partial_of
 from megasink.data.parts import Place
 from megasink.data.tokenizer import leading_ids, tokenizer_hash
 from megasink.data.tokenizer_process import from_tokenizer
-from megasink.data.writer import IndexedWriter, Written, token_dtype
+from megasink.data.writer import IndexedWriter, token_dtype
 from megasink.errors import ConfigError, UserError
 from megasink.printable import say
 
@@ -61,11 +60,6 @@ class PreprocessReport:
             *("--tokenizer-type", "HuggingFaceTokenizer"),
             *("--tokenizer-model", str(self.tokenizer_folder)),
         ]
-
-
-def default_workers() -> int:
-    """Return the number of processors available to this process."""
-    return len(os.sched_getaffinity(0))
 
 
 def preprocess(

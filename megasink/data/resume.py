@@ -9,9 +9,8 @@ from typing import Any
 
 from megasink.atomic import atomic_text
 from megasink.data.corpus import Corpus
-from megasink.data.output import LENGTHS, PROGRESS, partial_of
+from megasink.data.output import LENGTHS, PROGRESS, Written, partial_of
 from megasink.data.parts import Place
-from megasink.data.writer import Written
 from megasink.errors import UserError
 from megasink.json_file import read_object
 

@@ -3,7 +3,6 @@
 import hashlib
 import io
 import json
-import os
 import random
 import re
 import shutil
@@ -14,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasink.atomic import atomic_folder, atomic_text
-from megasink.data.corpus import Document
+from megasink.data.corpus import Document, default_workers
 from megasink.errors import UserError
+from megasink.extras import require
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -162,6 +162,7 @@ def train_sentencepiece(chunks: list[str], vocab_size: int, *, bos: bool = False
         UserError: `vocab_size` is too small for the sample's characters, or larger than its merges
             allow.
     """
+    require("sentencepiece", "training a tokenizer")
     import sentencepiece
 
     model = io.BytesIO()
@@ -179,7 +180,7 @@ def train_sentencepiece(chunks: list[str], vocab_size: int, *, bos: bool = False
             allow_whitespace_only_pieces=True,
             split_digits=True,
             max_sentence_length=4 * _CHUNK + 4,
-            num_threads=len(os.sched_getaffinity(0)),
+            num_threads=default_workers(),
             unk_id=0,
             unk_piece=UNK,
             eos_id=1,

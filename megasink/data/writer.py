@@ -7,10 +7,12 @@ document, imports torch, and cannot go on; the bytes here are the same.
 import os
 import struct
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megasink.data.output import Written
 
 HEADER = struct.Struct("<9sQBQQ")
 """indexed_dataset.py:157: magic, version, token type, numbers of sequences and of boundaries."""
@@ -22,13 +24,6 @@ _BLOCK = 1 << 16  # documents of the index that are in memory
 def token_dtype(vocab_size: int) -> str:
     """Return the type of token ids that Megatron would choose (indexed_dataset.py:107)."""
     return "uint16" if vocab_size < 65500 else "int32"
-
-
-class Written(NamedTuple):
-    """How far a data set is written: documents, and bytes of tokens."""
-
-    documents: int = 0
-    token_bytes: int = 0
 
 
 class IndexedWriter:

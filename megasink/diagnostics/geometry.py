@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import eigh
 
-from megasink.diagnostics.maps import MAP_TOKENS
+from megasink.definitions import MAP_TOKENS
 
 Floats = NDArray[np.float64]
 

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megasink.definitions import MAP_TOKENS
 from megasink.diagnostics.tiles import HIDDEN, tiles
-
-MAP_TOKENS = 256
-"""Maximum sequence length for attention maps."""
 
 
 def attention_maps(

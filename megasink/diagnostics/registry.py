@@ -18,10 +18,10 @@ import math
 import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # what reads flags and draws curves reads the records too, without torch
+    from torch import Tensor
 
 ATTENTION: dict[str, str] = {
     "query_HTD": "queries as attention sees them: after rotary embeddings and query norms",
@@ -89,22 +89,27 @@ A metric of statistics returns its axis without layer or state: [H], [H, T], a s
 
 _DERIVED_ONLY = ("key", "model")
 
-OVER_SAMPLES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+
+def _mean_over_tokens(values: "Tensor", tokens_N: "Tensor") -> "Tensor":
+    import torch
+
+    return torch.tensordot(tokens_N.to(values.dtype) / tokens_N.sum(), values, 1)
+
+
+OVER_SAMPLES: dict[str, "Callable[[Tensor, Tensor], Tensor]"] = {
     "mean": lambda values, tokens_N: values.nanmean(0),
-    "mean over tokens": lambda values, tokens_N: torch.tensordot(
-        tokens_N.to(values.dtype) / tokens_N.sum(), values, 1
-    ),
+    "mean over tokens": _mean_over_tokens,
     "min": lambda values, tokens_N: values.amin(0),
     "max": lambda values, tokens_N: values.amax(0),
     "median": lambda values, tokens_N: values.nanmedian(0).values,
 }
 """How sample values, [N, ...], reduce to the value of the analysis."""
 
-SCALARS: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": torch.nanmean,
+SCALARS: dict[str, "Callable[[Tensor], Tensor]"] = {
+    "mean": lambda values: values.nanmean(),
     "first": lambda values: values.flatten()[0],
     "mean over block outputs": lambda values: values[2::2].nanmean(),
-    "max over block outputs": lambda values: values[2::2].nan_to_num(nan=-torch.inf).amax(),
+    "max over block outputs": lambda values: values[2::2].nan_to_num(nan=-math.inf).amax(),
 }
 """How the value of an analysis reduces to one number, where one is shown."""
 
@@ -148,7 +153,7 @@ class Metric:
     unit: str
     axis: str
     source: str
-    compute: Callable[..., Tensor]
+    compute: "Callable[..., Tensor]"
     needs: tuple[str, ...]
     over_samples: str | None
     shown: frozenset[str]
@@ -170,7 +175,7 @@ class Metric:
         """Whether the tables of models and datasets show its number."""
         return "scalar" in self.shown or ("table" in self.shown and self.axis in _DERIVED_ONLY)
 
-    def number_of(self, value: Tensor) -> float | str | None:
+    def number_of(self, value: "Tensor") -> float | str | None:
         """Return its number: a name for a category, None if there is none."""
         number = float(SCALARS[self.scalar](value))
         if not math.isfinite(number):
@@ -197,7 +202,7 @@ def metric(
     title: str | None = None,
     needs: tuple[str, ...] | None = None,
     **options: Any,
-) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+) -> "Callable[[Callable[..., Tensor]], Callable[..., Tensor]]":
     """Register the decorated function; the first line of its docstring is the definition.
 
     Args:
@@ -212,7 +217,7 @@ def metric(
         TypeError: an unknown option.
     """
 
-    def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def register(function: "Callable[..., Tensor]") -> "Callable[..., Tensor]":
         if not function.__module__.startswith("megasink.diagnostics."):
             _discover()
         given = tuple(inspect.signature(function).parameters) if needs is None else needs
@@ -311,7 +316,7 @@ def metrics_shown(where: str) -> dict[str, Metric]:
     return {name: entry for name, entry in metrics().items() if where in entry.shown}
 
 
-def _place(function: Callable[..., Tensor]) -> tuple[bool, str, int]:
+def _place(function: "Callable[..., Tensor]") -> tuple[bool, str, int]:
     """Return the sort key of a metric; other packages come last."""
     module = function.__module__
     is_other = not module.startswith("megasink.diagnostics.")

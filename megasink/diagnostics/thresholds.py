@@ -11,9 +11,6 @@ from numpy.typing import NDArray
 Scores = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
-SHARES = (0.0, 0.05, 0.10, 0.15, 0.20, 0.25, 0.30)
-"""Shares of heads for which the paper calibrates thresholds."""
-
 
 def published_quantile(scores: Scores, share: float) -> float:
     """Return a quantile by the rule of the released code (P3.11), not `numpy.quantile`'s default.

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from megasink.errors import UserError
 from megasink.grid.measurements import MEASUREMENTS, Curves
-from megasink.report.curves import read_metrics, series, smoothed
+from megasink.report.curves import series, smoothed
+from megasink.report.metrics import read_metrics
 from megasink.report.spikes import loss_spikes
 
 POINTS = 100

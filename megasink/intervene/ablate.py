@@ -23,8 +23,8 @@ from megasink.intervene.task_loading import LoadedTasks
 from megasink.probe.analysis import bytes_by_token
 from megasink.probe.base import ProbedModel
 from megasink.probe.identity import weights_hash
-from megasink.probe.options import model_samples
 from megasink.probe.ranks import Ranks
+from megasink.probe.samples import model_samples
 from megasink.progress import progress
 from megasink.report.ablation import write_ablation
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megasink.errors import ConfigError, UserError
-from megasink.intervene.suites import SUITES, expanded
 from megasink.json_file import read_object
+from megasink.suites import SUITES, expanded
 
 OWN_TASKS = Path(__file__).parent / "tasks"
 """Tasks that ship with megasink, made from text that ships with Python."""
@@ -56,7 +56,7 @@ def load_tasks(
 
     Args:
         names: of tasks, groups and tags of lm-eval, of megasink's own tasks, or of the papers'
-            suites (`megasink.intervene.suites`).
+            suites (`megasink.suites`).
         folders: more tasks, as YAML files of lm-eval; Python files beside them may run.
         num_fewshot: examples before each question; None for the suite's or task's own number. A
             task that fixes it to 0 keeps 0, as in lm-eval.

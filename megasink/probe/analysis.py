@@ -16,10 +16,10 @@ from megasink.probe.base import ProbedModel
 from megasink.probe.geometry import project, read_rows
 from megasink.probe.identity import identity
 from megasink.probe.maps import asked_heads, geometry, telling_heads
-from megasink.probe.options import model_samples
 from megasink.probe.ranks import Ranks
 from megasink.probe.recorder import Recorder
 from megasink.probe.run import run
+from megasink.probe.samples import model_samples
 from megasink.probe.shards import PartialFolder
 from megasink.probe.write import write_analysis
 from megasink.report.analysis import read_analysis

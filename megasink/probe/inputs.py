@@ -18,8 +18,6 @@ from megasink.data.replaced_tokens import Replacement
 from megasink.diagnostics.tokens import random_sequences, repeated_sequences
 from megasink.errors import UserError
 
-KINDS = ("natural", "random", "repeated")
-BOS = ("auto", "add", "none")
 SHORTEST = 2
 
 

@@ -5,11 +5,11 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from megasink.errors import UserError
-from megasink.probe.options import DTYPES
 
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 _READ = ("sdpa", "eager")
@@ -34,7 +34,7 @@ def load(args: Namespace, device: str, *, quiet: bool = False) -> tuple[PreTrain
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model, **_LOCAL)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             args.model,
-            dtype=DTYPES[args.dtype],
+            dtype="auto" if args.dtype == "auto" else getattr(torch, args.dtype),
             attn_implementation=args.attn_implementation,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, with the mismatches

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megasink.definitions import MAP_TOKENS
 from megasink.diagnostics.geometry import Floats, attention_map_components, query_key_components
-from megasink.diagnostics.maps import MAP_TOKENS
 from megasink.errors import UserError
 from megasink.probe.base import Observer, OpenProbe
 from megasink.probe.head_names import head_problems, parse_head
@@ -33,19 +33,6 @@ class Head(NamedTuple):
     layer: int
     head: int
     why: str
-
-
-def map_problems(heads: Sequence[str], length: int) -> list[str]:
-    """Return the problems with `--maps` and `--map-length` that need no model to find."""
-    problems = []
-    if not 2 <= length < MAP_TOKENS:
-        problems.append(f"--map-length {length}: must be 2 to {MAP_TOKENS - 1}, as maps are S x S")
-    for text in heads:
-        try:
-            parse_head(text)
-        except ValueError as error:
-            problems.append(f"--maps {error}")
-    return problems
 
 
 def asked_heads(texts: Sequence[str], heads: Sequence[int]) -> list[Head]:

@@ -1,36 +1,23 @@
-"""The options of an analysis, their checks, and the samples that they select."""
+"""The options of an analysis, and their checks. Neither needs the model, or imports torch for
+what the command line and the file system can tell."""
 
 import argparse
 import math
 import os
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from megasink.command_line import CommandParser
 from megasink.data.corpus import STDLIB
-from megasink.diagnostics.maps import MAP_TOKENS
-from megasink.errors import ConfigError, UserError
+from megasink.definitions import MAP_TOKENS
+from megasink.errors import ConfigError
 from megasink.plugins import add_flag
-from megasink.probe.base import ProbedModel
-from megasink.probe.inputs import (
-    BOS,
-    KINDS,
-    Sample,
-    text_samples,
-    token_samples,
-    with_replaced_tokens,
-)
-from megasink.probe.maps import map_problems
-from megasink.probe.replacing import (
-    add_replacement_flags,
-    replacement_for,
-    replacement_problems,
-)
+from megasink.probe.head_names import parse_head
+from megasink.probe.replacing import add_replacement_flags, replacement_problems
 
-DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16}
+KINDS = ("natural", "random", "repeated")
+BOS = ("auto", "add", "none")
+DTYPES = ("auto", "float32", "bfloat16")
 SEQ_LENGTH = 512
 """Default sequence length in tokens, if the model has as many positions."""
 SYNTHETIC = 100
@@ -92,7 +79,7 @@ def weights_parser(prog: str, description: str | None) -> argparse.ArgumentParse
     parser.add_argument("--name", help="model name in tables and figures (default: the folder's)")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer folder (default: MODEL)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: the model's")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
     parser.add_argument(
         "--attn-implementation", choices=("sdpa", "eager"), help="default: the model's own"
     )
@@ -131,8 +118,21 @@ def check(args: argparse.Namespace, *, is_run: bool = False) -> None:
     Raises:
         ConfigError: one message with every problem.
     """
-    if problems := problems_of(args, is_run=is_run):
+    settle(args, problems_of(args, is_run=is_run))
+
+
+def settle(args: argparse.Namespace, problems: Sequence[str]) -> None:
+    """Refuse a command line with problems; otherwise resolve the default of ``--device``.
+
+    Raises:
+        ConfigError: one message with every problem.
+    """
+    if problems:
         raise ConfigError(problems)
+    if args.device is None:
+        import torch
+
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def weights_problems(args: argparse.Namespace, *, is_run: bool) -> list[str]:
@@ -156,12 +156,12 @@ def weights_problems(args: argparse.Namespace, *, is_run: bool) -> list[str]:
         problems.append(f"{args.model}: no such folder")
     if not is_run and not (args.model / "config.json").is_file():
         problems.append(f"{args.model} is not a Hugging Face model folder: it has no config.json")
-    if problem := _device_problem(args.device):
-        problems.append(f"--device {args.device}: {problem}")
     if args.tokenizer is not None and not args.tokenizer.is_dir():
         problems.append(f"--tokenizer {args.tokenizer} is not a folder")
     if problem := _folder_problem(args.output):
         problems.append(f"--output {args.output} {problem}")
+    if args.device is not None and (problem := _device_problem(args.device)):
+        problems.append(f"--device {args.device}: {problem}")
     return problems
 
 
@@ -195,8 +195,25 @@ def problems_of(args: argparse.Namespace, *, is_run: bool) -> list[str]:
     return problems + map_problems(args.maps or [], args.map_length)
 
 
+def map_problems(heads: Sequence[str], length: int) -> list[str]:
+    """Return the problems with `--maps` and `--map-length` that need no model to find."""
+    problems = []
+    if not 2 <= length < MAP_TOKENS:
+        problems.append(f"--map-length {length}: must be 2 to {MAP_TOKENS - 1}, as maps are S x S")
+    for text in heads:
+        try:
+            parse_head(text)
+        except ValueError as error:
+            problems.append(f"--maps {error}")
+    return problems
+
+
 def _device_problem(name: str) -> str | None:
     """Return why torch has no such device here."""
+    if name == "cpu":
+        return None
+    import torch
+
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -217,61 +234,3 @@ def _folder_problem(folder: Path) -> str | None:
     if not os.access(there, os.W_OK):
         return f"cannot be written: no permission to write to {there}"
     return None
-
-
-def model_samples(args: argparse.Namespace, model: ProbedModel) -> list[Sample]:
-    """Return the sequences that the command line selects, as the model reads them.
-
-    Sets `args.seq_length` if it was not given, and what was replaced (see `replacement_for`).
-
-    Raises:
-        UserError: sequences exceed the positions, or as `samples_of` and `replacement_for`.
-    """
-    positions, first = model.positions, model.first
-    if args.seq_length is None:
-        args.seq_length = min(SEQ_LENGTH, (positions or SEQ_LENGTH + len(first)) - len(first))
-    if positions is not None and args.seq_length + len(first) > positions:
-        raise UserError(
-            f"--seq-length {args.seq_length} is longer than the {positions - len(first)} positions "
-            f"of {args.model}: use at most {positions - len(first)}"
-        )
-    samples = samples_of(args, model.tokenizer, model.vocabulary)
-    return [
-        replace(sample, tokens=(*first, *sample.tokens))
-        for sample in with_replaced_tokens(samples, replacement_for(args, model))
-    ]
-
-
-def samples_of(args: argparse.Namespace, tokenizer: Any, vocabulary: int) -> list[Sample]:
-    """Return the sequences that the command line selects.
-
-    Raises:
-        UserError: there is no text, or the tokenizer does not fit.
-    """
-    samples: list[Sample] = []
-    if "natural" in args.inputs:
-        samples += text_samples(
-            tokenizer,
-            args.data,
-            seq_length=args.seq_length,
-            max_samples=args.max_samples,
-            bos=args.bos,
-            json_key=args.json_key,
-        )
-    for kind in ("random", "repeated"):
-        if kind in args.inputs:
-            samples += token_samples(
-                kind,
-                min(args.max_samples, SYNTHETIC),
-                args.seq_length,
-                min(vocabulary, len(tokenizer)),
-                args.seed,
-                tokenizer.all_special_ids,
-            )
-    highest = max(max(sample.tokens) for sample in samples)
-    if highest >= vocabulary:
-        raise UserError(
-            f"the tokenizer {tokenizer.name_or_path} gives token {highest}, but the model "
-            f"has {vocabulary} tokens: pass the model's own tokenizer (--tokenizer)"
-        )
-    return samples

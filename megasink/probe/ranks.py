@@ -11,12 +11,13 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import NoReturn
-
-import torch
-from torch.distributed import HashStore, PrefixStore, Store
+from functools import cached_property
+from typing import TYPE_CHECKING, NoReturn
 
 from megasink.errors import UserError
+
+if TYPE_CHECKING:  # flags are read, and refused, without torch
+    from torch.distributed import Store
 
 _POLL_SECONDS, _GRACE_SECONDS = 0.05, 3.0
 
@@ -30,10 +31,20 @@ class Ranks:
         size: number of processes.
     """
 
-    def __init__(self, store: Store | None = None, rank: int = 0, size: int = 1):
-        self._root = HashStore() if store is None else store
-        self._store: Store = self._root
+    def __init__(self, store: "Store | None" = None, rank: int = 0, size: int = 1):
+        self._given = store
+        self._analysis: Store | None = None
         self.rank, self.size = rank, size
+
+    @cached_property
+    def _root(self) -> "Store":
+        from torch.distributed import HashStore
+
+        return HashStore() if self._given is None else self._given
+
+    @property
+    def _store(self) -> "Store":
+        return self._root if self._analysis is None else self._analysis
 
     @classmethod
     def from_environment(cls) -> "Ranks":
@@ -48,7 +59,9 @@ class Ranks:
 
     def enter(self, analysis: str) -> None:
         """Start counting for this analysis; every process enters the same analyses in order."""
-        self._store = PrefixStore(analysis, self._root)
+        from torch.distributed import PrefixStore
+
+        self._analysis = PrefixStore(analysis, self._root)
 
     def claims(self, count: int) -> Iterator[int]:
         """Yield numbers below `count`, each claimed by exactly one process."""
@@ -92,9 +105,13 @@ class Ranks:
 
     def is_first_to_fail(self) -> bool:
         """Record that this process failed; return whether it is the first."""
+        if self.size == 1:
+            return True
+        from torch.distributed import DistError
+
         try:
             return self._root.add("failed", 1) == 1
-        except torch.distributed.DistError:  # the process hosting the store has exited
+        except DistError:  # the process hosting the store has exited
             return False
 
     def device(self, asked: str) -> str:
@@ -107,6 +124,8 @@ class Ranks:
             return asked
         if asked != "cuda":
             raise UserError(f"--device {asked} with {self.size} processes: use cuda, one each")
+        import torch
+
         local, count = int(os.environ.get("LOCAL_RANK", self.rank)), torch.cuda.device_count()
         if local >= count:
             raise UserError(

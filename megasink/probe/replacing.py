@@ -4,9 +4,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megasink.data.replaced_tokens import FORMS, Replacement, problems_of, replacement
-from megasink.probe.base import ProbedModel
+
+if TYPE_CHECKING:
+    from megasink.probe.base import ProbedModel
 
 KEPT = "none"
 
@@ -38,7 +41,7 @@ def replacement_problems(args: argparse.Namespace) -> list[str]:
     return problems_of(_positions(at), value)
 
 
-def replacement_for(args: argparse.Namespace, model: ProbedModel) -> Replacement | None:
+def replacement_for(args: argparse.Namespace, model: "ProbedModel") -> Replacement | None:
     """Return what to replace in every sequence: by the options, or else as in the run's training.
 
     Sets `args.replaced_positions` and `args.replaced_with`, which results record, and says on

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import megasink
+from megasink.definitions import SHARES
 from megasink.diagnostics import metrics
 from megasink.diagnostics.analysis_values import AnalysisValues
 from megasink.diagnostics.results import (
@@ -27,7 +28,6 @@ from megasink.diagnostics.results import (
 )
 from megasink.diagnostics.sinks import sink_positions
 from megasink.diagnostics.thresholds import (
-    SHARES,
     agreement,
     inactive,
     least_active,
@@ -35,8 +35,9 @@ from megasink.diagnostics.thresholds import (
     threshold,
 )
 from megasink.diagnostics.tokens import repeat_rate
-from megasink.probe.inputs import KINDS, Sample
+from megasink.probe.inputs import Sample
 from megasink.probe.measurements import Floats, Measurements
+from megasink.probe.options import KINDS
 from megasink.typed_json import to_json
 
 AGREEMENT_SHARE, LAYER_SHARE = 0.1, 0.15

@@ -19,11 +19,10 @@ from megasink.diagnostics import metrics
 from megasink.diagnostics.results import FORMAT, ModelFacts, SweepResults, SweepRow
 from megasink.diagnostics.thresholds import inactive, share_by_layer, threshold
 from megasink.diagnostics.tokens import repeated_first_token
-from megasink.errors import ConfigError, UserError
+from megasink.errors import UserError
 from megasink.probe.base import ProbedModel
 from megasink.probe.identity import identity
 from megasink.probe.inputs import (
-    BOS,
     Sample,
     data_hash,
     dataset_names,
@@ -31,17 +30,16 @@ from megasink.probe.inputs import (
     with_replaced_tokens,
 )
 from megasink.probe.measurements import Measurements
-from megasink.probe.options import model_parser, problems_of
 from megasink.probe.ranks import Ranks
 from megasink.probe.recorder import Recorder
-from megasink.probe.replacing import add_replacement_flags, replacement_for
+from megasink.probe.replacing import replacement_for
 from megasink.probe.run import run
 from megasink.probe.shards import PartialFolder
 from megasink.probe.summary import LAYER_SHARE, metric_results, scores_of
+from megasink.probe.sweep_options import COLUMNS
 from megasink.report.sweep import write_sweep
 from megasink.typed_json import to_json
 
-COLUMNS = 8
 METRICS = ("alpha", "awft", "ahon", "importance", "massive_ratio")
 SCORES = ("awft", "ahon_ln")
 """Scores whose inactive heads are counted (P3.24)."""
@@ -65,57 +63,6 @@ class Setting(NamedTuple):
     @property
     def label(self) -> str:
         return f"{self.length}-{self.bos}-x{self.copies}"
-
-
-def sweep_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return the parser of `megasink sweep`."""
-    parser = model_parser("megasink sweep", description)
-    parser.add_argument(
-        "--lengths",
-        type=int,
-        nargs="+",
-        default=[64],
-        metavar="T",
-        help="text lengths in tokens; texts shorter than the longest are left out (default: 64)",
-    )
-    parser.add_argument(
-        "--bos",
-        choices=BOS,
-        nargs="+",
-        default=["auto"],
-        help="auto follows the tokenizer (default: auto)",
-    )
-    parser.add_argument(
-        "--first-token-copies",
-        type=int,
-        nargs="+",
-        default=[1],
-        metavar="N",
-        help="copies of BOS or, without BOS, of the first token of the text (default: 1)",
-    )
-    add_replacement_flags(parser)
-    # Options of an analysis that a sweep sets itself.
-    parser.set_defaults(inputs=["natural"], seq_length=2, positions=1, columns=COLUMNS, loss=True)
-    parser.set_defaults(maps=None, map_length=2)
-    return parser
-
-
-def check_sweep(args: argparse.Namespace, *, is_run: bool) -> None:
-    """Check everything that needs no model.
-
-    Raises:
-        ConfigError: one message with every problem.
-    """
-    problems = problems_of(args, is_run=is_run)
-    for flag, values, least in (
-        ("--lengths", args.lengths, 2),
-        ("--first-token-copies", args.first_token_copies, 1),
-    ):
-        problems += [f"{flag} {value}: at least {least}" for value in values if value < least]
-        if len(set(values)) < len(values):
-            problems.append(f"{flag} {' '.join(map(str, values))}: a value is repeated")
-    if problems:
-        raise ConfigError(problems)
 
 
 def sweep(args: argparse.Namespace, model: ProbedModel, ranks: Ranks) -> SweepResults | None:

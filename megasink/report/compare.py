@@ -9,13 +9,10 @@ from numpy.typing import NDArray
 
 from megasink.report.bands import Array, band_of, draw_band, zoom
 from megasink.report.curves import mark_spikes, series, smoothed
-from megasink.report.grid_results import CellResults
+from megasink.report.grid_results import EMA, CellResults
 from megasink.report.spikes import loss_spikes
 from megasink.report.style import label, model_colors, panels, save, styled
 
-AXES = ("step", "tokens")
-EMA = 0.9
-"""Factor of the moving averages in the curves of a grid."""
 COLUMNS = {
     "steps": "steps",
     "loss": "lm_loss",

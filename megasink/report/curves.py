@@ -1,6 +1,5 @@
 """The figure of a run: loss, bits per byte, head imbalance, and the importance heatmap."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,39 +10,9 @@ from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.report.divergence import MovingAverage
 from megasink.report.heatmap import draw_importance
+from megasink.report.metrics import read_metrics
 from megasink.report.spikes import loss_spikes
 from megasink.report.style import BLUE, GRAY, VERMILION, label, note, panels, save, styled
-
-_NUMBERS = ("lm_loss", "valid_lm_loss", "valid_bits_per_byte", "imbalance", "tokens")
-
-
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics.jsonl.
-
-    Raises:
-        UserError: the file is missing, empty, or not JSON lines.
-    """
-    path = run_dir / "metrics.jsonl"
-    if not path.is_file():
-        raise UserError(f"{run_dir} is not a run: {path} not found")
-    lines: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        try:
-            lines.append(json.loads(line))
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path} line {number} is not JSON: {error}") from error
-        _check(lines[-1], f"{path} line {number}")
-    if not any("lm_loss" in line for line in lines):
-        raise UserError(f"{path} has no training step yet")
-    return lines
-
-
-def _check(line: object, where: str) -> None:
-    if not isinstance(line, dict) or not isinstance(line.get("iteration"), int):
-        raise UserError(f"{where} is not a line of metrics: it has no iteration")
-    for key in _NUMBERS:
-        if not isinstance(line.get(key), int | float | None):
-            raise UserError(f"{where}: {key} is {line[key]!r}, not a number")
 
 
 def smoothed(values: NDArray[np.float64], factor: float = 0.9) -> NDArray[np.float64]:
@@ -63,15 +32,25 @@ def series(
     return np.asarray(list(found), dtype=float), np.asarray(list(found.values()), dtype=float)
 
 
-@styled()
-def draw_run(run_dir: Path, output: Path | None = None) -> Path:
+def draw_run(
+    run_dir: Path, output: Path | None = None, lines: list[dict[str, Any]] | None = None
+) -> Path:
     """Draw the figure of a run, by default to RUN/curves.png, and return its path.
+
+    Args:
+        lines: of its metrics.jsonl, if they are read already.
 
     Raises:
         UserError: as in `read_metrics`.
     """
-    lines = read_metrics(run_dir)
+    lines = read_metrics(run_dir) if lines is None else lines
     output = output or run_dir / "curves.png"
+    _draw(lines, _title(run_dir), output)
+    return output
+
+
+@styled()
+def _draw(lines: list[dict[str, Any]], title: str, output: Path) -> None:
     count = 3 + any("valid_bits_per_byte" in line for line in lines)
     figure, (axes,) = panels(1, count, 4.2, width=14 / 3 * count)
     _draw_loss(axes[0], lines)
@@ -79,9 +58,8 @@ def draw_run(run_dir: Path, output: Path | None = None) -> Path:
         _draw_bits_per_byte(axes[1], lines)
     _draw_imbalance(axes[-2], lines)
     _draw_importance(figure, axes[-1], lines)
-    figure.suptitle(_title(run_dir), fontsize=11)
+    figure.suptitle(title, fontsize=11)
     save(figure, output)
-    return output
 
 
 def _title(run_dir: Path) -> str:

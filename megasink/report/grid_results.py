@@ -13,6 +13,8 @@ from megasink.typed_json import from_json
 FORMAT = 1
 """Incremented when an entry moves or changes its meaning."""
 RESULTS = "results.json"
+EMA = 0.9
+"""Factor of the moving averages in the curves of a grid."""
 
 
 @dataclass(kw_only=True)

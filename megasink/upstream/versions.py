@@ -6,6 +6,7 @@ import re
 import sys
 
 from megasink.errors import UserError
+from megasink.extras import require_train
 
 # Tested versions; others may change the code that layers and patches depend on.
 SUPPORTED = {"megatron-core": ((0, 19), (0, 21)), "torch": ((2, 11), None)}
@@ -49,12 +50,14 @@ def check_versions() -> None:
     """Refuse an environment that megasink's hooks do not support.
 
     Raises:
-        UserError: Python is below 3.12, or a package is missing or outside the tested range.
+        UserError: Python is below 3.12, megasink[train] is not installed, or a package is outside
+            the tested range.
     """
     if sys.version_info < (3, 12):  # noqa: UP036  (run from a checkout, pip has not checked)
         raise UserError(
             f"Python {sys.version.split()[0]} is too old: megatron-core 0.19 needs 3.12"
         )
+    require_train("a run, which Megatron loads,")
     for package, (lowest, below) in SUPPORTED.items():
         installed = version_of(package)
         wanted = f">={'.'.join(map(str, lowest))}"

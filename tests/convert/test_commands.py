@@ -16,9 +16,10 @@ from megasink.convert.sink_calibration import sink_logits
 from megasink.data.corpus import Document
 from megasink.data.tokenizer import train_tokenizer
 from tests.distributed.layout import SINGLE
+from tests.light import environment
+from tests.test_packaging import ROOT, setup_arguments
 
 TASKS = "tests.convert.tasks"
-ROOT = Path(__file__).resolve().parents[2]
 STDLIB = Path(os.__file__).parent
 
 
@@ -59,6 +60,22 @@ def plain(pool, runs):
     """The run with plain attention as a Hugging Face folder."""
     pool.run(f"{TASKS}:export_only", SINGLE, run=str(runs / "plain"), output=str(runs / "hf"))
     return runs / "hf"
+
+
+def test_a_checkpoint_is_read_without_megatron(runs, plain, tmp_path):
+    """Of the light weight; to verify, the model of the run is needed, and says so."""
+    light, output = tmp_path / "light", tmp_path / "hf"
+    environment.make(light, setup_arguments()["install_requires"])
+    (light / "megasink").symlink_to(ROOT / "megasink")
+    command = ["-m", "megasink", "convert-to-hf", str(runs / "plain"), str(output)]
+    refused = environment.run(light, *command)
+    assert refused.returncode == 2
+    assert "pip install 'megasink[train]'" in refused.stderr
+    assert not output.exists()
+    done = environment.run(light, *command, "--no-verify")
+    assert done.returncode == 0, done.stderr
+    weights = "model.safetensors"
+    assert (output / weights).read_bytes() == (plain / weights).read_bytes()
 
 
 def test_an_export_verifies_itself_and_takes_everything_along(pool, runs, tmp_path):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from megasink.definitions import MAP_TOKENS
 from megasink.diagnostics.circuit import (
     STAGES,
     circuit_stage,
@@ -22,7 +23,6 @@ from megasink.diagnostics.geometry import (
 )
 from megasink.diagnostics.head_scores import layer_normalized, random_scores
 from megasink.diagnostics.importance import gate_spread, layer_imbalance
-from megasink.diagnostics.maps import MAP_TOKENS
 from megasink.diagnostics.registry import OVER_SAMPLES, SCALARS
 from megasink.diagnostics.sinks import sink_rate
 from megasink.diagnostics.states import MeanCosine, mean_cosine

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from megasink import suites
 from megasink.cli import main
 from megasink.commands import analyze, evaluate
 from megasink.errors import ConfigError, UserError
-from megasink.intervene import suites, task_loading
+from megasink.intervene import task_loading
 from megasink.intervene.evaluation import Evaluation
 from megasink.intervene.task_loading import OWN_TASKS, load_tasks
 from megasink.typed_json import from_json

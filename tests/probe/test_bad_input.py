@@ -158,7 +158,7 @@ def test_the_length_follows_the_model(root, tmp_path, monkeypatch, first, length
         asked.append(args.seq_length)
         raise UserError("enough")
 
-    monkeypatch.setattr("megasink.probe.options.samples_of", stop)
+    monkeypatch.setattr("megasink.probe.samples.samples_of", stop)
     args = options.parser().parse_args([str(root), "--output", str(tmp_path)])
     rest = dict.fromkeys(("open_probe", "module", "tokenizer", "vocabulary", "facts"))
     model = ProbedModel(**rest, positions=64, first=first, heads=[4])

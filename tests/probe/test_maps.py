@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from megasink.diagnostics.maps import MAP_TOKENS, attention_maps
+from megasink.definitions import MAP_TOKENS
+from megasink.diagnostics.maps import attention_maps
 from megasink.errors import UserError
 from megasink.probe.head_names import parse_head
 from megasink.probe.inputs import Sample

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from megasink.errors import UserError
-from megasink.report.curves import draw_run, read_metrics, series, smoothed
+from megasink.report.curves import draw_run, series, smoothed
+from megasink.report.metrics import read_metrics
 
 
 def lines(count=20, heads=True):

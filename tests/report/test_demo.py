@@ -1,6 +1,6 @@
 """The language of the demo, its flags, and its picture."""
 
-from megasink.commands import demo
+from megasink.commands import demo_runs as demo
 from megasink.train import early
 
 

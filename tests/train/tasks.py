@@ -56,13 +56,14 @@ def analyzed_samples(command_lines: list[list[str]]) -> list[dict[str, Any]]:
     from megasink.commands.analyze import open_checkpoint
     from megasink.probe import options
     from megasink.probe.ranks import Ranks
+    from megasink.probe.samples import model_samples
 
     found = []
     for argv in command_lines:
         args = options.parser().parse_args(argv)
         options.check(args, is_run=True)
         with contextlib.redirect_stderr(io.StringIO()) as errors:
-            samples = options.model_samples(args, open_checkpoint(args, None, Ranks()))
+            samples = model_samples(args, open_checkpoint(args, None, Ranks()))
         found.append(
             {
                 "tokens": [list(sample.tokens) for sample in samples],

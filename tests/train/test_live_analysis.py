@@ -9,8 +9,8 @@ import pytest
 
 from megasink.cli import main
 from megasink.report import pages
-from megasink.report.curves import read_metrics
 from megasink.report.demo import draw_demo
+from megasink.report.metrics import read_metrics
 from tests.runs import MOCK, TINY, UNTIED, metrics
 
 FLAGS = [*TINY, *UNTIED, *MOCK]

@@ -1,17 +1,16 @@
-"""The options of `megasink ablate`, and what is checked before a model is loaded."""
+"""The options of `megasink ablate`, and what is checked before a model is loaded.
+
+The rooms of interventions import torch, so only options that need them import them.
+"""
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from megasink.command_line import unknown_name
-from megasink.diagnostics.thresholds import SHARES
-from megasink.errors import ConfigError, UserError
-from megasink.intervene.calibration import read_calibration
-from megasink.intervene.record import read_interventions
-from megasink.intervene.scores import RANDOM, LayerScore, score_names
-from megasink.intervene.settings import heads_of
-from megasink.probe.options import add_sequence_flags, model_parser, problems_of
+from megasink.definitions import SHARES
+from megasink.errors import UserError
+from megasink.probe.options import add_sequence_flags, model_parser, problems_of, settle
 
 SCORES = ("awft", "ahon_ln")
 """Scores of a sweep by default: the paper's comparison."""
@@ -100,7 +99,8 @@ def check_ablate(args: argparse.Namespace, *, is_run: bool) -> None:
     others = (args.heads, args.interventions, args.layer)
     if args.score is None:
         args.score = list(SCORES) if all(other is None for other in others) else []
-    problems += _of_scores(args.score)
+    else:
+        problems += _of_scores(args.score)
     problems += [
         f"--zeroed {percent:g}: a percentage, 0 to 100"
         for percent in args.zeroed
@@ -112,11 +112,12 @@ def check_ablate(args: argparse.Namespace, *, is_run: bool) -> None:
             problems.append(f"--{flag} {' '.join(map(str, values))}: a value is repeated")
     problems += _of_others(args)
     problems += _of_calibration(args)
-    if problems:
-        raise ConfigError(problems)
+    settle(args, problems)
 
 
 def _of_scores(names: Sequence[str]) -> list[str]:
+    from megasink.intervene.scores import RANDOM, LayerScore, score_names
+
     problems = []
     for name in names:
         if name == RANDOM:
@@ -135,11 +136,15 @@ def _of_others(args: argparse.Namespace) -> list[str]:
     """Return the problems of --heads, --interventions and --layer."""
     problems = []
     if args.heads is not None:
+        from megasink.intervene.settings import heads_of
+
         try:
             heads_of(args.heads)
         except (ValueError, UserError) as error:
             problems.append(f"--heads {error}")
     if args.interventions is not None:
+        from megasink.intervene import read_interventions
+
         try:
             if not read_interventions(args.interventions):
                 problems.append(f"--interventions {args.interventions}: the list is empty")
@@ -155,6 +160,8 @@ def _of_calibration(args: argparse.Namespace) -> list[str]:
         return []
     if not args.score:
         return ["--calibration sets the thresholds of --score: add it"]
+    from megasink.intervene.calibration import read_calibration
+
     try:
         calibration = read_calibration(args.calibration)
     except UserError as error:

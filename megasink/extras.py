@@ -1,0 +1,46 @@
+"""The two weights of an installation: `megasink`, and `megasink[train]` with Megatron-Core.
+
+Nothing is imported here to see whether it is installed: the answer comes before the slow imports.
+"""
+
+import importlib.util
+from pathlib import Path
+
+from megasink.errors import UserError
+
+TRAIN = "pip install 'megasink[train]'"
+
+
+def have_megatron() -> bool:
+    """Whether Megatron-Core is installed (other packages may share the name megatron)."""
+    places = _places("megatron")
+    return places is not None and any((Path(place) / "core").is_dir() for place in places)
+
+
+def require_train(what: str) -> None:
+    """Refuse what needs Megatron-Core where it is not installed.
+
+    Raises:
+        UserError: it is not; with the command that installs it.
+    """
+    if not have_megatron():
+        raise UserError(f"{what} needs megasink[train]: {TRAIN}")
+
+
+def require(package: str, what: str) -> None:
+    """Refuse what needs a package of megasink[train] where it is not installed.
+
+    Raises:
+        UserError: it is not; with the command that installs it.
+    """
+    if _places(package) is None:
+        raise UserError(f"{what} needs {package}, of megasink[train]: {TRAIN}")
+
+
+def _places(package: str) -> list[str] | None:
+    """Return the folders of a package; None if it is not installed."""
+    try:
+        found = importlib.util.find_spec(package)
+    except ModuleNotFoundError:  # raised by finders that hide packages
+        return None
+    return None if found is None else list(found.submodule_search_locations or ())

@@ -1,0 +1,69 @@
+"""The samples that the options of an analysis select."""
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+from megasink.errors import UserError
+from megasink.probe.base import ProbedModel
+from megasink.probe.inputs import Sample, text_samples, token_samples, with_replaced_tokens
+from megasink.probe.options import SEQ_LENGTH, SYNTHETIC
+from megasink.probe.replacing import replacement_for
+
+
+def model_samples(args: argparse.Namespace, model: ProbedModel) -> list[Sample]:
+    """Return the sequences that the command line selects, as the model reads them.
+
+    Sets `args.seq_length` if it was not given, and what was replaced (see `replacement_for`).
+
+    Raises:
+        UserError: sequences exceed the positions, or as `samples_of` and `replacement_for`.
+    """
+    positions, first = model.positions, model.first
+    if args.seq_length is None:
+        args.seq_length = min(SEQ_LENGTH, (positions or SEQ_LENGTH + len(first)) - len(first))
+    if positions is not None and args.seq_length + len(first) > positions:
+        raise UserError(
+            f"--seq-length {args.seq_length} is longer than the {positions - len(first)} positions "
+            f"of {args.model}: use at most {positions - len(first)}"
+        )
+    samples = samples_of(args, model.tokenizer, model.vocabulary)
+    return [
+        replace(sample, tokens=(*first, *sample.tokens))
+        for sample in with_replaced_tokens(samples, replacement_for(args, model))
+    ]
+
+
+def samples_of(args: argparse.Namespace, tokenizer: Any, vocabulary: int) -> list[Sample]:
+    """Return the sequences that the command line selects.
+
+    Raises:
+        UserError: there is no text, or the tokenizer does not fit.
+    """
+    samples: list[Sample] = []
+    if "natural" in args.inputs:
+        samples += text_samples(
+            tokenizer,
+            args.data,
+            seq_length=args.seq_length,
+            max_samples=args.max_samples,
+            bos=args.bos,
+            json_key=args.json_key,
+        )
+    for kind in ("random", "repeated"):
+        if kind in args.inputs:
+            samples += token_samples(
+                kind,
+                min(args.max_samples, SYNTHETIC),
+                args.seq_length,
+                min(vocabulary, len(tokenizer)),
+                args.seed,
+                tokenizer.all_special_ids,
+            )
+    highest = max(max(sample.tokens) for sample in samples)
+    if highest >= vocabulary:
+        raise UserError(
+            f"the tokenizer {tokenizer.name_or_path} gives token {highest}, but the model "
+            f"has {vocabulary} tokens: pass the model's own tokenizer (--tokenizer)"
+        )
+    return samples
