@@ -7,8 +7,9 @@ with one process.
 import pytest
 
 from tests.distributed import merging
-from tests.distributed.cases import FULL, PP, SP, TOLERANCE, TP_SP, TRAIN, name_of
+from tests.distributed.cases import EP, FULL, PP, SP, TOLERANCE, TP_SP, TRAIN, name_of
 from tests.distributed.layout import SINGLE
+from tests.distributed.test_moe import MOE
 from tests.distributed.test_oracle import compare
 
 SINKS = {"mtp_num_layers": 1}
@@ -20,12 +21,18 @@ def test_training_equals_autograd(pool, options):
     compare(pool, SINGLE, 3, options)
 
 
-@pytest.mark.parametrize(
-    ("options", "layout", "how"),
-    [(SINKS, TP_SP, SP), (SINKS, PP, FULL), (GATES, PP, {})],
-    ids=name_of,
-)
-def test_layout_changes_nothing(pool, options, layout, how):
+CASES = {
+    "sinks-tp": (SINKS, TP_SP, SP),
+    "sinks-pp-recompute": (SINKS, PP, FULL),
+    "gates-pp": (GATES, PP, {}),
+    "gates-in-some-layers": (GATES | {"attention_variant_layers": [1, 0]}, PP, {}),
+    "experts": (SINKS | MOE, EP, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layout_changes_nothing(pool, name):
+    options, layout, how = CASES[name]
     found = pool.run(TRAIN, layout, **options, **how)
     merging.assert_same_training(found, pool.once(TRAIN, SINGLE, **options), TOLERANCE)
 
