@@ -8,7 +8,7 @@ import pytest
 
 from megasink import suites
 from megasink.cli import main
-from megasink.commands import analyze, evaluate
+from megasink.commands import evaluate
 from megasink.errors import ConfigError, UserError
 from megasink.intervene import task_loading
 from megasink.intervene.evaluation import Evaluation
@@ -145,7 +145,8 @@ def test_shots(root):
     ],
 )  # fmt: skip
 def test_bad_input_is_answered_before_the_model_loads(root, flags, phrases, capsys, monkeypatch):
-    monkeypatch.setattr(analyze, "open_transformers", lambda *_: pytest.fail("the model is loaded"))
+    opened = "megasink.probe.cli.open_transformers"
+    monkeypatch.setattr(opened, lambda *_: pytest.fail("the model is loaded"))
     (root / "wrong.json").write_text('[{"kind": "zero-head"}]')
     (root / "broken").mkdir(exist_ok=True)
     broken = "task: broken\ncustom_dataset: !function items.nothing\ntest_split: test\n"
