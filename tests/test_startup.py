@@ -12,6 +12,7 @@ SLOW = "torch numpy scipy sklearn matplotlib pyarrow transformers tokenizers meg
 PATHS = {
     "demo": "--train-iters 0",
     "data": "nowhere.txt --output {0}/new --train-tokenizer 500",
+    "checkpoints": "nowhere",
     "merge-data": None,  # reads its parts with numpy
     "train": "--run-dir {0} --num-layers 2",
     "recipes": "nowhere.toml",
