@@ -44,7 +44,7 @@ SAFE = {
     ("megasink/data/tokenizer.py", "from_pretrained"): LOCAL,
     ("megasink/data/tokenizer.py", "trust_remote_code"): "False",
     ("megasink/cli.py", "import_module"): OWN_NAMES,
-    ("megasink/commands/demo.py", "subprocess"): FIXED,
+    ("megasink/commands/demo_runs.py", "subprocess"): FIXED,
     ("megasink/diagnostics/registry.py", "import_module"): OWN_NAMES,
     (
         "megasink/hollow/build.py",
