@@ -35,13 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="of a LoRA run: write the adapter alone, in peft's format; default: the merged model",
     )
     args = parser.parse_args(argv)
-    # Before the seconds that the imports take.
-    find_checkpoint(args.run, args.iteration)
-    refuse_contents(args.output)
+    # Before the seconds that the imports take; a name costs one of them.
     if args.target is not None:
         from megasink.convert.targets import named
 
         named(args.target)
+    find_checkpoint(args.run, args.iteration)
+    refuse_contents(args.output)
     from megasink.convert.safetensors_writer import parse_size
     from megasink.convert.to_hf import export, source_of
 
