@@ -60,7 +60,10 @@ setup(
         "muon": ["emerging-optimizers>=0.3,<0.4"],
         # `megasink evaluate`; its data sets come through "datasets", which lm-eval requires.
         "eval": ["lm-eval>=0.4.13,<0.4.14"],
+        # `make docs`.
+        "docs": ["mkdocs-material>=9.7,<10"],
         "dev": [
+            "mkdocs-material>=9.7,<10",  # tests/test_site.py
             *("mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "zstandard"),
             "lm-eval>=0.4.13,<0.4.14",
             "emerging-optimizers>=0.3,<0.4",
