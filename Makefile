@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: env demo test test-all quick lint gpu replicate
+.PHONY: env demo test test-all quick lint docs gpu replicate
 
 env: $(READY)
 
@@ -39,6 +39,10 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The documentation as a site in build/site; a broken link is an error. It opens without a server.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Made again when what it was made from changes. A broken install leaves no stamp.
 $(READY): setup.py constraints.txt tools/make_env.sh

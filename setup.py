@@ -71,10 +71,13 @@ setup(
         "eval": ["lm-eval>=0.4.13,<0.4.14"],
         # Data sets in object stores (docs/object-stores.md): s3:// and msc://.
         "storage": ["boto3", "multi-storage-client"],
+        # `make docs`.
+        "docs": ["mkdocs-material>=9.7,<10"],
         "dev": [
             *TRAIN,
             # A local S3 server, and what reads from it.
             *("boto3", "multi-storage-client", "moto[s3]", "flask", "flask-cors"),
+            "mkdocs-material>=9.7,<10",  # tests/test_site.py
             *("mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "zstandard"),
             *("jsonschema", "pyyaml"),  # tests/test_cluster_files.py
             "lm-eval>=0.4.13,<0.4.14",

@@ -68,7 +68,7 @@ def test_metadata():
     assert arguments["name"] == "megasink"
     assert Version(arguments["version"])
     assert set(arguments["extras_require"]) == {
-        *("train", "gpu", "eval", "finetune", "muon", "storage", "dev")
+        *("train", "gpu", "eval", "finetune", "muon", "storage", "docs", "dev")
     }
     pythons = SpecifierSet(arguments["python_requires"])
     assert [v for v in ("3.11", "3.12", "3.13", "3.14") if v in pythons] == ["3.12", "3.13"]
