@@ -7,6 +7,7 @@ an earlier attempt's keys for theirs read the addresses of dead ranks, and wait 
 """
 
 import time
+import uuid
 from typing import Any
 
 from megasink.errors import UserError
@@ -21,7 +22,8 @@ def agree(store: Any, rank: int, world: int, timeout: float) -> str:
     is gone, because torchrun ends all ranks before it starts others.
 
     Args:
-        store: with ``add``, ``set`` and ``check``; polled, because a wait in it blocks signals.
+        store: with ``add``, ``set``, ``compare_set`` and ``check``; polled, because a wait in it
+            blocks signals.
         timeout: seconds.
 
     Raises:
@@ -42,11 +44,11 @@ def agree(store: Any, rank: int, world: int, timeout: float) -> str:
             time.sleep(pause)
         store.set(f"{prefix}/begun", "1")
         return prefix
-    seen, joined = 0, ""
+    seen, joined, myself = 0, "", uuid.uuid4().hex
     while True:
         if (number := store.add(f"{run}/opened", 0)) > seen:
             seen, prefix = number, f"{run}/{number}"
-            if store.add(f"{prefix}/rank {rank}", 1) == 1:
+            if store.compare_set(f"{prefix}/rank {rank}", "", myself) == myself.encode():
                 store.add(f"{prefix}/joined", 1)
                 joined = prefix
         if joined and store.check([f"{joined}/begun"]):
