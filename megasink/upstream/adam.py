@@ -58,8 +58,8 @@ class GroupStepAdam(torch.optim.Optimizer):
 
     def _update(self, params: list[torch.Tensor], group: dict[str, Any]) -> None:
         update = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
-        # One tensor for all: the kernel only reads it.
-        step = torch.tensor(float(group["step"]), device=params[0].device)
+        # One tensor for all: the kernel only reads it. Filled, since a copy would wait for the GPU.
+        step = torch.full((), float(group["step"]), device=params[0].device)
         update(
             params,
             [p.grad for p in params if p.grad is not None],
