@@ -10,7 +10,7 @@ from megasink.grid.file import read_grid
 from megasink.grid.plan import plan
 
 FOLDER = Path(__file__).parents[2] / "examples" / "replicate" / "c_gates"
-CELLS = {"fast": 10, "full": 18}
+CELLS = {"fast": 10, "full": 15}
 
 
 @pytest.fixture(scope="module")
