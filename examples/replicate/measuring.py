@@ -5,7 +5,6 @@ one leaves CELL/seed-N/NAME.json beside its folder: its command, its time.
 """
 
 import json
-import multiprocessing
 import os
 import sys
 import time
@@ -22,6 +21,7 @@ from megasink.checkpoint.find import find_checkpoint
 from megasink.diagnostics import metrics_shown
 from megasink.errors import ConfigError, UserError
 from megasink.grid.hardware import cores
+from megasink.grid.start import fork_server
 from megasink.json_file import read_object
 from megasink.progress import progress
 from megasink.report.grid_results import RunRecord, read_record
@@ -112,8 +112,7 @@ def measure_all(planned: Sequence[Measuring], jobs: int) -> None:
     Raises:
         UserError: measurements failed; the others were made.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["megasink.grid.preload"])
+    context = fork_server()
     threads = max(1, cores() // jobs)
     waiting = [one for one in planned if not one.done.is_file()]
     before = len(planned) - len(waiting)

@@ -83,7 +83,7 @@ class Forked:
 
     def __init__(self, task: Task):
         task.logs.mkdir(parents=True, exist_ok=True)
-        self._process = _server().Process(target=become, args=(task,))
+        self._process = fork_server().Process(target=become, args=(task,))
         self._process.start()
 
     @property
@@ -154,8 +154,12 @@ def _kill(started: Started) -> None:
             process.kill()
 
 
-def _server() -> Any:
-    """Return the context whose processes are forks of one that has imported everything."""
+def fork_server() -> Any:
+    """Return the context whose processes are forks of one that has imported everything.
+
+    The server ends with this process, however that ends; a fork that has called
+    `megasink.train.guard.guard.start` ends with the server.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([preload.__name__])
     # The server keeps the environment that it starts with: without GPUs.

@@ -8,7 +8,17 @@ from numpy.typing import NDArray
 
 from megasink.diagnostics import metrics
 from megasink.report.bands import Band, draw_band, zoom
-from megasink.report.style import GRAY, even_panels, grid, label, model_colors, note, short
+from megasink.report.style import (
+    GRAY,
+    PALETTE,
+    even_panels,
+    grid,
+    label,
+    model_colors,
+    note,
+    panels,
+    short,
+)
 
 # Names of metrics.jsonl -> title and unit.
 _LOGGED = {
@@ -89,11 +99,15 @@ def draw_bands(
 ) -> Any:
     """Return a figure with a panel per curve: mean and standard deviation over seeds, by cell.
 
+    With more cells than there are colors that can be told apart, every cell has a panel of its own.
+
     Args:
         curves: name -> cell -> its curve; a cell may be missing.
         cells: all of them, in the order of their colors.
         x: label of the horizontal axis.
     """
+    if curves and len(cells) > len(PALETTE):
+        return _draw_apart(curves, cells, title, x)
     colors = dict(zip(cells, model_colors(len(cells)), strict=True))
     count = max(1, len(curves))
     rows, columns = grid(count, 3)
@@ -112,5 +126,39 @@ def draw_bands(
     handles, labels = axes[0].get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside lower left", ncols=min(4, len(labels)))
+    figure.suptitle(short(title, 100) if title else None, fontsize=11, x=0.01, ha="left")
+    return figure
+
+
+def _draw_apart(
+    curves: Mapping[str, Mapping[str, Band]], cells: Sequence[str], title: str, x: str
+) -> Any:
+    """As `draw_bands`, with a panel per curve and cell, and the other cells in gray behind it."""
+    each, columns = grid(len(cells), 7)
+    rows = each * len(curves)
+    figure, axes = panels(
+        rows, columns, 1.55 * rows + 0.4, width=1.75 * columns + 0.8, sharex=True, sharey=False
+    )
+    for number, (name, by_cell) in enumerate(curves.items()):
+        text, unit = title_of(name)
+        block = axes[number * each : (number + 1) * each]
+        for axis, cell in zip(block.flat, cells, strict=False):
+            for other in by_cell:
+                axis.plot(by_cell[other].steps, by_cell[other].mean, color="0.82", linewidth=0.7)
+            if unit in ("nats per token", "bits per byte"):
+                zoom(axis)
+            limits = axis.get_ylim()
+            if cell in by_cell:
+                draw_band(axis, by_cell[cell], PALETTE[0], cell)
+            axis.set_ylim(limits)
+            axis.set_title(short(cell, 24), fontsize=8)
+            axis.tick_params(labelsize=7)
+        for axis in block.flat[len(cells) :]:
+            axis.set_axis_off()
+        for row in block:
+            for axis in row[1:]:
+                axis.tick_params(labelleft=False)
+        block[0, 0].set_ylabel(f"{text}\n{unit}".strip(), fontsize=8, loc="top")
+    figure.supxlabel(x, fontsize=9)
     figure.suptitle(short(title, 100) if title else None, fontsize=11, x=0.01, ha="left")
     return figure
