@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from megasink.checkpoint.intact import TRACKER, checkpoint_path, damage, iterations
 from megasink.checkpoint.torch_metadata import read_metadata
+from megasink.data.object_store import is_stored
 from megasink.errors import UserError
 from megasink.json_file import read_object
 
@@ -31,6 +32,10 @@ def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
     Raises:
         UserError: no such folder, no finished checkpoint in it, or not that iteration.
     """
+    if is_stored(path):
+        raise UserError(
+            f"{path} is in an object store: megasink checkpoints URL --fetch FOLDER downloads it"
+        )
     if not path.is_dir():
         raise UserError(f"{path}: no such folder; give a run folder or its checkpoint folder")
     named = re.fullmatch(r"iter_(\d{7,})", path.resolve().name)

@@ -122,6 +122,18 @@ class _Part(io.RawIOBase):
         return read
 
 
+def move_aside(folder: Path, iteration: int, problem: str) -> None:
+    """Rename a damaged checkpoint to iter_NNNNNNN.damaged, and report it."""
+    path = checkpoint_path(folder, iteration)
+    aside = path.with_name(f"{path.name}.damaged")
+    count = 1
+    while aside.exists():
+        count += 1
+        aside = path.with_name(f"{path.name}.damaged{count}")
+    path.rename(aside)
+    say(f"megasink: the checkpoint of step {iteration} is damaged ({problem}): moved to {aside}")
+
+
 def newest_intact(folder: Path, *, checksums: bool = False) -> tuple[int, dict[int, str]]:
     """Return the newest intact checkpoint, and the damage to each newer one.
 
@@ -170,14 +182,7 @@ def go_back_to_intact(
             raise
         damaged = error.damaged
     for number, problem in damaged.items():
-        path = checkpoint_path(folder, number)
-        aside = path.with_name(f"{path.name}.damaged")
-        count = 1
-        while aside.exists():
-            count += 1
-            aside = path.with_name(f"{path.name}.damaged{count}")
-        path.rename(aside)
-        say(f"megasink: the checkpoint of step {number} is damaged ({problem}): moved to {aside}")
+        move_aside(folder, number, problem)
     if iteration is None:
         say(f"megasink: no intact checkpoint in {folder}: starting at step 0")
         (folder / TRACKER).unlink(missing_ok=True)

@@ -10,11 +10,15 @@ from typing import Any, NamedTuple
 
 from rich.filesize import decimal
 
-from megasink.checkpoint.intact import checkpoint_path, iterations
+from megasink.atomic import atomic_folder, atomic_text
+from megasink.checkpoint.intact import TRACKER, checkpoint_path, iterations
 from megasink.checkpoint.saved import Saved, delete, kept, saved_checkpoints
+from megasink.checkpoint.store import CheckpointStore
 from megasink.command_line import CommandParser
+from megasink.data.object_store import is_stored, url_problem
 from megasink.errors import ConfigError, UserError
 from megasink.json_file import read_object
+from megasink.json_output import add_json, only_json
 from megasink.printable import say
 from megasink.progress import progress
 from megasink.train.lease import Lease, writer_of
@@ -42,9 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     By default only file sizes are checked. --verify reads every checkpoint, also while the run is
     training. --prune deletes what the rule does not keep: the multiples of --save-retain-interval,
     or of --keep-every, and the newest intact checkpoint stay; damaged ones are never deleted.
+
+    RUN may be the URL of a --checkpoint-store: its whole checkpoints are listed, and --fetch makes
+    a run folder with one of them, which every other command reads.
     """
     parser = CommandParser(prog="megasink checkpoints", description=main.__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or its checkpoints")
+    parser.add_argument(
+        "run", metavar="RUN", help="a run folder, its checkpoints, or the URL of its copies"
+    )
     parser.add_argument(
         "--verify",
         action="store_true",
@@ -60,7 +69,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="keep multiples of this (default: --save-retain-interval of the run's last start)",
     )
     parser.add_argument("--dry-run", action="store_true", help="with --prune: delete nothing")
+    parser.add_argument(
+        "--fetch",
+        type=Path,
+        metavar="FOLDER",
+        help="download a checkpoint from a store, with the files of its run, into a new folder",
+    )
+    parser.add_argument(
+        "--iteration", type=int, help="with --fetch: which one (default: the newest whole one)"
+    )
+    add_json(parser)
     args = parser.parse_args(argv)
+    with only_json(args.json) as emit:
+        return _main(args, emit)
+
+
+def _main(args: Any, emit: Callable[[Any], None]) -> int:
+    if problems := list(_store_problems(args)):
+        raise ConfigError(problems)
+    if is_stored(args.run):
+        return _of_store(CheckpointStore(args.run), args.fetch, args.iteration, emit)
+    args.run = Path(args.run)
     run = _run(args.run)
     every = args.keep_every if args.keep_every is not None else run.rule
     if problems := list(_problems(args, run, every)):
@@ -69,10 +98,77 @@ def main(argv: Sequence[str] | None = None) -> int:
         assert run.folder is not None
         lease = Lease(run.folder, holder="megasink checkpoints --prune")
         try:
-            return _show(run, every, verify=args.verify, prune=True)
+            return _show(run, every, emit, verify=args.verify, prune=True)
         finally:
             lease.release()
-    return _show(run, every, verify=args.verify, prune=False)
+    return _show(run, every, emit, verify=args.verify, prune=False)
+
+
+def _store_problems(args: Any) -> Iterator[str]:
+    if not is_stored(args.run):
+        if args.fetch or args.iteration is not None:
+            yield f"--fetch and --iteration are for the URL of a store, and {args.run} is none"
+        return
+    if problem := url_problem(args.run.rstrip("/")):
+        yield problem
+    if args.verify or args.prune or args.keep_every is not None or args.dry_run:
+        yield (
+            f"{args.run} is in a store, where nothing is verified or deleted: --fetch verifies "
+            "what it downloads"
+        )
+    if args.iteration is not None and args.fetch is None:
+        yield "--iteration needs --fetch FOLDER"
+    if args.fetch and (args.fetch.is_file() or (args.fetch.is_dir() and any(args.fetch.iterdir()))):
+        yield f"--fetch {args.fetch} is not empty: give a new folder"
+
+
+def _of_store(
+    store: CheckpointStore,
+    folder: Path | None,
+    iteration: int | None,
+    emit: Callable[[Any], None],
+) -> int:
+    """List the whole checkpoints of a store, or download one of them.
+
+    Raises:
+        UserError: there is none, or it is damaged, or the folder cannot be written.
+    """
+    found = store.iterations()
+    if not found or iteration not in (None, *found):
+        listed = ", ".join(map(str, found)) or "none"
+        raise UserError(f"{store.url}: no such checkpoint that is whole; there are: {listed}")
+    if folder is None:
+        copies = [one for one in map(store.copy, found) if one]
+        records = [{"step": c.iteration, "bytes": c.size, "time": c.time} for c in copies]
+        emit({"checkpoints": records})
+        rows = [("step", "size", "copied")]
+        for one in copies:
+            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.time))
+            rows.append((f"{one.iteration:,}", decimal(one.size), when))
+        say("\n".join(_aligned(rows, right=2)))
+        return 0
+    copy = store.copy(found[-1] if iteration is None else iteration)
+    if copy is None:
+        raise UserError(f"{store.url}: another process has just replaced that checkpoint")
+    try:
+        with progress("downloading", copy.size, "bytes") as told, atomic_folder(folder) as partial:
+            arrived = 0
+
+            def tell(size: int) -> None:
+                nonlocal arrived
+                arrived += size
+                told(arrived, f"step {copy.iteration}")
+
+            store.download(copy, partial / "checkpoints", tell)
+            store.download_run(copy, partial)
+            if owner := store.owner():  # it may go on from here, and be copied there
+                store.claim(partial, owner)
+            atomic_text(partial / "checkpoints" / TRACKER, str(copy.iteration))
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
+    emit({"folder": str(folder), "step": copy.iteration})
+    say(f"{folder}: the run of {store.url}, with the checkpoint of step {copy.iteration}")
+    return 0
 
 
 def _problems(args: Any, run: _Run, every: int | None) -> Iterator[str]:
@@ -117,8 +213,18 @@ def _run(path: Path) -> _Run:
     return _Run(folder, checkpoints, rule if isinstance(rule, int) and rule > 0 else None)
 
 
-def _show(run: _Run, every: int | None, *, verify: bool, prune: bool) -> int:
+def _show(
+    run: _Run,
+    every: int | None,
+    emit: Callable[[Any], None],
+    *,
+    verify: bool,
+    prune: bool,
+) -> int:
     """Print the checkpoints, and delete what the rule does not keep.
+
+    Args:
+        emit: of `only_json`, for the list.
 
     Raises:
         ConfigError: with `verify`, the damaged ones.
@@ -126,7 +232,9 @@ def _show(run: _Run, every: int | None, *, verify: bool, prune: bool) -> int:
     with _verifying(run.checkpoints, verify=verify) as tell:
         saved = saved_checkpoints(run.checkpoints, checksums=verify, tell=tell)
     reasons = kept(saved, every)
-    for line in _lines(run, saved, reasons, verified=verify):
+    tokens = _tokens(run, {one.iteration for one in saved})
+    emit({"checkpoints": _records(saved, reasons, tokens), "verified": verify, "pruned": prune})
+    for line in _lines(saved, reasons, tokens, verified=verify):
         say(line)
     doomed = [one for one in saved if one.folder not in reasons]
     size = decimal(sum(one.size for one in doomed))
@@ -153,12 +261,11 @@ def _show(run: _Run, every: int | None, *, verify: bool, prune: bool) -> int:
 @contextmanager
 def _verifying(checkpoints: Path, *, verify: bool) -> Iterator[Callable[[Path, int], None]]:
     """Show how many bytes are verified, and the time left."""
-    folders = [checkpoint_path(checkpoints, step) for step in iterations(checkpoints)]
-    sizes = {f: sum(file.stat().st_size for file in f.glob("*.distcp")) for f in folders}
-    total, read = sum(sizes.values()), 0
     if not verify:
         yield lambda *_: None
         return
+    folders = [checkpoint_path(checkpoints, step) for step in iterations(checkpoints)]
+    total, read = sum(file.stat().st_size for f in folders for file in f.glob("*.distcp")), 0
     with progress("verifying", total, "bytes") as told:
 
         def tell(folder: Path, size: int) -> None:
@@ -169,12 +276,36 @@ def _verifying(checkpoints: Path, *, verify: bool) -> Iterator[Callable[[Path, i
         yield tell
 
 
+def _newest(saved: list[Saved]) -> int | None:
+    """Return the step that --resume auto takes."""
+    return max((one.iteration for one in saved if one.problem is None), default=None)
+
+
+def _records(
+    saved: list[Saved], reasons: dict[Path, str], tokens: dict[int, int]
+) -> list[dict[str, Any]]:
+    """Return the checkpoints for JSON."""
+    newest = _newest(saved)
+    return [
+        {
+            "step": one.iteration,
+            "folder": str(one.folder),
+            "tokens": tokens.get(one.iteration),
+            "bytes": one.size,
+            "time": one.time,
+            "problem": one.problem,
+            "resumes": one.problem is None and one.iteration == newest,
+            "kept": reasons.get(one.folder),
+        }
+        for one in saved
+    ]
+
+
 def _lines(
-    run: _Run, saved: list[Saved], reasons: dict[Path, str], *, verified: bool
+    saved: list[Saved], reasons: dict[Path, str], tokens: dict[int, int], *, verified: bool
 ) -> Iterator[str]:
     """Yield one aligned line for each checkpoint, below a heading."""
-    tokens = _tokens(run, {one.iteration for one in saved})
-    newest = max((one.iteration for one in saved if one.problem is None), default=None)
+    newest = _newest(saved)
     rows = [("step", "tokens", "size", "saved", "state", "kept")]
     for one in saved:
         is_next = one.problem is None and one.iteration == newest
@@ -190,13 +321,17 @@ def _lines(
                 reasons.get(one.folder, "no"),
             )
         )
+    yield from _aligned(rows, right=3)
+
+
+def _aligned(rows: Sequence[tuple[str, ...]], right: int) -> Iterator[str]:
+    """Yield the rows as lines; the first `right` columns are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        right = "  ".join(word.rjust(width) for word, width in zip(row[:3], widths, strict=False))
-        left = "  ".join(
-            word.ljust(width) for word, width in zip(row[3:], widths[3:], strict=False)
-        )
-        yield f"{right}  {left}".rstrip()
+        pairs = list(zip(row, widths, strict=True))
+        words = [word.rjust(width) for word, width in pairs[:right]]
+        words += [word.ljust(width) for word, width in pairs[right:]]
+        yield "  ".join(words).rstrip()
 
 
 def _tokens(run: _Run, wanted: set[int]) -> dict[int, int]:

@@ -1,13 +1,16 @@
-"""Data sets in object stores: s3://bucket/key through boto3, msc://profile/key through NVIDIA's
-multi-storage-client, as Megatron reads them.
+"""Objects in stores: s3://bucket/key through boto3, msc://profile/key through NVIDIA's
+multi-storage-client, as Megatron reads data sets there.
 
 Credentials are those of the libraries (environment, ~/.aws, the file of MSC_CONFIG); no error here
 repeats what a library says, which may hold them.
 """
 
+import contextlib
 import functools
+import importlib
 import os
 import secrets
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 SCHEMES = ("s3://", "msc://")
 """Of core/datasets/object_storage_utils.py:16."""
 INSTALL = "pip install 'megasink[storage]'"
+_opening = threading.Lock()  # boto3 makes one client at a time
 
 
 class Object(NamedTuple):
@@ -36,7 +40,7 @@ def is_stored(path: str | Path) -> bool:
 
 
 def url_problem(url: str) -> str | None:
-    """Return what is wrong with the URL of a data set, without the URL if it may hold a secret."""
+    """Return what is wrong with the URL of an object, without the URL if it may hold a secret."""
     scheme = next((scheme for scheme in SCHEMES if url.startswith(scheme)), None)
     if scheme is None:
         return f"{url} is no URL of an object store: give s3://BUCKET/KEY or msc://PROFILE/KEY"
@@ -98,7 +102,7 @@ def fetch(prefix: str, cache: Path) -> str:
             # One process of each node may do this in a folder that the nodes share.
             partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
             try:
-                _called(url, functools.partial(_download, path=partial))
+                download(url, partial)
                 os.utime(partial, (found.changed, found.changed))
                 partial.replace(path)
             finally:
@@ -130,12 +134,73 @@ class StoredTokens:
         import numpy as np  # a command line that is refused does not import it
 
         start, size = part.start * dtype.itemsize, (part.stop - part.start) * dtype.itemsize
-        read = _s3_read if self.url.startswith("s3://") else _msc_read
-        content = _called(self.url, lambda url: read(url, start, size))
+        content = _called(self.url, lambda url: _reader(url)(url, start, size))
         return np.frombuffer(content, dtype)
 
 
-def _called[Result](url: str, function: Callable[[str], Result]) -> Result:
+def read(url: str) -> bytes | None:
+    """Return a small object; None if there is none.
+
+    Raises:
+        UserError: errors of `look`.
+    """
+    found = look(url)
+    if found is None:
+        return None
+    return _called(url, lambda url: _reader(url)(url, 0, found.size)) if found.size else b""
+
+
+def download(url: str, path: Path) -> None:
+    """Write an object to a file.
+
+    Raises:
+        UserError: errors of `look`.
+        OSError: the file cannot be written.
+    """
+    _called(url, functools.partial(_download, path=path))
+
+
+def write(url: str, content: bytes) -> None:
+    """Write a small object, in place of one that is there: readers see one of them, whole.
+
+    Raises:
+        UserError: the library is not installed, or the store refuses or does not answer.
+    """
+    _called(url, functools.partial(_write, content=content), "written")
+
+
+def upload(path: Path, url: str) -> None:
+    """Write a file to an object, as `write` does.
+
+    Raises:
+        UserError: errors of `write`.
+        OSError: the file cannot be read.
+    """
+    _called(url, functools.partial(_upload, path=path), "written")
+
+
+def remove(url: str) -> None:
+    """Delete an object, if there is one.
+
+    Raises:
+        UserError: errors of `write`.
+    """
+    _called(url, _remove, "deleted")
+
+
+def names(url: str) -> list[str]:
+    """Return the names of the objects below a URL, without the URL and its slash.
+
+    Raises:
+        UserError: errors of `look`.
+    """
+    found = _called(url, _s3_names if url.startswith("s3://") else _msc_names)
+    return sorted(
+        key.partition(f"{url.partition('://')[2].partition('/')[2]}/")[2] for key in found
+    )
+
+
+def _called[Result](url: str, function: Callable[[str], Result], doing: str = "read") -> Result:
     try:
         return function(url)
     except ModuleNotFoundError as error:
@@ -145,19 +210,42 @@ def _called[Result](url: str, function: Callable[[str], Result]) -> Result:
     except UserError:
         raise
     except Exception as error:  # each provider of multi-storage-client raises its own
-        answer: Any = getattr(error, "response", None)
-        code = answer.get("Error", {}).get("Code") if isinstance(answer, dict) else None
         raise UserError(
-            f"{url} cannot be read: {code or type(error).__name__} (look at the credentials, the "
-            "endpoint, and whether the bucket or profile is there)"
+            f"{url} cannot be {doing}: {_code(error)} (look at the credentials, the endpoint, and "
+            "whether the bucket or profile is there)"
         ) from None
 
 
+def _code(error: BaseException) -> str:
+    """Return the store's code for an error, or the error's type: its text may hold credentials."""
+    seen: BaseException | None = error
+    while seen is not None:  # boto3 and multi-storage-client wrap it
+        answer: Any = getattr(seen, "response", None)
+        if isinstance(answer, dict) and (code := answer.get("Error", {}).get("Code")):
+            return str(code)
+        seen = seen.__cause__ or seen.__context__
+    if isinstance(error, RuntimeError):  # multi-storage-client's, around what happened
+        error = error.__cause__ or error
+    return type(error).__name__
+
+
+def _reader(url: str) -> Callable[[str, int, int], bytes]:
+    return _s3_read if url.startswith("s3://") else _msc_read
+
+
 def _s3(url: str) -> tuple[Any, dict[str, str]]:
+    importlib.import_module("boto3")  # each caller is told if it is missing
+    bucket, _, key = url.removeprefix("s3://").partition("/")
+    set_now = tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_")))
+    with _opening:
+        return _s3_client(set_now), {"Bucket": bucket, "Key": key}
+
+
+@functools.lru_cache(1)
+def _s3_client(_: tuple[tuple[str, str], ...]) -> Any:
     import boto3
 
-    bucket, _, key = url.removeprefix("s3://").partition("/")
-    return boto3.client("s3"), {"Bucket": bucket, "Key": key}
+    return boto3.client("s3")  # for all threads
 
 
 def _s3_look(url: str) -> Object | None:
@@ -207,3 +295,49 @@ def _download(url: str, path: Path) -> None:
         import multistorageclient
 
         multistorageclient.download_file(url, str(path))
+
+
+def _write(url: str, content: bytes) -> None:
+    if url.startswith("s3://"):
+        client, place = _s3(url)
+        client.put_object(**place, Body=content)
+    else:
+        import multistorageclient
+
+        multistorageclient.write(url, content)
+
+
+def _upload(url: str, path: Path) -> None:
+    if url.startswith("s3://"):
+        client, place = _s3(url)
+        client.upload_file(**place, Filename=str(path))
+    else:
+        import multistorageclient
+
+        multistorageclient.upload_file(url, str(path))
+
+
+def _remove(url: str) -> None:
+    if url.startswith("s3://"):
+        client, place = _s3(url)
+        client.delete_object(**place)
+    else:
+        import multistorageclient
+
+        with contextlib.suppress(FileNotFoundError):
+            multistorageclient.delete(url)
+
+
+def _s3_names(url: str) -> list[str]:
+    client, place = _s3(url)
+    pages = client.get_paginator("list_objects_v2").paginate(
+        Bucket=place["Bucket"], Prefix=f"{place['Key']}/"
+    )
+    return [entry["Key"] for page in pages for entry in page.get("Contents", ())]
+
+
+def _msc_names(url: str) -> list[str]:
+    import multistorageclient
+
+    keys = (entry.key.partition("://")[2] for entry in multistorageclient.list(f"{url}/"))
+    return [key.partition("/")[2] for key in keys]

@@ -2,9 +2,7 @@
 
 import importlib.util
 import json
-import logging
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -19,55 +17,9 @@ from megasink.train.replay import replayed
 from megasink.train.run_dir import folder_problem
 from tests import runs
 from tests.distributed.pool import free_port
+from tests.train.conftest import FILES, SECRET
 
-SECRET = "a-key-that-nobody-may-see"
-FILES = (".bin", ".idx", ".json")
 FLAGS = "--no-mmap-bin-files --split 90,10,0 --eval-iters 1 --num-workers 1 --train-iters 2".split()
-
-
-@pytest.fixture(scope="module")
-def server(text, tmp_path_factory):
-    """A local S3 server with a data set: its variables, and a client."""
-    boto3 = pytest.importorskip("boto3")
-    moto = pytest.importorskip("moto.server")
-    folder = tmp_path_factory.mktemp("store")
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    moto_server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=free_port(), verbose=False)
-    moto_server.start()
-    url = "http://{}:{}".format(*moto_server.get_host_and_port())
-    profile = {"base_path": "corpora", "endpoint_url": url, "region_name": "us-east-1"}
-    config = {"profiles": {"stored": {"storage_provider": {"type": "s3", "options": profile}}}}
-    (folder / "msc.json").write_text(json.dumps(config))
-    variables = {
-        "AWS_ACCESS_KEY_ID": "an-id",
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": url,
-        "MSC_CONFIG": str(folder / "msc.json"),
-    }
-    keys = {f"aws_{name}": v for name, v in [("access_key_id", "a"), ("secret_access_key", "b")]}
-    client = boto3.client("s3", endpoint_url=url, region_name="us-east-1", **keys)
-    client.create_bucket(Bucket="corpora")
-    for suffix in FILES:
-        client.upload_file(f"{text[1]}{suffix}", "corpora", f"web/text{suffix}")
-    yield SimpleNamespace(variables=variables, client=client)
-    moto_server.stop()
-
-
-@pytest.fixture
-def store(server, monkeypatch):
-    """The same, with the variables set in this process; what a test puts there goes again."""
-    for name, value in server.variables.items():
-        monkeypatch.setenv(name, value)
-    before = {key["Key"] for key in server.client.list_objects(Bucket="corpora")["Contents"]}
-
-    def put(suffix: str, content: bytes, name: str = "web/other") -> None:
-        server.client.put_object(Bucket="corpora", Key=f"{name}{suffix}", Body=content)
-
-    yield put
-    for key in server.client.list_objects(Bucket="corpora")["Contents"]:
-        if key["Key"] not in before:
-            server.client.delete_object(Bucket="corpora", Key=key["Key"])
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +179,7 @@ def test_stores_are_for_data_alone_and_asked_for_each_time(text, tmp_path):
     args = early.read([*flags, "--data-path", "msc://p/x", "--save", "s3://b/c", "--load=msc://p"])
     found = "\n".join(data.problems(args))
     for part in (
-        "--save is in an object store, which only data sets are read from",
+        "--save is in an object store: give a folder (--checkpoint-store URL copies",
         "--load is in an object store",
         "msc:// data needs --object-storage-cache-path FOLDER",
         "msc:// data needs --no-mmap-bin-files",
