@@ -15,10 +15,11 @@ from typing import Any, Self
 from megasink import plugins
 from megasink.command_line import Reading
 from megasink.errors import ConfigError, UserError
+from megasink.json_output import add_json, as_text
 from megasink.plan.alternatives import alternatives
 from megasink.plan.devices import DEVICES
 from megasink.plan.helper import ANSWER
-from megasink.plan.job import Record, rank_of, stages_to_step
+from megasink.plan.job import Record, memory, rank_of, stages_to_step
 from megasink.progress import Tell, progress
 from megasink.train import early
 
@@ -50,10 +51,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     gpu = DEVICES[args.device]
     if args.json:
-        print(json.dumps(as_json(records, others, gpu, args.utilization), indent=1))
+        print(as_text(as_json(records, others, gpu, args.utilization)))
     else:
         show(records, others, args.device, args.utilization)
+    if args.output is not None:
+        _draw(records, args.device, args.output)
     return 0
+
+
+def _draw(records: Sequence[Record], device: str, output: Path) -> None:
+    """Write the figure.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    from megasink.plan.figure import draw
+
+    facts = records[0]["job"]
+    title = f"megasink plan: memory of a rank, {facts['ranks']:,} x {device}"
+    try:
+        draw(memory(records), device, DEVICES[device], title, output)
+    except OSError as error:
+        raise UserError(f"{output}: {error.strerror}") from error
+    print(output, file=sys.stderr)
 
 
 def read_line(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -62,7 +82,7 @@ def read_line(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     Raises:
         ConfigError: Of its own options; with every problem.
     """
-    read = Reading(_parser(), argv)
+    read = Reading(_parser(), early.expanded(argv))
     args, problems = read.namespace, list(read.problems)
     if read.problems:
         raise ConfigError(problems)
@@ -106,7 +126,8 @@ def _parser() -> argparse.ArgumentParser:
         help="also step the fullest rank with other memory options: recompute, sequence "
         "parallelism, distributed optimizer, unfused attention",
     )
-    parser.add_argument("--json", action="store_true", help="print all numbers as JSON")
+    parser.add_argument("--output", type=Path, help="PNG to write: memory by stage and part")
+    add_json(parser)
     plugins.add_flag(parser)
     # As on the line of train; a plan writes nothing.
     parser.add_argument("--run-dir", help=argparse.SUPPRESS)

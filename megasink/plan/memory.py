@@ -62,12 +62,15 @@ def _gradients(models: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def _states(optimizer: Any) -> Iterator[Tensor]:
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = one.optimizer
-        for group in inner.param_groups:
-            yield from group["params"]
-        for state in inner.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is not None:  # Muon's distributed optimizer is a chain in a chain
+        for one in chained:
+            yield from _states(one)
+        return
+    for group in optimizer.optimizer.param_groups:
+        yield from group["params"]
+    for state in optimizer.optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 @dataclass

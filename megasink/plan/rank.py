@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megasink.hollow.world import be_rank
-from megasink.plan import batches, layers, memory, parameters
+from megasink.plan import batches, kernels, layers, memory, parameters
 from megasink.plan.collectives import Collectives, group_names
 from megasink.plan.experts import share_tokens_equally
+from megasink.plan.saved import SavedTensors
 from megasink.variants.layers import layers_with_variant
 
 _NEVER = 1 << 40
@@ -74,7 +75,7 @@ def _stepping(args: Namespace, write: Write) -> Iterator[None]:
             os._exit(0)
         microbatches = plan[len(steps)]
         steps.append({"microbatches": microbatches})
-        recording.enter_context(_recorded(steps[-1], schedules))
+        recording.enter_context(_recorded(steps[-1], schedules, arguments[2]))
         _set_microbatches(args, microbatches)
         result = inner(*arguments, **options)
         _set_microbatches(args, every)  # the training loop refuses fewer
@@ -98,16 +99,18 @@ def _set_microbatches(args: Namespace, number: int) -> None:
 
 
 @contextlib.contextmanager
-def _recorded(found: dict[str, Any], schedules: Any) -> Iterator[None]:
+def _recorded(found: dict[str, Any], schedules: Any, models: Sequence[Any]) -> Iterator[None]:
     """Record the memory and the calls of a step in `found`."""
     import torch
 
     schedule, originals = memory.Schedule(), (schedules.forward_step, schedules.backward_step)
+    saved = SavedTensors(models, "cuda")
 
     def watched(inner: Any, forward: bool) -> Any:
         def run(*arguments: Any, **options: Any) -> Any:
             before = memory.allocated()
-            result = inner(*arguments, **options)
+            with saved.watching() if forward else contextlib.nullcontext():
+                result = inner(*arguments, **options)
             schedule.passes.append((forward, before, memory.allocated()))
             return result
 
@@ -118,11 +121,12 @@ def _recorded(found: dict[str, Any], schedules: Any) -> Iterator[None]:
     schedules.forward_step, schedules.backward_step = (
         watched(inner, forward) for inner, forward in zip(originals, (True, False), strict=True)
     )
-    with Collectives() as calls:
+    with Collectives() as calls, saved:
         yield
     schedules.forward_step, schedules.backward_step = originals
     found |= {"peak": memory.allocated("peak"), "reserved": memory.reserved()}
     found |= schedule.held() | {"calls": calls.table()}
+    found["saved"] = saved.table(found["microbatches"])
 
 
 def _record(
@@ -150,6 +154,8 @@ def _record(
         "training_state": memory.of_training_state(models, optimizer),
         "layers": list(layers.describe(models)),
         "steps": steps,
+        "saved": steps[-1]["saved"],
+        "other_kernels": list(kernels.changes(steps[-1]["saved"], args)),
         "groups": sorted(set(group_names().values())),
         "job": {
             "ranks": args.world_size,

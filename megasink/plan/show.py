@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megasink.plan import job
+from megasink.plan import job, saved_tables
 from megasink.plan.devices import DEVICES, GPU
 from megasink.plan.job import Record, Stage
 
@@ -41,6 +41,8 @@ def as_json(
         "seconds_per_step": job.seconds(facts, gpu, utilization),
         "parameters": job.parameters(records),
         "stages": [asdict(stage) for stage in job.memory(records)],
+        "saved": {record["rank"]: record["saved"] for record in records},
+        "other_kernels": {record["rank"]: record["other_kernels"] for record in records},
         "communication": [asdict(row) for row in job.communication(records)],
         "balance_by_formula": [
             {"rank": record["rank"], **asdict(kind)}
@@ -70,6 +72,10 @@ def show(
     console.print()
     console.print(_memory(stages, gpu))
     _say_memory(console, stages, facts, device)
+    fullest = max(records, key=lambda record: job.stage_of(record).memory["peak"])
+    console.print(saved_tables.saved(fullest))
+    console.print(saved_tables.other_kernels(records))
+    console.print()
     if others:
         console.print(_what_if(others, records))
         console.print()

@@ -4,6 +4,7 @@ the CPU, every stage and microbatch stepped, NCCL's own calls, the formula of th
 import re
 import shlex
 from collections import Counter
+from importlib.util import find_spec
 
 import pytest
 
@@ -176,3 +177,19 @@ def test_the_distributed_optimizer_shards_twelve_bytes_of_a_parameter(gpu):
     assert whole["training_state"]["optimizer"] == pytest.approx(wanted, abs=4096 + steps)
     assert sharded["training_state"]["optimizer"] == pytest.approx(wanted / 4, rel=0.01)
     assert whole["training_state"]["gradients"] == pytest.approx(4 * parameters, rel=0.01)
+
+
+@pytest.mark.skipif(find_spec("emerging_optimizers") is None, reason="megasink[muon] is missing")
+def test_the_distributed_optimizer_shards_the_states_of_muon(gpu):
+    flags = [*flags_of(f"{UNTIED} --optimizer muon", 4, 32), "--attention-variant", "gated"]
+    sharded = gpu.run("plan_tasks:step", flags=flags, ranks=4)
+    flags.remove("--use-distributed-optimizer")
+    whole = gpu.run("plan_tasks:step", flags=flags, ranks=4)
+    here = whole["parameters_here"]
+    of_adam = here["embedding"] + here["output layer"] + here["norms"]
+    # fp32 weight and momentum of matrices, and one moment more of the others.
+    wanted = 8 * sum(here.values()) + 4 * of_adam
+    assert whole["training_state"]["optimizer"] == pytest.approx(wanted, rel=0.01)
+    # Matrices are not cut, so that some replicas hold more of them than others.
+    share = sharded["training_state"]["optimizer"] / wanted
+    assert 0.2 < share < 0.3

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from megasink.errors import ConfigError
+from megasink.errors import ConfigError, UserError
 from megasink.plan import job, launch
 from megasink.plan.alternatives import alternatives
 from megasink.train import early
-from tests.documented import calls
+from tests.documented import calls, with_files
 from tests.train.command_lines import MOCK
 
 FACTS = {"pipeline": 4, "virtual": 1, "microbatches": 8}
@@ -101,11 +101,24 @@ def test_all_problems_are_told_before_anything_starts(monkeypatch):
     assert len(error.value.problems) == 4
 
 
-def test_the_lines_of_the_docs_are_accepted():
+def test_a_recipe_stands_for_its_flags(monkeypatch):
+    monkeypatch.setattr(launch, "Helper", None)
+    data = "--mock-data --tokenizer-type NullTokenizer --vocab-size 65535".split()
+    with pytest.raises(ConfigError) as error:
+        launch.main(["--recipe", "p0-2b", "--ranks", "3", *data])
+    assert all("256" in problem for problem in error.value.problems)
+    with pytest.raises(TypeError):  # accepted: the helper process would start
+        launch.main(["--recipe", "p0-2b", "--ranks", "8", *data])
+
+
+def test_the_lines_of_the_docs_are_accepted(tmp_path):
     lines = [call.words for call in calls() if call.words[:1] == ["plan"]]
+    for suffix in ("bin", "idx"):
+        (tmp_path / f"text.{suffix}").write_bytes(b"")
+    names = {"/data/corpus": f"{tmp_path}/text", "/data/corpus-tokenizer": str(tmp_path)}
     assert lines
     for _, *words in lines:
-        args, flags = launch.read_line(words)
+        args, flags = launch.read_line(with_files(words, tmp_path, names))
         early.refuse(early.read(flags), args.ranks)
 
 
@@ -126,8 +139,8 @@ def test_help_tells_of_every_flag(capsys):
     assert all(flag in text for flag in ("--ranks", "--device", "--utilization", "--what-if"))
 
 
-def test_the_command(capsys, monkeypatch):
-    """From the line to the tables, with a helper process of its own."""
+def test_the_command(capsys, monkeypatch, tmp_path):
+    """From the line to the tables and the figure, with a helper process of its own."""
     from megasink import hollow
 
     if reason := hollow.missing():
@@ -151,7 +164,16 @@ def test_the_command(capsys, monkeypatch):
     assert other["optimizer"] == pytest.approx(stage["memory"]["optimizer"] / 8, rel=0.1)
     assert other["gradients"] == pytest.approx(stage["memory"]["gradients"], rel=0.01)
 
-    assert launch.main(line) == 0
+    saved, other = (plan[name]["0"] for name in ("saved", "other_kernels"))
+    assert {"mlp.linear_fc2", "self_attention.core_attention"} < {row["module"] for row in saved}
+    assert all("megasink[gpu]" in row["install"] for row in other if "RoPE" in row["name"])
+
+    picture = tmp_path / "new" / "memory.png"
+    assert launch.main([*line, "--output", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file"):
+        launch.main([*line, "--output", str(tmp_path / "file" / "memory.png")])
     text = capsys.readouterr().out
     assert all(len(row) <= 100 for row in text.splitlines()), text
     total = sum(plan["parameters"].values())
