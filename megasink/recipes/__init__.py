@@ -1,9 +1,10 @@
-"""Recipes: files of flags for `megasink train`, shipped here or a user's own (docs/recipes.md).
+"""Recipes and configuration files: flags of `megasink train` (docs/recipes.md).
 
 A file is TOML: flags by flat name (megasink.flag_file), and two keys of its own. ``include`` names
 one file whose flags come first; ``about`` says in a line what the file is for. ``--recipe A B``
 takes the flags of A, then of B, then those of the command line: the last value of a flag counts,
 ``false`` drops a flag of an earlier file, and of flags that exclude each other the last one stays.
+``--config`` is another name of ``--recipe``; a run folder is the file of its last start.
 """
 
 import hashlib
@@ -17,10 +18,12 @@ from megasink.command_line import nearest, unknown_name
 from megasink.errors import ConfigError, UserError
 from megasink.flag_file import Flags, flag_words, form_problems, read_toml
 
-FLAG, EXPANDED = "--recipe", "--expanded-recipe"
+FLAGS, EXPANDED = ("--recipe", "--config"), "--expanded-recipe"
+OF_RUN = "config.toml"
+"""The flags of a run's last start, in its folder."""
 KEYS = ("about", "include")
 # Not in a file: a plugin is code, and the others belong to one start of one run.
-_ON_THE_COMMAND_LINE = ("plugin", "ranks", "run-dir", "resume", "recipe", "expanded-recipe")
+_ON_THE_COMMAND_LINE = set("plugin ranks run-dir resume recipe config expanded-recipe".split())
 # Of each set a command line may hold one: a later one replaces the earlier others.
 _ONE_OF = (
     {"train-iters", "train-samples"},
@@ -99,10 +102,10 @@ def read(name: str, known: Collection[str] = ()) -> Recipe:
 
 
 def expanded(argv: Sequence[str], known: Collection[str] = ()) -> list[str]:
-    """Replace ``--recipe`` by the flags it stands for, in front of the other flags.
+    """Replace ``--recipe`` and ``--config`` by the flags they stand for, before the other flags.
 
-    ``--expanded-recipe`` says where they come from; it has no effect. A command line without
-    ``--recipe`` is returned as it is.
+    ``--expanded-recipe`` says where they come from; it has no effect. ``--NAME=false`` drops a
+    switch of the files. A command line that names no file is returned as it is.
 
     Args:
         argv: of `megasink train`.
@@ -114,13 +117,14 @@ def expanded(argv: Sequence[str], known: Collection[str] = ()) -> list[str]:
     names, others = _split(argv)
     if names is None:
         return list(argv)
-    if not names:
-        raise ConfigError([f"{FLAG} needs a value: a file, or {', '.join(shipped())}"])
     recipes = [read(name, known) for name in names]
     flags: Flags = {}
     for recipe in recipes:
         given = [name for name, value in recipe.flags.items() if value is not False]
         flags = _without_rivals(flags, given) | recipe.flags
+    dropped = {f"--{name}=false": name for name, value in flags.items() if value is True}
+    flags |= dict.fromkeys((dropped[word] for word in others if word in dropped), False)
+    others = [word for word in others if word not in dropped]
     here = [word[2:].partition("=")[0] for word in others if word.startswith("--")]
     flags = _without_rivals(flags, here)
     labels = [recipe.label for recipe in recipes]
@@ -134,34 +138,43 @@ def _without_rivals(flags: Flags, given: Collection[str]) -> Flags:
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
-    """Return the values of --recipe, None without it, and the other words."""
-    names: list[str] | None = None
+    """Return the values of --recipe and --config, None without both, and the other words."""
+    named: dict[str, list[str]] = {}
     others: list[str] = []
-    taking = False
+    taking: list[str] | None = None
     for word in argv:
-        if word == FLAG or word.startswith(f"{FLAG}="):
-            if names is not None:
+        flag, equals, value = word.partition("=")
+        if flag in FLAGS:
+            if flag in named:
                 raise ConfigError(
-                    [f"{FLAG} is given twice: name all recipes after one, the last one counts most"]
+                    [f"{flag} is given twice: name all files after one, the last one counts most"]
                 )
-            names, taking = [word.removeprefix(f"{FLAG}=")] if "=" in word else [], word == FLAG
-        elif taking and not word.startswith("-"):
-            assert names is not None
-            names.append(word)
+            taking = named[flag] = [value] if equals else []
+        elif taking is not None and not word.startswith("-"):
+            taking.append(word)
         else:
-            taking = False
+            taking = None
             others.append(word)
-    return names, others
+    if empty := [flag for flag, names in named.items() if not any(names)]:
+        values = f"a file, or {', '.join(shipped())}"
+        raise ConfigError([f"{flag} needs a value: {values}" for flag in empty])
+    return [name for names in named.values() for name in names] if named else None, others
 
 
 def _path(name: str, folder: Path) -> Path:
-    """Find a recipe: the path from `folder`, or the name of a shipped one."""
+    """Find a recipe: the path from `folder`, the name of a shipped one, or a run folder."""
     path = folder / name
+    if path.is_dir() and (path / OF_RUN).is_file():
+        return path / OF_RUN
     if path.is_file():
         return path
     if re.fullmatch(r"[\w.-]+", name) and (_FOLDER / f"{name}.toml").is_file():
         return _FOLDER / f"{name}.toml"
     if "/" in name or name.endswith(".toml"):
+        if path.is_dir():
+            raise UserError(
+                f"{path} holds no {OF_RUN}: `megasink recipes {path} > FILE` makes one of a run"
+            )
         raise UserError(f"the recipe {path} does not exist")
     raise UserError(unknown_name("the recipe", name, shipped()) + ", or give the path of a file")
 

@@ -1,4 +1,4 @@
-"""Set the learning rate of the sink parameters, and weight decay, in Megatron's parameter groups.
+"""Learning rates and weight decay of sinks, embedding and output in Megatron's groups.
 
 ``get_megatron_optimizer`` of Megatron 0.19 takes ``config_overrides``, but the training loop has no
 hook to set them: they come from ``get_megatron_optimizer_config``, which documents that users may
@@ -59,6 +59,38 @@ def with_sink_parameters(
     return {**others, _key("sinks", None): ours}
 
 
+def with_end_rates(
+    overrides: Overrides, config: OptimizerConfig, embedding: float | None, output: float | None
+) -> Overrides:
+    """Return the overrides with learning rates of their own for both ends of the model.
+
+    Both are one group under Megatron's --decoupled-lr. P0's models, nanochat's, are trained at
+    rates 50 times apart.
+
+    Args:
+        overrides: From Megatron, without --decoupled-lr.
+        config: Holds ``lr`` and ``min_lr``, whose ratio the rates keep.
+        embedding, output: Maximum of the token embedding's rate, and of the output layer's; None
+            for that of the others.
+    """
+    found = dict(overrides)
+    lowest = (config.min_lr or 0.0) / config.lr if config.lr else 0.0
+    for name, rate in (("embedding.word_embeddings", embedding), ("output_layer", output)):
+        if rate is not None:
+            key = ParamKey(with_name_predicate=_weight_of(name))
+            found[key] = ParamGroupOverride(max_lr=rate, min_lr=rate * lowest)
+    return found
+
+
+def _weight_of(module: str) -> ParamWithNamePredicate:
+    """Match the weight of a module of the model, wrapped or not."""
+
+    def matches(_: Parameter, name: str) -> bool:
+        return f".{name}".endswith(f".{module}.weight")
+
+    return ParamWithNamePredicate(name=f"rate-of-{module}", fn=matches)
+
+
 def _key(name: str, inner: ParamKey | None) -> ParamKey:
     """Match the sink parameters, or the parameters that `inner` matches except them."""
     endings = tuple(f"core_attention.{name}" for name in parameter_names())
@@ -73,18 +105,22 @@ def _key(name: str, inner: ParamKey | None) -> ParamKey:
 
 @contextlib.contextmanager
 def grouping_sink_parameters() -> Iterator[None]:
-    """Apply --sink-lr-mult, --sink-weight-decay and --decay-all-parameters in Megatron's loop."""
+    """Apply the flags about parameter groups in Megatron's loop.
+
+    --sink-lr-mult, --sink-weight-decay, --decay-all-parameters, --embedding-lr and --output-lr.
+    """
     original = training.get_megatron_optimizer_config
 
     def get_megatron_optimizer_config(args: Namespace) -> tuple[OptimizerConfig, Any]:
         config, overrides = original(args)
-        return config, with_sink_parameters(
+        overrides = with_sink_parameters(
             overrides,
             config,
             args.sink_lr_mult,
             args.sink_weight_decay,
             decay_all=args.decay_all_parameters,
         )
+        return config, with_end_rates(overrides, config, args.embedding_lr, args.output_lr)
 
     with OPTIMIZER_GROUPS.replacing(get_megatron_optimizer_config=get_megatron_optimizer_config):
         yield

@@ -109,7 +109,7 @@ def mend_upstream() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-    from megasink.upstream import muon
+    from megasink.upstream import copies, muon
     from megasink.upstream.adam import GroupStepAdam
 
     if DATASET_HELPERS.is_active:
@@ -126,6 +126,7 @@ def mend_upstream() -> None:
     CHAINED_STATES.apply(load_state_dict=load)
     if clip_grads.l2_norm_impl.__name__ == "local_multi_tensor_l2_norm":
         GRADIENT_NORM.apply(l2_norm_impl=_norm_on_the_device)
+    copies.mend()
     muon.mend()
 
 

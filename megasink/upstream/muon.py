@@ -51,7 +51,7 @@ def mend() -> None:
     from megatron.core.optimizer.emerging_optimizers import _EMERGING_OPTIMIZERS
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
-    tables = ParamKey(with_name_predicate=ParamWithNamePredicate("tables", _is_table))
+    tables = ParamKey(with_name_predicate=ParamWithNamePredicate("tables", is_table))
     for name in ("muon", "adaptive_muon"):
         entry = _EMERGING_OPTIMIZERS[name]
         overrides = entry.default_param_overrides | {tables: {"optimizer": "adam"}}
@@ -62,7 +62,8 @@ def mend() -> None:
     GATE_ROWS.apply(orthogonalize=_by_parts(orthogonalize))
 
 
-def _is_table(parameter: Any, name: str) -> bool:
+def is_table(parameter: Any, name: str) -> bool:
+    """Return whether a parameter may have two axes and is yet no matrix: AdamW updates it."""
     return "core_attention." in name or name.endswith("position_embeddings.weight")
 
 

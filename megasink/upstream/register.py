@@ -25,7 +25,7 @@ class Patch:
     """Attributes of an upstream module or class that megasink replaces.
 
     Attributes:
-        name: the name in `megasink info`.
+        name: the name in `megasink doctor`.
         room: when the patch is active: "platform" if Megatron runs on a CPU, "always" in every
             process that uses Megatron, "training" in a run, "loading" while a run is loaded.
         owner: dotted name of the module or class; the first, if there are several.

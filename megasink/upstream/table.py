@@ -1,15 +1,15 @@
 """The list of all upstream attributes that megasink replaces.
 
-`megasink info` shows it; tests/upstream breaks each of its quotes on purpose.
+`megasink doctor` shows it; tests/upstream breaks each of its quotes on purpose.
 """
 
 from megasink.platform import patches
-from megasink.upstream import mends, muon, training
+from megasink.upstream import copies, mends, muon, training
 from megasink.upstream.register import Patch
 
 TABLE: tuple[Patch, ...] = tuple(
     value
-    for room in (patches, mends, muon, training)
+    for room in (patches, mends, copies, muon, training)
     for value in vars(room).values()
     if isinstance(value, Patch)
 )

@@ -74,6 +74,20 @@ OPTIMIZER_GROUPS = _training(
     "config, config_overrides = get_megatron_optimizer_config(args)",
     test="tests/train/test_optimizer.py",
 )
+MATRIX_SHARDS = _training(
+    "whole matrices for Muon's distributed optimizer",
+    "megatron.training.models.dist_utils",
+    "_ddp_wrap DistributedOptimizer",
+    "a builder's model gets buffers for Adam's shards, which cut matrices; get_model's are right",
+    "megatron.training.models.dist_utils:_ddp_wrap: "
+    "DistributedOptimizer.compute_full_param_layout(...)",
+    "megatron.training.models.dist_utils:prepare_existing_model_chunks_for_distributed_training: "
+    "_ddp_wrap(...)",
+    "megatron.training.training:wrap_model_chunks_with_ddp: "
+    "tag_params_for_buffer_routing(model_chunks)",
+    test="tests/train/test_muon.py",
+    mended="0.20",
+)
 WHOLE_CHECKPOINTS = _training(
     "no overwriting of intact checkpoints",
     "megatron.training.training",

@@ -67,12 +67,17 @@ def muon_step(
 
 
 def adamw_step(
-    weight: Tensor, state: tuple[Tensor, Tensor], grad: Tensor, step: int, decay: float
+    weight: Tensor,
+    state: tuple[Tensor, Tensor],
+    grad: Tensor,
+    step: int,
+    decay: float,
+    rate: float = RATE,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Return the new weight and moments."""
     first, second = 0.9 * state[0] + 0.1 * grad, 0.999 * state[1] + 0.001 * grad**2
     update = (first / (1 - 0.9**step)) / ((second / (1 - 0.999**step)).sqrt() + 1e-5)
-    return weight * (1 - RATE * decay) - RATE * update, (first, second)
+    return weight * (1 - rate * decay) - rate * update, (first, second)
 
 
 def matrices(name: str, rows: int, config: Any) -> list[Tensor]:
@@ -93,13 +98,20 @@ def matrices(name: str, rows: int, config: Any) -> list[Tensor]:
     return [torch.tensor(kind) for kind in kinds]
 
 
-def against_definition(steps: int = 3, mode: str = "spectral", **options: Any) -> dict[str, Any]:
-    """Train; return relative errors of every tensor, and which ones Muon updates."""
+def against_definition(
+    steps: int = 3, mode: str = "spectral", rates: dict[str, float] | None = None, **options: Any
+) -> dict[str, Any]:
+    """Train; return relative errors of every tensor, and which ones Muon updates.
+
+    Args:
+        rates: `embedding_lr` and `output_lr`.
+    """
+    rates = rates or {}
     config = tiny_gpt.model_config(**options)
     transformer = config.transformer
     models = tiny_gpt.build(config)
     optimizer, _ = tiny_gpt.optimizer_of(
-        config, models, False, **OPTIONS | {"muon_scale_mode": mode}
+        config, models, False, **OPTIONS | {"muon_scale_mode": mode} | rates
     )
     init_num_microbatches_calculator(
         0, None, tiny_gpt.MICROBATCH * tiny_gpt.MICROBATCHES, tiny_gpt.MICROBATCH, 1
@@ -124,7 +136,12 @@ def against_definition(steps: int = 3, mode: str = "spectral", **options: Any) -
                 # Vectors, and what a head learns beside its weights, do not decay.
                 is_exempt = parameter.ndim == 1 or "core_attention" in name
                 decay = 0.0 if is_exempt else DECAY
-                wanted[name], states[name] = adamw_step(weight, state, grad, step, decay)
+                rate = RATE * (
+                    options.get("sink_lr_mult", 1.0) if "core_attention" in name else 1.0
+                )
+                rate = rates.get("embedding_lr", rate) if "word_embeddings" in name else rate
+                rate = rates.get("output_lr", rate) if "output_layer" in name else rate
+                wanted[name], states[name] = adamw_step(weight, state, grad, step, decay, rate)
         optimizer.step()
     errors = {
         name: float((part.double() - wanted[name]).norm() / wanted[name].norm().clamp_min(1e-9))

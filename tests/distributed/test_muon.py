@@ -52,6 +52,20 @@ def test_other_scales(pool, mode):
     assert max(report["errors"].values()) < 2e-3
 
 
+def test_rates_of_embedding_output_and_sinks(pool):
+    """Each by the definition, at rates of its own; and another one where they are left out."""
+    rates = {"embedding_lr": 0.2, "output_lr": 0.004}
+    (report,) = pool.run(
+        f"{TASKS}:against_definition", SINGLE, rates=rates, sink_lr_mult=0.1, steps=2
+    )
+    assert max(report["errors"].values()) < 2e-3
+    assert (
+        sum("word_embeddings" in name or "output_layer" in name for name in report["errors"]) == 2
+    )
+    (report,) = pool.run(f"{TASKS}:against_definition", SINGLE, rates={"output_lr": 0.004}, steps=2)
+    assert max(report["errors"].values()) < 2e-3
+
+
 MUON = {
     "optimizer": "muon",
     "muon_nesterov": True,

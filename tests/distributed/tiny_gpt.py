@@ -29,7 +29,7 @@ from megasink.layers.hybrid import MegasinkHybridConfig
 from megasink.layers.hybrid_pattern import layers_of
 from megasink.layers.transformer_config import MegasinkTransformerConfig
 from megasink.specs import block_spec, hybrid_spec
-from megasink.train.optimizer import with_sink_parameters
+from megasink.train.optimizer import with_end_rates, with_sink_parameters
 from tests.distributed.shards import gather_gradients, shards
 from tests.distributed.skewed_gates import skew_gates, skew_sinks
 
@@ -51,7 +51,6 @@ def model_config(
 
     Args:
         tied: the output layer shares the embedding's weight.
-        position_embedding_type: of GPTModelConfig.
         pattern: of a HybridModel, which it then is.
         quick_geglu: units of quick_gelu, as with the flag of that name.
         options: of MegasinkTransformerConfig, in place of those here.
@@ -186,7 +185,12 @@ def loss_function(mask_Bs: Tensor, targets: Tensor, per_token: bool) -> Callable
 
 
 def optimizer_of(
-    config: MegasinkGPTConfig, models: list[Any], distributed: bool, **options: Any
+    config: MegasinkGPTConfig,
+    models: list[Any],
+    distributed: bool,
+    embedding_lr: float | None = None,
+    output_lr: float | None = None,
+    **options: Any,
 ) -> tuple[Any, OptimizerParamScheduler]:
     """Adam with weight decay and clipping, and a constant learning rate."""
     transformer = config.transformer
@@ -211,6 +215,7 @@ def optimizer_of(
         transformer.sink_lr_mult,
         transformer.sink_weight_decay,
     )
+    overrides = with_end_rates(overrides, optimizer_config, embedding_lr, output_lr)
     optimizer = get_megatron_optimizer(optimizer_config, models, config_overrides=overrides)
     constant = {"init_lr": 1e-3, "max_lr": 1e-3, "min_lr": 1e-3, "lr_decay_style": "constant"}
     decay = {"start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 1, "wd_incr_style": "constant"}
@@ -251,13 +256,8 @@ def train(
     ddp = {"use_distributed_optimizer": distributed_optimizer, "overlap_grad_reduce": overlap}
     ddp["overlap_param_gather"] = overlap and distributed_optimizer
     models = build(config, **ddp)
-    optimizer, scheduler = optimizer_of(
-        config,
-        models,
-        distributed_optimizer,
-        overlap_param_gather=ddp["overlap_param_gather"],
-        **(optimizer_options or {}),
-    )
+    overlapped = {"overlap_param_gather": ddp["overlap_param_gather"], **(optimizer_options or {})}
+    optimizer, scheduler = optimizer_of(config, models, distributed_optimizer, **overlapped)
     dp = parallel_state.get_data_parallel_world_size()
     init_num_microbatches_calculator(0, None, MICROBATCH * MICROBATCHES, MICROBATCH, dp)
     transformer.grad_scale_func = optimizer.scale_loss

@@ -5,7 +5,7 @@ import pytest
 from tests.distributed.layout import Layout
 
 TASK = "tests.train.tasks:groups_of_the_trainer"
-LAYERS, HEADS, HEAD_DIM = 2, 4, 16
+LAYERS, HEADS, HEAD_DIM, VOCABULARY = 2, 4, 16, 128
 
 
 def groups(pool, layout=None, **options):
@@ -80,3 +80,17 @@ def test_all_other_parameters_may_decay(pool):
     sinks, rest = sorted(found, key=lambda g: g["elements"])
     assert sinks["elements"] == LAYERS * HEADS
     assert (sinks["weight_decay"], rest["weight_decay"]) == (0.0, 0.1)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_both_ends_have_rates_of_their_own(pool, pp):
+    """On the ranks that have them; they fall in the same proportion as the others."""
+    rates = {"embedding_lr": 0.2, "output_lr": 0.004}
+    ranks = pool.run(TASK, Layout(pp=pp), distributed=False, lr_mult=1.0, weight_decay=0.0, **rates)
+    found = [group for rank in ranks for group in rank if group["elements"]]
+    for rate in rates.values():
+        (end,) = [group for group in found if group["highest"] == pytest.approx(rate)]
+        assert end["elements"] == VOCABULARY * HEADS * HEAD_DIM
+        assert end["last"] == pytest.approx(0.1 * rate)
+        assert (end["weight_decay"], end["logged"]) == (0.1, False)
+    assert all(g["highest"] == pytest.approx(1e-3) for g in found if g["logged"])

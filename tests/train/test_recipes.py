@@ -2,8 +2,10 @@
 
 import json
 import re
+import sys
 import tempfile
 import tomllib
+from argparse import Namespace
 
 import pytest
 
@@ -12,7 +14,8 @@ from megasink.cli import main as megasink
 from megasink.errors import ConfigError, UserError
 from megasink.flag_file import flag_words, toml_lines
 from megasink.gate_options import matched_ffn_width, parameters_per_layer
-from megasink.train import early, last_start, launch
+from megasink.plan import launch as plan_launch
+from megasink.train import early, last_start, launch, run_dir
 from megasink.train.checks.schedule import set_decay
 from tests.documented import ROOT
 from tests.forkserver import server
@@ -129,13 +132,11 @@ def test_p0_is_nanochat(name, depth):
     parameters = 12 * depth * width**2 + 2 * 65536 * width
     assert args.train_iters == 20 * parameters // 524288
     assert args.global_batch_size * args.seq_length == 524288
-    assert args.decoupled_lr == pytest.approx(0.004 * (width / 768) ** -0.5, rel=3e-3)
-    # The same step relative to the initial weights as 0.2 against a standard deviation of 1.
-    assert args.decoupled_lr / args.embedding_init_method_std == pytest.approx(
-        0.2 * (width / 768) ** -0.5, rel=3e-3
-    )
+    assert args.output_lr == pytest.approx(0.004 * (width / 768) ** -0.5, rel=1e-3)
+    assert args.embedding_lr == pytest.approx(0.2 * (width / 768) ** -0.5, rel=1e-3)
+    assert (args.embedding_init_method_std, args.decoupled_lr) == (1.0, None)
     assert (args.lr, args.weight_decay, args.lr_warmup_fraction) == (0.02, 0.0, None)
-    assert (args.optimizer, args.use_distributed_optimizer) == ("muon", False)
+    assert (args.optimizer, args.use_distributed_optimizer) == ("muon", True)
     set_decay(args)
     assert args.lr_wsd_decay_iters == round(0.2 * args.train_iters)
 
@@ -204,6 +205,32 @@ def test_of_flags_that_exclude_each_other_the_last_one_stays(flags, kept, droppe
     assert not getattr(args, dropped)
 
 
+def test_config_is_the_same_flag_and_a_later_file_counts_more(tmp_path):
+    mine = write(tmp_path, "lr = 1e-3\nswiglu = true\nbf16 = true\n")
+    line = early.expanded(["--config", mine, "--seed", "4", "--recipe", "p2-60m", "--bf16=false"])
+    assert [word.partition("@")[0] for word in line[1:3]] == [mine, "p2-60m"]
+    args = early.read(line)
+    assert (args.lr, args.seed, args.num_layers) == (4e-4, 4, 10)
+    # The command line counts more than both, also where Megatron has no opposite of a switch.
+    assert (args.swiglu, args.bf16) == (True, False)
+    assert early.read(early.expanded([f"--config={mine}"])).bf16
+    # Where no file has set it, it is no flag.
+    assert early.expanded(["--config", mine, "--fp16=false"])[-1] == "--fp16=false"
+
+
+def test_a_run_is_its_configuration(tmp_path, monkeypatch):
+    """RUN/config.toml, as a rank writes it, gives the flags of the run again."""
+    flags = ["--lr", "1e-4", "--swiglu", "--data-path", "1", "a b", "--split", "9,1,0"]
+    monkeypatch.setattr(sys, "argv", ["x.py", "--run-dir", "r", "--resume=auto", *flags])
+    args = Namespace(world_size=1, lora_rank=0, seed=1)
+    run_dir._write_config(tmp_path, args, {}, None)
+    line = early.expanded(["--config", str(tmp_path), "--lr", "1"])
+    assert line == ["--expanded-recipe", line[1], *flags, "--lr", "1"]
+    (tmp_path / "config.toml").write_text("num-layer = 2\n")
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}/config.toml: num-layer is no")):
+        early.expanded(["--config", str(tmp_path)])
+
+
 def test_an_include_is_found_beside_its_file(tmp_path):
     (tmp_path / "deep").mkdir()
     write(tmp_path, "lr = 1.0\nseed = 1\n", "base.toml")
@@ -248,6 +275,8 @@ def test_every_problem_is_told_at_once(text, phrases, tmp_path):
         (["--recipe", "no/such.toml"], "the recipe no/such.toml does not exist"),
         (["--recipe", "p0-2b", "--recipe", "p0-1b"], "--recipe is given twice"),
         (["--recipe", "--lr", "1"], "--recipe needs a value"),
+        (["--config=", "--lr", "1"], "--config needs a value"),
+        (["--config", "/"], "/ holds no config.toml: `megasink recipes / > FILE` makes one"),
     ],
 )
 def test_a_recipe_that_is_not_there_is_told_by_name(flags, phrase):
@@ -259,6 +288,12 @@ def test_what_starts_no_run_refuses_a_recipe():
     """An unexpanded one would be dropped in silence."""
     with pytest.raises(ConfigError, match="--recipe: give it to megasink train"):
         early.refuse(early.read([*MOCK, "--recipe", "p0-2b"]), 1)
+
+
+def test_a_plan_takes_a_file(tmp_path):
+    mine = write(tmp_path, "num-layers = 7\n")
+    args, flags = plan_launch.read_line(["--ranks", "8", "--config", mine, "--lr", "1"])
+    assert (args.ranks, early.read(flags).num_layers) == (8, 7)
 
 
 def test_the_launcher_passes_flags_on_and_resume_repeats_them(tmp_path, monkeypatch):

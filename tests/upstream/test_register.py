@@ -206,17 +206,17 @@ def test_nothing_of_upstream_is_replaced_beside_the_register(tmp_path, monkeypat
     assert list(assignments(planted)) == ["planted.py:3", "planted.py:4"]
 
 
-def test_info_lists_them_and_names_what_does_not_match(capsys, monkeypatch):
+def test_doctor_lists_them_and_names_what_does_not_match(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
-    assert megasink(["info"]) == 0
+    assert megasink(["doctor", "--patches", "--no-self-test"]) == 0
     text = capsys.readouterr().out
     for patch in TABLE:
         assert patch.name in text
     assert "on: no CUDA device is present" in text
     assert "megatron/training/training.py:" in text
     gone = Quote("torch.serialization", "def load_from_a_pickle(f)")
-    monkeypatch.setattr("megasink.commands.info.TABLE", (replace(TABLE[0], quotes=(gone,)),))
-    assert megasink(["info"]) == 2
-    captured = capsys.readouterr()
-    assert "off: no longer found" in captured.out
-    assert "torch/serialization.py no longer has load_from_a_pickle" in captured.err
+    table = (replace(TABLE[0], quotes=(gone,)),)
+    monkeypatch.setattr("megasink.doctor.self_test.TABLE", table)
+    monkeypatch.setattr("megasink.doctor.self_test.training_step", lambda: "")
+    assert megasink(["doctor"]) == 1
+    assert "torch/serialization.py no longer has load_from_a_pickle" in capsys.readouterr().out

@@ -48,8 +48,8 @@ def _place_problems(args: Namespace) -> Iterator[str]:
         value = getattr(args, name, None)
         if value and is_stored(value):
             yield (
-                f"{flag_of(name)} is in an object store, which only data sets are read from: give "
-                "a folder, and copy or mount the store"
+                f"{flag_of(name)} is in an object store: give a folder (--checkpoint-store URL "
+                "copies checkpoints there)"
             )
 
 

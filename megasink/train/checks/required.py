@@ -57,8 +57,9 @@ def problems(args: Namespace) -> Iterator[str]:
             yield f"{flag_of(name)} is no longer valid: use {instead}"
     if not args.add_position_embedding and args.position_embedding_type != "rope":
         yield "--no-position-embedding is no longer valid: use --position-embedding-type"
-    if args.recipe:  # what starts a run has replaced it by its flags
-        yield "--recipe: give it to megasink train, or in the flags of a grid"
+    for name in ("recipe", "config"):
+        if getattr(args, name):  # what starts a run has replaced it by its flags
+            yield f"--{name}: give it to megasink train or plan, or in the flags of a grid"
     for name, old in _TWICE:
         if getattr(args, name) is not None and getattr(args, old) is not None:
             yield f"{flag_of(name)} and {flag_of(old)}: choose one"

@@ -43,7 +43,7 @@ def _sinks(args: Namespace) -> Iterator[str]:
             )
     if args.sink_lr_mult != 1.0 and args.use_mup:
         yield "--sink-lr-mult with --use-mup: muP sets these learning rates; drop one of the two"
-    if args.sink_lr_mult != 1.0 and args.optimizer not in ("adam", "sgd"):
+    if args.sink_lr_mult != 1.0 and args.optimizer not in ("adam", "sgd", "muon"):
         yield f"--sink-lr-mult with --optimizer {args.optimizer} is not tested: use adam"
 
 
