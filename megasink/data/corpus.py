@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from megasink.data.files import STDLIB, File, expand, open_file, readable
-from megasink.data.long_text import WHOLE_BYTES, LongText, examine
+from megasink.data.long_text import WHOLE_BYTES, HeldText, LongText, examine
 from megasink.data.parquet import ParquetReader
 from megasink.data.parts import Place, Span, spans_of
 from megasink.data.records import text_of
@@ -36,7 +36,7 @@ class Document:
     it is asked for.
     """
 
-    content: str | LongText
+    content: str | LongText | HeldText
     source: str
 
     @property
@@ -60,7 +60,7 @@ class Skipped:
 
 # A reader yields: source, text (None if the bytes are not UTF-8), bytes read of the file so far,
 # the number of the line or row, and the byte where the next line begins.
-_Item = tuple[str, str | LongText | None, int, int, int]
+_Item = tuple[str, str | LongText | HeldText | None, int, int, int]
 
 
 class Corpus:

@@ -52,6 +52,30 @@ class LongText:
                 yield text
 
 
+class HeldText:
+    """A long text in memory as UTF-8, which as a string may take four times as much.
+
+    Args:
+        content: valid UTF-8.
+        characters: of the text.
+    """
+
+    def __init__(self, content: bytearray, characters: int):
+        self._content, self._characters = content, characters
+
+    def __len__(self) -> int:
+        return self._characters
+
+    def __str__(self) -> str:
+        return self._content.decode()
+
+    def pieces(self) -> Iterator[str]:
+        """Yield the text in pieces of about a million bytes."""
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        for start in range(0, len(self._content), _BLOCK):
+            yield decoder.decode(self._content[start : start + _BLOCK])
+
+
 def examine(head: bytes, stream: BufferedReader, most: int) -> tuple[int | None, int]:
     """Return the characters of a long text, None if it is none, and its bytes up to `most` + 1.
 

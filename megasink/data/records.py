@@ -1,20 +1,33 @@
 """Read one JSON Lines record, with bounded memory."""
 
+import codecs
 import itertools
 import json
 import re
+import secrets
 from typing import Any
 
+from megasink.data.long_text import WHOLE_BYTES, HeldText
 from megasink.errors import UserError
 
 _VALUES = 1 << 22
 """Maximum number of values per record; parsed, each takes up to some 200 bytes of memory."""
 _SURROGATE = re.compile("[\ud800-\udfff]")  # alone: there is no UTF-8 of it
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_LONG_STRING = 1 << 20  # bytes
+# So much of a string that no escape, nor a pair of them, is cut.
+_PART = re.compile(
+    rb"(?:[^\\]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}|\\u[0-9a-fA-F]{4}|\\[^u])"
+    rb"{1,1048576}+",
+    re.DOTALL,
+)
 _STRING_OR_VALUE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[{,]', re.DOTALL)
 
 
-def text_of(line: bytes, source: str, key: str) -> str | None:
+def text_of(line: bytes, source: str, key: str) -> str | HeldText | None:
     """Return the text of a record: "" for null, None if it is not UTF-8.
+
+    Parsed at once, a long line is in memory six times and more.
 
     Args:
         line: one line of a file.
@@ -24,6 +37,8 @@ def text_of(line: bytes, source: str, key: str) -> str | None:
     Raises:
         UserError: errors of `record_of`, or the key holds no string.
     """
+    if len(line) > WHOLE_BYTES and (held := _held_text(line, source, key)) is not None:
+        return held
     record = record_of(line, source, key)
     if record is None:
         return None
@@ -33,6 +48,53 @@ def text_of(line: bytes, source: str, key: str) -> str | None:
     if not isinstance(text, str):
         raise UserError(f"{source}: {key!r} holds a {type(text).__name__}, not a string")
     return None if _SURROGATE.search(text) else text
+
+
+def _held_text(line: bytes, source: str, key: str) -> HeldText | None:
+    """Return the text of a long line; None if the line must be read as a whole: it is wrong, or
+    its length is not in the text."""
+    token = secrets.token_hex(16)
+    spans: list[tuple[int, int]] = []
+    short: list[bytes] = []
+    end = 0
+    for found in _STRING.finditer(line):
+        if found.end() - found.start() > _LONG_STRING:
+            short += [line[end : found.start()], f'"{token}{len(spans)}"'.encode()]
+            spans.append((found.start() + 1, found.end() - 1))
+            end = found.end()
+    if len(line) - sum(stop - start for start, stop in spans) > WHOLE_BYTES:
+        return None
+    try:
+        record = record_of(b"".join([*short, line[end:]]), source, key)
+        text = (record or {}).get(key)
+        if not isinstance(text, str) or not text.startswith(token):
+            return None
+        wanted = int(text.removeprefix(token))
+        # The others must be JSON too; their texts are not kept.
+        texts = [_unescaped(line, *span, keep=i == wanted) for i, span in enumerate(spans)]
+    except (UserError, ValueError):
+        return None
+    return texts[wanted]
+
+
+def _unescaped(line: bytes, start: int, stop: int, *, keep: bool) -> HeldText:
+    """Return the text between the quotes of a JSON string.
+
+    Raises:
+        ValueError: it is not JSON or not UTF-8, or has no UTF-8.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    content, characters = bytearray(), 0
+    while start < stop:
+        part = _PART.match(line, start, stop)
+        if part is None:
+            raise ValueError("an escape is cut short")
+        start = part.end()
+        text = json.loads(f'"{decoder.decode(part[0], final=start == stop)}"')
+        characters += len(text)
+        if keep:
+            content += text.encode()
+    return HeldText(content, characters)
 
 
 def record_of(line: bytes, source: str, key: str) -> dict[str, Any] | None:

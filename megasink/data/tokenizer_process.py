@@ -5,6 +5,7 @@ other parts of this process may, and transformers decides at its import what it 
 """
 
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -54,6 +55,8 @@ def _start(torch: bool) -> None:
     if not torch:
         # What Python keeps for a module that cannot be imported.
         sys.modules["torch"] = None  # type: ignore[assignment]
+        # Else transformers advises to install it.
+        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 
 
 def _call(folder: Path, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

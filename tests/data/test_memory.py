@@ -10,7 +10,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from megasink.data import corpus, long_text, tokenizer_process
+from megasink.data import corpus, long_text, records, tokenizer_process
 from megasink.data.corpus import Corpus
 from megasink.data.encode import parts_of
 from megasink.data.preprocess import _settings, preprocess
@@ -131,3 +131,50 @@ def test_a_long_file_that_is_no_text_or_changes(tmp_path, texts, monkeypatch):
         path.write_bytes(content)
         with pytest.raises(UserError, match=r"a\.txt changed while it was read"):
             document.text  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("record", "is_held"),
+    [
+        ({"a": [1, {"text": "x"}], "text": ROWS * 3, "b": ROWS}, True),
+        ({"text": "\\" * 9_999 + '"\n' * 999 + "漢" * 9_999}, True),
+        ({"text": "\N{SLIGHTLY SMILING FACE}" * 9_999}, True),
+        ({"text": "short", "b": ROWS}, False),
+        ({"text": None, "b": ROWS}, False),
+        ({"text": "\ud83d" * 9_999}, False),
+    ],
+)
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_a_long_line_is_read_in_pieces(record, is_held, ascii_only, monkeypatch):
+    if "\ud83d" in (record["text"] or "") and not ascii_only:
+        pytest.skip("has no UTF-8")
+    line = json.dumps(record, ensure_ascii=ascii_only).encode()
+    whole = records.text_of(line, "here", "text")
+    monkeypatch.setattr(records, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(records, "_LONG_STRING", 500)
+    few = records._PART.pattern.replace(b"1048576", b"7")
+    monkeypatch.setattr(records, "_PART", records.re.compile(few, records.re.DOTALL))
+    text = records.text_of(line, "here", "text")
+    assert isinstance(text, long_text.HeldText) == is_held
+    assert text == whole if not is_held else (str(text), len(text)) == (whole, len(whole))
+    assert not is_held or "".join(text.pieces()) == whole
+
+
+@pytest.mark.parametrize("bad", [b"\\x", b"\\u12", b"\n", b"\xff", b'"', b"\\ud83d"])
+def test_what_is_wrong_in_a_long_line_is_said_as_in_a_short_one(bad, monkeypatch):
+    def answer(line):
+        try:
+            return records.text_of(line, "here", "text")
+        except UserError as error:
+            return str(error)
+
+    for line in (
+        b'{"text": "' + b"x" * 3000 + bad + b'"}',
+        b'{"text": "' + b"x" * 3000 + b'", "b": "' + b"y" * 3000 + bad + b'"}',
+    ):
+        monkeypatch.setattr(records, "WHOLE_BYTES", 1 << 20)
+        short = answer(line)
+        monkeypatch.setattr(records, "WHOLE_BYTES", 1000)
+        monkeypatch.setattr(records, "_LONG_STRING", 500)
+        held = answer(line)
+        assert str(held) == str(short)
