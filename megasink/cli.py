@@ -3,11 +3,12 @@
 import argparse
 import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 
 import megasink
-from megasink import plugins
+from megasink import messages, plugins
 from megasink.command_line import CommandParser, unknown_name
 from megasink.errors import Stopped, UserError
 from megasink.extras import require_train
@@ -34,12 +35,14 @@ COMMANDS = {
     "evaluate": "scores on tasks of lm-evaluation-harness, with interventions or without",
     "trace": "the same over the checkpoints of a run, against tokens",
     "report": "one page about several analyses",
-    "info": "versions, platform, attention kernels and patches",
+    "doctor": "what is installed, the kernels that will run, and a self-test of both",
 }
 # These use no variant, metric or conversion target.
 WITHOUT_PLUGINS = ("demo", "data", "merge-data", "recipes", "checkpoints")
 # These always run Megatron; others need it for runs alone, and say so when they are given one.
 OF_TRAIN = ("demo", "train", "plan", "grid", "finetune", "generate", "convert-from-hf")
+# They start processes whose output, with messages of other packages, goes to logs of their own.
+WITH_LOGS = ("demo", "train", "plan", "grid", "finetune")
 
 
 def main_of(command: str) -> Callable[[Sequence[str]], int]:
@@ -51,6 +54,10 @@ def main_of(command: str) -> Callable[[Sequence[str]], int]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; user errors print one line to stderr and exit with code 2."""
+    if "_ARGCOMPLETE" in os.environ:
+        from megasink.commands.completion import complete
+
+        complete(COMMANDS, main_of)
     argv = list(sys.argv[1:] if argv is None else argv)
     lines = "\n".join(f"  {name:15} {text}" for name, text in COMMANDS.items())
     parser = CommandParser(
@@ -70,9 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(unknown_name("the command", args.command, COMMANDS))
         if args.command in OF_TRAIN:
             require_train(f"megasink {args.command}")
-        if args.command not in WITHOUT_PLUGINS:
-            plugins.load(args.arguments, list_names=args.command == "info")
-        return main_of(args.command)(args.arguments)
+        is_logged = args.command in WITH_LOGS
+        with contextlib.nullcontext() if is_logged else messages.sorting(args.command):
+            if args.command not in WITHOUT_PLUGINS:
+                plugins.load(args.arguments, list_names=args.command == "doctor")
+            return main_of(args.command)(args.arguments)
     except Stopped as stop:
         with contextlib.suppress(OSError):  # the terminal was closed
             print(f"megasink: {stop}", file=sys.stderr, flush=True)

@@ -123,6 +123,10 @@ MISTAKES = {
     "grid-jobs": ("grid {0}/text.txt --output {0}/new/out --jobs 0", "--jobs 0: use 1 or more"),
     # checkpoints
     "checkpoints-nothing": ("checkpoints {0}/new/run", "{0}/new/run: no such folder"),
+    "checkpoints-store": (
+        "checkpoints s3://bucket/run --prune --iteration 3",
+        "--iteration needs --fetch FOLDER",
+    ),
     "checkpoints-dry": (
         "checkpoints {0}/run --dry-run --keep-every 0",
         "--keep-every 0: use 1 or more",
@@ -248,14 +252,14 @@ MISTAKES = {
     "trace-no-run": ("trace {0}/runs --output {0}/new/out", "{0}/runs: no such folder"),
     "report-no-analysis": ("report {0}/llama --output {0}/new/page", "{0}/llama"),
     "report-no-output": ("report {0}/llama", "missing: --output"),
-    # plot, compare, info, demo
+    # plot, compare, doctor, demo
     "plot-no-run": ("plot {0}/runs", "{0}/runs"),
     "plot-into-nowhere": ("plot {0}/run --output {0}/text.txt/x.png", "{0}/text.txt"),
     "compare-one-twice": ("compare {0}/run {0}/run", "a run is given twice"),
     "compare-axis": ("compare {0}/run --x time", "--x 'time' is unknown: choose step"),
     "compare-smoothing": ("compare {0}/run --smoothing 1", "--smoothing 1.0"),
-    "info-type": ("info --head-dim wide", "--head-dim 'wide': give a whole number"),
-    "info-negative": ("info --head-dim -4", "--head-dim -4"),
+    "doctor-type": ("doctor --head-dim wide", "--head-dim 'wide': give a whole number"),
+    "doctor-negative": ("doctor --head-dim -4", "--head-dim -4"),
     "demo-steps": ("demo --dir {0}/new/demo --train-iters 0", "--train-iters 0"),
     "demo-misspelt": ("demo --folder {0}/new/demo", "unknown: --folder"),
     # convert

@@ -30,7 +30,7 @@ PATHS = {
     "evaluate": "nowhere --tasks piqa --output {0}/new",
     "trace": "nowhere --data nowhere.txt --output {0}/new",
     "report": "nowhere --output {0}/new",
-    "info": "--head-dim 0",
+    "doctor": "--head-dim 0",
 }
 # A run and a model that exist, and an output that holds something.
 FULL = {"convert-to-hf": "{0}/run {0}", "convert-from-hf": "{0}/model {0}"}

@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megasink.command_line import CommandParser
 from megasink.errors import UserError
+from megasink.json_output import add_json, as_text
 from megasink.plugins import add_flag
 from megasink.printable import printable
 from megasink.report.grid_results import EMA, CellResults, is_grid, read_results
@@ -24,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--x", choices=("step", "tokens"), default="step", help="horizontal axis")
     parser.add_argument("--smoothing", type=float, default=0.9, help="EMA factor, 0 to 1")
     parser.add_argument("--output", type=Path, default=Path("compare.png"), help="PNG to write")
+    add_json(parser)
     args = parser.parse_args(argv)
     if not 0 <= args.smoothing < 1:
         raise UserError(f"--smoothing {args.smoothing}: use 0 or more, and less than 1")
@@ -39,6 +42,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megasink.report.grid import metric_of, wide_console
 
     draw_comparison(runs, args.output, cells=cells, x=args.x, factor=args.smoothing)
+    if args.json:
+        told: dict[str, Any] = {
+            "runs": {
+                name: {_key(column): value for column, value in summary(lines).items()}
+                for name, lines in runs.items()
+            },
+            "cells": {
+                name: {
+                    "seeds": len(cell.runs),
+                    "diverged": cell.diverged,
+                    "metrics": {key: cell.metrics.get(key) for key in COLUMNS.values()},
+                }
+                for name, cell in cells.items()
+            },
+            "picture": str(args.output),
+        }
+        print(as_text(told))
+        return 0
     table = Table(box=None)
     table.add_column("run")
     for column in (*COLUMNS, "tokens/s"):
@@ -47,9 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         row = summary(lines).items()
         table.add_row(Text(name), *("-" if v is None else _text(key, v) for key, v in row))
     for name, cell in cells.items():
-        told = [metric_of(cell, metric) for metric in COLUMNS.values()]
+        texts = [metric_of(cell, metric) for metric in COLUMNS.values()]
         diverged = f", {len(cell.diverged)} diverged" if cell.diverged else ""
-        table.add_row(Text(f"{name} ({len(cell.runs)} seeds{diverged})"), *told, "-")
+        table.add_row(Text(f"{name} ({len(cell.runs)} seeds{diverged})"), *texts, "-")
     wide_console().print(table)
     print(f"picture: {args.output}")
     return 0
@@ -64,6 +85,13 @@ def _cells(grids: Mapping[str, Path], count: int) -> dict[str, CellResults]:
             raise UserError(f"{path} has no finished run yet")
         found |= {f"{name}: {n}" if count > 1 else printable(n): cell for n, cell in of.items()}
     return found
+
+
+def _key(column: str) -> str:
+    """Return the name of a column of `summary` in JSON: that of the metric."""
+    from megasink.report.compare import COLUMNS
+
+    return COLUMNS.get(column, "tokens_per_second")
 
 
 def _text(key: str, value: float) -> str:

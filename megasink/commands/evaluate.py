@@ -1,6 +1,7 @@
 """``megasink evaluate``: scores on lm-evaluation-harness's tasks, with interventions or without."""
 
 import argparse
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 from megasink.checkpoint.find import is_run
 from megasink.commands.analyze import measure_model
+from megasink.json_output import add_json, only_json
 from megasink.probe.options import settle, weights_parser, weights_problems
 from megasink.probe.ranks import taking_part
 from megasink.suites import ALL
@@ -21,8 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Datasets are read from their cache (HF_DATASETS_CACHE, HF_HOME); docstrings_choice and
     docstrings_perplexity ship with megasink.
     """
-    with taking_part() as ranks:
+    with taking_part() as ranks, contextlib.ExitStack() as stack:
         args = _parser(main.__doc__).parse_args(argv)
+        emit = stack.enter_context(only_json(args.json))
         is_ours = is_run(args.model)
         interventions = _check(args, is_run=is_ours)
         from megasink.intervene.evaluation import write_evaluation
@@ -48,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 chat_template=args.chat_template,
                 samples=args.samples,
             )
-            write_evaluation(args.output, results, model, args.batch_size)
+            emit(write_evaluation(args.output, results, model, args.batch_size))
 
         measure_model(args, is_ours, ranks, measure)
     return 0
@@ -113,6 +116,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         action="store_true",
         help="allow tasks that run code which the model writes, such as humaneval",
     )
+    add_json(parser)
     return parser
 
 

@@ -1,6 +1,5 @@
 """``megasink recipes``: list the recipes, or show the flags of one, of a file or of a run."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,12 +7,11 @@ from megasink import recipes
 from megasink.command_line import CommandParser
 from megasink.errors import UserError
 from megasink.flag_file import Flags, toml_lines
-
-_NOT_SHOWN = ("plugin", "run-dir", "resume", "expanded-recipe")
+from megasink.json_output import add_json, as_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print one line per recipe, or a TOML file for `megasink train --recipe`."""
+    """Print one line per recipe, or a TOML file for `megasink train --config`."""
     parser = CommandParser(
         prog="megasink recipes",
         description="List the recipes of megasink train --recipe, or print the flags of one, with "
@@ -22,8 +20,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "recipe", nargs="?", metavar="RECIPE", help="a name, a TOML file or a run folder"
     )
-    name = parser.parse_args(argv).recipe
+    add_json(parser)
+    args = parser.parse_args(argv)
+    name = args.recipe
     if name is None:
+        if args.json:
+            found = {each: recipes.read(each).about for each in recipes.shipped()}
+            print(as_text({"recipes": found}))
+            return 0
         for each in recipes.shipped():
             print(f"{each:18} {recipes.read(each).about}")
         return 0
@@ -34,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         recipe = recipes.read(name, known_flags())
         about, flags = recipe.about, recipe.flags
+    if args.json:
+        print(as_text({"about": about, "flags": flags}))
+        return 0
     shown: Flags = {"about": about} | flags if about else flags
     print("\n".join(toml_lines(shown)))
     return 0
@@ -46,22 +53,9 @@ def _flags_of_run(run: Path) -> Flags:
         UserError: the folder holds no run.
     """
     from megasink.train.last_start import last_start
-    from megasink.train.replay import named_values
+    from megasink.train.replay import flags_of_words
 
     words = last_start(run).get("command", [])[1:]
     if not words:
         raise UserError(f"{run} holds no run: no start is recorded in {run}/starts.jsonl")
-    flags: Flags = {}
-    for name, values in named_values(words):
-        if name and name not in _NOT_SHOWN:
-            numbers = [_number(value) for value in values]
-            flags[name] = numbers if len(numbers) > 1 else numbers[0] if numbers else True
-    return flags
-
-
-def _number(word: str) -> int | float | str:
-    """Return a number where its text in TOML is the word again, else the word."""
-    if not re.fullmatch(r"-?(\d+|\d+\.\d+)([eE][-+]?\d+)?", word):
-        return word
-    number = int(word) if re.fullmatch(r"-?\d+", word) else float(word)
-    return number if str(number) == word else word
+    return flags_of_words(words)

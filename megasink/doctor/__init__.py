@@ -1,0 +1,1 @@
+"""What `megasink doctor` finds out about an installation and a machine."""

@@ -1,0 +1,34 @@
+"""``--json``: one JSON object on stdout in the place of text, the same way in every command."""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megasink.typed_json import to_json
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json`` to a command's parser."""
+    parser.add_argument(
+        "--json", action="store_true", help="print the results as JSON (docs/command-line.md)"
+    )
+
+
+@contextlib.contextmanager
+def only_json(asked: bool) -> Iterator[Callable[[Any], None]]:
+    """Yield a function that prints a result if JSON was asked for.
+
+    Args:
+        asked: ``args.json``. If true, the text of the command goes to stderr.
+    """
+    out = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr) if asked else contextlib.nullcontext():
+        yield lambda result: print(as_text(result), file=out, flush=True) if asked else None
+
+
+def as_text(result: Any) -> str:
+    """Return a dataclass or dict as JSON; NaN and infinity, which JSON lacks, are null."""
+    return json.dumps(to_json(result), indent=1, allow_nan=False)

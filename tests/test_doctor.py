@@ -1,0 +1,142 @@
+"""`megasink doctor`: what it says, and that what is wrong is a line and an exit code."""
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+from megasink import cli
+from megasink.commands import doctor
+from megasink.doctor import self_test
+from megasink.doctor.packages import BASE, packages
+from tests.test_packaging import setup_arguments
+
+
+@pytest.fixture(autouse=True)
+def metadata_of_this_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of an editable installation is as old as the installation."""
+    arguments = setup_arguments()
+    texts = list(arguments["install_requires"])
+    for extra, names in arguments["extras_require"].items():
+        texts += [f"{name}; extra == '{extra}'" for name in names]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: texts)
+
+
+def told(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict]:
+    """Exit code and JSON; nothing else may be on stdout."""
+    code = cli.main(["doctor", "--json", *flags])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_it_says_what_runs_and_why_not_the_others(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # else the reasons are broken into many lines
+    assert cli.main(["doctor", "--no-self-test"]) == 0
+    out = capsys.readouterr().out
+    assert f"{importlib.metadata.version('torch')} (supported: >=2.11)" in out
+    assert "flash-cpu" in out
+    assert "float16" in out
+    assert "runs on CUDA" in out.replace("\n", " ")
+
+
+def test_json_is_one_object_of_the_same(capsys):
+    code, found = told(capsys, "--no-self-test")
+    assert (code, found["ok"], found["problems"]) == (0, True, [])
+    wanted = {Requirement(text).name for text in setup_arguments()["install_requires"]}
+    listed = {each["name"]: each for each in found["packages"] if each["extra"] == BASE}
+    assert listed.keys() == wanted
+    assert listed["torch"]["installed"] == importlib.metadata.version("torch")
+    (half,) = (k for k in found["kernels"] if "sink" in k["variants"] and k["dtype"] == "float16")
+    assert half["attention"] == "eager"
+    assert "float16 cannot hold" in half["not_attention"]["flash-cpu"]
+    assert "self_test" not in found
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "problem"),
+    [
+        (
+            "transformers",
+            "4.57.6",
+            "transformers 4.57.6 is not supported: pip install 'transformer",
+        ),
+        ("torch", None, "torch is not installed: pip install 'torch>=2.11'"),
+        ("megatron-core", "0.18.1", "megatron-core 0.18.1 is not supported: pip install 'megatron"),
+    ],
+)
+def test_what_does_not_fit_fails_with_the_line_that_mends_it(
+    capsys, monkeypatch, package, version, problem
+):
+    from megasink.doctor import packages as module
+
+    real = module.version_of
+
+    def pretended(name):
+        return version if name == package else real(name)
+
+    monkeypatch.setattr(module, "version_of", pretended)
+    monkeypatch.setattr(doctor, "version_of", pretended)
+    code, found = told(capsys, "--no-self-test")
+    assert code == 1
+    assert len(found["problems"]) == 1
+    assert found["problems"][0].startswith(problem)
+    assert ("kernels" in found) == (package != "torch" or version is not None)
+
+
+def test_an_extra_that_is_absent_is_no_failure(monkeypatch, capsys):
+    from megasink.doctor import packages as module
+
+    real = module.version_of
+    monkeypatch.setattr(module, "version_of", lambda n: None if n == "boto3" else real(n))
+    assert "boto3" in {each.name for each in packages()}
+    assert cli.main(["doctor", "--no-self-test"]) == 0
+    line = "lacks boto3: pip install 'megasink[storage]'"
+    assert line in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_kernel_that_loses_the_gradient_of_the_gate_fails(monkeypatch):
+    """As flash kernels do; their forward pass is right."""
+    real = self_test.attention
+
+    def lossy(*tensors, **options):
+        found = real(*tensors, **options)
+        return found._replace(gate_BHT=found.gate_BHT.detach())
+
+    self_test.attention_error("cpu", "sink", True, torch.float32, 32, None)
+    monkeypatch.setattr(self_test, "attention", lossy)
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(AssertionError, match="rounding explains"):
+            self_test.attention_error("cpu", "sink", True, dtype, 32, None)
+
+
+def test_without_the_self_test_nothing_but_torch_is_slow():
+    program = (
+        "import json, sys\nfrom megasink.cli import main\nmain(['doctor', '--no-self-test'])\n"
+        "slow = {'megatron', 'transformers', 'scipy', 'sklearn', 'matplotlib', 'pyarrow'}\n"
+        "sys.exit(str(slow & set(sys.modules)) if slow & set(sys.modules) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_whole_installation_passes():
+    """The self-test in full, in a process of its own: Megatron's patches stay there."""
+    done = subprocess.run(
+        [sys.executable, "-m", "megasink", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    found = json.loads(done.stdout)
+    assert done.returncode == 0, found["problems"]
+    names = [check["name"] for check in found["self_test"]]
+    assert "attention sink in bfloat16" in names
+    assert names[-3:] == [
+        "gloo, two ranks",
+        "lines of upstream that patches rest on",
+        "a training step in Megatron",
+    ]
+    assert all(check["passed"] for check in found["self_test"])
