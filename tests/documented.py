@@ -10,7 +10,7 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -196,7 +196,11 @@ def megasink_call(call: Call) -> tuple[list[str], int] | None:
     """
     words, ranks = list(call.words), 1
     if call.program == "megasink":
-        return words, 1
+        if words[0] == "train" and "--ranks" in words:  # of the launcher
+            place = words.index("--ranks")
+            ranks = int(words[place + 1])
+            del words[place : place + 2]
+        return words, ranks
     if call.program == "python" and words[:2] == ["-m", "torch.distributed.run"]:
         words = words[2:]
     elif call.program != "torchrun":
@@ -219,6 +223,21 @@ def megasink_call(call: Call) -> tuple[list[str], int] | None:
         return ["train", *runpy.run_path(str(EXAMPLE))["flags"]()], ranks
 
 
+def with_files(words: Sequence[str], folder: Path, names: Mapping[str, str]) -> list[str]:
+    """Words of a line with files that are there, also in the file that docs/recipes.md shows.
+
+    Args:
+        folder: where that file is written; every TOML file on the line becomes it.
+        names: {path in the docs: path that is there}.
+    """
+    (text,) = (b.text for b in blocks() if b.kind == "toml" and "docs/recipes.md" in b.name)
+    for name, there in names.items():
+        text = text.replace(f'"{name}"', f'"{there}"')
+    config = folder / "shown.toml"
+    config.write_text(text)
+    return [str(config) if word.endswith(".toml") else names.get(word, word) for word in words]
+
+
 def train_lines(data: Path, tokenizer: Path) -> dict[str, tuple[list[str], int]]:
     """{place: (flags of a rank, ranks)} of every line that trains, on data that is there."""
     found = {}
@@ -227,7 +246,7 @@ def train_lines(data: Path, tokenizer: Path) -> dict[str, tuple[list[str], int]]
         if line is None or line[0][0] != "train":
             continue
         names = {"/data/corpus-tokenizer": str(tokenizer), "/data/corpus": str(data)}
-        words = early.expanded([names.get(word, word) for word in line[0][1:]])
+        words = early.expanded(with_files(line[0][1:], data.parent, names))
         found[f"{call.where} {number}"] = (words, line[1])
     return found
 

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import megasink
 from megasink import cli
 from megasink.command_line import CommandParser
 from megasink.commands.convert_from_hf import train_line
@@ -17,6 +18,7 @@ from megasink.train.checks.schedule import set_decay
 from tests.documented import (
     EXAMPLE,
     IMPORTED,
+    ROOT,
     blocks,
     calls,
     megasink_call,
@@ -26,6 +28,36 @@ from tests.documented import (
 )
 
 KINDS = {"bash", "bash cluster", "text", "python", "toml"}
+
+
+def names_of(module):
+    """What a module of megasink binds or lists in `__all__`, without importing it."""
+    path = ROOT.joinpath(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+        elif isinstance(node, ast.Constant):
+            names.add(node.value)
+    return names
+
+
+def test_python_uses_what_megasink_has():
+    """Names imported from megasink, and attributes of the package, in lines that are not run."""
+    found = []
+    for block in (block for block in blocks() if block.kind == "python"):
+        for node in ast.walk(ast.parse(block.text)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megasink"):
+                known = names_of(node.module)
+                found += [(block.name, name.name, name.name in known) for name in node.names]
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "megasink":
+                there = node.attr in megasink.__all__ or (ROOT / "megasink" / node.attr).is_dir()
+                found.append((block.name, node.attr, there))
+    assert len(found) >= 10
+    assert [item for item in found if not item[2]] == []
 
 
 class _Parsed(Exception):

@@ -2,11 +2,14 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.report.browser import CHROMIUM, seen
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,6 +51,18 @@ def test_every_block_of_code_is_one(site):
         assert "```" not in text, page.name
 
 
+def test_names_of_files_and_formulas_are_set_for_a_reader(site):
+    maths = (site / "maths.html").read_text()
+    assert '<a href="papers.html">Papers and their rows</a>' in maths
+    assert "G<sub>i</sub> = sigmoid(LSE<sub>i</sub> - s<sub>h</sub>)" in maths
+    assert "|dO<sub>i0</sub>| &lt; 2<sup>-60</sup> |g<sub>i</sub>|" in maths
+    assert "softmax(z<sub>i</sub>)<sub>j</sub> v<sub>j</sub>" in maths
+    assert "dL/dLSE<sub>i</sub>" in maths
+    assert "dL/dImp_h = 2 lambda [(Imp_h - mu) / mu^2" in maths  # code stays as it is written
+    home = (site / "index.html").read_text()
+    assert re.search(r'<a href="demo.png"><img [^>]*src="demo.png"', home)
+
+
 def test_pages_outside_of_docs_are_linked_within_the_site(site):
     home = (site / "index.html").read_text()
     for page in ("contributing.html", "docker.html", "maths.html", "demo.png"):
@@ -55,12 +70,28 @@ def test_pages_outside_of_docs_are_linked_within_the_site(site):
     assert "../tests/hollow/allowed.py" not in (site / "gpu.html").read_text()
 
 
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path")
+@pytest.mark.parametrize("page", ["concepts.html", "results.html"])
+def test_a_page_fits_a_wide_and_a_narrow_screen(site, page, tmp_path):
+    """The page with the drawings, and the one with the widest tables."""
+    folder = shutil.copytree(site, tmp_path / "site")
+    measured = seen(folder / page, (1280, 390), folder).measured
+    assert set(measured) == {1280, 390}
+    for width, found in measured.items():
+        assert found["scroll"] <= width
+        assert found["images"] >= 5
+        assert found["blank"] == []
+        assert found["outside"] == 0
+
+
 def test_an_anchor_that_is_missing_ends_the_build(tmp_path):
     pages = tmp_path / "docs"
     pages.mkdir()
     (pages / "index.md").write_text("# One\n\n[two](#two)\n")
     settings = (ROOT / "mkdocs.yml").read_text().split("nav:")[0]
-    settings = settings.replace("docs_dir: docs\n", "").replace("hooks: [tools/site.py]\n", "")
+    for line in ("docs_dir: docs", "hooks: [tools/site.py]", "extra_css: [site.css]"):
+        assert line in settings
+        settings = settings.replace(f"{line}\n", "")
     (tmp_path / "mkdocs.yml").write_text(settings)
     result = build(tmp_path / "site", tmp_path / "mkdocs.yml")
     assert result.returncode != 0
