@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: env demo test test-all quick lint docs gpu replicate
+.PHONY: env demo test test-all quick lint docs dist gpu replicate versions
 
 env: $(READY)
 
@@ -30,6 +30,12 @@ quick: $(READY)
 replicate: $(READY)
 	$(BIN)/python -m pytest -m replicate tests/replicate
 
+# A sample of the tests with the oldest and the newest versions of torch, transformers and Megatron, each in
+# an environment of its own (5 GB); the table of docs/verified.md is then made again.
+versions: $(READY)
+	$(BIN)/python -m tests.versions
+	$(BIN)/python -m tests.verified
+
 # On a machine with a GPU: checks and benchmarks, and a report of them. REPORT=path puts it elsewhere.
 REPORT ?= gpu-report
 gpu: $(READY)
@@ -40,9 +46,14 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The documentation as a site in build/site; a broken link is an error. It opens without a server.
+# The documentation as a site in build/site; a broken link is an error. It opens without a server,
+# but the search needs one: python -m http.server --directory build/site
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The source distribution and the wheel made from it, in dist; the version is that of the last tag.
+dist: $(READY)
+	$(BIN)/python -m build --outdir dist
 
 # Made again when what it was made from changes. A broken install leaves no stamp.
 $(READY): setup.py constraints.txt tools/make_env.sh

@@ -1,13 +1,13 @@
-"""Packaging of megasink; the settings of the tools are in pyproject.toml."""
+"""Packaging of megasink; the settings of the tools are in pyproject.toml.
 
-import re
+The version is that of the last tag, by setuptools-scm.
+"""
+
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
-VERSION = re.search(r'__version__ = "(.+?)"', (HERE / "megasink/__init__.py").read_text())
-assert VERSION is not None
 
 # megasink[train]: Linux alone, since megatron-core has no wheels for other systems.
 TRAIN = [
@@ -20,7 +20,6 @@ TRAIN = [
 
 setup(
     name="megasink",
-    version=VERSION.group(1),
     description="Sink and gated attention with head balancing for Megatron-Core",
     long_description=(HERE / "README.md").read_text() if (HERE / "README.md").exists() else "",
     long_description_content_type="text/markdown",
@@ -41,11 +40,13 @@ setup(
         "numpy",
         "scipy",
         "scikit-learn",  # the geometry of megasink.diagnostics
-        "transformers>=5",
+        "transformers>=5.6",  # before, Trainer divided accumulated gradients twice
         "tokenizers",
         "safetensors",
         "rich",
         "matplotlib",
+        "argcomplete>=3.5,<4",  # completion in bash and zsh
+        "packaging",
     ],
     extras_require={
         # Training, and everything else that is done to a run.
@@ -80,6 +81,7 @@ setup(
             "mkdocs-material>=9.7,<10",  # tests/test_site.py
             *("mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "zstandard"),
             *("jsonschema", "pyyaml"),  # tests/test_cluster_files.py
+            *("build", "setuptools>=77", "setuptools-scm>=8"),  # `make dist`, also in a test
             "lm-eval>=0.4.13,<0.4.14",
             "emerging-optimizers>=0.3,<0.4",
             "accelerate",  # lm-eval's own model class, which ours is compared with

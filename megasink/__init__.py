@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from megasink.transformers import HeadBalance, HeadBalanceCallback
 
-__version__ = "0.1.0"
+__version__: str
 __all__ = [
     "Analysis",
     "HeadBalance",
@@ -42,6 +42,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:  # that of the last tag, when it was installed
+            return version("megasink")
+        except PackageNotFoundError:
+            return "0+unknown"
     if name not in NAMES:
         raise AttributeError(f"module 'megasink' has no attribute {name!r}")
     import importlib

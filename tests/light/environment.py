@@ -1,11 +1,11 @@
 """An environment with what `pip install megasink` brings, and nothing else that is installed here.
 
-A folder of links to the files of the distributions that setup.py requires, and of those that they
-require: what a package lacks in its requirements cannot be imported from it.
+A virtual environment with links to the files of the distributions that setup.py requires, and of
+those that they require: what a package lacks in its requirements cannot be imported from it.
 """
 
 import subprocess
-import sys
+import venv
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
@@ -48,22 +48,24 @@ def tops(found: Distribution) -> Iterator[str]:
     yield from {file.parts[0] for file in found.files or () if file.parts[0] != ".."}
 
 
-def make(folder: Path, requirements: Iterable[str]) -> None:
-    """Link the files of the requirements into a folder."""
-    folder.mkdir()
+def make(folder: Path, requirements: Iterable[str]) -> Path:
+    """Make an environment of the requirements, and return its folder of packages."""
+    venv.create(folder, symlinks=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
     for found in required(requirements).values():
         for top in tops(found):
             source = Path(str(found.locate_file(top)))
-            if source.exists() and not (folder / top).exists():
-                (folder / top).symlink_to(source)
+            if source.exists() and not (packages / top).exists():
+                (packages / top).symlink_to(source)
+    return packages
 
 
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run this Python with that environment alone."""
-    environment = {"PYTHONPATH": str(folder), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+def run(folder: Path, program: str, *words: object) -> subprocess.CompletedProcess[str]:
+    """Run a program of the environment, such as python, in its folder."""
+    environment = {"PATH": f"{folder}/bin:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-S", *words],
-        env=environment,
+        [str(folder / "bin" / program), *map(str, words)],
+        env=environment | {"XDG_STATE_HOME": str(folder / "state")},
         capture_output=True,
         text=True,
         timeout=1200,

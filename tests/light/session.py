@@ -121,7 +121,7 @@ def main(folder: Path) -> None:
         *("sweep", model, "--data", text, "--device", "cpu", "--lengths", 6, "--output"),
         folder / "sweep",
     )
-    told["info"] = command("info")
+    told["doctor"] = command("doctor")
     told["recipes"] = command("recipes", "p2-60m")
     told["attention"] = attention_error()
     told["trained"] = trained(model)

@@ -5,7 +5,6 @@ Not covered: other platforms than this one, except for whether their wheels exis
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from importlib.metadata import distribution
@@ -23,7 +22,7 @@ SESSION = Path(__file__).with_name("session.py")
 def told_in(light: Path, folder: Path) -> dict[str, Any]:
     """What session.py tells in an environment."""
     folder.mkdir()
-    done = environment.run(light, str(SESSION), str(folder))
+    done = environment.run(light, "python", SESSION, folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
@@ -38,7 +37,7 @@ def check(told: dict[str, Any]) -> None:
     code, line = told["a run"]
     assert code == 2
     assert "needs megasink[train]: pip install" in line
-    done = ("analyze", "report", "ablate", "sweep", "info", "recipes")
+    done = ("analyze", "report", "ablate", "sweep", "doctor", "recipes")
     assert {name: told[name][0] for name in done} == dict.fromkeys(done, 0)
     pages = {f"{name}/report.html" for name in ("analysis", "report", "ablation")}
     assert pages | {"sweep/sweep.csv"} <= set(told["files"])
@@ -50,27 +49,66 @@ def check(told: dict[str, Any]) -> None:
 
 def test_the_light_weight_looks_into_a_model_and_trains_it(tmp_path: Path):
     light = tmp_path / "light"
-    environment.make(light, setup_arguments()["install_requires"])
-    (light / "megasink").symlink_to(ROOT / "megasink")
+    packages = environment.make(light, setup_arguments()["install_requires"])
+    (packages / "megasink").symlink_to(ROOT / "megasink")
     check(told_in(light, tmp_path / "session"))
 
 
-def test_the_wheel_is_whole(tmp_path: Path):
-    """As above, of a wheel that is built and installed: files that it lacks are missing here."""
-    source, light = tmp_path / "source", tmp_path / "light"
-    source.mkdir()
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "megasink", source / "megasink")
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), "."]
-    subprocess.run([*pip, *build], cwd=source, check=True, timeout=1200)
-    (wheel,) = tmp_path.glob("megasink-*.whl")
-    environment.make(light, setup_arguments()["install_requires"])
-    install = ["install", "--no-deps", "--no-index", "--target", str(light), str(wheel)]
-    subprocess.run([*pip, *install], check=True, timeout=1200)
-    assert not (light / "megasink").is_symlink()
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution of the last commit, and the wheel made from that: `make dist`."""
+    folder = tmp_path_factory.mktemp("distributions")
+    clone = ["git", "clone", "--quiet", str(ROOT), str(folder / "source")]
+    subprocess.run(clone, check=True, timeout=1200)
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist")]
+    subprocess.run([*build, str(folder / "source")], check=True, timeout=1200)
+    return folder / "dist"
+
+
+def installed(folder: Path, distributions: Path, requirements: list[str]) -> None:
+    """Make an environment of the requirements with the wheel."""
+    (wheel,) = distributions.glob("megasink-*.whl")
+    environment.make(folder, requirements)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "--quiet"]
+    install = ["install", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run([*pip, "--disable-pip-version-check", *install], check=True, timeout=1200)
+
+
+def test_the_wheel_is_whole(tmp_path: Path, distributions: Path):
+    """As above, of the wheel: files that it lacks are missing here."""
+    light = tmp_path / "light"
+    installed(light, distributions, setup_arguments()["install_requires"])
     check(told_in(light, tmp_path / "session"))
+    (source,) = distributions.glob("megasink-*.tar.gz")
+    told = environment.run(light, "megasink", "--version").stdout
+    assert told == f"megasink {source.name.removeprefix('megasink-').removesuffix('.tar.gz')}\n"
+    assert source.stat().st_size < 20e6
+
+
+def test_the_wheel_trains_looks_and_exports(tmp_path: Path, distributions: Path):
+    """With megasink[train], outside of the checkout."""
+    heavy = tmp_path / "heavy"
+    arguments = setup_arguments()
+    installed(
+        heavy, distributions, arguments["install_requires"] + arguments["extras_require"]["train"]
+    )
+    text = "".join(f"{n:b}, {n * n} and {n:x} are numbers\n" for n in range(999))
+    (heavy / "text.txt").write_text(text)
+    model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    model += "--max-position-embeddings 32 --position-embedding-type rope --normalization RMSNorm "
+    model += "--swiglu --disable-bias-linear --untie-embeddings-and-output-weights "
+    steps = "--micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 1e-2 --eval-iters 0"
+    for line in (
+        "data text.txt --output data --train-tokenizer 330",
+        "train --run-dir run --data-path data --tokenizer-model data-tokenizer "
+        f"--split 1,0,0 {model}{steps}",
+        "analyze run --output analysis --data text.txt",
+        "convert-to-hf run exported",
+    ):
+        done = environment.run(heavy, "megasink", *line.split())
+        assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+    assert (heavy / "analysis" / "report.html").exists()
+    assert (heavy / "exported" / "model.safetensors").exists()
 
 
 @pytest.mark.network
