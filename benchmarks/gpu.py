@@ -71,7 +71,7 @@ def _benchmark(name: str, *flags: str) -> tuple[str, ...]:
 
 
 PARTS = (
-    Part("environment", "Versions, kernels, patches", ("-m", "megasink", "info"), 30),
+    Part("environment", "Versions, kernels, patches", ("-m", "megasink", "doctor"), 30),
     Part("kernels", "Tests: kernels against float64", _tests("test_attention_gpu.py"), 130),
     Part("gates", "Tests: Triton gate kernels", _tests("test_gate_kernels_gpu.py"), 60),
     Part("layers", "Tests: layers, graphs, steps", _tests("test_layers_gpu.py"), 90),

@@ -5,6 +5,11 @@ one, so that both see the same machine. A trainer's step lasts from its beginnin
 next: data, schedule, gradient reduction, optimizer, statistics and log lines belong to it. The loop
 is what one would write by hand: torch's attention, norms, linear layers, AdamW and clipping.
 
+The loop has no head-balance loss and no statistics: what they cost counts against the trainer. With
+`gated` it has the same headwise gates, as rows of its projection of Q, K and V. With `sink` it has
+vanilla attention: torch has no fused attention with sinks, and one written out would be slower. So
+what sinks cost counts against the trainer, too.
+
     python benchmarks/trainer_step.py --blocks 10
 
 A ratio is that of the CPU time of a block of ten steps, one of them with a log line.
@@ -29,32 +34,49 @@ from megasink import platform
 LAYERS, WIDTH, HEADS, FFN, VOCABULARY = 6, 512, 8, 1376, 4096
 LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.95), 0.1, 1.0
 BLOCK, WARM = 10, 1  # steps of a block, and blocks that do not count
-# What the trainer runs; the loop is always vanilla attention without the loss.
+OFF, ON = "--head-balance-coeff 0", "--head-balance-coeff 1e-4"
+# What the trainer runs.
 CONFIGURATIONS: dict[str, list[str]] = {
-    "vanilla, no loss": ["--attention-variant", "vanilla", "--head-balance-coeff", "0"],
-    "vanilla + balance loss": ["--attention-variant", "vanilla", "--head-balance-coeff", "1e-4"],
-    "sink + balance loss": ["--attention-variant", "sink", "--head-balance-coeff", "1e-4"],
+    name: f"--attention-variant {flags}".split()
+    for name, flags in {
+        "vanilla, no loss": f"vanilla {OFF}",
+        "vanilla + balance loss": f"vanilla {ON}",
+        "sink, no loss": f"sink {OFF}",
+        "sink + balance loss": f"sink {ON}",
+        "gated, no loss": f"gated {OFF}",
+        "gated + balance loss": f"gated {ON}",
+    }.items()
 }
 
 
 class Block(nn.Module):
-    """A layer of a Llama, with Q, K and V in one projection, by head: [H x (q, k, v) x D, d]."""
+    """A layer of a Llama, with Q, K and V in one projection, by head: [H x (q, k, v) x D, d].
 
-    def __init__(self) -> None:
+    Args:
+        gates: a sigmoid gate per head behind attention, the last H rows of the projection.
+    """
+
+    def __init__(self, gates: bool) -> None:
         super().__init__()
+        self.gates = gates
         self.attention_norm, self.ffn_norm = nn.RMSNorm(WIDTH, 1e-5), nn.RMSNorm(WIDTH, 1e-5)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH + gates * HEADS, bias=False)
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
         self.up = nn.Linear(WIDTH, 2 * FFN, bias=False)
         self.down = nn.Linear(FFN, WIDTH, bias=False)
 
     def forward(self, x_BSd: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
         B, S, _ = x_BSd.shape
-        qkv = self.qkv(self.attention_norm(x_BSd)).view(B, S, HEADS, 3, -1).transpose(1, 2)
-        query, key, value = qkv.unbind(3)
+        mixed = self.qkv(self.attention_norm(x_BSd))
+        if self.gates:
+            mixed, score_BSH = mixed.split((3 * WIDTH, HEADS), -1)
+        query, key, value = mixed.view(B, S, HEADS, 3, -1).transpose(1, 2).unbind(3)
         query, key = (x * cos_SD + _half_turned(x) * sin_SD for x in (query, key))
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x_BSd = x_BSd + self.out(mixed.transpose(1, 2).reshape(B, S, WIDTH))
+        out = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out_BSHD = out.transpose(1, 2)
+        if self.gates:
+            out_BSHD = out_BSHD * score_BSH.sigmoid()[..., None]
+        x_BSd = x_BSd + self.out(out_BSHD.reshape(B, S, WIDTH))
         gate, up = self.up(self.ffn_norm(x_BSd)).chunk(2, -1)
         return x_BSd + self.down(functional.silu(gate) * up)
 
@@ -65,12 +87,12 @@ def _half_turned(x: Tensor) -> Tensor:
 
 
 class Bare(nn.Module):
-    """The model by hand."""
+    """The model by hand; for `gates` see `Block`."""
 
-    def __init__(self, sequence: int) -> None:
+    def __init__(self, sequence: int, gates: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(gates) for _ in range(LAYERS))
         self.norm = nn.RMSNorm(WIDTH, 1e-5)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         half = torch.arange(0, WIDTH // HEADS, 2) / (WIDTH // HEADS)
@@ -104,7 +126,8 @@ class Bare(nn.Module):
         for number, block in enumerate(self.blocks):
             for ours, theirs in names.items():
                 weight = given[f"decoder.layers.{number}.{theirs}.weight"]
-                block.get_submodule(ours).weight.copy_(weight)
+                mine = block.get_submodule(ours).weight
+                mine.copy_(weight[: len(mine)])  # without padding behind rows of gates
 
 
 def loop(bare: Bare, sequence: int, microbatches: int) -> Callable[[], None]:
@@ -137,8 +160,11 @@ class Race:
         trainer, bare: CPU seconds of each step.
     """
 
-    def __init__(self, inner: Callable[..., Any], sequence: int, microbatches: int):
+    def __init__(
+        self, inner: Callable[..., Any], sequence: int, microbatches: int, configuration: str
+    ):
         self.inner, self.sequence, self.microbatches = inner, sequence, microbatches
+        self.configuration = configuration
         self.trainer: list[float] = []
         self.bare: list[float] = []
         self._step: Callable[[], None] | None = None
@@ -146,10 +172,11 @@ class Race:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if self._step is None:
-            model = Bare(self.sequence)
+            model = Bare(self.sequence, gates=self.configuration.startswith("gated"))
             model.take(args[2][0])
             self._step = loop(model, self.sequence, self.microbatches)
-            check(model, args[2][0], self.sequence)
+            if not self.configuration.startswith("sink"):
+                check(model, args[2][0], self.sequence)
         else:
             self.trainer.append(time.process_time() - self._began)
         began = time.process_time()
@@ -169,13 +196,14 @@ def check(bare: Bare, model: nn.Module, sequence: int) -> None:
     torch.testing.assert_close(bare(tokens[:, :-1], tokens[:, 1:]), theirs, rtol=1e-5, atol=0)
 
 
-def race(flags: list[str], arguments: argparse.Namespace) -> Race:
+def race(arguments: argparse.Namespace) -> Race:
     """Train in this process, with the loop beside it."""
     from megatron.training import training
 
     from megasink.train.pretrain import pretrain
 
-    found = Race(training.train_step, arguments.sequence, arguments.microbatches)
+    name, flags = arguments.configuration, CONFIGURATIONS[arguments.configuration]
+    found = Race(training.train_step, arguments.sequence, arguments.microbatches, name)
     steps = BLOCK * (WARM + arguments.blocks) + 1  # the end of the last one is the next beginning
     words = f"""
         --cpu --num-layers {LAYERS} --hidden-size {WIDTH} --num-attention-heads {HEADS}
@@ -210,7 +238,7 @@ def main() -> None:
     os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1")
     torch.set_num_threads(1)
     platform.activate()
-    found = race(CONFIGURATIONS[arguments.configuration], arguments)
+    found = race(arguments)
     blocks = range(BLOCK * WARM, len(found.trainer), BLOCK)
     of_bare = [sum(found.bare[at : at + BLOCK]) for at in blocks]
     ratios = [

@@ -245,6 +245,14 @@ class TrainingOptions:
     decay_all_parameters: bool = False
     """Apply --weight-decay to norms and biases too (P2.17), which Megatron exempts."""
 
+    embedding_lr: float | None = None
+    """Maximum learning rate of the token embedding, instead of --lr. Its minimum is as much lower
+    as --min-lr is than --lr. --decoupled-lr sets embedding and output layer together."""
+
+    output_lr: float | None = None
+    """Maximum learning rate of the output layer, instead of --lr, in the same way; needs
+    --untie-embeddings-and-output-weights."""
+
 
 @dataclass(kw_only=True)
 class ObservingOptions:
@@ -298,6 +306,13 @@ class RunOptions:
     """Verify all checksums of a checkpoint, which reads it once more: with --resume before loading
     it, with --save-retain-interval in the background before the one before it is deleted; by
     default only file sizes are checked."""
+
+    checkpoint_store: str | None = field(
+        default=None, metadata={"argparse_meta": {"metavar": "URL"}}
+    )
+    """Copy every finished checkpoint to this place in an object store (s3://BUCKET/KEY or
+    msc://PROFILE/KEY) while training goes on. With --resume auto, get the newest one from there if
+    the run folder has none that is as new. --resume does not repeat it: say it again."""
 
     preflight: bool = False
     """Time every rank and every link before the first step, and name the slow ones."""

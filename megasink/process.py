@@ -5,7 +5,7 @@ import os
 import warnings
 from collections.abc import Sequence
 
-from megasink import platform
+from megasink import messages, platform
 from megasink.errors import UserError
 from megasink.upstream.mends import mend_upstream
 from megasink.upstream.versions import check_versions
@@ -31,7 +31,8 @@ def prepare_process(argv: Sequence[str]) -> None:
 
 
 def prepare_quietly(*, cpu: bool) -> None:
-    """Call `prepare_process` for a command that shows no warnings and no Megatron messages."""
-    warnings.simplefilter("ignore")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
+    """Call `prepare_process` where warnings and Megatron's messages go to a log, or nowhere."""
+    if not messages.is_sorting():
+        warnings.simplefilter("ignore")
+        logging.getLogger("megatron").setLevel(logging.ERROR)
     prepare_process(["--cpu"] if cpu else [])

@@ -79,18 +79,9 @@ def prediction_spec(upstream: Any, config: MegasinkTransformerConfig) -> Any:
     def with_options(layer: ModuleSpec) -> ModuleSpec:
         alone = TransformerBlockSubmodules([layer.submodules.mtp_model_layer], LayerNormImpl)
         (inner,) = with_block_options(alone, config).layer_specs
-        attention = inner.submodules.self_attention
         uncounted = functools.partial(CoreAttention, counted=False)
-        attention = dataclasses.replace(
-            attention,
-            submodules=dataclasses.replace(attention.submodules, core_attention=uncounted),
-        )
-        inner = dataclasses.replace(
-            inner, submodules=dataclasses.replace(inner.submodules, self_attention=attention)
-        )
-        return dataclasses.replace(
-            layer, submodules=dataclasses.replace(layer.submodules, mtp_model_layer=inner)
-        )
+        attention = _changed(inner.submodules.self_attention, core_attention=uncounted)
+        return _changed(layer, mtp_model_layer=_changed(inner, self_attention=attention))
 
     return dataclasses.replace(ours, layer_specs=[with_options(x) for x in ours.layer_specs])
 

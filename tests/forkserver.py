@@ -205,13 +205,13 @@ _session: ForkServer | None = None
 def put_megasink_into(folder: Path, module: str = "megasink") -> None:
     """Write a program ``megasink`` for shells, which is a fork of the session's server.
 
-    ``megasink info`` starts anew: it is about what is there before a platform is chosen.
+    ``megasink doctor`` starts anew: it is about what is there before a platform is chosen.
 
     Args:
         module: the program.
     """
     program = folder / "megasink"
-    words = f'$([ "$1" = info ] || echo tests.forkserver) {module}'
+    words = f'$([ "$1" = doctor ] || echo tests.forkserver) {module}'
     program.write_text(
         f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -W ignore -m {words} "$@"\n'
     )

@@ -14,6 +14,7 @@ import pytest
 LONG = {
     "tests/data/test_going_on.py": 40,
     "tests/hollow/test_plan.py": 40,
+    "tests/hollow/test_saved.py": 20,
     "tests/distributed/test_muon.py": 25,
     "tests/plan/test_plan.py": 20,
     "tests/train/test_recipes.py": 15,
@@ -132,6 +133,7 @@ LATER = (
     "tests/grid/test_grid.py::test_a_forked_run_has_the_losses_of_a_launched_one",
     "tests/layers/test_compile.py::test_one_graph_that_counts_every_call",
     "tests/lora/test_other_models.py::test_what_is_trained_beside_the_adapter",
+    "tests/train/test_checkpoint_store.py::test_a_run_goes_on_from_the_store_alone[sync]",
     "tests/train/test_dead_rank.py::test_a_closed_terminal_saves_the_step",
     "tests/train/test_dead_rank.py::test_ctrl_c_in_a_start_ends_it_at_once",
     "tests/train/test_dead_rank.py::test_sigterm_then_a_killed_rank_then_the_end",
@@ -142,10 +144,19 @@ LATER = (
     "tests/train/test_survival.py::test_sigterm_in_a_checkpoint_saves_one_more",
     "tests/transformers/test_compiled.py::test_a_step_is_one_graph",
     "tests/light/test_light.py::test_the_wheel_is_whole",
+    "tests/light/test_light.py::test_the_wheel_trains_looks_and_exports",
+    "tests/test_doctor.py::test_a_whole_installation_passes",
 )
-# What a new release of Megatron is tried with (CONTRIBUTING.md): the lines that patches rest on,
-# the modules, a layout of each kind, checkpoints, and what reads a model. Beginnings of node ids.
-NEXT_RELEASE = (
+# What other versions of torch, transformers and Megatron are tried with (tests/versions.py): the
+# lines that patches rest on, the modules, a layout of each kind, checkpoints, conversion, and what
+# reads a model. Beginnings of node ids.
+OTHER_VERSIONS = (
+    "tests/api/",
+    "tests/attention/test_attention_op.py",
+    "tests/convert/test_round_trip.py",
+    "tests/convert/test_targets.py",
+    "tests/transformers/",
+    "tests/probe/test_transformers.py",
     "tests/upstream/",
     "tests/platform/",
     "tests/layers/test_core_attention.py",
@@ -181,9 +192,9 @@ def later(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
         cases[test] += 1
 
 
-def is_for_next_release(nodeid: str) -> bool:
-    """Whether a test is in the sample that a new release of Megatron is tried with."""
-    return nodeid.startswith(NEXT_RELEASE)
+def is_for_other_versions(nodeid: str) -> bool:
+    """Whether a test is in the sample that other versions of packages are tried with."""
+    return nodeid.startswith(OTHER_VERSIONS)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ MEGATRON = (
     "megasink.probe",
     "megasink.balance.reduce",
     "megasink.plan",
+    "megasink.doctor.training_step",
 )
 # Nothing imports the trainer but itself, grids and plans of runs, and the commands, which are the
 # entry points.

@@ -51,7 +51,7 @@ def test_a_module_of_the_current_directory_registers_before_flags_are_read(folde
     assert "unknown" not in error
 
 
-def test_info_lists_plugins_and_what_they_registered(folder, capsys):
+def test_doctor_lists_plugins_and_what_they_registered(folder, capsys):
     for name in ("first", "second", "third"):
         (folder / f"{name}.py").write_text(TARGET.format(name=f"of-{name}"))
     (folder / "third.py").write_text("")
@@ -61,7 +61,7 @@ def test_info_lists_plugins_and_what_they_registered(folder, capsys):
     (info / "entry_points.txt").write_text("[megasink.plugins]\nx = second\n")
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
-    assert cli.main(["info", "--plugin=first", "--plugin", "third"]) == 0
+    assert cli.main(["doctor", "--no-self-test", "--plugin=first", "--plugin", "third"]) == 0
     lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
     assert [words[1] for words in lines if words[:1] == ["plugin"]] == [
         "second (package installed): target of-second",

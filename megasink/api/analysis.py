@@ -80,16 +80,13 @@ class MetricValues:
         Raises:
             ValueError: the report draws none.
         """
-        shown = [name for name in (self.metric.name, self.metric.figure) if name in self._figures()]
-        for name in shown if self.metric.shown & {"curve", "heatmap"} else []:
-            plot = self._analysis.plot(name)
-            if plot is not None:
-                return plot
+        known = {drawing.name for drawing in drawings()}
+        for name in (self.metric.name, self.metric.figure):
+            if self.metric.shown & {"curve", "heatmap"} and name in known:
+                plot = self._analysis.plot(name)
+                if plot is not None:
+                    return plot
         raise ValueError(f"no figure shows {self.metric.name}: use its values")
-
-    @staticmethod
-    def _figures() -> set[str]:
-        return {drawing.name for drawing in drawings()}
 
 
 class Analysis(folders.Analysis):

@@ -1,7 +1,6 @@
 """Analyze a model that is in memory, or in a folder."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from megasink.api.analysis import Analysis, of_results, read_analysis
 from megasink.api.models import HubModel, load_model, load_run
 from megasink.data.replaced_tokens import replacement
-from megasink.diagnostics import metrics
 from megasink.diagnostics.results import RunFacts
 from megasink.errors import ConfigError, UserError
 from megasink.probe.analysis import bytes_by_token
@@ -23,15 +21,16 @@ from megasink.probe.inputs import (
     data_hash,
     encode,
     text_samples,
-    with_replaced_tokens,
 )
 from megasink.probe.models import of_run, of_transformers
 from megasink.probe.options import BOS, SEQ_LENGTH
 from megasink.probe.ranks import Ranks
 from megasink.probe.recorder import Recorder
 from megasink.probe.run import run
+from megasink.probe.samples import as_read
 from megasink.probe.summary import summarize
 from megasink.probe.write import write_analysis
+from megasink.report.analysis import names_by_sample
 
 
 def analyze(
@@ -137,7 +136,7 @@ def analyze(
         inputs=samples,
         geometry=geometry.found,
     )
-    wanted = {n for n, entry in metrics().items() if entry.inactive or "wasserstein" in entry.shown}
+    wanted = names_by_sample()
     by_sample = {n: found.numpy() for n, found in values.by_sample.items() if n in wanted}
     return of_results(results, by_sample, geometry.arrays)
 
@@ -164,7 +163,7 @@ def _probed(model: Any, tokenizer: Any, name: str | None) -> ProbedModel:
 
 
 def _length(model: ProbedModel, asked: int | None) -> int:
-    most = None if model.positions is None else model.positions - len(model.first)
+    most = model.text_positions
     if asked is None:
         return SEQ_LENGTH if most is None else min(SEQ_LENGTH, most)
     if most is not None and asked > most:
@@ -203,6 +202,7 @@ def _samples(
             f"the tokenizer gives token {highest}, but the model has {model.vocabulary} tokens: "
             "give the model's own tokenizer"
         )
+    found = None
     if model.replaced_at:
         found = replacement(
             model.replaced_at,
@@ -211,5 +211,4 @@ def _samples(
             tokenizer=tokenizer,
             size=model.vocabulary,
         )
-        samples = with_replaced_tokens(samples, found)
-    return [replace(sample, tokens=(*model.first, *sample.tokens)) for sample in samples]
+    return as_read(model, samples, found)

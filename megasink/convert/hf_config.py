@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from megasink.convert.architecture import Architecture
 from megasink.convert.targets import TARGETS
 from megasink.convert.targets.target import Config, Target
@@ -158,17 +160,18 @@ def _common(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def transformers_has(target: Target) -> None:
-    """Check that the installed transformers has an architecture.
+    """Check that the installed transformers runs an architecture as it is exported.
 
     Raises:
         UserError: it does not.
     """
     import transformers
 
-    if not target.custom_code and not hasattr(transformers, target.architecture):
+    missing = not target.custom_code and not hasattr(transformers, target.architecture)
+    if missing or Version(transformers.__version__) < Version(target.since):
         raise UserError(
-            f"transformers {transformers.__version__} has no {target.architecture}: install "
-            f"transformers>={target.since} or use --no-verify"
+            f"transformers {transformers.__version__} is too old for {target.architecture}: "
+            f"install transformers>={target.since} or use --no-verify"
         )
 
 

@@ -95,6 +95,8 @@ def install() -> None:
         Stream=CpuStream,
         current_stream=lambda device=None: _STREAM,
         stream=lambda stream: contextlib.nullcontext(),
+        # The optimizers of torch 2.11 ask it, which fails without a driver.
+        is_current_stream_capturing=lambda: False,
     )
     for owner in (torch.cuda, torch.cuda.random):
         patches.RANDOM.apply(owner, **RANDOM)

@@ -37,7 +37,7 @@ MEMORY = _patch(
 STREAMS = _patch(
     "streams",
     "torch.cuda",
-    "Stream current_stream stream",
+    "Stream current_stream stream is_current_stream_capturing",
     "the CPU runs operations in order",
     "megatron.training.training:get_model: ddp_stream.wait_stream(torch.cuda.current_stream())",
 )

@@ -286,6 +286,11 @@ class ProbedModel:
     replaced_with: str | None = None
 
     @property
+    def text_positions(self) -> int | None:
+        """Number of positions behind `first`; None for no limit."""
+        return None if self.positions is None else self.positions - len(self.first)
+
+    @property
     def device(self) -> torch.device:
         """Where the model is."""
         return next(self.module.parameters()).device

@@ -1,6 +1,7 @@
 """Load a model and its tokenizer from a Hugging Face folder; no code in the folder runs."""
 
 import contextlib
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
@@ -82,10 +83,14 @@ def _named(args: Namespace) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet(*, bars: bool) -> Iterator[None]:
-    """Silence the weight tables of transformers; one message of ours replaces them."""
+    """Silence the weight tables of transformers; one message of ours replaces them.
+
+    Args:
+        bars: Also its progress bar, which is silent where there is no terminal.
+    """
     before = logging.get_verbosity()
     logging.set_verbosity_error()
-    if bars:
+    if bars or not sys.stderr.isatty():
         logging.disable_progress_bar()
     try:
         yield

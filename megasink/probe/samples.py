@@ -1,9 +1,11 @@
 """The samples that the options of an analysis select."""
 
 import argparse
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from megasink.data.replaced_tokens import Replacement
 from megasink.errors import UserError
 from megasink.probe.base import ProbedModel
 from megasink.probe.inputs import Sample, text_samples, token_samples, with_replaced_tokens
@@ -19,18 +21,25 @@ def model_samples(args: argparse.Namespace, model: ProbedModel) -> list[Sample]:
     Raises:
         UserError: sequences exceed the positions, or as `samples_of` and `replacement_for`.
     """
-    positions, first = model.positions, model.first
+    most = model.text_positions
     if args.seq_length is None:
-        args.seq_length = min(SEQ_LENGTH, (positions or SEQ_LENGTH + len(first)) - len(first))
-    if positions is not None and args.seq_length + len(first) > positions:
+        args.seq_length = SEQ_LENGTH if most is None else min(SEQ_LENGTH, most)
+    if most is not None and args.seq_length > most:
         raise UserError(
-            f"--seq-length {args.seq_length} is longer than the {positions - len(first)} positions "
-            f"of {args.model}: use at most {positions - len(first)}"
+            f"--seq-length {args.seq_length} is longer than the {most} positions of {args.model}: "
+            f"use at most {most}"
         )
     samples = samples_of(args, model.tokenizer, model.vocabulary)
+    return as_read(model, samples, replacement_for(args, model))
+
+
+def as_read(
+    model: ProbedModel, samples: Iterable[Sample], replacement: Replacement | None
+) -> list[Sample]:
+    """Return samples with tokens replaced, and with what the model has before every sequence."""
     return [
-        replace(sample, tokens=(*first, *sample.tokens))
-        for sample in with_replaced_tokens(samples, replacement_for(args, model))
+        replace(sample, tokens=(*model.first, *sample.tokens))
+        for sample in with_replaced_tokens(samples, replacement)
     ]
 
 

@@ -58,6 +58,11 @@ class Analysis:
         return array(of.metrics[metric].values)
 
 
+def names_by_sample() -> set[str]:
+    """Return the metrics that `Analysis.by_sample` has, of those that were measured."""
+    return {n for n, entry in metrics().items() if entry.inactive or "wasserstein" in entry.shown}
+
+
 def array(nested: Any) -> Floats:
     """Convert nested lists of results.json to an array, null to NaN."""
     return np.asarray(nested, dtype=np.float64)
@@ -85,7 +90,7 @@ def read_analysis(folder: Path) -> Analysis:
         raise UserError(f"{error}: analyze the model again") from error
     if not (folder / "samples.npz").is_file():
         raise UserError(f"{folder} has no samples.npz: analyze the model again")
-    wanted = {n for n, entry in metrics().items() if entry.inactive or "wasserstein" in entry.shown}
+    wanted = names_by_sample()
     by_sample = {
         name.removeprefix("metric/"): values
         for name, values in _arrays(folder / "samples.npz").items()

@@ -11,7 +11,7 @@ import numpy as np
 
 from megasink.report.curves import series, smoothed
 from megasink.report.heatmap import draw_importances
-from megasink.report.style import BLUE, VERMILION, label, panels, save, styled
+from megasink.report.style import BLUE, VERMILION, WIDTH, label, save, styled
 
 
 @styled()
@@ -22,7 +22,11 @@ def draw_demo(runs: Mapping[str, list[dict[str, Any]]], output: Path) -> Path:
         runs: lines of metrics.jsonl of two runs with analyses of the live model, the one without
             the loss first.
     """
-    figure, (axes,) = panels(1, 3 + len(runs), 3.4, width=16)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, 5.6), layout="constrained")
+    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(1, 0.85))[:, 0]
+    axes = [*above.subplots(1, 3), *below.subplots(1, len(runs))]
     names = dict(zip(runs, ("without the loss", "with the loss"), strict=True))
     maps = []
     for (name, lines), color in zip(runs.items(), (BLUE, VERMILION), strict=True):
@@ -40,6 +44,6 @@ def draw_demo(runs: Mapping[str, list[dict[str, Any]]], output: Path) -> Path:
     axes[1].set_ylim(bottom=0)
     label(axes[2], "head imbalance", "coefficient of variation", "step")
     axes[2].set_ylim(bottom=0)
-    draw_importances(figure, axes[3:], maps)
+    draw_importances(below, axes[3:], maps)
     save(figure, output)
     return output

@@ -53,7 +53,7 @@ def read(flags: Sequence[str]) -> Namespace:
 
 
 def expanded(argv: Sequence[str]) -> list[str]:
-    """Return a command line with the flags of its recipes in the place of ``--recipe``.
+    """Return a command line with the flags of its files in the place of --recipe and --config.
 
     Everything that starts a run from words calls this before anything else reads them.
 
@@ -61,7 +61,7 @@ def expanded(argv: Sequence[str]) -> list[str]:
         ConfigError: a recipe has problems; lists all of them.
         UserError: a recipe is not found, or is not TOML.
     """
-    if not any(word.partition("=")[0] == recipes.FLAG for word in argv):
+    if not any(word.partition("=")[0] in recipes.FLAGS for word in argv):
         return list(argv)
     return recipes.expanded(argv, known_flags())
 
@@ -75,6 +75,14 @@ def known_flags() -> Collection[str]:
     add_flags(parser, table)
     add_options(parser)
     return [name for name in parser._option_string_actions if name.startswith("--")]
+
+
+def add_all(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags of training to a command's parser, in the place of its own of the same name."""
+    parser.conflict_handler = parser._optionals.conflict_handler = "resolve"
+    add_flags(parser, read_table() or [])
+    add_options(parser)
+    return parser
 
 
 def refuse(args: Namespace, ranks: int | None) -> None:

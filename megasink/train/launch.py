@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Also checked here: the ranks take seconds to report it.
     early.refuse(options, ranks)
     wait_until_expired(run_dir, say)
-    if args.resume == "auto" and not options.verify_checkpoint:
+    if args.resume == "auto" and not (options.verify_checkpoint or options.checkpoint_store):
         say(f"run {run_dir}: {from_where(run_dir)}")
     ranks = early.default_ranks(options) if ranks is None else ranks
     try:

@@ -38,13 +38,14 @@ def pretrain(argv: Sequence[str]) -> None:
     if guard.is_looking:
         heartbeat.start()
     from megasink.train import arguments
+    from megasink.train.checkpoint_copies import copying_checkpoints
     from megasink.train.start import starting
 
     args, identity = arguments.parse(argv)
     guard.timeout = 60.0 * args.distributed_timeout_minutes
     if args.rank == 0:
         print(platform.describe(), flush=True)
-    with starting(args, identity) as store:
+    with starting(args, identity) as store, copying_checkpoints(args):
         train(args, store)
 
 
@@ -103,6 +104,7 @@ def _run(args: Namespace, store: Any) -> None:
     from megasink.train.keep_checkpoints import keeping_whole_checkpoints
     from megasink.train.live_analysis import LiveAnalysis
     from megasink.train.lora_base import describe, take_base
+    from megasink.train.matrix_shards import laying_out_matrices
     from megasink.train.observer import Observer, observing
     from megasink.train.optimizer import grouping_sink_parameters
     from megasink.train.phases import agreeing_on_signals, following_phases
@@ -134,6 +136,7 @@ def _run(args: Namespace, store: Any) -> None:
         observing(Observer(model.transformer.statistics, metrics, live)),
         comparable_evaluations(),
         grouping_sink_parameters(),
+        laying_out_matrices(args),
         accepting_megatrons_checkpoints(),
         checkpoint_helpers(args),
         keeping_whole_checkpoints(checksums=args.verify_checkpoint),

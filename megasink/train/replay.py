@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megasink.data.object_store import is_stored
 from megasink.errors import UserError
+from megasink.flag_file import Flags
 
 _NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"
 # The name of a choice, which argparse or a check validates.
@@ -42,8 +43,8 @@ WRITING = {"data-cache-path", "save", "tensorboard-dir", "wandb-save-dir"}
 # The last eight take no value.
 TOLD = set(
     """
-    app-tag-run-name app-tag-run-version bert-load block-data-path chat-template ckpt-convert-save
-    config-logger-dir cuda-graph-modules cuda-graph-scope
+    app-tag-run-name app-tag-run-version bert-load block-data-path chat-template checkpoint-store
+    ckpt-convert-save config config-logger-dir cuda-graph-modules cuda-graph-scope
     ddp-param-name-patterns-for-fp32-local-accumulation dist-ckpt-format
     dump-param-to-param-group-map embedding-path evidence-data-path
     fault-injector-fault-probabilities fault-injector-fault-types fault-injector-ranks fim-eod-token
@@ -63,6 +64,8 @@ TOLD = set(
     """.split()
 )
 """Flags not replayed: they write elsewhere, import, connect, or megasink refuses them."""
+
+_OF_A_START = ("plugin", "run-dir", "resume", "expanded-recipe")
 
 
 def replayed(last: Sequence[str], given: Sequence[str], run_dir: Path) -> list[str]:
@@ -99,6 +102,24 @@ def named_values(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
             values.append(word)
     if name or values:
         yield name, values
+
+
+def flags_of_words(words: Sequence[str]) -> Flags:
+    """Return the flags of a training command line that a configuration file may hold."""
+    flags: Flags = {}
+    for name, values in named_values(words):
+        if name and name not in _OF_A_START:
+            numbers = [_number(value) for value in values]
+            flags[name] = numbers if len(numbers) > 1 else numbers[0] if numbers else True
+    return flags
+
+
+def _number(word: str) -> int | float | str:
+    """Return a number where its text in TOML is the word again, else the word."""
+    if not re.fullmatch(r"-?(\d+|\d+\.\d+)([eE][-+]?\d+)?", word):
+        return word
+    number = int(word) if re.fullmatch(r"-?\d+", word) else float(word)
+    return number if str(number) == word else word
 
 
 def _harmless(name: str, values: Sequence[str], run_dir: Path) -> bool:

@@ -1,5 +1,6 @@
 """The run folder: its configuration, its files, and who may write to it.
 
+RUN/config.toml       the flags of the last start, which `megasink train --config` takes
 RUN/config.json       every resolved argument, the run's identity as given, versions, git hash
 RUN/starts.jsonl      one line per start: time, command line, layout, versions
 RUN/metrics.jsonl     one line per step, one per evaluation
@@ -8,6 +9,7 @@ RUN/tensorboard/
 RUN/logs/             output of every rank, if started by ``megasink train``
 RUN/tokenizer/        a copy of the tokenizer files
 RUN/lease.json        the trainer that is writing to the folder
+RUN/checkpoint-store.json   the run's id in its --checkpoint-store
 RUN/analysis/         analyses during training (--analyze-interval)
 RUN/curves.png        loss, imbalance and head importance
 """
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +30,21 @@ from megasink.atomic import atomic_text
 from megasink.checkpoint.find import newest_checkpoint
 from megasink.checkpoint.identity import MODEL, plain
 from megasink.checkpoint.intact import TRACKER, go_back_to_intact, iterations, newest_intact
+from megasink.checkpoint.store import ID
 from megasink.checkpoint.tokenizer import OWN, copy_tokenizer
 from megasink.data.object_store import is_stored
 from megasink.errors import UserError
+from megasink.flag_file import toml_lines
 from megasink.json_file import read_object
 from megasink.lora.targets import BASE
 from megasink.lora.targets import OPTIONS as LORA
+from megasink.printable import printable
+from megasink.recipes import OF_RUN
 from megasink.train import lora_base
+from megasink.train.checkpoint_copies import ARRIVING, prepare
 from megasink.train.differences import differences_of
 from megasink.train.lease import is_part_of_a_lease
+from megasink.train.replay import flags_of_words
 from megasink.upstream.versions import versions
 
 LIVE = "analysis"
@@ -103,7 +112,8 @@ def folder_problem(folder: Path, *, resume: str | None) -> str | None:
     """
     if is_stored(folder):
         return (
-            f"--run-dir {folder} is in an object store: give a folder, and copy or mount the store"
+            f"--run-dir {folder} is in an object store: give a folder, and --checkpoint-store URL "
+            "to copy its checkpoints there"
         )
     if folder.exists() and not folder.is_dir():
         return f"--run-dir {folder} is a file"
@@ -112,7 +122,7 @@ def folder_problem(folder: Path, *, resume: str | None) -> str | None:
             return f"--resume: {folder} holds no run: drop --resume to start one there"
         # Left by a start that ended before it wrote config.json.
         left = {p.name for p in folder.glob("*") if not is_part_of_a_lease(p.name)}
-        if left - {"logs", "tensorboard", "wandb", "config.json.partial"}:
+        if left - {"logs", "tensorboard", "wandb", "config.json.partial", ID, ARRIVING}:
             return f"--run-dir {folder} is not empty and holds no run: choose another folder"
         return None
     if resume == "auto":
@@ -235,12 +245,16 @@ def write_start(args: Namespace, identity: dict[str, Any]) -> int | None:
         the step that the run resumes from; None if it starts at step 0.
 
     Raises:
-        UserError: no checkpoint is intact, or the folder cannot be written.
+        UserError: no checkpoint is intact, the folder cannot be written, or --checkpoint-store
+            cannot be used.
     """
     folder = Path(args.run_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         resumed_from = None
+        if args.checkpoint_store:
+            given = Namespace(**identity)
+            prepare(folder, args, partial(differences_of, args=given, names=IDENTITY))
         if args.resume:
             resumed_from = go_back_to_intact(
                 folder / "checkpoints",
@@ -291,6 +305,10 @@ def _write_config(
     }
     with (folder / "starts.jsonl").open("a") as file:
         file.write(json.dumps(start) + "\n")
+    flags = {"about": f"the flags of {printable(folder.name)}"} | flags_of_words(sys.argv[1:])
+    text = "".join(f"{line}\n" for line in toml_lines(flags))
+    # A path that is not UTF-8 has no form in TOML: the file is refused when it is read.
+    atomic_text(folder / OF_RUN, text.encode(errors="backslashreplace").decode())
 
 
 def identity_of(args: Namespace) -> dict[str, Any]:

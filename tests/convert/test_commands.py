@@ -65,9 +65,9 @@ def plain(pool, runs):
 def test_a_checkpoint_is_read_without_megatron(runs, plain, tmp_path):
     """Of the light weight; to verify, the model of the run is needed, and says so."""
     light, output = tmp_path / "light", tmp_path / "hf"
-    environment.make(light, setup_arguments()["install_requires"])
-    (light / "megasink").symlink_to(ROOT / "megasink")
-    command = ["-m", "megasink", "convert-to-hf", str(runs / "plain"), str(output)]
+    packages = environment.make(light, setup_arguments()["install_requires"])
+    (packages / "megasink").symlink_to(ROOT / "megasink")
+    command = ["python", "-m", "megasink", "convert-to-hf", str(runs / "plain"), str(output)]
     refused = environment.run(light, *command)
     assert refused.returncode == 2
     assert "pip install 'megasink[train]'" in refused.stderr

@@ -1,17 +1,23 @@
 """A run that never stopped, and runs that die: shared by the files of this folder."""
 
 import contextlib
+import json
+import logging
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from megasink.cli import main
+from tests import forkserver
 from tests.distributed.pool import ROOT, free_port
-from tests.forkserver import HANG_SECONDS, server
 from tests.train.six_steps import FLAGS
+
+SECRET = "a-key-that-nobody-may-see"
+FILES = (".bin", ".idx", ".json")
 
 
 @pytest.fixture(scope="session")
@@ -48,14 +54,14 @@ def dying():
     def run(moment, folder, *flags):
         variables = numbers | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         errors = folder.with_suffix(".stderr")
-        process = server().start(
+        process = forkserver.server().start(
             ["tests.train.dying_entry", moment, *FLAGS, "--run-dir", str(folder), *flags],
             env=os.environ | {name: str(value) for name, value in variables.items()},
             stdout=folder.with_suffix(".stdout"),
             stderr=errors,
         )
         try:
-            code = process.wait(HANG_SECONDS)
+            code = process.wait(forkserver.HANG_SECONDS)
             deadline = time.monotonic() + 100
             while left := session(process.pid):
                 assert time.monotonic() < deadline, f"still there: {left}"
@@ -76,3 +82,48 @@ def session(leader):
             if process.pid != leader and os.getsid(process.pid) == leader:
                 found.append(" ".join(process.cmdline()))
     return found
+
+
+@pytest.fixture(scope="module")
+def server(text, tmp_path_factory):
+    """A local S3 server with a data set: its variables, and a client."""
+    boto3 = pytest.importorskip("boto3")
+    moto = pytest.importorskip("moto.server")
+    folder = tmp_path_factory.mktemp("store")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    moto_server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=free_port(), verbose=False)
+    moto_server.start()
+    url = "http://{}:{}".format(*moto_server.get_host_and_port())
+    profile = {"base_path": "corpora", "endpoint_url": url, "region_name": "us-east-1"}
+    config = {"profiles": {"stored": {"storage_provider": {"type": "s3", "options": profile}}}}
+    (folder / "msc.json").write_text(json.dumps(config))
+    variables = {
+        "AWS_ACCESS_KEY_ID": "an-id",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": url,
+        "MSC_CONFIG": str(folder / "msc.json"),
+    }
+    keys = {f"aws_{name}": v for name, v in [("access_key_id", "a"), ("secret_access_key", "b")]}
+    client = boto3.client("s3", endpoint_url=url, region_name="us-east-1", **keys)
+    client.create_bucket(Bucket="corpora")
+    for suffix in FILES:
+        client.upload_file(f"{text[1]}{suffix}", "corpora", f"web/text{suffix}")
+    yield SimpleNamespace(variables=variables, client=client)
+    moto_server.stop()
+
+
+@pytest.fixture
+def store(server, monkeypatch):
+    """The same, with the variables set in this process; what a test puts there goes again."""
+    for name, value in server.variables.items():
+        monkeypatch.setenv(name, value)
+    before = {key["Key"] for key in server.client.list_objects(Bucket="corpora")["Contents"]}
+
+    def put(suffix: str, content: bytes, name: str = "web/other") -> None:
+        server.client.put_object(Bucket="corpora", Key=f"{name}{suffix}", Body=content)
+
+    yield put
+    for key in server.client.list_objects(Bucket="corpora")["Contents"]:
+        if key["Key"] not in before:
+            server.client.delete_object(Bucket="corpora", Key=key["Key"])

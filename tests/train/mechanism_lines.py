@@ -23,10 +23,15 @@ gate-under-a-norm: --gate-position query --qk-layernorm
 muon: --optimizer muon --fp16 --use-distributed-optimizer --muon-scalar-optimizer lion
     --tensor-model-parallel-size 2 --group-query-attention --num-query-groups 1
   ! --optimizer muon with --fp16: use --bf16
-  ! --optimizer muon with --use-distributed-optimizer
+  ! --optimizer muon with --use-distributed-optimizer fails in Megatron without --bf16
   ! --optimizer muon with 1 key/value groups on --tensor-model-parallel-size 2
+rates-of-both-ends: --embedding-lr 0.2 --output-lr -1 --decoupled-lr 0.1 --use-mup
+  ! --output-lr -1.0: use more than 0
+  ! --embedding-lr and --output-lr with --decoupled-lr
+  ! --embedding-lr and --output-lr with --use-mup
+  ! --embedding-lr and --output-lr: embedding and output layer are one matrix
 muon-with-ranks-for-each-replica: --optimizer dist_muon
-  ! --optimizer dist_muon: Megatron 0.19 does not
+  ! --optimizer dist_muon is Megatron's old name: use --optimizer muon
 fp8-gate: --fp8-format hybrid
   ! the gate adds 4 per rank
 gates-in-some-layers: --gate-granularity elementwise --attention-variant-layers [1,0]

@@ -81,6 +81,8 @@ def groups_of_the_trainer(
     lr_mult: float,
     weight_decay: float,
     decay_all: bool = False,
+    embedding_lr: float | None = None,
+    output_lr: float | None = None,
     **options: Any,
 ) -> list[dict[str, Any]]:
     """The parameter groups of the optimizer that the training loop would build."""
@@ -105,6 +107,8 @@ def groups_of_the_trainer(
         sink_lr_mult=lr_mult,
         sink_weight_decay=weight_decay,
         decay_all_parameters=decay_all,
+        embedding_lr=embedding_lr,
+        output_lr=output_lr,
     )
     with grouping_sink_parameters():
         optimizer_config, overrides = training.get_megatron_optimizer_config(args)

@@ -242,8 +242,14 @@ class MegasinkModel(MegasinkPreTrainedModel):
         }
         if isinstance(attention_mask, dict):  # already made by generate for some caches
             return attention_mask
-        given = (self.config, embeds, attention_mask, past_key_values, position_ids)
-        return {kind: makers[kind](*given) for kind in set(self.config.layer_types)}
+        given = {
+            "config": self.config,
+            "inputs_embeds": embeds,
+            "attention_mask": attention_mask,
+            "past_key_values": past_key_values,
+            "position_ids": position_ids,
+        }
+        return {kind: makers[kind](**given) for kind in set(self.config.layer_types)}
 
 
 class MegasinkForCausalLM(MegasinkPreTrainedModel, GenerationMixin):

@@ -117,7 +117,7 @@ register(
     Target(
         name="qwen3_5_text",
         architecture="Qwen3_5ForCausalLM",
-        since="5.2",
+        since="5.13",
         attention=_GATES,
         table=_qwen,
         fixed={"attention_bias": False},
@@ -131,7 +131,7 @@ register(
     Target(
         name="qwen3_next",
         architecture="Qwen3NextForCausalLM",
-        since="4.57",
+        since="5.15",
         attention=_GATES,
         table=_qwen3_next,
         keys=QWEN_EXPERTS,

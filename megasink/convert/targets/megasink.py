@@ -155,7 +155,7 @@ register(
     MegasinkTarget(
         name="megasink",
         architecture="MegasinkForCausalLM",
-        since="5.23",
+        since="5.6",
         attention=tuple(
             kind
             for record in variants()
