@@ -84,9 +84,12 @@ def session(leader):
     return found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(text, tmp_path_factory):
-    """A local S3 server with a data set: its variables, and a client."""
+    """A local S3 server with a data set: its variables, and a client.
+
+    One a process, as long as multi-storage-client keeps its own clients.
+    """
     boto3 = pytest.importorskip("boto3")
     moto = pytest.importorskip("moto.server")
     folder = tmp_path_factory.mktemp("store")
