@@ -40,7 +40,7 @@ def test_gradients_and_sinks_are_those_of_autograd(pool, defined, layout):
             assert relative(report[name], defined[name]) < 1e-5, name
         # 2 layers of 4 heads: 2 H + 3 numbers, and 2 H for each of four series on observed steps
         assert report["sizes"] == [2 * (2 * 4 + 3), 2 * (2 * 4 + 3 + 4 * 2 * 4)]
-    assert relative(defined["other gradient"][1], defined["language"][1]) < 1e-6  # nothing behind
+    assert relative(defined["other gradient"][1], defined["language"][1]) < 1e-5  # nothing behind
     assert relative(defined["other gradient"][0], defined["language"][0]) > 1e-3
 
 

@@ -61,10 +61,12 @@ MLP = {"attention_variant": "vanilla", "attention_similarity": "mlp"}
     ids=str,
 )
 def test_biases_and_similarities_equal_autograd(pool, coeff, options):
-    compare(pool, SINGLE, 3, options | {"head_balance_coeff": coeff})
+    # The MLP's gradients are sums of both signs over all pairs of tokens: up to 2e-5 on some CPUs.
+    tolerance = 5 * TOLERANCE if MLP.items() <= options.items() else TOLERANCE
+    compare(pool, SINGLE, 3, options | {"head_balance_coeff": coeff}, tolerance)
 
 
-def compare(pool, layout, steps, options):
+def compare(pool, layout, steps, options, tolerance=TOLERANCE):
     """Training in a layout against the oracle of its scope."""
     options = dict(options)
     coeff = options.setdefault("head_balance_coeff", 1.0)
@@ -77,7 +79,7 @@ def compare(pool, layout, steps, options):
         "refresh": options.pop("head_balance_shared_refresh", 0),
     }
     wanted = pool.run(ORACLE, SINGLE, coeff=coeff, steps=steps, **balance, **options)
-    merging.assert_same_training(found, wanted, TOLERANCE)
+    merging.assert_same_training(found, wanted, tolerance)
 
 
 def test_the_oracle_notices_another_coefficient(pool):
