@@ -138,7 +138,7 @@ def _command_problems(grid: GridFile, out: Path) -> Iterator[str]:
 def _folder_problems(grid: GridFile, out: Path) -> Iterator[str]:
     """Report results of other flags in the output folder; more cells and seeds are welcome."""
     if out.exists() and not out.is_dir():
-        yield f"--output {out} is a file"
+        yield f"--output {out} is a file: give a folder"
         return
     if not (out / _GRID).is_file():
         taken = [cell.folder for cell in grid.cells if (out / cell.folder).exists()]

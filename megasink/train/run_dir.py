@@ -116,7 +116,7 @@ def folder_problem(folder: Path, *, resume: str | None) -> str | None:
             "to copy its checkpoints there"
         )
     if folder.exists() and not folder.is_dir():
-        return f"--run-dir {folder} is a file"
+        return f"--run-dir {folder} is a file: give a folder"
     if not (folder / "config.json").is_file():
         if resume == "newest":
             return f"--resume: {folder} holds no run: drop --resume to start one there"

@@ -65,9 +65,11 @@ def test_an_evaluation_is_whole(root, capsys):
     schema = json.loads((root / "out/evaluation.schema.json").read_text())
     assert set(schema["required"]) == set(json.loads((root / "out/evaluation.json").read_text()))
 
-    flags = ("--interventions", root / "heads.json", "--task-folder", root / "tasks")
+    flags = ("--interventions", root / "heads.json", "--task-folder", root / "tasks", "--json")
     assert run(root, "--tasks", OWN[1], "text", "--limit", 12, *flags, "--batch-size", 2) == 0
     zeroed = written(root)
+    told = json.loads(capsys.readouterr().out)
+    assert told == json.loads((root / "out/evaluation.json").read_text())
     assert not (root / "out/samples").exists(), "of the evaluation before"
     (entry,) = zeroed.interventions
     assert (entry["kind"], entry["heads"]) == ("zero-heads", [[0, 1], [1, 2]])
