@@ -11,6 +11,7 @@ from megasink.balance.shared_heads import choose_shared_heads
 from megasink.cli import main
 from megasink.data.corpus import Document
 from megasink.data.tokenizer import train_tokenizer
+from megasink.finetune import recipe
 from megasink.report.analysis import read_analysis
 from tests.chats import UNMARKED, chat_tokenizer, conversations, write_chats
 from tests.forkserver import server
@@ -132,3 +133,21 @@ def test_a_folder_of_something_else_is_left_alone(root, made, capsys):
     (root / "taken" / "file").touch()
     assert main(command(root, out="taken")) == 2
     assert "is not empty" in capsys.readouterr().err
+
+
+def test_flags_of_a_file_count_as_those_of_the_command_line(root, tmp_path, monkeypatch):
+    taken = []
+
+    def no_steps(args, further, console):
+        taken.append((args, further))
+        return []
+
+    monkeypatch.setattr(recipe, "recipe", no_steps)
+    monkeypatch.setattr(recipe, "summary", lambda args: [])
+    (tmp_path / "flags.toml").write_text("lr = 3e-3\nbf16 = true\nseq-length = 96\n")
+    words = f"--data {root}/chats.jsonl --output {tmp_path}/out --seq-length 80".split()
+    config = ["--config", str(tmp_path / "flags.toml")]
+    assert main(["finetune", f"{root}/model", *words, *config]) == 0
+    ((args, further),) = taken
+    assert (args.lr, args.seq_length) == (3e-3, 80)
+    assert "--bf16" in further
