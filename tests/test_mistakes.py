@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megasink.cli import COMMANDS, main
-from tests.mistakes import MISTAKES, PAGE, answer, prepare, shown
+from tests.errors_page import PAGE, answer, prepare, shown
+from tests.mistakes import MISTAKES
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def test_a_mistake_is_answered_in_one_line_or_one_list(name, root):
         assert phrase in "\n".join(said)
     assert sorted(root.rglob("*")) == before, "a refused command leaves nothing"
     if not torch.cuda.is_available():  # the answers name what a machine lacks
-        assert f"{shown(name, said, root)}\n" in PAGE.read_text(), "run python -m tests.mistakes"
+        assert f"{shown(name, said, root)}\n" in PAGE.read_text(), "run python -m tests.errors_page"
 
 
 def test_the_page_has_no_other_answers():

@@ -190,14 +190,13 @@ def test_gradient_checkpointing_counts_once(name, reentrant):
         balance.finish_step()
         results.append((step(model, batches), balance.finish_step()))
     (plain, last), (again, later) = results
-    # The first forward pass of the reentrant kind has no gradients, and so needs no gates.
-    tolerance = 1e-5 if reentrant else 0.0
+    tolerance = 1e-5 if reentrant else 0.0  # its first forward pass has no gradients, so no gates
     for key, value in plain.items():
         assert float((again[key] - value).abs().max()) <= tolerance * float(value.abs().max()), key
-    same = {"rtol": 1e-6 if reentrant else 0.0, "atol": 0.0, "equal_nan": True}
+    same = {"rtol": tolerance, "atol": 0.0, "equal_nan": True}
     torch.testing.assert_close(later.importance_LH, last.importance_LH, **same)
-    torch.testing.assert_close(later.balance_loss, last.balance_loss, rtol=tolerance, atol=0.0)
-    assert float(last.balance_loss) > 0
+    torch.testing.assert_close(later.balance_loss, last.balance_loss, **same)
+    assert last.balance_loss > 0
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "qwen3.5"])

@@ -1,0 +1,77 @@
+"""docs/errors.md, with the answers to tests/mistakes.py: ``python -m tests.errors_page``."""
+
+import contextlib
+import io
+import json
+import shlex
+import tempfile
+from pathlib import Path
+
+from megasink.cli import COMMANDS, main
+from tests.mistakes import ANALYZE, DATA, MISTAKES, TRAIN
+from tests.probe.tiny_models import save_with_tokenizer
+
+PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
+BEGIN = "<!-- the answers: python -m tests.errors_page -->\n"
+TEXTS = [f"Text {i}: nothing in it stands twice, {'again ' * i}and it ends." for i in range(5)]
+
+
+def prepare(root):
+    """Put a model of transformers, a text, a data set and a run there, as far as names go."""
+    save_with_tokenizer(root, "llama", TEXTS, 330)
+    (root / "text.txt").write_text("\n".join(TEXTS))
+    for suffix in ("bin", "idx"):
+        (root / f"tokens.{suffix}").write_bytes(b"")
+    checkpoint = root / "run" / "checkpoints" / "iter_0000004"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    (checkpoint.parent / "latest_checkpointed_iteration.txt").write_text("4")
+    (root / "notes").mkdir()
+    (root / "notes" / "thesis.txt").write_text("text")
+    shape = {"num_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+    shape |= {"attention_variant": "sink", "head_balance_coeff": 0.0}
+    config = {"arguments": shape, "identity": {}}
+    (root / "run" / "config.json").write_text(json.dumps(config))
+    (root / "run" / "metrics.jsonl").write_text('{"iteration": 1, "lm_loss": 2.0}\n')
+
+
+def answer(name, root, run):
+    """The lines on stderr, of what ``run``, given the words of the command, prints there."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        code = run(shlex.split(MISTAKES[name][0].replace("{0}", str(root))))
+    assert code == 2
+    return [line for line in said.getvalue().splitlines() if "Loading weights" not in line]
+
+
+def shown(name, said, root):
+    """A mistake as docs/errors.md shows it."""
+    line = MISTAKES[name][0]
+    for flags in (TRAIN, DATA, ANALYZE):
+        line = line.replace(flags.partition(" ")[2], "...")
+    command = f"$ megasink {line}".rstrip().replace("{0}", "/data")
+    return "\n".join(f"    {line}" for line in [command, *said]).replace(str(root), "/data")
+
+
+def page(answers):
+    """The generated part of docs/errors.md.
+
+    Args:
+        answers: {name: `shown`}.
+    """
+    sections = {}
+    for name, text in answers.items():
+        command = (MISTAKES[name][0] or "COMMAND").split()[0]
+        sections.setdefault(command if command in COMMANDS else "COMMAND", []).append(text)
+    return "".join(
+        f"\n## megasink {command}\n\n" + "\n\n".join(texts) + "\n"
+        for command, texts in sections.items()
+    )
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(Path(folder))
+        answers = {name: shown(name, answer(name, folder, main), folder) for name in MISTAKES}
+    text = PAGE.read_text().partition(BEGIN)[0]
+    PAGE.write_text(text + BEGIN + page(answers))
