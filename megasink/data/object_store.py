@@ -5,33 +5,20 @@ Credentials are those of the libraries (environment, ~/.aws, the file of MSC_CON
 repeats what a library says, which may hold them.
 """
 
-import contextlib
-import functools
-import importlib
 import os
 import secrets
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from megasink.data.store_clients import CLIENTS, Client, Object
 from megasink.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-SCHEMES = ("s3://", "msc://")
-"""Of core/datasets/object_storage_utils.py:16."""
 INSTALL = "pip install 'megasink[storage]'"
-_opening = threading.Lock()  # boto3 makes one client at a time
-
-
-class Object(NamedTuple):
-    """An object: its size in bytes, and the seconds since 1970 of its last change."""
-
-    size: int
-    changed: float
 
 
 def is_stored(path: str | Path) -> bool:
@@ -41,7 +28,7 @@ def is_stored(path: str | Path) -> bool:
 
 def url_problem(url: str) -> str | None:
     """Return what is wrong with the URL of an object, without the URL if it may hold a secret."""
-    scheme = next((scheme for scheme in SCHEMES if url.startswith(scheme)), None)
+    scheme = next((scheme for scheme in CLIENTS if url.startswith(scheme)), None)
     if scheme is None:
         return f"{url} is no URL of an object store: give s3://BUCKET/KEY or msc://PROFILE/KEY"
     place = url.removeprefix(scheme)
@@ -63,7 +50,7 @@ def look(url: str) -> Object | None:
     Raises:
         UserError: the library is not installed, or the store refuses or does not answer.
     """
-    return _called(url, _s3_look if url.startswith("s3://") else _msc_look)
+    return _called(url, lambda client: client.look(url))
 
 
 def local_prefix(prefix: str, cache: Path) -> str:
@@ -134,7 +121,7 @@ class StoredTokens:
         import numpy as np  # a command line that is refused does not import it
 
         start, size = part.start * dtype.itemsize, (part.stop - part.start) * dtype.itemsize
-        content = _called(self.url, lambda url: _reader(url)(url, start, size))
+        content = _called(self.url, lambda client: client.read(self.url, start, size))
         return np.frombuffer(content, dtype)
 
 
@@ -147,7 +134,7 @@ def read(url: str) -> bytes | None:
     found = look(url)
     if found is None:
         return None
-    return _called(url, lambda url: _reader(url)(url, 0, found.size)) if found.size else b""
+    return _called(url, lambda client: client.read(url, 0, found.size)) if found.size else b""
 
 
 def download(url: str, path: Path) -> None:
@@ -157,7 +144,7 @@ def download(url: str, path: Path) -> None:
         UserError: errors of `look`.
         OSError: the file cannot be written.
     """
-    _called(url, functools.partial(_download, path=path))
+    _called(url, lambda client: client.download(url, path))
 
 
 def write(url: str, content: bytes) -> None:
@@ -166,7 +153,7 @@ def write(url: str, content: bytes) -> None:
     Raises:
         UserError: the library is not installed, or the store refuses or does not answer.
     """
-    _called(url, functools.partial(_write, content=content), "written")
+    _called(url, lambda client: client.write(url, content), "written")
 
 
 def upload(path: Path, url: str) -> None:
@@ -176,7 +163,7 @@ def upload(path: Path, url: str) -> None:
         UserError: errors of `write`.
         OSError: the file cannot be read.
     """
-    _called(url, functools.partial(_upload, path=path), "written")
+    _called(url, lambda client: client.upload(url, path), "written")
 
 
 def remove(url: str) -> None:
@@ -185,7 +172,7 @@ def remove(url: str) -> None:
     Raises:
         UserError: errors of `write`.
     """
-    _called(url, _remove, "deleted")
+    _called(url, lambda client: client.remove(url), "deleted")
 
 
 def names(url: str) -> list[str]:
@@ -194,15 +181,15 @@ def names(url: str) -> list[str]:
     Raises:
         UserError: errors of `look`.
     """
-    found = _called(url, _s3_names if url.startswith("s3://") else _msc_names)
+    found = _called(url, lambda client: client.keys(url))
     return sorted(
         key.partition(f"{url.partition('://')[2].partition('/')[2]}/")[2] for key in found
     )
 
 
-def _called[Result](url: str, function: Callable[[str], Result], doing: str = "read") -> Result:
+def _called[Result](url: str, function: Callable[[Client], Result], doing: str = "read") -> Result:
     try:
-        return function(url)
+        return function(CLIENTS[f"{url.partition('://')[0]}://"])
     except ModuleNotFoundError as error:
         raise UserError(f"{url} needs the package {error.name}: {INSTALL}") from None
     except OSError:
@@ -227,117 +214,3 @@ def _code(error: BaseException) -> str:
     if isinstance(error, RuntimeError):  # multi-storage-client's, around what happened
         error = error.__cause__ or error
     return type(error).__name__
-
-
-def _reader(url: str) -> Callable[[str, int, int], bytes]:
-    return _s3_read if url.startswith("s3://") else _msc_read
-
-
-def _s3(url: str) -> tuple[Any, dict[str, str]]:
-    importlib.import_module("boto3")  # each caller is told if it is missing
-    bucket, _, key = url.removeprefix("s3://").partition("/")
-    set_now = tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_")))
-    with _opening:
-        return _s3_client(set_now), {"Bucket": bucket, "Key": key}
-
-
-@functools.lru_cache(1)
-def _s3_client(_: tuple[tuple[str, str], ...]) -> Any:
-    import boto3
-
-    return boto3.client("s3")  # for all threads
-
-
-def _s3_look(url: str) -> Object | None:
-    from botocore.exceptions import ClientError
-
-    client, place = _s3(url)
-    try:
-        told = client.head_object(**place)
-    except ClientError as error:
-        if error.response.get("Error", {}).get("Code") in ("404", "NoSuchKey", "NotFound"):
-            return None
-        raise
-    return Object(told["ContentLength"], told["LastModified"].timestamp())
-
-
-def _s3_read(url: str, start: int, size: int) -> bytes:
-    client, place = _s3(url)
-    body = client.get_object(**place, Range=f"bytes={start}-{start + size - 1}")["Body"]
-    return bytes(body.read())
-
-
-def _msc_look(url: str) -> Object | None:
-    import multistorageclient
-
-    try:
-        told = multistorageclient.info(url)
-    except FileNotFoundError:
-        return None
-    if told.type != "file":
-        return None
-    return Object(told.content_length, told.last_modified.timestamp())
-
-
-def _msc_read(url: str, start: int, size: int) -> bytes:
-    import multistorageclient
-
-    client, path = multistorageclient.resolve_storage_client(url)
-    wanted = multistorageclient.types.Range(offset=start, size=size)
-    return bytes(client.read(path=path, byte_range=wanted))
-
-
-def _download(url: str, path: Path) -> None:
-    if url.startswith("s3://"):
-        client, place = _s3(url)
-        client.download_file(**place, Filename=str(path))
-    else:
-        import multistorageclient
-
-        multistorageclient.download_file(url, str(path))
-
-
-def _write(url: str, content: bytes) -> None:
-    if url.startswith("s3://"):
-        client, place = _s3(url)
-        client.put_object(**place, Body=content)
-    else:
-        import multistorageclient
-
-        multistorageclient.write(url, content)
-
-
-def _upload(url: str, path: Path) -> None:
-    if url.startswith("s3://"):
-        client, place = _s3(url)
-        client.upload_file(**place, Filename=str(path))
-    else:
-        import multistorageclient
-
-        multistorageclient.upload_file(url, str(path))
-
-
-def _remove(url: str) -> None:
-    if url.startswith("s3://"):
-        client, place = _s3(url)
-        client.delete_object(**place)
-    else:
-        import multistorageclient
-
-        with contextlib.suppress(FileNotFoundError):
-            multistorageclient.delete(url)
-
-
-def _s3_names(url: str) -> list[str]:
-    client, place = _s3(url)
-    pages = client.get_paginator("list_objects_v2").paginate(
-        Bucket=place["Bucket"], Prefix=f"{place['Key']}/"
-    )
-    return [entry["Key"] for page in pages for entry in page.get("Contents", ())]
-
-
-def _msc_names(url: str) -> list[str]:
-    import multistorageclient
-
-    keys = (entry.key.partition("://")[2] for entry in multistorageclient.list(f"{url}/"))
-    return [key.partition("/")[2] for key in keys]

@@ -59,7 +59,7 @@ SAFE = {
     ("megasink/intervene/points.py", "allow_pickle"): ARRAYS,
     ("megasink/intervene/points.py", "numpy.load"): ARRAYS,
     (
-        "megasink/data/object_store.py",
+        "megasink/data/store_clients.py",
         "import_module",
     ): "boto3, by its name, so that callers are told if it is missing",
     ("megasink/doctor/self_test.py", "subprocess"): "this Python with our own module, no shell",

@@ -113,9 +113,9 @@ def test_an_index_is_downloaded_once_and_again_if_it_changes(store, tmp_path, mo
     assert local == tmp_path / scheme.partition("://")[2] / "web" / "other.idx"
     assert local.read_bytes() == b"one"
     downloads = []
-    download = object_store._download
+    download = object_store.download
     monkeypatch.setattr(
-        object_store, "_download", lambda url, path: (downloads.append(url), download(url, path))
+        object_store, "download", lambda url, path: (downloads.append(url), download(url, path))
     )
     fetch(f"{scheme}/web/other", tmp_path)
     assert downloads == []
