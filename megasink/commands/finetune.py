@@ -16,10 +16,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command of megasink, shown as it runs; a repeated command goes on after the last finished step.
     Further flags go to `megasink train`.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    # After MODEL, which the last flag of a file would take for its value.
-    model = words[:1] if words and not words[0].startswith("-") else []
-    args, further = read([*model, *early.expanded(words[len(model) :])], main.__doc__)
+    words = early.expanded(sys.argv[1:] if argv is None else argv)
+    args, further = read(words, main.__doc__)
     if problems := early.read(["--run-dir", str(args.output / "run"), *further]).flag_problems:
         raise ConfigError(problems)  # not only when the training starts
     remember(args, further, args.output / "finetune.json")

@@ -8,6 +8,7 @@ takes the flags of A, then of B, then those of the command line: the last value 
 """
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Collection, Sequence
@@ -128,7 +129,9 @@ def expanded(argv: Sequence[str], known: Collection[str] = ()) -> list[str]:
     here = [word[2:].partition("=")[0] for word in others if word.startswith("--")]
     flags = _without_rivals(flags, here)
     labels = [recipe.label for recipe in recipes]
-    return [EXPANDED, *labels, *flag_words(flags), *others]
+    # A command's first words, such as MODEL, would else be taken for the last flag's value.
+    first = list(itertools.takewhile(lambda word: not word.startswith("-"), others))
+    return [*first, EXPANDED, *labels, *flag_words(flags), *others[len(first) :]]
 
 
 def _without_rivals(flags: Flags, given: Collection[str]) -> Flags:
