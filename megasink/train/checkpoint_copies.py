@@ -48,8 +48,8 @@ def prepare(folder: Path, args: Namespace, differences: Any) -> None:
         OSError: the folder cannot be written.
     """
     store = CheckpointStore(args.checkpoint_store)
-    owner, own = store.owner(), own_id(folder)
-    if owner is None or not store.iterations():
+    owner, own, whole = store.owner(), own_id(folder), store.iterations()
+    if owner is None or not whole:
         store.claim(folder)
         return
     is_new = not iterations(folder / "checkpoints")
@@ -58,18 +58,20 @@ def prepare(folder: Path, args: Namespace, differences: Any) -> None:
             f"--checkpoint-store {store.url} holds the checkpoints of another run: give another "
             "URL, or go on with that run in a new folder (--resume auto)"
         )
-    _fetch(store, folder, differences, checksums=args.verify_checkpoint)
+    _fetch(store, whole, folder, differences, checksums=args.verify_checkpoint)
     store.claim(folder, owner)
 
 
-def _fetch(store: CheckpointStore, folder: Path, differences: Any, *, checksums: bool) -> None:
-    """Download the newest checkpoint of the store if it is newer than the intact ones here."""
+def _fetch(
+    store: CheckpointStore, whole: list[int], folder: Path, differences: Any, *, checksums: bool
+) -> None:
+    """Download the newest whole checkpoint if it is newer than the intact ones here."""
     checkpoints = folder / "checkpoints"
     try:
         here, damaged = newest_intact(checkpoints, checksums=checksums)
     except NoneIntactError as error:
         here, damaged = -1, error.damaged
-    for iteration in reversed([there for there in store.iterations() if there > here]):
+    for iteration in reversed([there for there in whole if there > here]):
         copy = store.copy(iteration)
         if copy is None:  # another process has just removed it
             continue
