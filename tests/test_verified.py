@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from tests import versions
@@ -70,6 +71,10 @@ def test_the_oldest_versions_that_were_tried_are_the_oldest_that_pip_takes():
         for specifier in each.specifier
         if specifier.operator == ">="
     }
+    python = SpecifierSet(arguments["python_requires"])
+    tried = [results[row]["versions"]["python"] for row in ("oldest", "newest")]
+    minors = [f"3.{minor}" for minor in range(100) if python.contains(f"3.{minor}")]
+    assert [each.rpartition(".")[0] for each in tried] == [minors[0], minors[-1]]
     for name, version in versions.pinned("oldest").items():
         assert Version(lowest[name]) == Version(version), name
         assert results["oldest"]["versions"][name] == version

@@ -2,17 +2,19 @@
 
 ``python -m tests.versions oldest newest`` makes an environment of each in build/versions, runs the
 sample of tests/schedule.py there, and writes the result to tests/versions.json, from which
-``python -m tests.verified`` makes the table of docs/verified.md. An environment takes 5 GB.
+``python -m tests.verified`` makes the table of docs/verified.md. An environment takes 5 GB. Each row's
+Python is expected on the PATH.
 """
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-import venv
 from datetime import date
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 from packaging.requirements import Requirement
@@ -20,11 +22,26 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("versions.json")
-# Of each row, what pip is asked for beside megasink[train,eval] and `_TESTS`. What is not named is
-# the newest that pip finds.
+
+
+class Row(NamedTuple):
+    """What a row is tried with.
+
+    Attributes:
+        python: The interpreter's name on the PATH.
+        packages: What pip is asked for beside megasink[train,eval] and `_TESTS`. What is not named
+            is the newest that pip finds.
+    """
+
+    python: str
+    packages: tuple[str, ...] = ()
+
+
 ROWS = {
-    "oldest": ("torch==2.11.0", "transformers==5.6.0", "megatron-core==0.19.0"),
-    "newest": (),
+    "oldest": Row(
+        "python3.12", ("torch==2.11.0", "transformers==5.6.0", "megatron-core==0.19.0")
+    ),
+    "newest": Row("python3.13"),
 }
 TOLD = ("torch", "transformers", "megatron-core", "tokenizers", "numpy")
 _TESTS = "pytest pytest-timeout pytest-xdist accelerate zstandard pyyaml jsonschema".split()
@@ -34,13 +51,17 @@ def tried(row: str) -> dict[str, object]:
     """Install a row's versions and run the sample of tests with them.
 
     Raises:
-        subprocess.CalledProcessError: pip failed.
+        subprocess.CalledProcessError: Making the environment failed, or pip.
+        SystemExit: The row's Python is not on the PATH.
     """
+    interpreter = shutil.which(ROWS[row].python)
+    if interpreter is None:
+        sys.exit(f"the row {row!r} needs {ROWS[row].python} on the PATH")
     folder = ROOT / "build" / "versions" / row
     python = folder / "bin" / "python"
-    venv.create(folder, with_pip=True, clear=True)
+    subprocess.run([interpreter, "-m", "venv", "--clear", str(folder)], check=True)
     pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
-    wanted = ["--no-compile", "--editable", ".[train,eval]", *_TESTS, *ROWS[row]]
+    wanted = ["--no-compile", "--editable", ".[train,eval]", *_TESTS, *ROWS[row].packages]
     subprocess.run([*pip, *wanted], cwd=ROOT, check=True)
     told = "import json, sys, importlib.metadata as m; print(json.dumps("
     told += "{'python': '.'.join(map(str, sys.version_info[:3]))}"
@@ -86,7 +107,7 @@ def is_old(package: str) -> bool:
 
 def pinned(row: str) -> dict[str, str]:
     """{package: version} that a row asks for."""
-    found = map(Requirement, ROWS[row])
+    found = map(Requirement, ROWS[row].packages)
     return {each.name: next(iter(each.specifier)).version for each in found}
 
 
