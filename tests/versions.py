@@ -2,8 +2,8 @@
 
 ``python -m tests.versions oldest newest`` makes an environment of each in build/versions, runs the
 sample of tests/schedule.py there, and writes the result to tests/versions.json, from which
-``python -m tests.verified`` makes the table of docs/verified.md. An environment takes 5 GB. Each row's
-Python is expected on the PATH.
+``python -m tests.verified`` makes the table of docs/verified.md. An environment takes 5 GB; its
+Python must be on the PATH.
 """
 
 import json
@@ -38,9 +38,7 @@ class Row(NamedTuple):
 
 
 ROWS = {
-    "oldest": Row(
-        "python3.12", ("torch==2.11.0", "transformers==5.6.0", "megatron-core==0.19.0")
-    ),
+    "oldest": Row("python3.12", ("torch==2.11.0", "transformers==5.6.0", "megatron-core==0.19.0")),
     "newest": Row("python3.13"),
 }
 TOLD = ("torch", "transformers", "megatron-core", "tokenizers", "numpy")

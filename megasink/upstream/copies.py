@@ -29,7 +29,7 @@ ROTATION = _patch(
     "the channels that are not rotated are appended even if there are none: queries and keys are "
     "copied once more, and zeros of their size are added to their gradients",
     f"{_ROTATION}: def _apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved, "
-    "mla_rotary_interleaved, mscale, multi_latent_attention)",
+    "mla_rotary_interleaved, mscale, *_)",
     f"{_ROTATION}:_apply_rotary_pos_emb_bshd: cos_ = (torch.cos(freqs) * mscale).to(t.dtype)",
     f"{_ROTATION}:_apply_rotary_pos_emb_bshd: sin_ = (torch.sin(freqs) * mscale).to(t.dtype)",
     f"{_ROTATION}:_apply_rotary_pos_emb_bshd: "
@@ -69,11 +69,14 @@ def _rotating_whole_heads(
         rotary_interleaved: bool = False,
         mla_rotary_interleaved: bool = False,
         mscale: float = 1.0,
-        multi_latent_attention: bool | None = None,
+        *more: Any,
+        **options: Any,
     ) -> Any:
-        if freqs.shape[-1] != t.shape[-1] or mla_rotary_interleaved or multi_latent_attention:
-            options = (rotary_interleaved, mla_rotary_interleaved, mscale, multi_latent_attention)
-            return upstream(t, freqs, *options)
+        # What releases add is upstream's: 0.20 has `inverse`, and takes one more axis in `freqs`.
+        plain = freqs.dim() == t.dim() and not (mla_rotary_interleaved or any(more))
+        if not plain or any(options.values()) or freqs.shape[-1] != t.shape[-1]:
+            given = (rotary_interleaved, mla_rotary_interleaved, mscale, *more)
+            return upstream(t, freqs, *given, **options)
         cos = (torch.cos(freqs) * mscale).to(t.dtype)
         sin = (torch.sin(freqs) * mscale).to(t.dtype)
         return t * cos + rotate_half(t, rotary_interleaved) * sin

@@ -1,5 +1,6 @@
 """Tasks for the workers: upstream's functions and those in their place, on the same tensors."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,10 @@ def rotations() -> dict[str, Any]:
         "half": (4, torch.float32, {}),
         "latent": (8, torch.float32, {"mla_rotary_interleaved": True}),
     }
+    with suspended("always"):
+        known = inspect.signature(rope_utils._apply_rotary_pos_emb_bshd).parameters
+    if "inverse" in known:  # Megatron-Core 0.20
+        cases["inverse"] = (8, torch.float32, {"inverse": True})
     return _both(
         lambda: {name: _rotated(n, dtype, **more) for name, (n, dtype, more) in cases.items()}
     )
