@@ -175,7 +175,6 @@ MISTAKES = {
     ),
     "generate-nothing": ("generate", "missing: run, --prompt"),
     "generate-no-run": ("generate {0}/runs --prompt a", "{0}/runs: no such folder"),
-    "generate-no-model": ("generate {0}/llama --prompt a", "{0}/llama"),
     "generate-iteration": (
         "generate {0}/run --prompt a --iteration 7",
         "no checkpoint of iteration 7; available: 4",
@@ -190,6 +189,10 @@ MISTAKES = {
         "--top-k -2",
     ),
     "generate-unfinished": ("generate {0}/notes --prompt a", "{0}/notes: no finished checkpoint"),
+    "generate-hugging-face": (
+        "generate {0}/llama --prompt a",
+        "{0}/llama is a Hugging Face folder, not a run; megasink convert-from-hf {0}/llama RUN",
+    ),
     "generate-another-checkpoint": (
         "generate {0}/run/checkpoints/iter_0000004 --prompt a --iteration 7",
         "not the checkpoint of",

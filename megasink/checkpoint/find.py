@@ -48,6 +48,11 @@ def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
         run, checkpoints = path.resolve().parent, path
     newest = newest_checkpoint(checkpoints)
     if newest is None:
+        if (path / "config.json").is_file() and not is_run(path):
+            raise UserError(
+                f"{path} is a Hugging Face folder, not a run; megasink convert-from-hf {path} RUN "
+                "makes a run of it"
+            )
         raise UserError(f"{path}: no finished checkpoint (no {TRACKER})")
     if not (run / "config.json").is_file():
         raise UserError(f"{path}: not a megasink run: {run} has no config.json")
