@@ -139,6 +139,7 @@ def test_all_problems_of_blends_are_in_one_message(prefix, tmp_path):
         (["--data-path", "{}"] * 1 + ["--train-data-path", "{}"], "choose one"),
         (["--train-data-path", "{}", "--split", "1,0,0"], "--split 1,0,0 with --train-data-path"),
         (["--data-path"], "no training data"),
+        (["--data-path", "{}.bin"], "{0}.bin.idx not found: give the prefix of both, {0}"),
         (["--mock-data", "--split", "0,90,10"], "--split 0,90,10 leaves no data for training"),
         (["--valid-data-path", "{}"], "--valid-data-path alone leaves no data for training"),
         (["--data-path", "2", "{}", "x", "{}"], "2 is a number among 4 words"),

@@ -135,7 +135,10 @@ def _presence_problems(args: Namespace) -> Iterator[str]:
             continue
         absent = {prefix: files for prefix, files in absent.items() if files}
         for prefix, files in list(absent.items())[:_SHOWN]:
-            yield f"{blend.flag} {prefix}: {' and '.join(files)} not found{where}"
+            text = f"{blend.flag} {prefix}: {' and '.join(files)} not found{where}"
+            stem, dot, suffix = prefix.rpartition(".")
+            meant = dot and suffix in ("bin", "idx") and not missing_files(stem)
+            yield f"{text}: give the prefix of both, {stem}" if meant else text
         if len(absent) > _SHOWN:
             yield (
                 f"{blend.flag}: {len(absent)} of {len(blend.prefixes)} datasets are not "
