@@ -88,9 +88,11 @@ def run(
     measurements = merge_shards(done, recorder.heads)
     if not measurements.samples:
         first = measurements.non_finite[0]
+        heads = f", heads {first.heads}" if first.heads else ""
         raise UserError(
-            f"activations of every sample are infinite or NaN, first in layer {first.layers[0]}, "
-            f"heads {first.heads}: run the model in a wider dtype (--dtype float32)"
+            f"activations of every sample are infinite or NaN, first in layer {first.layers[0]}"
+            f"{heads}: run the model in a wider dtype (--dtype float32); if it is in float32 "
+            "already, look for NaN in its weights"
         )
     return measurements
 

@@ -125,8 +125,12 @@ def _series(
 
 
 def summary(lines: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Return the numbers to compare: final values (loss smoothed by 0.9) and counts."""
+    """Return the numbers to compare, as in a grid's table.
+
+    Final values and counts; training loss and imbalance are moving averages (factor `EMA`).
+    """
     _, loss = series(lines, "lm_loss")
+    _, imbalance = series(lines, "imbalance")
     _, seconds = series(lines, "seconds")
     _, tokens = series(lines, "tokens")
     found: dict[str, float | None] = {
@@ -134,9 +138,10 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, float | None]:
         "loss": float(smoothed(loss)[-1]),
         "spikes": float(len(loss_spikes(loss))),
     }
-    for name in ("validation", "bits/byte", "imbalance"):
+    for name in ("validation", "bits/byte"):
         _, values = series(lines, COLUMNS[name])
         found[name] = float(values[-1]) if len(values) else None
+    found["imbalance"] = float(smoothed(imbalance)[-1]) if len(imbalance) else None
     per_step = np.diff(tokens, prepend=0.0)
     speed = len(seconds) == len(per_step) and len(seconds) > 0
     found["tokens/s"] = float(np.median(per_step / seconds)) if speed else None

@@ -3,6 +3,7 @@
 Megatron continues through the validation set from one evaluation to the next, in an order that
 depends on --train-iters, and evaluates the last step again after training. Here every evaluation
 uses the first --eval-iters global batches, regardless of history, layout or length of the run.
+Without validation data there is none.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import torch
 from megatron.core.datasets.utils import Split
 from megatron.training import get_args, training
 
+from megasink.train.checks.blends import parts
 from megasink.upstream.training import EVALUATION
 
 
@@ -50,6 +52,7 @@ def comparable_evaluations() -> Iterator[None]:
     evaluation_call = inspect.signature(original["evaluate_and_print_results"])
     fixed: list[FixedBatches] = []
     evaluated: int | None = None
+    validates: bool | None = None
 
     def get_train_valid_test_num_samples() -> tuple[int, int | None, int]:
         train, valid, test = original["get_train_valid_test_num_samples"]()
@@ -78,8 +81,12 @@ def comparable_evaluations() -> Iterator[None]:
 
     @functools.wraps(training.evaluate_and_print_results)
     def evaluate_and_print_results(prefix: str, *args: Any, **kwargs: Any) -> Any:
-        nonlocal evaluated
+        nonlocal evaluated, validates
         if not prefix.endswith("on test set"):
+            if validates is None:
+                _, validates, _ = parts(get_args())
+            if not validates:  # Megatron would evaluate on the data loader None (training.py:4584)
+                return None
             iteration = evaluation_call.bind(prefix, *args, **kwargs).arguments["iteration"]
             if iteration == evaluated:
                 return None

@@ -14,12 +14,17 @@ from megasink.train.replay import named_values
 from megasink.train.run_dir import has_finished_step
 
 
-def from_where(run_dir: Path) -> str:
-    """Describe where the ranks will start with --resume auto."""
+def from_where(run_dir: Path) -> str | None:
+    """Describe where the ranks will start with --resume, and the damage to newer checkpoints.
+
+    None without an intact one: --resume auto starts at step 0, --resume reports an error.
+    """
     try:
-        return f"continuing from step {newest_intact(run_dir / 'checkpoints')[0]}"
+        step, damaged = newest_intact(run_dir / "checkpoints")
     except UserError:
-        return "no intact checkpoint, starting at step 0"
+        return None
+    skipped = [f"; the checkpoint of step {at} is damaged: {why}" for at, why in damaged.items()]
+    return f"continuing from step {step}{''.join(skipped)}"
 
 
 def last_start(run_dir: Path) -> dict[str, Any]:

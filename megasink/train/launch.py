@@ -84,8 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Also checked here: the ranks take seconds to report it.
     early.refuse(options, ranks)
     wait_until_expired(run_dir, say)
-    if args.resume == "auto" and not (options.verify_checkpoint or options.checkpoint_store):
-        say(f"run {run_dir}: {from_where(run_dir)}")
+    if args.resume and not (options.verify_checkpoint or options.checkpoint_store):
+        where = from_where(run_dir)
+        if where or args.resume == "auto":
+            say(f"run {run_dir}: {where or 'no intact checkpoint, starting at step 0'}")
     ranks = early.default_ranks(options) if ranks is None else ranks
     try:
         return launch(flags, run_dir, ranks, options.train_iters)

@@ -77,7 +77,8 @@ def head_record(statistics: tracker.HeadStatistics, *, details: bool) -> dict[st
     if (gate_LH := series.get(tracker.GATE)) is not None:
         # As many heads as the gate has: the groups for a key or value gate, one for the output.
         record["explicit_gate"] = rounded(gate_LH[:, ~gate_LH.isnan().all(0)])
-    if tracker.BALANCE_GRADIENT in series:
+    # A step that fp16's loss scale skips has gradients of NaN: nothing to compare with.
+    if {tracker.BALANCE_GRADIENT, tracker.OTHER_GRADIENT} <= series.keys():
         balance_LH, other_LH = series[tracker.BALANCE_GRADIENT], series[tracker.OTHER_GRADIENT]
         record[RATIO] = number(_ratio(balance_LH.flatten(), other_LH.flatten()))
         record[f"{RATIO}_per_layer"] = rounded(_ratio(balance_LH, other_LH))

@@ -77,6 +77,13 @@ def nan_weights(root, name):
     save_file(weights, path, {"format": "pt"})
 
 
+def nan_ffn(root, name):
+    path = copy(root, name) / "model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.0.mlp.up_proj.weight"][:] = torch.nan
+    save_file(weights, path, {"format": "pt"})
+
+
 def bos_twice(root, name):
     folder = copy(root, name)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -114,6 +121,11 @@ MODELS = {
     "nan-weights": (
         nan_weights,
         "activations of every sample are infinite or NaN, first in layer 1, heads [2, 3]",
+    ),
+    "nan-ffn": (
+        nan_ffn,
+        "first in layer 0: run the model in a wider dtype (--dtype float32); if it is in float32 "
+        "already, look for NaN in its weights",
     ),
     "bos-twice": (bos_twice, "adds its BOS token 1 twice: fix its post-processor"),
 }

@@ -47,7 +47,13 @@ def test_the_numbers_of_a_run(tmp_path):
     assert found["tokens/s"] == pytest.approx(200)
     assert found["spikes"] == 0
     assert 2.1 < found["loss"] < 2.2
+    assert found["imbalance"] == pytest.approx(0.1)
     assert summary(run(tmp_path / "b", bits=False))["bits/byte"] is None
+
+
+def test_the_imbalance_of_a_run_is_a_moving_average_as_that_of_a_grid():
+    lines = [{"iteration": n, "lm_loss": 2.0, "imbalance": float(n == 9)} for n in range(1, 10)]
+    assert summary(lines)["imbalance"] == pytest.approx(0.1 / (1 - 0.9**9))
 
 
 @pytest.mark.parametrize(

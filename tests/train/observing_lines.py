@@ -22,6 +22,8 @@ analysis-of-nothing: --analyze-interval 3 --eval-interval 2 --analyze-samples 0
   ! --analyze-interval without --run-dir: name a folder
   ! --analyze-interval 3 is not a multiple of --eval-interval 2
   ! --analyze-samples 0: use 1 or more
+watched-without-validation: --log-sink-rate --split 100,0,0
+  ! --log-sink-rate without validation data: give it some, such as --split 99,1,0
 analysis-before-the-first-step: --analyze-interval -1
   ! --analyze-interval -1 is negative: use 0 for never
 analysis-of-a-part: --analyze-interval 4 --eval-interval 2 --run-dir nothing-here/run

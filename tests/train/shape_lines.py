@@ -50,6 +50,8 @@ batches: --global-batch-size 12 --eval-global-batch-size 2
 groups-by-tp: --num-attention-heads 12 --hidden-size 96 --group-query-attention
     --num-query-groups 6 --tensor-model-parallel-size 4
   ! --num-query-groups 6 is neither a multiple nor a divisor of --tensor-model-parallel-siz
+rope-of-an-odd-head: --kv-channels 15
+  ! --position-embedding-type rope rotates pairs of channels, but a head has 15: give an even
 groups-of-nothing: --num-query-groups 2
   ! --num-query-groups 2 needs --group-query-attention
 virtual-stages: --num-layers 6 --pipeline-model-parallel-size 2

@@ -98,3 +98,12 @@ def test_a_run_that_is_at_its_end_has_nothing_new(train, moving, tmp_path):
     assert more[: len(wanted)] == wanted
     assert {line["iteration"] for line in more[len(wanted) :]} == {4}
     assert len(more) == len(wanted) + 2  # of other samples
+
+
+@pytest.mark.parametrize(("split", "tested"), [("100,0,0", 0), ("80,0,20", 1)])
+def test_a_run_without_validation_data_has_no_validation(train, tmp_path, split, tested):
+    """Megatron would evaluate on a data loader that is not there."""
+    found = train(tmp_path / "run", "--lr", "1e-2", "--split", split)
+    assert [line["iteration"] for line in found if "lm_loss" in line] == [1, 2, 3, 4]
+    assert values(found) == {}
+    assert len(values(found, "test_lm_loss")) == tested

@@ -70,6 +70,18 @@ def test_auto_says_from_where(tmp_path, monkeypatch, capsys):
     assert started == [([*MOCK, "--cpu", "--resume", "auto"], tmp_path / "run", 1, 4)]
 
 
+@pytest.mark.parametrize("how", [["--resume"], ["--resume", "auto"]])
+def test_a_resume_names_the_damaged_checkpoints_that_it_skips(tmp_path, monkeypatch, capsys, how):
+    monkeypatch.setattr(launch, "launch", lambda *_: 0)
+    monkeypatch.setattr(last_start, "newest_intact", lambda _: (30, {40: "a.distcp is missing"}))
+    write_start(tmp_path, MOCK)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "checkpoints" / "iter_0000030").mkdir(parents=True)
+    assert launch.main(["--run-dir", str(tmp_path), *MOCK, "--cpu", *how]) == 0
+    said = "continuing from step 30; the checkpoint of step 40 is damaged: a.distcp is missing"
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
 def test_resume_asks_for_the_folder():
     for flags in (["--resume"], ["--resume", "auto"]):
         with pytest.raises(UserError, match="--resume needs --run-dir"):

@@ -4,8 +4,11 @@ import math
 import re
 
 import pytest
+import torch
 
+from megasink.balance.tracker import BALANCE_GRADIENT, OTHER_GRADIENT, HeadStatistics
 from megasink.train.run_dir import folder_problem
+from megasink.train.series import RATIO, head_record
 from tests.distributed.pool import free_port
 from tests.runs import MOCK, TINY, UNTIED
 from tests.runs import metrics as lines
@@ -133,3 +136,13 @@ def test_a_run_that_diverges_stops_on_every_rank(pool, tmp_path):
     steps = ["--train-iters", str(before + 2), *advice[1].split(), *advice[2].split()]
     assert train(tmp_path / "again", *steps, "--lr", "1e-3") == [("", "")] * 2
     assert lines(tmp_path / "again")[0]["iteration"] == before + 1
+
+
+def test_a_step_whose_gradients_are_all_nan_has_no_ratio():
+    """As where fp16's loss scale is too high: the step is skipped, and logged."""
+    heads = torch.full((2, 3), 0.5)
+    seen = {BALANCE_GRADIENT: torch.ones(2, 3), OTHER_GRADIENT: torch.full((2, 3), math.nan)}
+    statistics = HeadStatistics(heads, heads[:, 0], heads[0, 0], heads[0, 0], seen)
+    record = head_record(statistics, details=True)
+    assert record["importance"] == heads.tolist()
+    assert RATIO not in record

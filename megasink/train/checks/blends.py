@@ -4,6 +4,7 @@ Imports neither torch nor Megatron.
 """
 
 import math
+import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 from megasink.errors import UserError
 from megasink.json_file import read_value
 
+DEFAULT_SPLIT = "969,30,1"  # Megatron's (arguments.py:651), set after these checks
 _FILE_BYTES = 64 << 20
 _SPLITS = ("train", "valid", "test")
 
@@ -60,6 +62,31 @@ def named_prefixes(args: Namespace) -> dict[str, Blend]:
     return found
 
 
+def parts(args: Namespace) -> tuple[bool, ...]:
+    """Return whether training, validation and test have data, as Megatron reads the flags.
+
+    The same on every rank. Each has where the flags cannot be read, which other checks report.
+    """
+    path, unread = args.per_split_data_args_path, (True, True, True)
+    if path is not None:
+        found = list(_listed(path))
+        wrong = any(blend.problem for blend in found)
+        named = [blend.flag for blend in found if blend.prefixes]
+        return unread if wrong else tuple(named.count(_part(path, of)) > 0 for of in _SPLITS)
+    paths = [getattr(args, f"{split}_data_path") for split in _SPLITS]
+    if any(paths):
+        return tuple(map(bool, paths))
+    # core/datasets/blended_megatron_dataset_config.py:164
+    weights = list(map(_number, re.findall(r"[.0-9]+", args.split or DEFAULT_SPLIT)))
+    if None in weights or not any(weights) or len(weights) > len(_SPLITS):
+        return unread
+    return tuple(map(bool, [*weights, 0, 0][: len(_SPLITS)]))
+
+
+def _part(path: str, split: str) -> str:
+    return f"--per-split-data-args-path {path}, {split}"
+
+
 def _listed(path: str) -> Iterator[Blend]:
     flag = f"--per-split-data-args-path {path}"
     try:
@@ -75,7 +102,7 @@ def _listed(path: str) -> Iterator[Blend]:
     for split in _SPLITS:
         words = parts[split].split() if isinstance(parts[split], str) else parts[split]
         if isinstance(words, list):
-            yield _blend(f"{flag}, {split}", list(map(str, words)), is_split=False)
+            yield _blend(_part(path, split), list(map(str, words)), is_split=False)
         elif words is not None:
             why = f"{flag}: {split!r} is neither a list of weights and prefixes nor null"
             yield Blend(flag, (), is_split=False, problem=why)

@@ -10,7 +10,7 @@ from megasink.data.object_store import is_stored, look, url_problem
 from megasink.errors import UserError
 from megasink.flags import flag_of
 from megasink.json_file import read_object
-from megasink.train.checks.blends import blends, named_prefixes
+from megasink.train.checks.blends import blends, named_prefixes, parts
 
 _SHOWN = 8
 _PLACES = (
@@ -84,6 +84,11 @@ def _source_problems(args: Namespace) -> Iterator[str]:
         yield f"{' and '.join(map(flag_of, given))}: choose one"
     if args.split and set(given) & {*per_split, "per_split_data_args_path"}:
         yield f"--split {args.split} with {flag_of(given[-1])}, which gives each part its own data"
+    trains, *_ = parts(args)
+    if given and not trains and not args.skip_train:
+        own = set(given) & {*per_split, "per_split_data_args_path"}
+        what = f"{flag_of(given[-1])} alone" if own else f"--split {args.split}"
+        yield f"{what} leaves no data for training: give it some, or --skip-train"
     if args.data_args_path and not args.split:
         yield "--data-args-path without --split: give three weights, such as --split 99,1,0"
     if args.object_storage_cache_path and not any(map(is_stored, named_prefixes(args))):
@@ -130,7 +135,10 @@ def _presence_problems(args: Namespace) -> Iterator[str]:
             continue
         absent = {prefix: files for prefix, files in absent.items() if files}
         for prefix, files in list(absent.items())[:_SHOWN]:
-            yield f"{blend.flag} {prefix}: {' and '.join(files)} not found{where}"
+            text = f"{blend.flag} {prefix}: {' and '.join(files)} not found{where}"
+            stem, dot, suffix = prefix.rpartition(".")
+            meant = dot and suffix in ("bin", "idx") and not missing_files(stem)
+            yield f"{text}: give the prefix of both, {stem}" if meant else text
         if len(absent) > _SHOWN:
             yield (
                 f"{blend.flag}: {len(absent)} of {len(blend.prefixes)} datasets are not "

@@ -23,14 +23,13 @@ from megasink.data.output import LOSS_MASK
 from megasink.data.sidecar import mismatch, read_sidecar
 from megasink.errors import UserError
 from megasink.json_file import read_object
-from megasink.train.checks.blends import Blend, named_prefixes
+from megasink.train.checks.blends import DEFAULT_SPLIT, Blend, named_prefixes
 from megasink.train.checks.data import missing_files, stored_problems
 from megasink.train.checks.vocabulary import known_ids, tokenizer_identity, transformers_tokenizer
 
 _TOTAL = 1 << 24  # entries and tokens of all datasets that are checked
 _LEAST = 1 << 12
 _THREADS = 16  # a file system answers several at once; they wait more than they compute
-_DEFAULT_SPLIT = "969,30,1"  # Megatron's (arguments.py:651), set after these checks
 
 
 def problems(args: Namespace) -> Iterator[str]:
@@ -175,7 +174,7 @@ def _empty_parts(lengths: NDArray[Any], given: str | None) -> Iterator[str]:
     )
 
     documents = len(lengths)
-    split = given or _DEFAULT_SPLIT
+    split = given or DEFAULT_SPLIT
     try:
         parts = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     except (AssertionError, ValueError, ZeroDivisionError):

@@ -5,6 +5,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megasink.definitions import SINK_TOKENS
+from megasink.flags import flag_of
+from megasink.train.checks.blends import parts
 
 
 def problems(args: Namespace) -> Iterator[str]:
@@ -14,6 +16,10 @@ def problems(args: Namespace) -> Iterator[str]:
     if nats is not None and not nats > 0:
         yield f"--stop-on-divergence {nats:g}: use a number of nats above 0, such as 1"
     yield from _wandb(args)
+    _, validates, _ = parts(args)
+    for name in ("log_sink_rate", "analyze_interval"):
+        if getattr(args, name) and not validates:
+            yield f"{flag_of(name)} without validation data: give it some, such as --split 99,1,0"
     if args.log_sink_rate:
         yield from _sink_rate(args)
     if args.analyze_interval:

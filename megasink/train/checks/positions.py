@@ -25,6 +25,14 @@ def problems(args: Namespace) -> Iterator[str]:
             "--sinusoidal-position-embedding has a sine and a cosine for each pair of channels, "
             f"but --hidden-size {args.hidden_size} is odd: make it even"
         )
+    heads, width = args.num_attention_heads, args.kv_channels
+    if not width and heads and heads > 0 and args.hidden_size:
+        width = args.hidden_size // heads
+    if kind in ("rope", "yarn") and width and width % 2 and args.rotary_percent == 1:
+        yield (
+            f"--position-embedding-type {kind} rotates pairs of channels, but a head has {width}: "
+            "give an even --kv-channels"
+        )
     if args.attention_bias_type != "none":
         yield from _bias(args)
     if args.prefix_lm_tokens:
