@@ -67,6 +67,8 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
         relative_bias: Module for ``attention_bias_type``; None if there is no bias.
         similarity_mlp: Weights of the MLP similarity.
         documents: Documents of the last batch; None if it was not packed.
+        frees_projection: Whether the last forward copied V, so that backward does not keep the
+            projection [q, k, v].
         observer, attending: Observers of this rank's heads, and of the heads it attends for (a
             share of them under "a2a").
 
@@ -124,6 +126,7 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
         self.head_counter = HeadCounter(config, layer_number, self.tp_group, self.cp_group.size())
         self.relative_bias = build_position_bias(config, self.tp_group)
         self.documents: Documents | None = None
+        self.frees_projection = False
         self.variant = variant(config.attention_variant)
         head_dim = config.kv_channels
         # Unlike Megatron, which always uses the current CUDA device, honor CPU initialization.
@@ -172,6 +175,9 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
         self.documents = documents_of(packed_seq_params, query.shape[0], self.cp_group.size())
         if query.dim() == 3:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        self.frees_projection = self._frees_projection(query, key, value)
+        if self.frees_projection:
+            value = value.contiguous()
         # The first forward of activation recompute has no gradients and is not counted.
         trains = self.training and torch.is_grad_enabled()
         counts = self.counts_heads and trains
@@ -188,6 +194,24 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
             return out
         counted: Tensor = self.head_counter(out, gate_BHS[..., None], self.documents)
         return counted
+
+    def _frees_projection(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Whether V is all that keeps the projection [q, k, v] for backward, of which it is a view.
+
+        Rotated queries and keys are new tensors, and rotating saves none; a norm saves its input.
+        """
+        config = self.config
+        recomputes = config.recompute_granularity == "selective"
+        if (
+            not (torch.is_grad_enabled() and value.requires_grad)
+            or (config.qk_layernorm or config.qk_l2_norm)
+            or (recomputes and "core_attn" in (config.recompute_modules or ()))
+            or self.cp_group.size() > 1  # what is saved has been gathered
+        ):
+            return False
+        projection, *others = (x.untyped_storage() for x in (value, query, key))
+        alone = all(other._cdata != projection._cdata for other in others)
+        return alone and projection.nbytes() > value.numel() * value.element_size()
 
     def _over_ranks(
         self, attend: Attend, query: Tensor, key: Tensor, value: Tensor

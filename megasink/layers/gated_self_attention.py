@@ -102,6 +102,8 @@ class GatedSelfAttention(SelfAttention):
             x_SBHD = self.output_norm(x_SBHD)
         if self.position != "sdpa" or self.gate is None:
             return x_SBHD.reshape(x.shape)
+        if self.core_attention.frees_projection:
+            gate = gate.contiguous()  # the scores are a view of the projection, too
         x_SBHD, gate_SBHC = self.gate(x_SBHD, gate)
         if not self.counts_heads:
             self._observe(gate_SBHC)

@@ -9,6 +9,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import unwrap_model
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megasink.layers.builder import MegasinkGPTBuilder
 from megasink.layers.core_attention import CoreAttention
@@ -250,6 +251,28 @@ def recorded() -> dict[str, int]:
         table = tiny_gpt.recorded(config.transformer)
         found[name] = 0 if table is None else int(table[0, -1])
     return found
+
+
+def kept_projections(**options: Any) -> dict[str, int]:
+    """Of a training forward pass: [q, k, v] of how many layers wait for backward, copies of V."""
+    model = MegasinkGPTBuilder(tiny_gpt.model_config(**options)).build_model(
+        ProcessGroupCollection.use_mpu_process_groups()
+    )
+    projections = []
+    for layer in model.decoder.layers:
+        layer.self_attention.linear_qkv.register_forward_hook(
+            lambda module, inputs, output: projections.append(
+                StorageWeakRef(output[0].untyped_storage())
+            )
+        )
+    data = tiny_gpt.batch(0, 0)
+    loss = model(data["tokens"], data["position_ids"], None, labels=data["labels"])
+    kept = sum(not projection.expired() for projection in projections)
+    loss.sum().backward()
+    copies = sum(
+        layer.self_attention.core_attention.frees_projection for layer in model.decoder.layers
+    )
+    return {"layers": len(model.decoder.layers), "kept": kept, "copies": copies}
 
 
 def beside_upstream(variant: str, window: int | None) -> dict[str, float]:

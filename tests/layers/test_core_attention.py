@@ -34,3 +34,26 @@ def test_megatrons_own_attention_gives_the_same(pool, variant, window):
     (errors,) = pool.run(f"{TASKS}:beside_upstream", SINGLE, variant=variant, window=window)
     assert len(errors) == (5 if variant == "sink" else 4)
     assert max(errors.values()) < 1e-5, errors
+
+
+RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "kept", "copied"),
+    [
+        ({}, 0, True),
+        ({"attention_variant": "vanilla", "head_balance_coeff": 0.0}, 0, True),
+        ({"attention_variant": "gated"}, 0, True),
+        ({"attention_variant": "gated", "gate_granularity": "elementwise"}, 0, True),
+        # What else keeps it; a copy of V would only be more.
+        ({"qk_layernorm": True}, 1, False),
+        ({"position_embedding_type": "learned_absolute"}, 1, False),
+        (RECOMPUTE, 1, False),
+    ],
+    ids=["sink", "vanilla", "headwise", "elementwise", "norms", "no-rotation", "recompute"],
+)
+def test_backward_does_not_keep_the_projection(pool, options, kept, copied):
+    (found,) = pool.run(f"{TASKS}:kept_projections", SINGLE, **options)
+    layers = found["layers"]
+    assert found == {"layers": layers, "kept": kept * layers, "copies": copied * layers}
