@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,9 @@ _ONE_OF = (
     {"data-path", "train-data-path", "mock-data"},
 )
 _FOLDER = Path(__file__).parent
+
+Known = Mapping[str, int | str | None]
+"""Flags with their dashes, and argparse's `nargs` of each: 0 for a switch."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,12 @@ def shipped() -> list[str]:
     return [path.stem for path in sorted(_FOLDER.glob("*.toml")) if "about" in read_toml(path)]
 
 
-def read(name: str, known: Collection[str] = ()) -> Recipe:
+def read(name: str, known: Known | None = None) -> Recipe:
     """Read a recipe.
 
     Args:
         name: of a shipped recipe, or a path.
-        known: names of flags with their dashes; empty to accept any.
+        known: all flags; empty to accept any.
 
     Raises:
         ConfigError: lists every problem of the file and of those that it includes.
@@ -93,7 +96,7 @@ def read(name: str, known: Collection[str] = ()) -> Recipe:
         if not isinstance(about, str):
             problems.append(f"{path}: about is {about!r}: give a string")
         own = {key: value for key, value in content.items() if key not in KEYS}
-        problems += [f"{path}: {text}" for text in _problems(own, known)]
+        problems += [f"{path}: {text}" for text in _problems(own, known or {})]
         flags = (
             _without_rivals(flags, [key for key, value in own.items() if value is not False]) | own
         )
@@ -102,7 +105,7 @@ def read(name: str, known: Collection[str] = ()) -> Recipe:
     return Recipe(name, contents[0].get("about", ""), flags)
 
 
-def expanded(argv: Sequence[str], known: Collection[str] = ()) -> list[str]:
+def expanded(argv: Sequence[str], known: Known | None = None) -> list[str]:
     """Replace ``--recipe`` and ``--config`` by the flags they stand for, before the other flags.
 
     ``--expanded-recipe`` says where they come from; it has no effect. ``--NAME=false`` drops a
@@ -182,7 +185,7 @@ def _path(name: str, folder: Path) -> Path:
     raise UserError(unknown_name("the recipe", name, shipped()) + ", or give the path of a file")
 
 
-def _problems(flags: Flags, known: Collection[str]) -> list[str]:
+def _problems(flags: Flags, known: Known) -> list[str]:
     problems = []
     for name, value in flags.items():
         if name in _ON_THE_COMMAND_LINE:
@@ -194,5 +197,11 @@ def _problems(flags: Flags, known: Collection[str]) -> list[str]:
             hint = f": did you mean {meant.removeprefix('--')}?" if meant else ""
             problems.append(f"{name} is no flag of megasink train{hint}")
         else:
-            problems += [f"{name}{text}" for text in form_problems(name, value)]
+            wrong = [f"{name}{text}" for text in form_problems(name, value)]
+            takes, is_switch = known.get(f"--{name}", "?"), type(value) is bool
+            if not wrong and takes == 0 and not is_switch:
+                wrong = [f"{name} is {value!r}, but it is a switch: give true or false"]
+            elif not wrong and value is True and takes not in (0, "?", "*"):
+                wrong = [f"{name} is true, but it takes a value"]
+            problems += wrong
     return problems

@@ -7,7 +7,7 @@ Nothing is refused here that a rank would accept: flags come from the table of M
 import argparse
 import math
 from argparse import Namespace
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from megasink import platform, recipes
 from megasink.command_line import Reading
@@ -66,15 +66,16 @@ def expanded(argv: Sequence[str]) -> list[str]:
     return recipes.expanded(argv, known_flags())
 
 
-def known_flags() -> Collection[str]:
-    """Return the names of all flags; none without a table for the installed Megatron."""
+def known_flags() -> recipes.Known:
+    """Return all flags; none without a table for the installed Megatron."""
     table = read_table()
     if table is None:
-        return ()
+        return {}
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     add_flags(parser, table)
     add_options(parser)
-    return [name for name in parser._option_string_actions if name.startswith("--")]
+    actions = parser._option_string_actions.items()
+    return {name: action.nargs for name, action in actions if name.startswith("--")}
 
 
 def add_all(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -255,6 +255,14 @@ def test_an_include_is_found_beside_its_file(tmp_path):
         ("num_layers = 2\n", ("did you mean num-layers?",)),
         ("[flags]\nlr = 1\n", ("flags is a table: give flags at the top",)),
         ("lr = []\nseed = [true]\n", ("lr is []: give a list", "seed is [True]: give a list")),
+        (
+            "swiglu = 1\nlr = true\nseed = 3\nno-persist-layer-norm = 'x'\n",
+            (
+                "swiglu is 1, but it is a switch: give true or false",
+                "lr is true, but it takes a value",
+                "no-persist-layer-norm is 'x', but it is a switch",
+            ),
+        ),
         ("include = 3\nabout = 4\n", ("include is 3: give one name or path", "about is 4: give a")),
         ("include = 'mine.toml'\n", ("comes back to a file before it",)),
     ],
