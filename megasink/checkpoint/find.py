@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from megasink.checkpoint.intact import TRACKER, checkpoint_path, damage, iterations
+from megasink.checkpoint.intact import TRACKER, checkpoint_path, iterations, refuse_damage
 from megasink.checkpoint.torch_metadata import read_metadata
 from megasink.data.object_store import is_stored
 from megasink.errors import UserError
@@ -85,8 +85,7 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         UserError: the checkpoint is incomplete or untrusted.
     """
     entries = read_metadata(folder).state_dict_metadata
-    if problem := damage(folder):
-        raise UserError(f"{folder} is damaged: {problem}; choose another with --iteration")
+    refuse_damage(folder)
     tensors = {key: tuple(entry.size) for key, entry in entries.items() if hasattr(entry, "size")}
     return {key: size for key, size in tensors.items() if not key.startswith("optimizer.")}
 

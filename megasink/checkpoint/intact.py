@@ -66,6 +66,16 @@ def damage(
     return _wrong_checksum(checkpoint, entries, tell) if checksums else None
 
 
+def refuse_damage(checkpoint: Path) -> None:
+    """Refuse a checkpoint that is damaged, by the sizes of its files.
+
+    Raises:
+        UserError: It is.
+    """
+    if problem := damage(checkpoint):
+        raise UserError(f"{checkpoint} is damaged: {problem}; choose another with --iteration")
+
+
 def _wrong_checksum(
     checkpoint: Path, entries: list[Any], tell: Callable[[int], None]
 ) -> str | None:

@@ -5,12 +5,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megasink.checkpoint.intact import damage
+from megasink.checkpoint.intact import refuse_damage
 from megasink.checkpoint.stored_tensor import find_tensor
 from megasink.checkpoint.torch_metadata import read_metadata
 from megasink.convert.stored_weights import Part, Weight
 from megasink.convert.table import LAYERS
-from megasink.errors import UserError
 
 # Entries that are not weights: states of optimizers, random numbers and the balance loss.
 _STATES = ("optimizer.", "chained_", "rng_state", "rerun_state", "common_state", "opt_param_sched")
@@ -23,8 +22,7 @@ def torch_dist_weights(folder: Path) -> dict[str, Weight]:
     Raises:
         UserError: the checkpoint is damaged, untrusted, or of another format.
     """
-    if problem := damage(folder):
-        raise UserError(f"{folder} is damaged: {problem}")
+    refuse_damage(folder)
     metadata = read_metadata(folder)
     stored: dict[str, dict[tuple[int, ...], Any]] = defaultdict(dict)
     for index, where in metadata.storage_data.items():

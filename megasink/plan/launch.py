@@ -50,12 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megasink.plan.show import as_json, show
 
     gpu = DEVICES[args.device]
+    if args.output is not None:  # first: a reader of the lines may leave
+        _draw(records, args.device, args.output)
     if args.json:
         print(as_text(as_json(records, others, gpu, args.utilization)))
     else:
         show(records, others, args.device, args.utilization)
-    if args.output is not None:
-        _draw(records, args.device, args.output)
     return 0
 
 

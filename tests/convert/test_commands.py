@@ -215,7 +215,7 @@ def test_bad_exports_are_one_clear_line(pool, runs, tokenizer, tmp_path):
     part.unlink()
     refused(pool, ["convert-to-hf", broken, out], "damaged", part.name, "missing")
     part.write_bytes(content[:-100])
-    refused(pool, ["convert-to-hf", broken, out], "damaged", part.name)
+    refused(pool, ["convert-to-hf", broken, out], "damaged", part.name, "--iteration")
     # transformers has a tokenizer of its own for this architecture.
     refused(pool, ["convert-to-hf", runs / "biased", out], "Qwen2Tokenizer", "other tokens")
     legacy = tmp_path / "legacy"
