@@ -90,7 +90,8 @@ def run(
         first = measurements.non_finite[0]
         raise UserError(
             f"activations of every sample are infinite or NaN, first in layer {first.layers[0]}, "
-            f"heads {first.heads}: run the model in a wider dtype (--dtype float32)"
+            f"heads {first.heads}: its weights hold such values, or it needs a wider dtype "
+            "(--dtype float32)"
         )
     return measurements
 
