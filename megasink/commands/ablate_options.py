@@ -15,6 +15,7 @@ from megasink.probe.options import add_sequence_flags, model_parser, problems_of
 SCORES = ("awft", "ahon_ln")
 """Scores of a sweep by default: the paper's comparison."""
 SEEDS = (1, 2, 3)
+PERCENTS = tuple(float(f"{100 * share:g}") for share in SHARES)
 
 
 def ablate_parser(description: str | None) -> argparse.ArgumentParser:
@@ -27,20 +28,18 @@ def ablate_parser(description: str | None) -> argparse.ArgumentParser:
         help="zero the heads that these scores mark, in each sequence "
         f"(default: {' '.join(SCORES)}, unless --heads, --interventions or --layer is given)",
     )
-    percents = [f"{100 * share:g}" for share in SHARES]
+    percents = " ".join(f"{percent:g}" for percent in PERCENTS)
     parser.add_argument(
         "--zeroed",
         type=float,
         nargs="+",
-        default=[float(percent) for percent in percents],
         metavar="PERCENT",
-        help=f"percentages of heads that each score zeroes (default: {' '.join(percents)})",
+        help=f"percentages of heads that each score zeroes (default: {percents})",
     )
     parser.add_argument(
         "--seeds",
         type=int,
         nargs="+",
-        default=list(SEEDS),
         help="of the random baseline (default: 1 2 3)",
     )
     parser.add_argument(
@@ -101,6 +100,11 @@ def check_ablate(args: argparse.Namespace, *, is_run: bool) -> None:
         args.score = list(SCORES) if all(other is None for other in others) else []
     else:
         problems += _of_scores(args.score)
+    for flag, default in (("zeroed", list(PERCENTS)), ("seeds", list(SEEDS))):
+        if getattr(args, flag) is None:
+            setattr(args, flag, default)
+        elif not args.score:
+            problems.append(f"--{flag} applies to --score: add it, or leave --{flag} out")
     problems += [
         f"--zeroed {percent:g}: a percentage, 0 to 100"
         for percent in args.zeroed

@@ -281,6 +281,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     except Exception as error:  # transformers raises nearly anything on a bad folder
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UserError(f"{folder} has no tokenizer that transformers loads: {reason}") from error
+    refuse_empty(tokenizer, folder)
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
             f"the tokenizer in {folder} ({type(tokenizer).__name__}) has no fast version: save one "
@@ -292,6 +293,23 @@ def load_tokenizer(folder: str | Path) -> Any:
             "tokenizer_config.json"
         )
     return tokenizer
+
+
+def refuse_empty(tokenizer: Any, folder: str | Path) -> None:
+    """Refuse a tokenizer of special tokens alone.
+
+    transformers makes one for a folder without tokenizer files, by the model's type; it loses all
+    text.
+
+    Raises:
+        UserError: the tokenizer has no other token.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    if set(tokenizer.get_vocab()) <= {token.content for token in added if token.special}:
+        raise UserError(
+            f"{folder} has no tokenizer files, such as tokenizer.json: add them, or pass the "
+            "folder that has the model's tokenizer (--tokenizer)"
+        )
 
 
 def leading_ids(tokenizer: Any) -> list[int]:

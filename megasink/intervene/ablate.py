@@ -89,6 +89,11 @@ def ablate(
     results, arrays = summarize(
         args, model, settings, keys, [folder.read(key) for key in keys], thresholds
     )
+    if all(value.value is None for value in results.unchanged.values.values()):
+        raise UserError(
+            f"the {results.quantity} of {args.model}, unchanged, are infinite or NaN: its weights "
+            "hold such values, or it needs a wider dtype (--dtype float32)"
+        )
     tsne = {}
     if args.layer == 0 and isinstance(on, Texts):
         alone = [s for s in settings if s.row in (UNCHANGED, "layer 0")]

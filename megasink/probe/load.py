@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
+from megasink.data.tokenizer import refuse_empty
 from megasink.errors import UserError
 
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
@@ -33,6 +34,7 @@ def load(args: Namespace, device: str, *, quiet: bool = False) -> tuple[PreTrain
                 "add --attn-implementation sdpa or eager"
             )
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model, **_LOCAL)
+        refuse_empty(tokenizer, args.tokenizer or args.model)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             args.model,
             dtype="auto" if args.dtype == "auto" else getattr(torch, args.dtype),

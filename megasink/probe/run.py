@@ -91,8 +91,7 @@ def run(
         heads = f", heads {first.heads}" if first.heads else ""
         raise UserError(
             f"activations of every sample are infinite or NaN, first in layer {first.layers[0]}"
-            f"{heads}: run the model in a wider dtype (--dtype float32); if it is in float32 "
-            "already, look for NaN in its weights"
+            f"{heads}: its weights hold such values, or it needs a wider dtype (--dtype float32)"
         )
     return measurements
 

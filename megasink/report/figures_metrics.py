@@ -94,7 +94,8 @@ def _draw_curves(entries: Sequence[Metric], analyses: Sequence[Analysis]) -> Any
             log_scale(*those)
         elif unit.startswith("L2 norm"):
             for axis in those:
-                axis.set_ylim(bottom=0)
+                highest = max(np.nanmax(curve.get_ydata()) for curve in axis.lines)
+                axis.set_ylim(0, 1.05 * highest if highest > 0 else 1)
     model_legend(figure, axes[0], analyses)
     return figure
 

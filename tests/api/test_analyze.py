@@ -165,3 +165,12 @@ def test_the_examples_of_the_page_run(folder, monkeypatch):
             exec(compile(example, "docs/python.md", "exec"), names)
     assert len(examples) >= 3
     assert isinstance(AutoTokenizer.from_pretrained(folder / "my-model").vocab_size, int)
+
+
+def test_curves_of_norms_end_below_the_frame(found):
+    axes = found.plot("values").figure.axes
+    norms = [axis for axis in axes if axis.get_ylabel() == "L2 norm"]
+    assert len(norms) == 3
+    for axis in norms:
+        highest = max(np.nanmax(curve.get_ydata()) for curve in axis.lines)
+        assert axis.get_ylim() == (0, pytest.approx(1.05 * highest))

@@ -31,7 +31,9 @@ def command(folder: Path, output: Path, *flags: str) -> list[str]:
     """Two samples of one dataset and one of another."""
     texts = f"{folder}/first.jsonl {folder}/second.jsonl"
     base = f"ablate {folder}/llama --data {texts} --output {output} --device cpu"
-    base += f" --seq-length {LENGTH} --zeroed {' '.join(map(str, PERCENTS))} --seeds 4 5"
+    base += f" --seq-length {LENGTH}"
+    if "--score" in flags or not {"--heads", "--layer", "--interventions"} & set(flags):
+        base += f" --zeroed {' '.join(map(str, PERCENTS))} --seeds 4 5"
     return [*base.split(), *flags]
 
 

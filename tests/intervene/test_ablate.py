@@ -124,7 +124,8 @@ def test_every_point_equals_the_model_zeroed_by_hand(swept, by_hand):
     for head in range(HEADS):
         rules[f"head 1.{head}"] = lambda at, h, _, head=head: (at, h) == (1, head)
     for percent, tau in found.thresholds["ahon_ln"].items():
-        rules[f"ahon_ln/{percent}"] = lambda at, h, score, tau=tau: score < tau
+        # A threshold is one of the scores; by hand, that score may differ by its rounding.
+        rules[f"ahon_ln/{percent}"] = lambda at, h, score, tau=tau: score < tau * (1 - 1e-6)
     seen = set()
     for point in found.points:
         if point.row == "random":

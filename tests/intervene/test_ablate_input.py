@@ -1,7 +1,10 @@
 """`megasink ablate`: thresholds of an analysis, and what is refused."""
 
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megasink.cli import main
 from megasink.report import ablation, pages
@@ -67,6 +70,10 @@ def test_a_calibration_sets_the_same_thresholds(folder, analysis, tmp_path, forw
         ("--interventions missing.json", ["missing.json cannot be read (No such file"]),
         ("--calibration .", ["--calibration: . holds no analysis"]),
         ("--heads 0.1 --calibration .", ["--calibration sets the thresholds of --score"]),
+        (
+            "--heads 0.1 --zeroed 10 --seeds 1",
+            ["--zeroed applies to --score: add it", "--seeds applies to --score: add it"],
+        ),
         ("--seq-length 65", ["--seq-length 65 is longer than the 64 positions"]),
     ],
 )
@@ -101,3 +108,16 @@ def test_a_calibration_of_another_model(folder, analysis, tmp_path, capsys):
         in capsys.readouterr().err
     )
     assert not list((tmp_path / "out").rglob("*.json"))
+
+
+def test_a_model_whose_own_loss_is_nan_is_refused(folder, tmp_path, capsys):
+    shutil.copytree(folder / "llama", tmp_path / "nan")
+    path = tmp_path / "nan" / "model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.1.self_attn.v_proj.weight"][3] = torch.nan
+    save_file(weights, path, {"format": "pt"})
+    flags = f"--data {folder}/first.jsonl --output {tmp_path}/out --device cpu --heads 0.1"
+    assert main(["ablate", str(tmp_path / "nan"), *flags.split()]) == 2
+    assert "the nats per token of" in (said := capsys.readouterr().err)
+    assert "unchanged, are infinite or NaN: its weights hold such values" in said
+    assert not (tmp_path / "out" / "ablation.json").exists()

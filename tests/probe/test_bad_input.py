@@ -7,7 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
-from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
 
 from megasink.cli import main
 from megasink.errors import UserError
@@ -64,6 +70,15 @@ def without_weights(root, name):
     (copy(root, name) / "model.safetensors").unlink()
 
 
+def without_tokenizer(root, name):
+    # transformers makes a tokenizer of one token for this type of model.
+    folder = copy(root, name)
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    tiny = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    GPT2LMHeadModel(GPT2Config(vocab_size=330, **tiny)).save_pretrained(folder)
+
+
 def bypassing(root, name):
     folder = copy(root, name)
     tiny = {"hidden_size": 32, "n_layer": 2, "n_head": 4}
@@ -103,6 +118,7 @@ MODELS = {
     "bypassing": (bypassing, "BloomForCausalLM: its attention bypasses transformers' attention"),
     "truncated": (truncated, "transformers cannot load {}: Error while deserializing header"),
     "without-weights": (without_weights, "transformers cannot load {}: Error no file named"),
+    "without-tokenizer": (without_tokenizer, "{} has no tokenizer files, such as tokenizer.json"),
     "more-layers": (
         lambda root, name: copy(root, name, num_hidden_layers=3),
         "do not match its config.json, and random ones would replace them: "
@@ -120,12 +136,12 @@ MODELS = {
     ),
     "nan-weights": (
         nan_weights,
-        "activations of every sample are infinite or NaN, first in layer 1, heads [2, 3]",
+        "activations of every sample are infinite or NaN, first in layer 1, heads [2, 3]: "
+        "its weights hold such values, or it needs a wider dtype (--dtype float32)",
     ),
     "nan-ffn": (
         nan_ffn,
-        "first in layer 0: run the model in a wider dtype (--dtype float32); if it is in float32 "
-        "already, look for NaN in its weights",
+        "first in layer 0: its weights hold such values, or it needs a wider dtype",
     ),
     "bos-twice": (bos_twice, "adds its BOS token 1 twice: fix its post-processor"),
 }
