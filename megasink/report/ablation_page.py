@@ -76,6 +76,12 @@ def in_words(results: AblationResults) -> list[str]:
         unchanged = results.unchanged.values[on]
         text = f"{results.model.name} on {on}: {_number(unchanged, results)} {results.quantity}"
         text += f" over {unchanged.samples} samples, unchanged."
+        # What --heads and --interventions name; not each head of --layer, which may be many.
+        given = [p for p in results.points if p.row.startswith("--")]
+        for point in given:
+            value = point.values[on]
+            change = _text(value.change, "{:+.2f}" if results.higher_is_better else "{:+.4f}")
+            text += f" {point.label}: {_number(value, results)} ({change})."
         found = [curve for curve in results.curves if curve.on == on]
         if found:
             best = min(found, key=lambda curve: curve.rank)

@@ -157,6 +157,14 @@ def test_standard_errors_are_of_paired_differences(swept, by_hand):
     assert point.values["second"].standard_error is None
 
 
+def test_the_summary_has_the_loss_without_the_heads_given(swept):
+    results = results_of(swept)
+    (point,) = results.of("--heads")
+    value, before = point.values[ALL].value, results.unchanged.values[ALL].value
+    page = (swept / "report.html").read_text()
+    assert f"unchanged. heads 0.1, 1.2: {value:.4f} ({value - before:+.4f})." in page
+
+
 def test_the_random_baseline(swept):
     found = results_of(swept)
     points = found.of("random")
