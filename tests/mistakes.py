@@ -209,7 +209,7 @@ MISTAKES = {
     ),
     "analyze-no-model": (
         ANALYZE.replace("llama", "lama"),
-        "{0}/lama is not a Hugging Face model folder",
+        "{0}/lama: no such folder; models are read from folders, nothing is downloaded",
     ),
     "analyze-device": (ANALYZE + " --device tpu", "--device tpu"),
     "analyze-no-cuda": (ANALYZE + " --device cuda:3", "--device cuda:3"),

@@ -46,12 +46,12 @@ def load_model(
         UserError: missing or broken files, or an attention that megasink cannot read.
     """
     from megasink.probe.load import load
-    from megasink.probe.options import DTYPES
+    from megasink.probe.options import DTYPES, model_problem
 
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r}: choose {', '.join(DTYPES)}")
-    if not (Path(folder) / "config.json").is_file():
-        raise UserError(f"{folder} is not a Hugging Face model folder: it has no config.json")
+    if problem := model_problem(Path(folder)):
+        raise UserError(problem)
     given = argparse.Namespace(
         model=Path(folder),
         tokenizer=None if tokenizer is None else Path(tokenizer),

@@ -154,8 +154,8 @@ def weights_problems(args: argparse.Namespace, *, is_run: bool) -> list[str]:
         problems.append(f"--yarn {args.yarn:g}: a factor of more than 1")
     if is_run and not args.model.is_dir():
         problems.append(f"{args.model}: no such folder")
-    if not is_run and not (args.model / "config.json").is_file():
-        problems.append(f"{args.model} is not a Hugging Face model folder: it has no config.json")
+    if not is_run and (problem := model_problem(args.model)):
+        problems.append(problem)
     if args.tokenizer is not None and not args.tokenizer.is_dir():
         problems.append(f"--tokenizer {args.tokenizer} is not a folder")
     if problem := _folder_problem(args.output):
@@ -221,6 +221,15 @@ def _device_problem(name: str) -> str | None:
     there = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= there:
         return f"this machine has {there or 'no'} CUDA devices: use {'cuda:0' if there else 'cpu'}"
+    return None
+
+
+def model_problem(folder: Path) -> str | None:
+    """Return why a folder cannot be that of a transformers model, or None."""
+    if not folder.is_dir():
+        return f"{folder}: no such folder; models are read from folders, nothing is downloaded"
+    if not (folder / "config.json").is_file():
+        return f"{folder} is not a Hugging Face model folder: it has no config.json"
     return None
 
 
