@@ -59,7 +59,7 @@ def find_blocks(model: torch.nn.Module) -> list[Block]:
             return [_block(layer, f"{name}.{i}") for i, layer in enumerate(module.children())]
     raise UserError(
         f"{type(model).__name__} has no list of {count} decoder layers that megasink can find: it "
-        f"looks for {', '.join(_LAYERS)}"
+        f"looks for {', '.join(_LAYERS)}, and for decoders alone"
     )
 
 

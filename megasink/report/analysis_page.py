@@ -82,6 +82,7 @@ def _figures(pictures: Sequence[Picture], names: str) -> list[str]:
 
 def in_words(analysis: Analysis) -> str:
     """Return three sentences: the sink, the circuit, the heads."""
+    samples, tokens = analysis.results.samples, analysis.results.tokens
     number: dict[str, Any] = {
         name: result.number for name, result in analysis.results.metrics.items()
     }
@@ -95,8 +96,9 @@ def in_words(analysis: Analysis) -> str:
     flat = importance[np.isfinite(importance)]
     layer, head = np.unravel_index(np.nanargmin(importance), importance.shape)
     return (
-        f"{analysis.name}: {100 * number['sink_rate']:.1f}% of the heads have a sink on the first "
-        f"token (weight above {SINK_EPSILON}), which gets "
+        f"{analysis.name}, {samples:,} sample{'s' * (samples != 1)} of {tokens / samples:.0f} "
+        f"tokens: {100 * number['sink_rate']:.1f}% of the heads have a sink on the first token "
+        f"(weight above {SINK_EPSILON}), which gets "
         f"{100 * number['first_token_attention']:.1f}% of the attention; {where}. "
         f"The circuit stage is “{number['circuit_stage']}”; the sink center is position "
         f"{number['sink_centre']:.0f}. Head importance runs from {flat.min():.3f} "

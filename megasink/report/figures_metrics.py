@@ -57,7 +57,8 @@ def metric_drawings() -> list[Drawing]:
         section, title = CURVES.get(figure, ("Other metrics", figure.replace("_", " ")))
         caption = " ".join(f"{e.title}: {_definition(e)}" for e in entries)
         draw = partial(_draw_curves, entries)
-        drawings.append(Drawing(figure, section, title, f"{caption} Means over samples.", draw))
+        caption += " Means over samples; a metric that is 0 for every model has no panel."
+        drawings.append(Drawing(figure, section, title, caption, draw))
     for entry in metrics_shown("heatmap").values():
         caption = f"{_definition(entry)} One color scale; layers without attention are blank."
         draw = partial(_draw_heatmap, entry)

@@ -17,6 +17,8 @@ from megasink.transformers.packed import documents_of
 from megasink.transformers.rows import as_rows, one_row
 from megasink.transformers.sequences import Sequences, refuse
 
+# What models call the dropout of attention weights in their configuration.
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 # Arguments of attention functions that change the result, and what they stand for.
 _REFUSED = {
     "softcap": "it caps its attention scores (softcap)",
@@ -186,10 +188,11 @@ def _sequences(
 
 def _check(config: Any, module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
     if dropout and module.training:
+        named = [f"config.{name} = 0" for name in _DROPOUTS if getattr(config, name, 0)]
         refuse(
             config,
             f"its attention has dropout {dropout} in training, which no sink survives exactly: set "
-            "it to 0 in its configuration",
+            f"{named[0] if named else 'it to 0 in its configuration'} before the model is built",
         )
     if kwargs.get("output_attentions"):
         refuse(config, "output_attentions asks for weights, which are never materialized")
