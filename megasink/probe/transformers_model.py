@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megasink.errors import UserError
 from megasink.probe.base import Observer, Probe
-from megasink.probe.blocks import Block, find_blocks, gate_reader, output_weight
+from megasink.probe.blocks import Block, child, find_blocks, gate_reader, output_weight
 from megasink.probe.changes import ForwardPass, HeadChange
 from megasink.probe.segments import Segment, check_mask, segments_of, whole_rows
 from megasink.probe.sites import Sites, tensor_of
@@ -63,7 +63,8 @@ class TransformersProbe(Probe):
             ]
         super().__init__(problems, observer, needs, changes)
         self.model: PreTrainedModel = model
-        self.body: torch.nn.Module = model.base_model
+        # OPT calls the decoder in its base model, and never that model itself.
+        self.body: torch.nn.Module = child(model.base_model, ("decoder",)) or model.base_model
         self._registered = False
         self._signature = inspect.signature(self.body.forward)
         self.base: str = model.config._attn_implementation

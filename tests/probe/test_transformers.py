@@ -223,3 +223,23 @@ def test_rows_of_a_batch():
         segments_of((2, 3), torch.tensor([[1, 1, 1], [0, 0, 0]]), None)
     with pytest.raises(UserError, match="padding between real tokens"):
         segments_of((1, 3), torch.tensor([[1, 0, 1]]), None)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_decoder_that_is_called_past_the_base_model(implementation):
+    """OPTForCausalLM calls model.decoder, and model itself never."""
+    torch.manual_seed(4)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32}
+    config = transformers.OPTConfig(num_hidden_layers=2, num_attention_heads=4, **sizes)
+    model = transformers.OPTForCausalLM(config).eval()
+    ids = tokens(2, TOKENS)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        told = model(ids, attention_mask=mask, use_cache=False, output_attentions=True)
+    model.set_attn_implementation(implementation)
+    kept, _ = probed(model, ids, mask)
+    for layer, weights_BHTS in enumerate(told.attentions):
+        close(kept.layers[0, layer]["first_weight_HT"], weights_BHTS[0, :, :, 0])
+        close(kept.layers[1, layer]["first_weight_HT"], weights_BHTS[1, :, 4:, 4])
