@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from megasink.errors import UserError
 from megasink.json_file import read_value
 from megasink.probe.head_names import head_problems, parse_head
@@ -35,12 +37,17 @@ def normalized_heads(heads: Iterable[Sequence[int]]) -> Heads:
     """
     pairs = set()
     for entry in heads:
-        pair = tuple(entry) if isinstance(entry, list | tuple) else (entry,)
-        is_pair = len(pair) == 2 and all(type(number) is int for number in pair)
+        pair = tuple(entry) if isinstance(entry, list | tuple | np.ndarray) else (entry,)
+        is_pair = len(pair) == 2 and all(_is_whole(number) for number in pair)
         if not is_pair or min(pair) < 0:
             raise ValueError(f"{entry!r} is not [layer, head], two whole numbers from 0 on")
-        pairs.add((pair[0], pair[1]))
+        pairs.add((int(pair[0]), int(pair[1])))
     return tuple(sorted(pairs))
+
+
+def _is_whole(number: object) -> bool:
+    """Return whether a number is one of Python or numpy, and neither a truth value."""
+    return type(number) is int or isinstance(number, np.integer)
 
 
 def parse_heads(words: Iterable[str]) -> Heads:

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from megasink.errors import UserError
@@ -31,6 +32,15 @@ def test_words_and_layers():
     assert all_heads([2, 0, 1]) == ((0, 0), (0, 1), (2, 0))
     with pytest.raises(ValueError, match=r"head 1\.4: layer 1 has heads 0 to 3"):
         all_but(1, 4, [4, 4])
+
+
+def test_heads_from_arrays():
+    mask_LH = np.array([[False, True], [True, False]])
+    assert ZeroHeads(np.argwhere(mask_LH)).heads == ((0, 1), (1, 0))
+    assert ZeroHeads([tuple(np.argwhere(mask_LH)[0])]).heads == ((0, 1),)
+    for wrong in ([np.array([0.0, 1.0])], [np.array([0, -1])], mask_LH):
+        with pytest.raises(ValueError, match="two whole numbers from 0 on"):
+            ZeroHeads(wrong)
 
 
 @pytest.mark.parametrize(
