@@ -58,7 +58,12 @@ def sink_centre(alpha_LHK: Tensor) -> Tensor:
 
 
 @metric(
-    "sink_centre_by_direction", source="P4.24, P4.5", unit="token", axis="model", number="{:.0f}"
+    "sink_centre_by_direction",
+    source="P4.24, P4.5",
+    unit="token",
+    axis="model",
+    title="sink center by direction",
+    number="{:.0f}",
 )
 def sink_centre_by_direction(alpha_LHK: Tensor, cosine_SP: Tensor) -> Tensor:
     """Position whose states are most aligned across inputs, by the mean cosine over states.
