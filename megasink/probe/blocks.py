@@ -49,14 +49,20 @@ def find_blocks(model: torch.nn.Module) -> list[Block]:
     """Return the decoder layers of a model, in order.
 
     Raises:
-        UserError: no layer list, or no output projection of an attention, is found.
+        UserError: no layer list, no attention in any layer, or no output projection of one.
     """
     config: Any = model.config
     count = config.get_text_config().num_hidden_layers
     for name, module in model.named_modules():
         is_list = isinstance(module, torch.nn.ModuleList) and name.split(".")[-1] in _LAYERS
         if is_list and len(module) == count:
-            return [_block(layer, f"{name}.{i}") for i, layer in enumerate(module.children())]
+            blocks = [_block(layer, f"{name}.{i}") for i, layer in enumerate(module.children())]
+            if not any(block.attention is not None for block in blocks):
+                raise UserError(
+                    f"{type(model).__name__} has no attention in its {count} layers that megasink "
+                    f"can find: it looks for {', '.join(_ATTENTION)}"
+                )
+            return blocks
     raise UserError(
         f"{type(model).__name__} has no list of {count} decoder layers that megasink can find: it "
         f"looks for {', '.join(_LAYERS)}, and for decoders alone"

@@ -76,7 +76,7 @@ def _named(args: Namespace) -> Iterator[None]:
     # transformers raises nearly anything for missing, broken or mismatched files, and for kernels
     # that are not installed
     except Exception as error:
-        text = " ".join(str(error).split())
+        text = " ".join(str(error).split()).partition(" Model type should be one of")[0]
         if "trust_remote_code" in text:
             text = "it needs custom code, and megasink runs no code from a model folder"
         where = f"{args.model}" + (f" with {args.tokenizer}" if args.tokenizer else "")

@@ -3,7 +3,8 @@
 Shapes: B rows, T tokens, V vocabulary.
 """
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -62,7 +63,8 @@ def run(
     shards = plan(samples, batch_size)
     here: list[ShardMeasurements] = []
     before = _open(partial, shards, ranks, console)
-    with progress("analyzing", len(samples), "samples", before=before, console=console) as tell:
+    bar = progress("analyzing", len(samples), "samples", before=before, console=console)
+    with _leaving_nothing_empty(partial, ranks), bar as tell:
         for number in ranks.claims(len(shards)):
             if partial is not None and partial.has(number):
                 continue
@@ -87,13 +89,40 @@ def run(
     done: Iterable[ShardMeasurements] = here if partial is None else partial.read(len(shards))
     measurements = merge_shards(done, recorder.heads)
     if not measurements.samples:
+        if partial is not None:
+            partial.remove()  # nothing in it is of use, and the cure changes the settings
         first = measurements.non_finite[0]
         heads = f", heads {first.heads}" if first.heads else ""
         raise UserError(
             f"activations of every sample are infinite or NaN, first in layer {first.layers[0]}"
-            f"{heads}: its weights hold such values, or it needs a wider dtype (--dtype float32)"
+            f"{heads}: {_cure(probe.model)}"
         )
     return measurements
+
+
+def _cure(model: torch.nn.Module) -> str:
+    """Return what to do about a model whose activations are never finite."""
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            return f"its weights are infinite or NaN, first in {name}: no dtype cures that"
+    types = {weight.dtype for weight in model.parameters()}
+    if types <= {torch.float32, torch.float64}:
+        return "its weights are finite, but what it computes from them is not"
+    return "run the model in a wider dtype (--dtype float32)"
+
+
+@contextlib.contextmanager
+def _leaving_nothing_empty(partial: PartialFolder | None, ranks: Ranks) -> Iterator[None]:
+    """Delete the new folder of an analysis that ends before its first shard.
+
+    Otherwise it would reject the same analysis with the option that the error asks for.
+    """
+    try:
+        yield
+    except BaseException:
+        if partial is not None and ranks.size == 1:  # else another may be about to write one
+            partial.discard()
+        raise
 
 
 def _open(

@@ -55,6 +55,7 @@ class PartialFolder:
     def __init__(self, folder: Path, identity: dict[str, Any]):
         self._folder = folder
         self._identity = json.loads(json.dumps(identity))
+        self._made = False
 
     def open(self, count: int) -> int:
         """Create the folder, or take over that of a killed analysis; called by one process.
@@ -72,6 +73,7 @@ class PartialFolder:
                 self._compare(json.loads(path.read_text()))
             else:
                 atomic_text(path, json.dumps(self._identity, indent=1))
+                self._made = True
         except ValueError as error:
             raise UserError(f"{path} is not JSON ({error}): delete {self._folder}") from error
         except OSError as error:
@@ -105,6 +107,11 @@ class PartialFolder:
         """
         for number in range(count):
             yield ShardMeasurements.load(self._path(number))
+
+    def discard(self) -> None:
+        """Delete the folder if this process made it and it holds no shard."""
+        if self._made and not any(self._folder.glob("shard_*")):
+            self.remove()
 
     def remove(self) -> None:
         """Delete the folder once the results are written."""

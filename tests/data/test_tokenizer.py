@@ -133,6 +133,9 @@ def test_folders_that_hold_no_usable_tokenizer(tmp_path):
         load_tokenizer(tmp_path / "absent")
     with pytest.raises(UserError, match="has no tokenizer that transformers loads"):
         load_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')  # it gets an empty tokenizer
+    with pytest.raises(UserError, match="has no tokenizer files, such as tokenizer.json"):
+        load_tokenizer(tmp_path)
     no_eod = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0}, [])))
     no_eod.save_pretrained(tmp_path / "no_eod")
     with pytest.raises(UserError, match="no end-of-document token: set `eos_token`"):

@@ -12,15 +12,18 @@ from transformers import (
     BloomForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
     PreTrainedTokenizerFast,
 )
 
 from megasink.cli import main
 from megasink.errors import UserError
-from megasink.probe import options
+from megasink.probe import options, run
 from megasink.probe.analysis import analyze as analyze_model
 from megasink.probe.base import ProbedModel
 from megasink.probe.ranks import Ranks
+from megasink.probe.transformers_model import TransformersProbe
 from megasink.report import pages
 from tests.probe.tiny_models import save_with_tokenizer
 
@@ -68,6 +71,16 @@ def truncated(root, name):
 
 def without_weights(root, name):
     (copy(root, name) / "model.safetensors").unlink()
+
+
+def without_attention(root, name):
+    folder = copy(root, name)
+    tiny = {"hidden_size": 32, "num_hidden_layers": 2}
+    MambaForCausalLM(MambaConfig(vocab_size=330, **tiny)).save_pretrained(folder)
+
+
+def encoder_decoder(root, name):
+    copy(root, name, model_type="t5", architectures=["T5ForConditionalGeneration"])
 
 
 def without_tokenizer(root, name):
@@ -136,13 +149,15 @@ MODELS = {
     ),
     "nan-weights": (
         nan_weights,
-        "activations of every sample are infinite or NaN, first in layer 1, heads [2, 3]: "
-        "its weights hold such values, or it needs a wider dtype (--dtype float32)",
+        "activations of every sample are infinite or NaN, first in layer 1, heads [2, 3]: its "
+        "weights are infinite or NaN, first in model.layers.1.self_attn.v_proj.weight: no dtype",
     ),
     "nan-ffn": (
         nan_ffn,
-        "first in layer 0: its weights hold such values, or it needs a wider dtype",
+        "first in layer 0: its weights are infinite or NaN, first in model.layers.0.mlp.up_proj",
     ),
+    "without-attention": (without_attention, "MambaForCausalLM has no attention in its 2 layers"),
+    "encoder-decoder": (encoder_decoder, "this kind of AutoModel: AutoModelForCausalLM.\n"),
     "bos-twice": (bos_twice, "adds its BOS token 1 twice: fix its post-processor"),
 }
 
@@ -153,8 +168,9 @@ def test_models_that_cannot_be_read(root, tmp_path, capsys, name):
     make(root, name)
     capsys.readouterr()
     assert analyze(root, tmp_path / "out", model=name) == 2
-    assert problem.format(root / name) in line(capsys)
+    assert problem.format(root / name) in f"{line(capsys)}\n"
     assert not (tmp_path / "out" / "results.json").exists()
+    assert not (tmp_path / "out" / "partial").exists()
 
 
 @pytest.mark.parametrize(
@@ -224,6 +240,33 @@ def test_texts_that_begin_with_bos(root, tmp_path, capsys):
     said = line(capsys)
     assert f"{root}/bos.jsonl:1 already begins with the BOS token 1, and the tokenizer" in said
     assert "--bos none" in said
+
+
+def test_an_error_in_the_first_batch_leaves_room_for_its_cure(root, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(pages, "figures", lambda analyses, kinds: [])
+
+    def fail(*_args, **_keywords):
+        raise UserError("use a smaller batch")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TransformersProbe, "forward", fail)
+        assert analyze(root, tmp_path) == 2
+    assert "use a smaller batch" in line(capsys)
+    assert analyze(root, tmp_path, flags="--batch-size 1") == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "cure"),
+    [
+        (torch.float16, 1, "run the model in a wider dtype (--dtype float32)"),
+        (torch.float32, 1, "its weights are finite, but what it computes from them is not"),
+        (torch.float16, torch.nan, "its weights are infinite or NaN, first in weight: no dtype"),
+    ],
+)
+def test_the_cure_for_activations_that_are_not_finite(dtype, scale, cure):
+    model = torch.nn.Linear(2, 2, bias=False, dtype=dtype)
+    model.weight.data.mul_(scale)
+    assert run._cure(model).startswith(cure)
 
 
 def test_one_sample_with_nan_is_named_and_left_out(root, tmp_path, capsys, monkeypatch):
