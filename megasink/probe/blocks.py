@@ -49,24 +49,33 @@ def find_blocks(model: torch.nn.Module) -> list[Block]:
     """Return the decoder layers of a model, in order.
 
     Raises:
-        UserError: no layer list, no attention in any layer, or no output projection of one.
+        UserError: no layer list, or no output projection of an attention, is found.
     """
     config: Any = model.config
     count = config.get_text_config().num_hidden_layers
     for name, module in model.named_modules():
         is_list = isinstance(module, torch.nn.ModuleList) and name.split(".")[-1] in _LAYERS
         if is_list and len(module) == count:
-            blocks = [_block(layer, f"{name}.{i}") for i, layer in enumerate(module.children())]
-            if not any(block.attention is not None for block in blocks):
-                raise UserError(
-                    f"{type(model).__name__} has no attention in its {count} layers that megasink "
-                    f"can find: it looks for {', '.join(_ATTENTION)}"
-                )
-            return blocks
+            return [_block(layer, f"{name}.{i}") for i, layer in enumerate(module.children())]
     raise UserError(
         f"{type(model).__name__} has no list of {count} decoder layers that megasink can find: it "
         f"looks for {', '.join(_LAYERS)}, and for decoders alone"
     )
+
+
+def blocks_with_attention(model: torch.nn.Module) -> list[Block]:
+    """Return the decoder layers of a model, some of which have attention.
+
+    Raises:
+        UserError: none has, or as `find_blocks`.
+    """
+    blocks = find_blocks(model)
+    if all(block.attention is None for block in blocks):
+        raise UserError(
+            f"{type(model).__name__} has no attention in its {len(blocks)} layers that megasink "
+            f"can find: it looks for {', '.join(_ATTENTION)}"
+        )
+    return blocks
 
 
 def _block(layer: torch.nn.Module, name: str) -> Block:

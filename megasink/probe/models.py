@@ -22,17 +22,17 @@ def of_transformers(model: "PreTrainedModel", tokenizer: Any, name: str) -> Prob
     Raises:
         ConfigError: megasink cannot read its attention.
     """
-    from megasink.probe.blocks import find_blocks
+    from megasink.probe.blocks import blocks_with_attention
     from megasink.probe.transformers_model import model_problems
 
     problems = model_problems(model)
     if problems:
         raise ConfigError(problems)
-    config = model.config.get_text_config()
+    blocks, config = blocks_with_attention(model), model.config.get_text_config()
     return ProbedModel(
         open_probe_on(model),
         module=model,
-        heads=[config.num_attention_heads if b.attention else 0 for b in find_blocks(model)],
+        heads=[config.num_attention_heads if b.attention else 0 for b in blocks],
         tokenizer=tokenizer,
         vocabulary=config.vocab_size,
         positions=getattr(config, "max_position_embeddings", None),

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megasink.errors import UserError
 from megasink.probe.base import Observer, Probe
-from megasink.probe.blocks import Block, child, find_blocks, gate_reader, output_weight
+from megasink.probe.blocks import Block, blocks_with_attention, child, gate_reader, output_weight
 from megasink.probe.changes import ForwardPass, HeadChange
 from megasink.probe.segments import Segment, check_mask, segments_of, whole_rows
 from megasink.probe.sites import Sites, tensor_of
@@ -68,7 +68,7 @@ class TransformersProbe(Probe):
         self._registered = False
         self._signature = inspect.signature(self.body.forward)
         self.base: str = model.config._attn_implementation
-        self.layers = find_blocks(model)
+        self.layers = blocks_with_attention(model)
         heads = model.config.get_text_config().num_attention_heads
         self.heads = [0 if block.attention is None else heads for block in self.layers]
         self._index = {id(b.attention): i for i, b in enumerate(self.layers) if b.attention}

@@ -134,7 +134,7 @@ def test_folders_that_hold_no_usable_tokenizer(tmp_path):
     with pytest.raises(UserError, match="has no tokenizer that transformers loads"):
         load_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')  # it gets an empty tokenizer
-    with pytest.raises(UserError, match="has no tokenizer files, such as tokenizer.json"):
+    with pytest.raises(UserError, match="has no tokenizer files, such as"):
         load_tokenizer(tmp_path)
     no_eod = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0}, [])))
     no_eod.save_pretrained(tmp_path / "no_eod")
