@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 from megasink.errors import UserError
 from megasink.grid.measurements import MEASUREMENTS, Curves
 from megasink.report.curves import series, smoothed
+from megasink.report.grid_results import SMOOTHED
 from megasink.report.metrics import read_metrics
 from megasink.report.spikes import loss_spikes
 
 POINTS = 100
 """Of a curve, at most."""
-SMOOTHED = ("lm_loss", "imbalance")
-"""Exponential moving averages with factor 0.9, as in `megasink compare`."""
 EVALUATED = tuple(
     f"{split}_{name}"
     for split in ("valid", "test")

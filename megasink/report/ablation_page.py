@@ -71,13 +71,13 @@ def in_words(results: AblationResults) -> list[str]:
         else f"within {100 * results.tolerance:g}%"
     )
     what = "accuracy" if results.higher_is_better else "the loss"
+    # What --heads and --interventions name; not each head of --layer, which may be many.
+    given = [point for point in results.points if point.row.startswith("--")]
     lines = []
     for on in shown_on(results)[:4]:
         unchanged = results.unchanged.values[on]
         text = f"{results.model.name} on {on}: {_number(unchanged, results)} {results.quantity}"
         text += f" over {unchanged.samples} samples, unchanged."
-        # What --heads and --interventions name; not each head of --layer, which may be many.
-        given = [p for p in results.points if p.row.startswith("--")]
         for point in given:
             value = point.values[on]
             change = _text(value.change, "{:+.2f}" if results.higher_is_better else "{:+.4f}")

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from megasink.report.bands import Array, band_of, draw_band, zoom
 from megasink.report.curves import mark_spikes, series, smoothed
-from megasink.report.grid_results import EMA, CellResults
+from megasink.report.grid_results import EMA, SMOOTHED, CellResults
 from megasink.report.spikes import loss_spikes
 from megasink.report.style import label, model_colors, panels, save, styled
 
@@ -127,10 +127,9 @@ def _series(
 def summary(lines: list[dict[str, Any]]) -> dict[str, float | None]:
     """Return the numbers to compare, as in a grid's table.
 
-    Final values and counts; training loss and imbalance are moving averages (factor `EMA`).
+    Final values and counts; those of `SMOOTHED` are moving averages (factor `EMA`).
     """
     _, loss = series(lines, "lm_loss")
-    _, imbalance = series(lines, "imbalance")
     _, seconds = series(lines, "seconds")
     _, tokens = series(lines, "tokens")
     found: dict[str, float | None] = {
@@ -138,10 +137,10 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, float | None]:
         "loss": float(smoothed(loss)[-1]),
         "spikes": float(len(loss_spikes(loss))),
     }
-    for name in ("validation", "bits/byte"):
+    for name in ("validation", "bits/byte", "imbalance"):
         _, values = series(lines, COLUMNS[name])
+        values = smoothed(values) if COLUMNS[name] in SMOOTHED else values
         found[name] = float(values[-1]) if len(values) else None
-    found["imbalance"] = float(smoothed(imbalance)[-1]) if len(imbalance) else None
     per_step = np.diff(tokens, prepend=0.0)
     speed = len(seconds) == len(per_step) and len(seconds) > 0
     found["tokens/s"] = float(np.median(per_step / seconds)) if speed else None

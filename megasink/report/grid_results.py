@@ -15,6 +15,8 @@ FORMAT = 1
 RESULTS = "results.json"
 EMA = 0.9
 """Factor of the moving averages in the curves of a grid."""
+SMOOTHED = ("lm_loss", "imbalance")
+"""Metrics whose curves and final values are moving averages, of a grid as of `megasink compare`."""
 
 
 @dataclass(kw_only=True)

@@ -82,12 +82,12 @@ def _source_problems(args: Namespace) -> Iterator[str]:
         yield "no training data: give --data-path PREFIX (made by megasink data)"
     if len(given) > 1 and not set(given) <= set(per_split):
         yield f"{' and '.join(map(flag_of, given))}: choose one"
-    if args.split and set(given) & {*per_split, "per_split_data_args_path"}:
+    by_part = not {*per_split, "per_split_data_args_path"}.isdisjoint(given)
+    if args.split and by_part:
         yield f"--split {args.split} with {flag_of(given[-1])}, which gives each part its own data"
     trains, *_ = parts(args)
     if given and not trains and not args.skip_train:
-        own = set(given) & {*per_split, "per_split_data_args_path"}
-        what = f"{flag_of(given[-1])} alone" if own else f"--split {args.split}"
+        what = f"{flag_of(given[-1])} alone" if by_part else f"--split {args.split}"
         yield f"{what} leaves no data for training: give it some, or --skip-train"
     if args.data_args_path and not args.split:
         yield "--data-args-path without --split: give three weights, such as --split 99,1,0"
