@@ -67,9 +67,11 @@ def demonstrate(directory: Path, steps: int) -> None:
 
 def _make_data(prefix: Path, tokenizer: Path, documents: int, console: Console) -> None:
     text = prefix.with_suffix(".jsonl")
-    write_tokenizer(tokenizer)
     texts = list(texts_of(LANGUAGE.sample(documents, LENGTH, seed=1)))
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    # First: by it the next demo knows the folder.
     atomic_text(text, "".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_tokenizer(tokenizer)
     console.print(f"  a document: {texts[0]}")
     console.print(
         f"  Behind each of {' '.join(LETTERS[: LANGUAGE.triggers])} stands the letter before it; "

@@ -72,15 +72,12 @@ def problems(args: Namespace) -> list[str]:
         alone = ["--resume needs --run-dir"] if args.resume else []
         return alone + _checkpoint_problems(args)
     folder = Path(args.run_dir)
+    if problem := _other_contents(folder):
+        return [problem]
     config = folder / "config.json"
     if config.is_file() and has_finished_step(folder):
         try:
             saved = read_object(config)
-            if "converted_from" in saved:
-                return [
-                    f"--run-dir {folder} holds a model converted from Hugging Face: choose another "
-                    f"folder, and add --load {folder}/checkpoints --finetune"
-                ]
             if args.resume and (problem := _elsewhere(saved, args)):
                 return [problem]
             differences = differences_of(config, saved, args, IDENTITY)
@@ -117,6 +114,8 @@ def folder_problem(folder: Path, *, resume: str | None) -> str | None:
         )
     if folder.exists() and not folder.is_dir():
         return f"--run-dir {folder} is a file: give a folder"
+    if problem := _other_contents(folder):
+        return problem
     if not (folder / "config.json").is_file():
         if resume == "newest":
             return f"--resume: {folder} holds no run: drop --resume to start one there"
@@ -139,6 +138,27 @@ def folder_problem(folder: Path, *, resume: str | None) -> str | None:
         return (
             f"--resume: {folder}/checkpoints has no finished checkpoint: use --resume auto to "
             "start at step 0"
+        )
+    return None
+
+
+def _other_contents(folder: Path) -> str | None:
+    """Return what a folder with a config.json holds in the place of a run; None for a run."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        config = read_object(path)
+    except UserError as error:
+        return f"{error}: choose another --run-dir"
+    if "converted_from" in config:
+        return (
+            f"--run-dir {folder} holds a model converted from Hugging Face: choose another "
+            f"folder, and add --load {folder}/checkpoints --finetune"
+        )
+    if not isinstance(config.get("arguments"), dict):
+        return (
+            f"--run-dir {folder} holds no run: its config.json is not of one: choose another folder"
         )
     return None
 

@@ -75,7 +75,7 @@ def test_a_resume_names_the_damaged_checkpoints_that_it_skips(tmp_path, monkeypa
     monkeypatch.setattr(launch, "launch", lambda *_: 0)
     monkeypatch.setattr(last_start, "newest_intact", lambda _: (30, {40: "a.distcp is missing"}))
     write_start(tmp_path, MOCK)
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"arguments": {}}')
     (tmp_path / "checkpoints" / "iter_0000030").mkdir(parents=True)
     assert launch.main(["--run-dir", str(tmp_path), *MOCK, "--cpu", *how]) == 0
     said = "continuing from step 30; the checkpoint of step 40 is damaged: a.distcp is missing"
@@ -106,7 +106,7 @@ def test_resume_starts_as_many_ranks_as_the_run_had(tmp_path):
 @pytest.mark.parametrize("flags", [[], ["--resume"], ["--resume", "auto"]])
 def test_a_second_trainer_is_refused_before_it_starts(flags, tmp_path):
     first = Lease(tmp_path / "run")
-    (tmp_path / "run" / "config.json").write_text("{}")
+    (tmp_path / "run" / "config.json").write_text('{"arguments": {}}')
     if flags != []:
         (tmp_path / "run" / "checkpoints" / "iter_0000002").mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))

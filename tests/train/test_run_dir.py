@@ -9,6 +9,7 @@ import pytest
 from megasink import config, gate_options
 from megasink.checkpoint.identity import MODEL
 from megasink.checkpoint.tokenizer import OWN, copy_tokenizer, same_tokenizer, tokenizer_of
+from megasink.cli import main as megasink
 from megasink.errors import UserError
 from megasink.parser import parse_apart
 from megasink.train import run_dir
@@ -229,6 +230,45 @@ def test_a_converted_model_is_no_run_to_go_on_with(saved, tmp_path):
     for flags in ([], ["--resume"], ["--resume", "auto"]):
         (problem,) = problems_of(run, *flags)
         assert f"choose another folder, and add --load {run}/checkpoints --finetune" in problem
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume"], ["--resume", "auto"]])
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (
+            '{"architectures": ["LlamaForCausalLM"]}',
+            "its config.json is not of a run: choose",
+        ),
+        ('{"arguments": {}, "converted_from": "llama"}', "holds a model converted from Hugging"),
+        ('{"arguments": 1}', "its config.json is not of a run"),
+        ("[]", "holds a JSON list, not an object: choose another --run-dir"),
+        ("{", "is not JSON"),
+    ],
+)
+def test_a_folder_of_something_else_is_not_trained_into(tmp_path, capsys, resume, content, why):
+    """By the launcher, which has written nothing by then, and by ranks of a launcher of one's own.
+
+    Without a checkpoint or a metrics.jsonl: a folder of transformers has neither.
+    """
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(content)
+    (problem,) = problems_of(folder, *resume)
+    assert why in problem
+    assert megasink(["train", *FLAGS, "--run-dir", str(folder), *resume]) == 2
+    assert why in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    assert (folder / "config.json").read_text() == content
+
+
+@pytest.mark.parametrize("name", ["tokenizer/tokenizer.json", "config.json", "model.safetensors"])
+def test_a_demo_writes_into_no_folder_of_something_else(tmp_path, capsys, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    assert megasink(["demo", "--dir", str(tmp_path)]) == 2
+    assert "and no demo: choose another folder" in capsys.readouterr().err
+    assert (tmp_path / name).read_text() == "mine"
 
 
 def test_a_tokenizer_is_known_by_what_it_holds(tmp_path):
