@@ -157,9 +157,7 @@ def _other_contents(folder: Path) -> str | None:
             f"folder, and add --load {folder}/checkpoints --finetune"
         )
     if not isinstance(config.get("arguments"), dict):
-        return (
-            f"--run-dir {folder} holds no run: its config.json is not of one: choose another folder"
-        )
+        return f"--run-dir {folder}: its config.json is not of a run: choose another folder"
     return None
 
 
