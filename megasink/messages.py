@@ -20,7 +20,9 @@ from typing import Any
 
 _PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
 # A warning is often attributed to the caller, which may be a file of ours.
-_PACKAGES = (*map(sysconfig.get_path, _PATHS), str(Path(__file__).parent))
+_PACKAGES = tuple(
+    f"{folder}{os.sep}" for folder in (*map(sysconfig.get_path, _PATHS), Path(__file__).parent)
+)
 _MOST_BYTES = 1 << 20  # of a log, which commands append to
 
 _active: "_Log | None" = None

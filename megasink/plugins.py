@@ -10,6 +10,7 @@ every rank. Only its user chooses it: nothing in a run, model or dataset folder 
 import argparse
 import importlib
 import itertools
+import os
 import sys
 import sysconfig
 import traceback
@@ -22,8 +23,8 @@ from megasink.errors import UserError
 
 FLAG = "--plugin"
 GROUP = "megasink.plugins"
-_PACKAGE = str(Path(__file__).parent)
-_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+_PACKAGE = f"{Path(__file__).parent}{os.sep}"
+_INSTALLED = tuple(f"{sysconfig.get_path(n)}{os.sep}" for n in ("stdlib", "purelib", "platlib"))
 # Names in a run folder are text from outside: enough of it to recognise them.
 _MOST_NAMES, _MOST_CHARACTERS = 5, 80
 

@@ -14,6 +14,13 @@ from tests.distributed.pool import Pool
 from tests.schedule import in_order, is_for_other_versions, is_quick, later
 from tests.versions import is_old
 
+# Variables that say where things are on this machine, and those of the test runner.
+KEPT = re.compile(
+    "PATH|HOME|USER|LOGNAME|TMPDIR|LD_LIBRARY_PATH|LD_PRELOAD|CC|CXX|CUDA_.*|NVIDIA_.*|XDG_CACHE_HOME|"
+    "PIP_.*|SSL_CERT_.*|REQUESTS_CA_BUNDLE|.*_(proxy|PROXY)|VIRTUAL_ENV|PYTHONPATH|PYTEST_.*|"
+    "OMP_NUM_THREADS|MEGASINK_TEST_.*"
+)
+
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
@@ -68,7 +75,12 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One fork server for all workers of xdist: it imports while they collect."""
+    """Leave what else a shell exports out of all tests, such as a job's SLURM_NNODES, RUN_DIR or
+    FORCE_COLOR. One fork server for all workers of xdist: it imports while they collect."""
+    for name in set(os.environ):
+        if not KEPT.fullmatch(name):
+            del os.environ[name]
+    os.umask(0o022)
     if config.getoption("numprocesses", None) and not config.option.collectonly:
         forkserver.server()
 

@@ -70,7 +70,7 @@ def test_pages_outside_of_docs_are_linked_within_the_site(site):
     assert "../tests/hollow/allowed.py" not in (site / "gpu.html").read_text()
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path")
+@pytest.mark.skipif(CHROMIUM is None, reason="needs MEGASINK_TEST_CHROMIUM")
 @pytest.mark.parametrize("page", ["concepts.html", "results.html"])
 def test_a_page_fits_a_wide_and_a_narrow_screen(site, page, tmp_path):
     """The page with the drawings, and the one with the widest tables."""

@@ -20,8 +20,9 @@ _LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_long,
 
 @dataclass(frozen=True)
 class Line:
-    """A line of source on the stack: file, number, function and text without indentation."""
+    """A line of source on the stack: module, file, number, function, text without indentation."""
 
+    module: str
     file: str
     number: int
     function: str
@@ -61,9 +62,9 @@ class Event:
         """Whether it copies between host and device."""
         return self.kind == "copy" and self.name not in (ON_DEVICE, HOST_TO_HOST)
 
-    def line_in(self, *folders: str) -> Line | None:
-        """Return the innermost line of a file under one of these folders (``/megatron/``)."""
-        return next((line for line in self.stack if any(f in line.file for f in folders)), None)
+    def line_in(self, *packages: str) -> Line | None:
+        """Return the innermost line of a module in one of these packages (``megatron``)."""
+        return next((line for line in self.stack if in_package(line.module, *packages)), None)
 
 
 class Recording:
@@ -105,10 +106,16 @@ class Recording:
         return Counter(event.kind for event in self.events)
 
 
+def in_package(module: str, *packages: str) -> bool:
+    """Whether a module is one of these packages, or in one of them."""
+    return f"{module}.".startswith(tuple(f"{package}." for package in packages))
+
+
 def _stack(frame: FrameType | None) -> tuple[Line, ...]:
     lines = []
     while frame is not None:
         code = frame.f_code
-        lines.append(Line(code.co_filename, frame.f_lineno, code.co_name))
+        module = frame.f_globals.get("__name__", "")
+        lines.append(Line(module, code.co_filename, frame.f_lineno, code.co_name))
         frame = frame.f_back
     return tuple(lines)

@@ -11,6 +11,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megasink.hollow.events import in_package
 from megasink.plan.job import BALANCE
 
 # Megatron's process groups by their names in parallel_state, and what they are called here. Where
@@ -51,8 +52,9 @@ _KINDS: dict[str, tuple[str, Any]] = {
     "recv_": ("receive", lambda n: 0.0),
     "barrier": ("barrier", lambda n: 0.0),
 }
-# Innermost file of the product in the stack -> purpose; megatron's own are "Megatron".
-_PURPOSES = {"/megasink/balance/": BALANCE, "/megasink/": "megasink", "/megatron/": "Megatron"}
+# Package of the innermost module of the product in the stack -> purpose. By the names of modules:
+# a clone may lie in a folder of any name.
+_PURPOSES = {"megasink.balance": BALANCE, "megasink": "megasink", "megatron": "Megatron"}
 
 
 @dataclass(frozen=True)
@@ -160,10 +162,10 @@ def _bytes(arg: Any) -> int:
 def _purpose() -> str:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        file = frame.f_code.co_filename
-        if "/megasink/plan/" not in file:
-            for part, purpose in _PURPOSES.items():
-                if part in file:
+        module = frame.f_globals.get("__name__", "")
+        if not in_package(module, "megasink.plan"):
+            for package, purpose in _PURPOSES.items():
+                if in_package(module, package):
                     return purpose
         frame = frame.f_back
     return "other"

@@ -15,6 +15,7 @@ from megasink.train.rank_logs import NOT_FINITE
 from megasink.train.stop import Told, left
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+_EVENTS = ("tensorboard.", "torch.utils.tensorboard.")
 _first: bool | None = None
 
 
@@ -70,8 +71,9 @@ def _lost(error: BaseException) -> BaseException:
 def _not_written(error: OSError, args: Namespace) -> str:
     """Explain a failed write: the file, the free space, and the newest intact checkpoint."""
     path, folder = error.filename, Path(args.run_dir or args.save or ".")
-    frames = traceback.extract_tb(error.__traceback__)
-    if path is None and any("tensorboard" in Path(frame.filename).parts for frame in frames):
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    modules = [frame.f_globals.get("__name__", "") for frame in frames]
+    if path is None and any(module.startswith(_EVENTS) for module in modules):
         path, folder = args.tensorboard_dir, Path(args.tensorboard_dir)
     free = ""
     with contextlib.suppress(OSError):

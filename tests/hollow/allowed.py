@@ -6,11 +6,11 @@ gradients, its checks of NaN, losses that other ranks have. What is ours stands 
 
 from typing import Any
 
-_SERIES, _PHASES = "megasink/train/series.py", "megasink/train/phases.py"
-_PACKING = "megasink/train/packing.py"
-_RERUN, _UTILS = "megatron/core/rerun_state_machine.py", "megatron/training/utils/common_utils.py"
-_TRAINING = "megatron/training/training.py"
-_EXPERTS = "megatron/core/transformer/moe/token_dispatcher.py"
+_SERIES, _PHASES = "megasink.train.series", "megasink.train.phases"
+_PACKING = "megasink.train.packing"
+_RERUN, _UTILS = "megatron.core.rerun_state_machine", "megatron.training.utils.common_utils"
+_TRAINING = "megatron.training.training"
+_EXPERTS = "megatron.core.transformer.moe.token_dispatcher"
 
 MEGASINK = {
     # Whether a rank was told to end: one number, agreed by all.
@@ -25,7 +25,7 @@ MEGASINK = {
 }
 MEGATRON = {
     (
-        "megatron/core/optimizer/clip_grads.py",
+        "megatron.core.optimizer.clip_grads",
         "total_norm = total_norm.item() ** (1.0 / norm_type)",
     ),
     (_RERUN, "if result_rejected:"),
@@ -42,7 +42,7 @@ MEGATRON = {
         "stat = torch.tensor([stat], dtype=torch.float32, device=torch.cuda.current_device())",
     ),
     # Between pipeline stages that are not interleaved, each time.
-    ("megatron/core/pipeline_parallel/p2p_communication.py", "torch.cuda.synchronize()"),
+    ("megatron.core.pipeline_parallel.p2p_communication", "torch.cuda.synchronize()"),
     # How many tokens an expert gets is known on the device alone.
     (_EXPERTS, "self.local_probs = self.local_probs.T.contiguous().masked_select("),
     (_EXPERTS, "tokens_per_expert = self.local_map.sum(dim=0).long().cpu()"),
@@ -50,13 +50,13 @@ MEGATRON = {
 }
 # In a step of packed documents.
 PACKED = {
-    ("megatron/core/utils.py", "n = int(n.item())"),  # on a rank that another rank reads for
-    ("megatron/core/utils.py", "n_tensor = torch.tensor(n, dtype=torch.int64, device=dev)"),
+    ("megatron.core.utils", "n = int(n.item())"),  # on a rank that another rank reads for
+    ("megatron.core.utils", "n_tensor = torch.tensor(n, dtype=torch.int64, device=dev)"),
     (_TRAINING, "total_real_tokens, seqlen_squared_sum = t.tolist()"),
 }
 # In a step that Megatron logs.
 LOGGING = {
-    ("megatron/core/timers.py", "torch.cuda.synchronize()"),
+    ("megatron.core.timers", "torch.cuda.synchronize()"),
     (_TRAINING, "avg = total_loss_dict[key].item() / float("),
     (_TRAINING, "total_loss_dict[key] = torch.tensor([0.0], dtype=torch.float, device='cuda')"),
 }
@@ -70,7 +70,7 @@ def unexpected(found: dict[str, Any], flags: list[str]) -> list[str]:
     if "--dataloader-inter-document-masking" in flags:
         upstream = upstream | PACKED
     return [
-        f"{what} in {file}: {text} ({count})"
-        for what, file, text, count in found["waits"]
-        if (file, text) not in upstream and count > MEGASINK.get((file, text), 0)
+        f"{what} in {module}: {text} ({count})"
+        for what, module, text, count in found["waits"]
+        if (module, text) not in upstream and count > MEGASINK.get((module, text), 0)
     ]

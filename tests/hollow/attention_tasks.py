@@ -64,7 +64,7 @@ def all_calls(backend: str, dtype: str) -> dict[str, Any]:
             continue
         for event in recording.events:
             if event.waits or event.crosses:
-                line = event.line_in("/megasink/")
+                line = event.line_in("megasink")
                 problems[f"{event.name} in {line.file}: {line.text}" if line else event.name] += 1
     return {"calls": len(combinations), "problems": dict(problems)}
 

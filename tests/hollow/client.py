@@ -64,7 +64,7 @@ class Server:
         return json.loads(self._path("result").read_text())
 
     def _start(self) -> "subprocess.Popen[str]":
-        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": os.environ["HOME"]}
+        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         with self._path("log").open("w") as log:
             return subprocess.Popen(
                 [sys.executable, "-W", "ignore", "-m", "tests.hollow.server", self._folder.name],

@@ -43,7 +43,7 @@ def events() -> dict[str, Any]:
     assert product.shape == (2, 2)
     assert pinned.shape == (4,)
     waits = [
-        (e.name, line.text if (line := e.line_in("/hollow/")) else "")
+        (e.name, line.text if (line := e.line_in(__name__)) else "")
         for e in recording.events
         if e.waits
     ]

@@ -24,7 +24,6 @@ from tests.hollow.answers import say_documents
 from tests.hollow.given import watch_rows
 
 RECORDED = 2
-_FOLDERS = ("/megasink/", "/megatron/")
 
 
 def step(
@@ -67,14 +66,11 @@ def step(
 
 
 def _lines(events: Iterator[Event]) -> list[list[Any]]:
-    """[what, file, source, count] of the innermost lines in megasink's or Megatron's files."""
+    """[what, module, source, count] of the innermost lines of megasink or Megatron."""
     found: Counter[tuple[str, str, str]] = Counter()
     for event in events:
-        line = event.line_in(*_FOLDERS)
-        file = "" if line is None else line.file
-        for folder in _FOLDERS:
-            file = file[max(file.rfind(folder) + 1, 0) :]
-        found[event.name, file, line.text if line else ""] += 1
+        line = event.line_in("megasink", "megatron")
+        found[event.name, line.module if line else "", line.text if line else ""] += 1
     return [[*where, count] for where, count in sorted(found.items())]
 
 

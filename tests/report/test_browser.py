@@ -19,7 +19,7 @@ from megasink.report.trace import TraceRow, write_trace
 from tests.probe.tiny_models import tiny_model
 from tests.report.browser import CHROMIUM, console_of, seen
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs MEGASINK_TEST_CHROMIUM")
 
 NAME = (
     "<script>alert('x')</script><img src=//example.org/x.png> a-name-without-any-space-" + 40 * "y"
