@@ -118,6 +118,8 @@ SAMPLED = {
     "tests/inference/test_decoding.py::test_cached_decoding_is_recomputing": 5,
     "tests/inference/test_decoding.py::test_cached_decoding_of_other_mechanisms_is_recomputing": 3,
     "tests/lora/test_layouts.py::test_two_ranks_equal_one": 2,
+    "tests/train/test_cures.py::test_a_message_about_the_schedule_names_its_cure": 3,
+    "tests/train/test_cures.py::test_another_learning_rate_keeps_the_moments": 4,
     "tests/train/test_example.py::test_the_example_starts_in_every_way": 2,
     "tests/variants/test_every_variant.py::test_analysis_generation_and_export_are_those_of_the_model_that_trained": 3,  # noqa: E501
 }

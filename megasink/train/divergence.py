@@ -49,9 +49,8 @@ def _advice(folder: str | None, step: int) -> str:
     before = [i for i in iterations(Path(folder)) if i <= step] if folder else []
     if not before:
         return "No checkpoint is that old: start again with a lower --lr"
-    # Megatron matches optimizer state by learning rate: with a different one, no state is loaded.
     return (
         f"The newest checkpoint from before that is of step {before[-1]}: start a new run from it "
-        f"with --load {folder} --ckpt-step {before[-1]}, and to lower --lr also "
-        "--no-load-optim --override-opt-param-scheduler"
+        f"with --load {folder} --ckpt-step {before[-1]} --override-opt-param-scheduler and a lower "
+        "--lr"
     )

@@ -106,6 +106,12 @@ def _of_megatron(stop: BaseException, args: Namespace) -> BaseException:
             "--override-opt-param-scheduler to use the new one, or "
             "--use-checkpoint-opt-param-scheduler to keep the old one"
         )
+    if isinstance(stop, ValueError) and "('optimizer', 'param_groups')" in str(stop):
+        return UserError(
+            f"the optimizer of the checkpoint divides the parameters otherwise ({stop}): give "
+            "--sink-lr-mult, --sink-weight-decay, --decay-all-parameters, --embedding-lr and "
+            "--output-lr as before, or go on without its moments by --no-load-optim"
+        )
     if isinstance(stop, AssertionError) and "value from checkpoint" in str(stop):
         return UserError(f"--load {args.load} is a checkpoint of a different model: {stop}")
     # core/rerun_state_machine.py:37,40: a result was NaN or Inf.
@@ -114,5 +120,5 @@ def _of_megatron(stop: BaseException, args: Namespace) -> BaseException:
     saved = f"; the weights before that step are saved in {args.save}" if args.save else ""
     return UserError(
         f"step {args.curr_iteration + 1}: {NOT_FINITE}, also when the step "
-        f"was repeated{saved}. Lower --lr, or check the data of that step"
+        f"was repeated{saved}. Resume with a lower --lr, or check the data of that step"
     )

@@ -65,11 +65,16 @@ TOLD = set(
 )
 """Flags not replayed: they write elsewhere, import, connect, or megasink refuses them."""
 
+_SCHEDULE = r"(min-)?lr(-.*)?|.*weight-decay.*"
+_ITS_OWNERS = {"override-opt-param-scheduler", "use-checkpoint-opt-param-scheduler"}
 _OF_A_START = ("plugin", "run-dir", "resume", "expanded-recipe")
 
 
 def replayed(last: Sequence[str], given: Sequence[str], run_dir: Path) -> list[str]:
     """Return the flags of the last start, to prepend to those given now.
+
+    With a rate or a decay that is given and was another, also the flag with which Megatron takes
+    the schedule of the flags and not that of the checkpoint.
 
     Raises:
         UserError: a flag must be given again, and was not.
@@ -85,8 +90,15 @@ def replayed(last: Sequence[str], given: Sequence[str], run_dir: Path) -> list[s
             f"--resume: the last start in {run_dir} had {', '.join(refused)}, which is not reused "
             "for safety: give it again if the run is yours, or another value"
         )
+    before = dict(named_values(last))
+    changes = before and any(
+        re.fullmatch(_SCHEDULE, name) and before.get(name) != values
+        for name, values in named_values(given)
+    )
+    override = ["--override-opt-param-scheduler"] if changes and not said & _ITS_OWNERS else []
+    said |= _ITS_OWNERS if override else set()
     kept = ([f"--{name}", *values] for name, values in named_values(last) if name not in said)
-    return [word for flag in kept for word in flag]
+    return [*(word for flag in kept for word in flag), *override]
 
 
 def named_values(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

@@ -1,7 +1,6 @@
 """Fixes for defects of megatron-core that matter on every platform."""
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -65,14 +64,30 @@ FLOAT32_STATES = _patch(
     mended="0.20",
 )
 CHAINED_STATES = _patch(
-    "states under another expert parallelism",
+    "states under another expert parallelism, or with other settings",
     "megatron.core.optimizer.optimizer.ChainedOptimizer",
     "load_state_dict",
-    "a checkpoint of one optimizer loads only into one, but experts have a second one",
+    "a checkpoint of one optimizer loads only into one, but experts have a second one; groups are "
+    "found by their learning rates and weight decay, so that none is after a change",
     "megatron.core.optimizer.optimizer:ChainedOptimizer: def load_state_dict(self, state_dict)",
     "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict: "
     "len(self.chained_optimizers) != len(state_dict)",
+    "megatron.core.optimizer.optimizer:MegatronOptimizer._filter_and_reorder_param_groups: "
+    "loaded_groups_map[key]",
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict: "
+    "param_groups_map[needed_groups]",
     test="tests/distributed/test_checkpoint.py",
+)
+SAVED_SCHEDULE = _patch(
+    "a schedule that the checkpoint keeps",
+    "megatron.core.optimizer_param_scheduler.OptimizerParamScheduler",
+    "load_state_dict",
+    "--use-checkpoint-opt-param-scheduler restores rates that the parameter groups then override",
+    "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler: "
+    "def load_state_dict(self, state_dict)",
+    "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.get_lr: "
+    "max_lr = param_group.get('max_lr', self.max_lr)",
+    test="tests/train/test_cures.py",
 )
 GRADIENT_NORM = _patch(
     "norm of the gradients",
@@ -108,6 +123,7 @@ def mend_upstream() -> None:
     from megatron.core.optimizer import clip_grads
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import ChainedOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     from megasink.upstream import copies, muon
     from megasink.upstream.adam import GroupStepAdam
@@ -122,8 +138,11 @@ def mend_upstream() -> None:
     PARAMETER_ORDER.apply(_build_optimizer_group_ranges=staticmethod(ranges))
     methods = FLOAT32_STATES.originals()
     FLOAT32_STATES.apply(**{name: _with_every_parameter(f) for name, f in methods.items()})
-    load = _for_any_expert_parallelism(ChainedOptimizer.load_state_dict)
+    load = _with_own_settings(ChainedOptimizer.load_state_dict)
     CHAINED_STATES.apply(load_state_dict=load)
+    SAVED_SCHEDULE.apply(
+        load_state_dict=_refusing_other_rates(OptimizerParamScheduler.load_state_dict)
+    )
     if clip_grads.l2_norm_impl.__name__ == "local_multi_tensor_l2_norm":
         GRADIENT_NORM.apply(l2_norm_impl=_norm_on_the_device)
     copies.mend()
@@ -186,65 +205,79 @@ def _with_every_parameter(method: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _for_any_expert_parallelism(upstream: Callable[..., Any]) -> Callable[..., Any]:
+def _refusing_other_rates(upstream: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(upstream)
     def load(self: Any, state: Any) -> None:
-        groups = [optimizer.param_groups for optimizer in self.chained_optimizers]
-        upstream(self, for_optimizers(state, groups) if isinstance(state, dict) else state)
+        given = self.max_lr, self.min_lr
+        upstream(self, state)
+        if given != (self.max_lr, self.min_lr):
+            raise UserError(
+                f"--use-checkpoint-opt-param-scheduler keeps --lr {self.max_lr:g} and --min-lr "
+                f"{self.min_lr:g} of the checkpoint: give these, or train with --lr {given[0]:g} "
+                f"and --min-lr {given[1]:g} by --override-opt-param-scheduler in its place"
+            )
 
     return load
 
 
-def for_optimizers(state: dict[Any, Any], own: list[list[dict[str, Any]]]) -> dict[Any, Any]:
-    """Convert the loaded state of one optimizer for several, or of several for one.
+def _with_own_settings(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(upstream)
+    def load(self: Any, state: Any) -> None:
+        groups = [optimizer.param_groups for optimizer in self.chained_optimizers]
+        upstream(self, for_optimizers(state, groups))
 
-    A distributed checkpoint loads tensors in the layout of the current model. The parameter group
-    settings, which all ranks share, keep the saved layout: under the numbers 0, 1, ... of several
-    optimizers, or next to the tensors of a single one.
+    return load
+
+
+def for_optimizers(state: Any, own: list[list[dict[str, Any]]]) -> Any:
+    """Convert a loaded state: for as many optimizers as the model has, with their own settings.
+
+    A distributed checkpoint loads tensors in the layout of the current model. The parameter groups,
+    which all ranks share, keep the saved layout: under the numbers 0, 1, ... of several optimizers,
+    or next to the tensors of a single one. Of a group only its step is state. The rest (rates,
+    decay, betas) is set by the flags: upstream takes the saved values, and finds a group by them.
 
     Args:
-        state: from megatron.core.dist_checkpointing; not modified.
+        state: from megatron.core.dist_checkpointing (or a list of states); not modified.
         own: the parameter groups of each optimizer of the current model.
 
     Returns:
         the state in the current model's layout: numbered for several optimizers, else not.
     """
+    state = dict(enumerate(state)) if isinstance(state, list) else state
     numbered = {key: piece for key, piece in state.items() if isinstance(key, int)}
     whole = {key: piece for key, piece in state.items() if not isinstance(key, int)}
-    if not numbered or not whole:
-        return state  # the layout is unchanged
     if len(own) == 1:
         saved = [group for piece in numbered.values() for group in _groups_in(piece)]
-        return numbered[0] | _with_groups(whole, saved, own[0], "optimizer" in numbered[0])
-    nested = "optimizer" in whole
+        layout = numbered.get(0, whole)
+        saved = saved or _groups_in(whole)
+        return layout | _with_groups(whole, saved, own[0], "optimizer" in layout)
+    rest = {k: v for k, v in whole.items() if k not in ("optimizer", "param_groups")}
     return {
-        number: {k: v for k, v in whole.items() if k not in ("optimizer", "param_groups")}
-        | _with_groups(piece, _groups_in(whole), own[number], nested)
-        for number, piece in numbered.items()
+        number: rest
+        | _with_groups(piece, _groups_in(whole or piece), groups, "optimizer" in (whole or piece))
+        for (number, piece), groups in zip(sorted(numbered.items()), own, strict=False)
     }
 
 
 def _groups_in(piece: dict[str, Any]) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = piece.get("optimizer", piece)["param_groups"]
+    groups: list[dict[str, Any]] = piece.get("optimizer", piece).get("param_groups", [])
     return groups
 
 
 def _with_groups(
     piece: dict[str, Any], saved: list[dict[str, Any]], own: list[dict[str, Any]], nested: bool
 ) -> dict[str, Any]:
-    """Add the saved group settings to one optimizer's state; experts have the same settings."""
-    from megatron.core.optimizer.optimizer import param_group_identifier_keys
-
-    keys = [key for key in param_group_identifier_keys if key != "is_expert_parallel"]
+    """Add parameter groups to one optimizer's state: its own, at the step of the saved ones."""
+    if not saved:
+        return piece  # several optimizers, each of which is asked next
+    # Groups without parameters on the rank that saved may not have counted.
+    steps = [group["step"] for group in saved if "step" in group]
+    step = {"step": max(steps)} if steps else {}
     inner = piece.get("optimizer", {}) if nested else piece
     # If tensors are sharded by parameter, these numbers assign them to groups.
-    numbers = inner.get("param_groups", [{}] * len(own))
-    groups = []
-    for mine, number in zip(own, numbers, strict=True):
-        same = (g for g in saved if all(g.get(key) == mine.get(key) for key in keys))
-        # If none matches, upstream reports the missing group.
-        for group in itertools.islice(same, 1):
-            expert = {"is_expert_parallel": mine["is_expert_parallel"]}
-            groups.append(group | expert | number)
+    numbers = [{"params": g["params"]} for g in inner.get("param_groups", []) if "params" in g]
+    pairs = zip(own, numbers or [{}] * len(own), strict=True)
+    groups = [mine | step | number for mine, number in pairs]
     inner = inner | {"param_groups": groups}
     return piece | {"optimizer": inner} if nested else inner

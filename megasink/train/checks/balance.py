@@ -13,10 +13,10 @@ def problems(args: Namespace) -> Iterator[str]:
         if value < 0:
             yield f"--head-balance-{name} {value} is negative: use 0 or more"
     heads, shared = args.num_attention_heads, args.head_balance_shared_heads
-    if heads and shared > heads - 2:
+    if heads and 0 < shared > heads - 2:
         yield (
             f"--head-balance-shared-heads {shared} of {heads} heads leaves fewer than two to "
-            f"balance: use at most {heads - 2}"
+            f"balance: use at most {max(0, heads - 2)}"
         )
     if args.head_balance_shared_refresh and not shared:
         yield "--head-balance-shared-refresh without --head-balance-shared-heads: give both"
