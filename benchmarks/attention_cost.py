@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from megasink.attention import AttentionCall, apply_gate, gate_values
 from megasink.attention.call import Arriving, Slot, Slotted
 from megasink.attention.gate_kernels import explicit, gate_kernels_named, launch
-from megasink.attention.slot_op import slot_attention_backward_op, slot_attention_op
+from megasink.attention.slot_op import run_backward, slot_attention_op
 
 BANDWIDTH_SHARE, LAUNCH_SECONDS, SECTOR = 0.88, 2e-6, 32
 # Name -> bandwidth in bytes/s, rate of the plain kernel in FLOP/s.
@@ -177,7 +177,7 @@ def softmax_gate(slot: Slot, gates: str, shape: tuple[int, int, int]) -> Count:
         # The balance loss sends every token of a head the same gradient.
         grad_gate = torch.empty(1, shape[1], 1, device="cuda").expand(results[2].shape)
         arriving = Arriving(grad_out, None, grad_gate)
-        slot_attention_backward_op._init_fn(*arriving, *slotted, *results, *call)
+        run_backward(arriving, slotted, results, call, lends=True)
     return count
 
 

@@ -82,14 +82,28 @@ def slot_attention_backward_op(*arguments: Any) -> tuple[Tensor, ...]:
     Raises:
         ConfigError: The kernel does not support an incoming LSE or gate gradient.
     """
-    arriving, slotted, results, call = from_op(arguments, Arriving, Slotted, Results, AttentionCall)
+    records = from_op(arguments, Arriving, Slotted, Results, AttentionCall)
+    return run_backward(*records, lends=False)
+
+
+def run_backward(
+    arriving: Arriving, slotted: Slotted, results: Results, call: AttentionCall, *, lends: bool
+) -> tuple[Tensor, ...]:
+    """Run the backward; see `slot_attention_backward_op`, which writes into none of its arguments.
+
+    Args:
+        lends: Whether gate kernels may write into dO and Y while it runs, and then put them back.
+    """
     query_BHTD, key_BGSD, value_BGSD, slot_logit, slot_value = slotted
-    if not (arriving.grad_lse_BHT is None and arriving.grad_gate_BHT is None):
+    has_lse_grad = not (arriving.grad_lse_BHT is None and arriving.grad_gate_BHT is None)
+    if has_lse_grad:
         call = call._replace(needs_gate_gradient=True)
     kernel, gates = _kernels(query_BHTD, call)
     if arriving.grad_out_BHTD is None:
         arriving = arriving._replace(grad_out_BHTD=torch.zeros_like(results.out_BHTD))
     lse_BHT, inject = results.lse_BHT, not kernel.takes_lse_gradient
+    if gates.borrows and inject and has_lse_grad:
+        arriving, results = _lent(arriving, slotted, results, lends)
 
     def to_kernel(before: BeforeBackward) -> BackwardTensors:
         return BackwardTensors(
@@ -122,6 +136,26 @@ def slot_attention_backward_op(*arguments: Any) -> tuple[Tensor, ...]:
     *grads_of_inputs, grad_bias_HS = grads
     grad_bias_HS = lse_BHT.new_empty(0) if grad_bias_HS is None else grad_bias_HS
     return *grads_of_inputs, grad_logit, grad_slot_value, grad_bias_HS
+
+
+def _lent(
+    arriving: Arriving, slotted: Slotted, results: Results, lends: bool
+) -> tuple[Arriving, Results]:
+    """Return dO and Y for gate kernels to write into: copies unless only they have their memory.
+
+    `out.backward(out.detach())` sends a dO in the memory of Y, and any input may be sent as dO.
+    """
+    storages = [
+        t.untyped_storage()._cdata for t in (*arriving, *slotted, *results) if t is not None
+    ]
+
+    def lent(tensor: Tensor) -> Tensor:
+        alone = storages.count(tensor.untyped_storage()._cdata) == 1  # its own
+        return tensor if lends and alone else tensor.clone()
+
+    assert arriving.grad_out_BHTD is not None
+    arriving = arriving._replace(grad_out_BHTD=lent(arriving.grad_out_BHTD))
+    return arriving, results._replace(out_BHTD=lent(results.out_BHTD))
 
 
 def _kernels(query_BHTD: Tensor, call: AttentionCall) -> tuple[Backend, GateKernels]:
@@ -197,8 +231,10 @@ def _backward(
     if not (wanted.slot_logit or wanted.slot_value):
         slotted = slotted._replace(slot_logit=None, slot_value=None)
     call = call._replace(distance_bias_HS=bias_HS)
-    *grads, grad_logit, grad_value, grad_bias_HS = slot_attention_backward_op(
-        *arriving, *slotted, *results, *call
+    *grads, grad_logit, grad_value, grad_bias_HS = (
+        run_backward(arriving, slotted, results, call, lends=True)
+        if _owns(results.out_BHTD) and _kernels(slotted.query_BHTD, call)[1].borrows
+        else slot_attention_backward_op(*arriving, *slotted, *results, *call)
     )
     if wanted_of_call.distance_bias_HS:
         no_call_grads["distance_bias_HS"] = grad_bias_HS
@@ -207,6 +243,15 @@ def _backward(
         grad_value if wanted.slot_value else None,
     )
     return *grads, *slot_grads, *no_call_grads.values()
+
+
+def _owns(out_BHTD: Tensor) -> bool:
+    """Whether the backward runs as it is called, on one stream: not traced, and not differentiated.
+
+    A compiler may move another reader of dO or Y beside an op, or give them the memory of others.
+    """
+    traced = type(out_BHTD) is not Tensor or torch.compiler.is_compiling()
+    return not (traced or torch.is_grad_enabled())
 
 
 slot_attention_op.register_autograd(_backward, setup_context=_setup_context)

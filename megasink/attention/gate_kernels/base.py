@@ -70,11 +70,14 @@ class GateKernels(ABC):
 
     Attributes:
         name: Name by which users select them.
+        borrows: Whether `open_slot` and `open_first_key` write the injected rows into the incoming
+            gradient and `out_BHTD` until they exit; no other tensor may have their memory.
         gate_rows: Applies an explicit gate (`explicit.gate_rows`); None where the layer's own
             operations do.
     """
 
     name: str
+    borrows: bool = False
     gate_rows: GateRows | None = None
 
     @abstractmethod

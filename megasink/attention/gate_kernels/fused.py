@@ -3,11 +3,9 @@
 The rows that carry the gradient of the LSE into a kernel differ from dY and Y in one or two leading
 channels. Only those are written, in place: copies of both would be half of the memory traffic of
 the backward. They are put back on the same stream right after the attention kernel's backward, so
-nothing that the stream runs later sees them. Sums over tokens are one partial sum per program and
-then a reduction, without atomics: the same bits every time.
-
-Shapes: B batch, H query heads, G key/value groups, T queries, D head dim, N programs per head; 1
-for a dimension that broadcasts.
+nothing that the stream runs later sees them. Where another tensor of the backward has that memory,
+or a compiler arranges the operations, the caller hands over copies (slot_op.py). Sums over tokens
+are one partial sum per program and then a reduction, without atomics: the same bits every time.
 """
 
 import shutil
@@ -38,6 +36,7 @@ class TritonGateKernels(GateKernels):
     """For A100 and later, in bfloat16, float16 and float32; any head dim up to 1024."""
 
     name = "triton"
+    borrows = True
     gate_rows = staticmethod(gate_rows)
 
     def supports(self, request: AttentionRequest) -> str | None:
