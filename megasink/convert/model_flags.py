@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from megasink.convert.architecture import Architecture
 from megasink.convert.targets.target import window_of
+from megasink.errors import UserError
+from megasink.flag_file import refused
 from megasink.flags import flag_of
 
 _UNITS = {
@@ -18,7 +20,11 @@ _UNITS = {
 
 
 def model_flags(model: Architecture) -> list[str]:
-    """Return Megatron's and megasink's flags of a model, without data, optimizer and layout."""
+    """Return Megatron's and megasink's flags of a model, without data, optimizer and layout.
+
+    Raises:
+        UserError: text of its config.json would be more than the value of a flag.
+    """
     plain_ffn = f"--ffn-activation {model.activation}"
     flags = [
         *("--num-layers", model.layers),
@@ -62,7 +68,11 @@ def model_flags(model: Architecture) -> list[str]:
     flags += [word for flag in others.flags() for word in flag.split()]
     if model.dtype != "float32":
         flags.append({"bfloat16": "--bf16", "float16": "--fp16"}[model.dtype])
-    return [str(flag) for flag in flags]
+    words = [str(flag) for flag in flags]
+    # A line of them is taken apart at blanks.
+    if unsafe := [*refused(words).values(), *(word for word in words if len(word.split()) != 1)]:
+        raise UserError(f"config.json describes no model: its flags would be {unsafe[0]!r}")
+    return words
 
 
 def as_line(flags: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ from megasink.data.tokenizer import load_tokenizer
 from megasink.errors import UserError
 from megasink.finetune.settings import AUTO
 from megasink.finetune.steps import Step
+from megasink.flag_file import refused
 from megasink.report.analysis import Analysis, read_analysis
 from megasink.report.heatmap import importance_pictures
 
@@ -51,7 +52,10 @@ def recipe(args: Namespace, further: Sequence[str], console: Console) -> Iterato
     yield _analysis(args, "3. the heads before", base, texts, out / "before", plugins)
     shared = _shared_heads(args, console)
     steps = _steps(args, prefix)
-    train = ["train", *shlex.split(flags.read_text()), *_flags(args, base, prefix, shared, steps)]
+    model = shlex.split(flags.read_text())
+    if unsafe := refused(model):
+        raise UserError(f"{flags}: {', '.join(unsafe.values())} is of no conversion: delete {base}")
+    train = ["train", *model, *_flags(args, base, prefix, shared, steps)]
     yield Step(
         f"4. {steps} steps of training",
         [*train, *plugins, *further],

@@ -10,16 +10,18 @@ from megasink.atomic import atomic_text
 from megasink.cli import main_of
 from megasink.command_line import flag_problems, unknown_name
 from megasink.errors import ConfigError, UserError
-from megasink.flag_file import flag_words
+from megasink.flag_file import flag_words, refused
 from megasink.grid import collect
 from megasink.grid.file import Cell, GridFile, filled
 from megasink.grid.measurements import MEASUREMENTS
 from megasink.grid.start import Way, way_of
 from megasink.json_file import read_object
+from megasink.recipes import FLAGS as RECIPES
 from megasink.report.grid_results import RunRecord, read_record
 from megasink.train import early
 
 _GRID = "grid.json"
+_UNSAFE = "not taken from a file, for safety (SECURITY.md)"
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,11 @@ def _run(cell: Cell, seed: int, out: Path, plugins: Sequence[str]) -> Run:
     folder = out / cell.folder / f"seed-{seed}"
     flags = dict(cell.flags)
     ranks = flags.pop("ranks", None)
+    named = {name: flags.pop(name) for name in list(flags) if f"--{name}" in RECIPES}
     words = filled(flag_words(flags), out=out, run=folder)
+    if unsafe := refused(words, out):
+        raise ConfigError(f"{text}: {_UNSAFE}" for text in unsafe.values())
+    words = [*flag_words(named), *words]
     words = ["--run-dir", str(folder), "--seed", str(seed), *words, *plugins]
     words = early.expanded(words)
     args = early.read([*words, "--resume", "auto"])
@@ -131,7 +137,11 @@ def _command_problems(grid: GridFile, out: Path) -> Iterator[str]:
             text = unknown_name("the command", words[0], MEASUREMENTS)
             yield f"measure.{name}: {text}"
             continue
-        for problem in flag_problems(main_of(words[0]), filled(words[1:], out=out, run=run)):
+        words = filled(words, out=out, run=run)
+        for flag, text in refused(words, run).items():
+            if flag:  # MODEL and the command itself stand before all flags
+                yield f"measure.{name}: {text}: {_UNSAFE}"
+        for problem in flag_problems(main_of(words[0]), words[1:]):
             yield f"measure.{name}: {problem}"
 
 

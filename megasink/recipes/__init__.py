@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megasink.command_line import nearest, unknown_name
 from megasink.errors import ConfigError, UserError
-from megasink.flag_file import Flags, flag_words, form_problems, read_toml
+from megasink.flag_file import Flags, flag_words, form_problems, read_toml, refused
 
 FLAGS, EXPANDED = ("--recipe", "--config"), "--expanded-recipe"
 OF_RUN = "config.toml"
@@ -116,17 +116,29 @@ def expanded(argv: Sequence[str], known: Known | None = None) -> list[str]:
         known: as for `read`.
 
     Raises:
-        ConfigError, UserError, OSError: as `read` does.
+        ConfigError, UserError, OSError: as `read` does; also for flags that no file may set
+            (megasink.flag_file) and that the command line does not set itself.
     """
     names, others = _split(argv)
     if names is None:
         return list(argv)
     recipes = [read(name, known) for name in names]
+    unsafe = {
+        name: f"{recipe.name}: {text} is not taken from a file, for safety: give it on the command "
+        "line if you want it, or another value"
+        for recipe in recipes
+        for name, text in refused(flag_words(recipe.flags)).items()
+    }
+    said = {word[2:].partition("=")[0] for word in others if word.startswith("--")}
+    if problems := [text for name, text in unsafe.items() if name not in said]:
+        raise ConfigError(problems)
     flags: Flags = {}
     for recipe in recipes:
         given = [name for name, value in recipe.flags.items() if value is not False]
-        flags = _without_rivals(flags, given) | recipe.flags
-    dropped = {f"--{name}=false": name for name, value in flags.items() if value is True}
+        own = {name: value for name, value in recipe.flags.items() if name not in unsafe}
+        flags = _without_rivals(flags, given) | own
+    switches = [*unsafe, *(name for name, value in flags.items() if value is True)]
+    dropped = {f"--{name}=false": name for name in switches}
     flags |= dict.fromkeys((dropped[word] for word in others if word in dropped), False)
     others = [word for word in others if word not in dropped]
     here = [word[2:].partition("=")[0] for word in others if word.startswith("--")]

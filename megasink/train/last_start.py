@@ -9,8 +9,8 @@ from typing import Any
 
 from megasink.checkpoint.intact import newest_intact
 from megasink.errors import UserError
+from megasink.flag_file import named_values
 from megasink.train.early import cuda_devices, replica_ranks
-from megasink.train.replay import named_values
 from megasink.train.run_dir import has_finished_step
 
 
@@ -33,7 +33,10 @@ def last_start(run_dir: Path) -> dict[str, Any]:
     lines = starts.read_text(errors="replace").splitlines() if starts.is_file() else []
     for line in reversed(lines):
         with suppress(ValueError, TypeError, RecursionError):  # truncated by a kill
-            return dict(json.loads(line))
+            start = dict(json.loads(line))
+            words, ranks = start.get("command", []), start.get("world_size", 0)
+            if isinstance(words, list) and {*map(type, words)} <= {str} and type(ranks) is int:
+                return start
     return {}  # the ranks will report that there is no run
 
 
@@ -52,7 +55,7 @@ def flags_of_last_start(run_dir: Path, given: Sequence[str] = ()) -> list[str]:
 def ranks_of_last_start(run_dir: Path, args: Namespace) -> int | None:
     """Return the last start's rank count, if it was one machine and these flags allow it here."""
     last = last_start(run_dir)
-    ranks = int(last.get("world_size", 0))
+    ranks = last.get("world_size", 0)
     if not ranks or last.get("local_world_size", ranks) != ranks:
         return None
     if 0 < cuda_devices(args) < ranks:

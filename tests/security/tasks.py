@@ -166,12 +166,16 @@ def model_that_names_places(run: str, written: str, path: str) -> None:
 
 
 def flags_of_any_text() -> dict[str, list[str]]:
-    """Without dashes, all flags of the trainer and those whose value argparse lets be anything."""
+    """Without dashes, all flags of the trainer and of what a grid measures with, and those whose
+    value argparse lets be anything."""
     import argparse
 
     from megasink import platform
 
     platform.activate()
+    from megasink.cli import main_of
+    from megasink.command_line import flag_problems
+    from megasink.grid.measurements import MEASUREMENTS
     from megasink.parser import parse_apart
 
     found: dict[str, list[str]] = {}
@@ -187,4 +191,6 @@ def flags_of_any_text() -> dict[str, list[str]]:
 
     with mock.patch.object(argparse.ArgumentParser, "parse_known_args", look):
         parse_apart([])
+        for command in MEASUREMENTS:
+            flag_problems(main_of(command), ["model", "--output", "x", "--tasks", "y"])
     return found
