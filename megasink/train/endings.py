@@ -51,6 +51,8 @@ def explained(error: BaseException, args: Namespace) -> BaseException:
         return error
     _first = heartbeat.first_to_speak()
     if heartbeat.is_lost_connection(error):
+        if Told.signal:  # another rank got it, too, and has left
+            return Stopped(Told.signal, f" while {Told.phase}; {left(Told.run_dir)}")
         return _lost(error)
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         return UserError(_not_written(error, args))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megasink import platform, plugins
-from megasink.errors import Stopped, UserError
+from megasink.errors import ConfigError, Stopped, UserError
 from megasink.process import prepare_process
 from megasink.train import collectives, early, heartbeat, network, stop
 from megasink.train.endings import explained, speaks, wait_for_rank_0
@@ -39,9 +39,12 @@ def pretrain(argv: Sequence[str]) -> None:
         heartbeat.start()
     from megasink.train import arguments
     from megasink.train.checkpoint_copies import copying_checkpoints
+    from megasink.train.checks import memory
     from megasink.train.start import starting
 
     args, identity = arguments.parse(argv)
+    if problems := list(memory.problems(args)):
+        raise ConfigError(problems)
     guard.timeout = 60.0 * args.distributed_timeout_minutes
     if args.rank == 0:
         print(platform.describe(), flush=True)

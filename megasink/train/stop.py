@@ -18,6 +18,8 @@ from megasink.errors import Stopped
 
 # End of a job, Ctrl-C, closed terminal, a scheduler's warning (sbatch --signal USR1).
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+# A step that takes longer than this after a signal is given up where nothing is lost with it.
+STEP_SECONDS = 10.0
 # torchrun dies of a signal that it does not know, and Slurm sends to every process of a step.
 FOR_TORCHRUN = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
@@ -50,12 +52,20 @@ def left(run_dir: Path | None) -> str:
     """Describe what is saved of a run, and how to resume it."""
     if run_dir is None:
         return "there is no --run-dir to resume from"
-    tracker = run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
-    try:
-        newest = int(tracker.read_text())
-    except (OSError, ValueError):
+    if (newest := _newest(run_dir)) is None:
         return "no checkpoint was saved yet (--save-interval): restart with --resume auto"
     return f"resume from step {newest} with: megasink train --run-dir {run_dir} --resume"
+
+
+def _newest(run_dir: Path | None) -> int | None:
+    """Return the step of the newest checkpoint of a run, or None."""
+    if run_dir is None:
+        return None
+    tracker = run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
+    try:
+        return int(tracker.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def name_of(number: int) -> str:
@@ -140,10 +150,20 @@ def ending_at_once() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _give_up_step(number: int) -> None:
+    """End a rank that is still in its first step, or in the first since a checkpoint."""
+    if Told.saves and (Told.step is None or Told.step == _newest(Told.run_dir)):
+        leave(number)
+
+
 def _hear(receiving: int) -> None:
     while True:
         for number in os.read(receiving, 64):
             if Told.saves and number in Told.by:
-                Told.signal = Told.signal or number
+                if not Told.signal:
+                    Told.signal = number
+                    waiting = threading.Timer(STEP_SECONDS, _give_up_step, (number,))
+                    waiting.daemon = True
+                    waiting.start()
             elif number in SIGNALS and not sys.is_finalizing():
                 leave(number)

@@ -4,7 +4,10 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from megasink.hollow.world import be_rank
 from megasink.plan import rank
+from megasink.train import arguments
+from megasink.train.checks import memory
 from tests.attention import upstream_kernels
 
 
@@ -57,3 +60,10 @@ def _flash_attention_2() -> None:
 
 
 _STAND_INS = {"apex": _apex, "flash-attn-2": _flash_attention_2}
+
+
+def least_memory(flags: list[str], ranks: int) -> tuple[float, float]:
+    """What megasink.train.checks.memory counts for a rank: of its state, and of activations."""
+    be_rank(0, ranks)
+    args, _ = arguments.parse(flags)
+    return memory.bytes_of_rank(args)

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from megasink.plan import job
+from megasink.plan.memory import PARTS
 from tests.distributed.layout import SINGLE
 
 MODEL = (
@@ -82,9 +83,16 @@ def closed_form(variant, groups=8, layers=4, experts=0, untied=False):
     ids=["vanilla", "sink-TP", "headwise-PP", "elementwise-TP", "experts-PP-EP", "TP-above-groups"],
 )
 def test_parameters_are_exact_in_every_layout(gpu, pool, text, ranks, wanted):
-    found = job.parameters(records_of(gpu, text, ranks))
+    records = records_of(gpu, text, ranks)
+    found = job.parameters(records)
     options = {"variant": "sink", "untied": UNTIED in text} | wanted
     assert {name: number for name, number in found.items() if number} == closed_form(**options)
+    # What a machine's memory is compared with: without elementwise gates and copies on other ranks.
+    stages = [stage.memory for stage in job.memory(records)]
+    planned = sum(memory[part] for memory in stages for part in PARTS) / len(stages)
+    state, _ = gpu.run("plan_tasks:least_memory", flags=flags_of(text, 4, 32), ranks=ranks)
+    least = 0.99 if options["variant"] in ("vanilla", "sink") and PP not in text else 0.75
+    assert least * planned <= state <= 1.01 * planned
     whole = re.sub(r"--(sequence-parallel|[\w-]+-parallel-size \d+)", "", text)
     (built,) = pool.run(
         "tests.plan.tasks:number_of_parameters", SINGLE, flags=flags_of(whole, 4, 32)

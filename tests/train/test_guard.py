@@ -37,6 +37,16 @@ lock = threading.Lock()
 lock.acquire()
 lock.acquire()
 """
+LONG_STEP = """
+stop.STEP_SECONDS = 0.3
+stop.listen()
+stop.Told.run_dir, stop.Told.step = Path(sys.argv[1]), int(sys.argv[2]) or None
+stop.training_begins(signal.SIGTERM)
+stop.Told.phase = "training"
+print("listening", flush=True)
+time.sleep(2)
+print("the step is done", stop.Told.signal, flush=True)
+"""
 PREFIX = """
 import os, signal, subprocess, sys, threading, time
 from pathlib import Path
@@ -45,9 +55,9 @@ from megasink.train.guard import guard
 """
 
 
-def start(body):
+def start(body, *arguments):
     return subprocess.Popen(
-        [sys.executable, "-c", PREFIX + body],
+        [sys.executable, "-c", PREFIX + body, *arguments],
         env=os.environ | {"PYTHONPATH": str(ROOT), "RANK": "0"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -90,3 +100,19 @@ def test_a_signal_ends_a_rank_that_waits(number):
     assert process.returncode == 128 + number
     (line,) = errors.splitlines()
     assert line.startswith(f"megasink: stopped by {number.name} while starting; no checkpoint")
+
+
+@pytest.mark.parametrize(("step", "is_lost"), [("0", False), ("4", False), ("5", True)])
+def test_a_signal_ends_a_long_step_unless_an_earlier_one_would_be_lost(tmp_path, step, is_lost):
+    """The first step of a run, the first after the checkpoint of step 4, the second after it."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
+    process = start(LONG_STEP, str(tmp_path), step)
+    assert process.stdout.readline() == "listening\n"
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=1200)
+    assert output == ("the step is done 15\n" if is_lost else "")
+    assert process.returncode == (0 if is_lost else 128 + signal.SIGTERM)
+    assert is_lost or errors.startswith(
+        "megasink: stopped by SIGTERM while training; resume from step 4 with: "
+    )
