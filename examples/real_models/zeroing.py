@@ -1,0 +1,266 @@
+"""What a model loses without each of its heads, text by text.
+
+    python -m examples.real_models.zeroing runs/real-models/smollm2 runs/real-models/gemma3
+
+Every head gives zero, alone, and the loss of each text is compared with that of the unchanged
+model. A layer's head changes nothing in the layers below it: their outputs are kept, and only the
+rest of the model runs. `megasink.zero_heads` gives the same losses, but runs every layer.
+
+Results are lines of runs/real-models/zeroing-NAME.jsonl, for one layer and a block of 12 texts
+each, blocks first, so that a measurement that is stopped has all heads on fewer texts. A line is
+whole or absent; a repeated command goes on, also from results that are committed.
+
+Shapes: B texts, T tokens, H heads of a layer.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+import megasink
+from examples.real_models.texts import MEASURED, read_texts
+from examples.real_models.wheels import FOLDER, told
+from megasink.errors import UserError
+from megasink.probe.blocks import blocks_with_attention
+from megasink.probe.identity import weights_hash
+from megasink.probe.inputs import Sample, data_hash, encode
+from megasink.progress import progress
+
+RESULTS = Path(__file__).with_name("results")
+TOKENS = 128
+BLOCK = 12
+"""Texts of a line: four of each domain."""
+_LOGITS = 1 << 26  # elements at a time: 256 MiB
+
+
+@dataclass
+class Batch:
+    """Texts that run together, and what the unchanged model made of them.
+
+    Attributes:
+        ids_BT: tokens.
+        outputs: of each decoder layer, as the layer returned it.
+        loss_B: mean nats per token of each text; float64.
+    """
+
+    ids_BT: Tensor
+    outputs: list[Any] = field(default_factory=list)
+    loss_B: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+def losses(model: Any, ids_BT: Tensor) -> Tensor:
+    """Return [B]: the mean over targets of the loss of each text, in nats; float64."""
+    logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
+    found = []
+    for logits_TV, ids_T in zip(logits_BTV, ids_BT, strict=True):
+        nats_T = torch.nn.functional.cross_entropy(
+            logits_TV[:-1].float(), ids_T[1:], reduction="none"
+        )
+        found.append(nats_T.double().mean())
+    return torch.stack(found)
+
+
+def unchanged(model: Any, ids_BT: Tensor) -> Batch:
+    """Run the model as it is, and keep what every layer gives."""
+    batch = Batch(ids_BT)
+    hooks = [
+        block.module.register_forward_hook(lambda _module, _args, out: batch.outputs.append(out))
+        for block in blocks_with_attention(model)
+    ]
+    try:
+        batch.loss_B = losses(model, ids_BT)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return batch
+
+
+@contextmanager
+def starting_at(model: Any, layer: int, outputs: Sequence[Any]) -> Iterator[None]:
+    """Layers below `layer` give what they gave before, and compute nothing."""
+    below = [block.module for block in blocks_with_attention(model)[:layer]]
+    for module, output in zip(below, outputs[:layer], strict=True):
+        module.forward = lambda *_args, _output=output, **_options: _output
+    try:
+        yield
+    finally:
+        for module in below:
+            del module.forward
+
+
+@contextmanager
+def zeroed(model: Any, layer: int, head: int, heads: int) -> Iterator[None]:
+    """A head of a layer, one of `heads`, hands 0 to the output projection."""
+
+    def zero(_module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        out_BTHD = args[0].unflatten(-1, (heads, -1)).clone()
+        out_BTHD[:, :, head] = 0
+        return (out_BTHD.flatten(-2), *args[1:])
+
+    output = blocks_with_attention(model)[layer].output
+    assert output is not None, f"layer {layer} has no attention"
+    hook = output.register_forward_pre_hook(zero)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def without_each_head(model: Any, batch: Batch, layer: int, heads: int) -> Tensor:
+    """Return [H, B]: how much the loss of each text rises without each head of a layer; nats."""
+    rises = []
+    with starting_at(model, layer, batch.outputs):
+        for head in range(heads):
+            with zeroed(model, layer, head, heads):
+                rises.append(losses(model, batch.ids_BT) - batch.loss_B)
+    return torch.stack(rises)
+
+
+def open_results(path: Path, facts: dict[str, Any]) -> tuple[BinaryIO, list[dict[str, Any]]]:
+    """Open a file of results to go on with: lock it, drop a line that is not whole, read the rest.
+
+    Raises:
+        UserError: another process writes it, or it is of another model, or other texts.
+    """
+    committed = RESULTS / path.name
+    if not path.is_file() and committed.is_file():
+        shutil.copyfile(committed, path)
+    file = path.open("a+b")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{path}: another process is writing it") from None
+    file.seek(0)
+    text = file.read()
+    whole = text.rfind(b"\n") + 1
+    file.truncate(whole)
+    lines = [json.loads(line) for line in text[:whole].splitlines()]
+    if not lines:
+        append(file, facts)
+    elif lines[0] != facts:
+        other = [name for name in facts if lines[0].get(name) != facts[name]]
+        raise UserError(f"{path} is of another {', '.join(other)}: move it away")
+    return file, lines[1:]
+
+
+def append(file: BinaryIO, line: dict[str, Any]) -> None:
+    """Append a line in one write."""
+    file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def micro(values: Tensor) -> Any:
+    """Return nats as whole numbers of 1e-6 nats, which is about what float32 carries."""
+    return (values * 1e6).round().long().tolist()
+
+
+class Measurement:
+    """A model, its texts, and the file of what is measured.
+
+    Args:
+        folder: of Hugging Face.
+        samples: of equal length.
+    """
+
+    def __init__(self, folder: Path, samples: Sequence[Sample], model: Any, output: Path):
+        self.model, self.samples, self.name = model, samples, folder.resolve().name
+        config = model.config.get_text_config()
+        self.layers, self.heads = config.num_hidden_layers, config.num_attention_heads
+        facts = {
+            "model": self.name,
+            "weights": weights_hash(model),
+            "texts": data_hash(samples),
+            "tokens": len(samples[0].tokens),
+            "block": BLOCK,
+            "layers": self.layers,
+            "heads": self.heads,
+            "unit": "1e-6 nats per token",
+        }
+        self.file, lines = open_results(output, facts)
+        self.done = {(line["block"], line["layer"]) for line in lines if "layer" in line}
+        self.known = {line["block"] for line in lines if "layer" not in line}
+
+    def left(self, blocks: int) -> int:
+        """Return how many lines of the first blocks are missing."""
+        return sum((b, layer) not in self.done for b in range(blocks) for layer in self.range)
+
+    @property
+    def range(self) -> range:
+        """The layers."""
+        return range(self.layers)
+
+    def measure(self, block: int) -> Iterator[None]:
+        """Measure what is missing of a block; yields after each layer."""
+        if not any((block, layer) not in self.done for layer in self.range):
+            return
+        texts = self.samples[block * BLOCK : (block + 1) * BLOCK]
+        ids_BT = torch.tensor([sample.tokens for sample in texts])
+        rows = max(1, _LOGITS // (ids_BT.shape[1] * self.model.config.get_text_config().vocab_size))
+        batches = [unchanged(self.model, ids) for ids in ids_BT.split(rows)]
+        if block not in self.known:
+            loss_B = torch.cat([batch.loss_B for batch in batches])
+            append(self.file, {"block": block, "loss": micro(loss_B)})
+            self.known.add(block)
+        for layer in self.range:
+            if (block, layer) not in self.done:
+                rise = [without_each_head(self.model, b, layer, self.heads) for b in batches]
+                line = {"block": block, "layer": layer, "rise": micro(torch.cat(rise, 1))}
+                append(self.file, line)
+                self.done.add((block, layer))
+                yield
+
+
+def samples_of(tokenizer: Any) -> list[Sample]:
+    """Return every text as its first `TOKENS` tokens, BOS as the tokenizer adds it."""
+    found = []
+    for number, text in enumerate(read_texts()):
+        tokens = encode(tokenizer, text.text, "auto", f"text {number}")[:TOKENS]
+        if len(tokens) < TOKENS:
+            raise UserError(f"text {number} has {len(tokens)} tokens, not {TOKENS}")
+        found.append(Sample(tuple(tokens), text.domain, f"text {number}"))
+    return found
+
+
+def main() -> int:
+    """Measure blocks of texts, each on every model."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="+", type=Path, help="Hugging Face folders")
+    parser.add_argument("--texts", type=int, default=MEASURED, help="at most so many of the texts")
+    args = parser.parse_args()
+    measurements = []
+    blocks = -(-min(args.texts, MEASURED) // BLOCK)
+    for folder in args.models:
+        hub = megasink.load_model(folder, device="cpu")
+        samples = samples_of(hub.tokenizer)[:MEASURED]
+        output = FOLDER / f"zeroing-{folder.resolve().name}.jsonl"
+        measurements.append(Measurement(folder, samples, hub.model, output))
+    total = sum(len(m.range) * blocks for m in measurements)
+    before = total - sum(m.left(blocks) for m in measurements)
+    done, begin = before, time.process_time()
+    with torch.no_grad(), progress("zeroing", total, "layers", before=before) as tell:
+        for block in range(blocks):
+            for measurement in measurements:
+                with told(str(FOLDER)):
+                    for _ in measurement.measure(block):
+                        done += 1
+                        tell(done, f"{measurement.name}, block {block}")
+    print(f"{done} of {total} layers measured; {time.process_time() - begin:.0f} s of CPU time")
+    return 0
+
+
+if __name__ == "__main__":
+    from examples.replicate.entry import end_with
+
+    end_with(main, "zeroing.py")
