@@ -6,9 +6,9 @@ Every head gives zero, alone, and the loss of each text is compared with that of
 model. A layer's head changes nothing in the layers below it: their outputs are kept, and only the
 rest of the model runs. `megasink.zero_heads` gives the same losses, but runs every layer.
 
-Results are lines of runs/real-models/zeroing-NAME.jsonl, for one layer and a block of 12 texts
-each, blocks first, so that a measurement that is stopped has all heads on fewer texts. A line is
-whole or absent; a repeated command goes on, also from results that are committed.
+Results are lines of runs/real-models/zeroing-NAME.jsonl, for one layer and a block of three
+texts each, blocks first, so that a measurement that is stopped has all heads on fewer texts. A line
+is whole or absent; a repeated command goes on, also from results that are committed.
 
 Shapes: B texts, T tokens, H heads of a layer.
 """
@@ -39,8 +39,10 @@ from megasink.progress import progress
 
 RESULTS = Path(__file__).with_name("results")
 TOKENS = 128
-BLOCK = 12
-"""Texts of a line: four of each domain."""
+BLOCK = 3
+"""Texts of a line: one of each domain."""
+UNIT = 1e-5
+"""Of losses in the file, in nats per token: a hundredth of what texts differ by."""
 _LOGITS = 1 << 26  # elements at a time: 256 MiB
 
 
@@ -161,9 +163,9 @@ def append(file: BinaryIO, line: dict[str, Any]) -> None:
     os.fsync(file.fileno())
 
 
-def micro(values: Tensor) -> Any:
-    """Return nats as whole numbers of 1e-6 nats, which is about what float32 carries."""
-    return (values * 1e6).round().long().tolist()
+def units(values: Tensor) -> Any:
+    """Return nats as whole numbers of `UNIT`."""
+    return (values / UNIT).round().long().tolist()
 
 
 class Measurement:
@@ -186,7 +188,7 @@ class Measurement:
             "block": BLOCK,
             "layers": self.layers,
             "heads": self.heads,
-            "unit": "1e-6 nats per token",
+            "unit": UNIT,
         }
         self.file, lines = open_results(output, facts)
         self.done = {(line["block"], line["layer"]) for line in lines if "layer" in line}
@@ -211,12 +213,12 @@ class Measurement:
         batches = [unchanged(self.model, ids) for ids in ids_BT.split(rows)]
         if block not in self.known:
             loss_B = torch.cat([batch.loss_B for batch in batches])
-            append(self.file, {"block": block, "loss": micro(loss_B)})
+            append(self.file, {"block": block, "loss": units(loss_B)})
             self.known.add(block)
         for layer in self.range:
             if (block, layer) not in self.done:
                 rise = [without_each_head(self.model, b, layer, self.heads) for b in batches]
-                line = {"block": block, "layer": layer, "rise": micro(torch.cat(rise, 1))}
+                line = {"block": block, "layer": layer, "rise": units(torch.cat(rise, 1))}
                 append(self.file, line)
                 self.done.add((block, layer))
                 yield
