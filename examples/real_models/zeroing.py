@@ -66,9 +66,8 @@ def losses(model: Any, ids_BT: Tensor) -> Tensor:
     logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
     found = []
     for logits_TV, ids_T in zip(logits_BTV, ids_BT, strict=True):
-        nats_T = torch.nn.functional.cross_entropy(
-            logits_TV[:-1].float(), ids_T[1:], reduction="none"
-        )
+        logits_TV = logits_TV[:-1].to(torch.promote_types(logits_TV.dtype, torch.float32))
+        nats_T = torch.nn.functional.cross_entropy(logits_TV, ids_T[1:], reduction="none")
         found.append(nats_T.double().mean())
     return torch.stack(found)
 
@@ -235,12 +234,12 @@ def samples_of(tokenizer: Any) -> list[Sample]:
     return found
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Measure blocks of texts, each on every model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+", type=Path, help="Hugging Face folders")
     parser.add_argument("--texts", type=int, default=MEASURED, help="at most so many of the texts")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     measurements = []
     blocks = -(-min(args.texts, MEASURED) // BLOCK)
     for folder in args.models:

@@ -1,0 +1,289 @@
+"""Is importance what a model loses? Scores of heads against the measured loss without each.
+
+    python -m examples.real_models.importance [smollm2 gemma3]
+
+reads what `zeroing` and `scores` wrote, in runs/real-models or as committed in results/, and writes
+importance.json and importance.png beside it. It runs on whatever is measured, and says how much.
+
+Shapes: L layers, H heads, N texts.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import rankdata
+
+from examples.real_models.texts import MEASURED
+from examples.real_models.wheels import FOLDER, told
+from examples.real_models.zeroing import RESULTS
+from megasink.atomic import atomic_text
+from megasink.diagnostics import metrics
+from megasink.errors import UserError
+
+Floats = NDArray[np.float64]
+
+DRAWS, SPLITS, SEED = 1000, 200, 0
+ENTROPY_WEIGHT = 0.5
+"""Of the entropy in the combined score; arXiv 2510.13832 tunes it."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What was measured of a model.
+
+    Attributes:
+        weights: hash of the model's.
+        rise_LHN: rise of the loss without a head, in nats per token; of the layers measured.
+        loss_N: of the unchanged model.
+        layers: of the whole model.
+    """
+
+    weights: str
+    rise_LHN: Floats
+    loss_N: Floats
+    layers: int
+
+    @property
+    def part(self) -> str:
+        """What is missing; empty if nothing is."""
+        measured, texts = len(self.rise_LHN), self.rise_LHN.shape[-1]
+        if measured == self.layers and texts == MEASURED:
+            return ""
+        layers = "" if measured == self.layers else f", layers 0 to {measured - 1} of {self.layers}"
+        return f"partial: {texts} of {MEASURED} texts{layers}"
+
+
+def find(name: str) -> Path:
+    """Return a results file: that of this checkout's runs, or else the committed one."""
+    for path in (FOLDER / name, RESULTS / name):
+        if path.is_file():
+            return path
+    raise UserError(f"there is no {FOLDER / name}: run the commands of README.md first")
+
+
+def read_losses(path: Path) -> Losses:
+    """Read whole blocks; of the first block the layers from 0 on, if no block is whole.
+
+    Raises:
+        UserError: not one layer is measured.
+    """
+    text = path.read_bytes()
+    lines = [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
+    facts, rises, losses = lines[0], {}, {}
+    for line in lines[1:]:
+        if "layer" in line:
+            rises[line["block"], line["layer"]] = line["rise"]
+        else:
+            losses[line["block"]] = line["loss"]
+    layers = range(facts["layers"])
+    blocks = [b for b in sorted(losses) if all((b, layer) in rises for layer in layers)]
+    if not blocks:
+        blocks, layers = [0], range(next(i for i in range(len(layers)) if (0, i) not in rises))
+    if not layers:
+        raise UserError(f"{path}: nothing is measured yet")
+    rise = [np.concatenate([rises[b, layer] for b in blocks], -1) for layer in layers]
+    loss = np.concatenate([losses[b] for b in blocks])
+    unit = facts["unit"]
+    return Losses(facts["weights"], np.array(rise) * unit, loss * unit, facts["layers"])
+
+
+def read_scores(path: Path, weights: str) -> dict[str, Floats]:
+    """Return every score, high for heads that it takes for important, [L, H].
+
+    Raises:
+        UserError: the scores are of other weights.
+    """
+    found = json.loads(path.read_text())
+    if found["weights"] != weights:
+        raise UserError(f"{path} is of other weights than the losses: move it away")
+    scores = {name: np.array(values) for name, values in found["scores"].items()}
+    gradient, entropy = _unit(scores["mask_gradient"]), _unit(scores["aeqd"])
+    for name, values in scores.items():
+        if name in metrics() and metrics()[name].inactive == "above":
+            scores[name] = -values
+    # Two readings: P3 takes little entropy for inactive, the literature on pruning for specialized.
+    for name, sign in (("low_entropy", 1 - entropy), ("high_entropy", entropy)):
+        weighted = (1 - ENTROPY_WEIGHT) * gradient + ENTROPY_WEIGHT * sign
+        scores[f"mask_gradient_{name}"] = weighted
+    return scores
+
+
+def _unit(values: Floats) -> Floats:
+    return (values - values.min()) / (np.ptp(values) or 1.0)
+
+
+def rank_correlation(one: Floats, other: Floats) -> float:
+    """Spearman's rank correlation; NaN where either is constant."""
+    a, b = rankdata(one) - (one.size + 1) / 2, rankdata(other) - (other.size + 1) / 2
+    norm = np.sqrt((a @ a) * (b @ b))
+    return float(a @ b / norm) if norm else float("nan")
+
+
+def within_layers(score_LH: Floats, rise_LH: Floats) -> Floats:
+    """Return [L]: the rank correlation inside each layer."""
+    return np.array([rank_correlation(s, r) for s, r in zip(score_LH, rise_LH, strict=True)])
+
+
+def known_mean(values: Floats) -> float:
+    """Return the mean of the values that are not NaN; NaN if none is."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if known.size else float("nan")
+
+
+def kept_share(score: Floats, rise: Floats) -> float:
+    """Return how much of the summed rise the better half of the heads by a score has.
+
+    Heads with equal scores share what they have. Chance is 0.5 for an even number of heads.
+    """
+    order = np.argsort(-score, kind="stable")
+    rise = np.array([rise[score == value].mean() for value in score])
+    return float(rise[order[: (len(order) + 1) // 2]].sum() / rise.sum())
+
+
+def interval(draw: Callable[[np.random.Generator], float]) -> list[float]:
+    """Return the 2.5 % and 97.5 % points of bootstrap draws; NaN if there is none."""
+    generator = np.random.default_rng(SEED)
+    draws = np.array([draw(generator) for _ in range(DRAWS)])
+    known = draws[~np.isnan(draws)]
+    points = np.quantile(known, (0.025, 0.975)) if known.size else (np.nan, np.nan)
+    return [float(point) for point in points]
+
+
+def compare(score_LH: Floats, losses: Losses) -> dict[str, Any]:
+    """Return how well a score ranks heads, with intervals by bootstrap over texts and heads.
+
+    Within layers whole layers are drawn, and texts.
+    """
+    rise_LHN = losses.rise_LHN
+    score_LH = score_LH[: len(rise_LHN)]
+    score, rise_HN = score_LH.ravel(), rise_LHN.reshape(score_LH.size, -1)
+    rise_LH, (heads, texts) = rise_LHN.mean(-1), rise_HN.shape
+
+    def over_all(generator: np.random.Generator) -> float:
+        chosen = generator.integers(heads, size=heads)
+        mean = rise_HN[:, generator.integers(texts, size=texts)].mean(1)
+        return rank_correlation(score[chosen], mean[chosen])
+
+    def inside(generator: np.random.Generator) -> float:
+        mean_LH = rise_LHN[:, :, generator.integers(texts, size=texts)].mean(-1)
+        chosen = generator.integers(len(mean_LH), size=len(mean_LH))
+        return known_mean(within_layers(score_LH[chosen], mean_LH[chosen]))
+
+    by_layer = within_layers(score_LH, rise_LH)
+    in_layers = np.array([rise_LH[i].sum() * kept_share(score_LH[i], rise_LH[i])
+                          for i in range(len(rise_LH))])  # fmt: skip
+    return {
+        "all": rank_correlation(score, rise_LH.ravel()),
+        "all_interval": interval(over_all),
+        "within": known_mean(by_layer),
+        "within_interval": interval(inside),
+        "by_layer": [round(float(value), 3) for value in by_layer],
+        "kept": kept_share(score, rise_LH.ravel()),
+        "kept_within": float(in_layers.sum() / rise_LH.sum()),
+    }
+
+
+def reachable(losses: Losses) -> dict[str, float]:
+    """Return what a perfect score could reach: half of the texts rank the heads for the others."""
+    rise_LHN = losses.rise_LHN
+    generator = np.random.default_rng(SEED)
+    found = []
+    for _ in range(SPLITS if rise_LHN.shape[-1] > 1 else 0):
+        one, other = np.array_split(generator.permutation(rise_LHN.shape[-1]), 2)
+        a, b = rise_LHN[..., one].mean(-1), rise_LHN[..., other].mean(-1)
+        all_heads, inside = rank_correlation(a.ravel(), b.ravel()), within_layers(a, b)
+        found.append((all_heads, known_mean(inside), kept_share(a.ravel(), b.ravel())))
+    points = np.mean(found, 0) if found else np.full(3, np.nan)
+    return dict(zip(("all", "within", "kept"), map(float, points), strict=True))
+
+
+def facts_of(losses: Losses) -> dict[str, Any]:
+    """Return what the losses alone show."""
+    rise_HN = losses.rise_LHN.reshape(-1, losses.rise_LHN.shape[-1])
+    mean = np.sort(rise_HN.mean(1))[::-1]
+    error = rise_HN.std(1, ddof=1) / np.sqrt(rise_HN.shape[1]) if rise_HN.shape[1] > 1 else 0 * mean
+    return {
+        "texts": rise_HN.shape[1],
+        "heads": len(mean),
+        "loss": float(losses.loss_N.mean()),
+        "median_rise": float(np.median(mean)),
+        "largest_rise": float(mean[0]),
+        "below_0.01": float((mean < 0.01).mean()),
+        "share_of_first_tenth": float(mean[: -(-len(mean) // 10)].sum() / mean.sum()),
+        "median_standard_error": float(np.median(error)),
+        "resolved": float((np.abs(rise_HN.mean(1)) > 2 * error).mean()),
+    }
+
+
+def examine(name: str) -> dict[str, Any]:
+    """Return everything about a model."""
+    losses = read_losses(find(f"zeroing-{name}.jsonl"))
+    scores = read_scores(find(f"scores-{name}.json"), losses.weights)
+    compared = {score: compare(values, losses) for score, values in scores.items()}
+    return {
+        "model": name,
+        "part": losses.part,
+        "measured": facts_of(losses),
+        "reachable": reachable(losses),
+        "scores": dict(sorted(compared.items(), key=lambda item: -item[1]["all"])),
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """Return a model's table in Markdown."""
+    measured = found["measured"]
+    lines = [
+        f"{found['model']}{' (' + found['part'] + ')' if found['part'] else ''}: "
+        + ", ".join(f"{key} {value:.4g}" for key, value in measured.items()),
+        "",
+        "| score | all heads | within a layer | kept by the better half | in each layer |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in found["scores"].items():
+        lines.append(
+            f"| {name} | {row['all']:.2f} ({row['all_interval'][0]:.2f} to "
+            f"{row['all_interval'][1]:.2f}) | {row['within']:.2f} ({row['within_interval'][0]:.2f} "
+            f"to {row['within_interval'][1]:.2f}) | {row['kept']:.0%} | {row['kept_within']:.0%} |"
+        )
+    best = found["reachable"]
+    lines.append(
+        f"| other texts | {best['all']:.2f} | {best['within']:.2f} | {best['kept']:.0%} | |"
+    )
+    return "\n".join(lines)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return list(map(_without_nan, value))
+    return None if isinstance(value, float) and np.isnan(value) else value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare, draw, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", default=["smollm2", "gemma3"])
+    names = parser.parse_args(arguments).models
+    found = [examine(name) for name in names]
+    from examples.real_models.importance_figure import draw
+
+    with told(str(FOLDER)):
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(_without_nan(found), indent=1, allow_nan=False)
+        atomic_text(FOLDER / "importance.json", text + "\n")
+        draw(found, FOLDER / "importance.png")
+    print("\n\n".join(map(table, found)))
+    return 0
+
+
+if __name__ == "__main__":
+    from examples.replicate.entry import end_with
+
+    end_with(main, "importance.py")
