@@ -16,6 +16,7 @@ from megasink.errors import UserError
 
 FOLDER = Path("runs/real-models")
 SOURCES_FILE = Path(__file__).with_name("sources.toml")
+_ASIDE = ("WARNING", "[notice]")
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,12 @@ def _download(wheel: Wheel, folder: Path) -> None:
     words += ["--platform=manylinux_2_28_x86_64", f"--dest={folder}", wheel.requirement]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if "ERROR" in line or "No module" in line]
-        why = (said or done.stderr.splitlines() or [f"exit code {done.returncode}"])[-1]
+        # pip's last line has the reason, after a traceback too.
+        said = [line for line in done.stderr.splitlines() if line and not line.startswith(_ASIDE)]
+        why = (said or [f"exit code {done.returncode}"])[-1].removeprefix("ERROR: ")
         raise UserError(
-            f"{wheel.requirement}: pip did not download it: {why.removeprefix('ERROR: ')} (or put "
-            f"{wheel.file} into {folder.parent} yourself)"
+            f"{wheel.requirement}: pip did not download it: {why}; without a network put "
+            f"{wheel.file} into {folder.parent} yourself"
         )
     if not (folder / wheel.file).is_file():
         found = ", ".join(sorted(path.name for path in folder.iterdir()))

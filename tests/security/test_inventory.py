@@ -84,6 +84,9 @@ SAFE = {
     ("megasink/train/launch.py", "subprocess"): FIXED,
     ("megasink/train/ranks.py", "subprocess"): "this Python with torchrun, no shell; flags of a "
     "last start: train/replay.py",
+    ("examples/real_models/fetch.py", "from_pretrained"): "a GGUF file of a known sha256",
+    ("examples/real_models/wheels.py", "subprocess"): "pip download of sources.toml's packages, "
+    "binary and without dependencies; this Python, no shell",
     ("examples/replicate/corpora.py", "subprocess"): "apt-get by its path, with package names of "
     "text_sources.toml, no shell",
     ("setup.py", "eval"): "the name of an extra",
