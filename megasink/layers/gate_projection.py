@@ -5,12 +5,13 @@ In memory a rank's weight is [its q, k, v rows | its gate rows | padding]. In a 
 rows are a separate tensor, ``linear_gate.weight``, because rows at the end of each shard would end
 up in the wrong heads when the tensor-parallel size changes.
 
-The padding makes the number of rows a multiple of 8. Value is a view of the output of linear_qkv,
-so that number is the distance between its rows, and flash kernels load 16 bytes at once without a
-check: on a GPU another distance ends in "misaligned address". Padding costs at most 7 of thousands
-of rows and keeps the fast GEMMs, which need aligned rows too; a copy of the value would read and
-write it in every layer and leave the GEMM slow. The padding is 0, gets no gradient, nothing reads
-its output, and no torch_dist checkpoint has it.
+The padding makes the number of rows a multiple of 8, or of the 16 or 32 that the GEMMs of FP8 need.
+Value is a view of the output of linear_qkv, so that number is the distance between its rows, and
+flash kernels load 16 bytes at once without a check: on a GPU another distance ends in "misaligned
+address". Padding costs at most 7 (FP8: 31) of thousands of rows and keeps the fast GEMMs, which
+need aligned rows too; a copy of the value would read and write it in every layer and leave the GEMM
+slow. The padding is 0, gets no gradient, nothing reads its output, and no torch_dist checkpoint has
+it.
 """
 
 import functools
@@ -24,12 +25,13 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from megatron.core.fp8_utils import get_fp8_align_size
 from torch import Tensor
 
 from megasink.errors import UserError
 from megasink.gate_options import trailing_rows
 
-_MULTIPLE = 8  # rows of bfloat16 that fill 16 bytes
+_BF16_ROWS = 8  # fill 16 bytes
 
 
 class _GateRows:
@@ -44,7 +46,8 @@ class _GateRows:
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any):
         ranks = config.tensor_model_parallel_size
         mixed, gate = output_size // ranks, trailing_rows(config) // ranks
-        self.row_split = (mixed, gate, -(mixed + gate) % _MULTIPLE)
+        multiple = get_fp8_align_size(config.fp8_recipe) if config.fp8 else _BF16_ROWS
+        self.row_split = (mixed, gate, -(mixed + gate) % multiple)
         super().__init__(input_size, ranks * sum(self.row_split), config=config, **kwargs)  # type: ignore[call-arg]
         self._scores: Tensor | None = None
         for parameter in (self.weight, self.bias):  # type: ignore[attr-defined]

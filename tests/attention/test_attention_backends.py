@@ -14,7 +14,7 @@ from megasink.attention import (
     register_backend,
 )
 from megasink.attention import backends as registry
-from megasink.attention.backends import at_runtime, backend_named
+from megasink.attention.backends import at_runtime, backend_named, cuda
 from megasink.attention.backends.eager import EagerBackend
 from megasink.errors import ConfigError
 from tests.attention.attention_oracle import check, make_case
@@ -87,28 +87,63 @@ def test_refusals_say_why_and_what_to_use(request_, requested, messages):
     ("version", "capability", "refused"),
     [(91900, (9, 0), True), (92600, (9, 0), False), (91900, (8, 0), False)],
 )
-def test_cudnn_is_refused_on_hopper_before_its_mend(monkeypatch, version, capability, refused):
+@pytest.mark.parametrize("name", ["cudnn", "transformer-engine"])
+def test_cudnn_is_refused_on_hopper_before_its_mend(
+    monkeypatch, name, version, capability, refused
+):
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
-    reason = backend_named("cudnn").supports(replace(CUDA, compute_capability=capability))
+    monkeypatch.setattr(cuda, "package_reason", lambda *_: None)
+    reason = backend_named(name).supports(replace(CUDA, compute_capability=capability))
     assert (reason is not None) == refused
     assert not refused or ("needs cuDNN 9.26" in reason and "this is 91900" in reason)
 
 
-def test_cudnn_is_not_called_for_a_single_key(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "capability", "head_dim", "refused"),
+    [
+        ("cudnn", (9, 0), 64, "PyTorch does not ask cuDNN for its deterministic"),
+        ("transformer-engine", (8, 0), 64, "before Hopper its backward is not deterministic"),
+        ("transformer-engine", (9, 0), 64, None),
+        ("flash-attn-3", (9, 0), 200, "its backward is deterministic up to head dim 192, got 200"),
+        ("flash-attn-3", (9, 0), 192, None),
+    ],
+)
+def test_who_is_not_deterministic_says_so(monkeypatch, name, capability, head_dim, refused):
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "package_reason", lambda *_: None)
+    request = replace(CUDA, head_dim=head_dim, compute_capability=capability)
+    assert backend_named(name).supports(request) is None
+    reason = backend_named(name).supports(replace(request, deterministic=True))
+    assert reason is refused is None or refused in reason
+
+
+@pytest.mark.parametrize("name", ["cudnn", "transformer-engine"])
+def test_cudnn_is_not_called_for_a_single_key(monkeypatch, name):
     """It refuses one. These are the blocks of a vanilla model of two tokens and of window edges."""
 
     def refuse(*args):
         raise RuntimeError("key/value sequence length of 1")
 
-    cudnn = backend_named("cudnn")
-    for name in ("launch_forward", "launch_backward"):
-        monkeypatch.setattr(cudnn, name, refuse)
+    cudnn = backend_named(name)
+    for method in ("launch_forward", "launch_backward"):
+        monkeypatch.setattr(cudnn, method, refuse)
     monkeypatch.setattr(type(cudnn), "supports", lambda *_: None)
     choose_backend.cache_clear()
-    check(make_case(groups=2, tokens=2), torch.float32, "vanilla", backend="cudnn")
+    check(make_case(groups=2, tokens=2), torch.float32, "vanilla", backend=name)
     with pytest.raises(RuntimeError, match="length of 1"):
-        check(make_case(groups=2, tokens=3), torch.float32, "vanilla", backend="cudnn")
+        check(make_case(groups=2, tokens=3), torch.float32, "vanilla", backend=name)
+    choose_backend.cache_clear()
+
+
+def test_cudnns_backward_is_not_called_for_a_single_query(monkeypatch):
+    """It gives NaN on Hopper where the LSE is far below 0."""
+    cudnn = backend_named("cudnn")
+    monkeypatch.setattr(type(cudnn), "supports", lambda *_: None)
+    monkeypatch.setattr(cudnn, "launch_forward", EagerBackend().forward)
+    monkeypatch.setattr(cudnn, "launch_backward", lambda *_: [torch.full((), torch.nan)] * 3)
+    choose_backend.cache_clear()
+    check(make_case(tokens=1, keys=128), torch.float32, "vanilla", backend="cudnn", causal=False)
     choose_backend.cache_clear()
 
 

@@ -4,10 +4,13 @@ The definition: gate_tasks.py here. Layouts: tests/distributed/test_layouts.py, 
 """
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from megasink.layers import gate_projection
 from tests.distributed.layout import SINGLE, Layout
 
 TASKS = "tests.layers.gate_tasks"
@@ -170,3 +173,24 @@ def test_a_state_from_before_the_padding_is_refused(pool):
         assert "megasink convert-to-hf and convert-from-hf" in message
         assert "--ckpt-convert-format torch_dist" in message
     assert pool.run(f"{TASKS}:loaded_without_padding", SINGLE, **ELEMENTWISE) == [""]
+
+
+@pytest.mark.parametrize(
+    ("fp8", "recipe", "rows"),
+    [(None, None, 40), ("hybrid", "delayed", 48), ("e4m3", "mxfp8", 64)],
+    ids=["bf16", "delayed", "mxfp8"],
+)
+def test_gate_rows_are_padded_to_what_the_gemms_take(monkeypatch, fp8, recipe, rows):
+    """32 rows of query, key and value on a rank, and 4, 8 or 1 of the gate."""
+
+    class Linear:
+        def __init__(self, columns, rows, *, config):
+            self.weight = torch.nn.Parameter(torch.ones(rows // 2, columns))
+            self.bias = None
+
+    for gate in (4, 8, 1):
+        monkeypatch.setattr(gate_projection, "trailing_rows", lambda _, gate=gate: 2 * gate)
+        config = SimpleNamespace(tensor_model_parallel_size=2, fp8=fp8, fp8_recipe=recipe)
+        linear = gate_projection.with_gate_rows(Linear)(8, 64, config=config)
+        assert linear.row_split == (32, gate, rows - 32 - gate)
+        assert linear.weight.sum() == 8 * (32 + gate)

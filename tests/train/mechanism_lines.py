@@ -32,8 +32,6 @@ rates-of-both-ends: --embedding-lr 0.2 --output-lr -1 --decoupled-lr 0.1 --use-m
   ! --embedding-lr and --output-lr: embedding and output layer are one matrix
 muon-with-ranks-for-each-replica: --optimizer dist_muon
   ! --optimizer dist_muon is Megatron's old name: use --optimizer muon
-fp8-gate: --fp8-format hybrid
-  ! the gate adds 4 per rank
 gates-in-some-layers: --gate-granularity elementwise --attention-variant-layers [1,0]
     --optimizer muon --match-ffn-width
   ! --attention-variant-layers with --optimizer muon and elementwise gates

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasink.attention.backends.base import AttentionRequest, VendorBackend, fp16_reason
+from megasink.attention.backends.base import AttentionRequest, fp16_reason
 from megasink.attention.backends.cuda import BTHDLayout, cuda_reason, with_whole_vectors
-from megasink.attention.backends.eager import EagerBackend
-from megasink.attention.call import AttentionCall, BackwardTensors, Gradients
+from megasink.attention.backends.cudnn import CudnnKernel, cudnn_reason
+from megasink.attention.call import AttentionCall, BackwardTensors
 
 
 class FlashCudaBackend(BTHDLayout):
@@ -63,50 +63,27 @@ def _options(call: AttentionCall) -> dict[str, Any]:
     return {"scale": call.scale, **window}
 
 
-# torch.backends.cudnn.version() of the first release without that defect.
-HOPPER_SINCE = 92600
-_ONE_KEY = EagerBackend()
-
-
-class CudnnBackend(VendorBackend):
+class CudnnBackend(CudnnKernel):
     """`aten::_scaled_dot_product_cudnn_attention`: cuDNN's fused kernels.
 
     Every tensor is made contiguous as [B, H, T, D]: in some releases PyTorch's cache of cuDNN
     graphs is keyed only on the strides of query, key and value, and would silently reuse a graph
-    built for another layout of the output or its gradient. Blocks of a single key, which cuDNN
-    refuses, take the eager kernel: its temporaries for one key are no larger than the output.
+    built for another layout of the output or its gradient.
     """
 
     name = "cudnn"
 
     def supports(self, request: AttentionRequest) -> str | None:
         """See `Backend.supports`."""
-        if request.device_type == "cuda" and not torch.backends.cudnn.is_available():
-            return "this PyTorch has no cuDNN"
-        if request.compute_capability is not None and request.compute_capability[0] == 9:
-            version = torch.backends.cudnn.version() or 0
-            if version < HOPPER_SINCE:
-                return (
-                    "on Hopper it needs cuDNN 9.26 (earlier releases give non-finite gradients for "
-                    f"unmasked blocks of 64 keys modulo 128), this is {version}"
-                )
+        if reason := cudnn_reason(request):
+            return reason
+        if request.deterministic:  # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
+            return "PyTorch does not ask cuDNN for its deterministic backward"
         return cuda_reason(request, largest_head_dim=128) or fp16_reason(request)
 
     def lay_out(self, tensor_BHTD: Tensor) -> Tensor:
         """See `VendorBackend`."""
         return with_whole_vectors(tensor_BHTD.contiguous())
-
-    def forward(
-        self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, call: AttentionCall
-    ) -> tuple[Tensor, Tensor]:
-        """See `Backend.forward`."""
-        compute = _ONE_KEY.forward if key_BGSD.shape[2] == 1 else super().forward
-        return compute(query_BHTD, key_BGSD, value_BGSD, call)
-
-    def backward(self, tensors: BackwardTensors, call: AttentionCall) -> Gradients:
-        """See `Backend.backward`."""
-        compute = _ONE_KEY.backward if tensors.key_BGSD.shape[2] == 1 else super().backward
-        return compute(tensors, call)
 
     def launch_forward(
         self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall

@@ -14,17 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megasink.attention.backends.base import AttentionRequest
 from megasink.attention.backends.cuda import PackageBackend, with_whole_vectors
+from megasink.attention.backends.cudnn import CudnnKernel, cudnn_reason
 from megasink.attention.call import AttentionCall, BackwardTensors
 
 
-class TransformerEngineBackend(PackageBackend):
+class TransformerEngineBackend(CudnnKernel, PackageBackend):
     """For A100 and later, in Megatron's layout [s, b, h, d]; windows are built from blocks."""
 
     name = "transformer-engine"
     package = "transformer-engine[pytorch]"
     module = "transformer_engine.pytorch.cpp_extensions.fused_attn"
     largest_head_dim = 128
+
+    def supports(self, request: AttentionRequest) -> str | None:
+        """See `Backend.supports`."""
+        if reason := super().supports(request) or cudnn_reason(request):
+            return reason
+        # attention/dot_product_attention/utils.py, get_attention_backend
+        capability = request.compute_capability
+        if request.deterministic and capability is not None and capability < (9, 0):
+            return "before Hopper its backward is not deterministic"
+        return None
 
     def lay_out(self, tensor_BHTD: Tensor) -> Tensor:
         """Make the tensor contiguous in [s, b, h, d]; free for Megatron's tensors."""

@@ -54,15 +54,6 @@ def _of_the_gate(args: Namespace) -> Iterator[str]:
             f"--tensor-model-parallel-size {ranks}: each rank has only part of a group; use at "
             f"most {groups} ranks or --gate-position sdpa"
         )
-    if not args.num_attention_heads or not args.hidden_size:
-        return
-    rows = gate_options.trailing_rows(with_shape(args))
-    if rows and (args.fp8 or args.fp4) and rows // ranks % 16:
-        yield (
-            f"fp8 and fp4 need linear_qkv in multiples of 16 rows, but the gate adds "
-            f"{rows // ranks} per rank: use --gate-granularity elementwise, bf16, or another "
-            "--tensor-model-parallel-size"
-        )
 
 
 def _width(args: Namespace) -> Iterator[str]:
