@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "granite_swa", "flint")
-NAMES += ("granitemoe_swa", "gpt_oss", "lfm3", "qwen3_5", "qwen3_next")
+NAMES += ("granitemoe_swa", "gpt_oss", "lfm3", "qwen3_5", "qwen3_next", "mistral", "nanochat")
 
 
 def main() -> None:

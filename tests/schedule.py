@@ -121,6 +121,7 @@ SAMPLED = {
     "tests/train/test_cures.py::test_a_message_about_the_schedule_names_its_cure": 3,
     "tests/train/test_cures.py::test_another_learning_rate_keeps_the_moments": 4,
     "tests/train/test_example.py::test_the_example_starts_in_every_way": 2,
+    "tests/train/test_recipe_models.py::test_a_recipe_from_training_to_its_export": 99,
     "tests/variants/test_every_variant.py::test_analysis_generation_and_export_are_those_of_the_model_that_trained": 3,  # noqa: E501
 }
 # Tests that take long and have a shorter sister in `make test`. Beginnings of node ids.

@@ -40,14 +40,12 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "no_rope_freq": (None,),
     "multi_latent_attention": (False,),
     "mtp_num_layers": (None, 0),
-    "squared_relu": (False,),
     "openai_gelu": (False,),
     "apply_residual_connection_post_layernorm": (False,),
     "moe_mlp_glu_interleave_size": (None,),
     "moe_router_group_topk": (None,),
     "moe_router_quantile_balancing_ema": (0.0,),
     "attention_output_gate": (False,),
-    "qk_l2_norm": (False,),
     "use_mup": (False,),
     "hybrid_layer_pattern": (None,),
     "heterogeneous_layers_config_path": (None,),
@@ -81,7 +79,8 @@ class Architecture:
         qkv_bias, bias: whether linear_qkv has a bias; whether every linear layer has one (then
             `qkv_bias` is True too).
         windows: per layer, the number of tokens that a token sees, including itself; None for all.
-        activation: of the FFN: silu, gelu, relu, or "gpt-oss" for its clamped gated unit.
+        activation: of the FFN: silu, gelu, relu, relu2 (squared), or "gpt-oss" for its clamped
+            gated unit.
         experts, topk: 0 for a dense model.
         shared_ffn: width of the shared expert; 0 for none.
         renormalize: whether the probabilities of the chosen experts are rescaled to sum to one.
@@ -173,7 +172,7 @@ def architecture_of(
     activation, gated_unit = _activation(saved)
     if activation is None:
         problems.append(
-            "no target has the activation of its FFN: targets support --swiglu and "
+            "no target has the activation of its FFN: targets support --swiglu, --squared-relu and "
             f"--ffn-activation {'|'.join([*_ACTIVATIONS, *_PLAIN_ACTIVATIONS])}"
         )
     options = options_from(saved, gated_unit=gated_unit)
@@ -268,6 +267,8 @@ def _activation(saved: Mapping[str, Any]) -> tuple[str | None, bool]:
         return name, False
     if name is not None:
         return _ACTIVATIONS.get(name), True
+    if saved.get("squared_relu"):
+        return "relu2", False
     if saved.get("swiglu"):
         return "silu", True
     if saved.get("quick_geglu") and saved.get("glu_linear_offset") == 1.0:

@@ -47,7 +47,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 class MegasinkOptions:
     """Options of a run, by name; the defaults are what every architecture of transformers has.
 
-    Only `gated_unit` is not an option: it is False if --ffn-activation is relu, gelu or silu.
+    Only `gated_unit` is not an option: it is False if --ffn-activation is relu, gelu or silu, and
+    with --squared-relu.
     """
 
     gate_position: str = "sdpa"
@@ -65,6 +66,10 @@ class MegasinkOptions:
     bias_fixed_value_norm: float = 1.0
     attention_scale_alpha: float = 1.0
     normalization: str = "RMSNorm"
+    norm_without_gain: bool = False
+    embedding_norm: bool = False
+    qk_l2_norm: bool = False
+    logit_softcap: float | None = None
     position_embedding_type: str = "rope"
     sinusoidal_position_embedding: bool = False
     rotary_percent: float = 1.0

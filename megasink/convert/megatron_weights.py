@@ -71,6 +71,8 @@ def _same_in_all_layers(model: Architecture) -> dict[str, Shape]:
 
 
 def _norm(model: Architecture, prefix: str, size: int) -> dict[str, Shape]:
+    if model.options.norm_without_gain:
+        return {}
     kinds = ("weight", "bias") if model.options.normalization == "LayerNorm" else ("weight",)
     return {f"{prefix}{kind}": (size,) for kind in kinds}
 

@@ -26,6 +26,8 @@ def model_flags(model: Architecture) -> list[str]:
         UserError: text of its config.json would be more than the value of a flag.
     """
     plain_ffn = f"--ffn-activation {model.activation}"
+    if model.activation == "relu2":
+        plain_ffn = "--squared-relu"
     flags = [
         *("--num-layers", model.layers),
         *("--hidden-size", model.hidden),

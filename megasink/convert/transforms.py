@@ -97,6 +97,25 @@ class RepeatedGateQKV(GroupedQKV):
         return *super().to_megatron(query, key, value), gate.contiguous()
 
 
+@dataclass(frozen=True)
+class ReversedRotationQKV(GroupedQKV):
+    """`GroupedQKV` for a model whose RoPE rotates by the opposite angle (nanochat).
+
+    With the halves of every query and key head exchanged, one rotation does what the other did.
+    """
+
+    def to_hf(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        query, key, value = super().to_hf(*tensors)
+        return self._exchanged(query), self._exchanged(key), value
+
+    def to_megatron(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        query, key, value = tensors
+        return super().to_megatron(self._exchanged(query), self._exchanged(key), value)
+
+    def _exchanged(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (-1, 2, self.head_dim // 2)).flip(1).flatten(0, 2)
+
+
 def _interleaved(query: Tensor, gate: Tensor, head_dim: int) -> Tensor:
     """Combine two [H * D, ...] into [H * 2D, ...], per head [q; gate]."""
     by_head = [t.reshape(-1, head_dim, *t.shape[1:]) for t in (query, gate)]

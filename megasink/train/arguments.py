@@ -55,6 +55,8 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
         arguments.validate_args(args)
     if args.match_ffn_width:
         match_ffn_width(args)
+    # Megatron sets it in the loop that --skip-train leaves out.
+    args.curr_iteration = 0
     return args, identity
 
 

@@ -28,12 +28,17 @@ def model(**options) -> Architecture:
     return Architecture(**(SMALL | options))
 
 
+NANOCHAT = {"norm_without_gain": True, "embedding_norm": True, "qk_l2_norm": True}
+NANOCHAT |= {"gated_unit": False, "logit_softcap": 9.0}
+
 # {name: (target, model)}
 MODELS = {
     "llama": ("llama", model()),
     "llama-tied-geglu": ("llama", model(tied=True, activation="gelu")),
     "llama-bias": ("llama", model(bias=True, qkv_bias=True)),
+    "nanochat": ("nanochat", model(activation="relu2", options=MegasinkOptions(**NANOCHAT))),
     "llama3": ("llama", model(rope_base=500000.0, rope_factor=32.0, positions=16384)),
+    "mistral": ("mistral", model(windows=(5, 5), tied=True)),
     "qwen2": ("qwen2", model(qkv_bias=True)),
     "qwen3": ("qwen3", model(qk_norm=True)),
     "qwen3-windows": ("qwen3", model(qk_norm=True, windows=(5, None))),
@@ -193,6 +198,24 @@ OWN = {
         },
         activation="relu",
         attention="sink",
+    ),
+    "own-nanochat-sink": _own(NANOCHAT, attention="sink", activation="relu2"),
+    "own-nanochat-elementwise-moe": _own(
+        {"norm_without_gain": True, "embedding_norm": True, "logit_softcap": 9.0},
+        attention="elementwise",
+        **MOE,
+    ),
+    "own-l2-norm-squared-relu-biases": _own(
+        {
+            "qk_l2_norm": True,
+            "gated_unit": False,
+            "normalization": "LayerNorm",
+            "position_embedding_type": "learned_absolute",
+        },
+        attention="headwise",
+        activation="relu2",
+        bias=True,
+        qkv_bias=True,
     ),
     "own-partial-rotary-clip": _own(
         {"rotary_percent": 0.5, "residual_clip": 0.75}, attention="off-by-one"

@@ -7,6 +7,8 @@ released.
 import json
 from typing import Any
 
+from megasink.convert.megasink_model import MegasinkOptions
+
 
 def _keys(text: str) -> dict[str, Any]:
     """Of a part of a config.json."""
@@ -27,6 +29,17 @@ LLAMA3_ROPE = _keys("""
     "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
     "rope_type": "llama3"
 """)
+MISTRAL = COMMON | _keys("""
+    "architectures": ["MistralForCausalLM"], "model_type": "mistral", "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": false
+""")
+NANOCHAT = MegasinkOptions(
+    norm_without_gain=True,
+    embedding_norm=True,
+    qk_l2_norm=True,
+    gated_unit=False,
+    logit_softcap=15.0,
+)
 QWEN = COMMON | _keys("""
     "rms_norm_eps": 1e-06, "use_sliding_window": false
 """)
@@ -62,6 +75,38 @@ RELEASED = {
             500000.0, "tie_word_embeddings": true
         """),
         {"rope_factor": 32.0, "tied": True, "head_dim": 16, "bias": False, "dtype": "bfloat16"},
+    ),
+    "Mistral-7B-v0.1": (
+        MISTRAL
+        | _keys("""
+            "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 32768, "rope_theta":
+            10000.0, "sliding_window": 4096
+        """),
+        {"windows": (4096, 4096), "head_dim": 12, "groups": 2},
+    ),
+    "Mistral-Nemo-Base-2407": (
+        MISTRAL
+        | _keys("""
+            "head_dim": 16, "max_position_embeddings": 128000, "rope_theta": 1000000.0,
+            "sliding_window": null
+        """),
+        {"windows": (None, None), "head_dim": 16, "rope_base": 1000000.0},
+    ),
+    # Written by hand: transformers takes 4096 for a window that is not named.
+    "Mistral without a window": (
+        MISTRAL | {"head_dim": None, "max_position_embeddings": 32768, "rope_theta": 10000.0},
+        {"windows": (4096, 4096), "head_dim": 12},
+    ),
+    # In the keys of transformers' own configuration; only the initial range is not its default.
+    "nanochat-d32": (
+        COMMON
+        | _keys("""
+            "architectures": ["NanoChatForCausalLM"], "model_type": "nanochat", "attention_bias":
+            false, "final_logit_softcapping": 15.0, "hidden_act": "relu2",
+            "max_position_embeddings": 2048, "rms_norm_eps": 1e-06, "rope_theta": 10000.0,
+            "tie_word_embeddings": false
+        """),
+        {"options": NANOCHAT, "activation": "relu2", "head_dim": 12},
     ),
     "Qwen2.5-0.5B": (
         QWEN

@@ -26,6 +26,7 @@ DEFAULTS = {
     field.name: field.default for options in OPTIONS for field in dataclasses.fields(options)
 }
 PLAIN_FFN = MegasinkOptions(gated_unit=False)
+GAINLESS = MegasinkOptions(norm_without_gain=True)
 HALF_ROPE = MegasinkOptions(rotary_percent=0.5)
 # Arguments of a run of a small Llama, as config.json has them.
 SAVED = DEFAULTS | {
@@ -106,6 +107,9 @@ def test_every_weight_has_one_row_and_every_name_one_weight(name):
         ({"attention": "headwise", "qk_norm": True, "activation": "relu"}, "lfm3", "silu, not"),
         ({"options": MegasinkOptions(sandwich_norm=True)}, "llama", "it has no --sandwich-norm"),
         ({"options": PLAIN_FFN}, "llama", "its FFN is gated"),
+        ({"activation": "relu2"}, "nanochat", "it has --norm-without-gain; .*is not gated"),
+        ({"windows": (5, None)}, "mistral", "all have the same window"),
+        ({"qk_norm": True, "options": GAINLESS}, "megasink", "its qk-norm has gains"),
         (
             {**MOE, "options": PLAIN_FFN},
             "megasink",
@@ -199,6 +203,10 @@ def test_every_option_of_a_gate_is_said_or_refused():
         ("gate_operation", "add"),
         ("gate_activation", "silu"),
         ("gate_input", "none"),
+        ("norm_without_gain", True),
+        ("embedding_norm", True),
+        ("qk_l2_norm", True),
+        ("logit_softcap", 9.0),
     ):
         found, problems = architecture_of(gated | {option: value}, 101)
         assert problems == []
@@ -207,13 +215,6 @@ def test_every_option_of_a_gate_is_said_or_refused():
         assert f"--{option.replace('_', '-')}" in why
     found, problems = architecture_of(gated | {"gate_activation": "tanh"}, 101)
     assert problems == ["--gate-activation tanh has no counterpart in Hugging Face"]
-    for flag, value in (
-        ("norm-without-gain", True),
-        ("embedding-norm", True),
-        ("logit-softcap", 9.0),
-    ):
-        _, problems = architecture_of(gated | {flag.replace("-", "_"): value}, 101)
-        assert problems == [f"--{flag} {value} has no counterpart in Hugging Face"]
     assert architecture_of(gated | {"zero_init_outputs": True}, 101)[1] == []  # of no trained model
 
 

@@ -1,8 +1,8 @@
 """Checks recipes as a rank does, and counts their parameters, in a process of its own.
 
 Reads {"lines": [[flags, ranks], ...], "models": {name: flags}} from standard input; writes on its
-last line {"lines": [[problem, ...], ...], "models": {name: [parameters, those of the embedding and
-the output layer]}}.
+last line {"lines": [[[problem, ...], target of an export, or why there is none], ...], "models":
+{name: [parameters, those of the embedding and the output layer]}}.
 """
 
 import contextlib
@@ -23,8 +23,10 @@ def parse(flags: list[str], ranks: int) -> Namespace:
     return arguments.parse(flags)[0]
 
 
-def problems(flags: list[str], ranks: int) -> list[str]:
-    """What is wrong with a command line: by our checks, Megatron's, and its configuration."""
+def problems(flags: list[str], ranks: int) -> tuple[list[str], str]:
+    """What is wrong with a command line: by our checks, Megatron's, and its configuration; and what
+    its model is exported as.
+    """
     from megasink.checkpoint.model import model_config
     from megasink.train.arguments import refusals_of_megatron
 
@@ -33,8 +35,19 @@ def problems(flags: list[str], ranks: int) -> list[str]:
         with refusals_of_megatron():
             model_config(args).finalize()
     except ConfigError as error:
-        return error.problems
-    return []
+        return error.problems, ""
+    return [], target(args)
+
+
+def target(args: Namespace) -> str:
+    """The target of the model's export, or why it has none."""
+    from megasink.checkpoint.identity import plain
+    from megasink.convert.architecture import architecture_of
+    from megasink.convert.targets import choose
+
+    saved = {name: plain(value) for name, value in vars(args).items()}
+    model, unsupported = architecture_of(saved | {"padded_vocab_size": args.vocab_size + 1}, None)
+    return "; ".join(unsupported) or choose(model)[0].name
 
 
 def parameters(flags: list[str]) -> tuple[int, int]:

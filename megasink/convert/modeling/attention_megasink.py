@@ -43,15 +43,18 @@ def eager_attention_forward(
 
 
 class MegasinkRMSNorm(nn.Module):
-    def __init__(self, config, size):
+    def __init__(self, config, size, gain=True):
         super().__init__()
-        self.zero_centred = config.zero_centred_norms
-        self.weight = nn.Parameter(torch.full((size,), 0.0 if self.zero_centred else 1.0))
+        self.zero_centred, self.weight = config.zero_centred_norms, None
+        if gain:
+            self.weight = nn.Parameter(torch.full((size,), 0.0 if self.zero_centred else 1.0))
         self.eps = config.rms_norm_eps
 
     def forward(self, hidden_states):
         wide = hidden_states.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.weight is None:
+            return wide.to(hidden_states.dtype)
         weight = 1.0 + self.weight.float() if self.zero_centred else self.weight.float()
         return (weight * wide).to(hidden_states.dtype)
 
@@ -67,8 +70,16 @@ class MegasinkLayerNorm(MegasinkRMSNorm):
 
 
 def norm(config, size):
-    kind = MegasinkLayerNorm if config.normalization == "LayerNorm" else MegasinkRMSNorm
-    return kind(config, size)
+    if config.normalization == "LayerNorm":
+        return MegasinkLayerNorm(config, size)
+    return MegasinkRMSNorm(config, size, gain=not config.norm_without_gain)
+
+
+def head_norm(config):
+    """Norm of each query or key head; None without."""
+    if config.qk_l2_norm:
+        return MegasinkRMSNorm(config, config.head_dim, gain=False)
+    return norm(config, config.head_dim) if config.qk_norm else None
 
 
 class MegasinkGateScore(nn.Module):
@@ -175,8 +186,7 @@ class MegasinkAttention(nn.Module):
         self.v_proj = nn.Linear(hidden, groups * self.head_dim, bias=bias)
         inputs = self.head_dim if config.multi_head_addition else heads * self.head_dim
         self.o_proj = nn.Linear(inputs, hidden, bias=config.linear_bias)
-        self.q_norm = norm(config, self.head_dim) if config.qk_norm else None
-        self.k_norm = norm(config, self.head_dim) if config.qk_norm else None
+        self.q_norm, self.k_norm = head_norm(config), head_norm(config)
         self.variant = variant = config.variant_of(layer_idx)
         self.gate = MegasinkGate(config) if variant == "gated" else None
         self.gate_position = config.gate_position if variant == "gated" else None

@@ -14,7 +14,8 @@ class MegasinkConfig(PreTrainedConfig):
 
     Attributes:
         intermediate_size: width of the FFN, or of one expert.
-        hidden_act: of the FFN: "silu", "gelu" (exact), "relu", or "gpt-oss" (clamped gated unit).
+        hidden_act: of the FFN: "silu", "gelu" (exact), "relu", "relu2", or "gpt-oss" (clamped gated
+            unit).
         gated_unit: whether the FFN computes act(gate) * up rather than act(up).
         norm_topk_prob: whether the probabilities of the chosen experts are rescaled to sum to one.
         moe_router_score_function: "softmax", or "sigmoid" as in DeepSeek-V3, whose chosen experts'
@@ -40,6 +41,11 @@ class MegasinkConfig(PreTrainedConfig):
         bias_shared_heads, bias_fixed_value, bias_fixed_value_norm: of the bias variants.
         attention_scale_alpha: factor of the softmax output.
         normalization: "RMSNorm" or "LayerNorm".
+        norm_without_gain: whether the norms of the residual stream have no weight.
+        embedding_norm: whether the embeddings are normalized, without weight.
+        qk_l2_norm: whether each query and key head is normalized without weight.
+        final_logit_softcapping, logit_softcap: cap c of the logits, c * tanh(logits / c); None for
+            none.
         position_embedding_type: "rope", "learned_absolute" or "none".
         sinusoidal_position_embedding: whether a fixed table replaces the learned one.
         rope_parameters, rotary_percent: one RoPE for all layers; fraction of a head it rotates.
@@ -49,6 +55,7 @@ class MegasinkConfig(PreTrainedConfig):
 
     model_type = "megasink"
     keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
+    attribute_map: ClassVar = {"logit_softcap": "final_logit_softcapping"}
     base_model_pp_plan: ClassVar = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
@@ -106,6 +113,10 @@ class MegasinkConfig(PreTrainedConfig):
     bias_fixed_value_norm: float = 1.0
     attention_scale_alpha: float = 1.0
     normalization: str = "RMSNorm"
+    norm_without_gain: bool = False
+    embedding_norm: bool = False
+    qk_l2_norm: bool = False
+    final_logit_softcapping: float | None = None
     position_embedding_type: str = "rope"
     sinusoidal_position_embedding: bool = False
     rotary_percent: float = 1.0

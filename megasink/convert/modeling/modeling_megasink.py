@@ -156,7 +156,7 @@ class MegasinkPreTrainedModel(PreTrainedModel):
                 init.zeros_(module.e_score_correction_bias)
         elif isinstance(module, MegasinkGate) and module.logit is not None:
             init.zeros_(module.logit)
-        elif isinstance(module, MegasinkRMSNorm):
+        elif isinstance(module, MegasinkRMSNorm) and module.weight is not None:
             init.constant_(module.weight, 0.0 if module.zero_centred else 1.0)
         elif isinstance(module, MegasinkAttention):
             if hasattr(module, "sinks"):
@@ -172,6 +172,9 @@ class MegasinkModel(MegasinkPreTrainedModel):
     def __init__(self, config):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_norm = nn.Identity()
+        if config.embedding_norm:
+            self.embed_norm = MegasinkRMSNorm(config, config.hidden_size, gain=False)
         self.embed_positions = None
         learned = config.position_embedding_type == "learned_absolute"
         if learned and not config.sinusoidal_position_embedding:
@@ -211,6 +214,7 @@ class MegasinkModel(MegasinkPreTrainedModel):
             position_ids = past + torch.arange(tokens, device=inputs_embeds.device)[None]
         masks = self.masks(inputs_embeds, attention_mask, past_key_values, position_ids)
         hidden_states, rotations = self.positions(inputs_embeds, position_ids)
+        hidden_states = self.embed_norm(hidden_states)
         for kind, layer in zip(self.config.layer_types, self.layers, strict=True):
             mask, bias = masks[kind], layer.self_attn.position_bias
             hidden_states = layer(
@@ -297,6 +301,8 @@ class MegasinkForCausalLM(MegasinkPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         logits = self.lm_head(kept_positions(outputs.last_hidden_state, logits_to_keep))
+        if (cap := config.final_logit_softcapping) is not None:
+            logits = cap * torch.tanh(logits.float() / cap)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=config.vocab_size, **kwargs)

@@ -4,7 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from megasink.convert.architecture import GATES, Architecture
-from megasink.convert.megasink_model import AUTO_MAP, options_from, unknown_values
+from megasink.convert.megasink_model import (
+    AUTO_MAP,
+    MegasinkOptions,
+    options_from,
+    unknown_values,
+)
 from megasink.convert.megatron_weights import weight_shapes
 from megasink.convert.table import LAYERS, Row, row
 from megasink.convert.targets import rows
@@ -36,6 +41,7 @@ _NAMES = {
     "mlp.experts.experts.linear_fc2.weight": "mlp.experts.down_proj",
     "mlp.shared_experts.linear_fc2.": "mlp.shared_expert.down_proj.",
 }
+CAP = "final_logit_softcapping"
 _CORE = "self_attention.core_attention."
 # Gated FFNs, whose two halves are one tensor in Megatron.
 _UNITS = {"mlp.linear_fc1": "mlp", "mlp.shared_experts.linear_fc1": "mlp.shared_expert"}
@@ -59,6 +65,10 @@ class MegasinkTarget(Target):
             found.append("its experts are gated")
         if model.experts and model.options.normalization != "RMSNorm":
             found.append("its experts follow an RMSNorm")
+        if model.qk_norm and (model.options.qk_l2_norm or model.options.norm_without_gain):
+            found.append("its qk-norm has gains")
+        if model.activation == "relu2" and model.options.gated_unit:
+            found.append("its relu2 has no gate")
         return found
 
 
@@ -108,20 +118,29 @@ def _layer_row(model: Architecture, key: str) -> Row:
 
 def _config(model: Architecture) -> Config:
     option = model.variant.export and model.variant.export.kind_option
+    said = model.options.said()
+    # vLLM's transformers backend reads this key; it would drop a cap of another name.
+    cap = said.pop("logit_softcap", None)
     return {
         "auto_map": AUTO_MAP,
+        **({CAP: cap} if cap else {}),
         "attention_variant": model.variant.name,
         "attention_variant_layers": list(model.variant_layers) or None,
         **({option: model.attention} if option else {}),
-        **model.options.said(),
+        **said,
     }
+
+
+def _options(config: Mapping[str, Any]) -> MegasinkOptions:
+    given = {**config, "logit_softcap": config.get(CAP)}
+    return options_from(given, gated_unit=bool(config.get("gated_unit", True)))
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "attention": variant(config.get("attention_variant", "vanilla")).kind(config),
         "variant_layers": tuple(map(bool, config.get("attention_variant_layers") or ())),
-        "options": options_from(config, gated_unit=bool(config.get("gated_unit", True))),
+        "options": _options(config),
     }
 
 
@@ -135,10 +154,10 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
     ):
         return [f"attention_variant_layers {layers} of {config['num_hidden_layers']} layers"]
     granularity = config.get("gate_granularity", "headwise")
-    found = unknown_values(options_from(config))
+    found = unknown_values(_options(config))
     if granularity not in GATES:
         found.append(f"gate_granularity {granularity!r}")
-    if config.get("hidden_act", "silu") not in ("silu", "gelu", "relu", "gpt-oss"):
+    if config.get("hidden_act", "silu") not in ("silu", "gelu", "relu", "relu2", "gpt-oss"):
         found.append(f"hidden_act {config['hidden_act']!r}")
     if config.get("moe_router_score_function") == "sigmoid" and not config.get(
         "norm_topk_prob", True

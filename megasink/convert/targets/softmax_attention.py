@@ -1,10 +1,12 @@
-"""Targets with plain softmax attention: Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE."""
+"""Targets with plain softmax attention: Llama, Mistral, Qwen, Mixtral, Qwen3-MoE, nanochat."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from megasink.convert.architecture import Architecture
-from megasink.convert.table import Row
+from megasink.convert.megasink_model import MegasinkOptions
+from megasink.convert.table import Row, row
 from megasink.convert.targets import rows
 from megasink.convert.targets.registry import register
 from megasink.convert.targets.target import (
@@ -15,6 +17,7 @@ from megasink.convert.targets.target import (
     window_of,
     windows_from,
 )
+from megasink.convert.transforms import ReversedRotationQKV
 
 # Config keys of Qwen's mixtures of experts.
 QWEN_EXPERTS = {
@@ -23,6 +26,9 @@ QWEN_EXPERTS = {
     "num_experts_per_tok": "topk",
     "norm_topk_prob": "renormalize",
 }
+NANOCHAT = MegasinkOptions(
+    norm_without_gain=True, embedding_norm=True, qk_l2_norm=True, gated_unit=False
+)
 QWEN_EVERY_LAYER = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
@@ -32,6 +38,36 @@ def _dense(model: Architecture) -> tuple[Row, ...]:
 
 def _mixtral(model: Architecture) -> tuple[Row, ...]:
     return rows.decoder(model, rows.experts("block_sparse_moe.", ("w1", "w3", "w2")))
+
+
+def _nanochat(model: Architecture) -> tuple[Row, ...]:
+    at = f"{rows.LAYER}self_attn."
+    qkv = ReversedRotationQKV(model.groups, model.queries, model.head_dim)
+    return (
+        *rows.embedding(model),
+        row(f"{rows.QKV}weight", *(f"{at}{x}_proj.weight" for x in "qkv"), transform=qkv),
+        row(f"{rows.ATTENTION}linear_proj.weight", f"{at}o_proj.weight"),
+        row(f"{rows.MLP}linear_fc1.weight", f"{rows.LAYER}mlp.fc1.weight"),
+        row(f"{rows.MLP}linear_fc2.weight", f"{rows.LAYER}mlp.fc2.weight"),
+        *rows.output_layer(model),
+    )
+
+
+def _read_nanochat(config: Mapping[str, Any]) -> dict[str, Any]:
+    cap = config.get("final_logit_softcapping", 15.0)
+    return {
+        "options": dataclasses.replace(NANOCHAT, logit_softcap=cap),
+        "activation": config.get("hidden_act", "relu2"),
+    }
+
+
+def _same_window(model: Architecture) -> Config:
+    return {"sliding_window": window_of(model)}
+
+
+def _read_mistral(config: Mapping[str, Any]) -> dict[str, Any]:
+    # Without the key, transformers takes the window of the first release.
+    return {"windows": (config.get("sliding_window", 4096),) * config["num_hidden_layers"]}
 
 
 def _llama_refused(config: Mapping[str, Any]) -> list[str]:
@@ -83,6 +119,18 @@ register(
 )
 register(
     Target(
+        name="mistral",
+        architecture="MistralForCausalLM",
+        since="4.34",
+        attention=("vanilla",),
+        table=_dense,
+        config=_same_window,
+        read=_read_mistral,
+        windows="all",
+    )
+)
+register(
+    Target(
         name="qwen2",
         architecture="Qwen2ForCausalLM",
         since="4.37",
@@ -116,7 +164,7 @@ register(
         attention=("vanilla",),
         table=_mixtral,
         keys=EXPERTS,
-        config=lambda model: {"sliding_window": window_of(model), "router_jitter_noise": 0.0},
+        config=lambda model: {**_same_window(model), "router_jitter_noise": 0.0},
         read=lambda config: {
             "windows": (config.get("sliding_window"),) * config["num_hidden_layers"]
         },
@@ -137,5 +185,19 @@ register(
         moe=True,
         qk_norm=True,
         renormalizes=False,
+    )
+)
+register(
+    Target(
+        name="nanochat",
+        architecture="NanoChatForCausalLM",
+        since="5.0",
+        attention=("vanilla",),
+        table=_nanochat,
+        fixed={"attention_bias": False},
+        config=lambda model: {"final_logit_softcapping": model.options.logit_softcap},
+        read=_read_nanochat,
+        options=lambda given: dataclasses.replace(NANOCHAT, logit_softcap=given.logit_softcap),
+        activations=("relu2",),
     )
 )

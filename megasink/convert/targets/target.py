@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megasink.convert.architecture import Architecture
+from megasink.convert.megasink_model import MegasinkOptions
 from megasink.convert.table import Row
 
 Config = dict[str, Any]
@@ -29,6 +30,7 @@ class Target:
         read: (config.json) -> {field of Architecture: value} that `keys` cannot express.
         moe: whether it has experts.
         qk_norm: whether queries and keys have an RMSNorm.
+        options: (options of a model) -> the options that a model of this architecture has.
         activations: supported activations of the FFN.
         qkv_bias: whether the query, key and value projections have biases.
         bias: whether all linear layers can have biases.
@@ -54,6 +56,9 @@ class Target:
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = field(default=lambda config: {})
     moe: bool = False
     qk_norm: bool = False
+    options: Callable[[MegasinkOptions], MegasinkOptions] = field(
+        default=lambda options: MegasinkOptions()
+    )
     activations: tuple[str, ...] = ("silu", "gelu", "relu")
     qkv_bias: bool = False
     bias: bool = False
@@ -99,9 +104,12 @@ class Target:
 
     def problems(self, model: Architecture) -> list[str]:
         """Return the reasons why a model cannot be exported as this architecture."""
-        found = [f"it has no {flag}" for flag in model.options.flags()]
-        if not model.options.gated_unit:
-            found.append("its FFN is gated")
+        wanted = self.options(model.options)
+        flags, wanted_flags = model.options.flags(), wanted.flags()
+        found = [f"it has no {flag}" for flag in flags if flag not in wanted_flags]
+        found += [f"it has {flag}" for flag in wanted_flags if flag not in flags]
+        if model.options.gated_unit != wanted.gated_unit:
+            found.append(f"its FFN is {'' if wanted.gated_unit else 'not '}gated")
         if model.attention not in self.attention:
             found.append(f"it has {' or '.join(self.attention)} attention, not {model.attention}")
         if model.variant_layers:
