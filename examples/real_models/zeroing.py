@@ -6,11 +6,14 @@ Every head gives zero, alone, and the loss of each text is compared with that of
 model. A layer's head changes nothing in the layers below it: their outputs are kept, and only the
 rest of the model runs. `megasink.zero_heads` gives the same losses, but runs every layer.
 
+The divergence of the predictions from those of the unchanged model is kept too, as the mean of a
+block's texts: it is resolved on far fewer texts than the loss.
+
 Results are lines of runs/real-models/zeroing-NAME.jsonl, for one layer and a block of three
 texts each, blocks first, so that a measurement that is stopped has all heads on fewer texts. A line
 is whole or absent; a repeated command goes on, also from results that are committed.
 
-Shapes: B texts, T tokens, H heads of a layer.
+Shapes: B texts, T tokens, V vocabulary, H heads of a layer.
 """
 
 import argparse
@@ -21,7 +24,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -43,7 +46,7 @@ BLOCK = 3
 """Texts of a line: one of each domain."""
 UNIT = 1e-5
 """Of losses in the file, in nats per token: a hundredth of what texts differ by."""
-_LOGITS = 1 << 26  # elements at a time: 256 MiB
+_LOGITS = 1 << 25  # elements at a time: 128 MiB
 
 
 @dataclass
@@ -54,37 +57,65 @@ class Batch:
         ids_BT: tokens.
         outputs: of each decoder layer, as the layer returned it.
         loss_B: mean nats per token of each text; float64.
+        share_BTV: its predictions, as probabilities.
+        entropy_B: theirs, mean nats per token of each text; float64.
     """
 
     ids_BT: Tensor
-    outputs: list[Any] = field(default_factory=list)
-    loss_B: Tensor = field(default_factory=lambda: torch.empty(0))
+    outputs: list[Any]
+    loss_B: Tensor
+    share_BTV: Tensor
+    entropy_B: Tensor
+
+
+def predictions(model: Any, ids_BT: Tensor) -> Tensor:
+    """Return logits [B, T - 1, V] of every target; float32 or wider."""
+    logits_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, :-1]
+    return logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
+
+
+def losses_of(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
+    """Return [B]: the mean over targets of the loss of each text, in nats; float64."""
+    pairs = zip(logits_BTV, ids_BT, strict=True)  # text by text, since this copies the logits
+    return torch.stack(
+        [
+            torch.nn.functional.cross_entropy(logits_TV, ids_T[1:], reduction="none")
+            .double()
+            .mean()
+            for logits_TV, ids_T in pairs
+        ]
+    )
 
 
 def losses(model: Any, ids_BT: Tensor) -> Tensor:
-    """Return [B]: the mean over targets of the loss of each text, in nats; float64."""
-    logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
-    found = []
-    for logits_TV, ids_T in zip(logits_BTV, ids_BT, strict=True):
-        logits_TV = logits_TV[:-1].to(torch.promote_types(logits_TV.dtype, torch.float32))
-        nats_T = torch.nn.functional.cross_entropy(logits_TV, ids_T[1:], reduction="none")
-        found.append(nats_T.double().mean())
+    """Return [B]: the loss of each text under a model."""
+    return losses_of(predictions(model, ids_BT), ids_BT)
+
+
+def cross_entropies(share_BTV: Tensor, logits_BTV: Tensor) -> Tensor:
+    """Return [B]: the mean loss of each text if its targets were drawn by `share_BTV`; float64."""
+    found = [
+        (logits_TV.logsumexp(-1) - (share_TV * logits_TV).sum(-1)).double().mean()
+        for share_TV, logits_TV in zip(share_BTV, logits_BTV, strict=True)
+    ]
     return torch.stack(found)
 
 
 def unchanged(model: Any, ids_BT: Tensor) -> Batch:
     """Run the model as it is, and keep what every layer gives."""
-    batch = Batch(ids_BT)
+    outputs: list[Any] = []
     hooks = [
-        block.module.register_forward_hook(lambda _module, _args, out: batch.outputs.append(out))
+        block.module.register_forward_hook(lambda _module, _args, out: outputs.append(out))
         for block in blocks_with_attention(model)
     ]
     try:
-        batch.loss_B = losses(model, ids_BT)
+        logits_BTV = predictions(model, ids_BT)
     finally:
         for hook in hooks:
             hook.remove()
-    return batch
+    share_BTV = logits_BTV.softmax(-1)
+    entropy_B = cross_entropies(share_BTV, logits_BTV)
+    return Batch(ids_BT, outputs, losses_of(logits_BTV, ids_BT), share_BTV, entropy_B)
 
 
 @contextmanager
@@ -118,14 +149,21 @@ def zeroed(model: Any, layer: int, head: int, heads: int) -> Iterator[None]:
         hook.remove()
 
 
-def without_each_head(model: Any, batch: Batch, layer: int, heads: int) -> Tensor:
-    """Return [H, B]: how much the loss of each text rises without each head of a layer; nats."""
-    rises = []
+def without_each_head(model: Any, batch: Batch, layer: int, heads: int) -> tuple[Tensor, Tensor]:
+    """Return what changes without each head of a layer.
+
+    Returns:
+        [H, B], nats per token: the rise of each text's loss, and the Kullback-Leibler divergence
+        from the unchanged model's predictions, which is the rise if those were the truth.
+    """
+    rises, divergences = [], []
     with starting_at(model, layer, batch.outputs):
         for head in range(heads):
             with zeroed(model, layer, head, heads):
-                rises.append(losses(model, batch.ids_BT) - batch.loss_B)
-    return torch.stack(rises)
+                logits_BTV = predictions(model, batch.ids_BT)
+            rises.append(losses_of(logits_BTV, batch.ids_BT) - batch.loss_B)
+            divergences.append(cross_entropies(batch.share_BTV, logits_BTV) - batch.entropy_B)
+    return torch.stack(rises), torch.stack(divergences)
 
 
 def open_results(path: Path, facts: dict[str, Any]) -> tuple[BinaryIO, list[dict[str, Any]]]:
@@ -216,9 +254,10 @@ class Measurement:
             self.known.add(block)
         for layer in self.range:
             if (block, layer) not in self.done:
-                rise = [without_each_head(self.model, b, layer, self.heads) for b in batches]
-                line = {"block": block, "layer": layer, "rise": units(torch.cat(rise, 1))}
-                append(self.file, line)
+                found = [without_each_head(self.model, b, layer, self.heads) for b in batches]
+                rise_HB, kl_HB = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+                line = {"block": block, "layer": layer, "rise": units(rise_HB)}
+                append(self.file, line | {"kl": units(kl_HB.mean(1))})
                 self.done.add((block, layer))
                 yield
 

@@ -41,18 +41,22 @@ def model(request):
 def test_the_rest_of_the_model_gives_what_all_of_it_gives(model):
     ids = torch.randint(3, 48, (3, 9))
     batch, before = unchanged(model, ids), losses(model, ids)
+    share = model(ids).logits[:, :-1].double().softmax(-1)
     assert torch.equal(batch.loss_B, before)
     ran = []
     hooks = [layer.self_attn.register_forward_hook(lambda *_: ran.append(1))
              for layer in model.model.layers]  # fmt: skip
     for layer in range(3):
         ran.clear()
-        rise = without_each_head(model, batch, layer, 3)
+        rise, divergence = without_each_head(model, batch, layer, 3)
         assert len(ran) == 3 * (3 - layer)
         for head in range(3):
             with megasink.zero_heads(model, [(layer, head)]):
-                whole = losses(model, ids)
+                logits = model(ids).logits[:, :-1].double().log_softmax(-1)
+            whole = -logits.gather(-1, ids[:, 1:, None]).mean((1, 2))
             torch.testing.assert_close(rise[head], whole - before, rtol=0, atol=1e-6)
+            kl = (share * (share.log() - logits)).sum(-1).mean(1)
+            torch.testing.assert_close(divergence[head], kl, rtol=0, atol=1e-6)
         assert rise.abs().min() > 1e-4
     for hook in hooks:
         hook.remove()
@@ -111,8 +115,11 @@ def test_a_measurement_that_is_killed_goes_on(model, tmp_path, monkeypatch):
     assert [len(row["loss"]) for row in rows if "loss" in row] == [3, 3, 1]
     found = np.concatenate([r["rise"] for r in rows if r.get("layer") == 1], -1) * rows[0]["unit"]
     ids = torch.tensor([sample.tokens for sample in samples()])
-    expected = without_each_head(model, unchanged(model, ids), 1, 3)
-    np.testing.assert_allclose(found, expected, atol=0.6 * zeroing.UNIT)
+    rise, divergence = without_each_head(model, unchanged(model, ids), 1, 3)
+    np.testing.assert_allclose(found, rise, atol=0.6 * zeroing.UNIT)
+    (second,) = [row["kl"] for row in rows if (row.get("block"), row.get("layer")) == (1, 1)]
+    expected = divergence[:, 3:6].mean(1) / zeroing.UNIT
+    np.testing.assert_allclose(second, expected, atol=0.6)
 
     # What is committed is gone on with; another model, other texts, a second process are refused.
     (tmp_path / "committed").mkdir()
