@@ -40,12 +40,14 @@ class Losses:
     Attributes:
         weights: hash of the model's.
         rise_LHN: rise of the loss without a head, in nats per token; of the layers measured.
+        kl_LHM: divergence of the predictions, likewise; the means of M blocks of texts.
         loss_N: of the unchanged model.
         layers: of the whole model.
     """
 
     weights: str
     rise_LHN: Floats
+    kl_LHM: Floats
     loss_N: Floats
     layers: int
 
@@ -75,22 +77,23 @@ def read_losses(path: Path) -> Losses:
     """
     text = path.read_bytes()
     lines = [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
-    facts, rises, losses = lines[0], {}, {}
+    facts, found, losses = lines[0], {}, {}
     for line in lines[1:]:
         if "layer" in line:
-            rises[line["block"], line["layer"]] = line["rise"]
+            found[line["block"], line["layer"]] = line
         else:
             losses[line["block"]] = line["loss"]
     layers = range(facts["layers"])
-    blocks = [b for b in sorted(losses) if all((b, layer) in rises for layer in layers)]
+    blocks = [b for b in sorted(losses) if all((b, layer) in found for layer in layers)]
     if not blocks:
-        blocks, layers = [0], range(next(i for i in range(len(layers)) if (0, i) not in rises))
+        blocks, layers = [0], range(next(i for i in range(len(layers)) if (0, i) not in found))
     if not layers:
         raise UserError(f"{path}: nothing is measured yet")
-    rise = [np.concatenate([rises[b, layer] for b in blocks], -1) for layer in layers]
-    loss = np.concatenate([losses[b] for b in blocks])
-    unit = facts["unit"]
-    return Losses(facts["weights"], np.array(rise) * unit, loss * unit, facts["layers"])
+    rise = [np.concatenate([found[b, layer]["rise"] for b in blocks], -1) for layer in layers]
+    kl = [np.stack([found[b, layer]["kl"] for b in blocks], -1) for layer in layers]
+    unit, loss = facts["unit"], np.concatenate([losses[b] for b in blocks])
+    values = (np.array(rise) * unit, np.array(kl) * unit, loss * unit)
+    return Losses(facts["weights"], *values, facts["layers"])
 
 
 def read_scores(path: Path, weights: str) -> dict[str, Floats]:
@@ -155,48 +158,48 @@ def interval(draw: Callable[[np.random.Generator], float]) -> list[float]:
     return [float(point) for point in points]
 
 
-def compare(score_LH: Floats, losses: Losses) -> dict[str, Any]:
+def compare(score_LH: Floats, value_LHN: Floats) -> dict[str, Any]:
     """Return how well a score ranks heads, with intervals by bootstrap over texts and heads.
 
     Within layers whole layers are drawn, and texts.
+
+    Args:
+        value_LHN: what is lost without each head, by text.
     """
-    rise_LHN = losses.rise_LHN
-    score_LH = score_LH[: len(rise_LHN)]
-    score, rise_HN = score_LH.ravel(), rise_LHN.reshape(score_LH.size, -1)
-    rise_LH, (heads, texts) = rise_LHN.mean(-1), rise_HN.shape
+    score_LH = score_LH[: len(value_LHN)]
+    score, value_HN = score_LH.ravel(), value_LHN.reshape(score_LH.size, -1)
+    mean_LH, (heads, texts) = value_LHN.mean(-1), value_HN.shape
 
     def over_all(generator: np.random.Generator) -> float:
         chosen = generator.integers(heads, size=heads)
-        mean = rise_HN[:, generator.integers(texts, size=texts)].mean(1)
+        mean = value_HN[:, generator.integers(texts, size=texts)].mean(1)
         return rank_correlation(score[chosen], mean[chosen])
 
     def inside(generator: np.random.Generator) -> float:
-        mean_LH = rise_LHN[:, :, generator.integers(texts, size=texts)].mean(-1)
-        chosen = generator.integers(len(mean_LH), size=len(mean_LH))
-        return known_mean(within_layers(score_LH[chosen], mean_LH[chosen]))
+        drawn_LH = value_LHN[:, :, generator.integers(texts, size=texts)].mean(-1)
+        chosen = generator.integers(len(drawn_LH), size=len(drawn_LH))
+        return known_mean(within_layers(score_LH[chosen], drawn_LH[chosen]))
 
-    by_layer = within_layers(score_LH, rise_LH)
-    in_layers = np.array([rise_LH[i].sum() * kept_share(score_LH[i], rise_LH[i])
-                          for i in range(len(rise_LH))])  # fmt: skip
+    by_layer = within_layers(score_LH, mean_LH)
+    kept_L = [kept_share(s, v) * v.sum() for s, v in zip(score_LH, mean_LH, strict=True)]
     return {
-        "all": rank_correlation(score, rise_LH.ravel()),
+        "all": rank_correlation(score, mean_LH.ravel()),
         "all_interval": interval(over_all),
         "within": known_mean(by_layer),
         "within_interval": interval(inside),
         "by_layer": [round(float(value), 3) for value in by_layer],
-        "kept": kept_share(score, rise_LH.ravel()),
-        "kept_within": float(in_layers.sum() / rise_LH.sum()),
+        "kept": kept_share(score, mean_LH.ravel()),
+        "kept_within": float(np.sum(kept_L) / mean_LH.sum()),
     }
 
 
-def reachable(losses: Losses) -> dict[str, float]:
+def reachable(value_LHN: Floats) -> dict[str, float]:
     """Return what a perfect score could reach: half of the texts rank the heads for the others."""
-    rise_LHN = losses.rise_LHN
     generator = np.random.default_rng(SEED)
     found = []
-    for _ in range(SPLITS if rise_LHN.shape[-1] > 1 else 0):
-        one, other = np.array_split(generator.permutation(rise_LHN.shape[-1]), 2)
-        a, b = rise_LHN[..., one].mean(-1), rise_LHN[..., other].mean(-1)
+    for _ in range(SPLITS if value_LHN.shape[-1] > 1 else 0):
+        one, other = np.array_split(generator.permutation(value_LHN.shape[-1]), 2)
+        a, b = value_LHN[..., one].mean(-1), value_LHN[..., other].mean(-1)
         all_heads, inside = rank_correlation(a.ravel(), b.ravel()), within_layers(a, b)
         found.append((all_heads, known_mean(inside), kept_share(a.ravel(), b.ravel())))
     points = np.mean(found, 0) if found else np.full(3, np.nan)
@@ -217,6 +220,10 @@ def facts_of(losses: Losses) -> dict[str, Any]:
         "below_0.01": float((mean < 0.01).mean()),
         "share_of_first_tenth": float(mean[: -(-len(mean) // 10)].sum() / mean.sum()),
         "median_standard_error": float(np.median(error)),
+        "median_kl": float(np.median(losses.kl_LHM.mean(-1))),
+        "rank_correlation_of_kl": rank_correlation(
+            losses.kl_LHM.mean(-1).ravel(), losses.rise_LHN.mean(-1).ravel()
+        ),
         "resolved": float((np.abs(rise_HN.mean(1)) > 2 * error).mean()),
     }
 
@@ -225,36 +232,36 @@ def examine(name: str) -> dict[str, Any]:
     """Return everything about a model."""
     losses = read_losses(find(f"zeroing-{name}.jsonl"))
     scores = read_scores(find(f"scores-{name}.json"), losses.weights)
-    compared = {score: compare(values, losses) for score, values in scores.items()}
-    return {
-        "model": name,
-        "part": losses.part,
-        "measured": facts_of(losses),
-        "reachable": reachable(losses),
-        "scores": dict(sorted(compared.items(), key=lambda item: -item[1]["all"])),
-    }
+    by_measure = {}
+    for measure, value_LHN in (("kl", losses.kl_LHM), ("rise", losses.rise_LHN)):
+        rows = {score: compare(values, value_LHN) for score, values in scores.items()}
+        by_measure[measure] = {"reachable": reachable(value_LHN), "scores": rows}
+    return {"model": name, "part": losses.part, "measured": facts_of(losses), **by_measure}
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return a model's table in Markdown."""
-    measured = found["measured"]
-    lines = [
-        f"{found['model']}{' (' + found['part'] + ')' if found['part'] else ''}: "
-        + ", ".join(f"{key} {value:.4g}" for key, value in measured.items()),
-        "",
-        "| score | all heads | within a layer | kept by the better half | in each layer |",
-        "|---|---|---|---|---|",
-    ]
-    for name, row in found["scores"].items():
+    """Return a model's tables in Markdown, best scores by divergence first."""
+    part = f" ({found['part']})" if found["part"] else ""
+    facts = ", ".join(f"{key} {value:.4g}" for key, value in found["measured"].items())
+    lines = [f"{found['model']}{part}: {facts}"]
+    for measure, what in (("kl", "divergence"), ("rise", "rise of the loss")):
+        lines += [
+            "",
+            f"| score, against the {what} | all heads | within a layer | better half keeps "
+            "| in each layer |",
+            "|---|---|---|---|---|",
+        ]
+        rows = found[measure]["scores"].items()
+        for name, row in sorted(rows, key=lambda item: -item[1]["all"]):
+            (low, high), (least, most) = row["all_interval"], row["within_interval"]
+            lines.append(
+                f"| {name} | {row['all']:.2f} ({low:.2f} to {high:.2f}) | {row['within']:.2f} "
+                f"({least:.2f} to {most:.2f}) | {row['kept']:.0%} | {row['kept_within']:.0%} |"
+            )
+        best = found[measure]["reachable"]
         lines.append(
-            f"| {name} | {row['all']:.2f} ({row['all_interval'][0]:.2f} to "
-            f"{row['all_interval'][1]:.2f}) | {row['within']:.2f} ({row['within_interval'][0]:.2f} "
-            f"to {row['within_interval'][1]:.2f}) | {row['kept']:.0%} | {row['kept_within']:.0%} |"
+            f"| other texts | {best['all']:.2f} | {best['within']:.2f} | {best['kept']:.0%} | |"
         )
-    best = found["reachable"]
-    lines.append(
-        f"| other texts | {best['all']:.2f} | {best['within']:.2f} | {best['kept']:.0%} | |"
-    )
     return "\n".join(lines)
 
 

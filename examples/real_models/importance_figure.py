@@ -1,4 +1,4 @@
-"""The picture of importance.py: each head, every score's rank correlation, and by layer."""
+"""The picture of importance.py: each head, each score's rank correlations, and by layer."""
 
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,9 @@ from megasink.atomic import atomic_file
 from megasink.report.style import BLUE, GRAY, GREEN, VERMILION, WIDTH, rendered, styled
 
 TITLES = {
-    "importance": "head importance (P0) = 1 − AWFT",
-    "mask_gradient": "gradient of a mask",
-    "mask_gradient_signed": "gradient of a mask, signed",
+    "importance": "head importance",
+    "mask_gradient": "gradient",
+    "mask_gradient_signed": "gradient, signed",
     "mask_gradient_low_entropy": "gradient, low entropy",
     "mask_gradient_high_entropy": "gradient, high entropy",
     "circuit_ahon": "circuit AHON",
@@ -38,63 +38,60 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     with styled(), atomic_file(path) as file:
-        figure = Figure(figsize=(WIDTH, 4.6 * len(found)), layout="constrained")
-        axes = figure.subplots(len(found), 3, squeeze=False, width_ratios=(1, 1.15, 1))
-        for (heads, correlations, layers), model in zip(axes, found, strict=True):
-            part = f" ({model['part']})" if model["part"] else ""
-            heads.set_title(f"{model['model']}{part}\nloss without each head")
+        figure = Figure(figsize=(WIDTH, 4.4 * len(found)), layout="constrained")
+        axes = figure.subplots(len(found), 4, squeeze=False, width_ratios=(1.1, 1, 1, 0.9))
+        for (heads, divergence, rise, layers), model in zip(axes, found, strict=True):
+            part = f" ({model['part'].replace(', ', chr(10))})" if model["part"] else ""
+            heads.set_title(f"{model['model']}{part}")
             _heads(figure, heads, model)
-            _correlations(correlations, model)
+            names = sorted(model["kl"]["scores"], key=lambda n: model["kl"]["scores"][n]["all"])
+            _correlations(divergence, model["kl"], names, "divergence")
+            _correlations(rise, model["rise"], names, "rise of the loss")
+            divergence.set_yticks(range(len(names)), map(title_of, names))
+            rise.set_yticks(range(len(names)), [""] * len(names))
+            divergence.legend(loc="lower right", fontsize=7)
             _layers(layers, model)
         file.write(rendered(figure, "png"))
 
 
 def _heads(figure: Any, axes: Any, model: dict[str, Any]) -> None:
-    """Draw each head's importance and the rise of the loss without it, one color for a layer."""
+    """Draw each head's importance and the divergence without it, one color for a layer."""
     losses = read_losses(find(f"zeroing-{model['model']}.jsonl"))
-    mean_LH = losses.rise_LHN.mean(-1)
+    mean_LH = losses.kl_LHM.mean(-1)
     scores = read_scores(find(f"scores-{model['model']}.json"), losses.weights)
-    importance = scores["importance"][: len(mean_LH)]
     layer = np.broadcast_to(np.arange(len(mean_LH))[:, None], mean_LH.shape)
-    if (texts := losses.rise_LHN.shape[-1]) > 1:
-        error = losses.rise_LHN.std(-1, ddof=1).ravel() / np.sqrt(texts)
-        axes.errorbar(importance.ravel(), mean_LH.ravel(), error, fmt="none", ecolor=GRAY, lw=0.5)
+    importance = scores["importance"][: len(mean_LH)]
     points = axes.scatter(importance, mean_LH, c=layer, cmap="viridis", s=14, zorder=3)
-    axes.set_yscale("symlog", linthresh=0.01)
-    axes.axhline(0, color=GRAY, lw=0.8)
-    axes.set_xlabel("head importance")
-    axes.set_ylabel("rise of the loss, nats per token\n(bars: standard error over texts)")
-    figure.colorbar(points, ax=axes, label="layer", shrink=0.6)
+    axes.set_yscale("log")
+    axes.set_xlabel("head importance (P0)")
+    axes.set_ylabel("divergence without the head, nats per token")
+    figure.colorbar(points, ax=axes, label="layer", shrink=0.6, location="bottom")
 
 
-def _correlations(axes: Any, model: dict[str, Any]) -> None:
-    """Draw the rank correlation of every score with its interval, best at the top."""
-    rows = list(model["scores"].items())[::-1]
-    for height, (_, row) in enumerate(rows):
-        for name, color, shift in (("all", BLUE, 0.15), ("within", VERMILION, -0.15)):
-            low, high = row[f"{name}_interval"]
-            axes.plot([low, high], [height + shift] * 2, color=color, lw=1.2)
-            axes.plot(row[name], height + shift, "o", color=color, markersize=4)
-    for name, color, label in (
-        ("all", BLUE, "all heads"),
-        ("within", VERMILION, "within a layer, mean"),
+def _correlations(axes: Any, found: dict[str, Any], names: list[str], what: str) -> None:
+    """Draw the rank correlation of every score with its interval, the best at the top."""
+    for name, color, label, shift in (
+        ("all", BLUE, "all heads", 0.15),
+        ("within", VERMILION, "in a layer, mean", -0.15),
     ):
+        for height, score in enumerate(names):
+            row = found["scores"][score]
+            axes.plot(row[f"{name}_interval"], [height + shift] * 2, color=color, lw=1.2)
+            axes.plot(row[name], height + shift, "o", color=color, markersize=3)
         axes.plot([], [], "o-", color=color, label=label)
-        axes.axvline(model["reachable"][name], color=color, ls=":", lw=1)
+        axes.axvline(found["reachable"][name], color=color, ls=":", lw=1)
     axes.axvline(0, color=GRAY, lw=0.8)
-    axes.set_yticks(range(len(rows)), [title_of(name) for name, _ in rows])
-    axes.set_xlabel("rank correlation with the rise of the loss\n(dotted: that of other texts)")
-    axes.set_title("every score, 95 % intervals")
-    axes.legend(loc="lower right")
+    axes.set_xlim(-1, 1)
+    axes.set_xlabel(f"rank correlation with the {what}\n(95 %; dotted: of other texts)")
 
 
 def _layers(axes: Any, model: dict[str, Any]) -> None:
     """Draw the rank correlation inside each layer."""
     for name, color in _SHOWN.items():
-        axes.plot(model["scores"][name]["by_layer"], "o-", color=color, lw=1, label=title_of(name))
+        by_layer = model["kl"]["scores"][name]["by_layer"]
+        axes.plot(by_layer, "o-", color=color, lw=1, label=title_of(name))
     axes.axhline(0, color=GRAY, lw=0.8)
     axes.set_ylim(-1.05, 1.05)
     axes.set_xlabel("layer")
-    axes.set_ylabel("rank correlation inside the layer")
-    axes.set_title("by layer")
-    axes.legend(loc="lower right")
+    axes.set_title("with the divergence,\ninside each layer")
+    axes.legend(loc="lower right", fontsize=7)

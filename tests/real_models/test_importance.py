@@ -19,27 +19,27 @@ def made_up(noise=0.0, layers=4, heads=6, texts=10):
     random = np.random.default_rng(1)
     score = random.random((layers, heads))
     rise = score[..., None] ** 3 + noise * random.normal(size=(layers, heads, texts))
-    return score, Losses("w", rise, np.full(texts, 3.0), layers)
+    return score, rise
 
 
 def test_a_perfect_score_and_its_opposite():
-    score, losses = made_up()
-    found = compare(score, losses)
+    score, rise = made_up()
+    found = compare(score, rise)
     assert found["all"] == found["within"] == pytest.approx(1)
     assert found["all_interval"] == found["within_interval"] == pytest.approx([1, 1])
     assert found["by_layer"] == [1] * 4
-    assert compare(-score, losses)["all"] == pytest.approx(-1)
-    best = np.sort(losses.rise_LHN.mean(-1).ravel())[::-1]
+    assert compare(-score, rise)["all"] == pytest.approx(-1)
+    best = np.sort(rise.mean(-1).ravel())[::-1]
     assert found["kept"] == pytest.approx(best[:12].sum() / best.sum())
     assert found["kept_within"] <= found["kept"]
-    assert reachable(losses)["all"] == pytest.approx(1)
+    assert reachable(rise)["all"] == pytest.approx(1)
 
 
 def test_noise_lowers_what_can_be_reached_and_widens_intervals():
-    score, losses = made_up(noise=2.0)
-    found = compare(score, losses)
+    score, rise = made_up(noise=2.0)
+    found = compare(score, rise)
     assert np.ptp(found["all_interval"]) > 0.2
-    assert reachable(losses)["all"] < 0.5
+    assert reachable(rise)["all"] < 0.5
 
 
 def test_equal_scores_are_chance():
@@ -50,8 +50,8 @@ def test_equal_scores_are_chance():
 
 
 def test_a_score_by_depth_alone_says_nothing_within_layers():
-    _, losses = made_up()
-    found = compare(np.arange(4.0)[:, None] * np.ones(6), losses)
+    _, rise = made_up()
+    found = compare(np.arange(4.0)[:, None] * np.ones(6), rise)
     assert np.isnan(found["within"])
     assert np.isnan(found["by_layer"]).all()
     assert np.isnan(found["within_interval"]).all()
@@ -69,17 +69,18 @@ def test_partial_results_are_whole_blocks_and_say_so(tmp_path):
     write({"block": 0, "loss": [2, 4]})
     with pytest.raises(UserError, match="nothing is measured yet"):
         read_losses(path)
-    write({"block": 0, "layer": 0, "rise": [[1, 3]]})
+    write({"block": 0, "layer": 0, "rise": [[1, 3]], "kl": [4]})
     losses = read_losses(path)
     assert losses.part == "partial: 2 of 240 texts, layers 0 to 0 of 2"
-    write({"block": 0, "layer": 1, "rise": [[0, 2]]}, {"block": 1, "loss": [6, 8]})
+    write({"block": 0, "layer": 1, "rise": [[0, 2]], "kl": [6]}, {"block": 1, "loss": [6, 8]})
     with path.open("a") as file:
         file.write('{"block":1,"lay')
     losses = read_losses(path)
     assert losses.part == "partial: 2 of 240 texts"
     np.testing.assert_array_equal(losses.rise_LHN, [[[0.5, 1.5]], [[0, 1]]])
+    np.testing.assert_array_equal(losses.kl_LHM, [[[2]], [[3]]])
     np.testing.assert_array_equal(losses.loss_N, [1, 2])
-    assert Losses("w", np.zeros((2, 1, 240)), np.zeros(240), 2).part == ""
+    assert Losses("w", np.zeros((2, 1, 240)), np.zeros((2, 1, 80)), np.zeros(240), 2).part == ""
 
 
 def test_scores_are_high_for_important_heads(tmp_path):

@@ -49,9 +49,10 @@ def test_everything_from_a_folder_of_ones_own(model, capsys):
     assert found["model"] == "own"
     assert found["part"] == ""
     assert found["measured"]["texts"] == found["measured"]["heads"] == 6
-    assert len(found["scores"]) == len(scores.MEASURES) + 4
+    rows = found["kl"]["scores"]
+    assert len(rows) == len(found["rise"]["scores"]) == len(scores.MEASURES) + 4
     # Without a learnable sink importance is 1 - AWFT, but for the first row of each text.
-    assert found["scores"]["importance"]["all"] == found["scores"]["awft"]["all"]
+    assert rows["importance"]["all"] == rows["awft"]["all"]
     assert (folder / "importance.png").read_bytes().startswith(b"\x89PNG")
     assert "| importance |" in capsys.readouterr().out
     before = (folder / "zeroing-own.jsonl").read_bytes()
