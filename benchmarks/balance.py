@@ -112,10 +112,6 @@ def stepper(name: str, shape: dict[str, Any], arguments: argparse.Namespace, cud
             forward_only=False,
         )
         optimizer.step()
-        if name != WITHOUT:
-            transformer.statistics.heads.finish_step(
-                transformer.head_balance_coeff, transformer.head_balance_scope
-            )
         if cuda:
             torch.cuda.synchronize()
         return time.perf_counter() - start, time.process_time() - start_cpu

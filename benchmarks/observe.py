@@ -70,18 +70,16 @@ class Trainer:
         self.args.log_interval = 1 if kind in (LOGGED, PICTURE) else 10**9
         self.args.head_heatmap_interval = int(kind == PICTURE)
         start = time.process_time()
-        heads = self.model.config.statistics.heads
-        heads.observes = kind in (LOGGED, PICTURE)
+        balance = self.model.config.statistics
+        balance.begin(self.iteration - 1, observe=kind in (LOGGED, PICTURE))
         self.optimizer.zero_grad()
         inputs, labels = self.tokens[:, :-1], self.tokens[:, 1:]
         loss = self.model(inputs, self.positions, None, labels=labels).mean()
         loss.backward()
-        heads.start_reduction()
+        balance.reduce()
         self.optimizer.step()
         middle = time.process_time()
-        if kind == OFF:
-            heads.finish_step(1e-4, "global")  # the loss itself needs it
-        else:
+        if kind != OFF:
             call = {
                 "iteration": self.iteration,
                 "loss_dict": {"lm loss": loss.detach()},

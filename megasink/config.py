@@ -331,6 +331,8 @@ _ATTENTION = (AttentionOptions, BiasOptions, SimilarityOptions, GateOptions, Pos
 MODEL_OPTIONS = (*_ATTENTION, BlockOptions, NanochatOptions)
 """Options that define the model; the others control training."""
 
+# The options of a TransformerConfig, and so of a model and its loss in any training loop.
+TRANSFORMER_OPTIONS = (*MODEL_OPTIONS, HeadBalanceOptions, LoraOptions)
 _OTHERS = (HeadBalanceOptions, TrainingOptions, LoraOptions, ObservingOptions)
 OPTIONS = (*MODEL_OPTIONS, *_OTHERS, RecipeOptions, RunOptions)
 

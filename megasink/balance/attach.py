@@ -35,20 +35,9 @@ class HeadBalanceScale:
         """
         self._loss_scale, self._factor = scale, None
 
-    def set_step(
-        self, step: int, warmup_steps: int = 0, decay_steps: int = 0, total_steps: int = 0
-    ) -> None:
-        """Set `share` by a linear warmup and a linear decay.
-
-        Args:
-            step: Number of completed steps.
-            warmup_steps: Steps of the linear warmup; 0 for none.
-            decay_steps: Steps of the linear decay, to 1 / decay_steps in the last step; 0 for none.
-            total_steps: Steps of the run; used with a decay only.
-        """
-        rising = (step + 1) / warmup_steps if warmup_steps else 1.0
-        falling = (total_steps - step) / decay_steps if decay_steps else 1.0
-        self.share, self._factor = max(0.0, min(1.0, rising, falling)), None
+    def begin(self, share: float) -> None:
+        """Set the share of the coefficient that counts in the step that begins, in [0, 1]."""
+        self.share, self._factor = share, None
 
     def set_targets(self, targets: Tensor) -> None:
         """Set the number of targets of the microbatch that runs forward next.
@@ -84,13 +73,28 @@ class HeadBalanceScale:
             )
         return self._targets.detach()
 
-    def scaled(self, gradient_H: Tensor, coeff: float) -> Tensor:
+    def scaled(self, gradient_H: Tensor, coeff: float, microbatches: int = 1) -> Tensor:
         """Scale a gradient [H] at coefficient 1 for the backward pass of the current microbatch.
 
         Call it in the backward pass: the loss scale of a microbatch is set after its forward pass.
+
+        Args:
+            microbatches: Number of the step's microbatches so far.
+
+        Raises:
+            RuntimeError: There are several of them, and nobody has set the loss scale, which
+                divides by their number.
         """
+        if self._loss_scale is None and microbatches > 1:
+            raise RuntimeError(
+                f"the head-balance loss has no loss scale, and this is microbatch {microbatches} "
+                "of its step: it would count once for each. Megatron's schedules set it through "
+                "config.experimental_attention_variant_loss_scale_func (Megatron-Core 0.19 and "
+                "later); another loop calls set_loss_scale(loss scale / number of microbatches) "
+                "of the HeadBalance before every backward pass"
+            )
         if self._factor is None or self._factor[0] != coeff:
-            scale: Tensor | float = 1.0  # outside of Megatron's schedules
+            scale: Tensor | float = 1.0  # one microbatch, outside of Megatron's schedules
             if self._loss_scale is not None:
                 scale = self._loss_scale.detach().reshape(()).to(gradient_H.device)
             self._factor = coeff, scale * self.share * coeff

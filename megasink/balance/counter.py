@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megasink.balance.attach import HeadBalanceScale, attach_gradient
+from megasink.balance.attach import attach_gradient
 from megasink.balance.loss import head_balance_gradient, head_balance_loss, routed_heads
 from megasink.balance.reduce import ImportanceSum, own_heads
-from megasink.balance.tracker import HeadTracker
+from megasink.balance.step import LossStep
 
 
 class BalanceOptions(Protocol):
@@ -32,19 +32,12 @@ class BalanceOptions(Protocol):
     def head_balance_shared_refresh(self) -> int: ...
 
 
-class BalanceStatistics(Protocol):
-    """The statistics of one model: what all its layers share."""
-
-    heads: HeadTracker
-    balance: HeadBalanceScale
-
-
 class LayerBalance(torch.nn.Module):
     """Records the importance of a layer's heads and attaches the gradient of the loss.
 
     Args:
         options: Coefficient, scope and shared heads.
-        statistics: Of the model.
+        statistics: Of the model: what all its layers share.
         layer: 0-based index in the whole model.
         heads: Query heads of the layer, on all ranks.
         tp_group: Tensor-parallel group; ranks hold consecutive heads.
@@ -67,7 +60,7 @@ class LayerBalance(torch.nn.Module):
     def __init__(
         self,
         options: BalanceOptions,
-        statistics: BalanceStatistics,
+        statistics: LossStep,
         layer: int,
         heads: int,
         tp_group: ProcessGroup,
@@ -103,7 +96,7 @@ class LayerBalance(torch.nn.Module):
 
     def record(self, gate_sum_h: Tensor, tokens: int) -> None:
         """Add one microbatch to the statistics of the step."""
-        self._statistics.heads.record(
+        self._statistics.record(
             self.layer, self._first, gate_sum_h, tokens, self.routed, self._receive
         )
 
@@ -126,6 +119,7 @@ class LayerBalance(torch.nn.Module):
                 uneven numbers of them; None for `tokens` on each.
         """
         coeff, scale = self.options.head_balance_coeff, self._statistics.balance
+        microbatches = self._statistics.heads.microbatches[self.layer]
         coefficients = self._coefficients(gate_sum_h, tokens, in_row)
         # This rank's share of the microbatch's importance: Megatron sums over context-parallel
         # ranks, or averages and includes their number in the loss scale. The gradient is divided,
@@ -133,7 +127,7 @@ class LayerBalance(torch.nn.Module):
         count = tokens * self.cp_size if in_row is None else in_row
 
         def gradient() -> Tensor:
-            sent_h = scale.scaled(coefficients(), coeff)
+            sent_h = scale.scaled(coefficients(), coeff, microbatches)
             if observe is not None:
                 observe(sent_h)
             return sent_h / count

@@ -3,6 +3,7 @@
 Shapes: L layers of the model, H query heads, h those of this tensor-parallel rank.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -61,11 +62,13 @@ class HeadTracker:
     Attributes:
         observes: Whether the current step is observed; set on every rank before the first
             microbatch.
+        microbatches: Number of those that each layer of this rank has recorded in the step.
     """
 
     def __init__(self, layers: int, heads: int):
         self.layers, self.heads = layers, heads
         self.observes = False
+        self.microbatches: Counter[int] = Counter()
         # Per layer: a sum per head, whether each head was routed, then tokens, balance loss at
         # coefficient 1, microbatches; for each series a sum and a weight per head.
         self._table: Tensor | None = None
@@ -102,14 +105,15 @@ class HeadTracker:
                 f"two modules record statistics as layer {layer}: give each model in a process its "
                 "own MegasinkTransformerConfig, which holds the statistics"
             )
+        self.microbatches[layer] += 1
         row = self._row(layer, gate_sum_h.device)
         # add_, not +=, which would then copy the sum onto itself.
         row[first : first + len(gate_sum_h)].add_(gate_sum_h.detach())
         if first == 0:  # the same on every tensor-parallel rank
             if layer not in self._counts:
                 row[self.heads : 2 * self.heads].add_(routed_H)
-            recorded, microbatches = self._counts.get(layer, (0, 0))
-            self._counts[layer] = recorded + tokens, microbatches + 1
+            recorded, _ = self._counts.get(layer, (0, 0))
+            self._counts[layer] = recorded + tokens, self.microbatches[layer]
 
     def record_loss(self, layer: int, first: int, loss: Tensor) -> None:
         """Add the layer's balance loss for one recorded microbatch."""
@@ -141,6 +145,7 @@ class HeadTracker:
         """Return the sums since the last call with their counts; None if there are none."""
         table, self._table = self._table, None
         counts, self._counts = self._counts, {}
+        self.microbatches.clear()
         if table is not None:
             # Adjoining layers mostly have the same counts: two launches for all of them.
             placed = enumerate(sorted(counts.items()))
@@ -149,6 +154,11 @@ class HeadTracker:
                 rows = table[layers[0] : layers[-1] + 1]
                 rows[:, 2 * self.heads], rows[:, 2 * self.heads + 2] = same
         return table
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether a layer of this rank has recorded since the last reduction."""
+        return bool(self.microbatches)
 
     def start_reduction(self) -> None:
         """Start the all-reduce of the step; call it on every rank after the backward pass.

@@ -91,7 +91,8 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
         if not counted:
             config = copy.copy(config)
             config.head_balance_coeff = 0.0
-            config.statistics = ModelStatistics(config.num_layers, config.num_attention_heads)
+            layers, heads = config.num_layers, config.num_attention_heads
+            config.statistics = ModelStatistics(layers, heads, config)
         super().__init__(config=config)
         if attention_type != "self":
             raise ValueError(f"attention_type {attention_type!r}: megasink has self attention only")

@@ -1,16 +1,15 @@
 """Statistics of one model during training and evaluation."""
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
-from megasink.balance.attach import HeadBalanceScale
-from megasink.balance.tracker import HeadTracker
+from megasink.balance.step import LossStep, StepOptions
 from megasink.layers.sink_rate import SinkRate
 
 
-class ModelStatistics:
-    """The statistics of one model: ``config.statistics`` of its MegasinkTransformerConfig.
+class ModelStatistics(LossStep):
+    """The statistics of one model: ``config.statistics`` of its config.
 
     They are on the config because Megatron identifies a model by it: every layer, virtual pipeline
     stage and recomputed block holds it, ``get_model_config`` returns it for a wrapped model, and it
@@ -26,16 +25,14 @@ class ModelStatistics:
     Args:
         layers: Layers of the whole model.
         heads: Query heads of a layer.
+        options: See :class:`LossStep`.
 
     Attributes:
-        heads: Importance and other per-step head statistics.
-        balance: Scale factors of the head-balance gradient.
         sinks: Sink rates of an evaluation.
     """
 
-    def __init__(self, layers: int, heads: int):
-        self.heads = HeadTracker(layers, heads)
-        self.balance = HeadBalanceScale()
+    def __init__(self, layers: int, heads: int, options: StepOptions):
+        super().__init__(layers, heads, options)
         self.sinks = SinkRate(layers, heads)
 
     def set_loss_scale(self, scale: Tensor) -> None:
@@ -49,4 +46,12 @@ class ModelStatistics:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ModelStatistics, (self.heads.layers, self.heads.heads)
+        # The options are the config, which may be what is pickled: they follow as state.
+        state = {"_options": self._options}
+        return _empty, (type(self), self.heads.layers, self.heads.heads), state
+
+
+def _empty(kind: type[ModelStatistics], layers: int, heads: int) -> ModelStatistics:
+    statistics = kind.__new__(kind)
+    ModelStatistics.__init__(statistics, layers, heads, cast(StepOptions, None))
+    return statistics

@@ -5,6 +5,7 @@ Shapes: B microbatch, S sequence, V vocabulary.
 
 import functools
 import math
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron.training import get_args, get_timers
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from torch import Tensor
 
+from megasink.balance.step import LossStep, share_of_step
 from megasink.train.dataset import get_batch, token_byte_table
 from megasink.train.packing import enter_stage, leave_stage, pack
 from megasink.train.series import is_observed
@@ -32,13 +34,8 @@ def forward_step(
     """Run one microbatch through this pipeline stage, for Megatron's ``pretrain``."""
     timers, args = get_timers(), get_args()
     statistics = get_model_config(model).statistics
-    statistics.balance.set_step(
-        args.curr_iteration,
-        args.head_balance_warmup_iters,
-        args.head_balance_decay_iters,
-        args.train_iters,
-    )
-    statistics.heads.observes = is_observed(args, args.curr_iteration + 1)
+    if model.training:
+        begin_step(statistics, args)
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     packed = pack(batch)
@@ -63,6 +60,14 @@ def forward_step(
     output = statistics.balance.keep_targets(output)
     of_batch = (batch["labels"], batch["loss_mask"], batch["targets"], batch["text_targets"])
     return output, functools.partial(loss_func, *of_batch, model.training)
+
+
+def begin_step(balance: LossStep, args: Namespace) -> None:
+    """Begin the step of the head-balance loss; further microbatches of a step change nothing."""
+    step = args.curr_iteration
+    warmup, decay = args.head_balance_warmup_iters, args.head_balance_decay_iters
+    share = share_of_step(step, warmup, decay, args.train_iters)
+    balance.begin(step, observe=is_observed(args, step + 1), share=share)
 
 
 def loss_func(

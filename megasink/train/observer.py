@@ -60,15 +60,17 @@ class Observer:
         self._known: list[dict[str, Any]] = []
 
     def step(self, call: dict[str, Any]) -> None:
-        """Reduce a step's statistics and add them to the losses in ``training_log``'s arguments.
+        """Add a step's statistics to the losses in ``training_log``'s arguments, and write them.
 
         Raises:
             UserError: the run has diverged; raised on every rank.
         """
         args = get_args()
-        coeff = args.head_balance_coeff * self._statistics.balance.share
-        statistics = self._statistics.heads.finish_step(coeff, args.head_balance_scope)
         self._iteration = int(call["iteration"])
+        balance = self._statistics
+        balance.commit_skipped()
+        # --iterations-to-skip has steps without a forward pass.
+        statistics = balance.last if balance.last_number == self._iteration - 1 else None
         logs = series.is_observed(args, self._iteration)
         if self._owner:
             losses = call["loss_dict"]

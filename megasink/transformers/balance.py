@@ -9,7 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megasink.balance.tracker import HeadStatistics, HeadTracker
+from megasink.balance.step import LossStep
+from megasink.balance.tracker import HeadStatistics
 from megasink.config import HeadBalanceOptions, Scope
 from megasink.errors import ConfigError, UserError
 from megasink.probe.blocks import find_blocks
@@ -24,7 +25,6 @@ from megasink.transformers.balance_layer import (
     Microbatch,
     ModelLayer,
     Seam,
-    Statistics,
     explicit_hook,
 )
 
@@ -60,7 +60,8 @@ class HeadBalance:
 
     Attributes:
         layers: The loss of each layer that has one, by index.
-        last: Statistics of the last finished step; None before.
+        step: The loss from step to step, as in Megatron; its `balance` is replaced for every
+            microbatch.
         microbatch: What the model was last called with; None outside of training.
         counted: Layers that were counted in the current step.
 
@@ -94,8 +95,7 @@ class HeadBalance:
             head_balance_shared_heads=shared_heads,
             head_balance_shared_refresh=refresh,
         )
-        self.statistics = Statistics(HeadTracker(len(blocks), self.heads), LossScale())
-        self.last: HeadStatistics | None = None
+        self.step = LossStep(len(blocks), self.heads, self.options)
         self.microbatch: Microbatch | None = None
         self.layers: dict[int, ModelLayer] = {}
         self.counted: set[int] = set()
@@ -141,11 +141,13 @@ class HeadBalance:
                 'attention is not the implementation "megasink", or the model was not training'
             )
         self.counted.clear()
-        tracker, options = self.statistics.heads, self.options
-        tracker.start_reduction()
-        self.last = tracker.finish_step(options.head_balance_coeff, options.head_balance_scope)
-        assert self.last is not None
-        return self.last
+        self.step.reduce()
+        return self.step.commit()
+
+    @property
+    def last(self) -> HeadStatistics | None:
+        """Statistics of the last finished step; None before."""
+        return self.step.last
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what later steps depend on: [l, H] coefficients and routed heads, [l, 1] steps."""
@@ -177,12 +179,12 @@ class HeadBalance:
         items, targets = given.get("num_items_in_batch"), None
         if items is not None or given.get(_FUSED):
             targets = _targets(model, given)
-        self.statistics.balance = LossScale()
+        self.step.balance = LossScale()
         self.microbatch = Microbatch(real_BT, count, targets, items, set())
 
     def _end(self, model: torch.nn.Module, args: Any, output: Any) -> None:
         """Follow the loss that the model returns, in its backward pass."""
-        microbatch, scale = self.microbatch, self.statistics.balance
+        microbatch, scale = self.microbatch, self.step.balance
         if microbatch is None or not (model.training and torch.is_grad_enabled()):
             return
         log_probs_BT, mask_BT = (getattr(output, name, None) for name in _FUSED_OUTPUT)

@@ -13,7 +13,7 @@ from torch import Tensor
 from megasink.attention import gate_sum
 from megasink.balance.attach import HeadBalanceScale, attach_gradient
 from megasink.balance.counter import LayerBalance
-from megasink.balance.tracker import HeadTracker
+from megasink.balance.step import LossStep
 from megasink.config import HeadBalanceOptions
 from megasink.errors import UserError
 from megasink.probe.blocks import Reader
@@ -34,7 +34,7 @@ class OneRank:
 class LossScale(HeadBalanceScale):
     """The factors of one microbatch, read in its backward pass from the gradient of its loss."""
 
-    def scaled(self, gradient_H: Tensor, coeff: float) -> Tensor:
+    def scaled(self, gradient_H: Tensor, coeff: float, microbatches: int = 1) -> Tensor:
         """Scale a gradient [H] as the loss is scaled.
 
         Raises:
@@ -45,7 +45,7 @@ class LossScale(HeadBalanceScale):
                 "the head-balance loss is scaled as the loss that the model returns, and it "
                 "returned none: call it with labels, without a compute_loss_func or label smoothing"
             )
-        return super().scaled(gradient_H, coeff)
+        return super().scaled(gradient_H, coeff, microbatches)
 
 
 @dataclass
@@ -67,20 +67,12 @@ class Microbatch:
     recorded: set[int] = field(default_factory=set)
 
 
-@dataclass
-class Statistics:
-    """What all layers share; `balance` is replaced for every microbatch."""
-
-    heads: HeadTracker
-    balance: HeadBalanceScale
-
-
 class Owner(Protocol):
     """What the layers of a model share: :class:`megasink.transformers.balance.HeadBalance`."""
 
     heads: int
     options: HeadBalanceOptions
-    statistics: Statistics
+    step: LossStep
     microbatch: Microbatch | None
     counted: set[int]
 
@@ -89,14 +81,14 @@ class ModelLayer(LayerBalance):
     """The loss at one attention module of a model of transformers.
 
     Args:
-        owner: Holds the options, the statistics and the current microbatch.
+        owner: Holds the options, the step and the current microbatch.
         layer: 0-based index of the decoder layer.
         device: Of the attention module.
     """
 
     def __init__(self, owner: Owner, layer: int, device: torch.device):
         alone: Any = OneRank()
-        super().__init__(owner.options, owner.statistics, layer, owner.heads, alone, device=device)
+        super().__init__(owner.options, owner.step, layer, owner.heads, alone, device=device)
         self._owner = owner
 
     # Its counts are Python's, which a compiled graph would take for constants.

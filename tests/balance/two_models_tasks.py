@@ -9,6 +9,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megasink.balance.step import share_of_step
 from megasink.balance.tracker import HeadTracker
 from megasink.layers.core_attention import CoreAttention
 from tests.distributed import tiny_gpt
@@ -53,8 +54,9 @@ class Trained:
     def forward(self, step: int, index: int) -> None:
         """Everything up to the loss of one microbatch."""
         data = tiny_gpt.batch(step, 10 * self.offset + index, masked=True)
-        self.statistics.balance.set_step(step, WARMUP[self.name])
-        self.statistics.heads.observes = OBSERVED[self.name]
+        if self.model.training:
+            share = share_of_step(step, WARMUP[self.name])
+            self.statistics.begin(step, observe=OBSERVED[self.name], share=share)
         self.statistics.balance.set_targets(data["loss_mask"].sum())
         losses = self.model(data["tokens"], data["position_ids"], None, labels=data["labels"])
         losses = self.statistics.balance.keep_targets(losses)

@@ -22,6 +22,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 from torch import Tensor
 
+from megasink.balance.step import Phase
 from megasink.balance.tracker import HeadTracker
 from megasink.layers.builder import MegasinkGPTConfig
 from megasink.layers.core_attention import CoreAttention
@@ -320,9 +321,9 @@ def run_step(
 
 
 def statistics(transformer: MegasinkTransformerConfig) -> Any:
-    """Those of the step."""
-    heads = transformer.statistics.heads
-    return heads.finish_step(transformer.head_balance_coeff, transformer.head_balance_scope)
+    """Those of the step, which the step of an optimizer has committed."""
+    balance = transformer.statistics
+    return balance.last if balance.phase is Phase.BETWEEN else balance.commit()
 
 
 def recorded(transformer: MegasinkTransformerConfig) -> Tensor | None:

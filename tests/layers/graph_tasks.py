@@ -76,9 +76,9 @@ class Layer:
             gradients of queries, keys and values for each microbatch; importance of the step; how
             many of its microbatches were counted.
         """
-        heads, gradients = self.config.statistics.heads, []
+        balance, gradients = self.config.statistics, []
         for index, batch in enumerate(batches):
-            self.config.statistics.set_loss_scale(torch.ones(1))
+            balance.set_loss_scale(torch.ones(1))
             with torch.no_grad():
                 self._inputs.copy_(batch)
             if self._graph is not None:
@@ -89,10 +89,9 @@ class Layer:
             else:
                 self._run()
             gradients.append(self._gradient.clone())
-        counted = heads._counts.get(0, (0, 0))[1]
-        heads.start_reduction()
-        statistics = heads.finish_step(self.config.head_balance_coeff, "global")
-        assert statistics is not None
+        counted = balance.heads._counts.get(0, (0, 0))[1]
+        balance.reduce()
+        statistics = balance.commit()
         return {
             "gradients": torch.stack(gradients),
             "importance": statistics.importance_LH[0],

@@ -28,7 +28,6 @@ class Operations(TorchDispatchMode):
 def _counters(layers, heads, **options):
     """Layers on one rank, and the statistics that they share."""
     config = SimpleNamespace(
-        statistics=ModelStatistics(layers, heads),
         num_attention_heads=heads,
         head_balance_coeff=1e-2,
         head_balance_scope="global",
@@ -37,6 +36,7 @@ def _counters(layers, heads, **options):
         calculate_per_token_loss=False,
         use_cpu_initialization=True,
     )
+    config.statistics = ModelStatistics(layers, heads, config)
     one_rank = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     counters = [HeadCounter(config, layer + 1, one_rank) for layer in range(layers)]
     return counters, config.statistics
@@ -75,11 +75,12 @@ def test_the_end_of_a_step_costs_two_launches_per_layer():
         launches = []
         for layers in (2, 7):
             counters, statistics = _counters(layers, heads=4)
+            statistics.set_loss_scale(torch.ones(1))
             for _ in range(2):
                 _microbatch(counters, heads=4)
             with Operations() as operations:
-                statistics.heads.start_reduction()
-                statistics.heads.finish_step(1e-2, "global")
+                statistics.reduce()
+                statistics.commit()
             launches.append(len(operations.names))
     finally:
         torch.distributed.destroy_process_group()

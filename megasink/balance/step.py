@@ -1,0 +1,229 @@
+"""The head-balance loss from step to step: begin, reduce, commit.
+
+The gradient of the default scope needs the importance of a whole global batch, so every step uses
+the coefficients of the step before it. One step is::
+
+    step.begin(number)   # before its first microbatch
+    ...                  # forward and backward passes; the layers record their gates
+    step.reduce()        # after the last backward: one all-reduce of [L, 2 H + 3] starts
+    ...                  # reduction of the gradients, optimizer
+    step.commit()        # every layer has new coefficients; step.last has the numbers
+
+Between `commit` and the next `begin` the state (the layers' buffers `coefficients`, `routed` and
+`steps`) is that of whole steps, and may be saved. A step that is begun again with the same number,
+after its reduction, is run again: it sees the same coefficients, and its sums replace the first.
+
+Shapes: L layers of the model, H query heads.
+"""
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Protocol
+
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from megasink.balance.attach import HeadBalanceScale
+from megasink.balance.tracker import HeadStatistics, HeadTracker, Receiver
+
+
+class StepOptions(Protocol):
+    """The options of the loss that a step reads."""
+
+    @property
+    def head_balance_coeff(self) -> float: ...
+    @property
+    def head_balance_scope(self) -> str: ...
+
+
+class Phase(Enum):
+    """Where a step is."""
+
+    BETWEEN = "between two steps"
+    RUNNING = "in the forward and backward passes"
+    REDUCED = "reduced, not committed"
+
+
+class LossStep:
+    """The head-balance loss of one model, from step to step.
+
+    Whoever runs the training loop calls `begin`, `reduce` and `commit`, or the hooks of
+    :class:`megasink.megatron.HeadBalance` do. Without `begin` the first gates after a commit open
+    the next step.
+
+    Args:
+        layers: Layers of the whole model.
+        heads: Query heads of a layer.
+        options: Coefficient and scope; read at every commit.
+
+    Attributes:
+        heads: Sums of the step's gates.
+        balance: The factors on the gradient.
+        phase: Where the current step is.
+        number: The current step, or the last one; -1 before the first.
+        last: Statistics of the step `last_number`, the last that was committed; None before.
+    """
+
+    def __init__(self, layers: int, heads: int, options: StepOptions):
+        self.heads = HeadTracker(layers, heads)
+        self.balance = HeadBalanceScale()
+        self.phase = Phase.BETWEEN
+        self.number = -1
+        self.last: HeadStatistics | None = None
+        self.last_number: int | None = None
+        self._options = options
+        self._stepped_without_reduction = False
+
+    def begin(self, number: int, *, observe: bool = False, share: float = 1.0) -> None:
+        """Open a step, on every rank; again for each microbatch changes nothing.
+
+        Args:
+            number: Of the step: steps that were completed before it. The number of a step that was
+                reduced and not committed runs that step again.
+            observe: Whether layers record the series of the tracker too.
+            share: Share of the coefficient that counts in this step, in [0, 1] (warmup, decay).
+
+        Raises:
+            RuntimeError: The step before it was not reduced, or not committed.
+        """
+        if self.phase is Phase.RUNNING and number == self.number:
+            return
+        if self.phase is Phase.RUNNING and self.heads.has_sums:
+            raise RuntimeError(f"step {number} begins, and {self._not_reduced()}")
+        if self.phase is Phase.REDUCED and number != self.number:
+            raise RuntimeError(f"step {number} begins, and {self._not_committed()}")
+        self.phase, self.number = Phase.RUNNING, number
+        self._stepped_without_reduction = False
+        self.heads.observes = observe
+        self.balance.begin(share)
+
+    def record(
+        self,
+        layer: int,
+        first: int,
+        gate_sum_h: Tensor,
+        tokens: int,
+        routed_H: Tensor,
+        receiver: Receiver,
+    ) -> None:
+        """Add one microbatch of one layer; see :meth:`HeadTracker.record`.
+
+        Raises:
+            RuntimeError: A step before it was not reduced, or not committed.
+        """
+        self._open()
+        self.heads.record(layer, first, gate_sum_h, tokens, routed_H, receiver)
+
+    def reduce(self) -> None:
+        """Start the all-reduce of the step: on every rank, after the last backward pass.
+
+        Raises:
+            RuntimeError: The step before it was not committed.
+        """
+        self._open()
+        self.heads.start_reduction()
+        self.phase = Phase.REDUCED
+
+    def commit(self) -> HeadStatistics:
+        """End the step: give every layer its importance and the coefficients of the next step.
+
+        Call it on every rank, after the optimizer has stepped or has skipped the step, and before
+        a checkpoint is saved. It waits for the all-reduce, on the device.
+
+        Returns:
+            The statistics, on the device; reading one waits for it.
+
+        Raises:
+            RuntimeError: `reduce` was not called.
+        """
+        if self.phase is not Phase.REDUCED:
+            raise RuntimeError(
+                f"commit() of the head-balance loss, and {self._not_reduced()}"
+                if self.phase is Phase.RUNNING
+                else "commit() of the head-balance loss, and no step was begun: call begin() "
+                "before the step and reduce() after its last backward pass"
+            )
+        coeff = self._options.head_balance_coeff * self.balance.share
+        self.last = self.heads.finish_step(coeff, self._options.head_balance_scope)
+        self.last_number, self.phase = self.number, Phase.BETWEEN
+        return self.last
+
+    def runs_again(self) -> bool:
+        """Return whether the forward passes after a reduction repeat the step (to check it)."""
+        return False
+
+    def may_skip(self) -> bool:
+        """Return whether a step may end without a step of the optimizer (fp16's loss scale)."""
+        return False
+
+    def commit_skipped(self) -> None:
+        """Commit a step that the optimizer has skipped, and that nobody has committed."""
+        if self.phase is Phase.REDUCED and self.may_skip() and not self.runs_again():
+            self.commit()
+
+    def optimizer_stepped(self) -> None:
+        """Commit the step; or remember that the optimizer stepped before its reduction."""
+        if self.phase is Phase.REDUCED:
+            self.commit()
+        elif self.phase is Phase.RUNNING and self.heads.has_sums:
+            self._stepped_without_reduction = True
+
+    def _open(self) -> None:
+        """Make sure that the step is running; open the next one, or the same again."""
+        if self._stepped_without_reduction:
+            raise RuntimeError(f"the optimizer has stepped, and {self._not_reduced()}")
+        if self.phase is Phase.RUNNING:
+            return
+        share, observe = self.balance.share, self.heads.observes
+        self.commit_skipped()
+        if self.phase is Phase.BETWEEN:
+            self.begin(self.number + 1, observe=observe, share=share)
+        elif self.runs_again():
+            self.begin(self.number, observe=observe, share=share)
+        else:
+            raise RuntimeError(f"the next step begins, and {self._not_committed()}")
+
+    def _not_reduced(self) -> str:
+        return (
+            f"the gates of step {self.number} were not reduced: call reduce() of the head-balance "
+            "loss on every rank after the last backward pass, as config.finalize_model_grads_func "
+            "does if the host leaves it in place; without it the loss would be 0"
+        )
+
+    def _not_committed(self) -> str:
+        return (
+            f"step {self.number} was not committed: call commit() of the head-balance loss after "
+            "the optimizer's step, as the hook on torch.optim's optimizers does; without it the "
+            "loss would be 0"
+        )
+
+
+def share_of_step(
+    step: int, warmup_steps: int = 0, decay_steps: int = 0, total_steps: int = 0
+) -> float:
+    """Return the share of the coefficient by a linear warmup and a linear decay, in [0, 1].
+
+    Args:
+        step: Number of completed steps.
+        warmup_steps: Steps of the linear warmup; 0 for none.
+        decay_steps: Steps of the linear decay, to 1 / decay_steps in the last step; 0 for none.
+        total_steps: Steps of the run; used with a decay only.
+    """
+    rising = (step + 1) / warmup_steps if warmup_steps else 1.0
+    falling = (total_steps - step) / decay_steps if decay_steps else 1.0
+    return max(0.0, min(1.0, rising, falling))
+
+
+def follow_optimizers(optimizer_stepped: Callable[[], None]) -> Callable[[], None]:
+    """Call a function after every step of any optimizer of torch.optim in this process.
+
+    Megatron's optimizers wrap them (Adam, TransformerEngine's and apex's FusedAdam, Muon).
+
+    Returns:
+        A function that ends it.
+    """
+
+    def stepped(*_: object) -> None:
+        optimizer_stepped()
+
+    return register_optimizer_step_post_hook(stepped).remove
