@@ -25,7 +25,7 @@ def gpt_config(sequence: int, *, vocabulary: int = VOCABULARY, **options: Any) -
     """
     from megasink.layers.builder import MegasinkGPTConfig
     from megasink.layers.transformer_config import MegasinkTransformerConfig
-    from megasink.specs import block_spec
+    from megasink.megatron import layer_spec
 
     transformer = MegasinkTransformerConfig(
         transformer_impl="local",
@@ -41,7 +41,7 @@ def gpt_config(sequence: int, *, vocabulary: int = VOCABULARY, **options: Any) -
     )
     return MegasinkGPTConfig(
         transformer=transformer,
-        transformer_layer_spec=block_spec,
+        transformer_layer_spec=layer_spec,
         vocab_size=vocabulary,
         seq_length=sequence,
         position_embedding_type="rope",

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 import megasink
 from megasink import messages, plugins
-from megasink.command_line import CommandParser, unknown_name
-from megasink.errors import Stopped, UserError
+from megasink.command_line import CommandParser
+from megasink.errors import Stopped, UserError, unknown_name
 from megasink.extras import require_train
 
 # Each command is a module of `megasink.commands` with a ``main``, imported on demand.

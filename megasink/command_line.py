@@ -7,13 +7,12 @@ of error as the rest of megasink: no usage text, exit code 2.
 
 import argparse
 import contextlib
-import difflib
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-from megasink.errors import ConfigError
+from megasink.errors import ConfigError, nearest, unknown_name
 
 _NUMBERS = {"int": "a whole number", "float": "a number"}
 # argparse's own pattern has no exponent, so it takes -1e-4 for a flag.
@@ -147,22 +146,6 @@ class Reading:
         ]
         if missing:
             self.problems.append(f"missing: {', '.join(missing)}")
-
-
-def nearest(word: str, names: Iterable[str]) -> str | None:
-    """Return the known name closest to a misspelled one, or None."""
-    bare = word.lstrip("-–—")
-    plain = ("--" if bare != word else "") + bare.partition("=")[0].replace("_", "-").lower()
-    close = difflib.get_close_matches(plain, list(names), n=1, cutoff=0.75)
-    return close[0] if close else None
-
-
-def unknown_name(what: str, value: str, names: Iterable[str]) -> str:
-    """Return the error message for a value that is not one of `names`."""
-    names = list(names)
-    meant = nearest(value, names)
-    hint = f" (did you mean {meant}?)" if meant else ""
-    return f"{what} {value!r} is unknown: choose {', '.join(names)}{hint}"
 
 
 def unknown_flags(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> list[str]:

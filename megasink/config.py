@@ -1,14 +1,12 @@
-"""All options of megasink, as the dataclasses that define the command-line flags.
+"""The options of a model and of its head-balance loss; `run_options.py` has those of runs.
 
-Megatron's ArgumentGroupFactory turns each field into a flag (``softmax_offset_init`` becomes
-``--softmax-offset-init``) and the string below it into the help text.
+They are dataclasses. Megatron's ArgumentGroupFactory turns each field into a flag
+(``softmax_offset_init`` becomes ``--softmax-offset-init``) and the string below it into its help.
 """
 
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from megasink.lora.options import LoraOptions
-from megasink.recipe_options import NanochatOptions, RecipeOptions
 from megasink.variants import variants
 from megasink.variants.layers import layer_pattern
 
@@ -196,6 +194,25 @@ class BlockOptions:
 
 
 @dataclass(kw_only=True)
+class NanochatOptions:
+    """Norms, logits and initial weights of nanochat, whose models P0 trains (docs/recipes.md)."""
+
+    norm_without_gain: bool = False
+    """RMSNorms of the residual stream and of the sandwich norm have no weight. --qk-l2-norm is the
+    same for queries and keys."""
+
+    embedding_norm: bool = False
+    """Normalize the embeddings before the first layer: RMSNorm without a weight."""
+
+    logit_softcap: float | None = None
+    """Cap of the logits c: they become c * tanh(logits / c), in float32, in training and
+    inference."""
+
+    zero_init_outputs: bool = False
+    """Initialize the output projections of attention and FFN, and the output layer, with zeros."""
+
+
+@dataclass(kw_only=True)
 class HeadBalanceOptions:
     """The head-balance loss of P0, Eq. 7: coefficient * sum over layers of H * CV^2."""
 
@@ -224,117 +241,12 @@ class HeadBalanceOptions:
     step (the choice is stored in the checkpoint)."""
 
 
-@dataclass(kw_only=True)
-class TrainingOptions:
-    """Changes of the text (docs/positions.md#replaced-tokens) and of weight decay, as in P2."""
-
-    replace_tokens_at: list[int] | None = field(
-        default=None,
-        metadata={"argparse_meta": {"nargs": "+", "type": int, "metavar": "POSITION"}},
-    )
-    """Replace the tokens at these positions of every sequence, from 0, as input and as target: of
-    every sample, or of every document with --dataloader-inter-document-masking. Analyses of the run
-    do the same (P2.15, P2.16)."""
-
-    replace_tokens_with: str | None = field(
-        default=None, metadata={"argparse_meta": {"metavar": "{random,ID}"}}
-    )
-    """What replaces them. random: tokens drawn uniformly from the vocabulary without its special
-    tokens, the same ones in every epoch. ID: the token with this id."""
-
-    decay_all_parameters: bool = False
-    """Apply --weight-decay to norms and biases too (P2.17), which Megatron exempts."""
-
-    embedding_lr: float | None = None
-    """Maximum learning rate of the token embedding, instead of --lr. Its minimum is as much lower
-    as --min-lr is than --lr. --decoupled-lr sets embedding and output layer together."""
-
-    output_lr: float | None = None
-    """Maximum learning rate of the output layer, instead of --lr, in the same way; needs
-    --untie-embeddings-and-output-weights."""
-
-
-@dataclass(kw_only=True)
-class ObservingOptions:
-    """Monitoring of a training run (docs/observing.md)."""
-
-    head_heatmap_interval: int = 1000
-    """Interval in steps at which the [layer, head] importance is drawn to TensorBoard and W&B, also
-    after the last step; 0: never. One image takes about 0.3 s on the last rank."""
-
-    log_sink_rate: bool = False
-    """Measure the sink rate in every evaluation, Sink^0.3_1 (P2.2): the share of heads whose mean
-    attention to the first token, over the first 64, exceeds 0.3; and the same for the sink slot of
-    variants that have one."""
-
-    analyze_interval: int = 0
-    """Interval in steps at which an evaluation also runs the metrics of `megasink analyze`, and
-    after the last step; 0: never. Writes RUN/analysis/iter_..., which `megasink trace RUN` and
-    `megasink report` read. Must be a multiple of --eval-interval. Not for tensor, pipeline, context
-    or expert parallelism: analyze the checkpoints of those runs instead."""
-
-    analyze_samples: int = 32
-    """Number of validation samples for --analyze-interval: always the first ones, divided among the
-    data-parallel ranks."""
-
-    stop_on_divergence: float | None = None
-    """Stop with exit code 2 and no further checkpoint when the training loss (an exponential moving
-    average with factor 0.98) is this many nats above its lowest value; checked every --log-interval
-    steps."""
-
-
-RESUME = ("newest", "auto")
-
-
-@dataclass(kw_only=True)
-class RunOptions:
-    """Run folder, resuming and platform."""
-
-    run_dir: str | None = None
-    """Folder of the run: checkpoints, TensorBoard, metrics.jsonl, logs and the resolved
-    configuration. A folder with a run of a different configuration is rejected."""
-
-    resume: str | None = field(
-        default=None,
-        metadata={"argparse_meta": {"nargs": "?", "const": "newest", "choices": RESUME}},
-    )
-    """Resume from the newest complete checkpoint of --run-dir. With the value auto, start at step 0
-    if there is none yet, so that the same command line starts and resumes a run, as
-    `sbatch --requeue` and `torchrun --max-restarts` need."""
-
-    verify_checkpoint: bool = False
-    """Verify all checksums of a checkpoint, which reads it once more: with --resume before loading
-    it, with --save-retain-interval in the background before the one before it is deleted; by
-    default only file sizes are checked."""
-
-    checkpoint_store: str | None = field(
-        default=None, metadata={"argparse_meta": {"metavar": "URL"}}
-    )
-    """Copy every finished checkpoint to this place in an object store (s3://BUCKET/KEY or
-    msc://PROFILE/KEY) while training goes on. With --resume auto, get the newest one from there if
-    the run folder has none that is as new. --resume does not repeat it: say it again."""
-
-    preflight: bool = False
-    """Time every rank and every link before the first step, and name the slow ones."""
-
-    plugin: list[str] | None = field(
-        default=None, metadata={"argparse_meta": {"action": "append", "metavar": "MODULE"}}
-    )
-    """Import this Python module first, which registers variants, metrics or conversion targets of
-    your own; may be repeated. --resume does not repeat it: say it again."""
-
-    cpu: bool = False
-    """Run on the CPU platform; selected automatically, with a message, without a CUDA device."""
-
-
 _ATTENTION = (AttentionOptions, BiasOptions, SimilarityOptions, GateOptions, PositionOptions)
 MODEL_OPTIONS = (*_ATTENTION, BlockOptions, NanochatOptions)
-"""Options that define the model; the others control training."""
+"""Options that define the model."""
 
-# The options of a TransformerConfig, and so of a model and its loss in any training loop.
-TRANSFORMER_OPTIONS = (*MODEL_OPTIONS, HeadBalanceOptions, LoraOptions)
-_OTHERS = (HeadBalanceOptions, TrainingOptions, LoraOptions, ObservingOptions)
-OPTIONS = (*MODEL_OPTIONS, *_OTHERS, RecipeOptions, RunOptions)
+TRANSFORMER_OPTIONS = (*MODEL_OPTIONS, HeadBalanceOptions)
+"""Options of a TransformerConfig: of a model and its loss in any training loop."""
 
 
 def visible_tokens(window_size: tuple[int, int] | None) -> int | None:

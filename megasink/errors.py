@@ -1,5 +1,6 @@
 """Errors a user can cause. The command line prints one line and exits with code 2."""
 
+import difflib
 import signal
 from collections.abc import Iterable
 
@@ -49,3 +50,19 @@ class Stopped(UserError):
     def code_of(number: int) -> int:
         """Return the shell exit code for a signal: 130 after Ctrl-C."""
         return 128 + number
+
+
+def nearest(word: str, names: Iterable[str]) -> str | None:
+    """Return the known name closest to a misspelled one, or None."""
+    bare = word.lstrip("-–—")
+    plain = ("--" if bare != word else "") + bare.partition("=")[0].replace("_", "-").lower()
+    close = difflib.get_close_matches(plain, list(names), n=1, cutoff=0.75)
+    return close[0] if close else None
+
+
+def unknown_name(what: str, value: str, names: Iterable[str]) -> str:
+    """Return the error message for a value that is not one of `names`."""
+    names = list(names)
+    meant = nearest(value, names)
+    hint = f" (did you mean {meant}?)" if meant else ""
+    return f"{what} {value!r} is unknown: choose {', '.join(names)}{hint}"

@@ -13,7 +13,7 @@ from dataclasses import fields
 from functools import cache
 from typing import get_args, get_type_hints
 
-from megasink.config import OPTIONS
+from megasink.run_options import OPTIONS
 
 
 def flag_of(dest: str) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megasink import platform
-from megasink.command_line import Reading, nearest, unknown_flags
-from megasink.errors import ConfigError
+from megasink.command_line import Reading, unknown_flags
+from megasink.errors import ConfigError, nearest
 from megasink.flags import add_options, escaped
 from megasink.upstream import fused
 

@@ -18,7 +18,7 @@ MEGATRON = (
     "megasink.layers",
     "megasink.lora",
     "megasink.inference",
-    "megasink.specs",
+    "megasink.megatron",
     "megasink.parser",
     "megasink.checkpoint",
     "megasink.train",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megasink.config import OPTIONS
+from megasink.run_options import OPTIONS
 from tests.forkserver import HANG_SECONDS, put_megasink_into
 
 ROOT = Path(__file__).parents[1]

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from megasink.command_line import unknown_name
+from megasink.errors import unknown_name
 
 LEVEL = 0.05
 LEAST_SEEDS = 3

@@ -15,8 +15,7 @@ from examples.replicate import claims
 from examples.replicate.measures import MeasuresFile, read_measures, read_toml
 from examples.replicate.own_program import ProgramFile, read_program_file
 from examples.replicate.record import Large
-from megasink.command_line import unknown_name
-from megasink.errors import ConfigError, UserError
+from megasink.errors import ConfigError, UserError, unknown_name
 from megasink.grid.collect import live_names
 from megasink.grid.file import GridFile, read_grid
 

@@ -18,8 +18,7 @@ from typing import Any
 
 from examples.replicate.programs import PROGRAMS
 from megasink import flag_file
-from megasink.command_line import unknown_name
-from megasink.errors import ConfigError, UserError
+from megasink.errors import ConfigError, UserError, unknown_name
 from megasink.grid.file import Cell, read_grid
 
 KEYS = ("cells", "metrics", "measure")

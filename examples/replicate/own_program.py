@@ -9,8 +9,7 @@ from pathlib import Path
 
 from examples.replicate.measures import read_toml
 from examples.replicate.record import Run
-from megasink.command_line import unknown_name
-from megasink.errors import ConfigError
+from megasink.errors import ConfigError, unknown_name
 from megasink.grid.file import Cell
 
 

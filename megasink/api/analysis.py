@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasink.command_line import nearest, unknown_name
 from megasink.diagnostics import Metric, metrics
 from megasink.diagnostics.results import Results
+from megasink.errors import nearest, unknown_name
 from megasink.report import analysis as folders
 from megasink.report.analysis_figures import drawings
 from megasink.report.style import rendered, styled

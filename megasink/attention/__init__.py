@@ -1,4 +1,9 @@
-"""Attention with exact gradients through its log-sum-exp and gates. Depends only on torch."""
+"""Attention with exact gradients through its log-sum-exp and gates. Depends only on torch.
+
+The definitions, biases and similarities are imported when they are first used.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from megasink.attention.backends import (
     AttentionRequest,
@@ -8,34 +13,41 @@ from megasink.attention.backends import (
     choose_backend,
     register_backend,
 )
-from megasink.attention.biases import biased_attention
-from megasink.attention.call import VARIANTS, AttentionCall, BackwardTensors, Gradients
-from megasink.attention.explicit_gate import (
-    apply_gate,
-    gate_values,
-    head_rms_norm,
-    mean_over_heads,
+from megasink.attention.call import (
+    VARIANTS,
+    AttentionCall,
+    AttentionOutput,
+    BackwardTensors,
+    Gradients,
 )
 from megasink.attention.functional import attention, slot_attention
 from megasink.attention.gate_derivatives import gate_bias_gradient, gate_slope
 from megasink.attention.gate_kernels import choose_gate_kernels
 from megasink.attention.lse_statistics import first_key_gate, first_key_share, gate_sum
-from megasink.attention.reference import (
-    SIMILARITIES,
-    AttentionOutput,
-    reference_attention,
-    reference_biased_attention,
-    reference_gate,
-    reference_head_norm,
-    reference_similarity_attention,
-    reference_slot_attention,
-)
-from megasink.attention.similarity import (
-    SimilarityOutput,
-    feature_map,
-    first_key_weight,
-    similarity_attention,
-)
+
+if TYPE_CHECKING:
+    from megasink.attention.biases import biased_attention
+    from megasink.attention.explicit_gate import (
+        apply_gate,
+        gate_values,
+        head_rms_norm,
+        mean_over_heads,
+    )
+    from megasink.attention.reference import (
+        SIMILARITIES,
+        reference_attention,
+        reference_biased_attention,
+        reference_gate,
+        reference_head_norm,
+        reference_similarity_attention,
+        reference_slot_attention,
+    )
+    from megasink.attention.similarity import (
+        SimilarityOutput,
+        feature_map,
+        first_key_weight,
+        similarity_attention,
+    )
 
 __all__ = [
     "SIMILARITIES",
@@ -74,3 +86,20 @@ __all__ = [
     "similarity_attention",
     "slot_attention",
 ]
+
+# {module: what is imported from it when it is first used}
+_LATER = {
+    "biases": ("biased_attention",),
+    "explicit_gate": ("apply_gate", "gate_values", "head_rms_norm", "mean_over_heads"),
+    "reference": ("SIMILARITIES", *(name for name in __all__ if name.startswith("reference_"))),
+    "similarity": ("SimilarityOutput", "feature_map", "first_key_weight", "similarity_attention"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    for module, names in _LATER.items():
+        if name in names:
+            return getattr(importlib.import_module(f"megasink.attention.{module}"), name)
+    raise AttributeError(f"module 'megasink.attention' has no attribute {name!r}")

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megasink.attention.call import AttentionOutput
 from megasink.attention.functional import attention, slot_attention
 from megasink.attention.layout import dot_with_each_row, statistics_dtype, weighted_row_sum
-from megasink.attention.reference import AttentionOutput
 
 
 def biased_attention(

@@ -173,3 +173,21 @@ def from_op(arguments: Sequence[Any], *records: Any) -> list[Any]:
         made.append(record._make(arguments[start:stop]))
         start = stop
     return made
+
+
+class AttentionOutput(NamedTuple):
+    """The result of an attention call.
+
+    Attributes:
+        out_BHTD: Attention output, in the dtype of the query.
+        lse_BHT: Natural logarithm of the softmax denominator: the log-sum-exp of all visible
+            scores, **including the sink logit** if the variant has one (docs/maths.md: LSE').
+        gate_BHT: G, the share of the denominator that is not the sink (papers P0.6, P0.7); None
+            if not requested.
+
+    The last two are float32, or float64 if the query is.
+    """
+
+    out_BHTD: Tensor
+    lse_BHT: Tensor
+    gate_BHT: Tensor | None

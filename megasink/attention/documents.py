@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megasink.attention.reference import AttentionOutput
+from megasink.attention.call import AttentionOutput
 
 
 def document_lengths(cu_seqlens: Sequence[int], tokens: int) -> list[int]:

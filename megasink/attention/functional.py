@@ -9,10 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megasink.attention.call import AttentionCall, Slot, softmax_variant
+from megasink.attention.call import AttentionCall, AttentionOutput, Slot, softmax_variant
 from megasink.attention.documents import attend_by_document, document_lengths
 from megasink.attention.layout import statistics_dtype
-from megasink.attention.reference import AttentionOutput
 from megasink.attention.slot_op import Slotted, slot_attention_op
 
 

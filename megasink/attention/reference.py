@@ -16,31 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasink.attention.call import Slot, softmax_variant
+from megasink.attention.call import AttentionOutput, Slot, softmax_variant
 
 GATE_ACTIVATIONS = ("sigmoid", "silu", "ns-sigmoid", "identity")
 GATE_OPERATIONS = ("multiply", "add")
 # P2.31 to P2.36, and the ones whose weights may be negative.
 SIMILARITIES = ("sigmoid", "elu-plus-one", "elu-kernel", "identity", "mlp")
 SIGNED_SIMILARITIES = ("identity", "mlp")
-
-
-class AttentionOutput(NamedTuple):
-    """The result of an attention call.
-
-    Attributes:
-        out_BHTD: Attention output, in the dtype of the query.
-        lse_BHT: Natural logarithm of the softmax denominator: the log-sum-exp of all visible
-            scores, **including the sink logit** if the variant has one (docs/maths.md: LSE').
-        gate_BHT: G, the share of the denominator that is not the sink (papers P0.6, P0.7); None
-            if not requested.
-
-    The last two are float32, or float64 if the query is.
-    """
-
-    out_BHTD: Tensor
-    lse_BHT: Tensor
-    gate_BHT: Tensor | None
 
 
 def reference_slot_attention(

@@ -7,7 +7,7 @@ Shapes: H query heads of the layer, h those of this tensor-parallel rank.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -78,6 +78,10 @@ class LayerBalance(torch.nn.Module):
         shares = options.head_balance_shared_heads > 0
         self.register_buffer("routed", torch.full((heads,), not shares, device=device))
         self.register_buffer("steps", torch.zeros(1, dtype=torch.int64, device=device))
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._statistics.commit_skipped()
+        super()._save_to_state_dict(*args, **kwargs)
 
     def targets(self) -> Tensor | None:
         """Return the number of targets of the microbatch by which its loss is weighted.

@@ -1,14 +1,10 @@
-"""The head-balance loss, as a pure function of head importance.
-
-CV^2 is shared with the head-imbalance metric in `diagnostics/importance.py`.
+"""The head-balance loss and head imbalance, as pure functions of head importance.
 
 Shapes: L layers, H query heads.
 """
 
 import torch
 from torch import Tensor
-
-from megasink.diagnostics.importance import routed_moments, squared_cv
 
 
 def head_balance_loss(
@@ -51,3 +47,42 @@ def routed_heads(importance_LH: Tensor, shared: int) -> Tensor:
     order = importance_LH.sort(dim=-1, descending=True, stable=True).indices
     routed = torch.ones_like(importance_LH, dtype=torch.bool)
     return routed.scatter_(-1, order[..., :shared], False)
+
+
+def squared_cv(importance_LH: Tensor, routed_LH: Tensor | None = None) -> Tensor:
+    """Return CV^2 of each layer: population variance over squared mean (P0.13, Eq. 6).
+
+    Head imbalance and the balance loss are based on it; it is differentiable.
+
+    Args:
+        importance_LH: [..., H] mean gate of each head, float32 or float64.
+        routed_LH: [..., H] True for the heads that count (P0.15), one or more each; None for all.
+
+    Returns:
+        [...], dimensionless; 0 for a layer whose heads are all closed (mean 0).
+    """
+    mean, variance, _ = routed_moments(importance_LH, routed_LH)
+    return torch.where(mean > 0, variance / mean.square().clamp_min(1e-38), 0.0).squeeze(-1)
+
+
+def routed_moments(
+    importance_LH: Tensor, routed_LH: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean and population variance over the heads that count, [..., 1], and the mask."""
+    if routed_LH is None:
+        routed_LH = torch.ones_like(importance_LH, dtype=torch.bool)
+    count = routed_LH.sum(-1, keepdim=True, dtype=importance_LH.dtype)
+    mean = importance_LH.where(routed_LH, 0.0).sum(-1, keepdim=True) / count
+    deviation = (importance_LH - mean).where(routed_LH, 0.0)
+    return mean, deviation.square().sum(-1, keepdim=True) / count, routed_LH
+
+
+def layer_imbalance(importance_LH: Tensor) -> Tensor:
+    """Population std / mean of head importance over the heads of a layer.
+
+    NaN for a layer without attention (all NaN), which the mean over layers ignores; 0 for a layer
+    whose heads are all closed.
+    """
+    present_LH = ~importance_LH.isnan()
+    cv_L = squared_cv(importance_LH, present_LH).sqrt()
+    return cv_L.masked_fill(~present_LH.any(-1), torch.nan)

@@ -144,9 +144,10 @@ class LossStep:
                 "before the step and reduce() after its last backward pass"
             )
         coeff = self._options.head_balance_coeff * self.balance.share
-        self.last = self.heads.finish_step(coeff, self._options.head_balance_scope)
-        self.last_number, self.phase = self.number, Phase.BETWEEN
-        return self.last
+        statistics = self.heads.finish_step(coeff, self._options.head_balance_scope)
+        assert statistics is not None  # it was reduced
+        self.last, self.last_number, self.phase = statistics, self.number, Phase.BETWEEN
+        return statistics
 
     def runs_again(self) -> bool:
         """Return whether the forward passes after a reduction repeat the step (to check it)."""

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasink.balance.loss import head_balance_gradient, head_balance_loss
-from megasink.diagnostics.importance import layer_imbalance
+from megasink.balance.loss import head_balance_gradient, head_balance_loss, layer_imbalance
 
 # Series that layers may record on observed steps: the sink logit; the mean of an explicit gate that
 # is not the importance; the gradients of the balance loss and of the rest of the loss with respect

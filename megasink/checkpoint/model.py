@@ -12,7 +12,8 @@ from megasink.checkpoint.vocabulary import counted_rows
 from megasink.layers.builder import MegasinkGPTConfig
 from megasink.layers.hybrid import MegasinkHybridConfig
 from megasink.layers.transformer_config import MegasinkTransformerConfig
-from megasink.specs import block_spec, hybrid_spec
+from megasink.megatron import layer_spec
+from megasink.megatron.hybrid_specs import hybrid_spec
 
 ModelConfig = MegasinkGPTConfig | MegasinkHybridConfig
 
@@ -31,7 +32,7 @@ def model_config(args: Namespace) -> ModelConfig:
         config.hybrid_stack_spec = hybrid_spec(transformer)
     else:
         config = gpt_config_from_args(args, config=transformer, model_config_cls=MegasinkGPTConfig)
-        config.transformer_layer_spec = block_spec
+        config.transformer_layer_spec = layer_spec
         # Upstream ignores --rope-scaling-factor and leaves it at 8 (argument_utils.py:464).
         config.rope_scaling_factor = args.rope_scaling_factor
     config.init_seed = args.seed

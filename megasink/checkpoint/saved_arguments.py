@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from megasink.checkpoint.identity import MODEL
-from megasink.command_line import unknown_name
-from megasink.errors import UserError
+from megasink.errors import UserError, unknown_name
 from megasink.layers.hybrid_pattern import SUPPORTED, layers_of
 from megasink.parser import CPU_DEFAULTS, parse_apart
 from megasink.plugins import advice

@@ -7,9 +7,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megasink.command_line import unknown_name
 from megasink.definitions import SHARES
-from megasink.errors import UserError
+from megasink.errors import UserError, unknown_name
 from megasink.probe.options import add_sequence_flags, model_parser, problems_of, settle
 
 SCORES = ("awft", "ahon_ln")

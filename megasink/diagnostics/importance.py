@@ -6,6 +6,7 @@ Shapes: N samples, L layers, H heads, T tokens, X 1 or the head dim.
 import torch
 from torch import Tensor
 
+from megasink.balance.loss import layer_imbalance
 from megasink.diagnostics.registry import metric
 
 BINS = 100
@@ -26,51 +27,14 @@ def mean_gate(gate_HT: Tensor) -> Tensor:
     return gate_HT.mean(-1)
 
 
-def squared_cv(importance_LH: Tensor, routed_LH: Tensor | None = None) -> Tensor:
-    """Return CV^2 of each layer: population variance over squared mean (P0.13, Eq. 6).
-
-    Head imbalance and the balance loss are based on it; it is differentiable.
-
-    Args:
-        importance_LH: [..., H] mean gate of each head, float32 or float64.
-        routed_LH: [..., H] True for the heads that count (P0.15), one or more each; None for all.
-
-    Returns:
-        [...], dimensionless; 0 for a layer whose heads are all closed (mean 0).
-    """
-    mean, variance, _ = routed_moments(importance_LH, routed_LH)
-    return torch.where(mean > 0, variance / mean.square().clamp_min(1e-38), 0.0).squeeze(-1)
-
-
-def routed_moments(
-    importance_LH: Tensor, routed_LH: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean and population variance over the heads that count, [..., 1], and the mask."""
-    if routed_LH is None:
-        routed_LH = torch.ones_like(importance_LH, dtype=torch.bool)
-    count = routed_LH.sum(-1, keepdim=True, dtype=importance_LH.dtype)
-    mean = importance_LH.where(routed_LH, 0.0).sum(-1, keepdim=True) / count
-    deviation = (importance_LH - mean).where(routed_LH, 0.0)
-    return mean, deviation.square().sum(-1, keepdim=True) / count, routed_LH
-
-
-@metric(
+metric(
     "imbalance",
     source="P0.13 (Eq. 6)",
     unit="1",
     axis="layer",
     shown=("table", "scalar"),
     title="head imbalance",
-)
-def layer_imbalance(importance_LH: Tensor) -> Tensor:
-    """Population std / mean of head importance over the heads of a layer.
-
-    NaN for a layer without attention (all NaN), which the mean over layers ignores; 0 for a layer
-    whose heads are all closed.
-    """
-    present_LH = ~importance_LH.isnan()
-    cv_L = squared_cv(importance_LH, present_LH).sqrt()
-    return cv_L.masked_fill(~present_LH.any(-1), torch.nan)
+)(layer_imbalance)
 
 
 @metric(

@@ -22,7 +22,7 @@ def main() -> None:
     from megasink import platform
     from megasink.layers.builder import MegasinkGPTBuilder, MegasinkGPTConfig
     from megasink.layers.transformer_config import MegasinkTransformerConfig
-    from megasink.specs import block_spec
+    from megasink.megatron import layer_spec
 
     on_cpu = platform.is_active()
     device = "cpu" if on_cpu else "cuda"
@@ -49,7 +49,7 @@ def main() -> None:
     )
     config = MegasinkGPTConfig(
         transformer=transformer,
-        transformer_layer_spec=block_spec,
+        transformer_layer_spec=layer_spec,
         vocab_size=VOCABULARY,
         seq_length=TOKENS,
         position_embedding_type="rope",

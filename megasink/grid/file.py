@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasink.command_line import unknown_name
-from megasink.errors import ConfigError
+from megasink.errors import ConfigError, unknown_name
 from megasink.flag_file import Flags, form_problems, read_toml
 
 KEYS = ("title", "seeds", "metrics", "flags", "axes", "measure")

@@ -8,8 +8,8 @@ from typing import Any
 
 from megasink.atomic import atomic_text
 from megasink.cli import main_of
-from megasink.command_line import flag_problems, unknown_name
-from megasink.errors import ConfigError, UserError
+from megasink.command_line import flag_problems
+from megasink.errors import ConfigError, UserError, unknown_name
 from megasink.flag_file import flag_words, refused
 from megasink.grid import collect
 from megasink.grid.file import Cell, GridFile, filled

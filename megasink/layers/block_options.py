@@ -2,18 +2,17 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm, LayerNormBuilder
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megasink.layers.expert_biases import with_expert_biases
-from megasink.layers.head_sum import HeadSumProjection
 from megasink.layers.norm import GainlessRMSNorm
-from megasink.layers.residual import ResidualAdd
-from megasink.layers.transformer_config import MegasinkTransformerConfig
+
+if TYPE_CHECKING:
+    from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 # Checkpoint names of the norms of ResidualAdd: {module of the layer: name in the checkpoint}.
 _NORMS = {
@@ -23,7 +22,7 @@ _NORMS = {
 
 
 def with_block_options(
-    block: TransformerBlockSubmodules, config: MegasinkTransformerConfig
+    block: TransformerBlockSubmodules, config: "MegasinkTransformerConfig"
 ) -> TransformerBlockSubmodules:
     """Return the block spec with the modules required by :class:`BlockOptions`.
 
@@ -40,9 +39,13 @@ def with_block_options(
         layers = [
             _with_attention(layer, q_layernorm=L2Norm, k_layernorm=L2Norm) for layer in layers
         ]
-    if config.add_bias_linear:
+    if config.add_bias_linear and config.num_moe_experts:
+        from megasink.layers.expert_biases import with_expert_biases
+
         layers = [with_expert_biases(layer) for layer in layers]
     if config.multi_head_addition:
+        from megasink.layers.head_sum import HeadSumProjection
+
         layers = [_with_attention(layer, linear_proj=HeadSumProjection) for layer in layers]
     if config.sandwich_norm or config.post_norm or config.residual_clip is not None:
         layers = [_with_residual_add(layer, norm, config) for layer in layers]
@@ -62,8 +65,10 @@ def _with_attention(layer: ModuleSpec, **submodules: Any) -> ModuleSpec:
 
 
 def _with_residual_add(
-    layer: ModuleSpec, norm: LayerNormBuilder, config: MegasinkTransformerConfig
+    layer: ModuleSpec, norm: LayerNormBuilder, config: "MegasinkTransformerConfig"
 ) -> ModuleSpec:
+    from megasink.layers.residual import ResidualAdd
+
     add = ModuleSpec(module=ResidualAdd, params={"config": config, "norm": norm})
     names = layer.submodules.sharded_state_dict_keys_map | _NORMS
     return _changed(layer, self_attn_bda=add, mlp_bda=add, sharded_state_dict_keys_map=names)

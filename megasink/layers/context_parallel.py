@@ -15,30 +15,13 @@ Shapes: s tokens of this rank, c = s / 2 of one chunk, S = cp * s of the sequenc
 heads and G key/value groups of this tensor-parallel rank, N any of these, D head dim, T queries.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# (query_BHTD, key_BGSD, value_BGSD) -> output_BHTD and gate_BHT or None; the last query is aligned
-# with the last key.
-Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
-
-
-def attend_alone(
-    attend: Attend, query_SBHD: Tensor, key_SBGD: Tensor, value_SBGD: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Call `attend` on tensors in Megatron's layout, for a rank that has the whole sequence.
-
-    Returns:
-        Output [S, B, H, D] and the gate [B, H, S] or None.
-    """
-    out_BHTD, gate_BHT = attend(
-        *(x.permute(1, 2, 0, 3) for x in (query_SBHD, key_SBGD, value_SBGD))
-    )
-    return out_BHTD.permute(2, 0, 1, 3), gate_BHT
+from megasink.layers.attend import Attend, attend_alone
 
 
 def attend_to_gathered_keys(

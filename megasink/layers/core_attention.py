@@ -10,7 +10,7 @@ packed documents has B = 1, and in Megatron's format thd is [T, heads, D].
 
 import copy
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -23,26 +23,24 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from megasink.attention import first_key_gate, similarity_attention
+from megasink.attention import first_key_gate
 from megasink.balance.tracker import SINK
 from megasink.config import COMM_TYPES, visible_tokens
 from megasink.gate_options import counts_heads
-from megasink.layers.context_parallel import (
-    Attend,
-    attend_alone,
-    attend_to_gathered_keys,
-    attend_with_scattered_heads,
-)
+from megasink.layers.attend import Attend, attend_alone
 from megasink.layers.documents import Documents, documents_of, first_values
 from megasink.layers.head_observer import HeadObserver
 from megasink.layers.importance import HeadCounter
 from megasink.layers.parameters import ShardedByHeads, StaysFloat32
-from megasink.layers.position_bias import build_position_bias
-from megasink.layers.similarity import SimilarityMLP
 from megasink.layers.statistics import ModelStatistics
-from megasink.layers.transformer_config import MegasinkTransformerConfig
 from megasink.variants import parameter_names, variant
+
+if TYPE_CHECKING:
+    from megasink.layers.position_bias import DistanceBias
+    from megasink.layers.similarity import SimilarityMLP
+    from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
 class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
@@ -79,7 +77,7 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
 
     def __init__(
         self,
-        config: MegasinkTransformerConfig,
+        config: "MegasinkTransformerConfig",
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
@@ -125,7 +123,7 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
             rank = rank * self.cp_group.size() + self.cp_group.rank()
             self.attending = HeadObserver(config, layer_number, rank)
         self.head_counter = HeadCounter(config, layer_number, self.tp_group, self.cp_group.size())
-        self.relative_bias = build_position_bias(config, self.tp_group)
+        self.relative_bias = _position_bias(config, self.tp_group)
         self.documents: Documents | None = None
         self.frees_projection = False
         self.variant = variant(config.attention_variant)
@@ -141,9 +139,7 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
             if added.sharded(config):
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
             self.register_parameter(added.name, parameter)
-        self.similarity_mlp = None
-        if config.attention_similarity == "mlp":
-            self.similarity_mlp = SimilarityMLP(head_dim, dtype=config.params_dtype, device=device)
+        self.similarity_mlp = _similarity_mlp(config, head_dim, device)
 
     def forward(
         self,
@@ -220,6 +216,11 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
         """Call `attend` across context-parallel ranks; return [S, B, H, D] and the gate."""
         if self.cp_group.size() == 1:
             return attend_alone(attend, query, key, value)
+        from megasink.layers.context_parallel import (
+            attend_to_gathered_keys,
+            attend_with_scattered_heads,
+        )
+
         over = attend_with_scattered_heads if self.scatters_heads else attend_to_gathered_keys
         return over(attend, query, key, value, self.cp_group)
 
@@ -311,6 +312,8 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
         self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, *, counts: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output and 1 - the proxy weight of key 0 (P2.37), without gradient."""
+        from megasink.attention.similarity import similarity_attention
+
         mlp = self.similarity_mlp
         out_BHTD, first_weight_BHT = similarity_attention(
             query_BHTD,
@@ -333,3 +336,23 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
             return self._own_share(parameter)
         shared: Tensor = copy_to_tensor_model_parallel_region(parameter, self.tp_group)
         return shared
+
+
+def _similarity_mlp(
+    config: "MegasinkTransformerConfig", head_dim: int, device: int | None
+) -> "SimilarityMLP | None":
+    if config.attention_similarity != "mlp":
+        return None
+    from megasink.layers.similarity import SimilarityMLP
+
+    return SimilarityMLP(head_dim, dtype=config.params_dtype, device=device)
+
+
+def _position_bias(
+    config: "MegasinkTransformerConfig", tp_group: ProcessGroup
+) -> "DistanceBias | None":
+    if config.attention_bias_type == "none":
+        return None
+    from megasink.layers.position_bias import build_position_bias
+
+    return build_position_bias(config, tp_group)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megasink.attention.documents import document_starts
 from megasink.attention.layout import repeat_groups
-from megasink.layers.context_parallel import own_chunks, own_ranges
 
 _CACHE = "megasink_documents"
 Range = tuple[int, int]
@@ -90,6 +89,8 @@ def row_of_documents(
     Raises:
         ValueError: The row is padding alone.
     """
+    from megasink.layers.context_parallel import own_chunks, own_ranges
+
     tokens = cu_seqlens[-1]
     ranges = own_ranges(tokens, ranks, rank)
     found = Documents(tuple(cu_seqlens), tuple(padding), ranges)

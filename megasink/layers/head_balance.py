@@ -53,6 +53,7 @@ class HeadBalance(ModelStatistics):
         if options or not has_options(config):
             give_options(config, options)
         super().__init__(config.num_layers, config.num_attention_heads, config)
+        self._config = config
         self._finalize_before = _own(config.finalize_model_grads_func) or finalize_model_grads
         config.statistics = self
         if config.head_balance_coeff:
@@ -77,11 +78,12 @@ class HeadBalance(ModelStatistics):
 
     def may_skip(self) -> bool:
         """fp16's loss scale skips steps whose gradients overflow."""
-        return bool(self._options.fp16)
+        return bool(self._config.fp16)
 
     def __reduce__(self) -> tuple[Any, ...]:
         make, args, state = super().__reduce__()
-        return make, args, state | {"_finalize_before": self._finalize_before}
+        kept = {"_finalize_before": self._finalize_before, "_config": self._config}
+        return make, args, state | kept
 
 
 def _own(finalize: Any) -> Any:

@@ -7,7 +7,7 @@ Shapes: S sequence, B batch, H heads of this rank (query heads, or the groups of
 gate), G key/value groups, T queries, D head dim, C gates per head and token, 1 or D.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from torch import Tensor
 from megasink.attention import first_key_share, gate_bias_gradient
 from megasink.balance.tracker import GATE, OTHER_GRADIENT
 from megasink.definitions import SINK_TOKENS
-from megasink.layers.transformer_config import MegasinkTransformerConfig
+
+if TYPE_CHECKING:
+    from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
 class HeadObserver:
@@ -27,7 +29,7 @@ class HeadObserver:
         rank: Index of this share of the layer's heads: H heads starting at rank * H.
     """
 
-    def __init__(self, config: MegasinkTransformerConfig, layer_number: int, rank: int):
+    def __init__(self, config: "MegasinkTransformerConfig", layer_number: int, rank: int):
         self._statistics = config.statistics
         self._balances = config.head_balance_coeff > 0
         self._layer = layer_number - 1

@@ -1,6 +1,6 @@
 """Hybrid models: a stack in which every layer is one of attention, FFN, experts, Mamba, delta net.
 
-Megatron builds all of it; megasink's attention comes through the spec (``specs.hybrid_spec``).
+Megatron builds all of it; megasink's attention comes through the spec (``megatron.hybrid_specs``).
 Layers are numbered as in Megatron: an FFN is a layer of its own, and statistics of heads have a row
 for every layer, empty for those without attention.
 """

@@ -5,7 +5,7 @@ T = S tokens, C gates per head and token, 1 or the head dim.
 """
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
@@ -18,7 +18,9 @@ from megasink.balance.tracker import BALANCE_GRADIENT
 from megasink.layers.documents import Documents
 from megasink.layers.head_observer import HeadObserver
 from megasink.layers.parameters import StaysFloat32
-from megasink.layers.transformer_config import MegasinkTransformerConfig
+
+if TYPE_CHECKING:
+    from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
 class HeadCounter(StaysFloat32, LayerBalance):
@@ -36,7 +38,7 @@ class HeadCounter(StaysFloat32, LayerBalance):
 
     def __init__(
         self,
-        config: MegasinkTransformerConfig,
+        config: "MegasinkTransformerConfig",
         layer_number: int,
         tp_group: ProcessGroup,
         cp_size: int = 1,

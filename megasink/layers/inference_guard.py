@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from megasink.config import OPTIONS, HeadBalanceOptions, RunOptions
+from megasink.config import HeadBalanceOptions
 from megasink.errors import ConfigError
 from megasink.layers.transformer_config import MegasinkTransformerConfig
+from megasink.run_options import OPTIONS, RunOptions
 from megasink.variants import variants
 
 # Options that do not change a trained model, or that are checked separately.

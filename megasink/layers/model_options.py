@@ -62,10 +62,7 @@ def give_options(config: Any, options: dict[str, Any]) -> None:
         if not hasattr(config, name):
             setattr(config, name, default)
     for name, option in fields.items():
-        default = option.default
-        if default is dataclasses.MISSING:
-            default = option.default_factory()  # type: ignore[misc]
-        setattr(config, name, options.get(name, default))
+        setattr(config, name, options.get(name, option.default))
     apply_options(config)
     check_parameters(config)
 

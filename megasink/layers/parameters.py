@@ -1,7 +1,7 @@
 """Parameters and base classes for per-head modules, with the attributes Megatron needs."""
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -10,11 +10,12 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megasink.layers.transformer_config import MegasinkTransformerConfig
+if TYPE_CHECKING:
+    from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
 def new_parameter(
-    shape: tuple[int, ...], value: float, config: MegasinkTransformerConfig, *, sharded: bool
+    shape: tuple[int, ...], value: float, config: "MegasinkTransformerConfig", *, sharded: bool
 ) -> torch.nn.Parameter:
     """Create a parameter of the model's dtype with a constant initial value.
 

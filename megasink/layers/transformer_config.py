@@ -10,13 +10,13 @@ from megasink.config import (
     BlockOptions,
     GateOptions,
     HeadBalanceOptions,
-    LoraOptions,
     NanochatOptions,
     PositionOptions,
     SimilarityOptions,
 )
 from megasink.layers.head_balance import HeadBalance
 from megasink.layers.model_options import apply_options, check_parameters
+from megasink.lora.options import LoraOptions
 from megasink.variants import variant
 from megasink.variants.layers import layers_with_variant, without_variant
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from megasink.lora.targets import TARGETS
-
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Values of --lora-targets, by Hugging Face's names, in the order of Megatron's rows."""
 # Values of --lora-train.
 ALSO_TRAINED = ("sinks", "gates")
 

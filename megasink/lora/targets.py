@@ -8,6 +8,8 @@ same parameters, with the same gradients.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from megasink.lora.options import TARGETS
+
 LAYERS = "decoder.layers."
 QKV, PROJ, FC1, FC2 = (
     "self_attention.linear_qkv",
@@ -22,7 +24,6 @@ LINEARS: dict[str, tuple[str, ...]] = {
     FC2: ("down_proj",),
 }
 """{Megatron's module in a layer: the names in it, in the order of its rows}."""
-TARGETS = tuple(name for names in LINEARS.values() for name in names)
 A, B = "lora_A", "lora_B"
 GATE = "gate"
 """Name beside the targets of linear_qkv for the change of the gate's rows (--lora-train gates)."""

@@ -236,7 +236,7 @@ def model_problems(model: GPTModel | HybridModel) -> list[str]:
         if heads and not isinstance(core, CoreAttention):
             problems.append(
                 f"layer {layer.layer_number} uses {type(core).__name__}: megasink can only read "
-                "its own core attention (megasink.specs)"
+                "its own core attention (megasink.megatron)"
             )
             break
     return problems

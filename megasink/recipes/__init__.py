@@ -15,8 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megasink.command_line import nearest, unknown_name
-from megasink.errors import ConfigError, UserError
+from megasink.errors import ConfigError, UserError, nearest, unknown_name
 from megasink.flag_file import Flags, flag_words, form_problems, read_toml, refused
 
 FLAGS, EXPANDED = ("--recipe", "--config"), "--expanded-recipe"

@@ -16,11 +16,11 @@ from rich.console import Console
 
 from megasink import plugins
 from megasink.command_line import Reading
-from megasink.config import RESUME
 from megasink.errors import ConfigError, Stopped, UserError
 from megasink.flags import add_options
 from megasink.printable import say
 from megasink.progress import progress
+from megasink.run_options import RESUME
 from megasink.train import early
 from megasink.train.last_start import flags_of_last_start, from_where, ranks_of_last_start
 from megasink.train.lease import clear, wait_until_expired

@@ -2,8 +2,7 @@
 
 import re
 
-from megasink.command_line import unknown_name
-from megasink.errors import UserError
+from megasink.errors import UserError, unknown_name
 from megasink.variants.record import Variant
 
 _VARIANTS: dict[str, Variant] = {}

@@ -3,8 +3,13 @@
 import pytest
 import torch
 
-from megasink.balance.loss import head_balance_gradient, head_balance_loss, routed_heads
-from megasink.diagnostics.importance import layer_imbalance, squared_cv
+from megasink.balance.loss import (
+    head_balance_gradient,
+    head_balance_loss,
+    layer_imbalance,
+    routed_heads,
+    squared_cv,
+)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import pytest
 import transformers
 from packaging.version import Version
 
-from megasink.config import OPTIONS
 from megasink.convert.architecture import architecture_of
 from megasink.convert.hf_config import OURS, architecture_from, config_of
 from megasink.convert.megasink_model import MegasinkOptions
@@ -19,6 +18,7 @@ from megasink.convert.modeling.configuration_megasink import MegasinkConfig
 from megasink.convert.table import steps
 from megasink.convert.targets import TARGETS, choose
 from megasink.errors import UserError
+from megasink.run_options import OPTIONS
 from megasink.variants import Export, registry, variant
 from tests.convert.models import MODELS, MOE, OWN, model
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from megasink.balance.loss import layer_imbalance
 from megasink.definitions import MAP_TOKENS
 from megasink.diagnostics.circuit import (
     STAGES,
@@ -22,7 +23,7 @@ from megasink.diagnostics.geometry import (
     query_key_components,
 )
 from megasink.diagnostics.head_scores import layer_normalized, random_scores
-from megasink.diagnostics.importance import gate_spread, layer_imbalance
+from megasink.diagnostics.importance import gate_spread
 from megasink.diagnostics.registry import OVER_SAMPLES, SCALARS
 from megasink.diagnostics.sinks import sink_rate
 from megasink.diagnostics.states import MeanCosine, mean_cosine

@@ -29,7 +29,8 @@ from megasink.layers.core_attention import CoreAttention
 from megasink.layers.hybrid import MegasinkHybridConfig
 from megasink.layers.hybrid_pattern import layers_of
 from megasink.layers.transformer_config import MegasinkTransformerConfig
-from megasink.specs import block_spec, hybrid_spec
+from megasink.megatron import layer_spec
+from megasink.megatron.hybrid_specs import hybrid_spec
 from megasink.train.optimizer import with_end_rates, with_sink_parameters
 from tests.distributed.shards import gather_gradients, shards
 from tests.distributed.skewed_gates import skew_gates, skew_sinks
@@ -107,7 +108,7 @@ def model_config(
     }
     config: Any
     if pattern is None:
-        config = MegasinkGPTConfig(transformer_layer_spec=block_spec, **same)
+        config = MegasinkGPTConfig(transformer_layer_spec=layer_spec, **same)
     else:
         spec = hybrid_spec(transformer)
         config = MegasinkHybridConfig(hybrid_stack_spec=spec, hybrid_layer_pattern=pattern, **same)

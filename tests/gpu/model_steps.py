@@ -37,7 +37,7 @@ def build(kind: str, dtype: torch.dtype, kernel: str, impl: str, device: str) ->
 
     from megasink.layers.builder import MegasinkGPTBuilder, MegasinkGPTConfig
     from megasink.layers.transformer_config import MegasinkTransformerConfig
-    from megasink.specs import block_spec
+    from megasink.megatron import layer_spec
 
     transformer = MegasinkTransformerConfig(
         num_layers=2,
@@ -65,7 +65,7 @@ def build(kind: str, dtype: torch.dtype, kernel: str, impl: str, device: str) ->
     )
     config = MegasinkGPTConfig(
         transformer=transformer,
-        transformer_layer_spec=block_spec,
+        transformer_layer_spec=layer_spec,
         vocab_size=VOCABULARY,
         seq_length=TOKENS,
         position_embedding_type="rope",

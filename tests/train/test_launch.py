@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from megasink.config import OPTIONS
 from megasink.errors import UserError
 from megasink.flags import escaped
+from megasink.run_options import OPTIONS
 from megasink.train import early, last_start, launch
 from megasink.train.lease import Lease
 from megasink.train.metrics_file import NewLines

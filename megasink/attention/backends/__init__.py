@@ -1,21 +1,15 @@
 """The registry of attention kernels and the selection among them."""
 
+import importlib
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
 from megasink.attention.backends.aten_cpu import FlashCpuBackend
-from megasink.attention.backends.aten_cuda import CudnnBackend, FlashCudaBackend
 from megasink.attention.backends.base import AttentionRequest, Backend
-from megasink.attention.backends.cuda import compute_capability
+from megasink.attention.backends.cuda import compute_capability, not_on_cuda
 from megasink.attention.backends.eager import EagerBackend
-from megasink.attention.backends.flash_attention import (
-    FlashAttention2Backend,
-    FlashAttention3Backend,
-    FlashAttention4Backend,
-)
-from megasink.attention.backends.transformer_engine import TransformerEngineBackend
 from megasink.attention.call import VARIANTS
 from megasink.errors import ConfigError
 
@@ -29,7 +23,21 @@ __all__ = [
     "register_backend",
 ]
 
-_REGISTRY: dict[str, Backend] = {}
+
+@dataclass(frozen=True)
+class CudaBackend:
+    """A backend for CUDA devices, which is imported when one is asked for.
+
+    Attributes:
+        name: Name of the backend.
+        place: module:class, the module in this package.
+    """
+
+    name: str
+    place: str
+
+
+_REGISTRY: dict[str, Backend | CudaBackend] = {}
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ class Choice:
         return f"{self.name} ({others})"
 
 
-def register_backend(backend: Backend, *, before: str | None = None) -> None:
+def register_backend(backend: Backend | CudaBackend, *, before: str | None = None) -> None:
     """Register a backend, ahead of `before` in the order in which "auto" tries them."""
     items = [item for item in _REGISTRY.items() if item[0] != backend.name]
     names = [name for name, _ in items]
@@ -66,7 +74,12 @@ def backend_names() -> tuple[str, ...]:
 
 def backend_named(name: str) -> Backend:
     """Return the backend with this name."""
-    return _REGISTRY[name]
+    found = _REGISTRY[name]
+    if isinstance(found, CudaBackend):
+        module, kind = found.place.split(":")
+        loaded: Backend = getattr(importlib.import_module(f"{__name__}.{module}"), kind)()
+        _REGISTRY[name] = found = loaded
+    return found
 
 
 @lru_cache(maxsize=256)
@@ -92,7 +105,7 @@ def choose_backend(request: AttentionRequest, requested: str = "auto") -> Choice
         )
     if problems:
         raise ConfigError(problems)
-    refusals = {name: _refusal(backend, request) for name, backend in _REGISTRY.items()}
+    refusals = {name: _refusal(name, request) for name in _REGISTRY}
     able = [name for name, refusal in refusals.items() if refusal is None]
     if not able:
         lines = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
@@ -110,7 +123,10 @@ def choose_backend(request: AttentionRequest, requested: str = "auto") -> Choice
     return Choice(name, reasons)
 
 
-def _refusal(backend: Backend, request: AttentionRequest) -> str | None:
+def _refusal(name: str, request: AttentionRequest) -> str | None:
+    if isinstance(_REGISTRY[name], CudaBackend) and (reason := not_on_cuda(request)):
+        return reason
+    backend = backend_named(name)
     if request.distance_bias and not backend.takes_distance_bias:
         return "it adds no bias to the scores"
     return backend.supports(request)
@@ -166,12 +182,12 @@ def at_runtime(request: AttentionRequest, device_index: int | None) -> Attention
 # the device, PyTorch's own, cuDNN, and eager, which runs anything.
 for _backend in (
     FlashCpuBackend(),
-    FlashAttention4Backend(),
-    FlashAttention3Backend(),
-    FlashAttention2Backend(),
-    FlashCudaBackend(),
-    TransformerEngineBackend(),
-    CudnnBackend(),
+    CudaBackend("flash-attn-4", "flash_attention:FlashAttention4Backend"),
+    CudaBackend("flash-attn-3", "flash_attention:FlashAttention3Backend"),
+    CudaBackend("flash-attn-2", "flash_attention:FlashAttention2Backend"),
+    CudaBackend("flash-cuda", "aten_cuda:FlashCudaBackend"),
+    CudaBackend("transformer-engine", "transformer_engine:TransformerEngineBackend"),
+    CudaBackend("cudnn", "aten_cuda:CudnnBackend"),
     EagerBackend(),
 ):
     register_backend(_backend)

@@ -21,12 +21,19 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 _capability = lru_cache(torch.cuda.get_device_capability)
 
 
+def not_on_cuda(request: AttentionRequest) -> str | None:
+    """Return why a kernel for CUDA devices cannot run on the request's device, or None."""
+    if request.device_type != "cuda":
+        return f"it runs on CUDA devices, not on {request.device_type}"
+    return None
+
+
 def cuda_reason(
     request: AttentionRequest, largest_head_dim: int, capability: tuple[int, int] = (8, 0)
 ) -> str | None:
     """Return why a half-precision kernel (D % 8 == 0, from `capability` on) cannot run, or None."""
-    if request.device_type != "cuda":
-        return f"it runs on CUDA devices, not on {request.device_type}"
+    if reason := not_on_cuda(request):
+        return reason
     if request.compute_capability is not None and request.compute_capability < capability:
         needed, found = (".".join(map(str, c)) for c in (capability, request.compute_capability))
         return f"it needs compute capability {needed} or later, the device has {found}"

@@ -4,7 +4,6 @@ from functools import lru_cache
 
 from megasink.attention.backends import AttentionRequest, Choice
 from megasink.attention.gate_kernels.base import BeforeBackward, FirstKey, GateKernels, GateRows
-from megasink.attention.gate_kernels.fused import TritonGateKernels
 from megasink.attention.gate_kernels.plain import PlainGateKernels
 from megasink.errors import ConfigError
 
@@ -17,15 +16,25 @@ __all__ = [
     "gate_kernels_named",
 ]
 
-# In the order in which they are tried.
-_REGISTRY: dict[str, GateKernels] = {
-    kernels.name: kernels for kernels in (TritonGateKernels(), PlainGateKernels())
-}
+TRITON = "triton"
+# In the order in which they are tried; Triton's (None) are imported when a CUDA device asks.
+_REGISTRY: dict[str, GateKernels | None] = {TRITON: None, PlainGateKernels.name: PlainGateKernels()}
 
 
 def gate_kernels_named(name: str) -> GateKernels:
     """Return the gate kernels with this name."""
-    return _REGISTRY[name]
+    found = _REGISTRY[name]
+    if found is None:
+        from megasink.attention.gate_kernels.fused import TritonGateKernels
+
+        _REGISTRY[name] = found = TritonGateKernels()
+    return found
+
+
+def _refusal(name: str, request: AttentionRequest) -> str | None:
+    if _REGISTRY[name] is None and request.device_type != "cuda":
+        return f"they run on CUDA devices, not on {request.device_type}"
+    return gate_kernels_named(name).supports(request)
 
 
 @lru_cache(maxsize=256)
@@ -43,7 +52,7 @@ def choose_gate_kernels(request: AttentionRequest, requested: str = "auto") -> C
     _, plus, name = requested.partition("+")
     if plus and name not in _REGISTRY:
         raise ConfigError([f"unknown gate kernels {name!r}: choose {', '.join(_REGISTRY)}"])
-    refusals = {kernels.name: kernels.supports(request) for kernels in _REGISTRY.values()}
+    refusals = {known: _refusal(known, request) for known in _REGISTRY}
     able = [known for known, refusal in refusals.items() if refusal is None]
     if plus and name not in able:
         raise ConfigError(

@@ -1,9 +1,8 @@
 """The registry of conversion targets, and the choice of one for a model."""
 
-from megasink.command_line import unknown_name
 from megasink.convert.architecture import Architecture
 from megasink.convert.targets.target import Target
-from megasink.errors import UserError
+from megasink.errors import UserError, unknown_name
 from megasink.plugins import advice
 
 TARGETS: dict[str, Target] = {}

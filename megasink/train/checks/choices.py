@@ -3,10 +3,11 @@
 from argparse import Namespace
 from dataclasses import fields
 
-from megasink.command_line import unknown_name
-from megasink.config import OPTIONS, AttentionOptions
+from megasink.config import AttentionOptions
+from megasink.errors import unknown_name
 from megasink.flags import flag_of
 from megasink.plugins import advice
+from megasink.run_options import OPTIONS
 from megasink.variants import is_variant, names
 
 

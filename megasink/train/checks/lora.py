@@ -4,10 +4,10 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import fields
 
-from megasink.command_line import unknown_name
-from megasink.config import LoraOptions
+from megasink.errors import unknown_name
 from megasink.flags import flag_of
 from megasink.gate_options import gates_explicitly
+from megasink.lora.options import LoraOptions
 from megasink.lora.targets import LINEARS, QKV
 from megasink.train.checks.transformer_layer import GATED_UNITS
 from megasink.variants import variant

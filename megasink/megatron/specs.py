@@ -1,0 +1,145 @@
+"""Layer specs: Megatron's own specs with megasink's attention.
+
+Everything that few models use is imported when a config asks for it: explicit gates, options of the
+block around attention, adapters, a model configuration of ``megatron.training``.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import (
+    LayerNormImpl,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megasink.errors import UserError
+from megasink.gate_options import changes_self_attention, trailing_rows
+from megasink.layers.block_options import with_block_options
+from megasink.layers.core_attention import CoreAttention
+from megasink.layers.head_balance import HeadBalance
+from megasink.layers.norm import TorchNorm
+
+
+def layer_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Return the block spec of this pipeline stage, with megasink's attention in every layer.
+
+    Give the result to ``GPTModel(config, layer_spec(config), ...)``; or give the function itself to
+    what calls one: ``GPTModelConfig.transformer_layer_spec``, ``--spec megasink.megatron
+    layer_spec`` of Megatron-LM's pretrain_gpt.py, Megatron-Bridge's providers.
+
+    Megatron chooses the modules (TransformerEngine or local, by ``config.transformer_impl``). Every
+    self-attention then uses :class:`CoreAttention` (with an explicit gate also GatedSelfAttention
+    and a linear_qkv with gate rows), and every WrappedTorchNorm becomes a norm that supports
+    sequence parallelism. This returns a block, not a layer, because a builder may overwrite the
+    core attention of a layer (megatron/training/models/gpt.py:249).
+
+    Args:
+        config: TransformerConfig to which a :class:`HeadBalance` is attached, or a model
+            configuration that has one as ``transformer``.
+        vp_stage: Virtual pipeline stage.
+
+    Raises:
+        UserError: No HeadBalance is attached to the config.
+    """
+    transformer = getattr(config, "transformer", config)
+    if not isinstance(vars(transformer).get("statistics"), HeadBalance):
+        raise UserError(
+            f"layer_spec: this {type(transformer).__name__} has no options of megasink, and its "
+            "head-balance loss would be 0: call megasink.megatron.HeadBalance(config, "
+            'attention_variant="sink", head_balance_coeff=1e-4) before the model is built (a copy '
+            "by dataclasses.replace has none)"
+        )
+    if transformer is config:
+        spec = get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=config.transformer_impl == "transformer_engine",
+            normalization=config.normalization,
+            qk_l2_norm=config.qk_l2_norm,
+            vp_stage=vp_stage,
+        )
+    else:
+        from megatron.training.models.gpt import default_layer_spec
+
+        spec = default_layer_spec(config, vp_stage)
+    if isinstance(spec, TransformerBlockSubmodules):
+        layers, norm = spec.layer_specs, spec.layer_norm
+    else:
+        count = get_num_layers_to_build(transformer, vp_stage=vp_stage)
+        layers, norm = [spec] * count, LayerNormImpl
+    first = get_transformer_layer_offset(transformer, vp_stage) + 1
+    layer_config = getattr(transformer, "get_config_for_layer", lambda _: transformer)
+    ours = TransformerBlockSubmodules(
+        layer_specs=[
+            with_our_modules(layer, layer_config(number))
+            for number, layer in enumerate(layers, first)
+        ],
+        layer_norm=with_our_modules(norm, transformer),
+    )
+    ours = with_block_options(ours, transformer)
+    if getattr(transformer, "lora_rank", 0):
+        from megasink.lora.spec import with_adapters
+
+        ours = with_adapters(ours, transformer)
+    return ours
+
+
+def prediction_spec(upstream: Any, config: Any) -> Any:
+    """Return the spec of a multi-token prediction block with the layers of :func:`layer_spec`.
+
+    Their heads count in no statistic and no balance loss: they are no layers of the model that is
+    exported, and their importance would weigh on that of the last layer.
+
+    Args:
+        upstream: MultiTokenPredictionBlockSubmodules of Megatron's own layers.
+    """
+    ours = with_our_modules(upstream, config)
+
+    def with_options(layer: ModuleSpec) -> ModuleSpec:
+        alone = TransformerBlockSubmodules([layer.submodules.mtp_model_layer], LayerNormImpl)
+        (inner,) = with_block_options(alone, config).layer_specs
+        uncounted = functools.partial(CoreAttention, counted=False)
+        attention = changed(inner.submodules.self_attention, core_attention=uncounted)
+        return changed(layer, mtp_model_layer=changed(inner, self_attention=attention))
+
+    return dataclasses.replace(ours, layer_specs=[with_options(x) for x in ours.layer_specs])
+
+
+def changed(spec: ModuleSpec, **submodules: Any) -> ModuleSpec:
+    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, **submodules))
+
+
+def with_our_modules(node: Any, config: Any) -> Any:
+    """Return a copy of a spec tree with megasink's modules substituted."""
+    if node is WrappedTorchNorm:
+        return TorchNorm
+    if isinstance(node, list):
+        return [with_our_modules(entry, config) for entry in node]
+    if isinstance(node, ModuleSpec):
+        module = node.module
+        if module is SelfAttention and changes_self_attention(config):
+            from megasink.layers.gated_self_attention import GatedSelfAttention
+
+            module = GatedSelfAttention
+        submodules = with_our_modules(node.submodules, config)
+        return dataclasses.replace(node, module=module, submodules=submodules)
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        changes = {
+            f.name: with_our_modules(getattr(node, f.name), config)
+            for f in dataclasses.fields(node)
+            if f.init
+        }
+        if isinstance(node, SelfAttentionSubmodules):
+            changes["core_attention"] = CoreAttention
+            if trailing_rows(config):
+                from megasink.layers.gate_projection import with_gate_rows
+
+                changes["linear_qkv"] = with_gate_rows(node.linear_qkv)
+        return dataclasses.replace(node, **changes)
+    return node

@@ -1,0 +1,144 @@
+"""The options of a training run, beside those of its model (`config.py`), and all of them together.
+
+As there, Megatron's ArgumentGroupFactory turns each field into a flag.
+"""
+
+from dataclasses import dataclass, field
+
+from megasink.config import MODEL_OPTIONS, HeadBalanceOptions
+from megasink.lora.options import LoraOptions
+
+
+@dataclass(kw_only=True)
+class RecipeOptions:
+    """Recipes (docs/recipes.md), and the length of a decay as a share of the run."""
+
+    recipe: list[str] | None = field(
+        default=None, metadata={"argparse_meta": {"nargs": "+", "metavar": "NAME"}}
+    )
+    """Take the flags of these recipes (`megasink recipes` lists them) or TOML files first; those of
+    the command line count more, and of several files the last."""
+
+    config: list[str] | None = field(
+        default=None, metadata={"argparse_meta": {"nargs": "+", "metavar": "FILE"}}
+    )
+    """The same as --recipe, for files of your own and for runs: RUN/config.toml holds the flags of
+    a run."""
+
+    expanded_recipe: list[str] | None = field(
+        default=None, metadata={"argparse_meta": {"nargs": "+", "metavar": "NAME"}}
+    )
+    """Written by --recipe and --config in their place: the names of the files whose flags this
+    command line holds, with the start of their SHA-256. It is recorded and has no effect."""
+
+    lr_wsd_decay_fraction: float | None = None
+    """Share of the run over which --lr-decay-style WSD decays, at its end, as
+    --lr-warmup-fraction is for the warmup; instead of --lr-wsd-decay-iters."""
+
+
+@dataclass(kw_only=True)
+class TrainingOptions:
+    """Changes of the text (docs/positions.md#replaced-tokens) and of weight decay, as in P2."""
+
+    replace_tokens_at: list[int] | None = field(
+        default=None,
+        metadata={"argparse_meta": {"nargs": "+", "type": int, "metavar": "POSITION"}},
+    )
+    """Replace the tokens at these positions of every sequence, from 0, as input and as target: of
+    every sample, or of every document with --dataloader-inter-document-masking. Analyses of the run
+    do the same (P2.15, P2.16)."""
+
+    replace_tokens_with: str | None = field(
+        default=None, metadata={"argparse_meta": {"metavar": "{random,ID}"}}
+    )
+    """What replaces them. random: tokens drawn uniformly from the vocabulary without its special
+    tokens, the same ones in every epoch. ID: the token with this id."""
+
+    decay_all_parameters: bool = False
+    """Apply --weight-decay to norms and biases too (P2.17), which Megatron exempts."""
+
+    embedding_lr: float | None = None
+    """Maximum learning rate of the token embedding, instead of --lr. Its minimum is as much lower
+    as --min-lr is than --lr. --decoupled-lr sets embedding and output layer together."""
+
+    output_lr: float | None = None
+    """Maximum learning rate of the output layer, instead of --lr, in the same way; needs
+    --untie-embeddings-and-output-weights."""
+
+
+@dataclass(kw_only=True)
+class ObservingOptions:
+    """Monitoring of a training run (docs/observing.md)."""
+
+    head_heatmap_interval: int = 1000
+    """Interval in steps at which the [layer, head] importance is drawn to TensorBoard and W&B, also
+    after the last step; 0: never. One image takes about 0.3 s on the last rank."""
+
+    log_sink_rate: bool = False
+    """Measure the sink rate in every evaluation, Sink^0.3_1 (P2.2): the share of heads whose mean
+    attention to the first token, over the first 64, exceeds 0.3; and the same for the sink slot of
+    variants that have one."""
+
+    analyze_interval: int = 0
+    """Interval in steps at which an evaluation also runs the metrics of `megasink analyze`, and
+    after the last step; 0: never. Writes RUN/analysis/iter_..., which `megasink trace RUN` and
+    `megasink report` read. Must be a multiple of --eval-interval. Not for tensor, pipeline, context
+    or expert parallelism: analyze the checkpoints of those runs instead."""
+
+    analyze_samples: int = 32
+    """Number of validation samples for --analyze-interval: always the first ones, divided among the
+    data-parallel ranks."""
+
+    stop_on_divergence: float | None = None
+    """Stop with exit code 2 and no further checkpoint when the training loss (an exponential moving
+    average with factor 0.98) is this many nats above its lowest value; checked every --log-interval
+    steps."""
+
+
+RESUME = ("newest", "auto")
+
+
+@dataclass(kw_only=True)
+class RunOptions:
+    """Run folder, resuming and platform."""
+
+    run_dir: str | None = None
+    """Folder of the run: checkpoints, TensorBoard, metrics.jsonl, logs and the resolved
+    configuration. A folder with a run of a different configuration is rejected."""
+
+    resume: str | None = field(
+        default=None,
+        metadata={"argparse_meta": {"nargs": "?", "const": "newest", "choices": RESUME}},
+    )
+    """Resume from the newest complete checkpoint of --run-dir. With the value auto, start at step 0
+    if there is none yet, so that the same command line starts and resumes a run, as
+    `sbatch --requeue` and `torchrun --max-restarts` need."""
+
+    verify_checkpoint: bool = False
+    """Verify all checksums of a checkpoint, which reads it once more: with --resume before loading
+    it, with --save-retain-interval in the background before the one before it is deleted; by
+    default only file sizes are checked."""
+
+    checkpoint_store: str | None = field(
+        default=None, metadata={"argparse_meta": {"metavar": "URL"}}
+    )
+    """Copy every finished checkpoint to this place in an object store (s3://BUCKET/KEY or
+    msc://PROFILE/KEY) while training goes on. With --resume auto, get the newest one from there if
+    the run folder has none that is as new. --resume does not repeat it: say it again."""
+
+    preflight: bool = False
+    """Time every rank and every link before the first step, and name the slow ones."""
+
+    plugin: list[str] | None = field(
+        default=None, metadata={"argparse_meta": {"action": "append", "metavar": "MODULE"}}
+    )
+    """Import this Python module first, which registers variants, metrics or conversion targets of
+    your own; may be repeated. --resume does not repeat it: say it again."""
+
+    cpu: bool = False
+    """Run on the CPU platform; selected automatically, with a message, without a CUDA device."""
+
+
+_OTHERS = (HeadBalanceOptions, TrainingOptions, LoraOptions, ObservingOptions)
+OPTIONS = (*MODEL_OPTIONS, *_OTHERS, RecipeOptions, RunOptions)
+"""All options of megasink, in the order of the help."""
