@@ -37,13 +37,12 @@ ALLOWED = {
     "megasink.attention": {"torch", "triton", "megasink.errors", "megasink.definitions"},
     "megasink.variants": {
         "megasink.attention",
-        "megasink.command_line",
         "megasink.errors",
         "torch",
     },
     "megasink.diagnostics": {
         *("torch", "numpy", "scipy", "sklearn", "threadpoolctl"),
-        "megasink.definitions",
+        *("megasink.balance", "megasink.definitions"),
     },
     "megasink.convert.modeling": {"torch", "transformers"},  # copied beside the weights
     "megasink.transformers": {
