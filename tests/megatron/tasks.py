@@ -1,0 +1,168 @@
+"""Tasks for the workers: the bare loop of the example, and the trainer on its batches."""
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.distributed.worker import end_groups, forget
+from tests.runs import steps as steps_of
+
+STEPS = 4
+MODEL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128
+    --seq-length 64 --max-position-embeddings 64 --position-embedding-type rope --swiglu
+    --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights
+    --tokenizer-type NullTokenizer --vocab-size 63 --mock-data --num-workers 0 --eval-iters 0
+    --micro-batch-size 4 --global-batch-size 16 --lr 3e-3 --lr-decay-style constant
+    --weight-decay 0 --adam-eps 1e-5 --log-interval 1""".split()
+
+
+def _groups(ranks: int, port: int) -> bool:
+    """Make this worker a rank, as torchrun would; False for a worker beyond them."""
+    rank = int(os.environ["POOL_RANK"])
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ.update(address | {name: str(value) for name, value in numbers.items()})
+    return rank < ranks
+
+
+def bare_loop(
+    layout_: dict[str, int], ranks: int, port: int, steps: int = STEPS, **options: Any
+) -> list[dict[str, Any]] | None:
+    """The losses, gradient norms and head statistics of ``examples/megatron_loop.py``."""
+    if not _groups(ranks, port):
+        return None
+    from megasink import platform
+
+    platform.activate()
+    import torch
+
+    from examples.megatron_loop import mock_step, train
+
+    torch.distributed.init_process_group("gloo")
+    try:
+        history = train(map(mock_step, range(steps)), **layout_, **options)
+    finally:
+        forget()
+        end_groups()
+    return [
+        {
+            "lm_loss": loss,
+            "grad_norm": norm,
+            "importance": statistics.importance_LH.tolist(),
+            "balance_loss": float(statistics.balance_loss),
+        }
+        for loss, norm, statistics in history
+    ]
+
+
+def trainer(flags: list[str], ranks: int, port: int, run: str) -> list[dict[str, Any]] | None:
+    """The lines that ``megasink train`` writes on the example's batches; of the last rank."""
+    from megasink import platform
+
+    platform.activate()
+    from examples.megatron_loop import mock_step
+    from megasink.train import forward
+    from tests.distributed.launch_task import train
+
+    def batches() -> Iterator[dict[str, Any]]:
+        for step in range(STEPS):
+            yield from mock_step(step)
+
+    waiting: Iterator[dict[str, Any]] | None = None
+
+    def get_batch(*_: Any) -> dict[str, Any]:
+        nonlocal waiting
+        import torch
+        from megatron.core import parallel_state as mpu
+        from megatron.core.utils import get_batch_on_this_cp_rank
+
+        waiting = batches() if waiting is None else waiting
+        batch = next(waiting)
+        batch["loss_mask"] = torch.ones(batch["tokens"].shape)
+        targets = batch["loss_mask"].sum()
+        group = mpu.get_context_parallel_group()
+        batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+        return {**batch, "targets": targets, "text_targets": None}
+
+    with mock.patch.object(forward, "get_batch", get_batch):
+        train([*MODEL, "--train-iters", str(STEPS), "--run-dir", run, *flags], ranks, port)
+    if int(os.environ["POOL_RANK"]) != ranks - 1:
+        return None
+    return steps_of(Path(run))
+
+
+def not_ours() -> dict[str, str]:
+    """What hosts are told that leave something out. One rank, in a process group of the pool."""
+    import torch
+    from megatron.core.transformer import TransformerConfig
+
+    from megasink.errors import UserError
+    from megasink.megatron import HeadBalance, layer_spec
+
+    def config() -> Any:
+        return TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
+
+    def told(call: Any) -> str:
+        try:
+            call()
+        except (RuntimeError, UserError) as error:
+            return str(error)
+        return "nothing"
+
+    attached = config()
+    HeadBalance(attached, attention_variant="vanilla")
+    replaced = dataclasses.replace(attached)
+    unknown = {"attention_varient": "sink", "head_balance_scope": "globe"}
+
+    def steps(*calls: str, microbatches: int = 1, **fields: Any) -> str:
+        """Run steps of one layer, in each of which a host makes some calls."""
+        from torch.optim import SGD
+
+        from megasink.layers.importance import HeadCounter
+
+        own = config()
+        for name, value in fields.items():
+            setattr(own, name, value)
+        balance = HeadBalance(own, attention_variant="vanilla", head_balance_coeff=1.0)
+        own.use_cpu_initialization = True
+        from megatron.core import parallel_state as mpu
+
+        counter = HeadCounter(own, 1, mpu.get_tensor_model_parallel_group())
+        weight = torch.nn.Parameter(torch.ones(1, 2, 3, 1))
+        optimizer = SGD([weight], lr=0.1)
+
+        def run() -> None:
+            for number in range(3):
+                if "begin" in calls:
+                    balance.begin(number)
+                for _ in range(microbatches):
+                    if "scale" in calls:
+                        balance.set_loss_scale(torch.ones(1) / microbatches)
+                    out = torch.ones(3, 1, 2, requires_grad=True)
+                    counter(out, torch.sigmoid(weight)).sum().backward()
+                for call in calls:
+                    if call in ("reduce", "commit"):
+                        getattr(balance, call)()
+                    elif call == "optimizer":
+                        optimizer.step()
+
+        return f"{told(run)} [{balance.last_number}]"
+
+    return {
+        "twice": told(lambda: HeadBalance(attached)),
+        "no options": told(lambda: layer_spec(config())),
+        "a copy": told(lambda: layer_spec(replaced)),
+        "wrong options": told(lambda: HeadBalance(config(), **unknown)),
+        "no scale": steps("reduce", "optimizer", microbatches=2),
+        "no reduce": steps("scale", "optimizer"),
+        "no reduce, explicit": steps("begin", "scale"),
+        "no commit": steps("scale", "reduce"),
+        "no commit, explicit": steps("begin", "scale", "reduce"),
+        "commit alone": steps("begin", "scale", "commit"),
+        "skipped": steps("scale", "reduce", fp16=True),
+        "hooks": steps("scale", "reduce", "optimizer", microbatches=2),
+        "explicit": steps("begin", "scale", "reduce", "commit", microbatches=2),
+    }

@@ -1,0 +1,111 @@
+"""The heart in a bare Megatron loop: the numbers of the trainer, and nothing silent."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.distributed.layout import Layout
+from tests.distributed.pool import ROOT, free_port
+
+TASKS = "tests.megatron.tasks"
+LAYOUTS = {
+    "one": {"tp": 1, "pp": 1, "cp": 1},
+    "tp": {"tp": 2, "pp": 1, "cp": 1},
+    "pp": {"tp": 1, "pp": 2, "cp": 1},
+    "cp": {"tp": 1, "pp": 1, "cp": 2},
+    "dp": {"tp": 1, "pp": 1, "cp": 1},
+}
+FLAGS = {
+    "tp": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "cp": "--context-parallel-size",
+}
+VARIANTS = ("sink", "vanilla", "gated")
+SCOPES = ("global", "data-parallel", "microbatch")
+# Every value of each, in every layout a different one of each; the rest with `make test-all`.
+QUICK = [
+    ("one", "sink", "global"),
+    ("tp", "gated", "data-parallel"),
+    ("pp", "vanilla", "global"),
+    ("cp", "sink", "microbatch"),
+    ("dp", "vanilla", "data-parallel"),
+]
+ALL = [(where, variant, scope) for where in LAYOUTS for variant in VARIANTS for scope in SCOPES]
+REST = [pytest.param(*case, marks=pytest.mark.later) for case in ALL if case not in QUICK]
+
+
+@pytest.mark.parametrize(("where", "variant", "scope"), [*QUICK, *REST])
+def test_the_bare_loop_equals_the_trainer(pool, tmp_path, where, variant, scope):
+    layout, ranks = LAYOUTS[where], 1 if where == "one" else 2
+    # Large: at the start heads hardly differ, and the loss must show in the gradient norm.
+    options = {"attention_variant": variant, "head_balance_coeff": 1e3, "head_balance_scope": scope}
+    flags = [word for k, v in options.items() for word in (f"--{k.replace('_', '-')}", str(v))]
+    flags += [word for name, size in layout.items() for word in (FLAGS[name], str(size))]
+    sizes = {"ranks": ranks, "port": free_port()}
+    ours = pool.run(f"{TASKS}:bare_loop", layout_=layout, **sizes, **options)
+    sizes["port"] = free_port()
+    theirs = pool.run(f"{TASKS}:trainer", flags=flags, run=str(tmp_path / "run"), **sizes)
+    (wanted,) = [lines for lines in theirs if lines is not None]
+    for found in ours[:ranks]:
+        assert len(found) == len(wanted) == 4
+        for mine, line in zip(found, wanted, strict=True):
+            for name in ("lm_loss", "grad_norm", "balance_loss"):
+                assert mine[name] == pytest.approx(line[name], rel=2e-5, abs=1e-9), name
+            for row, given in zip(mine["importance"], line["importance"], strict=True):
+                assert row == pytest.approx(given, rel=1e-5)
+
+
+def test_the_loss_reaches_the_model(pool):
+    """A coefficient that has no effect is what a host without the hook used to get."""
+    sizes = {"layout_": LAYOUTS["one"], "ranks": 1, "attention_variant": "sink"}
+    runs = []
+    for coeff in (0.0, 100.0):
+        port = free_port()
+        found = pool.run(f"{TASKS}:bare_loop", **sizes, port=port, head_balance_coeff=coeff)
+        runs.append(found[0])
+    without, with_loss = runs
+    # Coefficients of the scope "global" come from the step before: the first step has none.
+    assert without[0]["grad_norm"] == with_loss[0]["grad_norm"]
+    assert all(
+        a["grad_norm"] != b["grad_norm"] for a, b in zip(*runs, strict=True) if a is not without[0]
+    )
+    assert with_loss[-1]["balance_loss"] > 0 == without[-1]["balance_loss"]
+
+
+def test_whatever_a_host_leaves_out_is_named(pool):
+    (told, *_) = pool.run(f"{TASKS}:not_ours", Layout())
+    assert "attached to this config already" in told["twice"]
+    for case in ("no options", "a copy"):
+        assert "HeadBalance(config" in told[case]
+    assert "attention_varient is no option" in told["wrong options"]
+    assert "head_balance_scope is 'globe', not one of global" in told["wrong options"]
+    assert "no loss scale, and this is microbatch 2" in told["no scale"]
+    assert "set_loss_scale" in told["no scale"]
+    assert "call reduce()" in told["no reduce"]
+    assert "finalize_model_grads_func" in told["no reduce"]
+    assert "step 1 begins" in told["no reduce, explicit"]
+    assert "call reduce()" in told["no reduce, explicit"]
+    for case in ("no commit", "no commit, explicit"):
+        assert "step 0 was not committed: call commit()" in told[case]
+    assert "call reduce()" in told["commit alone"]
+    # fp16's loss scale skips the first steps: what they counted is not lost.
+    assert told["skipped"] == "nothing [1]"
+    assert told["hooks"] == told["explicit"] == "nothing [2]"
+
+
+def test_the_example_runs_by_itself():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "megatron_loop.py")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("step")]
+    assert done.returncode == 0, done.stderr
+    assert len(lines) == 40
+    assert all("loss" in line and "imbalance" in line for line in lines)
+    first, last = (float(line.split("loss ")[1].split(" ")[0]) for line in (lines[0], lines[-1]))
+    assert first > 4.0 > 2.5 > last
+    assert len((ROOT / "examples" / "megatron_loop.py").read_text().splitlines()) < 120
