@@ -62,10 +62,7 @@ def forward_step(batches: Iterator[Batch], model: Any) -> Any:
 
 
 def train(steps: Iterable[Iterator[Batch]], tp: int, pp: int, cp: int, **options: Any) -> list[Any]:
-    """Train; return loss, gradient norm and HeadStatistics of every step.
-
-    Data parallelism takes the ranks that `tp`, `pp` and `cp` leave.
-    """
+    """Train, data-parallel on further ranks; return each step's loss, gradient norm, statistics."""
     mpu.initialize_model_parallel(tp, pp, context_parallel_size=cp)
     model_parallel_cuda_manual_seed(SEED)
     layout = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}

@@ -23,8 +23,17 @@ FFN_ACTIVATIONS = {
 }
 # Megatron's flags for T5's bias, which are missing from its own TransformerConfig.
 _RELATIVE = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}
-# Needs get_config_for_layer of MegasinkTransformerConfig.
-_OWN_CONFIG = "attention_variant_layers"
+# What a TransformerConfig and a layer spec alone cannot do, and who does it.
+_ELSEWHERE = {
+    "attention_variant_layers": "a MegasinkTransformerConfig has it",
+    "sinusoidal_position_embedding": "megasink.layers.builder builds it",
+    "embedding_norm": "megasink.layers.builder builds it",
+    "logit_softcap": "megasink.layers.builder builds it",
+    "sink_lr_mult": "give the optimizer a group for core_attention.softmax_offset",
+    "sink_weight_decay": "give the optimizer a group for core_attention.softmax_offset",
+    "head_balance_warmup_iters": "call begin(step, share=...) of the HeadBalance in every step",
+    "head_balance_decay_iters": "call begin(step, share=...) of the HeadBalance in every step",
+}
 
 
 def has_options(config: Any) -> bool:
@@ -54,8 +63,16 @@ def give_options(config: Any, options: dict[str, Any]) -> None:
             f"{type(config).__name__} has the options of megasink as its fields: set "
             f"{', '.join(options)} there"
         )
-    if options.get(_OWN_CONFIG) is not None:
-        problems.append(f"{_OWN_CONFIG} needs a MegasinkTransformerConfig")
+    for name in fields.keys() & _ELSEWHERE.keys() & options.keys():
+        if options[name] != fields[name].default:
+            problems.append(f"{name} does nothing in a loop of your own: {_ELSEWHERE[name]}")
+    if config.attention_dropout:
+        problems.append(
+            f"attention_dropout {config.attention_dropout} (Megatron's default is 0.1) breaks the "
+            "identity of gate and log-sum-exp: set it to 0"
+        )
+    if config.multi_latent_attention:
+        problems.append("multi_latent_attention has a core attention of its own: use GQA or MHA")
     if problems:
         raise ConfigError(problems)
     for name, default in _RELATIVE.items():

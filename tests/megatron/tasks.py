@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -63,24 +62,23 @@ def trainer(flags: list[str], ranks: int, port: int, run: str) -> list[dict[str,
     from megasink import platform
 
     platform.activate()
+    from megatron.training import get_args
+
     from examples.megatron_loop import mock_step
     from megasink.train import forward
     from tests.distributed.launch_task import train
 
-    def batches() -> Iterator[dict[str, Any]]:
-        for step in range(STEPS):
-            yield from mock_step(step)
-
-    waiting: Iterator[dict[str, Any]] | None = None
+    calls = 0
 
     def get_batch(*_: Any) -> dict[str, Any]:
-        nonlocal waiting
+        nonlocal calls
         import torch
         from megatron.core import parallel_state as mpu
         from megatron.core.utils import get_batch_on_this_cp_rank
 
-        waiting = batches() if waiting is None else waiting
-        batch = next(waiting)
+        batches = list(mock_step(get_args().curr_iteration))
+        batch = batches[calls % len(batches)]  # from the first again, where a step runs again
+        calls += 1
         batch["loss_mask"] = torch.ones(batch["tokens"].shape)
         targets = batch["loss_mask"].sum()
         group = mpu.get_context_parallel_group()
@@ -102,8 +100,9 @@ def not_ours() -> dict[str, str]:
     from megasink.errors import UserError
     from megasink.megatron import HeadBalance, layer_spec
 
-    def config() -> Any:
-        return TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
+    def config(attention_dropout: float = 0.0) -> Any:
+        shape = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+        return TransformerConfig(**shape, attention_dropout=attention_dropout)
 
     def told(call: Any) -> str:
         try:
@@ -115,7 +114,7 @@ def not_ours() -> dict[str, str]:
     attached = config()
     HeadBalance(attached, attention_variant="vanilla")
     replaced = dataclasses.replace(attached)
-    unknown = {"attention_varient": "sink", "head_balance_scope": "globe"}
+    unknown = {"attention_varient": "sink", "head_balance_scope": "globe", "logit_softcap": 15.0}
 
     def steps(*calls: str, microbatches: int = 1, **fields: Any) -> str:
         """Run steps of one layer, in each of which a host makes some calls."""
@@ -155,7 +154,7 @@ def not_ours() -> dict[str, str]:
         "twice": told(lambda: HeadBalance(attached)),
         "no options": told(lambda: layer_spec(config())),
         "a copy": told(lambda: layer_spec(replaced)),
-        "wrong options": told(lambda: HeadBalance(config(), **unknown)),
+        "wrong options": told(lambda: HeadBalance(config(0.1), **unknown)),
         "no scale": steps("reduce", "optimizer", microbatches=2),
         "no reduce": steps("scale", "optimizer"),
         "no reduce, explicit": steps("begin", "scale"),

@@ -56,6 +56,17 @@ def test_the_bare_loop_equals_the_trainer(pool, tmp_path, where, variant, scope)
                 assert row == pytest.approx(given, rel=1e-5)
 
 
+def test_steps_that_are_run_again_to_check_them_count_once(pool, tmp_path):
+    """By Megatron's rerun machine, every step: the loss of each, and all that follows, is equal."""
+    flags, lines = ["--head-balance-coeff", "1e3"], []
+    for name, more in (("once", []), ("twice", ["--rerun-mode", "validate_results"])):
+        run, port = str(tmp_path / name), free_port()
+        found = pool.run(f"{TASKS}:trainer", flags=flags + more, run=run, ranks=1, port=port)
+        kept = ("lm_loss", "grad_norm", "balance_loss", "importance", "imbalance")
+        lines.append([{key: line[key] for key in kept} for line in found[0]])
+    assert lines[0] == lines[1]
+
+
 def test_the_loss_reaches_the_model(pool):
     """A coefficient that has no effect is what a host without the hook used to get."""
     sizes = {"layout_": LAYOUTS["one"], "ranks": 1, "attention_variant": "sink"}
@@ -80,6 +91,8 @@ def test_whatever_a_host_leaves_out_is_named(pool):
         assert "HeadBalance(config" in told[case]
     assert "attention_varient is no option" in told["wrong options"]
     assert "head_balance_scope is 'globe', not one of global" in told["wrong options"]
+    assert "attention_dropout 0.1 (Megatron's default is 0.1)" in told["wrong options"]
+    assert "logit_softcap does nothing in a loop of your own" in told["wrong options"]
     assert "no loss scale, and this is microbatch 2" in told["no scale"]
     assert "set_loss_scale" in told["no scale"]
     assert "call reduce()" in told["no reduce"]

@@ -1,0 +1,105 @@
+"""The loss from step to step: what counts once, and what a step that is run again sees."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megasink.balance.counter import LayerBalance
+from megasink.balance.step import LossStep, Phase
+
+ONE_RANK = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+OPTIONS = SimpleNamespace(
+    head_balance_coeff=1.0,
+    head_balance_scope="global",
+    head_balance_shared_heads=0,
+    head_balance_shared_refresh=0,
+)
+FIRST_H, SECOND_H = torch.tensor([2.0, 6.0]), torch.tensor([4.0, 4.0])  # sums over 8 tokens
+
+
+class Layer(LayerBalance):
+    """A layer whose microbatches count equally."""
+
+    def targets(self):
+        return None
+
+
+@pytest.fixture
+def step():
+    return LossStep(1, 2, OPTIONS)
+
+
+@pytest.fixture
+def layer(step):
+    return Layer(OPTIONS, step, 0, 2, ONE_RANK)
+
+
+def run(step, layer, gate_sum_H, number=None):
+    """The microbatch of a step, up to its reduction."""
+    if number is not None:
+        step.begin(number)
+    layer.record(gate_sum_H, 8)
+    step.reduce()
+
+
+def test_a_step_gives_the_next_one_its_coefficients(step, layer):
+    assert not layer.coefficients.any()
+    run(step, layer, FIRST_H)
+    assert not layer.coefficients.any()  # not before the step ends
+    last = step.commit()
+    assert last is step.last
+    assert last.importance_LH.tolist() == [[0.25, 0.75]]
+    # 2 [(Imp - mu) / mu^2 - var / mu^3], mu 1/2, var 1/16
+    assert layer.coefficients.tolist() == [-3.0, 1.0]
+    assert (step.last_number, int(layer.steps)) == (0, 1)
+
+
+def test_a_step_that_runs_again_sees_the_same_coefficients_and_counts_once(step, layer):
+    run(step, layer, FIRST_H, number=7)
+    step.commit()
+    before_H = layer.coefficients
+    run(step, layer, FIRST_H, number=8)
+    run(step, layer, SECOND_H, number=8)
+    assert layer.coefficients is before_H
+    assert step.commit().importance_LH.tolist() == [[0.5, 0.5]]
+    assert int(layer.steps) == 2
+
+
+def test_a_host_that_does_not_number_steps_is_asked_whether_one_runs_again(step, layer):
+    step.runs_again = lambda: True
+    run(step, layer, FIRST_H)
+    run(step, layer, SECOND_H)
+    assert step.number == 0
+    assert step.commit().importance_LH.tolist() == [[0.5, 0.5]]
+
+
+def test_a_saved_state_holds_a_skipped_step_but_not_one_that_runs_again(step, layer):
+    step.may_skip = lambda: True
+    run(step, layer, FIRST_H)
+    step.runs_again = lambda: True  # saved to be run again elsewhere
+    assert not layer.state_dict()["coefficients"].any()
+    step.runs_again = lambda: False
+    assert layer.state_dict()["coefficients"].tolist() == [-3.0, 1.0]
+    assert step.phase is Phase.BETWEEN
+
+
+def test_the_share_and_the_observation_of_a_step_last_until_the_next(step, layer):
+    step.begin(0, observe=True, share=0.25)
+    layer.record(FIRST_H, 8)
+    step.begin(0, observe=False, share=1.0)  # another microbatch
+    assert (step.heads.observes, step.balance.share) == (True, 0.25)
+    step.reduce()
+    step.commit()
+    run(step, layer, FIRST_H)  # of a host that says nothing
+    assert (step.number, step.heads.observes, step.balance.share) == (1, True, 0.25)
+
+
+def test_the_optimizer_of_another_model_ends_no_step(step, layer):
+    step.optimizer_stepped()
+    assert step.phase is Phase.BETWEEN
+    run(step, layer, FIRST_H)
+    step.optimizer_stepped()
+    assert step.last_number == 0
+    step.optimizer_stepped()  # the second optimizer of a model with two
+    assert step.last_number == 0
