@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megasink.balance.tracker import HeadTracker
+from megasink.balance.step import LossStep
 from megasink.layers.importance import HeadCounter
 from tests.balance.collective_sizes import LAYERS
 from tests.balance.collectives import Collectives
@@ -45,10 +45,10 @@ def _counts(observed: bool, **options: Any) -> Counter[tuple[str, int, int]]:
 
 @contextmanager
 def _without_balance() -> Iterator[None]:
-    forward, start = HeadCounter.forward, HeadTracker.start_reduction
+    forward, start = HeadCounter.forward, LossStep.reduce
     HeadCounter.forward = lambda self, out_SBX, *_, **__: out_SBX
-    HeadTracker.start_reduction = lambda *_, **__: None
+    LossStep.reduce = lambda *_, **__: None
     try:
         yield
     finally:
-        HeadCounter.forward, HeadTracker.start_reduction = forward, start
+        HeadCounter.forward, LossStep.reduce = forward, start

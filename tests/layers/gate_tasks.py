@@ -16,10 +16,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.utils import unwrap_model
+from megatron.training.models import gpt
 from megatron.training.models.gpt import GPTModelBuilder, default_layer_spec
 from torch import Tensor
 
-from megasink import specs
 from megasink.attention import reference_attention, reference_gate, reference_head_norm
 from megasink.gate_options import gate_shape
 from megasink.layers.builder import MegasinkGPTBuilder
@@ -188,7 +188,7 @@ def _fused_spec(config: Any, vp_stage: int | None) -> Any:
 def fused_norm(**options: Any) -> dict[str, Any]:
     """The same model with the norm before linear_qkv, and inside it; modules of the second."""
     plain = model(head_balance_coeff=0.0, **options)
-    with mock.patch.object(specs, "default_layer_spec", _fused_spec):
+    with mock.patch.object(gpt, "default_layer_spec", _fused_spec):
         fused = model(head_balance_coeff=0.0, **options)
     state = {
         name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"): t
