@@ -12,6 +12,7 @@ import pytest
 
 # Seconds of the files that take longest in `make test`. What is not here runs last.
 LONG = {
+    "tests/megatron/test_bare_loop.py": 60,
     "tests/data/test_going_on.py": 40,
     "tests/hollow/test_plan.py": 40,
     "tests/hollow/test_saved.py": 20,

@@ -6,6 +6,8 @@ block around attention, adapters, a model configuration of ``megatron.training``
 
 import dataclasses
 import functools
+import json
+import os
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -26,13 +28,21 @@ from megasink.layers.core_attention import CoreAttention
 from megasink.layers.head_balance import HeadBalance
 from megasink.layers.norm import TorchNorm
 
+OPTIONS = "MEGASINK_OPTIONS"
+"""Environment variable with the options as a JSON object, for stacks that only take a spec."""
 
-def layer_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+
+def layer_spec(config: Any, *more: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Return the block spec of this pipeline stage, with megasink's attention in every layer.
 
-    Give the result to ``GPTModel(config, layer_spec(config), ...)``; or give the function itself to
-    what calls one: ``GPTModelConfig.transformer_layer_spec``, ``--spec megasink.megatron
-    layer_spec`` of Megatron-LM's pretrain_gpt.py, Megatron-Bridge's providers.
+    Give the result to ``GPTModel(config, layer_spec(config), ...)``, or the function itself to a
+    stack that calls one (docs/integrations.md): ``--spec megasink.megatron layer_spec`` of
+    Megatron-LM's pretrain_gpt.py and of slime, ``transformer_layer_spec`` of Megatron's
+    GPTModelConfig and of Megatron-Bridge's providers.
+
+    The options are those of the :class:`HeadBalance` that is attached to the config. If there is
+    none, they are taken from the environment variable MEGASINK_OPTIONS, a JSON object, and a
+    HeadBalance is attached here.
 
     Megatron chooses the modules (TransformerEngine or local, by ``config.transformer_impl``). Every
     self-attention then uses :class:`CoreAttention` (with an explicit gate also GatedSelfAttention
@@ -41,21 +51,18 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubm
     core attention of a layer (megatron/training/models/gpt.py:249).
 
     Args:
-        config: TransformerConfig to which a :class:`HeadBalance` is attached, or a model
-            configuration that has one as ``transformer``.
+        config: TransformerConfig, or a model configuration that has one as ``transformer``.
+        more: Of a stack that calls ``spec(args, config, vp_stage)``, as slime does.
         vp_stage: Virtual pipeline stage.
 
     Raises:
-        UserError: No HeadBalance is attached to the config.
+        UserError: Neither a HeadBalance nor the environment variable has the options.
     """
+    if more:
+        config, vp_stage = more
     transformer = getattr(config, "transformer", config)
     if not isinstance(vars(transformer).get("statistics"), HeadBalance):
-        raise UserError(
-            f"layer_spec: this {type(transformer).__name__} has no options of megasink, and its "
-            "head-balance loss would be 0: call megasink.megatron.HeadBalance(config, "
-            'attention_variant="sink", head_balance_coeff=1e-4) before the model is built (a copy '
-            "by dataclasses.replace has none)"
-        )
+        HeadBalance(transformer, **_options_of_environment(type(transformer).__name__))
     if transformer is config:
         spec = get_gpt_decoder_block_spec(
             config,
@@ -88,6 +95,24 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubm
 
         ours = with_adapters(ours, transformer)
     return ours
+
+
+def _options_of_environment(config: str) -> dict[str, Any]:
+    text = os.environ.get(OPTIONS)
+    if text is None:
+        raise UserError(
+            f"layer_spec: this {config} has no options of megasink, and its loss would be 0: call "
+            'megasink.megatron.HeadBalance(config, attention_variant="sink", '
+            "head_balance_coeff=1e-4) before the model is built (a copy by dataclasses.replace has "
+            f"none), or set {OPTIONS} to the same options as a JSON object"
+        )
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{OPTIONS} is no JSON ({error}): {text}") from error
+    if not isinstance(options, dict):
+        raise UserError(f"{OPTIONS} is no JSON object with options by their names: {text}")
+    return options
 
 
 def prediction_spec(upstream: Any, config: Any) -> Any:
