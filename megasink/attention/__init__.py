@@ -1,6 +1,6 @@
 """Attention with exact gradients through its log-sum-exp and gates. Depends only on torch.
 
-The definitions, biases and similarities are imported when they are first used.
+The definitions, biases, similarities and derivatives are imported when they are first used.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ from megasink.attention.call import (
     Gradients,
 )
 from megasink.attention.functional import attention, slot_attention
-from megasink.attention.gate_derivatives import gate_bias_gradient, gate_slope
 from megasink.attention.gate_kernels import choose_gate_kernels
 from megasink.attention.lse_statistics import first_key_gate, first_key_share, gate_sum
 
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
         head_rms_norm,
         mean_over_heads,
     )
+    from megasink.attention.gate_derivatives import gate_bias_gradient, gate_slope
     from megasink.attention.reference import (
         SIMILARITIES,
         reference_attention,
@@ -91,6 +91,7 @@ __all__ = [
 _LATER = {
     "biases": ("biased_attention",),
     "explicit_gate": ("apply_gate", "gate_values", "head_rms_norm", "mean_over_heads"),
+    "gate_derivatives": ("gate_bias_gradient", "gate_slope"),
     "reference": ("SIMILARITIES", *(name for name in __all__ if name.startswith("reference_"))),
     "similarity": ("SimilarityOutput", "feature_map", "first_key_weight", "similarity_attention"),
 }

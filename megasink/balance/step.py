@@ -188,7 +188,7 @@ class LossStep:
         return (
             f"the gates of step {self.number} were not reduced: call reduce() of the head-balance "
             "loss on every rank after the last backward pass, as config.finalize_model_grads_func "
-            "does if the host leaves it in place; without it the loss would be 0"
+            "does, which Megatron's schedules call; without it the loss would be 0"
         )
 
     def _not_committed(self) -> str:

@@ -1,17 +1,21 @@
 """The head-balance loss in a training loop of Megatron, by the hooks that Megatron has.
 
-``HeadBalance(config)`` is all that a loop needs, if it leaves three things in place:
+``HeadBalance(config)`` is all that a loop needs, if it uses three things that Megatron has:
 
 - ``config.experimental_attention_variant_loss_scale_func``, which Megatron's schedules call for
   every microbatch (megatron/core/pipeline_parallel/schedules.py:376);
 - ``config.finalize_model_grads_func``, which they call after the last backward pass
-  (schedules.py:839): it starts the all-reduce, then calls what was there before;
+  (schedules.py:839). Loops set it after the model is built (Megatron-Bridge's, slime's), so it is
+  a property here: whatever they set is called behind the start of the all-reduce;
 - an optimizer of torch.optim at the bottom, as Megatron's are: its step commits the step.
 
 What a loop does not do this way it does by the calls of :class:`LossStep`.
 """
 
+import functools
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.distributed import finalize_model_grads
@@ -24,6 +28,51 @@ from megasink.layers.statistics import ModelStatistics
 
 # Of a step that was not run yet, and of the first run of one.
 _FIRST_RUN = (RerunState.NOT_RUNNING_YET, RerunState.INITIAL_RUN)
+
+
+@dataclass(frozen=True)
+class _Finalize:
+    """A ``config.finalize_model_grads_func``, with the arguments of Megatron's.
+
+    The all-reduce of the gate sums starts first, so it overlaps with the gradient reduction and
+    the optimizer step.
+    """
+
+    balance: "HeadBalance"
+    host: Callable[..., None] | None
+
+    def __call__(self, model: list[Any], *args: Any, **kwargs: Any) -> None:
+        self.balance.reduce()
+        (self.host or finalize_model_grads)(model, *args, **kwargs)
+
+
+class Finalizing:
+    """A config whose ``finalize_model_grads_func`` also starts the reduction of its HeadBalance."""
+
+    @property
+    def finalize_model_grads_func(self) -> Callable[..., None] | None:
+        """What the host has set, behind the start of the reduction."""
+        host, balance = vars(self).get(_FINALIZE), vars(self).get("statistics")
+        return host if balance is None else _Finalize(balance, host)
+
+    @finalize_model_grads_func.setter
+    def finalize_model_grads_func(self, host: Callable[..., None] | None) -> None:
+        # dataclasses.replace hands over the one of the config that it copies.
+        vars(self)[_FINALIZE] = host.host if isinstance(host, _Finalize) else host
+
+
+_FINALIZE = "finalize_model_grads_func"
+
+
+@functools.cache
+def _finalizing(kind: type) -> type:
+    """Return a class that is `kind` in all but that property; copies and pickles are of `kind`."""
+
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        return object.__new__, (kind,), dict(vars(self))
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (Finalizing, kind), names | {"__reduce_ex__": reduce})
 
 
 class HeadBalance(ModelStatistics):
@@ -54,23 +103,15 @@ class HeadBalance(ModelStatistics):
             give_options(config, options)
         super().__init__(config.num_layers, config.num_attention_heads, config)
         self._config = config
-        self._finalize_before = _own(config.finalize_model_grads_func) or finalize_model_grads
+        if not isinstance(config, Finalizing):
+            kind: Any = type(config)
+            config.__class__ = _finalizing(kind)
         config.statistics = self
         if config.head_balance_coeff:
             config.experimental_attention_variant_loss_scale_func = self.set_loss_scale
-        config.finalize_model_grads_func = self.finalize_model_grads
         # A process may build and drop many models: the hook of one must not keep it.
         this = weakref.ref(self)
         weakref.finalize(self, follow_optimizers(lambda: _stepped(this())))
-
-    def finalize_model_grads(self, model: list[Any], *args: Any, **kwargs: Any) -> None:
-        """Implement Megatron's ``config.finalize_model_grads_func``, with the same arguments.
-
-        The all-reduce of the gate sums starts first, so it overlaps with the gradient reduction and
-        the optimizer step.
-        """
-        self.reduce()
-        self._finalize_before(model, *args, **kwargs)
 
     def runs_again(self) -> bool:
         """Whether Megatron's rerun machine repeats the step, here or after a checkpoint."""
@@ -82,13 +123,7 @@ class HeadBalance(ModelStatistics):
 
     def __reduce__(self) -> tuple[Any, ...]:
         make, args, state = super().__reduce__()
-        kept = {"_finalize_before": self._finalize_before, "_config": self._config}
-        return make, args, state | kept
-
-
-def _own(finalize: Any) -> Any:
-    """Return a host's function; None for that of the HeadBalance of the config copied from."""
-    return None if isinstance(getattr(finalize, "__self__", None), HeadBalance) else finalize
+        return make, args, state | {"_config": self._config}
 
 
 def _stepped(balance: HeadBalance | None) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megasink.attention import first_key_share, gate_bias_gradient
+from megasink.attention import first_key_share
 from megasink.balance.tracker import GATE, OTHER_GRADIENT
 from megasink.definitions import SINK_TOKENS
 
@@ -85,6 +85,8 @@ class HeadObserver:
             value_BHTD: Output of a closed gate, broadcastable; None for 0.
             counted: Number of tokens that are not padding; None for all.
         """
+        from megasink.attention import gate_bias_gradient
+
         batch, _, tokens, _ = out_BHTD.shape
         count = batch * tokens if counted is None else counted
         kept_BHTD, gate_BHTC = out_BHTD.detach(), gate_BHTC.detach()

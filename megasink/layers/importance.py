@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megasink.attention import gate_slope, gate_sum
+from megasink.attention import gate_sum
 from megasink.balance.counter import LayerBalance
 from megasink.balance.tracker import BALANCE_GRADIENT
 from megasink.layers.documents import Documents
@@ -97,6 +97,8 @@ class HeadCounter(StaysFloat32, LayerBalance):
             return out_SBX
         observe = None
         if self._observer.compares_gradients:
+            from megasink.attention import gate_slope
+
             slope_h = gate_sum(gate_slope(gate_BHTC), real_1T) / count
             observe = partial(self._observe, slope_h, tokens)
         return self.attach(out_SBX, gate_sum_h, tokens, observe, in_row)

@@ -14,7 +14,7 @@ from megasink.config import (
     PositionOptions,
     SimilarityOptions,
 )
-from megasink.layers.head_balance import HeadBalance
+from megasink.layers.head_balance import Finalizing, HeadBalance
 from megasink.layers.model_options import apply_options, check_parameters
 from megasink.lora.options import LoraOptions
 from megasink.variants import variant
@@ -23,6 +23,7 @@ from megasink.variants.layers import layers_with_variant, without_variant
 
 @dataclass(kw_only=True)
 class MegasinkTransformerConfig(
+    Finalizing,
     LoraOptions,
     HeadBalanceOptions,
     NanochatOptions,

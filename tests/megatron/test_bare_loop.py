@@ -122,3 +122,15 @@ def test_the_example_runs_by_itself():
     first, last = (float(line.split("loss ")[1].split(" ")[0]) for line in (lines[0], lines[-1]))
     assert first > 4.0 > 2.5 > last
     assert len((ROOT / "examples" / "megatron_loop.py").read_text().splitlines()) < 120
+
+
+def test_a_host_may_set_copy_and_save_the_config(pool):
+    (found, *_) = pool.run("tests.megatron.host_tasks:config_of_a_host", Layout())
+    assert found["called"] == ["reduce", (["model"], 3)]
+    assert found["is one"]
+    assert found["found"]
+    name = ("megatron.core.transformer.transformer_config", "TransformerConfig")
+    assert found["named"] == name
+    assert found["copies"] == [True, True]
+    assert found["copy shares"]
+    assert found["pickled options"] == "sink"

@@ -13,12 +13,6 @@ import torch
 from torch import Tensor
 
 from megasink.attention.backends.base import AttentionRequest, Backend, check_block
-from megasink.attention.backends.toeplitz import (
-    as_matrix,
-    diagonal_sums,
-    diagonals,
-    reversed_bias,
-)
 from megasink.attention.call import AttentionCall, BackwardTensors, Gradients
 from megasink.attention.row_chunks import CHUNK, grouped, products, row_chunks, sum_over_group
 
@@ -75,6 +69,8 @@ class EagerBackend(Backend):
             grad_scores_BGRCK = grad_weights_BGRCK.sub_(delta_BGRT[..., rows, None])
             grad_scores_BGRCK.mul_(weights_BGRCK)
             if grad_bias_GRX is not None:
+                from megasink.attention.backends.toeplitz import diagonal_sums, diagonals
+
                 touched = diagonals(rows, keys, past, key_BGSD.shape[2])
                 grad_bias_GRX[..., touched] += diagonal_sums(grad_scores_BGRCK.sum(0))
             grad_scores_BGRCK.mul_(call.scale)
@@ -100,6 +96,8 @@ def _bias(query_BHTD: Tensor, key_BGSD: Tensor, call: AttentionCall) -> Tensor |
     if call.distance_bias_HS is None:
         check_block(query_BHTD, key_BGSD, call)
         return None
+    from megasink.attention.backends.toeplitz import reversed_bias
+
     return reversed_bias(call.distance_bias_HS, key_BGSD.shape[1], call.window, CHUNK)
 
 
@@ -120,6 +118,8 @@ def _scores(
     """Return z for one chunk of rows, -inf where a key is hidden."""
     scores_BGRCK = products(query_BGRTD, key_BG1SD, rows, keys).mul_(call.scale)
     if bias_GRX is not None:
+        from megasink.attention.backends.toeplitz import as_matrix, diagonals
+
         total = key_BG1SD.shape[-2]
         touched = diagonals(rows, keys, total - query_BGRTD.shape[-2], total)
         return scores_BGRCK.add_(as_matrix(bias_GRX[..., touched], scores_BGRCK.shape[-1]))
