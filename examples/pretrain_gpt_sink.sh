@@ -12,7 +12,8 @@
 # DATA_PATH is the prefix written by tools/preprocess_data.py, TOKENIZER its tokenizer folder and
 # RUN_DIR the run folder: repeating the same command resumes from its newest complete checkpoint, as
 # sbatch --requeue and torchrun --max-restarts need. RANKS_PER_NODE overrides the number of processes
-# per node, MAX_RESTARTS (0) how often torchrun starts the ranks again. The flags are those of the
+# per node, one for each device of CUDA_VISIBLE_DEVICES, of SLURM_GPUS_ON_NODE or of the machine, and
+# MAX_RESTARTS (0) how often torchrun starts the ranks again. The flags are those of the
 # recipe p0-0.6b, or of --recipe NAME (docs/recipes.md). Several nodes without Slurm or Kubernetes:
 # start this file on each with NNODES and MASTER_ADDR set (docs/launch.md).
 
@@ -22,11 +23,18 @@ python=${PYTHON:-python3}
 nnodes=${NNODES:-${SLURM_NNODES:-${PET_NNODES:-1}}}
 RANKS_PER_NODE=${RANKS_PER_NODE:-${PET_NPROC_PER_NODE:-}}
 if [[ -z $RANKS_PER_NODE ]]; then
-  if command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus >/dev/null 2>&1; then
-    RANKS_PER_NODE=$(nvidia-smi --list-gpus | wc -l)
-  else
-    RANKS_PER_NODE=1
-  fi
+  # The devices that this process may use, of those that the machine has; one rank without any.
+  case ${CUDA_VISIBLE_DEVICES-unset} in
+    unset)
+      RANKS_PER_NODE=${SLURM_GPUS_ON_NODE:-$(nvidia-smi --list-gpus 2>/dev/null | grep -c ^GPU)} ||
+        RANKS_PER_NODE=1
+      ;;
+    '' | -1* | NoDevFiles) RANKS_PER_NODE=1 ;;
+    *)
+      commas=${CUDA_VISIBLE_DEVICES//[^,]/}
+      RANKS_PER_NODE=$((${#commas} + 1))
+      ;;
+  esac
 fi
 launch=("$python" -m torch.distributed.run --nnodes "$nnodes" --nproc-per-node "$RANKS_PER_NODE"
         --max-restarts "${MAX_RESTARTS:-0}"

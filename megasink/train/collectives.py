@@ -19,8 +19,13 @@ def under_way() -> str | None:
         such as ``all_reduce 17 of DATA_PARALLEL_GROUP (Float [100])``: the operation, its number
         in the group, the group, and the type and the sizes of its first input.
     """
+    import torch
     from torch._C import _distributed_c10d as c10d
 
+    if torch.cuda.is_initialized():
+        # The dump may ask CUDA events, and a thread begins on device 0: it would open a context
+        # there, on every host one for each rank. The same device as in Megatron's initialize.py.
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     active: list[dict[str, Any]] = []
     for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         if hasattr(c10d, dump):  # the second one is NCCL's own

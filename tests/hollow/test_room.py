@@ -1,5 +1,9 @@
 """The hollow GPU itself: what torch sees of it, what is counted, and what the host reads back."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -49,6 +53,34 @@ def test_a_rank_of_many(gpu, rank):
         ["ncclAllGather", 3 * 4 * 8, 8],
         ["ncclAllReduce", 8 * 4, 4],
     ]
+
+
+# The second of two ranks of a host, and the thread of its heartbeat. The dump is a stand-in that
+# asks an event, as that of torch's first NCCL backend does (c10d/FlightRecorder.cpp, update_state).
+CONTEXTS = """
+import ctypes, threading, torch
+from torch._C import _distributed_c10d as c10d
+from megasink.hollow.process import library
+from megasink.train import collectives
+torch.cuda.set_device(1)
+event = torch.cuda.Event()
+event.record()
+c10d._dump_fr_trace_json = lambda **_: '{"entries": []}' if event.query() else ""
+thread = threading.Thread(target=collectives.under_way)
+opened = ctypes.CDLL(library()).hollow_contexts
+print(opened())
+thread.start()
+thread.join()
+print(opened())
+"""
+
+
+def test_the_heartbeat_opens_no_context_on_another_device(gpu):
+    """A thread begins on device 0: on each host that would be one context for every rank."""
+    variables = hollow.environment(hollow.Device(count=2)) | {"LOCAL_RANK": "1"}
+    command = [sys.executable, "-c", CONTEXTS]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+    assert done.stdout.split() == ["2", "2"], done.stderr[-2000:]
 
 
 def test_the_release_of_cuda_is_that_of_torch():

@@ -87,6 +87,39 @@ def test_slurm_gives_the_meeting_point(tmp_path):
     assert words[-3:] == [SCRIPT, "--lr", "1"]
 
 
+@pytest.mark.parametrize(
+    ("variables", "ranks"),
+    [
+        ({}, "2"),
+        ({"SLURM_GPUS_ON_NODE": "4"}, "4"),
+        ({"CUDA_VISIBLE_DEVICES": "5", "SLURM_GPUS_ON_NODE": "4"}, "1"),
+        ({"CUDA_VISIBLE_DEVICES": "1,0,GPU-3f"}, "3"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "1"),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, "1"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1", "RANKS_PER_NODE": "8"}, "8"),
+        ({"GPUS": ""}, "1"),
+    ],
+    ids=str,
+)
+def test_a_rank_for_each_device_that_the_process_may_use(tmp_path, variables, ranks):
+    for name, body in {
+        "python": 'printf "%s\\n" "$@"',
+        "nvidia-smi": r"""printf "${GPUS-GPU 0: A\n  MIG 1g.5gb\nGPU 1: B\n}" """,
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": str(tmp_path / "python")}
+    without = {n: v for n, v in os.environ.items() if n != "CUDA_VISIBLE_DEVICES"}
+    done = subprocess.run(
+        ["bash", SCRIPT],
+        env=without | paths | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"--nproc-per-node\n{ranks}\n" in done.stdout
+
+
 def test_the_example_is_whole_for_bash_and_for_python():
     subprocess.run(["bash", "-n", SCRIPT], check=True)
     compile(Path(SCRIPT).read_text(), SCRIPT, "exec")

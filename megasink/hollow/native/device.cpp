@@ -21,7 +21,15 @@ API void hollow_listen(Listener who, unsigned kinds) {
 static std::atomic<long> started{0};
 long kernels() { return started.load(); }
 
+// Which devices have a context: any call that acts on the current one opens it, of any thread.
+static thread_local int current = 0;
+static std::atomic<unsigned> contexts{0};
+static cudaError_t acted() { contexts |= 1u << current; return cudaSuccess; }
+// Those opened since the last call, a bit each.
+API unsigned hollow_contexts() { return contexts.exchange(0); }
+
 void report(Kind kind, const char* name, long first, long second) {
+  acted();
   if (kind == Kind::launch || kind == Kind::gemm) started++;
   Listener who = listener.load();
   if (who && (heard.load() >> static_cast<int>(kind) & 1)) who(static_cast<int>(kind), name, first, second);
@@ -107,10 +115,9 @@ API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* found, int) {
   return cudaSuccess;
 }
 
-static thread_local int current = 0;
 API cudaError_t cudaGetDeviceCount(int* count) { *count = setting("HOLLOW_GPUS", 1); return cudaSuccess; }
 API cudaError_t cudaGetDevice(int* device) { *device = current; return cudaSuccess; }
-API cudaError_t cudaSetDevice(int device) { current = device; return cudaSuccess; }
+API cudaError_t cudaSetDevice(int device) { current = device; return acted(); }
 API cudaError_t cudaDriverGetVersion(int* version) { *version = CUDART_VERSION; return cudaSuccess; }
 API cudaError_t cudaRuntimeGetVersion(int* version) { *version = CUDART_VERSION; return cudaSuccess; }
 API cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int device) { snprintf(text, size, "0000:%02x:00.0", device); return cudaSuccess; }
@@ -136,15 +143,15 @@ API cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** found,
 
 // ---- streams and events: nothing runs, so everything is done already
 
-static cudaError_t made(void* handle) { *static_cast<void**>(handle) = new_handle(); return cudaSuccess; }
+static cudaError_t made(void* handle) { *static_cast<void**>(handle) = new_handle(); return acted(); }
 API cudaError_t cudaStreamCreate(cudaStream_t* stream) { return made(stream); }
 API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return made(stream); }
 API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) { return made(stream); }
 API cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) { *priority = 0; return cudaSuccess; }
 API cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
-API cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
+API cudaError_t cudaStreamQuery(cudaStream_t) { return acted(); }
 API cudaError_t cudaStreamSynchronize(cudaStream_t) { report(Kind::sync, "cudaStreamSynchronize"); return cudaSuccess; }
-API cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+API cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return acted(); }
 API cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) { *status = cudaStreamCaptureStatusNone; return cudaSuccess; }
 #if CUDART_VERSION >= 13000
 API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t* count) {
@@ -160,8 +167,8 @@ API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { re
 API cudaError_t cudaEventCreate(cudaEvent_t* event) { return made(event); }
 API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return made(event); }
 API cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
-API cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
-API cudaError_t cudaEventRecordWithFlags(cudaEvent_t, cudaStream_t, unsigned) { return cudaSuccess; }
-API cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
+API cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return acted(); }
+API cudaError_t cudaEventRecordWithFlags(cudaEvent_t, cudaStream_t, unsigned) { return acted(); }
+API cudaError_t cudaEventQuery(cudaEvent_t) { return acted(); }
 API cudaError_t cudaEventSynchronize(cudaEvent_t) { report(Kind::sync, "cudaEventSynchronize"); return cudaSuccess; }
 API cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) { *milliseconds = 1.0f; return cudaSuccess; }
