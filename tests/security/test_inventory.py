@@ -30,6 +30,8 @@ RESTRICTED = "makes only what its allow-list names"
 SAFE = {
     ("examples/notebooks/letters.py", "from_pretrained"): "the folder that it has just written",
     ("megasink/__init__.py", "import_module"): OWN_NAMES,
+    ("megasink/attention/__init__.py", "import_module"): OWN_NAMES,
+    ("megasink/attention/backends/__init__.py", "import_module"): OWN_NAMES,
     ("megasink/attention/backends/cuda.py", "import_module"): "kernels that the code names",
     ("megasink/checkpoint/legacy.py", "pickle"): "stand-ins for all classes but those of tensors",
     ("megasink/checkpoint/stored_tensor.py", "torch.load"): "weights_only, and on no device",

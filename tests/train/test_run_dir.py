@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from megasink import config, gate_options
+from megasink import config, gate_options, run_options
 from megasink.checkpoint.identity import MODEL
 from megasink.checkpoint.tokenizer import OWN, copy_tokenizer, same_tokenizer, tokenizer_of
 from megasink.cli import main as megasink
@@ -75,18 +75,18 @@ def test_resuming_another_model_is_refused(saved):
 def test_every_option_of_a_model_is_one_by_which_it_is_known():
     of_training = {
         *(entry.name for entry in dataclasses.fields(config.HeadBalanceOptions)),
-        *(entry.name for entry in dataclasses.fields(config.LoraOptions)),
-        *(entry.name for entry in dataclasses.fields(config.TrainingOptions)),
-        *(entry.name for entry in dataclasses.fields(config.ObservingOptions)),
-        *(entry.name for entry in dataclasses.fields(config.RunOptions)),
-        *(entry.name for entry in dataclasses.fields(config.RecipeOptions)),
+        *(
+            entry.name
+            for kind in set(run_options.OPTIONS) - set(config.MODEL_OPTIONS)
+            for entry in dataclasses.fields(kind)
+        ),
         "attention_kernel",
         "sink_lr_mult",
         "sink_weight_decay",
     }
     options = {
         entry.name
-        for module in (config, gate_options)
+        for module in (config, gate_options, run_options)
         for kind in vars(module).values()
         if dataclasses.is_dataclass(kind) and kind.__name__.endswith("Options")
         for entry in dataclasses.fields(kind)
