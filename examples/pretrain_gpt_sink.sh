@@ -26,8 +26,9 @@ if [[ -z $RANKS_PER_NODE ]]; then
   # The devices that this process may use, of those that the machine has; one rank without any.
   case ${CUDA_VISIBLE_DEVICES-unset} in
     unset)
-      RANKS_PER_NODE=${SLURM_GPUS_ON_NODE:-$(nvidia-smi --list-gpus 2>/dev/null | grep -c ^GPU)} ||
-        RANKS_PER_NODE=1
+      # Without the instances of MIG, which are on lines of their own.
+      gpus=$(nvidia-smi --list-gpus 2>/dev/null | sed -n /^GPU/p | wc -l) || gpus=0
+      RANKS_PER_NODE=${SLURM_GPUS_ON_NODE:-$((gpus > 0 ? gpus : 1))}
       ;;
     '' | -1* | NoDevFiles) RANKS_PER_NODE=1 ;;
     *)

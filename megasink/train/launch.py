@@ -22,10 +22,11 @@ from megasink.printable import say
 from megasink.progress import progress
 from megasink.run_options import RESUME
 from megasink.train import early
+from megasink.train.checks.memory import MARK
 from megasink.train.last_start import flags_of_last_start, from_where, ranks_of_last_start
 from megasink.train.lease import clear, wait_until_expired
 from megasink.train.metrics_file import NewLines
-from megasink.train.rank_logs import raised, said
+from megasink.train.rank_logs import marked, raised, said
 from megasink.train.ranks import Ranks
 from megasink.train.replay import replayed
 from megasink.train.run_dir import folder_problem
@@ -137,7 +138,7 @@ def launch(flags: Sequence[str], run_dir: Path, ranks: int, steps: int | None) -
     except OSError as error:
         raise UserError(f"--run-dir {run_dir} cannot be written: {error.strerror}") from error
     with Ranks(arguments, logs, console) as running:
-        code = _follow(running, new_lines, steps, console)
+        code = _follow(running, new_lines, steps, console, logs)
     if code:
         failure = _failure(running, logs, run_dir, code)
         if not (run_dir / "config.json").is_file():
@@ -192,14 +193,20 @@ def _killed(logs: Path) -> str | None:
     return None
 
 
-def _follow(running: Ranks, new_lines: NewLines, total: int | None, console: Console) -> int:
+def _follow(
+    running: Ranks, new_lines: NewLines, total: int | None, console: Console, logs: Path
+) -> int:
     """Show new lines of metrics.jsonl until the ranks end; return torchrun's exit code."""
+    is_starting = True
     with progress("training", total, "steps", console=console, every=10.0) as tell:
         tell(0, "starting")
         while True:
             code = running.poll()
+            if is_starting and (memory := marked(logs, MARK)):
+                is_starting = False
+                say(memory)
             for line in new_lines():
-                step = line["iteration"]
+                step, is_starting = line["iteration"], False
                 try:
                     tell(step, _shown(line), now="valid_lm_loss" in line or step == total)
                 except OSError:

@@ -1,4 +1,4 @@
-"""What processes have said before they ended, from their stderr.log."""
+"""What ranks have said, from their logs."""
 
 import re
 from pathlib import Path
@@ -22,6 +22,15 @@ def said(logs: Path) -> str | None:
             # Include a ConfigError's list, but not later output of others.
             message = text.rpartition(_ERROR)[2]
             return message[: re.match(r".*(\n  \d+\. .*)*", message).end()].strip()  # type: ignore[union-attr]
+    return None
+
+
+def marked(logs: Path, mark: str) -> str | None:
+    """Return the first line of a rank's output that begins with `mark`, or None."""
+    for path in sorted(logs.rglob("stdout.log")):
+        for line in path.read_text(errors="replace").splitlines():
+            if line.startswith(mark):
+                return line
     return None
 
 

@@ -1,11 +1,13 @@
 """Ranks without a GPU are compared with the memory of their machine, before anything is built."""
 
 import os
+from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
 
 from megasink.train.checks import memory
+from megasink.train.rank_logs import marked
 from tests.forkserver import server
 from tests.train.command_lines import MOCK
 from tests.train.six_steps import only_line
@@ -23,6 +25,23 @@ def test_what_does_not_fit_is_refused_before_anything_is_built(tmp_path):
     assert "GB of memory left, and training takes at least" in line
     assert "GB in 2 ranks (weights, gradients and optimizer " in line
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("left", "told"), [(9.9, "training takes at least 10.3 GB"), (19.0, "memory of"), (21.0, "")]
+)
+def test_what_needs_most_of_the_memory_is_said(monkeypatch, capsys, tmp_path, left, told):
+    monkeypatch.setattr(memory.platform, "is_active", lambda: True)
+    monkeypatch.setattr(memory, "bytes_of_rank", lambda _: (8e9, 2e9))
+    monkeypatch.setattr(memory, "available", lambda: left * 1e9)
+    args = Namespace(hybrid_layer_pattern=None, fake_process_group=False)
+    problems = "".join(memory.problems(args))
+    said = capsys.readouterr().out
+    assert told in problems + said
+    assert (bool(problems), bool(said)) == (left < 10, left == 19.0)
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "stdout.log").write_text(f"another line\n{said}")
+    assert marked(tmp_path, memory.MARK) == (said.strip() or None)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from megasink import platform
 # Python with torch and Megatron, of each rank; libraries' pages that ranks share are not counted.
 _PROCESS = 0.3e9
 _LOGIT = 12
+MARK = "memory of this machine: "
+"""Beginning of the line of a rank's log that the launcher shows."""
 _GROUPS = Path("/sys/fs/cgroup")
 
 
@@ -40,8 +42,8 @@ def problems(args: Namespace) -> Iterator[str]:
             f"{text}: lower --micro-batch-size or --seq-length, train a smaller model, or use GPUs "
             "(megasink plan)"
         )
-    else:
-        print(f"memory: at least {text} of {left / 1e9:.1f} GB", flush=True)
+    elif needed > left / 2:
+        print(f"{MARK}at least {text}, of {left / 1e9:.1f} GB that are left", flush=True)
 
 
 def bytes_of_rank(args: Namespace) -> tuple[float, float]:
