@@ -216,14 +216,14 @@ class Measurement:
     def __init__(self, folder: Path, samples: Sequence[Sample], model: Any, output: Path):
         self.model, self.samples, self.name = model, samples, folder.resolve().name
         config = model.config.get_text_config()
-        self.layers, self.heads = config.num_hidden_layers, config.num_attention_heads
+        self.layers, self.heads = range(config.num_hidden_layers), config.num_attention_heads
         facts = {
             "model": self.name,
             "weights": weights_hash(model),
             "texts": data_hash(samples),
             "tokens": len(samples[0].tokens),
             "block": BLOCK,
-            "layers": self.layers,
+            "layers": len(self.layers),
             "heads": self.heads,
             "unit": UNIT,
         }
@@ -233,16 +233,11 @@ class Measurement:
 
     def left(self, blocks: int) -> int:
         """Return how many lines of the first blocks are missing."""
-        return sum((b, layer) not in self.done for b in range(blocks) for layer in self.range)
-
-    @property
-    def range(self) -> range:
-        """The layers."""
-        return range(self.layers)
+        return sum((b, layer) not in self.done for b in range(blocks) for layer in self.layers)
 
     def measure(self, block: int) -> Iterator[None]:
         """Measure what is missing of a block; yields after each layer."""
-        if not any((block, layer) not in self.done for layer in self.range):
+        if not any((block, layer) not in self.done for layer in self.layers):
             return
         texts = self.samples[block * BLOCK : (block + 1) * BLOCK]
         ids_BT = torch.tensor([sample.tokens for sample in texts])
@@ -252,7 +247,7 @@ class Measurement:
             loss_B = torch.cat([batch.loss_B for batch in batches])
             append(self.file, {"block": block, "loss": units(loss_B)})
             self.known.add(block)
-        for layer in self.range:
+        for layer in self.layers:
             if (block, layer) not in self.done:
                 found = [without_each_head(self.model, b, layer, self.heads) for b in batches]
                 rise_HB, kl_HB = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
@@ -286,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         samples = samples_of(hub.tokenizer)[:MEASURED]
         output = FOLDER / f"zeroing-{folder.resolve().name}.jsonl"
         measurements.append(Measurement(folder, samples, hub.model, output))
-    total = sum(len(m.range) * blocks for m in measurements)
+    total = sum(len(m.layers) * blocks for m in measurements)
     before = total - sum(m.left(blocks) for m in measurements)
     done, begin = before, time.process_time()
     with torch.no_grad(), progress("zeroing", total, "layers", before=before) as tell:
