@@ -16,7 +16,7 @@ OWN = "tokenizer"
 _FILES = (
     "tokenizer*.json tokenizer*.model special_tokens_map.json added_tokens.json vocab*.json "
     "vocab*.txt merges.txt spiece.model sentencepiece*.model *.bpe.model *.tiktoken "
-    "chat_template.json chat_template.jinja config.json"
+    "chat_template.json chat_template.jinja additional_chat_templates/*.jinja config.json"
 ).split()
 
 
@@ -32,7 +32,9 @@ def copy_tokenizer(folder: Path, run: Path) -> None:
     try:
         with atomic_folder(own) as partial:
             for path in _files(folder):
-                shutil.copyfile(path, partial / path.name)
+                copy = partial / path.relative_to(folder)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
             if not _mean_the_same(partial, folder):
                 raise UserError(f"the tokenizer could not be copied into the run: keep {folder}")
     except UserError as error:
@@ -49,6 +51,11 @@ def same_tokenizer(config: Path, before: str | None, now: str | None) -> bool:
     if not before or not now or not Path(now).is_dir() or not reference.is_dir():
         return before == now
     return _digests(reference) == _digests(Path(now)) or _mean_the_same(reference, Path(now))
+
+
+def is_of_tokenizer(path: Path) -> bool:
+    """Whether a file is one that transformers reads for a tokenizer."""
+    return any(path.match(pattern) for pattern in _FILES)
 
 
 def _files(folder: Path) -> Iterator[Path]:

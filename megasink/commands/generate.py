@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cpu", action="store_true", help="run on the CPU even if there is a GPU")
     args = parser.parse_args(argv)
     _check(args)
-    find_checkpoint(args.run, args.iteration)  # before the slow imports
+    found = find_checkpoint(args.run, args.iteration)  # before the slow imports
     prepare_quietly(cpu=args.cpu)
+    from megasink.checkpoint.carried import ends_of
     from megasink.checkpoint.load import load_model, single_process
     from megasink.data.tokenizer import leading_ids
     from megasink.inference.decoding import generate
@@ -71,14 +72,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
             flush=True,
         )
-        shown = _Shown(tokenizer, prompts, stream=len(prompts) == 1 and sys.stdout.isatty())
+        ends = ends_of(found.config, tokenizer)
+        stream = len(prompts) == 1 and sys.stdout.isatty()
+        shown = _Shown(tokenizer, prompts, ends, stream=stream)
         made = generate(
             model,
             [first + prompt for prompt in prompts],
             count,
             Sampling(args.temperature, args.top_k, args.top_p, args.seed),
             vocabulary=len(tokenizer),
-            end=tokenizer.eos_token_id,
+            ends=ends,
             on_token=shown.add,
         )
         shown.finish()
@@ -145,15 +148,17 @@ def _new_tokens(
 class _Shown:
     """The texts, growing token by token; `stream` shows the first one while it grows."""
 
-    def __init__(self, tokenizer: Any, prompts: list[list[int]], *, stream: bool):
-        self.tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Any, prompts: list[list[int]], ends: Collection[int], *, stream: bool
+    ):
+        self.tokenizer, self.ends = tokenizer, ends
         self.tokens = [list(prompt) for prompt in prompts]
         self.stream = stream
         self.shown = ""
         self._show(whole=False)
 
     def add(self, row: int, token: int) -> None:
-        if token != self.tokenizer.eos_token_id:
+        if token not in self.ends:
             self.tokens[row].append(token)
             self._show(whole=False)
 

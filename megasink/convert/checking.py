@@ -23,7 +23,6 @@ from megasink.convert.megatron_weights import leading_axes
 from megasink.convert.safetensors_reader import HuggingFaceWeights
 from megasink.convert.sink_calibration import set_sinks
 from megasink.convert.table import steps
-from megasink.convert.targets import choose
 from megasink.convert.to_hf import Say, Source, converted
 from megasink.convert.torch_dist_writer import TorchDistWriter
 from megasink.convert.verify import fits_in_memory, verify_logits, verify_tokenizer
@@ -43,7 +42,7 @@ def check_export(
         verify_tokenizer(source.tokenizer, folder)
     model = source.model
     checkpoint = weights_of(source.found, source.saved, model)
-    target, _ = choose(model, target_name)
+    target, _ = source.target(target_name)
     if target.custom_code and (names := changed_files(folder)):
         raise UserError(f"{folder}: {', '.join(names)} is not what was written: is the disk bad?")
     parameters = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())

@@ -17,8 +17,10 @@ from torch import Tensor
 
 import megasink
 from megasink.atomic import sync_folder
+from megasink.checkpoint.carried import KEY as CARRIED
 from megasink.checkpoint.identity import SHAPE, plain
 from megasink.checkpoint.intact import TRACKER, checkpoint_path
+from megasink.convert import carried as of_folder
 from megasink.convert.architecture import Architecture
 from megasink.convert.attention_change import Change, added, changed, gated_model, is_float32
 from megasink.convert.background import one_thread, use_large_pages
@@ -56,12 +58,14 @@ class HuggingFaceSource:
         model: what its config.json describes.
         target: its architecture in transformers.
         tokenizer: whether it has a tokenizer.
+        tokens: its `tokenizer_hash`; None without one.
     """
 
     folder: Path
     model: Architecture
     target: Target
     tokenizer: bool
+    tokens: str | None = None
 
 
 def source_of(folder: Path, granularity: str | None = None) -> HuggingFaceSource:
@@ -80,16 +84,18 @@ def source_of(folder: Path, granularity: str | None = None) -> HuggingFaceSource
             raise UserError(f"--gate-granularity {granularity}: {target.name} has no such gates")
         model = dataclasses.replace(model, attention=granularity)
     tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+    tokens = None
     if tokenizer:
-        from megasink.data.tokenizer import load_tokenizer
+        from megasink.data.tokenizer import load_tokenizer, tokenizer_hash
 
-        size = len(load_tokenizer(folder))
+        loaded = load_tokenizer(folder)
+        size, tokens = len(loaded), tokenizer_hash(loaded)
         if size > model.vocabulary:
             raise UserError(
                 f"the tokenizer in {folder} has {size} tokens but the model only "
                 f"{model.vocabulary}: it belongs to another model"
             )
-    return HuggingFaceSource(folder, model, target, tokenizer)
+    return HuggingFaceSource(folder, model, target, tokenizer, tokens)
 
 
 def import_model(
@@ -120,6 +126,11 @@ def import_model(
     ignored = _account(weights, todo, source)
     model = gated_model(source.model, change)
     say(f"from {source.target.architecture}, {source.model.attention} attention")
+    kept = of_folder.kept(source.folder, source.model, source.target, source.tokens)
+    carried = [*kept["config"], *(kept["generation_config"] or {})]
+    say(f"carried along to the next export: {', '.join(dict.fromkeys(carried)) or 'nothing'}")
+    if left := list(of_folder.left_behind(source.folder)):
+        say(f"not taken along: {', '.join(left)}")
     if ignored:
         say(f"ignored: {', '.join(ignored)}")
     if rounded := _rounded(weights, todo, source.model.dtype):
@@ -151,7 +162,7 @@ def import_model(
             f"{writer.total_bytes / 1e6 / seconds:,.0f} MB/s"
         )
         (folder / "checkpoints" / TRACKER).write_text("0")
-        _write_beside(source, model, flags, args, folder, output)
+        _write_beside(source, model, flags, args, kept, folder, output)
         sync_folder(checkpoint)
         if verify is not None:
             verify(folder)
@@ -271,6 +282,7 @@ def _write_beside(
     model: Architecture,
     flags: list[str],
     args: tuple[Namespace, dict[str, Any]],
+    kept: dict[str, Any],
     folder: Path,
     output: Path,
 ) -> None:
@@ -293,6 +305,7 @@ def _write_beside(
         "arguments": arguments,
         "identity": given,
         "converted_from": source.target.name,
+        CARRIED: kept,
         "versions": {"megasink": megasink.__version__},
     }
     write_json(folder / "config.json", config)

@@ -12,7 +12,6 @@ from megasink.convert.megatron_reader import MegatronCheckpoint
 from megasink.convert.output import whole_folder
 from megasink.convert.peft_names import CONFIG, FINGERPRINT, PREFIX, WEIGHTS, Place, places
 from megasink.convert.safetensors_writer import write_json
-from megasink.convert.targets import choose
 from megasink.convert.targets.target import Target
 from megasink.convert.to_hf import Say, Source, refuse_nan
 from megasink.errors import UserError
@@ -48,7 +47,7 @@ def export_adapter(
     found, saved, model = source.found, source.saved, source.model
     if not is_lora(saved):
         raise UserError(f"--adapter: {found.config.parent} is not a LoRA run: drop --adapter")
-    target, why = choose(model, target_name)
+    target, why = source.target(target_name)
     say(f"adapter for: {target.architecture} ({target.name}): {why}")
     adapter = adapter_of(found, saved, model)
     if beside := adapter.trained_beside():

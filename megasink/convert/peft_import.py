@@ -14,6 +14,8 @@ from torch import Tensor
 import megasink
 from megasink.atomic import sync_folder
 from megasink.checkpoint.adapter import find_base, fingerprint
+from megasink.checkpoint.carried import KEY as CARRIED
+from megasink.checkpoint.carried import carried
 from megasink.checkpoint.find import Checkpoint
 from megasink.checkpoint.intact import TRACKER, checkpoint_path
 from megasink.checkpoint.saved_arguments import read_arguments
@@ -236,6 +238,7 @@ def _write_beside(source: AdapterSource, folder: Path, output: Path) -> None:
         "arguments": arguments | of_lora,
         "identity": given,
         "converted_from": "peft",
+        CARRIED: carried(source.base.config),
         BASE: {"checkpoint": str(base), "fingerprint": fingerprint(source.base.folder)},
         "versions": {"megasink": megasink.__version__},
     }

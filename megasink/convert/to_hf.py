@@ -3,19 +3,21 @@
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megasink.checkpoint.carried import carried
 from megasink.checkpoint.find import Checkpoint, find_checkpoint
 from megasink.checkpoint.saved_arguments import read_arguments
 from megasink.checkpoint.tokenizer import tokenizer_of
 from megasink.convert.adapted import weights_of
 from megasink.convert.architecture import Architecture, architecture_of
 from megasink.convert.background import ahead, one_thread, use_large_pages
+from megasink.convert.carried import GENERATION, written_again
 from megasink.convert.hf_config import config_of
 from megasink.convert.megasink_model import FILES
 from megasink.convert.megatron_reader import MegatronCheckpoint
@@ -24,7 +26,7 @@ from megasink.convert.model_card import model_card
 from megasink.convert.output import whole_folder
 from megasink.convert.safetensors_writer import SafetensorsWriter, write_json
 from megasink.convert.table import Row, Step, planned, refuse, steps
-from megasink.convert.targets import choose
+from megasink.convert.targets import TARGETS, choose
 from megasink.convert.targets.target import Target
 from megasink.errors import UserError
 from megasink.printable import say as say_printable
@@ -43,12 +45,25 @@ class Source:
         saved: the arguments of its run.
         model: its architecture.
         tokenizer: a transformers tokenizer; None if the run has none.
+        carried: what the run keeps of the Hugging Face folder that it comes from.
     """
 
     found: Checkpoint
     saved: dict[str, Any]
     model: Architecture
     tokenizer: Any
+    carried: dict[str, Any] = field(default_factory=dict)
+
+    def target(self, name: str | None) -> tuple[Target, str]:
+        """Return the target, and why: the one named, that of the import, or the first that fits.
+
+        Raises:
+            UserError: the target named does not fit, or none does.
+        """
+        before = TARGETS.get(self.carried.get("model_type", ""))
+        if name is None and before is not None and not before.problems(self.model):
+            return before, "as it was imported"
+        return choose(self.model, name)
 
 
 def source_of(
@@ -66,7 +81,7 @@ def source_of(
     model, problems = architecture_of(saved, None if loaded is None else len(loaded))
     if problems:
         raise UserError(f"{run} cannot be converted for transformers: {'; '.join(problems)}")
-    return Source(found, saved, model, loaded)
+    return Source(found, saved, model, loaded, carried(found.config))
 
 
 def export(
@@ -91,7 +106,7 @@ def export(
         UserError: anything that the user can fix; no folder is left behind.
     """
     use_large_pages()
-    target, why = choose(source.model, target_name)
+    target, why = source.target(target_name)
     say(f"target: {target.architecture} ({target.name}): {why}")
     checkpoint = weights_of(source.found, source.saved, source.model)
     table = target.table(source.model)
@@ -114,7 +129,7 @@ def export(
             f"{len(files)} file{'s' * (len(files) > 1)}, "
             f"{writer.total_bytes / 1e6 / seconds:,.0f} MB/s"
         )
-        _write_beside(source, target, folder)
+        _write_beside(source, target, folder, say)
         if verify is not None:
             verify(folder)
     return target
@@ -169,17 +184,24 @@ def refuse_nan(name: str, tensor: Tensor) -> None:
     )
 
 
-def _write_beside(source: Source, target: Target, folder: Path) -> None:
+def _write_beside(source: Source, target: Target, folder: Path, say: Say) -> None:
     """Write the tokenizer, model card, modeling files, and config.json last."""
-    special = special_tokens(source.tokenizer)
+    special, tokens = special_tokens(source.tokenizer), None
     if source.tokenizer is not None:
+        from megasink.data.tokenizer import tokenizer_hash
+
+        tokens = tokenizer_hash(source.tokenizer)
         source.tokenizer.save_pretrained(folder)
     card = model_card(source.model, target, source.saved, source.found)
     (folder / "README.md").write_text(card)
     for path in FILES if target.custom_code else ():
         shutil.copyfile(path, folder / path.name)
-    write_json(folder / "generation_config.json", {"_from_model_config": True, **special})
-    write_json(folder / "config.json", config_of(source.model, target, special))
+    ours = config_of(source.model, target, special)
+    config, generation, lost = written_again(source.carried, ours, tokens)
+    if lost:
+        say(f"of another architecture or tokenizer, so not written again: {', '.join(lost)}")
+    write_json(folder / GENERATION, generation)
+    write_json(folder / "config.json", config)
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int | None]:

@@ -8,7 +8,7 @@ Shapes: B sequences, S tokens including the prompt, V rows of the vocabulary.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,7 +53,7 @@ def generate(
     sampling: Sampling,
     *,
     vocabulary: int,
-    end: int | None = None,
+    ends: Collection[int] = (),
     on_token: Callable[[int, int], None] | None = None,
     on_logits: Callable[[Tensor], None] | None = None,
 ) -> Generated:
@@ -70,7 +70,7 @@ def generate(
         max_new_tokens: Limit per sequence.
         sampling: Same on every rank.
         vocabulary: See `next_tokens`.
-        end: Token after which a sequence stops.
+        ends: Tokens after which a sequence stops.
         on_token: Called with (sequence, token) for every new token.
         on_logits: Called with the logits [B, V] of every step, on the last pipeline stage.
 
@@ -113,7 +113,7 @@ def generate(
                 new[row].append(sampled[row])
                 if on_token is not None:
                     on_token(row, sampled[row])
-                if sampled[row] == end or len(new[row]) == max_new_tokens:
+                if sampled[row] in ends or len(new[row]) == max_new_tokens:
                     open_rows.remove(row)
             if start == 0:
                 prefilled = time.perf_counter()

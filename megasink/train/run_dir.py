@@ -27,6 +27,7 @@ from typing import Any
 
 import megasink
 from megasink.atomic import atomic_text
+from megasink.checkpoint import carried
 from megasink.checkpoint.find import newest_checkpoint
 from megasink.checkpoint.identity import MODEL, plain
 from megasink.checkpoint.intact import TRACKER, go_back_to_intact, iterations, newest_intact
@@ -301,15 +302,15 @@ def _keep_tokenizer(folder: Path, args: Namespace, *, new: bool) -> None:
 def _write_config(
     folder: Path, args: Namespace, identity: dict[str, Any], resumed_from: int | None
 ) -> None:
-    resolved = {name: plain(value) for name, value in sorted(vars(args).items())}
     config = {
-        "arguments": resolved,
+        "arguments": {name: plain(value) for name, value in sorted(vars(args).items())},
         "identity": identity,
         "cwd": str(Path.cwd()),
         "seed": args.seed,
         "versions": {"megasink": megasink.__version__} | versions(),
         "git": git_hash(),
         **({BASE: lora_base.base_of(args)} if args.lora_rank else {}),
+        **carried.entry(args, folder, resumed=resumed_from is not None),
     }
     atomic_text(folder / "config.json", json.dumps(config, indent=1) + "\n")
     start = {

@@ -180,6 +180,6 @@ def through_megatrons_engine(
             sampling_params=SamplingParams(top_k=1, num_tokens_to_generate=new_tokens),
         )
     ours = generate(
-        model, prompts, new_tokens, GREEDY, vocabulary=VOCABULARY, end=Numbers.eod
+        model, prompts, new_tokens, GREEDY, vocabulary=VOCABULARY, ends=[Numbers.eod]
     ).tokens
     return [answer.generated_tokens.tolist() for answer in answers], ours

@@ -81,8 +81,6 @@ def test_names_of_files_in_every_answer_are_escaped(tmp_path, capsys):
 class Tokenizer:
     """Its tokens are code points."""
 
-    eos_token_id = None
-
     def decode(self, tokens, **_):
         return "".join(map(chr, tokens))
 
@@ -93,7 +91,7 @@ def test_a_terminal_does_not_obey_what_a_model_writes(monkeypatch, terminal):
     monkeypatch.setattr(output, "isatty", lambda: terminal, raising=False)
     monkeypatch.setattr(sys, "stdout", output)
     for prompts in ([[ord("a")]], [[ord("a")], [ord("b")]]):
-        shown = generate._Shown(Tokenizer(), prompts, stream=terminal and len(prompts) == 1)
+        shown = generate._Shown(Tokenizer(), prompts, (), stream=terminal and len(prompts) == 1)
         for token in map(ord, HOSTILE + "\n"):
             shown.add(0, token)
         shown.finish()

@@ -1,0 +1,110 @@
+"""Entries of a Hugging Face folder that a model does not decide, on their way back to one.
+
+An import keeps them in its run's config.json (megasink/checkpoint/carried.py), an export writes
+them again: the tokens that end a text, how to sample, coefficients of training.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megasink.checkpoint.tokenizer import is_of_tokenizer
+from megasink.convert.architecture import Architecture
+from megasink.convert.hf_config import OURS, config_of, read_config
+from megasink.convert.megasink_model import FILES
+from megasink.convert.targets.target import Config, Target
+from megasink.json_file import read_object
+
+GENERATION = "generation_config.json"
+# Entries of every config.json that say nothing about its model.
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_EXPERTS = ("router_aux_loss_coef", "output_router_logits")
+_UNDECIDED = {*_TOKENS, *_EXPERTS, "attention_dropout", "use_cache", "router_jitter_noise"}
+# Entries about the file, of older spellings, and those by which transformers runs foreign code:
+# neither kept nor, from a run of a stranger, written.
+_NEVER = frozenset(
+    """
+    architectures model_type transformers_version _name_or_path _commit_hash torch_dtype
+    rope_scaling rope_theta auto_map custom_pipelines attn_implementation _attn_implementation
+    _attn_implementation_internal _attn_implementation_autoset experts_implementation
+    _experts_implementation _experts_implementation_internal quantization_config
+    """.split()
+) | {OURS}
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", GENERATION, "README.md")
+
+
+def kept(folder: Path, model: Architecture, target: Target, tokens: str | None) -> dict[str, Any]:
+    """Return what an import keeps of a folder.
+
+    Args:
+        model: as it was imported.
+        tokens: `tokenizer_hash` of the folder's tokenizer, to which the ids of tokens belong.
+
+    Raises:
+        UserError: generation_config.json is no JSON object.
+    """
+    config, ours = read_config(folder), config_of(model, target, {})
+    decided = ours.keys() - _undecided(ours)
+    generation = folder / GENERATION
+    return {
+        "model_type": target.name,
+        "tokenizer": tokens,
+        "config": {k: v for k, v in config.items() if k not in decided | _NEVER},
+        "generation_config": read_object(generation) if generation.is_file() else None,
+    }
+
+
+def _undecided(config: Config) -> set[str]:
+    """Return the keys that have a place in a config.json and no part in its model."""
+    found = set(_UNDECIDED)
+    if not config.get("use_sliding_window", True):
+        found |= {"sliding_window", "max_window_layers"}
+    if "moe_intermediate_size" in config:
+        found.add("intermediate_size")  # of dense layers, which there are none
+    return found
+
+
+def left_behind(folder: Path) -> Iterator[str]:
+    """Yield the names of files that an import does not take along."""
+    ours = {path.name for path in FILES}
+    for path in sorted(folder.iterdir()):
+        known = any(path.match(pattern) for pattern in _WEIGHTS) or path.name in ours
+        if path.is_file() and not known and not is_of_tokenizer(path):
+            yield path.name
+
+
+def written_again(
+    carried: Mapping[str, Any], config: Config, tokens: str | None
+) -> tuple[Config, Config, list[str]]:
+    """Return config.json and generation_config.json of an export, and what has no place in them.
+
+    Args:
+        carried: what `kept` returned for the folder that the model came from.
+        config: `config_of` of the export.
+        tokens: `tokenizer_hash` of its tokenizer; the ids of another one are not written.
+    """
+    same_type = carried.get("model_type") == config["model_type"]
+    same_tokens = bool(carried) and carried.get("tokenizer") == tokens
+    experts = _EXPERTS if "num_experts_per_tok" in config else ()
+    found, undecided = dict(config), _undecided(config)
+    lost = []
+    for key, value in _entries(carried, "config").items():
+        if key in _NEVER or (key in config and key not in undecided):
+            continue
+        of_tokens = key.endswith(("_token_id", "_token_ids"))
+        if same_tokens if of_tokens else same_type or key in config or key in experts:
+            found[key] = value
+        else:
+            lost.append(key)
+    special = {key: found[key] for key in _TOKENS if key in found}
+    given = _entries(carried, "generation_config")
+    generation = given or {"_from_model_config": True, **special}
+    if given and not same_tokens:
+        lost += [key for key in generation if key.endswith(("_token_id", "_token_ids"))]
+        generation = {k: v for k, v in generation.items() if k not in lost} | special
+    return found, generation, sorted(set(lost))
+
+
+def _entries(carried: Mapping[str, Any], name: str) -> Config:
+    found = carried.get(name)
+    return dict(found) if isinstance(found, dict) else {}
