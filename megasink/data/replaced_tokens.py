@@ -117,10 +117,6 @@ class Replacement:
     seed: int
     drawn_from_V: "Ids"
 
-    def gives(self, token: int) -> bool:
-        """Whether it always gives this token."""
-        return re.fullmatch(f"0*{token}", self.value) is not None
-
     @property
     def description(self) -> str:
         """What is done, in words."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from megatron.core.datasets import gpt_dataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.megatron_dataset import _PAD_TOKEN_ID
 from megatron.core.datasets.object_storage_utils import ObjectStorageConfig, is_object_storage_path
 from megatron.training import get_args
 from numpy.typing import NDArray
@@ -25,18 +26,34 @@ from megasink.train.replacing import replace_in_sample
 _BLOCK = 1 << 16  # bytes of a request to S3; a sample is a few documents in order
 
 
-class GPTDataset(gpt_dataset.GPTDataset):
+class _WithoutPadding:
+    """A data set in which every token is text, whatever the tokenizer's padding is.
+
+    Upstream takes the tokenizer's padding for padding wherever it occurs, unless it is EOD too: it
+    replaces the inputs and leaves out the targets (core/datasets/gpt_dataset.py:277). A BOS that is
+    used for padding occurs in text.
+    """
+
+    @property
+    def _pad_token_id(self) -> int:
+        return _PAD_TOKEN_ID  # of what fills the last sample, as upstream where there is no padding
+
+    @_pad_token_id.setter
+    def _pad_token_id(self, of_tokenizer: int) -> None:
+        pass
+
+
+class MockGPTDataset(_WithoutPadding, gpt_dataset.MockGPTDataset):
+    """Upstream's made-up data."""
+
+
+class GPTDataset(_WithoutPadding, gpt_dataset.GPTDataset):
     """Upstream's class with checks. The names of cached sample indices contain the class name."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.vocabulary = known_ids(get_args())
         self.replacement = replacement_of(get_args())
         super().__init__(*args, **kwargs)
-        if self.replacement is not None and self.replacement.gives(self._pad_token_id):
-            raise UserError(
-                f"--replace-tokens-with {self._pad_token_id}: that is the tokenizer's padding, "
-                "which Megatron leaves out of the loss; use another token"
-            )
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: Any) -> IndexedDataset:
@@ -123,7 +140,8 @@ class GPTDataset(gpt_dataset.GPTDataset):
         if (known := self.vocabulary) is None:
             return
         prefix = self.dataset.path_prefix
-        wrong = ((ids < 0) | (ids >= known)) & (ids != self._pad_token_id)
+        ids = ids[: sum(lengths)]  # padding follows
+        wrong = (ids < 0) | (ids >= known)
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
             place = int(np.searchsorted(np.cumsum(lengths), at, side="right"))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_tokenizer
@@ -26,7 +26,7 @@ from megasink.data.tokenizer import load_tokenizer
 from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.train.chat_dataset import ChatDataset
-from megasink.train.checked_dataset import GPTDataset, read_batch
+from megasink.train.checked_dataset import GPTDataset, MockGPTDataset, read_batch
 from megasink.train.packing import boundaries
 from megasink.train.replacing import text_targets
 from megasink.train.sink_token import with_sink_token

@@ -30,8 +30,6 @@ def test_a_fixed_token_stands_at_its_positions_and_nowhere_else():
     assert replaced(made, 0, 1) == []
     assert made.at(2) == [0]
     assert made.description == "token 5 at positions 0, 2"
-    assert make([1], "0").gives(0)
-    assert not make([1], "5").gives(0)
 
 
 def test_random_tokens_depend_on_seed_and_sequence_alone():

@@ -97,7 +97,8 @@ def samples(argv: Sequence[str], counts: Sequence[int]) -> list[dict[str, Any]]:
         (data,) = train.datasets if hasattr(train, "datasets") else (train,)
         items = [data[i] for i in range(len(data))]
         begins = [data.sample_index[data.shuffle_index[i]] for i in range(len(data))]
-        keys = [k for k in ("tokens", "labels", "cu_seqlens") if k in items[0]]
+        names = ("tokens", "labels", "loss_mask", "cu_seqlens")
+        keys = [name for name in names if name in items[0]]
         found.append({key: torch.stack([item[key] for item in items]) for key in keys})
         found[-1]["begins"] = [(int(data.document_index[d]), int(o)) for d, o in begins]
     return found

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import textwrap
 from itertools import pairwise
 from pathlib import Path
@@ -236,3 +237,37 @@ def test_replaced_targets_are_no_bytes(pool, text, samples):
     (found,) = pool.run(f"{TASKS}:evaluation", SINGLE, argv=documents)
     text_bytes = found["bytes"][found["labels"]].sum()
     assert 0.5 * text_bytes < found["bits"][1] < text_bytes
+
+
+@pytest.mark.parametrize("mask", [[], DOCUMENTS], ids=["one", "documents"])
+def test_every_token_of_text_counts_whatever_the_padding_is(pool, tmp_path, mask):
+    """The same ids, with a padding of its own and with BOS, which begins every document."""
+    lines = Path(textwrap.__file__).read_text().splitlines()
+    records = "".join(json.dumps({"text": line}) + "\n" for line in lines if line.strip())
+    (tmp_path / "a.jsonl").write_text(records)
+    corpus, own, other = Corpus([tmp_path / "a.jsonl"]), tmp_path / "own", tmp_path / "other"
+    train_tokenizer(corpus, 400, own, bos=True)
+    preprocess(corpus, tmp_path / "text", own, workers=1)
+    shutil.copytree(own, other)
+    config = json.loads((own / "tokenizer_config.json").read_text())
+    (other / "tokenizer_config.json").write_text(json.dumps(config | {"pad_token": "<|bos|>"}))
+    data = ["--data-path", str(tmp_path / "text")]
+    found = []
+    for folder in (own, other):
+        argv = [*MODEL, *ROPE, *SEED, *mask, "--tokenizer-model", str(folder)]
+        step = pool.run(f"{TASKS}:one_step", SINGLE, argv=[*argv, *data])
+        (sums,) = pool.run(f"{TASKS}:evaluation", SINGLE, argv=[*argv, *data])
+        (samples,) = pool.run(f"{TASKS}:samples", SINGLE, argv=[*argv, *data], counts=[40])
+        del argv[argv.index("--split") : argv.index("--split") + 2]
+        (mock,) = pool.run(f"{TASKS}:samples", SINGLE, argv=[*argv, "--mock-data"], counts=[8])
+        found.append((merging.loss(step), sums, samples[0], mock[0]))
+    (loss, sums, *kinds), (other_loss, other_sums, *other_kinds) = found
+    assert loss == other_loss
+    for name in ("lm loss", "bits"):
+        assert sums[name].tolist() == other_sums[name].tolist()
+    for one, two in zip(kinds, other_kinds, strict=True):
+        assert one["loss_mask"].all()
+        for key in ("tokens", "labels", "loss_mask"):
+            np.testing.assert_array_equal(one[key], two[key])
+        assert (one["labels"] == 3).sum() > 10  # BOS
+        assert mask or (one["labels"] == 2).any() == (one is kinds[1])  # padding, made up

@@ -30,6 +30,7 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("sft_tokenizer_prompt_format", "nemotron-h-aligned", _CHAT),
     ("chat_template", None, _CHAT),
     ("fim_data", False, "not supported"),
+    ("allow_ambiguous_pad_tokens", False, "no token of text is taken for padding"),
     ("sample_rate", 1.0, _NOT_GPT),
     ("mask_prob", 0.15, _NOT_GPT),
     ("short_seq_prob", 0.1, _NOT_GPT),
