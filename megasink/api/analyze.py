@@ -1,7 +1,6 @@
 """Analyze a model that is in memory, or in a folder."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +8,19 @@ import torch
 
 from megasink.api.analysis import Analysis, of_results, read_analysis
 from megasink.api.models import HubModel, load_model, load_run
+from megasink.data.long_text import BYTE_ORDER_MARK
 from megasink.data.replaced_tokens import replacement
 from megasink.diagnostics.results import RunFacts
 from megasink.errors import ConfigError, UserError
-from megasink.output_folder import results_in
 from megasink.probe.analysis import bytes_by_token
 from megasink.probe.base import ProbedModel
 from megasink.probe.geometry import project, read_rows
 from megasink.probe.identity import weights_hash
 from megasink.probe.inputs import (
     SHORTEST,
+    Reader,
     Sample,
     data_hash,
-    encode,
     text_samples,
 )
 from megasink.probe.models import of_run, of_transformers
@@ -45,10 +44,10 @@ def analyze(
     max_samples: int | None = 100,
     batch_size: int = 8,
     bos: str = "auto",
+    parse_special_tokens: bool = False,
     loss: bool = True,
     seed: int = 1234,
     output: str | Path | None = None,
-    overwrite: bool = False,
 ) -> Analysis:
     """Measure a model's attention sinks, heads and hidden states on texts, in one pass.
 
@@ -64,10 +63,11 @@ def analyze(
         seq_length: most tokens of a sequence, BOS included; default: 512, or the model's maximum.
         max_samples: of the texts, or of each file; None for all.
         bos: "auto" (as the tokenizer does), "add" or "none".
+        parse_special_tokens: special tokens spelled out in a text become those tokens, as in what a
+            chat template renders; otherwise they are text.
         loss: also measure the loss.
         seed: of the projections and the random baselines.
         output: folder that gets everything that `megasink analyze` writes, the page included.
-        overwrite: replace what the folder holds of other settings.
 
     Returns:
         the measurements, one attribute for each metric.
@@ -75,8 +75,7 @@ def analyze(
     Raises:
         ConfigError: a model whose attention megasink cannot read, or options out of their range;
             one message with every problem.
-        UserError: no text of two tokens, a tokenizer that does not fit, or a broken folder; an
-            `output` that another process writes, or that holds other results.
+        UserError: no text of two tokens, a tokenizer that does not fit, or a broken folder.
 
     Example:
         >>> import megasink
@@ -103,9 +102,22 @@ def analyze(
         raise ConfigError(problems)
     probed = _probed(model, tokenizer, name)
     length = _length(probed, seq_length)
-    samples = _samples(probed, texts, length, max_samples, bos, seed)
+    reader = Reader(probed.tokenizer, bos, parse_special_tokens=parse_special_tokens)
+    samples = _samples(probed, reader, texts, length, max_samples, seed)
     recorder = Recorder(probed.heads)
     device = probed.device
+    with torch.no_grad(), probed.open_probe(recorder) as probe:
+        measurements = run(
+            probe,
+            recorder,
+            samples,
+            batch_size=batch_size,
+            device=device,
+            loss=loss,
+            token_bytes=bytes_by_token(probed.tokenizer, Ranks()) if loss else None,
+        )
+    assert measurements is not None
+    geometry = project(read_rows(probed.open_probe, samples, device=device), seed=seed)
     facts: dict[str, Any] = {
         "inputs": ["natural"],
         "bos": bos,
@@ -116,29 +128,10 @@ def analyze(
         "seed": seed,
         "device": str(device),
     }
-    held: AbstractContextManager[Any] = nullcontext()
     if output is not None:
         facts["weights"] = weights_hash(probed.module)
-        about = {"loss": loss, "batch_size": batch_size, "data": data_hash(samples)}
-        about |= probed.facts | facts
-        held = results_in(Path(output), "analyze", about, overwrite=overwrite)
-    with held as record:
-        with torch.no_grad(), probed.open_probe(recorder) as probe:
-            measurements = run(
-                probe,
-                recorder,
-                samples,
-                batch_size=batch_size,
-                device=device,
-                loss=loss,
-                token_bytes=bytes_by_token(probed.tokenizer, Ranks()) if loss else None,
-            )
-        assert measurements is not None
-        geometry = project(read_rows(probed.open_probe, samples, device=device), seed=seed)
-        if output is not None:
-            record()
-            write_analysis(Path(output), measurements, samples, probed.facts, facts, geometry)
-            return read_analysis(output)
+        write_analysis(Path(output), measurements, samples, probed.facts, facts, geometry)
+        return read_analysis(output)
     values = measurements.analysis_values(seed)
     results = summarize(
         measurements,
@@ -185,25 +178,23 @@ def _length(model: ProbedModel, asked: int | None) -> int:
 
 def _samples(
     model: ProbedModel,
+    reader: Reader,
     texts: Sequence[str] | Path | Sequence[Path],
     length: int,
     most: int | None,
-    bos: str,
     seed: int,
 ) -> list[Sample]:
     """Return the texts as the model reads them."""
-    tokenizer = model.tokenizer
     if isinstance(texts, str):
         raise UserError("texts is one string: give a list of texts, or a Path")
     given = [texts] if isinstance(texts, Path) else list(texts)
     if given and all(isinstance(text, Path) for text in given):
-        samples = text_samples(
-            tokenizer, list(map(str, given)), seq_length=length, max_samples=most, bos=bos
-        )
+        samples = text_samples(reader, list(map(str, given)), seq_length=length, max_samples=most)
     else:
         samples = []
         for number, text in enumerate(given):
-            tokens = encode(tokenizer, str(text), bos, f"text {number}")[:length]
+            pieces = (str(text).removeprefix(BYTE_ORDER_MARK),)
+            tokens = reader.read(pieces, f"text {number}", length)
             if len(tokens) >= SHORTEST:
                 samples.append(Sample(tuple(tokens), "texts", f"text {number}"))
         samples = samples[:most]
@@ -220,7 +211,7 @@ def _samples(
             model.replaced_at,
             model.replaced_with or "",
             seed=seed,
-            tokenizer=tokenizer,
+            tokenizer=model.tokenizer,
             size=model.vocabulary,
         )
     return as_read(model, samples, found)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megasink.command_line import CommandParser
 from megasink.data.corpus import MAX_DOCUMENT_BYTES, STDLIB, Corpus, default_workers
 from megasink.data.output import output_problems, part_of
+from megasink.data.text_tokenizer import add_parse_special_tokens
 from megasink.data.tokenizer import MIN_VOCAB_SIZE, folder_problem, train_tokenizer
 from megasink.errors import ConfigError
 from megasink.printable import say
@@ -48,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="train it with a BOS token, which it adds before every text (default: none)",
     )
+    add_parse_special_tokens(parser)
     parser.add_argument(
         "--chat",
         action="store_true",
@@ -146,6 +148,7 @@ def run(args: argparse.Namespace) -> None:
         workers=args.workers,
         overwrite=args.overwrite,
         trained=trained_as,
+        parse_special_tokens=args.parse_special_tokens,
     )
     say(_summary(report))
 

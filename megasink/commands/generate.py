@@ -8,6 +8,7 @@ from typing import Any
 
 from megasink.checkpoint.find import find_checkpoint
 from megasink.command_line import CommandParser
+from megasink.data.text_tokenizer import add_parse_special_tokens
 from megasink.errors import ConfigError, UserError
 from megasink.plugins import add_flag
 from megasink.printable import printable
@@ -48,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--iteration", type=int, help="checkpoint to load; default: the newest")
     parser.add_argument("--tokenizer", type=Path, help="folder; default: the run's")
+    add_parse_special_tokens(parser)
     parser.add_argument("--cpu", action="store_true", help="run on the CPU even if there is a GPU")
     args = parser.parse_args(argv)
     _check(args)
@@ -55,13 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_quietly(cpu=args.cpu)
     from megasink.checkpoint.carried import ends_of
     from megasink.checkpoint.load import load_model, single_process
+    from megasink.data.long_text import BYTE_ORDER_MARK
+    from megasink.data.text_tokenizer import text_tokenizer
     from megasink.data.tokenizer import leading_ids
     from megasink.inference.decoding import generate
     from megasink.inference.sampling import Sampling
 
     with single_process():
         model, tokenizer, trained, iteration = load_model(args.run, args.iteration, args.tokenizer)
-        prompts = [tokenizer.encode(text, add_special_tokens=False) for text in args.prompt]
+        text = text_tokenizer(tokenizer, parse_special_tokens=args.parse_special_tokens)
+        given = [prompt.removeprefix(BYTE_ORDER_MARK) for prompt in args.prompt]
+        prompts = [text.ids(prompt, "a --prompt") for prompt in given]
         # Every training sequence starts with it (P2.23).
         first = [trained.sink_token_id] if trained.sink_token else []
         first += leading_ids(tokenizer)

@@ -4,7 +4,6 @@ Shapes: N tokens.
 """
 
 import hashlib
-import json
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -22,7 +21,8 @@ from megasink.data.conversation import (
     conversation_of,
     has_markers,
 )
-from megasink.data.encode import Encoded, segments
+from megasink.data.encode import Encoded
+from megasink.data.text_tokenizer import TextTokenizer, parts_of, text_json
 from megasink.errors import UserError
 
 COUNTS = (
@@ -91,11 +91,10 @@ def chat_settings(tokenizer: Any, dtype: str, key: str, seq_length: int) -> Chat
             f"the tokenizer in {tokenizer.name_or_path} has no chat template: use the tokenizer of "
             "a chat model, or put a chat_template.jinja beside its files"
         ) from error
-    # The post-processor adds nothing to a rendered conversation, but some take the spaces of a word
-    # off the characters that its token holds.
-    bare = json.loads(tokenizer.backend_tokenizer.to_str()) | {"post_processor": None}
     return ChatSettings(
-        tokenizer_json=json.dumps(bare),
+        # Without its post-processor: some take the spaces of a word off the characters that its
+        # token holds.
+        tokenizer_json=text_json(tokenizer),
         template=template,
         tool_template=tool_template,
         special_tokens=dict(tokenizer.special_tokens_map),
@@ -117,13 +116,9 @@ class ChatEncoder:
     """
 
     def __init__(self, settings: ChatSettings):
-        from tokenizers import Tokenizer
-
         self.settings = settings
-        self.tokenizer = Tokenizer.from_str(settings.tokenizer_json)
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
-        added = self.tokenizer.get_added_tokens_decoder()
+        self.tokenizer = TextTokenizer(settings.tokenizer_json, parse_special_tokens=True)
+        added = self.tokenizer.backend.get_added_tokens_decoder()
         special = {i: token.content for i, token in added.items() if token.special}
         self._special_ids = np.array(sorted(special), dtype=np.int64)
         longest_first = sorted(special.values(), key=len, reverse=True)
@@ -202,17 +197,19 @@ class _Tokens:
         ids: of the tokens.
     """
 
-    def __init__(self, tokenizer: Any, text: str):
+    def __init__(self, tokenizer: TextTokenizer, text: str):
         self.ids: list[int] = []
         self._length = len(text)
-        # Of each segment: its first character, its first token, and what was made of it.
-        self._parts: list[tuple[int, int, Any]] = []
+        # Of each part: its first character, its first token, what was made of it, and what to
+        # subtract from characters and tokens there for those of the text.
+        self._parts: list[tuple[int, int, Any, int, int]] = []
         characters = 0
-        for segment in segments(text):
-            encoding = tokenizer.encode(segment, add_special_tokens=False)
-            self._parts.append((characters, len(self.ids), encoding))
-            self.ids += encoding.ids
-            characters += len(segment)
+        for part in parts_of((text,)):
+            encoding, first, stop = tokenizer.part_encoding(part)
+            shifts = len(part.before) - characters, first - len(self.ids)
+            self._parts.append((characters, len(self.ids), encoding, *shifts))
+            self.ids += encoding.ids[first:stop]
+            characters += len(part.text)
 
     def holding(self, character: int) -> int:
         """Return the first token that holds a character or, if none does, the next that one does.
@@ -223,9 +220,9 @@ class _Tokens:
         while character < self._length:
             if part + 1 < len(self._parts) and character >= self._parts[part + 1][0]:
                 part += 1
-            characters, tokens, encoding = self._parts[part]
-            if (found := encoding.char_to_token(character - characters)) is not None:
-                return tokens + int(found)
+            _, _, encoding, characters, tokens = self._parts[part]
+            if (found := encoding.char_to_token(character + characters)) is not None:
+                return int(found) - tokens
             character += 1
         return len(self.ids)
 
@@ -234,8 +231,8 @@ class _Tokens:
         part = bisect_left(self._parts, count, key=itemgetter(1)) - 1
         if part < 0:
             return 0
-        characters, tokens, encoding = self._parts[part]
-        return characters + int(encoding.token_to_chars(count - 1 - tokens)[1])
+        _, _, encoding, characters, tokens = self._parts[part]
+        return int(encoding.token_to_chars(count - 1 + tokens)[1]) - characters
 
 
 def template_facts(settings: ChatSettings) -> dict[str, Any]:

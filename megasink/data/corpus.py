@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from megasink.data.files import STDLIB, File, expand, open_file, readable
-from megasink.data.long_text import WHOLE_BYTES, HeldText, LongText, examine
+from megasink.data.long_text import BYTE_ORDER_MARK, WHOLE_BYTES, HeldText, LongText, examine
 from megasink.data.parquet import ParquetReader
 from megasink.data.parts import Place, Span, spans_of
 from megasink.data.records import text_of
@@ -33,7 +33,7 @@ class Document:
     """One document: its text, and its origin (`path`, `path:line` or `path#row`).
 
     The text of a conversation is its record, a JSON object. That of a long file stays there until
-    it is asked for.
+    it is asked for. A byte order mark at the beginning, of whatever kind of file, is no text.
     """
 
     content: str | LongText | HeldText
@@ -158,6 +158,8 @@ class Corpus:
                     for source, text, position, item, byte in self._read(span, parquet, after):
                         read = min(position, span.stop) - span.start
                         self.read_bytes = done + max(read, 0)
+                        if isinstance(text, str):
+                            text = text.removeprefix(BYTE_ORDER_MARK)
                         if text is None:
                             self._invalid(source)
                         elif not text:

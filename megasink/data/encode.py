@@ -1,11 +1,10 @@
 """Encode batches of documents, in this process or in workers, and return them in order.
 
-For text, workers import only this file: no torch, transformers or Megatron.
+Workers for text import no torch, transformers or Megatron.
 """
 
 import multiprocessing
 import os
-import re
 import signal
 import threading
 from collections import Counter, deque
@@ -13,26 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megasink.data.text_tokenizer import Part, TextTokenizer
 from megasink.errors import UserError
-
-# `tokenizers` needs hundreds of bytes per token of one text, and a character may be four tokens:
-# longer documents are split into segments.
-_SEGMENT = 1 << 20  # characters
-_SEARCH = 1 << 16
-_WORD_START = re.compile(r"(?<=\S) (?=\S)")
-
-
-class Part(NamedTuple):
-    """A part of a long document: a worker does not need the whole."""
-
-    text: str
-    first: bool = True
-    last: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +51,13 @@ class Settings[Item](Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EncoderSettings:
-    """Settings for texts: the tokenizer as JSON, and the ids put around every document."""
+    """Settings for texts: of `TextTokenizer`, and the ids put around every document."""
 
     tokenizer_json: str
     before: list[int]
     after: list[int]
     dtype: str
+    parse_special_tokens: bool = False
 
     def encoder(self) -> "Encoder":
         """Return the encoder of texts."""
@@ -78,71 +65,31 @@ class EncoderSettings:
 
 
 class Encoder:
-    """Turns a list of texts into an `Encoded`. Special tokens spelled out in a text stay text."""
+    """Turns a list of texts, or parts of them, into an `Encoded`."""
 
     def __init__(self, settings: EncoderSettings):
-        from tokenizers import Tokenizer
-
         self.settings = settings
-        self.tokenizer = Tokenizer.from_str(settings.tokenizer_json)
-        self.tokenizer.encode_special_tokens = True
+        self.tokenizer = TextTokenizer(
+            settings.tokenizer_json, parse_special_tokens=settings.parse_special_tokens
+        )
 
-    def __call__(self, texts: Sequence[str | Part]) -> Encoded:
+    def __call__(self, parts: Sequence[Part]) -> Encoded:
         # Not one list of all ids: each would take ten times the memory of an array entry.
         pieces: list[NDArray[np.integer]] = []
         lengths = []
-        parts = [text if isinstance(text, Part) else Part(text) for text in texts]
         for part in parts:
             start = len(pieces)
             if part.first:
                 pieces.append(self._array(self.settings.before))
-            pieces += map(self._ids, segments(part.text))
+            pieces.append(self._array(self.tokenizer.part_ids(part)))
             if part.last:
                 pieces.append(self._array(self.settings.after))
             lengths.append(sum(map(len, pieces[start:])))
         size = sum(len(part.text.encode()) for part in parts)
         return Encoded(np.concatenate(pieces), lengths, size, last=[part.last for part in parts])
 
-    def _ids(self, text: str) -> NDArray[np.integer]:
-        # It leaves out the offsets of the tokens, which take 40% of the time of `encode`. One text
-        # at a time: a worker is one thread.
-        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return self._array(encoding.ids)
-
     def _array(self, ids: list[int]) -> NDArray[np.integer]:
         return np.array(ids, dtype=self.settings.dtype)
-
-
-def segments(text: str, limit: int = _SEGMENT) -> Iterator[str]:
-    """Split `text` into pieces of at most `limit` characters, at the space before a word.
-
-    Every common tokenizer splits there too, so the ids equal those of the whole text.
-    """
-    return joined_segments((text,), limit)
-
-
-def joined_segments(pieces: Iterable[str], limit: int = _SEGMENT) -> Iterator[str]:
-    """Split the text that `pieces` add up to as `segments` does, without all of it in memory."""
-    text, start = "", 0
-    for piece in pieces:
-        text, start = text[start:] + piece, 0
-        while len(text) - start > limit:
-            end = start + limit
-            match = _WORD_START.search(text, max(start + 1, end - _SEARCH), end)
-            cut = match.start() if match else end  # no space in 64k characters: a token may differ
-            yield text[start:cut]
-            start = cut
-    yield text[start:]
-
-
-def parts_of(pieces: Iterable[str]) -> Iterator[Part]:
-    """Split a document, given in pieces, into parts that are encoded by themselves."""
-    found = joined_segments(pieces)
-    part, first = next(found), True
-    for following in found:
-        yield Part(part, first, last=False)
-        part, first = following, False
-    yield Part(part, first)
 
 
 def encode_in_order[Item](

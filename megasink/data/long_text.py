@@ -10,6 +10,8 @@ from megasink.errors import UserError
 
 WHOLE_BYTES = 8 << 20
 """Files of at most so many bytes, decompressed, are read at once."""
+BYTE_ORDER_MARK = "\ufeff"
+"""Some programs write it before a text, in UTF-8 too; decoders of utf-8-sig leave it out."""
 _BLOCK = 1 << 20
 
 
@@ -37,7 +39,7 @@ class LongText:
         Raises:
             UserError: the file cannot be read, or has changed since it was read first.
         """
-        decoder = codecs.getincrementaldecoder("utf-8")()
+        decoder = codecs.getincrementaldecoder("utf-8-sig")()
         left = self._characters
         with readable(self._path), open_file(self._path, self._compression) as (stream, _):
             while left:
@@ -84,7 +86,7 @@ def examine(head: bytes, stream: BufferedReader, most: int) -> tuple[int | None,
         stream: the rest.
         most: bytes to read.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
     size = characters = 0
     is_utf8, block = True, head
     while block:

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import megasink
 from megasink.data import chat, output, resume
 from megasink.data.corpus import Corpus, Document, Skipped, default_workers
-from megasink.data.encode import Encoded, EncoderSettings, encode_in_order, parts_of
+from megasink.data.encode import Encoded, EncoderSettings, encode_in_order
 from megasink.data.output import LENGTHS, LOSS_MASK, Written, file_of, output_problems, partial_of
 from megasink.data.parts import Place
+from megasink.data.text_tokenizer import parts_of, text_json
 from megasink.data.tokenizer import leading_ids, tokenizer_hash
 from megasink.data.tokenizer_process import from_tokenizer
 from megasink.data.writer import IndexedWriter, token_dtype
@@ -71,6 +72,7 @@ def preprocess(
     workers: int | None = None,
     overwrite: bool = False,
     trained: tuple[int, bool] | None = None,
+    parse_special_tokens: bool = False,
 ) -> PreprocessReport:
     """Tokenize `corpus` into `PREFIX.bin`, `PREFIX.idx` and `PREFIX.json` (metadata).
 
@@ -91,6 +93,7 @@ def preprocess(
         overwrite: replace files of the same prefix.
         trained: vocabulary size and BOS of a tokenizer that was trained for this call, which
             another process may need to know (see `Progress`).
+        parse_special_tokens: see `TextTokenizer`; conversations always do.
 
     Raises:
         ConfigError: existing files, an invalid prefix or one inside an input, or `workers` or
@@ -110,7 +113,9 @@ def preprocess(
         raise ConfigError(problems)
     if corpus.chat != (seq_length is not None):
         raise ValueError("seq_length belongs to a corpus of conversations")
-    made = from_tokenizer(folder, _settings, corpus.json_key, seq_length)
+    made = from_tokenizer(
+        folder, _settings, corpus.json_key, seq_length, parse=parse_special_tokens
+    )
     settings, facts = made.settings, made.facts
     if corpus.partition:
         facts["partition"] = list(corpus.partition)
@@ -150,18 +155,22 @@ class _Made(NamedTuple):
     sha256: str
 
 
-def _settings(tokenizer: Any, json_key: str, seq_length: int | None) -> _Made:
+def _settings(
+    tokenizer: Any, json_key: str, seq_length: int | None, *, parse: bool = False
+) -> _Made:
     dtype = token_dtype(max(tokenizer.get_vocab().values()) + 1)  # some vocabularies have holes
     settings: EncoderSettings | chat.ChatSettings
     facts: dict[str, Any]
     if seq_length is None:
         settings = EncoderSettings(
-            tokenizer_json=tokenizer.backend_tokenizer.to_str(),
+            tokenizer_json=text_json(tokenizer),
             before=leading_ids(tokenizer),
             after=[tokenizer.eos_token_id],
             dtype=dtype,
+            parse_special_tokens=parse,
         )
         facts = {"before_document": settings.before, "after_document": settings.after}
+        facts["parse_special_tokens"] = parse
     else:
         settings = chat.chat_settings(tokenizer, dtype, json_key, seq_length)
         facts = {"kind": "chat", "seq_length": seq_length} | chat.template_facts(settings)
@@ -173,7 +182,7 @@ def _items(document: Document, is_chat: bool) -> Iterator[tuple[Any, int, bool]]
     if is_chat:
         yield (document.text, document.source), len(document.text), True
         return
-    for part in parts_of(document.pieces()):
+    for part in parts_of(document.pieces(), document.source):
         yield part, len(part.text), part.last
 
 

@@ -7,7 +7,7 @@ import re
 import secrets
 from typing import Any
 
-from megasink.data.long_text import WHOLE_BYTES, HeldText
+from megasink.data.long_text import BYTE_ORDER_MARK, WHOLE_BYTES, HeldText
 from megasink.errors import UserError
 
 _VALUES = 1 << 22
@@ -91,6 +91,8 @@ def _unescaped(line: bytes, start: int, stop: int, *, keep: bool) -> HeldText:
             raise ValueError("an escape is cut short")
         start = part.end()
         text = json.loads(f'"{decoder.decode(part[0], final=start == stop)}"')
+        if not characters:
+            text = text.removeprefix(BYTE_ORDER_MARK)
         characters += len(text)
         if keep:
             content += text.encode()

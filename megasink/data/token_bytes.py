@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megasink.data.text_tokenizer import TextTokenizer, text_tokenizer
 from megasink.errors import UserError
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -23,8 +24,8 @@ _PROBES = (
 def token_bytes(tokenizer: Any) -> NDArray[np.int32]:
     """Return the bytes of text that each token of a tokenizer stands for.
 
-    The sum over the tokens of `tokenizer.encode(x, add_special_tokens=False)` is the UTF-8 size of
-    x as normalized by the tokenizer, plus `dummy_prefix_bytes(tokenizer)`. Bits per byte of a loss
+    The sum over the ids that `TextTokenizer` gives for x is the UTF-8 size of x as normalized by
+    the tokenizer, plus `dummy_prefix_bytes(tokenizer)`. Bits per byte of a loss
     are then: nats summed over the non-special targets / (ln 2 * sum of their bytes).
 
     Args:
@@ -37,10 +38,10 @@ def token_bytes(tokenizer: Any) -> NDArray[np.int32]:
         UserError: the tokenizer is neither byte-level nor sentencepiece with byte fallback, or its
             counts do not add up to the text (it drops or rewrites characters).
     """
-    lengths = _lengths(tokenizer)
-    extra = _extra_bytes(tokenizer, lengths, _PROBES[0])
+    lengths, text = _lengths(tokenizer), text_tokenizer(tokenizer)
+    extra = _extra_bytes(text, lengths, _PROBES[0])
     for probe in _PROBES:
-        if extra not in (0, 1) or _extra_bytes(tokenizer, lengths, probe) != extra:
+        if extra not in (0, 1) or _extra_bytes(text, lengths, probe) != extra:
             raise UserError(
                 f"bits per byte: the tokens of {tokenizer.name_or_path or 'this tokenizer'} do not "
                 f"add up to the bytes of {probe!r}: it drops or rewrites text"
@@ -54,7 +55,7 @@ def dummy_prefix_bytes(tokenizer: Any) -> int:
     `token_bytes` counts that space, which is not part of the text. Some tokenizers add it only if
     the text does not start with a space.
     """
-    return _extra_bytes(tokenizer, token_bytes(tokenizer), _PROBES[0])
+    return _extra_bytes(text_tokenizer(tokenizer), token_bytes(tokenizer), _PROBES[0])
 
 
 def _lengths(tokenizer: Any) -> NDArray[np.int32]:
@@ -86,6 +87,5 @@ def _speller(backend: Any) -> Any:
     )
 
 
-def _extra_bytes(tokenizer: Any, lengths: NDArray[np.int32], text: str) -> int:
-    ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-    return int(lengths[ids].sum()) - len(text.encode())
+def _extra_bytes(tokenizer: TextTokenizer, lengths: NDArray[np.int32], text: str) -> int:
+    return int(lengths[tokenizer.ids(text)].sum()) - len(text.encode())

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+import string
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 UNK, EOD, PAD = "<|unk|>", "<|endoftext|>", "<|pad|>"
-"""Ids 0, 1 and 2. Padding has its own id, as Megatron masks the loss at every padding token."""
+"""Ids 0, 1 and 2. Padding has its own id, as other trainers leave it out of the loss everywhere."""
 
 BOS = "<|bos|>"
 """Id 3, for tokenizers trained with a BOS, which they put before every text."""
@@ -313,11 +314,16 @@ def refuse_empty(tokenizer: Any, folder: str | Path) -> None:
 
 
 def leading_ids(tokenizer: Any) -> list[int]:
-    """Return the ids that a tokenizer puts before any text by itself: BOS, or nothing."""
-    bare = tokenizer("x", add_special_tokens=False).input_ids
-    full = tokenizer("x").input_ids
-    found: list[int] = full[: full.index(bare[0])]
-    return found
+    """Return the ids that a tokenizer puts before any text by itself: BOS, or nothing.
+
+    Raises:
+        UserError: it has no token for any text of ASCII.
+    """
+    for text in string.printable:  # a tokenizer of proteins may know few of them
+        if bare := tokenizer.encode(text, add_special_tokens=False):
+            full: list[int] = tokenizer.encode(text)
+            return full[: full.index(bare[0])]
+    raise UserError(f"the tokenizer {tokenizer.name_or_path} has no token for any of ASCII")
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

@@ -85,6 +85,7 @@ def _analysis(
         output,
         "--bos",
         "none",
+        "--parse-special-tokens",
         "--no-loss",
     ]
     words += ["--max-samples", SAMPLES, "--seq-length", args.seq_length, "--name", output.name]

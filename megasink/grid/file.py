@@ -20,8 +20,7 @@ PLACES = ("out", "run")
 # What the grid sets itself, and where it stands in the file.
 OWN = {"seed": "in seeds", "run-dir": "by the grid", "resume": "by the grid"}
 # Files and folders of the output beside those of the cells.
-FILES = {"results.json", "table.csv", "table.md", "grid.png", "curves.png"}
-_TAKEN = FILES | {"data", "grid.json"}
+_TAKEN = {"data", "grid.json", "results.json", "table.csv", "table.md", "grid.png", "curves.png"}
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,7 @@ def evaluate(
     batch_size: int | str = "auto",
     num_fewshot: int | None = None,
     chat_template: bool = False,
+    parse_special_tokens: bool = False,
     samples: bool = False,
     changes: Sequence[HeadChange] | None = None,
 ) -> TaskResults:
@@ -93,6 +94,7 @@ def evaluate(
         batch_size: sequences of one forward pass; "auto" for as many as fit.
         num_fewshot: examples before each question, where `tasks` are names.
         chat_template: put each question into the tokenizer's chat template.
+        parse_special_tokens: see `TextTokenizer`; what a chat template renders always is.
         samples: keep every document's requests, answers and scores.
         changes: the interventions' changes, made by the caller who reads what they count; None
             makes them here.
@@ -111,7 +113,8 @@ def evaluate(
     if changes is None:
         changes = changes_of(interventions)
     with quiet(), model.open_probe(Observer(), changes) as probe:
-        asked = HarnessModel(model, probe, interventions, batch_size)
+        parse = parse_special_tokens or chat_template
+        asked = HarnessModel(model, probe, interventions, batch_size, parse_special_tokens=parse)
         found: Any = lm_eval.evaluate(
             lm=asked,
             task_dict=tasks.loaded,

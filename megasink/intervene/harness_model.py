@@ -21,6 +21,7 @@ from lm_eval.models.utils import (
 )
 from torch import Tensor
 
+from megasink.data.text_tokenizer import text_tokenizer
 from megasink.data.tokenizer import leading_ids
 from megasink.errors import UserError
 from megasink.intervene.record import Intervention
@@ -53,6 +54,7 @@ class HarnessModel(TemplateLM):
         probe: open, of `model`, with the changes of `interventions`.
         batch_size: rows of a batch, or "auto": as many as fit logits of 1 GiB, fewer where the
             device's memory is short.
+        parse_special_tokens: see `TextTokenizer`.
 
     Attributes:
         unscored: tokens that had nothing before them, as an intervention removed it; they do not
@@ -66,6 +68,8 @@ class HarnessModel(TemplateLM):
         probe: Probe,
         interventions: Sequence[Intervention],
         batch_size: int | str,
+        *,
+        parse_special_tokens: bool = False,
     ):
         super().__init__()
         self.model, self.probe, self.tokenizer = model, probe, model.tokenizer
@@ -73,7 +77,8 @@ class HarnessModel(TemplateLM):
         self.max_length = (model.positions or POSITIONS) - len(model.first)
         self.unscored = self.cut = 0
         self._halvings = 0
-        self._leading = leading_ids(self.tokenizer)
+        self._leading, self._parses = leading_ids(self.tokenizer), parse_special_tokens
+        self._text = text_tokenizer(self.tokenizer, parse_special_tokens=parse_special_tokens)
         self._device = model.device
 
     @property
@@ -105,12 +110,11 @@ class HarnessModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Return ids; by default with what the tokenizer adds, unless the text begins with it."""
+        """Return ids; by default behind what the tokenizer adds, unless the text begins with it."""
         if add_special_tokens is None:
             prefix = self.tokenizer.decode([self.prefix_token_id])
-            add_special_tokens = not has_bos_prefix(string, prefix)
-        ids: list[int] = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
-        return ids
+            add_special_tokens = not (self._parses and has_bos_prefix(string, prefix))
+        return [*(self._leading if add_special_tokens else ()), *self._text.ids(string)]
 
     def loglikelihood(
         self, instances: list[Any], disable_tqdm: bool = True
@@ -267,7 +271,9 @@ class HarnessModel(TemplateLM):
         self, prompts: Sequence[tuple[int, ...]], new: int, stops: Sequence[str]
     ) -> list[str]:
         ids_BT = torch.tensor(prompts, device=self._device)
-        stop = _Stop(self.tokenizer, stops, ids_BT.shape[1], len(prompts))
+        # A stop string may begin inside a token and end inside another.
+        most = max(len(self._text.ids(stop)) for stop in stops) + 2
+        stop = _Stop(self.tokenizer, stops, ids_BT.shape[1], len(prompts), most)
         generate = getattr(self.model.module, "generate", None)
         if generate is None:
             out_BT = self._greedy(ids_BT, new, stop)
@@ -296,13 +302,11 @@ class HarnessModel(TemplateLM):
 
 
 class _Stop:
-    """Stops a row once its new text contains one of the stop strings; see transformers."""
+    """Stops a row once its last `most` tokens contain a stop string; see transformers."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str], start: int, rows: int):
-        self.tokenizer, self.stops, self.start = tokenizer, stops, start
+    def __init__(self, tokenizer: Any, stops: Sequence[str], start: int, rows: int, most: int):
+        self.tokenizer, self.stops, self.start, self.most = tokenizer, stops, start, most
         self.done = [False] * rows
-        # A stop string may begin inside a token and end inside another.
-        self.most = max(len(tokenizer.encode(s, add_special_tokens=False)) for s in stops) + 2
 
     def __call__(self, ids_BT: Tensor, scores: Any, **_: Any) -> Tensor:
         new_BT = ids_BT[:, max(self.start, ids_BT.shape[1] - self.most) :]

@@ -31,12 +31,14 @@ class Tasks:
     Attributes:
         names: as on the command line.
         limit: documents of each task; None for all.
+        parse_special_tokens: see `TextTokenizer`.
         loaded: the tasks, with their documents.
     """
 
     names: tuple[str, ...]
     limit: int | None
     batch_size: int
+    parse_special_tokens: bool
     loaded: LoadedTasks
 
     def facts(self) -> dict[str, Any]:
@@ -45,6 +47,7 @@ class Tasks:
             "tasks": list(self.names),
             "limit": self.limit,
             "batch_size": self.batch_size,
+            "parse_special_tokens": self.parse_special_tokens,
             "lm_eval": version("lm_eval"),
         }
 
@@ -65,6 +68,7 @@ class Tasks:
             self.loaded,
             limit=self.limit,
             batch_size=self.batch_size,
+            parse_special_tokens=self.parse_special_tokens,
             changes=changes,
         ).tasks
         members = {name for task in found.values() for name in task.of}

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from megasink.data.corpus import Corpus, Document
-from megasink.data.encode import segments
 from megasink.data.replaced_tokens import Replacement
+from megasink.data.text_tokenizer import text_tokenizer
+from megasink.data.tokenizer import leading_ids
 from megasink.diagnostics.tokens import random_sequences, repeated_sequences
 from megasink.errors import UserError
 
@@ -42,12 +43,11 @@ class Sample:
 
 
 def text_samples(
-    tokenizer: Any,
+    reader: "Reader",
     inputs: Sequence[str],
     *,
     seq_length: int,
     max_samples: int | None,
-    bos: str = "auto",
     json_key: str = "text",
 ) -> list[Sample]:
     """Return the first tokens of each document; every input is a dataset, named after its file.
@@ -56,14 +56,12 @@ def text_samples(
     tokens, and stderr shows their number; if the text starts with BOS, so does each sample.
 
     Args:
-        tokenizer: a transformers tokenizer.
         inputs: as `Corpus` takes them.
         seq_length: tokens of a sequence, BOS included; longer documents are cut.
         max_samples: maximum per input; None for all.
-        bos: "auto" follows the tokenizer, "add" and "none" override it (P4.3).
 
     Raises:
-        UserError: no document has two tokens, or the tokenizer has no BOS to add or adds it twice.
+        UserError: no document has two tokens, or as `Reader.read`.
     """
     samples = []
     for name, source in zip(dataset_names(inputs), inputs, strict=True):
@@ -72,11 +70,10 @@ def text_samples(
         only = next(documents)
         second = None if max_samples == 1 else next(documents, None)
         if second is None:
-            found = _cut(tokenizer, only, name, bos, seq_length, max_samples)
+            found = _cut(reader, only, name, seq_length, max_samples)
         else:
             for document in itertools.chain((only, second), documents):
-                head = next(segments(document.text))
-                tokens = encode(tokenizer, head, bos, document.source)[:seq_length]
+                tokens = reader.read(document.pieces(), document.source, seq_length)
                 if len(tokens) < SHORTEST:
                     continue
                 found.append(Sample(tuple(tokens), name, document.source))
@@ -89,20 +86,16 @@ def text_samples(
 
 
 def _cut(
-    tokenizer: Any, document: Document, name: str, bos: str, length: int, most: int | None
+    reader: "Reader", document: Document, name: str, length: int, most: int | None
 ) -> list[Sample]:
     """Split one document into samples of `length` tokens, dropping the remainder."""
-    head, *rest = segments(document.text)
-    tokens = encode(tokenizer, head, bos, document.source)
-    lead = tokens[:1] if tokens[:1] == [tokenizer.bos_token_id] and bos != "none" else []
+    wanted = None if most is None else most * length
+    tokens = reader.read(document.pieces(), document.source, wanted)
     if len(tokens) < SHORTEST:
         return []
+    lead = reader.lead
     samples = [Sample(tuple(tokens[:length]), name, document.source)]
     text, step = tokens[length:], length - len(lead)
-    for segment in rest:
-        if most is not None and len(text) >= (most - 1) * step:
-            break
-        text += tokenizer.encode(segment, add_special_tokens=False)
     count = len(text) // step if most is None else min(len(text) // step, most - 1)
     for i in range(count):
         piece = (*lead, *text[i * step : (i + 1) * step])
@@ -116,39 +109,57 @@ def _cut(
     return samples
 
 
-def encode(tokenizer: Any, text: str, bos: str, source: str = "a text") -> list[int]:
-    """Tokenize a text, with or without BOS.
+class Reader:
+    """Turns texts into the tokens that a model reads, with or without BOS.
 
     Args:
-        source: where the text came from, for errors.
+        tokenizer: a transformers tokenizer.
+        bos: "auto" follows the tokenizer, "add" and "none" override it (P4.3).
+        parse_special_tokens: see `TextTokenizer`.
+
+    Attributes:
+        lead: ids before every text.
 
     Raises:
         UserError: the tokenizer has no BOS to add, or adds it twice.
     """
-    special = tokenizer.bos_token_id
-    if bos == "none":
-        tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        return tokens
-    tokens = tokenizer.encode(text)
-    if special is not None and len(tokens) > 1 and tokens[0] == tokens[1] == special:
-        name = tokenizer.name_or_path
-        if tokenizer.encode(text, add_special_tokens=False)[:1] == [special]:
+
+    def __init__(self, tokenizer: Any, bos: str = "auto", *, parse_special_tokens: bool = False):
+        self._name, self._bos = tokenizer.name_or_path, tokenizer.bos_token_id
+        self._text = text_tokenizer(tokenizer, parse_special_tokens=parse_special_tokens)
+        self.lead: list[int] = [] if bos == "none" else leading_ids(tokenizer)
+        if bos == "add" and self._bos is None:
+            raise UserError(f"--bos add: the tokenizer {self._name} has no BOS token; use auto")
+        if bos == "add" and self.lead[:1] != [self._bos]:
+            self.lead = [self._bos, *self.lead]
+        if self._bos is not None and self.lead.count(self._bos) > 1:
             raise UserError(
-                f"{source} already begins with the BOS token {special}, and the tokenizer {name} "
-                "adds another: remove it from the texts, or use --bos none"
+                f"the tokenizer {self._name} adds its BOS token {self._bos} twice: fix its "
+                "post-processor, or use --bos none"
             )
-        raise UserError(
-            f"the tokenizer {name} adds its BOS token {special} twice: fix its post-processor, or "
-            "use --bos none"
-        )
-    if bos == "add":
-        if special is None:
-            raise UserError(
-                f"--bos add: the tokenizer {tokenizer.name_or_path} has no BOS token; use auto"
-            )
-        if tokens[:1] != [special]:
-            tokens = [special, *tokens]
-    return tokens
+
+    def read(self, pieces: Iterable[str], source: str, most: int | None = None) -> list[int]:
+        """Return the first tokens of a text.
+
+        Args:
+            pieces: the text.
+            source: where it came from, for errors.
+            most: tokens to return; None for all.
+
+        Raises:
+            UserError: the text begins with the BOS that the tokenizer adds, or as `TextTokenizer`.
+        """
+        tokens = list(self.lead)
+        for ids in self._text.stream(pieces, source):
+            if tokens == [self._bos] == ids[:1]:
+                raise UserError(
+                    f"{source} already begins with the BOS token {self._bos}, and the tokenizer "
+                    f"{self._name} adds another: remove it from the texts, or use --bos none"
+                )
+            tokens += ids
+            if most is not None and len(tokens) >= most:
+                break
+        return tokens[:most]
 
 
 def token_samples(

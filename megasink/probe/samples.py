@@ -8,7 +8,13 @@ from typing import Any
 from megasink.data.replaced_tokens import Replacement
 from megasink.errors import UserError
 from megasink.probe.base import ProbedModel
-from megasink.probe.inputs import Sample, text_samples, token_samples, with_replaced_tokens
+from megasink.probe.inputs import (
+    Reader,
+    Sample,
+    text_samples,
+    token_samples,
+    with_replaced_tokens,
+)
 from megasink.probe.options import SEQ_LENGTH, SYNTHETIC
 from megasink.probe.replacing import replacement_for
 
@@ -52,11 +58,10 @@ def samples_of(args: argparse.Namespace, tokenizer: Any, vocabulary: int) -> lis
     samples: list[Sample] = []
     if "natural" in args.inputs:
         samples += text_samples(
-            tokenizer,
+            Reader(tokenizer, args.bos, parse_special_tokens=args.parse_special_tokens),
             args.data,
             seq_length=args.seq_length,
             max_samples=args.max_samples,
-            bos=args.bos,
             json_key=args.json_key,
         )
     for kind in ("random", "repeated"):

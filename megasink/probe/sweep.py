@@ -15,19 +15,19 @@ import numpy as np
 import megasink
 from megasink.data.corpus import Corpus
 from megasink.data.replaced_tokens import Replacement
+from megasink.data.tokenizer import leading_ids
 from megasink.diagnostics import metrics
 from megasink.diagnostics.results import FORMAT, ModelFacts, SweepResults, SweepRow
 from megasink.diagnostics.thresholds import inactive, share_by_layer, threshold
 from megasink.diagnostics.tokens import repeated_first_token
 from megasink.errors import UserError
-from megasink.output_folder import results_in
 from megasink.probe.base import ProbedModel
 from megasink.probe.identity import identity
 from megasink.probe.inputs import (
+    Reader,
     Sample,
     data_hash,
     dataset_names,
-    encode,
     with_replaced_tokens,
 )
 from megasink.probe.measurements import Measurements
@@ -77,7 +77,7 @@ def sweep(args: argparse.Namespace, model: ProbedModel, ranks: Ranks) -> SweepRe
     Raises:
         UserError: texts are too short, sequences exceed the positions, or there is no BOS.
     """
-    tokenizer, positions, first = model.tokenizer, model.positions, model.first
+    heads, tokenizer, positions, first = model.heads, model.tokenizer, model.positions, model.first
     settings = settings_of(args, tokenizer)
     longest = max(s.length + s.copies - (s.bos == "none") for s in settings) + len(first)
     if positions is not None and longest > positions:
@@ -87,68 +87,34 @@ def sweep(args: argparse.Namespace, model: ProbedModel, ranks: Ranks) -> SweepRe
         )
     contents = contents_of(args, tokenizer)
     replaced = replacement_for(args, model)
-    about = identity(args, model.module, contents, model.facts, METRICS)
-    about |= {"--max-samples": args.max_samples, "--lengths": args.lengths, "--bos": args.bos}
-    about |= {"--first-token-copies": args.first_token_copies, "--name": args.name}
-    about |= {"replaced": [args.replaced_positions, args.replaced_with]}
-    overwrite, first_rank = args.overwrite, not ranks.rank
-    with results_in(args.output, "sweep", about, overwrite=overwrite, writes=first_rank) as record:
-        measured, partials = [], []
-        for setting in settings:
-            samples = samples_of(setting, contents, first, tokenizer.bos_token_id, replaced)
-            partial, measurements = _measured(args, model, setting, samples, ranks)
-            partials.append(partial)
-            if measurements is not None:
-                measured.append((setting, measurements))
-        if ranks.rank:
-            return None
-        results, arrays = _results(args, model, contents, measured)
-        record()
-        write_sweep(results, arrays, args.output)
-        for partial in partials:
-            partial.remove()
-        (args.output / "partial").rmdir()
-    return results
-
-
-def _measured(
-    args: argparse.Namespace,
-    model: ProbedModel,
-    setting: Setting,
-    samples: Sequence[Sample],
-    ranks: Ranks,
-) -> tuple[PartialFolder, Measurements | None]:
-    """Run the samples of a row; None on every process except rank 0."""
-    recorder = Recorder(model.heads, METRICS, positions=1, columns=COLUMNS)
-    ranks.enter(f"{args.output}/{setting.label}")
-    facts = identity(args, model.module, samples, model.facts, recorder.metrics)
-    folder = args.output / "partial" / setting.label
-    partial = PartialFolder(folder, facts, overwrite=args.overwrite)
-    with model.open_probe(recorder) as probe:
-        measurements = run(
-            probe,
-            recorder,
-            samples,
-            batch_size=args.batch_size,
-            device=model.device,
-            partial=partial,
-            ranks=ranks,
-        )
-    return partial, measurements
-
-
-def _results(
-    args: argparse.Namespace,
-    model: ProbedModel,
-    contents: Sequence[Sample],
-    measured: Sequence[tuple[Setting, Measurements]],
-) -> tuple[SweepResults, dict[str, Any]]:
-    """Return the contents of sweep.json and of sweep.npz."""
+    measured: list[tuple[Setting, Measurements]] = []
+    partials = []
+    for setting in settings:
+        samples = samples_of(setting, contents, first, tokenizer.bos_token_id, replaced)
+        recorder = Recorder(heads, METRICS, positions=1, columns=COLUMNS)
+        ranks.enter(f"{args.output}/{setting.label}")
+        facts = identity(args, model.module, samples, model.facts, recorder.metrics)
+        partial = PartialFolder(args.output / "partial" / setting.label, facts)
+        with model.open_probe(recorder) as probe:
+            measurements = run(
+                probe,
+                recorder,
+                samples,
+                batch_size=args.batch_size,
+                device=model.device,
+                partial=partial,
+                ranks=ranks,
+            )
+        partials.append(partial)
+        if measurements is not None:
+            measured.append((setting, measurements))
+    if ranks.rank:
+        return None
     set_by, thresholds, rows = summarize_sweep(measured)
     results = SweepResults(
         format=FORMAT,
         megasink=megasink.__version__,
-        model=ModelFacts(**model.facts, layers=len(model.heads), heads=model.heads),
+        model=ModelFacts(**model.facts, layers=len(heads), heads=heads),
         data=[str(source) for source in args.data],
         max_samples=args.max_samples,
         data_sha256=data_hash(contents),
@@ -158,11 +124,16 @@ def _results(
         thresholds=thresholds,
         rows=rows,
     )
-    return results, {
+    arrays = {
         f"{name}/{setting.label}": measurements.analysis_values(SEED).by_sample[name].numpy()
         for setting, measurements in measured
         for name in SCORES
     }
+    write_sweep(results, arrays, args.output)
+    for partial in partials:
+        partial.remove()
+    (args.output / "partial").rmdir()
+    return results
 
 
 def settings_of(args: argparse.Namespace, tokenizer: Any) -> list[Setting]:
@@ -179,7 +150,7 @@ def settings_of(args: argparse.Namespace, tokenizer: Any) -> list[Setting]:
                 f"--bos add: the tokenizer {tokenizer.name_or_path} has no BOS token; use auto"
             )
         if bos == "auto":
-            begins = special is not None and encode(tokenizer, "a", "auto")[:1] == [special]
+            begins = special is not None and leading_ids(tokenizer)[:1] == [special]
             bos = "add" if begins else "none"
         kinds.append(bos)
     combinations = itertools.product(args.lengths, dict.fromkeys(kinds), args.first_token_copies)
@@ -193,15 +164,16 @@ def contents_of(args: argparse.Namespace, tokenizer: Any) -> list[Sample]:
         UserError: an input has no such text.
     """
     longest = max(args.lengths)
+    reader = Reader(tokenizer, "none", parse_special_tokens=args.parse_special_tokens)
     contents = []
     for name, source in zip(dataset_names(args.data), args.data, strict=True):
         count = most = 0
         for document in Corpus([source], json_key=args.json_key):
-            tokens = encode(tokenizer, document.text, "none")
+            tokens = reader.read(document.pieces(), document.source, longest)
             most = max(most, len(tokens))
             if len(tokens) < longest:
                 continue
-            contents.append(Sample(tuple(tokens[:longest]), name, document.source))
+            contents.append(Sample(tuple(tokens), name, document.source))
             count += 1
             if count == args.max_samples:
                 break

@@ -33,28 +33,24 @@ def series(
 
 
 def draw_run(
-    run_dir: Path,
-    output: Path | None = None,
-    lines: list[dict[str, Any]] | None = None,
-    comment: str | None = None,
+    run_dir: Path, output: Path | None = None, lines: list[dict[str, Any]] | None = None
 ) -> Path:
     """Draw the figure of a run, by default to RUN/curves.png, and return its path.
 
     Args:
         lines: of its metrics.jsonl, if they are read already.
-        comment: in the file (`megasink.report.style.comment_of`).
 
     Raises:
         UserError: as in `read_metrics`.
     """
     lines = read_metrics(run_dir) if lines is None else lines
     output = output or run_dir / "curves.png"
-    _draw(lines, _title(run_dir), output, comment)
+    _draw(lines, _title(run_dir), output)
     return output
 
 
 @styled()
-def _draw(lines: list[dict[str, Any]], title: str, output: Path, comment: str | None) -> None:
+def _draw(lines: list[dict[str, Any]], title: str, output: Path) -> None:
     count = 3 + any("valid_bits_per_byte" in line for line in lines)
     figure, (axes,) = panels(1, count, 4.2, width=14 / 3 * count)
     _draw_loss(axes[0], lines)
@@ -63,7 +59,7 @@ def _draw(lines: list[dict[str, Any]], title: str, output: Path, comment: str | 
     _draw_imbalance(axes[-2], lines)
     _draw_importance(figure, axes[-1], lines)
     figure.suptitle(title, fontsize=11)
-    save(figure, output, comment)
+    save(figure, output)
 
 
 def _title(run_dir: Path) -> str:

@@ -16,9 +16,9 @@ from megasink import cli
 from megasink.data import output
 from megasink.data.chat import chat_settings
 from megasink.data.corpus import Corpus
-from megasink.data.encode import segments
 from megasink.data.parquet import ParquetReader
 from megasink.data.preprocess import preprocess
+from megasink.data.text_tokenizer import parts_of
 from megasink.data.tokenizer import load_tokenizer
 from megasink.errors import ConfigError, UserError
 from tests.chats import ENDS, MARKED, UNMARKED, chat_tokenizer, conversations, write_chats
@@ -279,7 +279,7 @@ def test_long_conversations_are_tokenized_in_pieces(chat_folder, monkeypatch):
     settings = chat_settings(load_tokenizer(chat_folder), "uint16", "messages", LONG)
     records = [(json.dumps({"messages": chat}), "a") for chat in CHATS]
     whole = settings.encoder()(records)
-    monkeypatch.setattr(segments, "__defaults__", (256,))
+    monkeypatch.setattr(parts_of, "__defaults__", ("a text", 256, 64))
     pieces = settings.encoder()(records)
     assert pieces.lengths == whole.lengths
     assert np.array_equal(pieces.loss_mask, whole.loss_mask)

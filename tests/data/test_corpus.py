@@ -49,7 +49,7 @@ def test_parquet_row_by_row(tmp_path, texts):
 
 
 def test_a_text_file_is_one_document_unchanged(tmp_path, texts):
-    text = "\ufeff  first\r\n\tsecond\r  \n\n\ufffd"
+    text = "  first\r\n\tsecond\ufeff\r  \n\n\ufffd"
     (tmp_path / "program.py").write_bytes(text.encode())
     assert texts(tmp_path / "program.py") == [text]
 

@@ -17,13 +17,7 @@ from megasink.data import preprocess as module
 from megasink.data import resume
 from megasink.data.chat import COUNTS
 from megasink.data.corpus import Corpus
-from megasink.data.encode import (
-    Encoder,
-    EncoderSettings,
-    joined_segments,
-    parts_of,
-    segments,
-)
+from megasink.data.encode import Encoder
 from megasink.data.merge import merge, part_of
 from megasink.data.preprocess import preprocess
 from megasink.data.writer import IndexedWriter
@@ -213,26 +207,3 @@ def test_the_files_are_those_of_megatrons_builder(tmp_path):
     builder.finalize(str(tmp_path / "theirs.idx"))
     writer.finish(tmp_path / "ours.idx")
     assert contents(tmp_path / "ours", SUFFIXES[:2]) == contents(tmp_path / "theirs", SUFFIXES[:2])
-
-
-def test_tokens_are_those_with_offsets_and_of_the_whole_document(tokenizer, sources, monkeypatch):
-    encoder = Encoder(EncoderSettings(tokenizer.backend_tokenizer.to_str(), [7], [1], "uint16"))
-
-    def with_offsets(text):
-        return encoder.tokenizer.encode(text, add_special_tokens=False).ids
-
-    for text in [*sources, "ünïcode 漢字 😀 <|endoftext|>", "\n\n  \t", "", " "]:
-        assert encoder([text]).tokens.tolist() == [7, *with_offsets(text), 1]
-        with monkeypatch.context() as patch:
-            patch.setattr(joined_segments, "__defaults__", (1000,))
-            pieces = list(segments(text, 1000))
-            third = 1 + len(text) // 3
-            thirds = [text[at : at + third] for at in range(0, len(text) + 1, third)]
-            assert list(joined_segments(thirds)) == pieces
-            parts = list(parts_of((text,)))
-            # A batch may hold any of them, and another batch the next.
-            encoded = [encoder([part]) for part in parts]
-        ids = [i for piece in pieces for i in with_offsets(piece)]
-        assert [i for one in encoded for i in one.tokens] == [7, *ids, 1]
-        assert [last for one in encoded for last in one.last] == [False] * (len(parts) - 1) + [True]
-        assert sum(one.text_bytes for one in encoded) == len(text.encode())

@@ -18,6 +18,7 @@ from megasink.data.corpus import Corpus
 from megasink.data.encode import Encoder, EncoderSettings
 from megasink.data.parquet_rows import memory_limit
 from megasink.data.preprocess import preprocess
+from megasink.data.text_tokenizer import Part
 from megasink.data.tokenizer import leading_ids, load_tokenizer, train_tokenizer
 from megasink.errors import ConfigError, UserError
 from tests.damage.corpora import DEEP, LINE
@@ -202,7 +203,7 @@ def documents_with_bos(tmp_path, sources):
 
 def test_arrays_of_a_batch_are_those_of_its_texts(tokenizer):
     settings = EncoderSettings(tokenizer.backend_tokenizer.to_str(), [7], [1], "uint16")
-    encoded = Encoder(settings)(["one text", "", "another"])
+    encoded = Encoder(settings)([Part(text) for text in ("one text", "", "another")])
     expected = [[7, *tokenizer.encode(t), 1] for t in ("one text", "", "another")]
     assert encoded.tokens.tolist() == [*itertools.chain(*expected)]
     assert encoded.lengths == [len(e) for e in expected]

@@ -12,8 +12,8 @@ import pytest
 
 from megasink.data import corpus, long_text, records, tokenizer_process
 from megasink.data.corpus import Corpus
-from megasink.data.encode import parts_of
 from megasink.data.preprocess import _settings, preprocess
+from megasink.data.text_tokenizer import parts_of
 from megasink.data.tokenizer import load_tokenizer, train_tokenizer
 from megasink.data.tokenizer_process import from_tokenizer
 from megasink.errors import UserError

@@ -16,8 +16,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from megasink.data.corpus import Corpus
-from megasink.data.encode import EncoderSettings, encode_in_order, segments
+from megasink.data.encode import EncoderSettings, encode_in_order
 from megasink.data.preprocess import preprocess
+from megasink.data.text_tokenizer import Part
 from megasink.data.tokenizer import load_tokenizer, tokenizer_hash
 from megasink.errors import ConfigError, UserError
 
@@ -127,7 +128,7 @@ def test_files_do_not_depend_on_the_number_of_workers(tmp_path, folder, sources)
 def test_batches_come_back_in_order(tokenizer, sources):
     settings = EncoderSettings(tokenizer.backend_tokenizer.to_str(), [], [EOD], "uint16")
     # long and short in turn, so that a later batch is ready before an earlier one
-    batches = [[sources[i % 5][: (i % 2) * 20_000 + i]] for i in range(40)]
+    batches = [[Part(sources[i % 5][: (i % 2) * 20_000 + i])] for i in range(40)]
     serial, parallel = (list(encode_in_order(batches, settings, n)) for n in (1, 2))
     for one, two in zip(serial, parallel, strict=True):
         assert one.tokens.tolist() == two.tokens.tolist()
@@ -224,21 +225,10 @@ def test_a_worker_that_dies_is_an_error_and_no_hang(tokenizer):
             if i == 5:
                 for child in multiprocessing.active_children():
                     os.kill(child.pid, signal.SIGKILL)
-            yield ["text"]
+            yield [Part("text")]
 
     with pytest.raises(UserError, match="one of 2 tokenizing processes died"):
         list(encode_in_order(batches(), settings, 2))
-
-
-def test_long_documents_are_cut_between_words(tokenizer, sources):
-    text = sources[0]
-    pieces = list(segments(text, 1000))
-    assert "".join(pieces) == text
-    assert max(map(len, pieces)) <= 1000 < len(text)
-    assert len(pieces) > len(text) // 1000
-    ids = [i for p in pieces for i in tokenizer.encode(p)]
-    assert ids == tokenizer.encode(text)
-    assert list(segments("x" * 2500, 1000)) == ["x" * 1000, "x" * 1000, "x" * 500]
 
 
 def test_loading_needs_no_network(folder, monkeypatch):

@@ -63,7 +63,8 @@ def models(folder):
 
 @pytest.mark.parametrize("batch_size", [1, 4, "auto"])
 def test_without_interventions_scores_are_those_of_lm_eval(models, tasks, batch_size):
-    results = evaluate(models[0], [], tasks, batch_size=batch_size, samples=True)
+    options = {"parse_special_tokens": True, "samples": True}
+    results = evaluate(models[0], [], tasks, batch_size=batch_size, **options)
     expected = by_lm_eval(models[0], tasks)
     compare(
         answers(results),
@@ -113,7 +114,8 @@ def test_nothing_is_padded_and_id_0_is_a_token(models, folder):
     ]
     zeros = load_tasks(["choice"], folders=[write_tasks(folder / "zeros", choices=items)])
     reading = Reading(model)
-    results = evaluate(reading.model, [SCORES], zeros, batch_size=4, samples=True)
+    options = {"parse_special_tokens": True, "samples": True}
+    results = evaluate(reading.model, [SCORES], zeros, batch_size=4, **options)
     encode = model.tokenizer.encode
     expected = {
         tuple(encode(item["context"] + choice)[:-1]) for item in items for choice in item["choices"]
@@ -142,7 +144,7 @@ def test_bos_stands_once_before_every_text(models, tasks, folder):
     items = [{"context": "<|bos|>the cat", "choices": [" sat", " sang"], "answer": 0}]
     own = load_tasks(["choice"], folders=[write_tasks(folder / "own-bos", choices=items)])
     reading = Reading(model)
-    evaluate(reading.model, [], own)
+    evaluate(reading.model, [], own, parse_special_tokens=True)
     assert {row[:2].count(bos) for row in reading.rows} == {1}
 
 
@@ -196,6 +198,24 @@ def test_the_first_tokens_of_a_model_stand_before_everything(models, tasks):
     row = asked._row(long, [4, 5])
     assert row.tokens == (7, 9, *long[: POSITIONS - 3], 4)
     assert len(row.tokens) == POSITIONS
+
+
+def test_a_special_token_in_a_task_is_text_unless_it_is_parsed(models):
+    from megasink.intervene.harness_model import HarnessModel
+
+    tokenizer = models[1].tokenizer
+    bos, text = tokenizer.bos_token_id, f"{tokenizer.bos_token} {tokenizer.eos_token}"
+    plain, parsed = (
+        HarnessModel(models[1], None, [], 1, parse_special_tokens=parse).tok_encode(text)
+        for parse in (False, True)
+    )
+    assert plain == [
+        bos,
+        *tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True),
+    ]
+    assert parsed == tokenizer.encode(text, add_special_tokens=False)
+    assert (plain.count(bos), parsed.count(bos)) == (1, 1)
+    assert tokenizer.eos_token_id in parsed
 
 
 def test_without_anything_before_it_a_token_does_not_count(models, tasks):

@@ -236,7 +236,8 @@ def test_texts_that_begin_with_bos(root, tmp_path, capsys):
     tokenizer.save_pretrained(folder)
     (root / "bos.jsonl").write_text(json.dumps({"text": special + TEXTS[0]}) + "\n")
     capsys.readouterr()
-    assert analyze(root, tmp_path / "out", "adds-bos", data="bos.jsonl") == 2
+    flags = "--parse-special-tokens"
+    assert analyze(root, tmp_path / "out", "adds-bos", flags, data="bos.jsonl") == 2
     said = line(capsys)
     assert f"{root}/bos.jsonl:1 already begins with the BOS token 1, and the tokenizer" in said
     assert "--bos none" in said

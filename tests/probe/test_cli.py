@@ -16,7 +16,7 @@ from megasink.data.corpus import Corpus
 from megasink.data.tokenizer import train_tokenizer
 from megasink.diagnostics.distances import wasserstein
 from megasink.errors import ConfigError, UserError
-from megasink.probe import inputs
+from megasink.probe.inputs import Reader, dataset_names
 from megasink.probe.options import check, parser
 from megasink.report import analysis_figures, pages
 from tests.probe.tiny_models import tiny_model
@@ -119,7 +119,7 @@ def test_two_models_on_one_page(analyzed, tmp_path, capsys, monkeypatch):
     folders = f"{analyzed}/llama {analyzed}/gpt-oss"
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "head_9.9.png").write_bytes(b"of an earlier report")
-    assert main(f"report {folders} --output {tmp_path} --pdf --overwrite".split()) == 0
+    assert main(f"report {folders} --output {tmp_path} --pdf".split()) == 0
     names = {path.stem for path in (tmp_path / "figures").glob("*.png")}
     assert "head_9.9" not in names
     assert names == {path.stem for path in (tmp_path / "figures").glob("*.pdf")}
@@ -161,7 +161,7 @@ def test_maps_of_an_earlier_analysis_do_not_stay(analyzed, folder, tmp_path, mon
     monkeypatch.setattr(pages, "figures", lambda analyses, kinds: [])
     (tmp_path / "maps.npz").write_bytes(b"old")
     command = f"analyze {folder}/llama --data {folder}/prose.txt --output {tmp_path} --no-loss"
-    assert main([*command.split(), "--seq-length", "24", "--device", "cpu", "--overwrite"]) == 0
+    assert main([*command.split(), "--seq-length", "24", "--device", "cpu"]) == 0
     assert not (tmp_path / "maps.npz").exists()
 
 
@@ -199,16 +199,19 @@ class Doubled:
 
     bos_token_id, name_or_path = 7, "doubled"
 
-    def encode(self, text, add_special_tokens=True):
+    def encode(self, text, add_special_tokens=True, split_special_tokens=True):
         return ([7, 7] if add_special_tokens else []) + [10 + len(w) for w in text.split()]
 
 
 def test_bos_is_added_once():
+    def ids(tokenizer, bos):
+        return Reader(tokenizer, bos).read(("a", " text"), "a.txt")
+
     with pytest.raises(UserError, match="adds its BOS token 7 twice"):
-        inputs.encode(Doubled(), "a text", "auto")
-    assert inputs.encode(Doubled(), "a text", "none") == [11, 14]
+        ids(Doubled(), "auto")
+    assert ids(Doubled(), "none") == [11, 14]
     once = Doubled()
-    once.encode = lambda text, add_special_tokens=True: [11, 14]
-    assert inputs.encode(once, "a text", "auto") == [11, 14]
-    assert inputs.encode(once, "a text", "add") == [7, 11, 14]
-    assert inputs.dataset_names(["a/x.txt", "b/y.txt", "c/x.txt"]) == ["a/x.txt", "y", "c/x.txt"]
+    once.encode = lambda text, **_: [10 + len(w) for w in text.split()]
+    assert ids(once, "auto") == [11, 14]
+    assert ids(once, "add") == [7, 11, 14]
+    assert dataset_names(["a/x.txt", "b/y.txt", "c/x.txt"]) == ["a/x.txt", "y", "c/x.txt"]

@@ -1,0 +1,201 @@
+"""Texts to token ids, the one way of the whole product: data sets, analyses, prompts, evaluations.
+
+A tokenizer.json holds more than a tokenizer: truncation, padding, dropout, what goes around a text.
+None of that is applied here. Imports no torch, transformers or Megatron, as worker processes do.
+"""
+
+import argparse
+import itertools
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from megasink.errors import UserError
+
+# `tokenizers` needs hundreds of bytes per token of one text, and a character may be four tokens:
+# longer documents are encoded in parts, each with so many characters of those beside it.
+_PART = 1 << 20
+_MARGIN = 1 << 12
+_WORD_START = re.compile(r"(?<=\S) (?=\S)")
+
+
+def add_parse_special_tokens(parser: argparse.ArgumentParser) -> None:
+    """Add ``--parse-special-tokens``, which every command with texts has; see `TextTokenizer`."""
+    parser.add_argument(
+        "--parse-special-tokens",
+        action="store_true",
+        help="special tokens spelled out in a text become those tokens, as in Megatron-LM and "
+        "transformers (default: they are text)",
+    )
+
+
+class Part(NamedTuple):
+    """A part of a document: a worker does not need the whole.
+
+    Attributes:
+        before, after: what is beside it in the document, empty at its ends.
+        first, last: whether the document begins and ends with it.
+        source: of the document, for errors.
+    """
+
+    text: str
+    before: str = ""
+    after: str = ""
+    first: bool = True
+    last: bool = True
+    source: str = "a text"
+
+
+def parts_of(
+    pieces: Iterable[str], source: str = "a text", size: int = _PART, margin: int = _MARGIN
+) -> Iterator[Part]:
+    """Divide a document, given in pieces, without all of it in memory.
+
+    Args:
+        size: most characters of a part; the last may have `margin` more.
+        margin: characters beside it.
+    """
+    text, start, first = "", 0, True
+    for piece in pieces:
+        kept = max(0, start - margin)
+        text, start = text[kept:] + piece, start - kept
+        while len(text) - start > size + margin:
+            # A place where most tokenizers divide, though any would do.
+            match = _WORD_START.search(text, start + size - size // 16, start + size)
+            cut = match.start() if match else start + size
+            before, after = text[max(0, start - margin) : start], text[cut : cut + margin]
+            yield Part(text[start:cut], before, after, first, False, source)
+            start, first = cut, False
+    yield Part(text[start:], text[max(0, start - margin) : start], "", first, True, source)
+
+
+def text_tokenizer(tokenizer: Any, *, parse_special_tokens: bool = False) -> "TextTokenizer":
+    """Return how a transformers tokenizer turns texts into ids."""
+    if not getattr(tokenizer, "is_fast", False):
+        return _PythonTokenizer(tokenizer, parse_special_tokens=parse_special_tokens)
+    return TextTokenizer(text_json(tokenizer), parse_special_tokens=parse_special_tokens)
+
+
+def text_json(tokenizer: Any) -> str:
+    """Return a fast transformers tokenizer as JSON, without the state that its file may hold."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    special = set(tokenizer.all_special_tokens)
+    for token in state["added_tokens"]:
+        token["special"] |= token["content"] in special
+    state |= dict.fromkeys(("truncation", "padding", "post_processor"))
+    if state["model"].get("dropout"):
+        state["model"]["dropout"] = None  # of merges, at random: for training with it alone
+    return json.dumps(state)
+
+
+class TextTokenizer:
+    """Turns texts into ids, without what stands around a text (see `leading_ids`).
+
+    Special tokens that a text spells out are text, as the rest of it.
+
+    Args:
+        tokenizer_json: of `text_json`.
+        parse_special_tokens: they become those tokens instead, as in transformers and Megatron.
+    """
+
+    def __init__(self, tokenizer_json: str, *, parse_special_tokens: bool = False):
+        from tokenizers import Tokenizer
+
+        self.backend = Tokenizer.from_str(tokenizer_json)
+        self.backend.encode_special_tokens = not parse_special_tokens
+        # Models that look up whole words find special tokens by themselves.
+        self._found: dict[int, str] = {}
+        if not parse_special_tokens:
+            added = self.backend.get_added_tokens_decoder()
+            unknown = self._encode("\U0010fffd").ids
+            self._found = {
+                i: token.content
+                for i, token in added.items()
+                if token.special
+                and i in self._encode(f"a {token.content}").ids
+                and i not in unknown
+            }
+
+    def ids(self, text: str, source: str = "a text") -> list[int]:
+        """Return the ids of a text of any length.
+
+        Raises:
+            UserError: see `part_ids`.
+        """
+        return list(itertools.chain.from_iterable(self.stream((text,), source)))
+
+    def stream(self, pieces: Iterable[str], source: str) -> Iterator[list[int]]:
+        """Yield the ids of a text that is given in pieces, part by part, as `ids` does."""
+        return map(self.part_ids, parts_of(pieces, source))
+
+    def part_ids(self, part: Part) -> list[int]:
+        """Return the ids of a part: those of all parts are the ids of the whole text.
+
+        Raises:
+            UserError: as `part_encoding`, or the tokenizer does not tell special tokens from text.
+        """
+        encoding, first, stop = self.part_encoding(part, offsets=False)
+        ids: list[int] = encoding.ids[first:stop]
+        if self._found and (wrong := next((i for i in ids if i in self._found), None)) is not None:
+            raise UserError(
+                f"{part.source} spells out {self._found[wrong]}, which this tokenizer always takes "
+                "for its special token: remove it, or pass --parse-special-tokens"
+            )
+        return ids
+
+    def part_encoding(self, part: Part, *, offsets: bool = True) -> tuple[Any, int, int]:
+        """Return the encoding of a part and of what is beside it, and the range of its own tokens.
+
+        Tokenizers treat the beginning and the end of a text in many ways, but only there. The two
+        parts at a cut are compared with the encoding of the text around it, which they have in
+        common, and divided where it says.
+
+        Args:
+            offsets: whether the encoding has the characters of tokens, 40% of the time.
+
+        Raises:
+            UserError: they differ, so that the ids might not be those of the whole text.
+        """
+        text = part.before + part.text + part.after
+        encoding = self._encode(text, offsets=offsets)
+        ids, first, rest, same = encoding.ids, 0, 0, True
+        if cut := len(part.before):
+            around = self._encode(text[: 2 * cut])
+            first, known = (_first_from(around, place) for place in (cut, cut * 3 // 2))
+            same = around.ids[:known] == ids[:known]
+        if size := len(part.after):
+            around = self._encode(text[-2 * size :])
+            rest, known = (len(around) - _first_from(around, place) for place in (size, size // 2))
+            same = same and around.ids[len(around) - known :] == ids[len(ids) - known :]
+        if not same:
+            raise UserError(
+                f"{part.source} is too long for this tokenizer: tokens in its middle are other "
+                f"ones in a part of it than in the whole (of {part.text[:20]!r} or "
+                f"{part.text[-20:]!r}): split it"
+            )
+        return encoding, first, len(ids) - rest
+
+    def _encode(self, text: str, *, offsets: bool = True) -> Any:
+        if offsets:
+            return self.backend.encode(text, add_special_tokens=False)
+        # One text at a time: a worker is one thread.
+        return self.backend.encode_batch_fast([text], add_special_tokens=False)[0]
+
+
+class _PythonTokenizer(TextTokenizer):
+    """A transformers tokenizer without a fast form, which encodes a text as a whole."""
+
+    def __init__(self, tokenizer: Any, *, parse_special_tokens: bool):
+        self._tokenizer, self._split = tokenizer, not parse_special_tokens
+
+    def stream(self, pieces: Iterable[str], source: str) -> Iterator[list[int]]:
+        text, options = "".join(pieces), {"split_special_tokens": self._split}
+        yield self._tokenizer.encode(text, add_special_tokens=False, **options)
+
+
+def _first_from(encoding: Any, character: int) -> int:
+    """Return the first token that begins at a character or after it."""
+    tokens = range(len(encoding))
+    return bisect_left(tokens, character, key=lambda i: encoding.token_to_chars(i)[0])
