@@ -36,7 +36,8 @@ class HuggingFaceWeights:
             except (SafetensorError, OSError) as error:
                 raise UserError(f"{path} is broken ({error}): copy it again") from error
             names = set(opened.keys())
-            wanted = {name for name, where in index.items() if where == file} or names
+            wanted = {name for name, where in index.items() if where == file}
+            wanted |= names - index.keys()  # to be accounted for, too
             if absent := sorted(wanted - names):
                 raise UserError(f"{folder}: {absent[0]} is not in {file}, contrary to the index")
             self._file_of |= dict.fromkeys(wanted, opened)

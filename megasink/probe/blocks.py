@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens, H query heads, D head dim, E hidden size, X 1 or D.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +20,36 @@ _MLP = ("mlp", "feed_forward", "block_sparse_moe")
 # The input of these modules is the state between attention and MLP. In blocks that have one,
 # post_attention_layernorm normalizes the attention output.
 _MIDDLE = ("pre_feedforward_layernorm", "pre_mlp_layernorm", "ln_2", "ffn_norm")
-# In these classes the gate logits are rows of q_proj, by head [q | gate].
-_GATED_QUERY = {"Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"}
 
 Reader = Callable[[Tensor, int], Tensor]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """An explicit gate on the output of each head, before the output projection.
+
+    Attributes:
+        projection: the module of the attention whose output has the logits: of a head, of all its
+            elements, or those of a head behind its query rows.
+        activation: what makes gates of the logits.
+        beside_query: whether its rows are, by head, [query | gate].
+    """
+
+    projection: str = "g_proj"
+    activation: str = "sigmoid"
+    beside_query: bool = False
+
+
+# By the attention's class. That output times gate is what is projected, a forward pass shows.
+_GATES = {
+    "AfmoeAttention": Gate("gate_proj"),
+    "BailingHybridAttention": Gate(),
+    "LagunaAttention": Gate(activation="softplus"),
+    "Lfm3Attention": Gate(),
+    "Qwen3NextAttention": Gate("q_proj", beside_query=True),
+    "Qwen3_5Attention": Gate("q_proj", beside_query=True),
+    "Qwen3_5MoeAttention": Gate("q_proj", beside_query=True),
+}
 
 
 @dataclass(frozen=True)
@@ -52,11 +79,14 @@ def find_blocks(model: torch.nn.Module) -> list[Block]:
         UserError: no layer list, or no output projection of an attention, is found.
     """
     config: Any = model.config
-    count = config.get_text_config().num_hidden_layers
+    config = config.get_text_config()
+    count = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * count
     for name, module in model.named_modules():
         is_list = isinstance(module, torch.nn.ModuleList) and name.split(".")[-1] in _LAYERS
         if is_list and len(module) == count:
-            return [_block(layer, f"{name}.{i}") for i, layer in enumerate(module.children())]
+            layers = enumerate(zip(module.children(), kinds, strict=True))
+            return [_block(layer, f"{name}.{i}", kind) for i, (layer, kind) in layers]
     raise UserError(
         f"{type(model).__name__} has no list of {count} decoder layers that megasink can find: it "
         f"looks for {', '.join(_LAYERS)}, and for decoders alone"
@@ -78,8 +108,9 @@ def blocks_with_attention(model: torch.nn.Module) -> list[Block]:
     return blocks
 
 
-def _block(layer: torch.nn.Module, name: str) -> Block:
-    attention = child(layer, _ATTENTION)
+def _block(layer: torch.nn.Module, name: str, kind: str) -> Block:
+    # Some models call their linear attention self_attn, too.
+    attention = None if kind == "linear_attention" else child(layer, _ATTENTION)
     output = None
     if attention is not None:
         output = child(attention, _OUTPUT)
@@ -114,25 +145,69 @@ def output_weight(output: torch.nn.Module, heads: int) -> Tensor:
     return by_head
 
 
-def gate_reader(attention: torch.nn.Module) -> tuple[torch.nn.Module, Reader] | None:
-    """Return the module that computes the explicit gate's logits, and a reader of its scores.
+def eager_function(attention: torch.nn.Module) -> Any:
+    """Return the attention that a model's own file defines, which transformers calls "eager"."""
+    return sys.modules[type(attention).__module__].eager_attention_forward
 
-    The reader maps the module's output [B, T, ...] and the number of heads to scores [B, T, H, X].
+
+def gate_reader(attention: torch.nn.Module) -> tuple[torch.nn.Module, Reader] | None:
+    """Return the module that computes the explicit gate's logits, and a reader of its gates.
+
+    The reader maps the module's output [B, T, ...] and the number of heads to gates [B, T, H, X].
 
     Returns:
-        None for attention without a known gate.
+        None for attention without a gate.
+
+    Raises:
+        UserError: it has a gate that megasink does not know, or one that is no share.
     """
-    projection = getattr(attention, "g_proj", None)
-    if isinstance(projection, torch.nn.Module):  # LFM3: one logit per head
-        return projection, lambda logits_BTX, heads: logits_BTX.sigmoid().unflatten(-1, (heads, -1))
-    gate: Any = getattr(attention, "gate", None)
-    if getattr(attention, "gate_position", None) == "sdpa" and gate is not None:
-        # megasink's modeling file: shared heads have one score.
+    name, own = type(attention).__name__, getattr(attention, "gate_position", None)
+    if own is not None:  # megasink's modeling file: a gate elsewhere is not the importance
+        gate: Any = getattr(attention, "gate", None)
+        if own != "sdpa" or gate is None:
+            return None
+        # Shared heads have one score.
         return gate.act, lambda gate_BTHX, heads: gate_BTHX.expand(-1, -1, heads, -1)
-    if type(attention).__name__ in _GATED_QUERY:
-        query: Any = attention.q_proj
-        return (
-            query,
-            lambda rows_BTX, heads: rows_BTX.unflatten(-1, (heads, -1)).chunk(2, -1)[1].sigmoid(),
+    known = _GATES.get(name)
+    if known is None:
+        unknown = [n for n, _ in attention.named_children() if "gate" in n or n == "g_proj"]
+        if unknown:
+            raise UserError(
+                f"{name} has a module {unknown[0]!r}, and megasink does not know whether it gates "
+                f"the heads: it knows those of {', '.join(_GATES)}"
+            )
+        return None
+    projection = getattr(attention, known.projection, None)
+    if projection is None:  # turned off by its configuration
+        return None
+    if known.activation != "sigmoid":
+        raise UserError(
+            f"{name} gates its heads by {known.activation}, which may exceed 1: head importance is "
+            "the mean of a share"
         )
-    return None
+
+    def read(logits_BTX: Tensor, heads: int) -> Tensor:
+        by_head_BTHX = logits_BTX.unflatten(-1, (heads, -1))
+        return (by_head_BTHX.chunk(2, -1)[1] if known.beside_query else by_head_BTHX).sigmoid()
+
+    return projection, read
+
+
+def check_gated(
+    attention: torch.nn.Module | None,
+    projected_BHTD: Tensor,
+    out_BHTD: Tensor,
+    gate_BHTX: Tensor | None,
+) -> None:
+    """Check that what enters the output projection is attention's output times its gate.
+
+    Raises:
+        UserError: it is not, within the rounding of half precision.
+    """
+    expected_BHTD = out_BHTD if gate_BHTX is None else out_BHTD * gate_BHTX
+    if not torch.allclose(projected_BHTD, expected_BHTD, rtol=0.02, atol=1e-6, equal_nan=True):
+        raise UserError(
+            f"{type(attention).__name__} changes the outputs of its heads between attention and "
+            "output projection in a way that megasink does not know (a gate or a norm): what it "
+            "measures of its heads would be wrong"
+        )

@@ -44,7 +44,9 @@ def load(args: Namespace, device: str, *, quiet: bool = False) -> tuple[PreTrain
             **_LOCAL,
         )
     model, told = loaded
-    wrong = [f"{name} is missing" for name in sorted(told["missing_keys"])]
+    # Without what the class itself ignores: buffers, layers of multi-token prediction, tied copies.
+    lost = [f"{name} has no place in {type(model).__name__}" for name in told["unexpected_keys"]]
+    wrong = [f"{name} is missing" for name in sorted(told["missing_keys"])] + sorted(lost)
     wrong += [
         f"{name} is {list(there)}, not {list(wanted)}"
         for name, there, wanted in sorted(told["mismatched_keys"])
@@ -52,8 +54,8 @@ def load(args: Namespace, device: str, *, quiet: bool = False) -> tuple[PreTrain
     if wrong:
         more = f" (and {len(wrong) - 2} more)" if len(wrong) > 2 else ""
         raise UserError(
-            f"the weights in {args.model} do not match its config.json, and random ones would "
-            f"replace them: {'; '.join(wrong[:2])}{more}"
+            f"the weights in {args.model} do not match its config.json, which makes another model "
+            f"of them: {'; '.join(wrong[:2])}{more}"
         )
     return model.eval().to(device), tokenizer
 

@@ -32,7 +32,8 @@ def segments_of(
             new document, as in transformers.
 
     Raises:
-        UserError: a row has no real token, or padding between real ones.
+        UserError: a row has no real token, or padding between real ones, or a mask by which it is
+            one sequence and positions that begin again.
     """
     rows, tokens = shape
     if attention_mask_BT is None and position_ids_BT is None:
@@ -57,6 +58,16 @@ def segments_of(
                 f"{stop - 1} hold {len(real)} of them): pad on one side"
             )
         segments.append(Segment(row, start, stop))
+    if position_ids_BT is not None and position_ids_BT.shape in ((rows, tokens), (1, tokens)):
+        positions_BT = position_ids_BT.expand(rows, tokens).cpu()
+        for row, start, stop in segments:
+            again = (positions_BT[row, start:stop].diff() <= 0).nonzero().flatten()
+            if len(again):
+                raise UserError(
+                    f"row {row} of the batch has positions that begin again at token "
+                    f"{start + int(again[0]) + 1}, and an attention mask by which it is one "
+                    "sequence: leave out the mask of packed documents"
+                )
     return segments
 
 

@@ -8,7 +8,6 @@ Shapes: B rows, T tokens, H query heads, G key/value groups, D head dim, E hidde
 """
 
 import inspect
-import sys
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
@@ -20,7 +19,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megasink.errors import UserError
 from megasink.probe.base import Observer, Probe
-from megasink.probe.blocks import Block, blocks_with_attention, child, gate_reader, output_weight
+from megasink.probe.blocks import (
+    Block,
+    blocks_with_attention,
+    check_gated,
+    child,
+    eager_function,
+    gate_reader,
+    output_weight,
+)
 from megasink.probe.changes import ForwardPass, HeadChange
 from megasink.probe.segments import Segment, check_mask, segments_of, whole_rows
 from megasink.probe.sites import Sites, tensor_of
@@ -69,6 +76,11 @@ class TransformersProbe(Probe):
         self._signature = inspect.signature(self.body.forward)
         self.base: str = model.config._attn_implementation
         self.layers = blocks_with_attention(model)
+        self._readers = {
+            i: gate_reader(block.attention)
+            for i, block in enumerate(self.layers)
+            if reads and block.attention is not None
+        }
         heads = model.config.get_text_config().num_attention_heads
         self.heads = [0 if block.attention is None else heads for block in self.layers]
         self._index = {id(b.attention): i for i, b in enumerate(self.layers) if b.attention}
@@ -166,7 +178,7 @@ class TransformersProbe(Probe):
     ) -> tuple[Tensor, Tensor | None]:
         """Attention function that transformers calls."""
         if self.base == "eager":
-            function = sys.modules[type(module).__module__].eager_attention_forward
+            function = eager_function(module)
         else:
             function = ALL_ATTENTION_FUNCTIONS[self.base]
         out_BTHD, weights = function(module, query, key, value, attention_mask, **kwargs)
@@ -251,8 +263,7 @@ class TransformersProbe(Probe):
             if self.changes:
                 self._replace(block.output, lambda out: self._gated(index, out))
             return
-        reader = gate_reader(block.attention)
-        if reader is not None:
+        if (reader := self._readers[index]) is not None:
             gate, read = reader
             heads = self.heads[index]
             self._after(
@@ -290,13 +301,7 @@ class TransformersProbe(Probe):
 
     def _store(self, index: int, call: AttentionCall, gated_BHTD: Tensor) -> None:
         gate_BHTX = self._gates.pop(index, None)
-        expected_BHTD = call.out_BHTD if gate_BHTX is None else call.out_BHTD * gate_BHTX
-        if not torch.allclose(gated_BHTD, expected_BHTD, rtol=0.02, atol=1e-6, equal_nan=True):
-            raise UserError(
-                f"{type(self.layers[index].attention).__name__} changes the outputs of its "
-                "heads between attention and output projection in a way that megasink does not "
-                "know (a gate or a norm): the scores of its heads would be wrong"
-            )
+        check_gated(self.layers[index].attention, gated_BHTD, call.out_BHTD, gate_BHTX)
         if gate_BHTX is not None:
             call.gated_out_BHTD, call.explicit_gate_BHTX = gated_BHTD, gate_BHTX
 

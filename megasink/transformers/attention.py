@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megasink.attention import AttentionOutput, attention
 from megasink.attention.layout import statistics_dtype
 from megasink.transformers.masked import masked_attention
-from megasink.transformers.packed import documents_of
+from megasink.transformers.packed import documents_of, refuse_packed
 from megasink.transformers.rows import as_rows, one_row
 from megasink.transformers.sequences import Sequences, refuse
 
@@ -92,10 +92,12 @@ def megasink_attention(
             out_BHTD = masked_attention(query, key, value, sequences, sink_H, scale)
         else:
             documents = sequences.documents
-            if documents is None and sequences.real_BS is None and query.shape[2] == key.shape[2]:
-                documents = documents_of(
-                    query.shape[0], query.shape[2], position_ids, cu_seq_lens_q
-                )
+            if documents is None and query.shape[2] == key.shape[2]:
+                if sequences.real_BS is None:
+                    shape = query.shape[0], query.shape[2]
+                    documents = documents_of(*shape, position_ids, cu_seq_lens_q)
+                else:
+                    refuse_packed(config, position_ids, cu_seq_lens_q, sequences.real_BS)
             out_BHTD, _, gate_BHT = _attend(
                 query, key, value, sequences, documents, sink_H, scale, with_gate=heads is not None
             )

@@ -13,13 +13,8 @@ from megasink.balance.step import LossStep
 from megasink.balance.tracker import HeadStatistics
 from megasink.config import HeadBalanceOptions, Scope
 from megasink.errors import ConfigError, UserError
-from megasink.probe.blocks import find_blocks
-from megasink.transformers.balance_checks import (
-    MARK,
-    explicit_gate,
-    model_problems,
-    option_problems,
-)
+from megasink.probe.blocks import find_blocks, gate_reader
+from megasink.transformers.balance_checks import MARK, model_problems, option_problems
 from megasink.transformers.balance_layer import (
     LossScale,
     Microbatch,
@@ -27,6 +22,7 @@ from megasink.transformers.balance_layer import (
     Seam,
     explicit_hook,
 )
+from megasink.transformers.gate_check import GateCheck
 
 SEAM = "megasink_heads"
 """Attribute of an attention module that the attention function "megasink" calls with out
@@ -45,7 +41,8 @@ class HeadBalance:
     Trainer.
 
     The gate of a head is that of an explicit gate, if the attention has one (Qwen3-Next, Qwen3.5,
-    LFM3, megasink's own modeling file), else that of its softmax (P0.1, P0.2). Layers without
+    LFM3, AFMoE, Ling 3, megasink's own modeling file), else that of its softmax (P0.1, P0.2). The
+    first forward pass shows that output times explicit gate is what is projected. Layers without
     softmax attention have none.
 
     Args:
@@ -84,7 +81,7 @@ class HeadBalance:
         blocks = find_blocks(model)
         self.heads = int(config.get_text_config().num_attention_heads)
         attentions = {i: b.attention for i, b in enumerate(blocks) if b.attention is not None}
-        readers = {layer: explicit_gate(attention) for layer, attention in attentions.items()}
+        readers = {layer: gate_reader(attention) for layer, attention in attentions.items()}
         problems = option_problems(coeff, shared_heads, refresh, scope, self.heads)
         problems += model_problems(model, attentions, readers)
         if problems:
@@ -111,9 +108,12 @@ class HeadBalance:
                 module, reader = found
                 read = explicit_hook(attention, counter, reader, self.heads)
                 self._handles.append(module.register_forward_hook(read))
+        gated = {layer: (blocks[layer], found) for layer, found in readers.items() if found}
+        self._unchecked = gated
+        self._check: GateCheck | None = None
         setattr(model, MARK, True)
         self._handles.append(model.register_forward_pre_hook(self._start, with_kwargs=True))
-        self._handles.append(model.register_forward_hook(self._end))
+        self._handles.append(model.register_forward_hook(self._end, always_call=True))
 
     def remove(self) -> None:
         """Detach from the model."""
@@ -174,6 +174,9 @@ class HeadBalance:
         """Note what the model is called with, before its forward pass."""
         if not (model.training and torch.is_grad_enabled()):
             return
+        if self._unchecked and not torch.compiler.is_compiling():
+            self._check = GateCheck(self._unchecked, self.heads)
+            self._unchecked = {}
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
         real_BT, count = _real_tokens(given.get("attention_mask"))
         items, targets = given.get("num_items_in_batch"), None
@@ -184,6 +187,9 @@ class HeadBalance:
 
     def _end(self, model: torch.nn.Module, args: Any, output: Any) -> None:
         """Follow the loss that the model returns, in its backward pass."""
+        if self._check is not None:
+            self._check.remove()
+            self._check = None
         microbatch, scale = self.microbatch, self.step.balance
         if microbatch is None or not (model.training and torch.is_grad_enabled()):
             return

@@ -5,28 +5,9 @@ from typing import Any, get_args
 import torch
 
 from megasink.config import Scope
-from megasink.errors import UserError
-from megasink.probe.blocks import Reader, gate_reader
 
 MARK = "megasink_balanced"
 """Attribute of a model with a head-balance loss."""
-
-
-def explicit_gate(attention: torch.nn.Module) -> tuple[torch.nn.Module, Reader] | None:
-    """Return the reader of a known gate.
-
-    Raises:
-        UserError: The attention has a part named like a gate that megasink does not know.
-    """
-    found = gate_reader(attention)
-    own = hasattr(attention, "gate_position")  # megasink's: a gate elsewhere is not the importance
-    names = [name for name, _ in attention.named_children() if "gate" in name]
-    if found is None and names and not own:
-        raise UserError(
-            f"{type(attention).__name__} has a module {names[0]!r}, and megasink does not know "
-            "whether it gates the heads"
-        )
-    return found
 
 
 def option_problems(coeff: float, shared: int, refresh: int, scope: str, heads: int) -> list[str]:

@@ -8,12 +8,13 @@ Shapes: B rows, T tokens, N documents.
 """
 
 import weakref
-from typing import NamedTuple
+from collections import deque
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megasink.transformers.sequences import PACKED_AND_COMPILED, boundaries
+from megasink.transformers.sequences import PACKED_AND_COMPILED, boundaries, refuse
 
 
 class _Read(NamedTuple):
@@ -22,14 +23,19 @@ class _Read(NamedTuple):
     tensor: weakref.ref[Tensor]
     version: int
     rows: int
+    real_BT: weakref.ref[Tensor] | None
     documents: tuple[int, ...] | None
 
 
-_last: _Read | None = None
+_reads: deque[_Read] = deque(maxlen=4)  # layers with a window have a mask of their own
 
 
 def documents_of(
-    rows: int, tokens: int, position_ids: Tensor | None, cumulative_N: Tensor | None
+    rows: int,
+    tokens: int,
+    position_ids: Tensor | None,
+    cumulative_N: Tensor | None,
+    real_BT: Tensor | None = None,
 ) -> tuple[int, ...] | None:
     """Return the boundaries of documents, as in `Sequences`.
 
@@ -40,6 +46,8 @@ def documents_of(
         position_ids: [B or 1, T], or another shape, which says nothing about documents; None for
             one document per row.
         cumulative_N: `cu_seq_lens_q`: 0, .., B * T; it wins over the positions.
+        real_BT: With an attention mask, True for its tokens: only positions that go back from one
+            of them to the next then tell of documents.
     """
     tensor = position_ids if cumulative_N is None else cumulative_N
     if tensor is None:
@@ -48,22 +56,50 @@ def documents_of(
         return None
     if torch.compiler.is_compiling():
         if cumulative_N is None:
-            torch._assert_async((tensor.diff(dim=-1) == 1).all(), PACKED_AND_COMPILED)
+            torch._assert_async(~_begins(tensor, rows, real_BT).any(), PACKED_AND_COMPILED)
             return None
         raise NotImplementedError(PACKED_AND_COMPILED)
-    return _read(tensor, rows, cumulative=cumulative_N is not None)
+    return _read(tensor, rows, real_BT, cumulative=cumulative_N is not None)
 
 
-def _read(tensor: Tensor, rows: int, *, cumulative: bool) -> tuple[int, ...] | None:
-    global _last
+def refuse_packed(
+    config: Any, position_ids: Tensor | None, cumulative_N: Tensor | None, real_BT: Tensor
+) -> None:
+    """Refuse packed documents beside an attention mask, by which each row is one sequence."""
+    rows, tokens = real_BT.shape
+    documents = documents_of(rows, tokens, position_ids, cumulative_N, real_BT)
+    inside = [start for start in documents or () if start % tokens]
+    if inside:
+        row, token = divmod(inside[0], tokens)
+        refuse(
+            config,
+            f"row {row} has a document that begins at token {token} (position ids, cu_seq_lens_q), "
+            "and an attention mask by which the row is one sequence: leave out attention_mask",
+        )
+
+
+def _begins(positions: Tensor, rows: int, real_BT: Tensor | None) -> Tensor:
+    """Return whether a document begins at token i + 1, [B, T - 1]."""
+    steps_BT = positions.expand(rows, -1).diff(dim=-1)
+    if real_BT is None:
+        return steps_BT != 1
+    real_BT = real_BT.to(steps_BT.device)
+    return (steps_BT <= 0) & real_BT[:, 1:] & real_BT[:, :-1]
+
+
+def _read(
+    tensor: Tensor, rows: int, real_BT: Tensor | None, *, cumulative: bool
+) -> tuple[int, ...] | None:
     version = 0 if tensor.is_inference() else tensor._version
-    last = _last
-    if last is not None and last.tensor() is tensor and last[1:3] == (version, rows):
-        return last.documents
+    for read in _reads:
+        same = real_BT is None if read.real_BT is None else read.real_BT() is real_BT is not None
+        if same and read.tensor() is tensor and read[1:3] == (version, rows):
+            return read.documents
     documents: tuple[int, ...] | None
     if cumulative:
         documents = tuple(dict.fromkeys(tensor.tolist()))  # an empty document repeats a boundary
     else:
-        documents = boundaries((tensor.expand(rows, -1).diff(dim=-1) != 1).cpu())
-    _last = _Read(weakref.ref(tensor), version, rows, documents)
+        documents = boundaries(_begins(tensor, rows, real_BT).cpu())
+    mask = None if real_BT is None else weakref.ref(real_BT)
+    _reads.append(_Read(weakref.ref(tensor), version, rows, mask, documents))
     return documents

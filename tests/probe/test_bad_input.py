@@ -112,6 +112,11 @@ def nan_ffn(root, name):
     save_file(weights, path, {"format": "pt"})
 
 
+def more_tensors(root, name, key="model.layers.0.self_attn.q_proj.lora_A"):
+    path = copy(root, name) / "model.safetensors"
+    save_file(load_file(path) | {key: torch.ones(2, 32)}, path, {"format": "pt"})
+
+
 def bos_twice(root, name):
     folder = copy(root, name)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -134,8 +139,16 @@ MODELS = {
     "without-tokenizer": (without_tokenizer, "{} has no tokenizer files, such as tokenizer.json"),
     "more-layers": (
         lambda root, name: copy(root, name, num_hidden_layers=3),
-        "do not match its config.json, and random ones would replace them: "
+        "do not match its config.json, which makes another model of them: "
         "model.layers.2.input_layernorm.weight is missing",
+    ),
+    "fewer-layers": (
+        lambda root, name: copy(root, name, num_hidden_layers=1),
+        "model.layers.1.input_layernorm.weight has no place in LlamaForCausalLM; ",
+    ),
+    "more-tensors": (
+        more_tensors,
+        "another model of them: model.layers.0.self_attn.q_proj.lora_A has no place in LlamaFor",
     ),
     "wider": (
         lambda root, name: copy(root, name, hidden_size=64),
@@ -289,3 +302,9 @@ def test_one_sample_with_nan_is_named_and_left_out(root, tmp_path, capsys, monke
     said = capsys.readouterr().err
     for i in bad:
         assert f"texts.jsonl:{i + 1} has infinite or NaN values in layers [0, 1], heads" in said
+
+
+def test_tensors_that_the_class_ignores_itself(root, tmp_path):
+    """Buffers of older releases are no weights."""
+    more_tensors(root, "buffers", "model.layers.0.self_attn.rotary_emb.inv_freq")
+    assert analyze(root, tmp_path / "out", model="buffers") == 0

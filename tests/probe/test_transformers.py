@@ -62,7 +62,7 @@ def test_weights_and_states_are_those_that_transformers_reports(name):
     layers = model.config.num_hidden_layers
     for layer in range(layers):
         if layer not in with_attention:
-            assert name in ("qwen3.5", "qwen3-next")
+            assert name in ("qwen3.5", "qwen3-next", "ling-3")
             continue
         weights_BHTS = next(attentions).double()
         for sample in range(2):
@@ -95,7 +95,12 @@ def test_weights_and_states_are_those_that_transformers_reports(name):
         for layer in range(layers):
             close(kept.states[sample, 2 * layer], told.hidden_states[layer][sample])
             module = _layer(model, layer)
-            names = ("post_feedforward_layernorm", "post_ffn_norm", "mlp_output_norm")
+            names = (
+                "post_feedforward_layernorm",
+                "post_ffn_norm",
+                "mlp_output_norm",
+                "post_mlp_layernorm",
+            )
             norms = (getattr(module, name, None) for name in names)
             norm = next((n for n in norms if n is not None), torch.nn.Identity())
             added = norm(kept.layers[sample, layer]["mlp_branch_TE"])

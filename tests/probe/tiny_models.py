@@ -59,6 +59,25 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt-neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {}),
     "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": WINDOW}),
     "lfm3": ("Lfm3Config", "Lfm3ForCausalLM", {"layer_types": ["full_attention"] * 2}),
+    "afmoe": (
+        "AfmoeConfig",
+        "AfmoeForCausalLM",
+        {"layer_types": ["full_attention"] * 2, "num_dense_layers": 2},
+    ),
+    "ling-3": (
+        "BailingHybridConfig",
+        "BailingHybridForCausalLM",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 8,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 4,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            **_EXPERTS,
+        },
+    ),
     "own-sink": (
         "MegasinkConfig",
         "MegasinkForCausalLM",
@@ -74,6 +93,8 @@ GATED = {
     "qwen3.5": "elementwise",
     "qwen3-next": "elementwise",
     "lfm3": "headwise",
+    "afmoe": "elementwise",
+    "ling-3": "headwise",
     "own-gated": "headwise",
 }
 SINKS = {"gpt-oss", "granite-swa", "flint", "own-sink"}

@@ -18,9 +18,9 @@ from tests.transformers.oracle import (
 # gpt-2 has dropout by default.
 OPTIONS = {"gpt-2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}}
 # The masks of their models are made without the positions, so that S x S attention mixes documents.
-WITHOUT_POSITIONS = {"gpt-oss"}
+WITHOUT_POSITIONS = {"gpt-oss", "afmoe"}
 # Their linear layers carry a state from document to document.
-HYBRID = {"qwen3.5", "qwen3-next"}
+HYBRID = {"qwen3.5", "qwen3-next", "ling-3"}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 import megasink.transformers  # noqa: F401
 from megasink.errors import UserError
+from megasink.probe.segments import segments_of
 from tests.probe.tiny_models import tiny_model
 from tests.test_imports import imports, modules
 from tests.transformers.oracle import batch
@@ -99,6 +100,28 @@ def test_our_key_biases_are_refused_when_it_is_set():
     model = tiny_model("own-sink", attention_variant="k-bias", num_experts=0)
     with pytest.raises(ValueError, match='"megasink" would drop a key or position bias'):
         model.set_attn_implementation("megasink")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-oss"])
+def test_packed_documents_beside_a_mask_are_refused(name):
+    """By the mask each row is one sequence: transformers ignores the positions then."""
+    inputs = batch("packed")
+    given = {"position_ids": inputs.positions_BT, "use_cache": False}
+    model = tiny_model(name)
+    with pytest.raises(UserError, match=r"row 0 .* positions that begin again at token 4, and an"):
+        segments_of(inputs.ids_BT.shape, inputs.real_BT, inputs.positions_BT)
+    refused(
+        model,
+        "row 0 has a document that begins at token 4 ",
+        attention_mask=inputs.real_BT,
+        **given,
+    )
+    model(inputs.ids_BT, **given)
+    # Padding whose positions are those of the first token, as `generate` makes them.
+    for layout in ("left", "right"):
+        padded = batch(layout)
+        positions = (padded.mask_BT.cumsum(-1) - 1).clamp(min=0)
+        model(padded.ids_BT, attention_mask=padded.mask_BT, position_ids=positions)
 
 
 def test_the_room_needs_no_megatron():

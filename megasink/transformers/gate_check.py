@@ -1,0 +1,79 @@
+"""Check in a forward pass that what the head-balance loss reads as gates is what gates the heads.
+
+Shapes: B rows, T tokens, H query heads, D head dim, X 1 or D.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from megasink.errors import UserError
+from megasink.probe.blocks import Block, Reader, check_gated, eager_function
+
+
+class GateCheck:
+    """Compares attention's output times its gate with the input of the output projection.
+
+    Args:
+        gated: Decoder layers with an explicit gate, by index, and what `gate_reader` returned.
+        heads: H.
+    """
+
+    def __init__(
+        self, gated: Mapping[int, tuple[Block, tuple[torch.nn.Module, Reader]]], heads: int
+    ):
+        self._heads, self._gates, self._outputs = heads, dict[int, Tensor](), dict[int, Tensor]()
+        self._handles: list[Any] = []
+        self._layers = {id(block.attention): layer for layer, (block, _) in gated.items()}
+        implementations = set()
+        for layer, (block, (module, reader)) in gated.items():
+            assert block.attention is not None
+            assert block.output is not None
+            config: Any = block.attention.config
+            implementations.add(config._attn_implementation)
+            self._handles += [
+                module.register_forward_hook(self._reads(layer, reader)),
+                block.output.register_forward_pre_hook(self._checks(layer, block)),
+            ]
+        self._overridden = dict(ALL_ATTENTION_FUNCTIONS._local_mapping)
+        for name in implementations:
+            ALL_ATTENTION_FUNCTIONS[name] = self._watched(ALL_ATTENTION_FUNCTIONS.get(name))
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+        if self._handles:
+            ALL_ATTENTION_FUNCTIONS._local_mapping = self._overridden
+        self._handles = []
+
+    def _watched(self, function: Any) -> Any:
+        def attend(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            found = (function or eager_function(module))(module, *args, **kwargs)
+            if (layer := self._layers.get(id(module))) is not None:
+                self._outputs[layer] = found[0].detach()
+            return found
+
+        return attend
+
+    def _reads(self, layer: int, reader: Reader) -> Any:
+        def hook(module: torch.nn.Module, args: Any, output: Tensor) -> None:
+            self._gates[layer] = reader(output.detach(), self._heads)
+
+        return hook
+
+    def _checks(self, layer: int, block: Block) -> Any:
+        def hook(module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
+            out_BTHD, gate_BTHX = self._outputs.pop(layer, None), self._gates.pop(layer, None)
+            if out_BTHD is None or gate_BTHX is None:
+                raise UserError(
+                    f"{type(block.attention).__name__} of layer {layer} did not show its output "
+                    "and its gate before its output projection: megasink cannot tell what it gates"
+                )
+            projected_BTHD = args[0].detach().reshape(out_BTHD.shape)
+            check_gated(block.attention, projected_BTHD, out_BTHD, gate_BTHX)
+
+        return hook
