@@ -67,14 +67,10 @@ class ExplicitGate(ShardedByHeads, MegatronModule):
 
         Returns:
             The gated tensor in its dtype, and the gate [S, B, H, C], float32, or its mean over C,
-            [S, B, H, 1].
+            [S, B, H, 1]. They are the same on observed steps: see `of_elements`.
         """
         config, (sequence, batch, heads, _) = self.config, x_SBHD.shape
-        if self.logit is not None:
-            score_SBHC = self.logit.view(1, 1, heads, self.width)
-        else:
-            assert score is not None
-            score_SBHC = score.reshape(sequence, batch, heads, self.width)
+        score_SBHC = self._score(x_SBHD, score)
         activation, operation = config.gate_activation, config.gate_operation
         if config.gate_shared_heads:
             gate_SBHC = gate_values(score_SBHC, activation)
@@ -88,11 +84,29 @@ class ExplicitGate(ShardedByHeads, MegatronModule):
             out_SBHD, gate_SBHC = _gate(x_SBHD, score_SBHC, activation, operation)
         return out_SBHD, gate_SBHC.expand(sequence, batch, heads, self.width)
 
+    @torch.no_grad()
+    def of_elements(self, gate_SBHC: Tensor, x_SBHD: Tensor, score: Tensor | None) -> Tensor:
+        """Return the gate of each element for an observer, without gradient.
+
+        Args:
+            gate_SBHC: What `forward` returned for `x_SBHD` and `score`.
+        """
+        if gate_SBHC.shape[-1] == self.width:
+            return gate_SBHC.detach()
+        return gate_values(self._score(x_SBHD, score), self.config.gate_activation)
+
+    def _score(self, x_SBHD: Tensor, score: Tensor | None) -> Tensor:
+        sequence, batch, heads, _ = x_SBHD.shape
+        if self.logit is not None:
+            return self.logit.view(1, 1, heads, self.width)
+        assert score is not None
+        return score.reshape(sequence, batch, heads, self.width)
+
     def _gate_rows(self, x_SBHD: Tensor) -> GateRows | None:
         """Return the kernel that gates this tensor, or None for PyTorch's operations."""
         config = self.config
-        if self.logit is not None or (self.width > 1 and config.statistics.heads.observes):
-            return None  # scores for no token; the observer reads every element's gate
+        if self.logit is not None:
+            return None  # scores for no token
         request = AttentionRequest(
             device_type=x_SBHD.device.type,
             dtype=x_SBHD.dtype,

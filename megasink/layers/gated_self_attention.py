@@ -104,19 +104,24 @@ class GatedSelfAttention(SelfAttention):
             return x_SBHD.reshape(x.shape)
         if self.core_attention.frees_projection:
             gate = gate.contiguous()  # the scores are a view of the projection, too
-        x_SBHD, gate_SBHC = self.gate(x_SBHD, gate)
+        ungated_SBHD = x_SBHD
+        x_SBHD, gate_SBHC = self.gate(ungated_SBHD, gate)
         if not self.counts_heads:
             self._observe(gate_SBHC)
         # The first forward of activation recompute has no gradients and is not counted.
         if not (self.counts_heads and self.training and torch.is_grad_enabled()):
             return x_SBHD.reshape(x.shape)
-        core, gate_BHSC = self.core_attention, gate_SBHC.permute(1, 2, 0, 3)
+        core, gate_BHSC, every_BHSC = self.core_attention, gate_SBHC.permute(1, 2, 0, 3), None
         if core.observer.compares_gradients:
             x_BHSD = x_SBHD.permute(1, 2, 0, 3)
             real = None if core.documents is None else core.documents.real_tokens
-            core.observer.output_gradient(x_BHSD, gate_BHSC, counted=real)
+            every_SBHC = self.gate.of_elements(gate_SBHC, ungated_SBHD, gate)
+            every_BHSC = every_SBHC.permute(1, 2, 0, 3)
+            core.observer.output_gradient(x_BHSD, every_BHSC, counted=real)
             x_SBHD = x_BHSD.permute(2, 0, 1, 3)
-        counted: Tensor = core.head_counter(x_SBHD.reshape(x.shape), gate_BHSC, core.documents)
+        counted: Tensor = core.head_counter(
+            x_SBHD.reshape(x.shape), gate_BHSC, core.documents, every_BHSC
+        )
         return counted
 
     def _observe(self, gate_SBHC: Tensor) -> None:

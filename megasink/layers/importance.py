@@ -67,7 +67,11 @@ class HeadCounter(StaysFloat32, LayerBalance):
     # Its counts are Python's, which a compiled graph would take for constants.
     @torch.compiler.disable
     def forward(
-        self, out_SBX: Tensor, gate_BHTC: Tensor, documents: Documents | None = None
+        self,
+        out_SBX: Tensor,
+        gate_BHTC: Tensor,
+        documents: Documents | None = None,
+        every_BHTC: Tensor | None = None,
     ) -> Tensor:
         """Record the importance of the layer's heads and attach the gradient of the balance loss.
 
@@ -79,6 +83,7 @@ class HeadCounter(StaysFloat32, LayerBalance):
             gate_BHTC: Gates of this rank's heads, in [0, 1]; a token's gate is the mean over C.
                 Differentiable if the loss is on.
             documents: Documents of a packed batch, whose padding is not counted.
+            every_BHTC: For an observer, the gate of every element; None if `gate_BHTC` is.
 
         Returns:
             A tensor equal to `out_SBX`.
@@ -99,7 +104,8 @@ class HeadCounter(StaysFloat32, LayerBalance):
         if self._observer.compares_gradients:
             from megasink.attention import gate_slope
 
-            slope_h = gate_sum(gate_slope(gate_BHTC), real_1T) / count
+            every_BHTC = gate_BHTC if every_BHTC is None else every_BHTC
+            slope_h = gate_sum(gate_slope(every_BHTC), real_1T) / count
             observe = partial(self._observe, slope_h, tokens)
         return self.attach(out_SBX, gate_sum_h, tokens, observe, in_row)
 
