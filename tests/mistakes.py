@@ -115,6 +115,10 @@ MISTAKES = {
     "train-resume-nothing": (TRAIN + " --resume", "--resume: {0}/new/run holds no run"),
     "train-into-a-file": (TRAIN + " --run-dir {0}/text.txt", "--run-dir {0}/text.txt is a file"),
     "train-into-other-things": (TRAIN + " --run-dir {0}/notes", "is not empty and holds no run"),
+    "train-into-a-model": (
+        TRAIN + " --run-dir {0}/llama",
+        "--run-dir {0}/llama: its config.json is not of a run: choose another folder",
+    ),
     "train-over-a-run": (TRAIN + " --run-dir {0}/run", "--run-dir {0}/run already holds a run"),
     # grid
     "grid-nothing": ("grid", "missing: FILE, --output"),
@@ -229,6 +233,10 @@ MISTAKES = {
         "--replace-tokens-with some: use random, or the id of a token",
     ),
     "analyze-data": (ANALYZE.replace("text.txt", "txt.text"), "{0}/txt.text"),
+    "analyze-into-other-things": (
+        ANALYZE.replace("new/out", "notes"),
+        "--output {0}/notes holds thesis.txt, and no results of megasink: choose another",
+    ),
     "sweep-lengths": (
         "sweep {0}/llama --data {0}/text.txt --output {0}/new/out --lengths 1",
         "--lengths 1: at least 2",
@@ -259,6 +267,10 @@ MISTAKES = {
     "plot-no-run": ("plot {0}/runs", "{0}/runs"),
     "plot-into-nowhere": ("plot {0}/run --output {0}/text.txt/x.png", "{0}/text.txt"),
     "compare-one-twice": ("compare {0}/run {0}/run", "a run is given twice"),
+    "compare-into-a-text": (
+        "compare {0}/run --output {0}/text.txt",
+        "--output {0}/text.txt exists, and is not of megasink: choose another",
+    ),
     "compare-axis": ("compare {0}/run --x time", "--x 'time' is unknown: choose step"),
     "compare-smoothing": ("compare {0}/run --smoothing 1", "--smoothing 1.0"),
     "doctor-type": ("doctor --head-dim wide", "--head-dim 'wide': give a whole number"),

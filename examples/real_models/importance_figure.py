@@ -42,20 +42,22 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
         axes = figure.subplots(len(found), 4, squeeze=False, width_ratios=(1.1, 1, 1, 0.9))
         for (heads, divergence, rise, layers), model in zip(axes, found, strict=True):
             part = f" ({model['part'].replace(', ', chr(10))})" if model["part"] else ""
-            heads.set_title(f"{model['model']}{part}")
+            heads.set_title(f"{model['model']}{part}\nevery head")
             _heads(figure, heads, model)
-            names = sorted(model["kl"]["scores"], key=lambda n: model["kl"]["scores"][n]["all"])
+            rows = model["kl"]["scores"]
+            names = sorted(rows, key=lambda name: np.nan_to_num(rows[name]["all"], nan=-1))
             _correlations(divergence, model["kl"], names, "divergence")
             _correlations(rise, model["rise"], names, "rise of the loss")
             divergence.set_yticks(range(len(names)), map(title_of, names))
             rise.set_yticks(range(len(names)), [""] * len(names))
-            divergence.legend(loc="lower right", fontsize=7)
             _layers(layers, model)
         file.write(rendered(figure, "png"))
 
 
 def _heads(figure: Any, axes: Any, model: dict[str, Any]) -> None:
     """Draw each head's importance and the divergence without it, one color for a layer."""
+    from matplotlib.ticker import NullFormatter
+
     losses = read_losses(find(f"zeroing-{model['model']}.jsonl"))
     mean_LH = losses.kl_LHM.mean(-1)
     scores = read_scores(find(f"scores-{model['model']}.json"), losses.weights)
@@ -63,6 +65,8 @@ def _heads(figure: Any, axes: Any, model: dict[str, Any]) -> None:
     importance = scores["importance"][: len(mean_LH)]
     points = axes.scatter(importance, mean_LH, c=layer, cmap="viridis", s=14, zorder=3)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("head importance (P0)")
     axes.set_ylabel("divergence without the head, nats per token")
     figure.colorbar(points, ax=axes, label="layer", shrink=0.6, location="bottom")
@@ -82,7 +86,9 @@ def _correlations(axes: Any, found: dict[str, Any], names: list[str], what: str)
         axes.axvline(found["reachable"][name], color=color, ls=":", lw=1)
     axes.axvline(0, color=GRAY, lw=0.8)
     axes.set_xlim(-1, 1)
-    axes.set_xlabel(f"rank correlation with the {what}\n(95 %; dotted: of other texts)")
+    axes.set_title(f"rank correlation with\nthe {what}, 95 %")
+    axes.plot([], [], ":", color=GRAY, label="reached by other texts")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08))
 
 
 def _layers(axes: Any, model: dict[str, Any]) -> None:
@@ -93,5 +99,5 @@ def _layers(axes: Any, model: dict[str, Any]) -> None:
     axes.axhline(0, color=GRAY, lw=0.8)
     axes.set_ylim(-1.05, 1.05)
     axes.set_xlabel("layer")
-    axes.set_title("with the divergence,\ninside each layer")
-    axes.legend(loc="lower right", fontsize=7)
+    axes.set_title("rank correlation with\nthe divergence, by layer")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14))

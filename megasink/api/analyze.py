@@ -1,6 +1,7 @@
 """Analyze a model that is in memory, or in a folder."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megasink.data.long_text import BYTE_ORDER_MARK
 from megasink.data.replaced_tokens import replacement
 from megasink.diagnostics.results import RunFacts
 from megasink.errors import ConfigError, UserError
+from megasink.output_folder import results_in
 from megasink.probe.analysis import bytes_by_token
 from megasink.probe.base import ProbedModel
 from megasink.probe.geometry import project, read_rows
@@ -48,6 +50,7 @@ def analyze(
     loss: bool = True,
     seed: int = 1234,
     output: str | Path | None = None,
+    overwrite: bool = False,
 ) -> Analysis:
     """Measure a model's attention sinks, heads and hidden states on texts, in one pass.
 
@@ -68,6 +71,7 @@ def analyze(
         loss: also measure the loss.
         seed: of the projections and the random baselines.
         output: folder that gets everything that `megasink analyze` writes, the page included.
+        overwrite: replace what the folder holds of other settings.
 
     Returns:
         the measurements, one attribute for each metric.
@@ -75,7 +79,8 @@ def analyze(
     Raises:
         ConfigError: a model whose attention megasink cannot read, or options out of their range;
             one message with every problem.
-        UserError: no text of two tokens, a tokenizer that does not fit, or a broken folder.
+        UserError: no text of two tokens, a tokenizer that does not fit, or a broken folder; an
+            `output` that another process writes, or that holds other results.
 
     Example:
         >>> import megasink
@@ -106,18 +111,6 @@ def analyze(
     samples = _samples(probed, reader, texts, length, max_samples, seed)
     recorder = Recorder(probed.heads)
     device = probed.device
-    with torch.no_grad(), probed.open_probe(recorder) as probe:
-        measurements = run(
-            probe,
-            recorder,
-            samples,
-            batch_size=batch_size,
-            device=device,
-            loss=loss,
-            token_bytes=bytes_by_token(probed.tokenizer, Ranks()) if loss else None,
-        )
-    assert measurements is not None
-    geometry = project(read_rows(probed.open_probe, samples, device=device), seed=seed)
     facts: dict[str, Any] = {
         "inputs": ["natural"],
         "bos": bos,
@@ -128,10 +121,29 @@ def analyze(
         "seed": seed,
         "device": str(device),
     }
+    held: AbstractContextManager[Any] = nullcontext()
     if output is not None:
         facts["weights"] = weights_hash(probed.module)
-        write_analysis(Path(output), measurements, samples, probed.facts, facts, geometry)
-        return read_analysis(output)
+        about = {"loss": loss, "batch_size": batch_size, "data": data_hash(samples)}
+        about |= probed.facts | facts
+        held = results_in(Path(output), "analyze", about, overwrite=overwrite)
+    with held as record:
+        with torch.no_grad(), probed.open_probe(recorder) as probe:
+            measurements = run(
+                probe,
+                recorder,
+                samples,
+                batch_size=batch_size,
+                device=device,
+                loss=loss,
+                token_bytes=bytes_by_token(probed.tokenizer, Ranks()) if loss else None,
+            )
+        assert measurements is not None
+        geometry = project(read_rows(probed.open_probe, samples, device=device), seed=seed)
+        if output is not None:
+            record()
+            write_analysis(Path(output), measurements, samples, probed.facts, facts, geometry)
+            return read_analysis(output)
     values = measurements.analysis_values(seed)
     results = summarize(
         measurements,

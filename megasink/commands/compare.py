@@ -9,6 +9,7 @@ from megasink.errors import UserError
 from megasink.json_output import add_json, as_text
 from megasink.plugins import add_flag
 from megasink.printable import printable
+from megasink.probe.options import add_overwrite
 from megasink.report.grid_results import EMA, CellResults, is_grid, read_results
 from megasink.report.metrics import read_metrics
 
@@ -26,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--x", choices=("step", "tokens"), default="step", help="horizontal axis")
     parser.add_argument("--smoothing", type=float, default=0.9, help="EMA factor, 0 to 1")
     parser.add_argument("--output", type=Path, default=Path("compare.png"), help="PNG to write")
+    add_overwrite(parser)
     add_json(parser)
     args = parser.parse_args(argv)
     if not 0 <= args.smoothing < 1:
@@ -40,8 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from megasink.report.compare import COLUMNS, draw_comparison, summary
     from megasink.report.grid import metric_of, wide_console
+    from megasink.report.style import comment_of
 
-    draw_comparison(runs, args.output, cells=cells, x=args.x, factor=args.smoothing)
+    of = [*(path.resolve() for path in args.runs), args.x, args.smoothing]
+    line = f"compare {' '.join(names)} --x {args.x} --smoothing {args.smoothing:g}"
+    comment = comment_of(args.output, line, of, overwrite=args.overwrite)
+    draw_comparison(
+        runs, args.output, cells=cells, x=args.x, factor=args.smoothing, comment=comment
+    )
     if args.json:
         told: dict[str, Any] = {
             "runs": {

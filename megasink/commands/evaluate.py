@@ -30,7 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         interventions = _check(args, is_run=is_ours)
         from megasink.intervene.evaluation import write_evaluation
         from megasink.intervene.harness import evaluate
+        from megasink.intervene.record import to_entry
         from megasink.intervene.task_loading import load_tasks
+        from megasink.output_folder import results_in
+        from megasink.probe.identity import weights_hash
 
         tasks = load_tasks(
             args.tasks,
@@ -42,17 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
 
         def measure(args: argparse.Namespace, model: Any, _: Any) -> None:
-            results = evaluate(
-                model,
-                interventions,
-                tasks,
-                limit=args.limit,
-                batch_size=args.batch_size,
-                chat_template=args.chat_template,
-                parse_special_tokens=args.parse_special_tokens,
-                samples=args.samples,
-            )
-            emit(write_evaluation(args.output, results, model, args.batch_size))
+            options = ("limit", "batch_size", "chat_template", "parse_special_tokens", "samples")
+            given = {name: getattr(args, name) for name in options}
+            about = {"weights": weights_hash(model.module), **model.facts, **given}
+            about |= {"--tasks": args.tasks, "--num-fewshot": args.num_fewshot}
+            about |= {"--task-folder": args.task_folder, "device": model.device.type}
+            about |= {"--interventions": [to_entry(one) for one in interventions]}
+            with results_in(args.output, "evaluate", about, overwrite=args.overwrite) as record:
+                results = evaluate(model, interventions, tasks, **given)
+                record()
+                emit(write_evaluation(args.output, results, model, args.batch_size))
 
         measure_model(args, is_ours, ranks, measure)
     return 0

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from megasink.errors import ConfigError
 from megasink.finetune.settings import read, remember
+from megasink.output_folder import exclusive
 from megasink.train import early
 
 
@@ -26,8 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megasink.finetune.recipe import recipe, summary
 
     console = Console(highlight=False)
-    for step in recipe(args, further, console):
-        step.run(console)
+    with exclusive(args.output):
+        for step in recipe(args, further, console):
+            step.run(console)
     for line in summary(args):
         console.print(line, soft_wrap=True, markup=False)
     return 0

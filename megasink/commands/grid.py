@@ -11,6 +11,7 @@ from megasink import plugins
 from megasink.command_line import CommandParser
 from megasink.errors import ConfigError
 from megasink.grid.file import read_grid
+from megasink.output_folder import exclusive
 from megasink.printable import say
 from megasink.progress import progress
 
@@ -36,30 +37,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = plan(grid, args.output, plugins.flags(sys.argv[1:] if argv is None else argv))
     forked = all(run.way.name == "fork" for run in runs)
     jobs = args.jobs or (max(1, cores() // threads) if forked else 1)
-    begin(grid, args.output, runs)
-    count = f"{len(grid.cells)} cells x {len(grid.seeds)} seeds = {len(runs)} runs"
-    say(f"grid {args.output}: {count}, {jobs} at a time")
-    for way in dict.fromkeys(run.way for run in runs):
-        what = f"forked, {threads} threads each" if way.name == "fork" else "launched"
-        say(f"runs are {what}: {way.why}" if forked else f"some runs are {what}: {way.why}")
-    outcome = run_all(
-        runs,
-        grid,
-        args.output,
-        jobs=jobs,
-        threads=threads,
-        after=partial(write_results, grid, args.output),
-    )
-    results = write_results(grid, args.output, outcome)
-    with progress("figures", None, "figures"):
-        write_figures(results, args.output)
-    from megasink.report.grid import print_table
+    with exclusive(args.output):
+        begin(grid, args.output, runs)
+        count = f"{len(grid.cells)} cells x {len(grid.seeds)} seeds = {len(runs)} runs"
+        say(f"grid {args.output}: {count}, {jobs} at a time")
+        for way in dict.fromkeys(run.way for run in runs):
+            what = f"forked, {threads} threads each" if way.name == "fork" else "launched"
+            say(f"runs are {what}: {way.why}" if forked else f"some runs are {what}: {way.why}")
+        outcome = run_all(
+            runs,
+            grid,
+            args.output,
+            jobs=jobs,
+            threads=threads,
+            after=partial(write_results, grid, args.output),
+        )
+        results = write_results(grid, args.output, outcome)
+        with progress("figures", None, "figures"):
+            write_figures(results, args.output)
+        from megasink.report.grid import print_table
 
-    print_table(results)
-    say(f"wrote {args.output}/results.json, table.csv, table.md, grid.png, curves.png")
-    for name, failure in outcome.failures.items():
-        print(f"megasink: error: {name}: {failure}", file=sys.stderr)
-    return 2 if outcome.failures else 0
+        print_table(results)
+        say(f"wrote {args.output}/results.json, table.csv, table.md, grid.png, curves.png")
+        for name, failure in outcome.failures.items():
+            print(f"megasink: error: {name}: {failure}", file=sys.stderr)
+        return 2 if outcome.failures else 0
 
 
 def _parser() -> argparse.ArgumentParser:

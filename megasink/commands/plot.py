@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megasink.command_line import CommandParser
 from megasink.plugins import add_flag
+from megasink.probe.options import add_overwrite
 from megasink.report.metrics import read_metrics
 
 
@@ -14,9 +15,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_flag(parser)
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--output", type=Path, help="PNG to write; default: RUN/curves.png")
+    add_overwrite(parser)
     args = parser.parse_args(argv)
     lines = read_metrics(args.run)
     from megasink.report.curves import draw_run
+    from megasink.report.style import comment_of
 
-    print(draw_run(args.run, args.output, lines))
+    comment = None
+    if args.output is not None:
+        run = args.run.resolve()
+        comment = comment_of(args.output, f"plot {run.name}", [run], overwrite=args.overwrite)
+    print(draw_run(args.run, args.output, lines, comment))
     return 0

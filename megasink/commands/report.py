@@ -5,7 +5,9 @@ from pathlib import Path
 
 from megasink.command_line import CommandParser
 from megasink.errors import ConfigError
+from megasink.output_folder import exclusive, results_in
 from megasink.plugins import add_flag
+from megasink.probe.options import add_overwrite
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -14,6 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_flag(parser)
     parser.add_argument("analyses", type=Path, nargs="+", help="output folders of megasink analyze")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    add_overwrite(parser)
     parser.add_argument("--pdf", action="store_true", help="also save the figures as PDF")
     args = parser.parse_args(argv)
     if problems := [
@@ -25,6 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     kinds = ("png", "pdf") if args.pdf else ("png",)
     from megasink.report.pages import write_report
 
-    write_report(args.analyses, args.output, kinds=kinds)
+    if args.analyses == [args.output]:  # the page of an analysis, beside its numbers
+        with exclusive(args.output):
+            write_report(args.analyses, args.output, kinds=kinds)
+    else:
+        about = {"analyses": [path.resolve() for path in args.analyses], "--pdf": args.pdf}
+        with results_in(args.output, "report", about, overwrite=args.overwrite) as record:
+            record()
+            write_report(args.analyses, args.output, kinds=kinds)
     print(f"wrote {args.output}/report.html")
     return 0

@@ -5,12 +5,14 @@ import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megasink.checkpoint.find import find_checkpoint
 from megasink.checkpoint.intact import checkpoint_path, iterations
 from megasink.commands.analyze import open_checkpoint
 from megasink.diagnostics.results import Results
 from megasink.errors import UserError
+from megasink.output_folder import results_in
 from megasink.probe import options
 from megasink.probe.ranks import Ranks, taking_part
 from megasink.process import prepare_quietly
@@ -28,11 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = options.parser("megasink trace", main.__doc__).parse_args(argv)
         made = _made_in_training(args.model)
         name = args.name or args.model.resolve().name
+        about = {"run": args.model.resolve(), "--name": name, "--data": args.data}
         if made and not args.data and args.inputs == ["natural"]:
             if ranks.rank == 0:
                 from megasink.report.analysis import read_analysis
 
-                _write(args.output, [read_analysis(folder).results for folder in made], name)
+                results = [read_analysis(folder).results for folder in made]
+                with _holding(args, about, ranks) as record:
+                    record()
+                    _write(args.output, results, name)
             return 0
         options.check(args, is_run=True)
         newest = find_checkpoint(args.model)
@@ -40,12 +46,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepare_quietly(cpu=args.device == "cpu")
         from megasink.checkpoint.load import single_process
 
-        with single_process():
+        with single_process(), _holding(args, about, ranks) as record:
             analyses = _analyze_all(args, steps, ranks)
-        if ranks.rank == 0:
-            links = [f"{checkpoint_path(Path(), step)}/report.html" for step in steps]
-            _write(args.output, analyses, name, links)
+            if ranks.rank == 0:
+                links = [f"{checkpoint_path(Path(), step)}/report.html" for step in steps]
+                record()
+                _write(args.output, analyses, name, links)
     return 0
+
+
+def _holding(args: argparse.Namespace, about: dict[str, Any], ranks: Ranks) -> Any:
+    """Hold OUTPUT; the analyses in it, one for each checkpoint, compare their own settings."""
+    writes = not ranks.rank
+    return results_in(args.output, "trace", about, overwrite=args.overwrite, writes=writes)
 
 
 def _made_in_training(run: Path) -> list[Path]:

@@ -1,8 +1,6 @@
 """The files of a data set: their names, a lock on them, and their publication all at once."""
 
-import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +10,7 @@ from typing import Any, NamedTuple
 from megasink.atomic import sync, sync_folder
 from megasink.data.object_store import is_stored
 from megasink.errors import UserError
+from megasink.output_folder import locked
 
 LOSS_MASK = "_loss_mask"
 """Appended to the prefix of chat data: a data set of its own, with a byte for each token."""
@@ -74,17 +73,14 @@ def output_problems(prefix: Path, inputs: Sequence[str], *, overwrite: bool) -> 
 def writing(prefix: Path) -> Iterator[None]:
     """Lock `prefix` for this run, and remove its partial files at the end.
 
-    They stay after an interrupt, as they do after a kill: the same command goes on from them. The
-    lock is the kernel's, so a dead process holds none. A non-empty file of that name belongs to
-    someone else: it is locked, and left as it is.
+    They stay after an interrupt, as they do after a kill: the same command goes on from them.
 
     Raises:
         UserError: another run holds the lock, or a file cannot be written.
     """
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
-        lock = file_of(prefix, ".lock")
-        with _locked(lock, prefix):
+        with locked(file_of(prefix, ".lock"), prefix):
             try:
                 yield
             except KeyboardInterrupt:
@@ -96,31 +92,8 @@ def writing(prefix: Path) -> Iterator[None]:
                 raise
             else:
                 clear_partial(prefix)
-            finally:
-                if lock.stat().st_size == 0:
-                    lock.unlink()
     except OSError as error:
         raise UserError(f"{prefix} cannot be written: {error.strerror or error}") from error
-
-
-@contextmanager
-def _locked(lock: Path, prefix: Path) -> Iterator[None]:
-    while True:
-        # Do not block if the name is a pipe.
-        file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
-        try:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"another run is writing {prefix}: wait for it") from None
-            except OSError:
-                pass  # a file system without locks
-            # The previous run may have removed the file between our open and lock.
-            if lock.exists() and os.path.samestat(os.fstat(file), lock.stat()):
-                yield
-                return
-        finally:
-            os.close(file)
 
 
 def clear_partial(prefix: Path) -> None:

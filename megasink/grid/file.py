@@ -20,7 +20,8 @@ PLACES = ("out", "run")
 # What the grid sets itself, and where it stands in the file.
 OWN = {"seed": "in seeds", "run-dir": "by the grid", "resume": "by the grid"}
 # Files and folders of the output beside those of the cells.
-_TAKEN = {"data", "grid.json", "results.json", "table.csv", "table.md", "grid.png", "curves.png"}
+FILES = {"results.json", "table.csv", "table.md", "grid.png", "curves.png"}
+_TAKEN = FILES | {"data", "grid.json"}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from megasink.command_line import flag_problems
 from megasink.errors import ConfigError, UserError, unknown_name
 from megasink.flag_file import flag_words, refused
 from megasink.grid import collect
-from megasink.grid.file import Cell, GridFile, filled
+from megasink.grid.file import FILES, Cell, GridFile, filled
 from megasink.grid.measurements import MEASUREMENTS
 from megasink.grid.start import Way, way_of
 from megasink.json_file import read_object
@@ -151,7 +151,8 @@ def _folder_problems(grid: GridFile, out: Path) -> Iterator[str]:
         yield f"--output {out} is a file: give a folder"
         return
     if not (out / _GRID).is_file():
-        taken = [cell.folder for cell in grid.cells if (out / cell.folder).exists()]
+        written = (*(cell.folder for cell in grid.cells), *FILES)
+        taken = [name for name in written if (out / name).exists()]
         if taken:
             yield f"--output {out} holds {taken[0]}, which is not of a grid: choose another folder"
         return

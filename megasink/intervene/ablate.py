@@ -4,7 +4,7 @@ Shapes: N samples, L layers, H heads.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rich.console import Console
@@ -20,6 +20,8 @@ from megasink.intervene.record import changes_of
 from megasink.intervene.settings import Setting, Thresholds, settings_of, thresholds_of
 from megasink.intervene.summary import summarize
 from megasink.intervene.task_loading import LoadedTasks
+from megasink.json_file import read_value
+from megasink.output_folder import results_in
 from megasink.probe.analysis import bytes_by_token
 from megasink.probe.base import ProbedModel
 from megasink.probe.identity import weights_hash
@@ -27,6 +29,9 @@ from megasink.probe.ranks import Ranks
 from megasink.probe.samples import model_samples
 from megasink.progress import progress
 from megasink.report.ablation import write_ablation
+
+# With more of these a sweep measures what is new, and has all that it had.
+_GROWS = ("--score", "--zeroed", "--seeds", "--heads", "--layer")
 
 
 def ablate(
@@ -51,6 +56,32 @@ def ablate(
     """
     _check_layer(args, model)
     on = _ground(args, model, ranks, tasks)
+    weights = weights_hash(model.module)
+    about = facts_of(model, weights, on, Setting(UNCHANGED, UNCHANGED))
+    del about["interventions"]
+    names = (*_GROWS, "--calibration", "--name", "--seed")
+    about |= {name: getattr(args, name.strip("-").replace("-", "_")) for name in names}
+    if args.interventions is not None:
+        about["--interventions"] = read_value(args.interventions)
+    with results_in(
+        args.output,
+        "ablate",
+        about,
+        overwrite=args.overwrite,
+        grows=_GROWS,
+        writes=not ranks.rank,
+    ) as record:
+        return _ablate(args, model, ranks, on, weights, record)
+
+
+def _ablate(
+    args: argparse.Namespace,
+    model: ProbedModel,
+    ranks: Ranks,
+    on: Ground,
+    weights: str,
+    record: Callable[[], None],
+) -> AblationResults | None:
     folder = PointFolder(args.output / "points")
     ranks.enter(f"{args.output}/points")
     if ranks.rank:
@@ -60,7 +91,6 @@ def ablate(
         folder.open()
         ranks.reach("opened")
     ranks.enter(f"{args.output}/scores")
-    weights = weights_hash(model.module)
     thresholds = _thresholds(args, model, weights, on, folder, ranks)
     settings = settings_of(args, model.heads, thresholds)
     _check_fit(settings, model)
@@ -98,6 +128,7 @@ def ablate(
     if args.layer == 0 and isinstance(on, Texts):
         alone = [s for s in settings if s.row in (UNCHANGED, "layer 0")]
         tsne = activations(model, on, alone, weights, folder, args.seed)
+    record()
     write_ablation(results, arrays, tsne, args.output)
     return results
 

@@ -23,13 +23,21 @@ _COLORS = (PALETTE[0], PALETTE[5], PALETTE[2], GRAY, PALETTE[4], PALETTE[3], "#e
 
 
 @styled()
-def draw(stages: Sequence[Stage], device: str, gpu: GPU, title: str, output: Path) -> Path:
+def draw(
+    stages: Sequence[Stage],
+    device: str,
+    gpu: GPU,
+    title: str,
+    output: Path,
+    comment: str | None = None,
+) -> Path:
     """Write the figure as a PNG, and return its path.
 
     Args:
         stages: Of `megasink.plan.job.memory`.
         device: Name of the GPU, whose memory is marked.
         title: Above the figure.
+        comment: In the file (`megasink.report.style.comment_of`).
 
     Raises:
         OSError: It cannot be written.
@@ -48,7 +56,7 @@ def draw(stages: Sequence[Stage], device: str, gpu: GPU, title: str, output: Pat
     label(axis, "", "", "GiB of a rank")
     figure.legend(loc="outside lower center", ncols=4)
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
-    save(figure, output)
+    save(figure, output, comment)
     return output
 
 

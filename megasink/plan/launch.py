@@ -20,6 +20,7 @@ from megasink.plan.alternatives import alternatives
 from megasink.plan.devices import DEVICES
 from megasink.plan.helper import ANSWER
 from megasink.plan.job import Record, memory, rank_of, stages_to_step
+from megasink.probe.options import add_overwrite
 from megasink.progress import Tell, progress
 from megasink.train import early
 
@@ -45,13 +46,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = early.read(flags)
     early.refuse(options, args.ranks)
     ranks = early.replica_ranks(options) if args.ranks is None else args.ranks
+    comment = None
+    if args.output is not None:
+        from megasink.report.style import comment_of
+
+        of, overwrite = [ranks, args.device, *flags], args.overwrite
+        line = f"plan --ranks {ranks} --device {args.device}"
+        comment = comment_of(args.output, line, of, overwrite=overwrite)
     with Helper(DEVICES[args.device].capability, flags) as helper:
         records, others = _step(helper, ranks, flags, what_if=args.what_if)
     from megasink.plan.show import as_json, show
 
     gpu = DEVICES[args.device]
     if args.output is not None:  # first: a reader of the lines may leave
-        _draw(records, args.device, args.output)
+        _draw(records, args.device, args.output, comment)
     if args.json:
         print(as_text(as_json(records, others, gpu, args.utilization)))
     else:
@@ -59,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _draw(records: Sequence[Record], device: str, output: Path) -> None:
+def _draw(records: Sequence[Record], device: str, output: Path, comment: str | None) -> None:
     """Write the figure.
 
     Raises:
@@ -70,7 +78,7 @@ def _draw(records: Sequence[Record], device: str, output: Path) -> None:
     facts = records[0]["job"]
     title = f"megasink plan: memory of a rank, {facts['ranks']:,} x {device}"
     try:
-        draw(memory(records), device, DEVICES[device], title, output)
+        draw(memory(records), device, DEVICES[device], title, output, comment)
     except OSError as error:
         raise UserError(f"{output}: {error.strerror}") from error
     print(output, file=sys.stderr)
@@ -127,6 +135,7 @@ def _parser() -> argparse.ArgumentParser:
         "parallelism, distributed optimizer, unfused attention",
     )
     parser.add_argument("--output", type=Path, help="PNG to write: memory by stage and part")
+    add_overwrite(parser)
     add_json(parser)
     plugins.add_flag(parser)
     # As on the line of train; a plan writes nothing.

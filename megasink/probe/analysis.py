@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import hashlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import numpy as np
 from megasink.diagnostics import metrics
 from megasink.diagnostics.results import Results
 from megasink.errors import UserError
+from megasink.output_folder import results_in
 from megasink.probe.base import ProbedModel
 from megasink.probe.geometry import project, read_rows
 from megasink.probe.identity import identity
+from megasink.probe.inputs import Sample
 from megasink.probe.maps import asked_heads, geometry, telling_heads
+from megasink.probe.measurements import Measurements
 from megasink.probe.ranks import Ranks
 from megasink.probe.recorder import Recorder
 from megasink.probe.run import run
@@ -42,8 +46,8 @@ def analyze(
 
     Raises:
         UserError: sequences exceed the positions, token ids exceed the vocabulary, there is no
-            text, `--maps` names a missing head, or the folder cannot be written or holds another
-            unfinished analysis.
+            text, `--maps` names a missing head, or the folder cannot be written, is written by
+            another process, or holds other results or another unfinished analysis.
     """
     heads, first = model.heads, model.first
     asked = asked_heads(args.maps or [], heads)
@@ -56,40 +60,60 @@ def analyze(
     digest = hashlib.sha256(repr((facts, drawn)).encode()).hexdigest()
     if not again and (made := _made_before(args.output, digest)) is not None:
         return None if ranks.rank else made
-    partial = PartialFolder(args.output / "partial", facts)
-    device, tokenizer, open_probe = model.device, model.tokenizer, model.open_probe
-    with open_probe(recorder) as probe:
-        measurements = run(
+    names = ("--name", "--seed", "--maps", "--map-length", "metrics")
+    settings = facts | dict(zip(names, drawn, strict=True))
+    overwrite, first_rank = args.overwrite, not ranks.rank
+    with results_in(
+        args.output, "analyze", settings, overwrite=overwrite, writes=first_rank
+    ) as record:
+        partial = PartialFolder(args.output / "partial", facts, overwrite=overwrite)
+        measurements = _measured(args, model, samples, recorder, partial, ranks)
+        if measurements is None:
+            return None
+        points = project(read_rows(model.open_probe, samples, device=model.device), seed=args.seed)
+        maps = None
+        if args.maps is not None:
+            values = measurements.analysis_values(args.seed).whole
+            maps = geometry(
+                model.open_probe,
+                [samples[sample.index] for sample in measurements.samples],
+                heads,
+                asked or telling_heads(values["awft"].numpy(), values["importance"].numpy()),
+                length=args.map_length + len(first),
+                batch_size=args.batch_size,
+                device=model.device,
+                text_of=lambda token: model.tokenizer.decode([token]),
+            )
+        options = vars(args) | {"identity": digest, "weights": facts["weights"]}
+        record()
+        results = write_analysis(
+            args.output, measurements, samples, model.facts, options, points, maps
+        )
+        partial.remove()
+    return results
+
+
+def _measured(
+    args: argparse.Namespace,
+    model: ProbedModel,
+    samples: Sequence[Sample],
+    recorder: Recorder,
+    partial: PartialFolder,
+    ranks: Ranks,
+) -> Measurements | None:
+    """Run the samples; None on every process except rank 0."""
+    with model.open_probe(recorder) as probe:
+        return run(
             probe,
             recorder,
             samples,
             batch_size=args.batch_size,
-            device=device,
+            device=model.device,
             loss=args.loss,
-            token_bytes=bytes_by_token(tokenizer, ranks) if args.loss else None,
+            token_bytes=bytes_by_token(model.tokenizer, ranks) if args.loss else None,
             partial=partial,
             ranks=ranks,
         )
-    if measurements is None:
-        return None
-    points = project(read_rows(open_probe, samples, device=device), seed=args.seed)
-    maps = None
-    if args.maps is not None:
-        values = measurements.analysis_values(args.seed).whole
-        maps = geometry(
-            open_probe,
-            [samples[sample.index] for sample in measurements.samples],
-            heads,
-            asked or telling_heads(values["awft"].numpy(), values["importance"].numpy()),
-            length=args.map_length + len(first),
-            batch_size=args.batch_size,
-            device=device,
-            text_of=lambda token: tokenizer.decode([token]),
-        )
-    options = vars(args) | {"identity": digest, "weights": facts["weights"]}
-    results = write_analysis(args.output, measurements, samples, model.facts, options, points, maps)
-    partial.remove()
-    return results
 
 
 def _made_before(output: Path, digest: str) -> Results | None:

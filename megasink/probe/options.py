@@ -12,6 +12,7 @@ from megasink.data.corpus import STDLIB
 from megasink.data.text_tokenizer import add_parse_special_tokens
 from megasink.definitions import MAP_TOKENS
 from megasink.errors import ConfigError
+from megasink.output_folder import foreign_contents
 from megasink.plugins import add_flag
 from megasink.probe.head_names import parse_head
 from megasink.probe.replacing import add_replacement_flags, replacement_problems
@@ -77,6 +78,7 @@ def weights_parser(prog: str, description: str | None) -> argparse.ArgumentParse
         "model", type=Path, metavar="MODEL", help="Hugging Face model folder, or a run"
     )
     parser.add_argument("--output", type=Path, required=True, help="output folder")
+    add_overwrite(parser)
     parser.add_argument("--name", help="model name in tables and figures (default: the folder's)")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer folder (default: MODEL)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: the model's")
@@ -93,6 +95,13 @@ def weights_parser(prog: str, description: str | None) -> argparse.ArgumentParse
     )
     add_flag(parser)
     return parser
+
+
+def add_overwrite(parser: argparse.ArgumentParser) -> None:
+    """Add ``--overwrite``, as every command that writes results has it."""
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace results of other settings in --output"
+    )
 
 
 def model_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
@@ -162,6 +171,8 @@ def weights_problems(args: argparse.Namespace, *, is_run: bool) -> list[str]:
         problems.append(f"--tokenizer {args.tokenizer} is not a folder")
     if problem := _folder_problem(args.output):
         problems.append(f"--output {args.output} {problem}")
+    elif not args.overwrite and (problem := foreign_contents(args.output)):
+        problems.append(problem)
     if args.device is not None and (problem := _device_problem(args.device)):
         problems.append(f"--device {args.device}: {problem}")
     return problems

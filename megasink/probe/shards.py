@@ -12,6 +12,7 @@ from typing import Any
 
 from megasink.atomic import atomic_text
 from megasink.errors import UserError
+from megasink.output_folder import differences
 from megasink.probe.inputs import Sample, equal_lengths
 from megasink.probe.measurements import ShardMeasurements
 
@@ -50,10 +51,11 @@ class PartialFolder:
     Args:
         folder: OUTPUT/partial.
         identity: everything that the shards depend on; shards with another identity are rejected.
+        overwrite: delete those instead.
     """
 
-    def __init__(self, folder: Path, identity: dict[str, Any]):
-        self._folder = folder
+    def __init__(self, folder: Path, identity: dict[str, Any], *, overwrite: bool = False):
+        self._folder, self._overwrite = folder, overwrite
         self._identity = json.loads(json.dumps(identity))
         self._made = False
 
@@ -121,22 +123,16 @@ class PartialFolder:
         return self._folder / f"shard_{number:05d}.npz"
 
     def _compare(self, before: dict[str, Any]) -> None:
-        different = [
-            f"{key} {_short(before.get(key))} -> {_short(value)}"
-            for key, value in self._identity.items()
-            if before.get(key) != value
-        ]
-        if different:
+        different = differences(before, self._identity)
+        if different and self._overwrite:
+            self.remove()
+            self.open(0)
+        elif different:
             raise UserError(
                 f"{self._folder} holds an unfinished analysis with other settings "
-                f"({'; '.join(different)}): repeat the command that started it, delete the folder, "
-                "or choose another --output"
+                f"({'; '.join(different)}): repeat the command that started it, replace it with "
+                "--overwrite, or choose another --output"
             )
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 24 else f"{text[:12]}..."
 
 
 def check_shared(path: Path) -> None:

@@ -21,6 +21,7 @@ from megasink.diagnostics.results import FORMAT, ModelFacts, SweepResults, Sweep
 from megasink.diagnostics.thresholds import inactive, share_by_layer, threshold
 from megasink.diagnostics.tokens import repeated_first_token
 from megasink.errors import UserError
+from megasink.output_folder import results_in
 from megasink.probe.base import ProbedModel
 from megasink.probe.identity import identity
 from megasink.probe.inputs import (
@@ -77,7 +78,7 @@ def sweep(args: argparse.Namespace, model: ProbedModel, ranks: Ranks) -> SweepRe
     Raises:
         UserError: texts are too short, sequences exceed the positions, or there is no BOS.
     """
-    heads, tokenizer, positions, first = model.heads, model.tokenizer, model.positions, model.first
+    tokenizer, positions, first = model.tokenizer, model.positions, model.first
     settings = settings_of(args, tokenizer)
     longest = max(s.length + s.copies - (s.bos == "none") for s in settings) + len(first)
     if positions is not None and longest > positions:
@@ -87,34 +88,68 @@ def sweep(args: argparse.Namespace, model: ProbedModel, ranks: Ranks) -> SweepRe
         )
     contents = contents_of(args, tokenizer)
     replaced = replacement_for(args, model)
-    measured: list[tuple[Setting, Measurements]] = []
-    partials = []
-    for setting in settings:
-        samples = samples_of(setting, contents, first, tokenizer.bos_token_id, replaced)
-        recorder = Recorder(heads, METRICS, positions=1, columns=COLUMNS)
-        ranks.enter(f"{args.output}/{setting.label}")
-        facts = identity(args, model.module, samples, model.facts, recorder.metrics)
-        partial = PartialFolder(args.output / "partial" / setting.label, facts)
-        with model.open_probe(recorder) as probe:
-            measurements = run(
-                probe,
-                recorder,
-                samples,
-                batch_size=args.batch_size,
-                device=model.device,
-                partial=partial,
-                ranks=ranks,
-            )
-        partials.append(partial)
-        if measurements is not None:
-            measured.append((setting, measurements))
-    if ranks.rank:
-        return None
+    about = identity(args, model.module, contents, model.facts, METRICS)
+    about |= {"--max-samples": args.max_samples, "--lengths": args.lengths, "--bos": args.bos}
+    about |= {"--first-token-copies": args.first_token_copies, "--name": args.name}
+    about |= {"replaced": [args.replaced_positions, args.replaced_with]}
+    overwrite, first_rank = args.overwrite, not ranks.rank
+    with results_in(args.output, "sweep", about, overwrite=overwrite, writes=first_rank) as record:
+        measured, partials = [], []
+        for setting in settings:
+            samples = samples_of(setting, contents, first, tokenizer.bos_token_id, replaced)
+            partial, measurements = _measured(args, model, setting, samples, ranks)
+            partials.append(partial)
+            if measurements is not None:
+                measured.append((setting, measurements))
+        if ranks.rank:
+            return None
+        results, arrays = _results(args, model, contents, measured)
+        record()
+        write_sweep(results, arrays, args.output)
+        for partial in partials:
+            partial.remove()
+        (args.output / "partial").rmdir()
+    return results
+
+
+def _measured(
+    args: argparse.Namespace,
+    model: ProbedModel,
+    setting: Setting,
+    samples: Sequence[Sample],
+    ranks: Ranks,
+) -> tuple[PartialFolder, Measurements | None]:
+    """Run the samples of a row; None on every process except rank 0."""
+    recorder = Recorder(model.heads, METRICS, positions=1, columns=COLUMNS)
+    ranks.enter(f"{args.output}/{setting.label}")
+    facts = identity(args, model.module, samples, model.facts, recorder.metrics)
+    folder = args.output / "partial" / setting.label
+    partial = PartialFolder(folder, facts, overwrite=args.overwrite)
+    with model.open_probe(recorder) as probe:
+        measurements = run(
+            probe,
+            recorder,
+            samples,
+            batch_size=args.batch_size,
+            device=model.device,
+            partial=partial,
+            ranks=ranks,
+        )
+    return partial, measurements
+
+
+def _results(
+    args: argparse.Namespace,
+    model: ProbedModel,
+    contents: Sequence[Sample],
+    measured: Sequence[tuple[Setting, Measurements]],
+) -> tuple[SweepResults, dict[str, Any]]:
+    """Return the contents of sweep.json and of sweep.npz."""
     set_by, thresholds, rows = summarize_sweep(measured)
     results = SweepResults(
         format=FORMAT,
         megasink=megasink.__version__,
-        model=ModelFacts(**model.facts, layers=len(heads), heads=heads),
+        model=ModelFacts(**model.facts, layers=len(model.heads), heads=model.heads),
         data=[str(source) for source in args.data],
         max_samples=args.max_samples,
         data_sha256=data_hash(contents),
@@ -124,16 +159,11 @@ def sweep(args: argparse.Namespace, model: ProbedModel, ranks: Ranks) -> SweepRe
         thresholds=thresholds,
         rows=rows,
     )
-    arrays = {
+    return results, {
         f"{name}/{setting.label}": measurements.analysis_values(SEED).by_sample[name].numpy()
         for setting, measurements in measured
         for name in SCORES
     }
-    write_sweep(results, arrays, args.output)
-    for partial in partials:
-        partial.remove()
-    (args.output / "partial").rmdir()
-    return results
 
 
 def settings_of(args: argparse.Namespace, tokenizer: Any) -> list[Setting]:

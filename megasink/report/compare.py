@@ -32,6 +32,7 @@ def draw_comparison(
     cells: Mapping[str, CellResults] | None = None,
     x: str = "step",
     factor: float = EMA,
+    comment: str | None = None,
 ) -> None:
     """Draw the curves of several runs in the same axes (P0.20, P1.41).
 
@@ -41,6 +42,7 @@ def draw_comparison(
         x: "step" or "tokens".
         factor: of the exponential moving average of training loss and imbalance; those of cells
             have `EMA`.
+        comment: in the file (`megasink.report.style.comment_of`).
     """
     cells = cells or {}
     figure, (axes,) = panels(1, 3, 4.2, width=14)
@@ -78,7 +80,7 @@ def draw_comparison(
             zoom(axis)
     # Below the spike marks.
     axes[0].legend(loc="upper right", bbox_to_anchor=(1, 0.96))
-    save(figure, output)
+    save(figure, output, comment)
 
 
 def _plural(spikes: int) -> str:

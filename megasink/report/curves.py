@@ -33,24 +33,28 @@ def series(
 
 
 def draw_run(
-    run_dir: Path, output: Path | None = None, lines: list[dict[str, Any]] | None = None
+    run_dir: Path,
+    output: Path | None = None,
+    lines: list[dict[str, Any]] | None = None,
+    comment: str | None = None,
 ) -> Path:
     """Draw the figure of a run, by default to RUN/curves.png, and return its path.
 
     Args:
         lines: of its metrics.jsonl, if they are read already.
+        comment: in the file (`megasink.report.style.comment_of`).
 
     Raises:
         UserError: as in `read_metrics`.
     """
     lines = read_metrics(run_dir) if lines is None else lines
     output = output or run_dir / "curves.png"
-    _draw(lines, _title(run_dir), output)
+    _draw(lines, _title(run_dir), output, comment)
     return output
 
 
 @styled()
-def _draw(lines: list[dict[str, Any]], title: str, output: Path) -> None:
+def _draw(lines: list[dict[str, Any]], title: str, output: Path, comment: str | None) -> None:
     count = 3 + any("valid_bits_per_byte" in line for line in lines)
     figure, (axes,) = panels(1, count, 4.2, width=14 / 3 * count)
     _draw_loss(axes[0], lines)
@@ -59,7 +63,7 @@ def _draw(lines: list[dict[str, Any]], title: str, output: Path) -> None:
     _draw_imbalance(axes[-2], lines)
     _draw_importance(figure, axes[-1], lines)
     figure.suptitle(title, fontsize=11)
-    save(figure, output)
+    save(figure, output, comment)
 
 
 def _title(run_dir: Path) -> str:

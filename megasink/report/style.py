@@ -5,16 +5,19 @@ are also drawn during training). `styled` draws the names of models, datasets an
 dollar signs included.
 """
 
+import hashlib
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
+from megasink.errors import UserError
 from megasink.printable import printable
 from megasink.report.analysis import Analysis
 
@@ -104,22 +107,48 @@ def even_panels(count: int, most: int, height: float, **options: Any) -> tuple[A
     return figure, axes.flat[:count]
 
 
-def rendered(figure: Any, kind: str = "png") -> bytes:
+def rendered(figure: Any, kind: str = "png", comment: str | None = None) -> bytes:
     """Render the figure to a file's bytes, "png" or "pdf", without a date."""
     stream = BytesIO()
-    metadata = {"Software": None} if kind == "png" else {"CreationDate": None}
+    metadata = {"CreationDate": None} if kind == "pdf" else {"Software": None, "Comment": comment}
     figure.savefig(stream, dpi=DPI, format=kind, metadata=metadata)
     return stream.getvalue()
 
 
-def save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path, comment: str | None = None) -> None:
     """Write the figure as a PNG, creating its folder.
+
+    Args:
+        comment: of `comment_of`.
 
     Raises:
         OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(rendered(figure))
+    path.write_bytes(rendered(figure, comment=comment))
+
+
+def comment_of(output: Path, line: str, of: Sequence[object], *, overwrite: bool) -> str:
+    """Return the comment in a picture that a command is about to write: what it is of.
+
+    Args:
+        line: the command, with what names its picture.
+        of: all that the picture depends on.
+
+    Raises:
+        UserError: the file exists, is of something else, and `overwrite` is not set.
+    """
+    digest = hashlib.sha256(repr([*map(str, of)]).encode()).hexdigest()[:12]
+    comment, before = f"megasink {line} ({digest})", None
+    if overwrite or not output.exists():
+        return comment
+    with suppress(OSError, ValueError, SyntaxError), Image.open(output, formats=["PNG"]) as image:
+        before = image.info.get("Comment")
+    if before == comment:
+        return comment
+    known = isinstance(before, str) and before.startswith("megasink ")
+    what = f"is of `{printable(str(before))[:200]}`" if known else "exists, and is not of megasink"
+    raise UserError(f"--output {output} {what}: choose another, or replace it with --overwrite")
 
 
 def model_colors(count: int) -> list[Any]:

@@ -119,7 +119,7 @@ def test_two_models_on_one_page(analyzed, tmp_path, capsys, monkeypatch):
     folders = f"{analyzed}/llama {analyzed}/gpt-oss"
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "head_9.9.png").write_bytes(b"of an earlier report")
-    assert main(f"report {folders} --output {tmp_path} --pdf".split()) == 0
+    assert main(f"report {folders} --output {tmp_path} --pdf --overwrite".split()) == 0
     names = {path.stem for path in (tmp_path / "figures").glob("*.png")}
     assert "head_9.9" not in names
     assert names == {path.stem for path in (tmp_path / "figures").glob("*.pdf")}
@@ -161,7 +161,7 @@ def test_maps_of_an_earlier_analysis_do_not_stay(analyzed, folder, tmp_path, mon
     monkeypatch.setattr(pages, "figures", lambda analyses, kinds: [])
     (tmp_path / "maps.npz").write_bytes(b"old")
     command = f"analyze {folder}/llama --data {folder}/prose.txt --output {tmp_path} --no-loss"
-    assert main([*command.split(), "--seq-length", "24", "--device", "cpu"]) == 0
+    assert main([*command.split(), "--seq-length", "24", "--device", "cpu", "--overwrite"]) == 0
     assert not (tmp_path / "maps.npz").exists()
 
 

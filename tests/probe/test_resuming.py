@@ -130,7 +130,7 @@ def test_a_full_disk_loses_nothing(folder, tmp_path, capsys, monkeypatch):
         assert analyze(folder, output) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"megasink: error: the results cannot be written to {output} (No space")
-    assert sorted(path.name for path in output.iterdir()) == ["partial"]
+    assert sorted(path.name for path in output.iterdir()) == ["partial", "settings.json"]
     assert analyze(folder, output) == 0
     assert f"resuming: {SHARDS} of {SHARDS} shards" in capsys.readouterr().err
     assert results(output) == results(folder / "whole")

@@ -1,0 +1,178 @@
+"""The folder of a command's results: one process at a time writes it, and results of other settings
+are replaced only where somebody insists.
+
+FOLDER/settings.json names the command and the settings of the results.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+from megasink.atomic import atomic_text
+from megasink.errors import UserError
+from megasink.json_file import read_object
+
+SETTINGS = "settings.json"
+LOCK = ".lock"
+# What a stopped command leaves, and goes on from.
+_PARTS = ("partial", "points", "iter_*", LOCK)
+_CURE = "choose another --output, or replace it with --overwrite"
+
+
+@contextmanager
+def results_in(
+    folder: Path,
+    command: str,
+    settings: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
+    grows: Collection[str] = (),
+    writes: bool = True,
+) -> Iterator[Callable[[], None]]:
+    """Hold the folder of a command's results while it measures and writes.
+
+    Args:
+        command: of megasink.
+        settings: all that the results depend on, by flag or name.
+        overwrite: replace what the folder holds.
+        grows: settings that may become longer lists, by which no result is lost.
+        writes: whether this process does; another one of a group looks at nothing.
+
+    Yields:
+        a function to call before the results are written: it records the settings.
+
+    Raises:
+        UserError: another process writes to the folder, it cannot be written, or it holds something
+            else and `overwrite` is not set.
+    """
+    now = json.loads(json.dumps(settings, default=str))
+
+    def record() -> None:
+        if writes:
+            with _named(folder):
+                text = json.dumps({"command": command, "settings": now}, indent=1)
+                atomic_text(folder / SETTINGS, text + "\n")
+
+    with exclusive(folder) if writes else nullcontext():
+        if writes and not overwrite:
+            _refuse(folder, command, now, grows)
+        yield record
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Create a folder and lock it; if it is new and stays empty, it is deleted again.
+
+    Raises:
+        UserError: another process has locked it, or it cannot be written.
+    """
+    made = not folder.exists()
+    with _named(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = locked(folder / LOCK, folder)
+        lock.__enter__()
+    try:
+        yield
+    finally:
+        lock.__exit__(None, None, None)
+        if made:
+            with suppress(OSError):  # it holds the results
+                folder.rmdir()
+
+
+@contextmanager
+def locked(lock: Path, what: Path) -> Iterator[None]:
+    """Lock a file, which is created and removed again.
+
+    The lock is the kernel's, so a dead process holds none. A non-empty file of that name belongs to
+    someone else: it is locked, and left as it is.
+
+    Raises:
+        UserError: another process holds the lock on `what`.
+        OSError: the file cannot be created.
+    """
+    while True:
+        # Do not block if the name is a pipe.
+        file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"another run is writing {what}: wait for it") from None
+            except OSError:
+                pass  # a file system without locks
+            # The previous run may have removed the file between our open and lock.
+            if lock.exists() and os.path.samestat(os.fstat(file), lock.stat()):
+                try:
+                    yield
+                finally:
+                    if lock.stat().st_size == 0:
+                        lock.unlink()
+                return
+        finally:
+            os.close(file)
+
+
+def differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], grows: Collection[str] = ()
+) -> list[str]:
+    """Return "NAME OLD -> NEW" for each of the settings that differs."""
+    return [
+        f"{name} {_short(before.get(name))} -> {_short(now.get(name))}"
+        for name in {**before, **now}
+        if before.get(name) != now.get(name)
+        and not (name in grows and _holds(now.get(name), before.get(name)))
+    ]
+
+
+def foreign_contents(folder: Path) -> str | None:
+    """Return what a folder holds that is of no command, as a problem; None if there is none."""
+    if not folder.is_dir() or (folder / SETTINGS).is_file():
+        return None
+    other = [path.name for path in sorted(folder.iterdir()) if not any(map(path.match, _PARTS))]
+    if not other:
+        return None
+    return f"--output {folder} holds {other[0]}, and no results of megasink: {_CURE}"
+
+
+def _refuse(folder: Path, command: str, now: Mapping[str, Any], grows: Collection[str]) -> None:
+    """Raise UserError if a folder holds anything but results of these settings."""
+    if problem := foreign_contents(folder):
+        raise UserError(problem)
+    if not (folder / SETTINGS).is_file():
+        return
+    told = read_object(folder / SETTINGS)
+    before = told.get("settings")
+    if told.get("command") != command or not isinstance(before, dict):
+        name = str(told.get("command"))[:40]
+        raise UserError(f"--output {folder} holds results of megasink {name}: {_CURE}")
+    if different := differences(before, now, grows):
+        raise UserError(
+            f"--output {folder} holds results of other settings ({'; '.join(different)}): {_CURE}"
+        )
+
+
+def _holds(now: Any, before: Any) -> bool:
+    """Whether a setting still asks for all that it asked for before."""
+    if isinstance(before, list) and isinstance(now, list):
+        return all(entry in now for entry in before)
+    return before is None
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    most = 12 if text.isalnum() and len(text) > 24 else 150  # of a hash the start
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"--output {folder} cannot be written: {reason}") from error
