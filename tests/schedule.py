@@ -123,6 +123,7 @@ SAMPLED = {
     "tests/train/test_cures.py::test_another_learning_rate_keeps_the_moments": 4,
     "tests/train/test_example.py::test_the_example_starts_in_every_way": 2,
     "tests/train/test_recipe_models.py::test_a_recipe_from_training_to_its_export": 99,
+    "tests/train/test_sample_order.py::test_a_longer_run_sees_what_one_of_that_length_sees": 2,
     "tests/variants/test_every_variant.py::test_analysis_generation_and_export_are_those_of_the_model_that_trained": 3,  # noqa: E501
 }
 # Tests that take long and have a shorter sister in `make test`. Beginnings of node ids.
@@ -138,10 +139,12 @@ LATER = (
     "tests/layers/test_compile.py::test_one_graph_that_counts_every_call",
     "tests/lora/test_other_models.py::test_what_is_trained_beside_the_adapter",
     "tests/train/test_checkpoint_store.py::test_a_run_goes_on_from_the_store_alone[sync]",
+    "tests/train/test_checkpoint_layout.py::test_shards_load_under_another_layout",
     "tests/train/test_dead_rank.py::test_a_closed_terminal_saves_the_step",
     "tests/train/test_dead_rank.py::test_ctrl_c_in_a_start_ends_it_at_once",
     "tests/train/test_dead_rank.py::test_sigterm_then_a_killed_rank_then_the_end",
     "tests/train/test_hosts.py",
+    "tests/train/test_sample_order.py::test_a_shuffle_of_the_whole_run",
     "tests/train/test_survival.py::test_a_dead_writer_ends_the_rank_in_one_line",
     "tests/train/test_survival.py::test_a_signal_ends_every_phase_in_one_line",
     "tests/train/test_survival.py::test_torchrun_starts_the_ranks_again_and_they_go_on",

@@ -125,7 +125,8 @@ def publish(prefix: Path, suffixes: Sequence[str]) -> None:
         if suffix == ".idx" or suffix not in suffixes:
             file_of(prefix, suffix).unlink(missing_ok=True)
     # Megatron caches sample indices by prefix, regardless of the content.
-    shutil.rmtree(prefix / "cache" / "GPTDataset_indices", ignore_errors=True)
+    for cache in prefix.glob("cache/*Dataset_indices"):
+        shutil.rmtree(cache, ignore_errors=True)
     for suffix in suffixes:
         partial_of(prefix, suffix).rename(file_of(prefix, suffix))
     sync_folder(prefix.parent)

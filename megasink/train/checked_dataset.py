@@ -1,5 +1,5 @@
-"""Megatron's GPTDataset with errors that name the file and document of damaged data, and with
-replaced tokens (--replace-tokens-at).
+"""Megatron's GPTDataset with errors that name the file and document of damaged data, replaced
+tokens (--replace-tokens-at), and an order that does not depend on the length of the run.
 
 The checks before the first step read a bounded part of a large dataset. This class checks every
 sample when the data loader's workers read it.
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from megasink.errors import UserError
 from megasink.train.checks.vocabulary import known_ids, replacement_of
 from megasink.train.replacing import replace_in_sample
+from megasink.upstream.epochs import shuffling_each_epoch
 
 _BLOCK = 1 << 16  # bytes of a request to S3; a sample is a few documents in order
 
@@ -47,8 +48,11 @@ class MockGPTDataset(_WithoutPadding, gpt_dataset.MockGPTDataset):
     """Upstream's made-up data."""
 
 
-class GPTDataset(_WithoutPadding, gpt_dataset.GPTDataset):
-    """Upstream's class with checks. The names of cached sample indices contain the class name."""
+class TextDataset(_WithoutPadding, gpt_dataset.GPTDataset):
+    """Upstream's class with checks, shuffled by epoch.
+
+    The names of cached sample indices contain the class name: Megatron's have another order.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.vocabulary = known_ids(get_args())
@@ -69,7 +73,8 @@ class GPTDataset(_WithoutPadding, gpt_dataset.GPTDataset):
                 return super()._build_document_sample_shuffle_indices()
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
             self._remove_damaged_indices()
-        return super()._build_document_sample_shuffle_indices()
+        with shuffling_each_epoch(self):
+            return super()._build_document_sample_shuffle_indices()
 
     def _remove_damaged_indices(self) -> None:
         """Remove truncated indices: Megatron writes them in place, and a kill cuts them short."""

@@ -26,7 +26,7 @@ from megasink.data.tokenizer import load_tokenizer
 from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.train.chat_dataset import ChatDataset
-from megasink.train.checked_dataset import GPTDataset, MockGPTDataset, read_batch
+from megasink.train.checked_dataset import MockGPTDataset, TextDataset, read_batch
 from megasink.train.packing import boundaries
 from megasink.train.replacing import text_targets
 from megasink.train.sink_token import with_sink_token
@@ -84,7 +84,7 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
     def built_here() -> bool:
         return bool(mpu.get_tensor_model_parallel_rank() == 0 and _reads(args, vp_stage))
 
-    text = MockGPTDataset if args.mock_data else GPTDataset
+    text = MockGPTDataset if args.mock_data else TextDataset
     kind = ChatDataset if args.chat_data else text
     builder = BlendedMegatronDatasetBuilder(kind, samples, built_here, dataset_config(args))
     with reading_stores(args):

@@ -43,7 +43,7 @@ from megasink.printable import printable
 from megasink.recipes import OF_RUN
 from megasink.train import lora_base
 from megasink.train.checkpoint_copies import ARRIVING, prepare
-from megasink.train.differences import differences_of
+from megasink.train.differences import differences_of, redrawn
 from megasink.train.lease import is_part_of_a_lease
 from megasink.train.replay import flags_of_words
 from megasink.upstream.versions import versions
@@ -79,7 +79,8 @@ def problems(args: Namespace) -> list[str]:
     if config.is_file() and has_finished_step(folder):
         try:
             saved = read_object(config)
-            if args.resume and (problem := _elsewhere(saved, args)):
+            problem = _elsewhere(saved, args) or redrawn(saved["arguments"], args)
+            if args.resume and problem:
                 return [problem]
             differences = differences_of(config, saved, args, IDENTITY)
         except UserError as error:

@@ -89,6 +89,17 @@ SAVED_SCHEDULE = _patch(
     "max_lr = param_group.get('max_lr', self.max_lr)",
     test="tests/train/test_cures.py",
 )
+SHARDED_STATES = _patch(
+    "states of shards of float32 parameters",
+    "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer",
+    "load_parameter_state_from_dp_reshardable",
+    "they are copied into views of parameters that require a gradient, which fails",
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer: "
+    "def load_parameter_state_from_dp_reshardable(self, state_dict)",
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer."
+    "_set_main_param_and_optimizer_states: dst_tensors[key].copy_(tensors[key])",
+    test="tests/train/test_checkpoint_layout.py",
+)
 GRADIENT_NORM = _patch(
     "norm of the gradients",
     "megatron.core.optimizer.clip_grads",
@@ -119,13 +130,14 @@ def mend_upstream() -> None:
     Raises:
         UserError: upstream's source has changed, or its dataset helpers cannot be imported.
     """
+    import torch
     from megatron.core import optimizer
     from megatron.core.optimizer import clip_grads
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import ChainedOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    from megasink.upstream import copies, muon
+    from megasink.upstream import copies, epochs, muon
     from megasink.upstream.adam import GroupStepAdam
 
     if DATASET_HELPERS.is_active:
@@ -140,12 +152,15 @@ def mend_upstream() -> None:
     FLOAT32_STATES.apply(**{name: _with_every_parameter(f) for name, f in methods.items()})
     load = _with_own_settings(ChainedOptimizer.load_state_dict)
     CHAINED_STATES.apply(load_state_dict=load)
+    load_shards = torch.no_grad()(DistributedOptimizer.load_parameter_state_from_dp_reshardable)
+    SHARDED_STATES.apply(load_parameter_state_from_dp_reshardable=load_shards)
     SAVED_SCHEDULE.apply(
         load_state_dict=_refusing_other_rates(OptimizerParamScheduler.load_state_dict)
     )
     if clip_grads.l2_norm_impl.__name__ == "local_multi_tensor_l2_norm":
         GRADIENT_NORM.apply(l2_norm_impl=_norm_on_the_device)
     copies.mend()
+    epochs.mend()
     muon.mend()
 
 

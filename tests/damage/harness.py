@@ -124,7 +124,7 @@ def _message_problems(said: str, message: str, says: str) -> list[str]:
 
 def _allowed(path: Path, output: Path) -> bool:
     """Empty folders above an output; a trained tokenizer, and sample indices, which are whole."""
-    whole = path.parent.name.endswith("-tokenizer") or "-GPTDataset-" in path.name
+    whole = path.parent.name.endswith("-tokenizer") or "-TextDataset-" in path.name
     return path.is_dir() or whole
 
 

@@ -38,6 +38,25 @@ def batches(vp_stage: int | None) -> Iterator[Any] | None:
     return None if train is None else iter(build_pretraining_data_loader(train, 0))
 
 
+def write_numbered(prefix: str, documents: Sequence[int], first: int) -> None:
+    """A data set of documents of so many tokens, each token an id of its own."""
+    import numpy as np
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
+    for length in documents:
+        builder.add_document(torch.arange(first, first + length, dtype=torch.int32), [length])
+        first += length
+    builder.finalize(f"{prefix}.idx")
+
+
+def orders(argv: Sequence[str], sizes: Sequence[int]) -> list[list[list[int]]]:
+    """The tokens of every sample, for a run of so many samples each."""
+    start(argv)
+    found = [(datasets_provider([size, 0, 0])[0], size) for size in sizes]
+    return [[data[i]["tokens"].tolist() for i in range(size)] for data, size in found]
+
+
 def one_step(argv: Sequence[str]) -> dict[str, Any]:
     """Losses and gradients of the first global batch."""
     start(argv)

@@ -1,9 +1,12 @@
 """Tasks for the workers: the trainer with an eye on its batches, and its parameter groups."""
 
 import contextlib
+import ctypes
 import io
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.distributed import launch_task
 
@@ -48,6 +51,71 @@ def train_and_record(flags: list[str], ranks: int, port: int) -> dict[str, Any]:
         forward.get_batch, forward.loss_func = get_batch, loss_func
         forward.forward_step = forward_step
     found.pop("first_row", None)
+    return found
+
+
+def train_and_list(flags: list[str], ranks: int, port: int) -> list[list[int]]:
+    """Train; the first token of each sample that this rank reads, by microbatch."""
+    from megasink.process import prepare_process
+
+    prepare_process([])
+    from megasink.train import forward
+
+    found: list[list[int]] = []
+
+    def recording(*args: Any) -> dict[str, Any]:
+        batch = get_batch(*args)
+        found.append(batch["tokens"][:, 0].tolist())
+        return batch
+
+    get_batch = forward.get_batch
+    with mock.patch.object(forward, "get_batch", recording):
+        launch_task.train(flags, ranks, port)
+    return found
+
+
+def train_and_weigh(
+    flags: list[str], ranks: int, port: int, available: float = 1e12
+) -> dict[str, float]:
+    """Train; the resident memory that saving and loading a checkpoint add at their peak.
+
+    In bytes for each parameter of this rank's shard of the model.
+
+    Args:
+        available: bytes that the host is said to have left.
+    """
+    from megasink.process import prepare_process
+
+    prepare_process([])
+    from megatron.training import training
+
+    from megasink.train import checkpoint_layout
+
+    found: dict[str, float] = {}
+
+    def resident(name: str) -> int:
+        (_, line) = Path("/proc/self/status").read_text().split(f"{name}:")
+        return 1024 * int(line.split()[0])
+
+    def weighed(name: str, models: int, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            number = sum(p.numel() for model in args[models] for p in model.parameters())
+            ctypes.CDLL(None).malloc_trim(0)  # what is free already would hide the peak
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            before = resident("VmRSS")
+            result = function(*args, **kwargs)
+            found[name] = (resident("VmHWM") - before) / number
+            return result
+
+        return call
+
+    save, load = training.save_checkpoint, training.load_checkpoint
+    with (
+        mock.patch.object(training, "save_checkpoint", weighed("save", 1, save)),
+        mock.patch.object(training, "load_checkpoint", weighed("load", 0, load)),
+        mock.patch.object(checkpoint_layout, "available", return_value=available),
+    ):
+        launch_task.train(flags, ranks, port)
     return found
 
 
