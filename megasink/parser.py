@@ -13,8 +13,8 @@ from megasink.flags import add_options, escaped
 from megasink.upstream import fused
 
 # Megatron defaults to 0.1 for both dropouts; attention dropout breaks the identity between a gate
-# and the LSE (P0.9). Megatron's default for context parallelism, p2p, is not supported. The
-# optimizer state is saved in a format that any layout can load.
+# and the LSE (P0.9). Megatron's default for context parallelism, p2p, is not supported.
+# None: whether any layout can load the optimizer's state, train/checkpoint_layout.py chooses.
 # On SIGTERM, which schedulers send before they kill, a checkpoint is saved. Without a persistent
 # worker Megatron disables --async-save; the other strategy needs an extra package.
 # Under Megatron's default, blockwise, Muon's updates depend on the tensor-parallel size.
@@ -24,7 +24,7 @@ DEFAULTS: dict[str, Any] = {
     "hidden_dropout": 0.0,
     "cp_comm_type": ["all_gather"],
     "ckpt_format": "torch_dist",
-    "dist_ckpt_optim_fully_reshardable": True,
+    "dist_ckpt_optim_fully_reshardable": None,
     "exit_signal_handler": True,
     "use_persistent_ckpt_worker": True,
     "async_strategy": "mcore",

@@ -181,6 +181,7 @@ def _record(
             "balance_coeff": args.head_balance_coeff,
             "kernels": {title: str(choice) for title, choice in choices.items()},
             "fused": fused.describe(),
+            "gathers": bool(args.use_distributed_optimizer),
             "stages": stages(config, args),
         },
     }

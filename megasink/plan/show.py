@@ -41,6 +41,7 @@ def as_json(
         "seconds_per_step": job.seconds(facts, gpu, utilization),
         "parameters": job.parameters(records),
         "stages": [asdict(stage) for stage in job.memory(records)],
+        "checkpoint_host_bytes": _gathered(job.memory(records), facts),
         "saved": {record["rank"]: record["saved"] for record in records},
         "other_kernels": {record["rank"]: record["other_kernels"] for record in records},
         "communication": [asdict(row) for row in job.communication(records)],
@@ -158,6 +159,21 @@ def _say_memory(console: Console, stages: Sequence[Stage], facts: Record, device
         f"Built and stepped: rank {', '.join(stepped)}{between}.\n",
         highlight=False,
     )
+    if gathered := _gathered(stages, facts):
+        console.print(
+            f"A checkpoint that loads under any layout: {_gib(gathered)} GiB of memory of the host "
+            f"for each rank ({_gib(8 * gathered)} for 8) while it is saved or loaded. Where that "
+            "is over half of what is left, training saves shards, which take none and load under "
+            "other data parallelism alone.\n",
+            highlight=False,
+        )
+
+
+def _gathered(stages: Sequence[Stage], facts: Record) -> int:
+    """Return the bytes of its host that a rank takes to gather the optimizer's state."""
+    from megasink.train.checkpoint_layout import BYTES
+
+    return BYTES * max(stage.parameters for stage in stages) if facts["gathers"] else 0
 
 
 def _what_if(others: Mapping[str, Record | str], records: Sequence[Record]) -> Table:

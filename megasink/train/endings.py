@@ -94,6 +94,8 @@ def _intact(args: Namespace) -> str:
 
 
 def _of_megatron(stop: BaseException, args: Namespace) -> BaseException:
+    from megasink.train import checkpoint_layout
+
     # torch's checkpoint exception; during loading no step has run yet.
     if type(stop).__name__ == "CheckpointException" and args.save and args.curr_iteration:
         reason = [line for line in str(stop).splitlines() if line.strip()][-1]
@@ -108,6 +110,8 @@ def _of_megatron(stop: BaseException, args: Namespace) -> BaseException:
             "--override-opt-param-scheduler to use the new one, or "
             "--use-checkpoint-opt-param-scheduler to keep the old one"
         )
+    if of_layout := checkpoint_layout.explained(stop):
+        return of_layout
     if isinstance(stop, ValueError) and "('optimizer', 'param_groups')" in str(stop):
         return UserError(
             f"the optimizer of the checkpoint divides the parameters otherwise ({stop}): give "

@@ -97,6 +97,7 @@ def _run(args: Namespace, store: Any) -> None:
     from megasink.checkpoint.without_code import loading_without_code
     from megasink.report.curves import draw_run
     from megasink.train.arguments import refusals_of_megatron
+    from megasink.train.checkpoint_layout import choosing_by_size
     from megasink.train.checkpoint_writer import checkpoint_helpers
     from megasink.train.checks import chat
     from megasink.train.checks.attention import kernel_choices
@@ -130,6 +131,7 @@ def _run(args: Namespace, store: Any) -> None:
             model.pre_wrap_hooks.append(take_base(args))
         if args.preflight:
             model.pre_wrap_hooks.append(preflight)
+        model.pre_wrap_hooks.append(choosing_by_size(args))
         container = pretrain_cfg_container_from_args(args, model)
     metrics = Path(args.run_dir, "metrics.jsonl") if args.run_dir else None
     live = LiveAnalysis(args) if args.analyze_interval else None
