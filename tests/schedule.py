@@ -64,6 +64,8 @@ LONG = {
     "tests/data/test_data_cli.py": 15,
     "tests/lora/test_other_models.py": 15,
     "tests/train/test_observing.py": 15,
+    "tests/convert/test_carried.py": 15,
+    "tests/train/test_recipe_models.py": 15,
 }
 
 # `make quick`: the op against its definition, the balance loss, layouts, what is refused, and a
@@ -145,6 +147,7 @@ LATER = (
     "tests/train/test_dead_rank.py::test_sigterm_then_a_killed_rank_then_the_end",
     "tests/train/test_hosts.py",
     "tests/train/test_sample_order.py::test_a_shuffle_of_the_whole_run",
+    "tests/train/test_recipe_models.py::test_what_trains_nothing_has_nothing_to_export",
     "tests/train/test_survival.py::test_a_dead_writer_ends_the_rank_in_one_line",
     "tests/train/test_survival.py::test_a_signal_ends_every_phase_in_one_line",
     "tests/train/test_survival.py::test_torchrun_starts_the_ranks_again_and_they_go_on",
