@@ -16,7 +16,7 @@ from tests.versions import is_old
 
 # Variables that say where things are on this machine, and those of the test runner.
 KEPT = re.compile(
-    "PATH|HOME|USER|LOGNAME|TMPDIR|LD_LIBRARY_PATH|LD_PRELOAD|CC|CXX|CUDA_.*|NVIDIA_.*|XDG_CACHE_HOME|"
+    "PATH|HOME|USER|LOGNAME|TMPDIR|LD_LIBRARY_PATH|LD_PRELOAD|CC|CXX|CUDA_.*|NVIDIA_.*|"
     "PIP_.*|SSL_CERT_.*|REQUESTS_CA_BUNDLE|.*_(proxy|PROXY)|VIRTUAL_ENV|PYTHONPATH|PYTEST_.*|"
     "OMP_NUM_THREADS|TRITON_INTERPRET|MEGASINK_TEST_.*"
 )
@@ -80,6 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in set(os.environ):
         if not KEPT.fullmatch(name):
             del os.environ[name]
+    os.environ["XDG_CACHE_HOME"] = str(forkserver.ROOT / "build" / "cache")  # not the user's
     os.umask(0o022)
     if config.getoption("numprocesses", None) and not config.option.collectonly:
         forkserver.server()

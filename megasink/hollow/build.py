@@ -40,7 +40,7 @@ def built() -> Path:
     the same time; one of the results stays.
 
     Raises:
-        UserError: `missing` says why, or the compiler's output does.
+        UserError: `missing` says why, or the compiler's output does, or the folder cannot be made.
     """
     compiler, headers = _compiler(), _headers()
     folder = _cache() / "hollow" / _digest(compiler, headers)
@@ -48,9 +48,12 @@ def built() -> Path:
         try:
             with atomic_folder(folder) as partial:
                 _compile(compiler, headers, partial)
-        except OSError:
+        except OSError as error:
             if not (folder / DRIVER).exists():  # else another process was faster
-                raise
+                raise UserError(
+                    f"the hollow GPU cannot be built in {folder.parent}: {error.strerror}; set "
+                    "XDG_CACHE_HOME to a folder that can be written"
+                ) from error
     return folder
 
 

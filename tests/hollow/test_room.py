@@ -119,6 +119,12 @@ def test_a_compiler_that_fails_is_quoted(gpu, monkeypatch, tmp_path):
     assert list((tmp_path / "megasink/hollow").iterdir()) == []
 
 
+def test_a_home_that_cannot_be_written_is_named(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    with pytest.raises(UserError, match="cannot be built in /proc/none/megasink/hollow: No such"):
+        build.built.__wrapped__()
+
+
 def test_a_process_without_it_says_so():
     with pytest.raises(RuntimeError, match="does not run on the hollow GPU"):
         library()
