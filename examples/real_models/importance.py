@@ -123,14 +123,16 @@ def _unit(values: Floats) -> Floats:
 
 def rank_correlation(one: Floats, other: Floats) -> float:
     """Spearman's rank correlation; NaN where either is constant."""
-    a, b = rankdata(one) - (one.size + 1) / 2, rankdata(other) - (other.size + 1) / 2
-    norm = np.sqrt((a @ a) * (b @ b))
-    return float(a @ b / norm) if norm else float("nan")
+    return float(within_layers(one[None], other[None])[0])
 
 
-def within_layers(score_LH: Floats, rise_LH: Floats) -> Floats:
-    """Return [L]: the rank correlation inside each layer."""
-    return np.array([rank_correlation(s, r) for s, r in zip(score_LH, rise_LH, strict=True)])
+def within_layers(score_LH: Floats, value_LH: Floats) -> Floats:
+    """Return [L]: Spearman's rank correlation inside each layer; NaN where either is constant."""
+    middle = (score_LH.shape[-1] + 1) / 2
+    a, b = rankdata(score_LH, axis=-1) - middle, rankdata(value_LH, axis=-1) - middle
+    norm = np.sqrt((a**2).sum(-1) * (b**2).sum(-1))
+    found: Floats = np.where(norm > 0, (a * b).sum(-1) / np.where(norm > 0, norm, 1), np.nan)
+    return found
 
 
 def known_mean(values: Floats) -> float:

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from scipy.stats import spearmanr
 
 from examples.real_models import importance
 from examples.real_models.importance import Losses, compare, kept_share, reachable, read_losses
@@ -20,6 +21,17 @@ def made_up(noise=0.0, layers=4, heads=6, texts=10):
     score = random.random((layers, heads))
     rise = score[..., None] ** 3 + noise * random.normal(size=(layers, heads, texts))
     return score, rise
+
+
+@pytest.mark.filterwarnings("ignore:An input array is constant")
+def test_rank_correlations_are_scipys():
+    random = np.random.default_rng(0)
+    score, rise = random.integers(0, 5, (4, 9)).astype(float), random.random((4, 9))
+    score[2] = 1
+    expected = [spearmanr(s, r).statistic for s, r in zip(score, rise, strict=True)]
+    np.testing.assert_allclose(importance.within_layers(score, rise), expected)
+    together = spearmanr(score.ravel(), rise.ravel()).statistic
+    assert importance.rank_correlation(score.ravel(), rise.ravel()) == pytest.approx(together)
 
 
 def test_a_perfect_score_and_its_opposite():
