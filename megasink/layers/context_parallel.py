@@ -32,14 +32,19 @@ def attend_to_gathered_keys(
     Returns:
         Output [s, B, H, D] and the gate [B, H, s], or None if `attend` returns no gate.
     """
-    first_key, first_value, last_key, last_value = _GatherKeys.apply(key_sBGD, value_sBGD, group)
+    kept: list[Tensor] = []
+    views = _GatherKeys.apply(key_sBGD, value_sBGD, group, kept)
+    first_key, first_value, last_key, last_value = views
     first_query, last_query = query_sBHD.chunk(2)
     first_out, first_gate = attend_alone(attend, first_query, first_key, first_value)
     last_out, last_gate = attend_alone(attend, last_query, last_key, last_value)
     gate = None
     if first_gate is not None and last_gate is not None:
         gate = torch.cat((first_gate, last_gate), dim=2)
-    return torch.cat((first_out, last_out)), gate
+    out = torch.cat((first_out, last_out))
+    if torch.is_grad_enabled() and (key_sBGD.requires_grad or value_sBGD.requires_grad):
+        out, gate = _GatherAgain.apply(out, gate, *kept, group)
+    return out, gate
 
 
 def attend_with_scattered_heads(
@@ -70,18 +75,19 @@ class _GatherKeys(torch.autograd.Function):
     """Keys and values of the sequence up to the end of each of this rank's two chunks.
 
     Returns four views of one buffer; the backward sums their gradients and reduce-scatters the sum.
+    Adds to `kept` what this rank sends, and the buffer.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, key_sBGD: Tensor, value_sBGD: Tensor, group: ProcessGroup
+        ctx: Any, key_sBGD: Tensor, value_sBGD: Tensor, group: ProcessGroup, kept: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ctx.group, ctx.shape = group, key_sBGD.shape
         ranks, rank, chunk = group.size(), group.rank(), key_sBGD.shape[0] // 2
         both_sBND = torch.cat((key_sBGD, value_sBGD), dim=2)
-        gathered = both_sBND.new_empty(ranks * len(both_sBND), *both_sBND.shape[1:])
-        torch.distributed.all_gather_into_tensor(gathered, both_sBND, group=group)
-        key_SBGD, value_SBGD = in_sequence_order(gathered, ranks).chunk(2, dim=2)
+        ctx.whole = _gathered(both_sBND, group)
+        kept += both_sBND, ctx.whole
+        key_SBGD, value_SBGD = ctx.whole.chunk(2, dim=2)
         ctx.ends = (rank + 1) * chunk, (2 * ranks - rank) * chunk
         first, last = ctx.ends
         return key_SBGD[:first], value_SBGD[:first], key_SBGD[:last], value_SBGD[:last]
@@ -90,7 +96,8 @@ class _GatherKeys(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, first_key: Tensor, first_value: Tensor, last_key: Tensor, last_value: Tensor
-    ) -> tuple[Tensor, Tensor, None]:
+    ) -> tuple[Tensor, Tensor, None, None]:
+        ctx.whole.untyped_storage().resize_(0)  # both chunks have read it
         group, (first, last), (tokens, batch, groups, head_dim) = ctx.group, ctx.ends, ctx.shape
         ranks = group.size()
         whole = last_key.new_empty(ranks * tokens, batch, 2 * groups, head_dim)
@@ -103,7 +110,47 @@ class _GatherKeys(torch.autograd.Function):
         mine_sBND = whole.new_empty(tokens, batch, 2 * groups, head_dim)
         torch.distributed.reduce_scatter_tensor(mine_sBND, in_rank_order(whole, ranks), group=group)
         grad_key_sBGD, grad_value_sBGD = mine_sBND.chunk(2, dim=2)
-        return grad_key_sBGD, grad_value_sBGD, None
+        return grad_key_sBGD, grad_value_sBGD, None, None
+
+
+class _GatherAgain(torch.autograd.Function):
+    """Frees the keys and values of the sequence; gathers them again before attention's backward.
+
+    What attention saves are views of one buffer, 2 S G D numbers in each layer. Its storage has no
+    memory from here to the backward, in which it gets the same numbers, as TransformerEngine does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        out_sBHD: Tensor,
+        gate_BHs: Tensor | None,
+        both_sBND: Tensor,
+        whole_SBND: Tensor,
+        group: ProcessGroup,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(both_sBND)
+        storage = whole_SBND.untyped_storage()
+        ctx.whole, ctx.bytes, ctx.group = whole_SBND, storage.nbytes(), group
+        storage.resize_(0)
+        return out_sBHD.view_as(out_sBHD), None if gate_BHs is None else gate_BHs.view_as(gate_BHs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.whole.untyped_storage().resize_(ctx.bytes)
+        # Not through its version counter: to autograd these are the numbers that were saved.
+        (both_sBND,) = ctx.saved_tensors
+        ctx.whole.data.copy_(_gathered(both_sBND, ctx.group))
+        return *grads, None, None, None
+
+
+def _gathered(own_sBND: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the tokens of all ranks, [S, B, N, D] in sequence order."""
+    gathered = own_sBND.new_empty(group.size() * len(own_sBND), *own_sBND.shape[1:])
+    torch.distributed.all_gather_into_tensor(gathered, own_sBND, group=group)
+    return in_sequence_order(gathered, group.size())
 
 
 class _ScatterHeads(torch.autograd.Function):

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from megasink.attention import attention
+from megasink.layers.builder import MegasinkGPTBuilder
 from megasink.layers.context_parallel import attend_to_gathered_keys, attend_with_scattered_heads
 from megasink.layers.core_attention import CoreAttention
 from megasink.layers.documents import PackedRow, row_of_documents
@@ -77,6 +79,43 @@ def _attend(
     for name, grad in zip(named, grads, strict=True):
         found[f"d {name}"] = grad if name == "sink" else grad.permute(1, 2, 0, 3)
     return {name: tensor.detach().double() for name, tensor in found.items()}
+
+
+def saved_bytes(tokens: int) -> dict[str, Any]:
+    """What core attention saves for the backward of a sequence, and what its gradients are.
+
+    Returns:
+        bytes of this rank's storages at the end of the forward pass; the gradients of this rank's
+        tokens, of a backward that runs twice.
+    """
+    ranks = parallel_state.get_context_parallel_world_size()
+    config = tiny_gpt.model_config(head_balance_scope="microbatch").transformer
+    layer = CoreAttention(config, 1, AttnMaskType.causal, "self", cp_comm_type="all_gather")
+    config.statistics.set_loss_scale(torch.ones(1))
+    generator, saved = torch.Generator().manual_seed(1), []
+    shape = (1, 2 * tiny_gpt.HEADS, tokens, 16)
+    own = own_tokens(torch.randn(shape, generator=generator))
+    heads = [tiny_gpt.HEADS, tiny_gpt.HEADS // 2, tiny_gpt.HEADS // 2]
+    leaves = [t.contiguous().requires_grad_() for t in own.split(heads, dim=2)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = layer(*leaves, None)
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(2 + ranks))
+    first, again = (torch.autograd.grad(out, leaves, grad, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, again))
+    return {"bytes": sum(storages.values()), "gradients": first}
+
+
+def uncalled(**options: Any) -> list[str]:
+    """Modules of a model that hold parameters and are not called in a forward pass."""
+    config = tiny_gpt.model_config(num_layers=1, **options)
+    model = MegasinkGPTBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    waiting = {n: m for n, m in model.named_modules() if list(m.parameters(recurse=False))}
+    for name, module in waiting.copy().items():
+        module.register_forward_pre_hook(lambda *_, name=name: waiting.pop(name, None) and None)
+    text = torch.zeros(1, 8, dtype=torch.long)
+    model(text, torch.arange(8)[None], None)
+    return sorted(waiting)
 
 
 def refusals() -> dict[str, str]:

@@ -86,6 +86,15 @@ def test_packed_documents_equal_the_definition(found, case):
     assert_at_most_twice_plain_error(ours, plain, exact, dtype, roundings=4)
 
 
+def test_ranks_keep_their_share_of_what_one_keeps(four):
+    """Keys and values of the sequence are gathered again in the backward pass."""
+    tokens, task = 512, "tests.layers.context_tasks:saved_bytes"
+    alone, *shares = (four.run(task, Layout(cp=ranks), tokens=tokens) for ranks in (1, 2, 4))
+    for ranks, found in zip((2, 4), shares, strict=True):
+        for rank in found:
+            assert rank["bytes"] <= 1.05 * alone[0]["bytes"] / ranks
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_the_order_of_the_sequence_and_that_of_the_ranks(ranks):
     """Rank r holds the chunks r and 2 cp - 1 - r (megatron/core/utils.py:2740)."""

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.distributed.layout import Layout
+from megasink.variants import variants
+from tests.distributed.layout import SINGLE, Layout
 
 FACTS = "tests.layers.tasks:bias_facts"
 BY_HEADS = {"dtype": "torch.float32", "shape": (2, 16), "by heads": True, "whole": {(2, 4, 16)}}
@@ -35,3 +36,24 @@ def test_the_mlp_is_an_ordinary_weight_on_every_rank(pool):
             assert (fact["dtype"], fact["shape"]) == ("torch.bfloat16", (16, 16))
             assert fact["by heads"] is False
             assert fact["whole"] == {(2, 16, 16)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"attention_variant": v.name} for v in variants()),
+        {"attention_variant": "vanilla", "attention_similarity": "mlp", "head_balance_coeff": 0.0},
+        {"attention_variant": "gated", "gate_input": "none"},
+        {
+            "attention_variant": "gated",
+            "gate_position": "output",
+            "gate_granularity": "elementwise",
+        },
+        {"attention_variant": "sink", "sdpa_output_norm": "rmsnorm"},
+        {"attention_bias_type": "t5", "position_embedding_type": "none"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_modules_with_parameters_are_called(pool, options):
+    """--overlap-param-gather waits for the parameters of a module before that module is called."""
+    assert pool.run("tests.layers.context_tasks:uncalled", SINGLE, **options) == [[]]
