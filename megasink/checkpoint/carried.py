@@ -8,7 +8,6 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from megasink.checkpoint.adapter import find_base
 from megasink.json_file import read_object
 
 KEY = "hugging_face"
@@ -41,6 +40,8 @@ def entry(args: Namespace, run: Path, *, resumed: bool) -> dict[str, Any]:
     start = args.load or args.pretrained_checkpoint
     config = Path(start).parent / "config.json" if start else None
     if args.lora_rank and not args.load:
+        from megasink.checkpoint.adapter import find_base  # with torch
+
         config = find_base(Path(args.pretrained_checkpoint)).config
     if resumed:
         config = run / "config.json"
