@@ -37,10 +37,14 @@ if [[ -z $RANKS_PER_NODE ]]; then
       ;;
   esac
 fi
-launch=("$python" -m torch.distributed.run --nnodes "$nnodes" --nproc-per-node "$RANKS_PER_NODE"
+torchrun=torch.distributed.run
+[[ $nnodes -gt 1 ]] && torchrun=megasink.train.meeting # the same, and says for whom a host waits
+launch=("$python" -m "$torchrun" --nnodes "$nnodes" --nproc-per-node "$RANKS_PER_NODE"
         --max-restarts "${MAX_RESTARTS:-0}"
         "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
 if [[ $nnodes -gt 1 ]]; then
+  # Else hosts whose clocks differ train apart from each other: a rank refuses another number.
+  [[ $RANKS_PER_NODE = *[!0-9]* ]] || export MEGASINK_RANKS=$((nnodes * RANKS_PER_NODE))
   # Rendezvous at the first host of the allocation, with the same job id on every node.
   if [[ -z ${MASTER_ADDR:-} && -n ${SLURM_JOB_NODELIST:-} ]]; then
     # No `head`: it would end scontrol by SIGPIPE, and so this script.

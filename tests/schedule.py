@@ -145,6 +145,7 @@ LATER = (
     "tests/train/test_dead_rank.py::test_a_closed_terminal_saves_the_step",
     "tests/train/test_dead_rank.py::test_ctrl_c_in_a_start_ends_it_at_once",
     "tests/train/test_dead_rank.py::test_sigterm_then_a_killed_rank_then_the_end",
+    "tests/train/test_hosts_that_differ.py",
     "tests/train/test_hosts.py",
     "tests/train/test_sample_order.py::test_a_shuffle_of_the_whole_run",
     "tests/train/test_recipe_models.py::test_what_trains_nothing_has_nothing_to_export",

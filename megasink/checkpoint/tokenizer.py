@@ -50,7 +50,7 @@ def same_tokenizer(config: Path, before: str | None, now: str | None) -> bool:
     reference = own if own.is_dir() else Path(before or "")
     if not before or not now or not Path(now).is_dir() or not reference.is_dir():
         return before == now
-    return _digests(reference) == _digests(Path(now)) or _mean_the_same(reference, Path(now))
+    return digests(reference) == digests(Path(now)) or _mean_the_same(reference, Path(now))
 
 
 def is_of_tokenizer(path: Path) -> bool:
@@ -63,7 +63,8 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(paths) if path.is_file())
 
 
-def _digests(folder: Path) -> dict[str, str]:
+def digests(folder: Path) -> dict[str, str]:
+    """Return {name: sha256} of a tokenizer's files."""
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in _files(folder)}
 
 

@@ -6,11 +6,36 @@ for itself, a host that comes back from 0, and a changed membership is not count
 an earlier attempt's keys for theirs read the addresses of dead ranks, and wait for them.
 """
 
+import os
 import time
 import uuid
+from datetime import timedelta
 from typing import Any
 
 from megasink.errors import UserError
+from megasink.train.stop import Told
+from megasink.train.waiting import waiting
+
+
+def open_store(timeout: float) -> Any:
+    """Return the store that this attempt's ranks share before process groups exist.
+
+    Args:
+        timeout: seconds for all ranks to come.
+
+    Raises:
+        UserError: a rank did not.
+    """
+    import torch
+
+    master = f"rank 0, whose store is at {os.environ.get('MASTER_ADDR')}"
+    with waiting(lambda: master):
+        store, rank, world = next(
+            torch.distributed.rendezvous("env://", timeout=timedelta(seconds=timeout))
+        )
+    with waiting(lambda: f"{_late(store, world)} to start" if rank == 0 else master):
+        Told.attempt = agree(store, rank, world, timeout)
+    return torch.distributed.PrefixStore(Told.attempt, store)
 
 
 def agree(store: Any, rank: int, world: int, timeout: float) -> str:
@@ -36,11 +61,7 @@ def agree(store: Any, rank: int, world: int, timeout: float) -> str:
         prefix = f"{run}/{store.add(f'{run}/opened', 1)}"
         while store.add(f"{prefix}/joined", 0) < world - 1:
             if time.monotonic() > end:
-                late = [r for r in range(1, world) if not store.check([f"{prefix}/rank {r}"])]
-                names = ", ".join(map(str, late[:8])) + (" ..." if len(late) > 8 else "")
-                raise UserError(
-                    f"{len(late)} of {world} ranks did not start within {timeout:.0f} s: {names}"
-                )
+                raise UserError(f"{_late(store, world)} did not start within {timeout:.0f} s")
             time.sleep(pause)
         store.set(f"{prefix}/begun", "1")
         return prefix
@@ -56,3 +77,11 @@ def agree(store: Any, rank: int, world: int, timeout: float) -> str:
         if time.monotonic() > end:
             raise UserError(f"rank {rank} waited {timeout:.0f} s for all {world} ranks to start")
         time.sleep(pause)
+
+
+def _late(store: Any, world: int) -> str:
+    """Name the ranks that have not joined the attempt that rank 0 opened last."""
+    prefix = f"megasink/{world}/{store.add(f'megasink/{world}/opened', 0)}"
+    late = [r for r in range(1, world) if not store.check([f"{prefix}/rank {r}"])]
+    names = ", ".join(map(str, late[:8])) + (" ..." if len(late) > 8 else "")
+    return f"rank{'s' * (len(late) > 1)} {names} of {world}"

@@ -12,7 +12,8 @@ from pathlib import Path
 from megasink.errors import Stopped, UserError
 from megasink.train import heartbeat
 from megasink.train.rank_logs import NOT_FINITE
-from megasink.train.stop import Told, left
+from megasink.train.stop import Told, again, left
+from megasink.train.waiting import is_first_here
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _EVENTS = ("tensorboard.", "torch.utils.tensorboard.")
@@ -20,21 +21,31 @@ _first: bool | None = None
 
 
 def speaks() -> bool:
-    """Whether this rank prints the line: the first rank with an error, or else rank 0."""
-    return os.environ.get("RANK", "0") == "0" if _first is None else _first
+    """Whether this rank prints the line: the first with an error, or else the first of its host."""
+    return is_first_here() if _first is None else _first
 
 
-def wait_for_rank_0(seconds: float = 30.0) -> None:
-    """Let rank 0 report an error that every rank meets, before this rank ends.
+def wait_for_first(seconds: float = 30.0) -> None:
+    """Let the first rank here report an error that every rank meets, before this rank ends.
 
-    torchrun stops rank 0 as soon as another rank ends, and on a busy machine rank 0 may be the
-    slower one. It stops this rank in turn once rank 0 has spoken; an error that rank 0 does not
-    meet is this rank's to report.
+    torchrun stops that rank as soon as another one ends, and on a busy machine it may be the
+    slower one. It stops this rank in turn once that rank has spoken; an error that the first rank
+    does not meet is this rank's to report.
     """
     global _first
     if _first is None and not speaks():
         time.sleep(seconds)
         _first = True
+
+
+def tell(error: BaseException) -> None:
+    """Let the other hosts know why this rank ends, if it does not end because of another one."""
+    if not heartbeat.is_lost_connection(error):
+        heartbeat.tell(str(error) if isinstance(error, UserError) else f"{_named(error)}")
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def explained(error: BaseException, args: Namespace) -> BaseException:
@@ -55,14 +66,19 @@ def explained(error: BaseException, args: Namespace) -> BaseException:
             return Stopped(Told.signal, f" while {Told.phase}; {left(Told.run_dir)}")
         return _lost(error)
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
-        return UserError(_not_written(error, args))
-    return _of_megatron(error, args)
+        explanation: BaseException = UserError(_not_written(error, args))
+    else:
+        explanation = _of_megatron(error, args)
+    tell(explanation)
+    return explanation
 
 
 def _lost(error: BaseException) -> BaseException:
     """Explain which rank could not be reached, and why."""
     if not _first:
         return UserError("another rank has reported the error")
+    if words := heartbeat.words():
+        return UserError(f"{words}; {left(Told.run_dir)}")
     if missing := heartbeat.missing_ranks():
         return UserError(f"{missing}; {left(Told.run_dir)}")
     if where := heartbeat.where():
@@ -89,7 +105,8 @@ def _intact(args: Namespace) -> str:
 
     with contextlib.suppress(UserError, TypeError):
         iteration = newest_intact(Path(args.save))[0]
-        return f"the checkpoint of step {iteration} is intact: free some space and use --resume"
+        then = again("use --resume")
+        return f"the checkpoint of step {iteration} is intact: free some space and {then}"
     return "there is no intact checkpoint yet: free some space and start again"
 
 

@@ -18,9 +18,11 @@ from typing import Any
 from megasink.train import collectives
 from megasink.train.guard import HAS_ENDED, Clock, end, guard, state_of
 from megasink.train.stop import Told
+from megasink.train.waiting import is_first_here, on_several_hosts
 
 SECONDS = 2.0  # between two beats in a small run
-_LEAVE_SECONDS = 5.0  # for a beat in progress
+_LEAVE_SECONDS = 5.0  # for a beat in progress, or the first one
+_WORDS_SECONDS = 10.0  # for this rank to end by itself when another one has said why it ends
 ENDED = "ended"
 # Messages of torch's communication libraries when a rank is gone or does not respond.
 _LOST = re.compile(
@@ -45,6 +47,7 @@ class Heartbeat:
         self._clock = Clock(interval)
         self._last_place: tuple[int | None, str] | None = None
         self._seen: tuple[int, float] = (0, 0.0)  # the next rank's last beat, and when it arrived
+        self._words, self._heard = "", 0.0  # why a rank ends, and when that arrived
 
     def beat(self) -> None:
         """Send this rank's state to the others."""
@@ -56,6 +59,23 @@ class Heartbeat:
             beat["collective"] = collectives.under_way()
         self._last_place = place
         self._store.set(str(self._rank), json.dumps(beat))
+
+    def tell(self, words: str) -> None:
+        """Let the others know why this rank ends, unless another one has ended before."""
+        rank = f"rank {self._rank} on {socket.gethostname()}"
+        self._store.compare_set(f"{Told.attempt}/words", "", f"{rank}: {words}")
+
+    def words(self) -> str:
+        """Return why a rank has ended; empty if none has said so."""
+        if not self._words and self._store.check([f"{Told.attempt}/words"]):
+            self._words = self._store.get(f"{Told.attempt}/words").decode()
+            self._heard = self._clock.seconds
+        return self._words
+
+    def ended_elsewhere(self) -> str | None:
+        """Describe a rank that has ended, if this one does not notice by itself."""
+        waited = self._clock.seconds - self._heard
+        return self._words if self.words() and waited > _WORDS_SECONDS else None
 
     def silent_next(self, timeout: float) -> str | None:
         """Describe the next rank if it has been silent for longer than `timeout`."""
@@ -89,9 +109,9 @@ class Heartbeat:
         beats = ((rank, self._beat_of(rank)) for rank in range(min(self._world, 8)))
         return ", ".join(f"rank {rank} {_place(beat)}" for rank, beat in beats if beat)
 
-    def first(self, what: str) -> bool:
-        """Whether this rank is the first of its attempt to claim `what`."""
-        return bool(self._store.add(f"{Told.attempt}/{what}", 1) == 1)
+    def first_here(self) -> bool:
+        """Whether this rank is the first of its host and attempt to report an error."""
+        return bool(self._store.add(f"{Told.attempt}/said on {socket.gethostname()}", 1) == 1)
 
     def _beat_of(self, rank: int) -> dict[str, Any] | None:
         if not self._store.check([str(rank)]):
@@ -127,12 +147,10 @@ def start() -> None:
 
 
 def _live() -> None:
-    import torch.distributed as dist
-
     global _heart
-    # If torchrun does not host the store, rank 0 opens it with the first process group.
-    while os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and not dist.is_initialized():
-        if _leaving.wait(1.0):
+    # If torchrun does not host the store, rank 0 opens it where the ranks meet.
+    while os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and not Told.attempt:
+        if _leaving.wait(0.2):
             return
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _heart = heart = Heartbeat(_connect(), rank, world, max(SECONDS, world / 200))
@@ -145,8 +163,8 @@ def _live() -> None:
         try:
             with guard.bounded(answer):
                 heart.beat()
-                text = heart.silent_next(guard.timeout)
-                if text and not _explaining and not heart.first("said"):
+                text = heart.silent_next(guard.timeout) or heart.ended_elsewhere()
+                if text and not _explaining and not heart.first_here():
                     time.sleep(1.0)  # the other rank is reporting it
                     os._exit(2)
             if text and not _explaining:
@@ -196,16 +214,43 @@ def farewell() -> bool:
 
 
 def first_to_speak() -> bool:
-    """Whether this rank reports why the run ends: errors on other ranks follow from its own."""
+    """Whether this rank reports why the run ends: the first of its host that has an error."""
     global _explaining
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"
     _explaining = True
-    if _heart is None:  # not started yet: all ranks fail alike
-        return alone or os.environ["RANK"] == "0"
+    end = time.monotonic() + _LEAVE_SECONDS
+    while _heart is None and _thread and Told.attempt and time.monotonic() < end:
+        time.sleep(0.1)
+    if _heart is None:  # the ranks have not met: all fail alike
+        return is_first_here()
     try:
-        return _heart.first("said")
+        return _heart.first_here()
     except RuntimeError:
         return True
+
+
+def tell(words: str) -> None:
+    """Let the other ranks know why this one ends."""
+    with contextlib.suppress(RuntimeError):
+        if _heart is not None:
+            _heart.tell(words)
+
+
+def linger() -> None:
+    """Let other hosts read why the ranks end: the store may end with this one."""
+    if _heart is not None and os.environ["RANK"] == "0" and on_several_hosts():
+        time.sleep(2 * _heart._interval + 1)
+
+
+def words() -> str:
+    """Return why another rank ended; waits a moment for it. Empty if nothing is known."""
+    end = time.monotonic() + 2 * SECONDS
+    while _heart is not None and time.monotonic() < end:
+        with contextlib.suppress(RuntimeError):  # what the thread has heard is kept
+            _heart.words()
+        if _heart._words:
+            return _heart._words
+        time.sleep(0.2)
+    return ""
 
 
 def is_lost_connection(error: BaseException) -> bool:

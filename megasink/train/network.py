@@ -16,6 +16,7 @@ import time
 from collections.abc import MutableMapping, Sequence
 
 from megasink.errors import UserError
+from megasink.train.waiting import on_several_hosts
 
 # Any address outside (RFC 5737): the route to it is the default one. Nothing is sent.
 _OUTSIDE = "192.0.2.1"
@@ -61,8 +62,7 @@ def choose_gloo_interface(environment: MutableMapping[str, str]) -> None:
     Args:
         environment: torchrun's variables of this rank; changed in place.
     """
-    world, here = (int(environment.get(n, "1")) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if world == here or "GLOO_SOCKET_IFNAME" in environment:
+    if not on_several_hosts(environment) or "GLOO_SOCKET_IFNAME" in environment:
         return
     with contextlib.suppress(OSError):
         if not _is_loopback(_resolved(socket.gethostname())):

@@ -16,8 +16,8 @@ from typing import Any
 from megasink import platform, plugins
 from megasink.errors import ConfigError, Stopped, UserError
 from megasink.process import prepare_process
-from megasink.train import collectives, early, heartbeat, network, stop
-from megasink.train.endings import explained, speaks, wait_for_rank_0
+from megasink.train import collectives, early, heartbeat, hosts, network, stop
+from megasink.train.endings import explained, speaks, tell, wait_for_first
 from megasink.train.guard import guard
 from megasink.train.stop import Told
 from megasink.upstream import fused
@@ -171,6 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.simplefilter("ignore")
     code = 0
     try:
+        hosts.refuse_another_world()
         plugins.load(argv)
         argv = early.expanded(argv)
         flags = early.read(argv)
@@ -182,16 +183,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"megasink: {error}")
     except UserError as error:
         code = 2
-        wait_for_rank_0()
-        _say(f"megasink: error: {error}")
+        _end(error, f"megasink: error: {error}")
     except SystemExit as error:  # from Megatron, for example at --exit-interval
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
             _say(error.code)
-    except Exception:
+    except Exception as error:
         code = 1
         traceback.print_exc()
-        _say(f"megasink: {stop.left(Told.run_dir)}")
+        _end(error, f"megasink: {stop.left(Told.run_dir)}")
     if code or not heartbeat.farewell():
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -199,6 +199,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         os._exit(code)
     atexit.register(guard.bound, "the end of the process", _END_SECONDS)
     return 0
+
+
+def _end(error: Exception, line: str) -> None:
+    """Say once per host why the ranks end, and tell the other hosts."""
+    speaking = speaks()
+    _say(line)
+    if not hosts.tell(error) and not speaking and isinstance(error, UserError):
+        wait_for_first()
+        _say(line)
+    if Told.begun:
+        tell(error)
+        heartbeat.linger()
 
 
 def _say(line: str) -> None:

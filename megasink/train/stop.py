@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megasink.errors import Stopped
+from megasink.train.waiting import on_several_hosts
 
 # End of a job, Ctrl-C, closed terminal, a scheduler's warning (sbatch --signal USR1).
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -35,6 +36,7 @@ class Told:
         run_dir: the run folder, or None.
         by: the signals after which the training loop saves; others end the rank immediately.
         release: releases the run folder.
+        begun: whether rank 0 has decided that the run begins: before, it tells why not.
         attempt: the prefix of this attempt's keys in the ranks' store, once they have agreed on it.
     """
 
@@ -45,6 +47,7 @@ class Told:
     run_dir: Path | None = None
     by: Sequence[int] = SIGNALS
     release: Callable[[], None] | None = None
+    begun = False
     attempt = ""
 
 
@@ -53,8 +56,17 @@ def left(run_dir: Path | None) -> str:
     if run_dir is None:
         return "there is no --run-dir to resume from"
     if (newest := _newest(run_dir)) is None:
-        return "no checkpoint was saved yet (--save-interval): restart with --resume auto"
-    return f"resume from step {newest} with: megasink train --run-dir {run_dir} --resume"
+        how = again("restart with --resume auto")
+        return f"no checkpoint was saved yet (--save-interval): {how}"
+    with_what = f": megasink train --run-dir {run_dir} --resume"
+    if on_several_hosts():
+        with_what = " the same command on every host"
+    return f"resume from step {newest} with{with_what}"
+
+
+def again(advice: str) -> str:
+    """Return how to start again: as advised on one host, else the same command on each."""
+    return "start the same command on every host" if on_several_hosts() else advice
 
 
 def _newest(run_dir: Path | None) -> int | None:

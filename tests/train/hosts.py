@@ -20,7 +20,8 @@ from pathlib import Path
 
 _INTERFACE = "eth7"
 _SETUP = """
-    hostname "$1"; mount --bind "$2" /etc/hosts; mount -t tmpfs tmpfs /dev/shm; shift 2; exec "$@"
+    set -e; hostname "$1"; mount --bind "$2" /etc/hosts; mount -t tmpfs tmpfs /dev/shm; eval "$3"
+    shift 3; exec "$@"
 """
 
 
@@ -66,14 +67,18 @@ class Host:
         self.ip("link", "set", _INTERFACE, "down")
 
     def start(
-        self, line: Sequence[str], log: Path, environment: Mapping[str, str]
+        self, line: Sequence[str], log: Path, environment: Mapping[str, str], setup: str = ""
     ) -> subprocess.Popen[bytes]:
-        """Start a program; its process is `unshare`, whose only child it is."""
+        """Start a program; its process is `unshare`, whose only child it is.
+
+        Args:
+            setup: shell commands before it, on this host: its mounts are its own.
+        """
         spaces = ["--pid", "--fork", "--kill-child", "--uts", "--mount", "--mount-proc"]
-        setup = ["bash", "-c", _SETUP, "host", self.name, str(self._names)]
+        words = ["bash", "-c", _SETUP, "host", self.name, str(self._names), setup]
         with log.open("wb") as file:
             process = subprocess.Popen(
-                ["ip", "netns", "exec", self.space, "unshare", *spaces, *setup, *line],
+                ["ip", "netns", "exec", self.space, "unshare", *spaces, *words, *line],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,

@@ -129,7 +129,14 @@ def test_beats_go_through_torchs_own_store():
     second.beat()
     assert first.silent_next(0.5) is None
     assert first.where() == f"rank 0 {Told.phase}, rank 1 {Told.phase}"
-    assert [first.first("said"), second.first("said")] == [True, False]
+    assert [first.first_here(), second.first_here()] == [True, False]
+    assert [first.words(), second.ended_elsewhere()] == ["", None]
+    second.tell("a full disk")
+    first.tell("a lost connection")
+    assert first.words() == f"rank 1 on {socket.gethostname()}: a full disk"
+    assert first.ended_elsewhere() is None  # it may still find out by itself
+    first._clock.seconds += 11
+    assert first.ended_elsewhere() == first.words()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,113 @@
+"""``python -m megasink.train.meeting ARGUMENTS``: torchrun on one of several hosts.
+
+torchrun waits ten minutes for a host that does not come, without a word, and then prints
+tracebacks. Here each host says for whom it waits, and errors of the meeting are one line.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from megasink.train.stop import write_to_stderr
+from megasink.train.waiting import HERE, waiting
+
+_HERE, _ENDED = "megasink/here", "megasink/ended"
+_SECONDS = 5.0  # for an answer of the store, and between two looks at it
+
+
+class Hosts:
+    """A thread that knows, through the store where torchrun's agents meet, which hosts are there.
+
+    It says for whom this host waits, and which ranks of other hosts have failed.
+    """
+
+    def __init__(self, endpoint: str, number: int):
+        self._endpoint, self._number = endpoint, number
+        self._here: set[str] = set()
+        self._store: Any = None
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._live, name="hosts", daemon=True)
+        self._thread.start()
+
+    def __str__(self) -> str:
+        if not self._here:
+            return f"{self._endpoint}, where no torchrun answers"
+        missing, here = self._number - len(self._here), ", ".join(sorted(self._here)[:8])
+        return f"{missing} of {self._number} hosts at {self._endpoint} (here: {here})"
+
+    def leave(self, failed: str = "") -> None:
+        """End the thread, and tell the other hosts what failed on this one."""
+        self._leaving.set()
+        self._thread.join(2 * _SECONDS)
+        if failed and self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.append(_ENDED, f"{failed}\n")
+
+    def _live(self) -> None:
+        said: set[str] = set()
+        with waiting(lambda: str(self), of_rank=False):
+            while len(self._here) < self._number and not self._leaving.wait(1.0):
+                self._here = set(self._lines(_HERE))
+        while not self._leaving.wait(_SECONDS):
+            for line in self._lines(_ENDED):
+                if line not in said:
+                    write_to_stderr(line)
+                said.add(line)
+
+    def _lines(self, key: str) -> list[str]:
+        """Return what the hosts have written; empty while the store is not there."""
+        from torch.distributed import TCPStore
+
+        host, _, port = self._endpoint.rpartition(":")
+        timeout = timedelta(seconds=_SECONDS)
+        try:
+            if self._store is None:
+                store: Any = TCPStore(host, int(port), wait_for_workers=False, timeout=timeout)
+                store.append(_HERE, f"{HERE}\n")
+                self._store = store
+            if self._store.check([key]):
+                return list(self._store.get(key).decode().splitlines())
+        except RuntimeError:  # from torch: not there yet, or gone
+            self._store = None
+        return []
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run torchrun with these arguments; return the exit code."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.run import parse_args, run
+
+    args = parse_args(list(argv))
+    hosts = Hosts(args.rdzv_endpoint, int(args.nnodes))
+    failed = ""
+    try:
+        run(args)
+    except ChildFailedError as error:
+        # Its own text is a table of 15 lines behind a traceback.
+        rank, failure = error.get_first_failure()
+        code = failure.exitcode
+        how = f"by {failure.signal_name()}" if code < 0 else f"with exit code {code}"
+        failed = f"megasink: {HERE}: rank {rank} was ended {how}"
+        write_to_stderr(failed)
+        return 1
+    except RendezvousError as error:
+        why = " ".join(str(error.__cause__ or error).split())
+        write_to_stderr(
+            f"megasink: error: {HERE}: the hosts did not meet at {args.rdzv_endpoint} "
+            f"(MASTER_ADDR:MASTER_PORT): {why}"
+        )
+        return 1
+    finally:
+        hosts.leave(failed)
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)  # a thread that is inside of torch's store would abort the exit
