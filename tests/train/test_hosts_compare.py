@@ -51,7 +51,7 @@ def test_copies_elsewhere_are_the_same_and_what_differs_is_named(data):
     ]
     assert differences(of(one), of(two), "a") == [
         "merges.txt of --tokenizer-model is missing",
-        "the .bin of data set 1 of --data-path is another than on a"
+        "the .bin of data set 1 of --data-path is another than on a",
     ]
 
 
