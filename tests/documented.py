@@ -201,7 +201,10 @@ def megasink_call(call: Call) -> tuple[list[str], int] | None:
             ranks = int(words[place + 1])
             del words[place : place + 2]
         return words, ranks
-    if call.program == "python" and words[:2] == ["-m", "torch.distributed.run"]:
+    if call.program == "python" and words[:2] in (
+        ["-m", "torch.distributed.run"],
+        ["-m", "megasink.train.meeting"],
+    ):
         words = words[2:]
     elif call.program != "torchrun":
         return None

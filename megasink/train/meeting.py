@@ -23,10 +23,14 @@ class Hosts:
     """A thread that knows, through the store where torchrun's agents meet, which hosts are there.
 
     It says for whom this host waits, and which ranks of other hosts have failed.
+
+    Attributes:
+        have_met: whether all hosts have come.
     """
 
     def __init__(self, endpoint: str, number: int):
         self._endpoint, self._number = endpoint, number
+        self.have_met = False
         self._here: set[str] = set()
         self._store: Any = None
         self._leaving = threading.Event()
@@ -52,6 +56,7 @@ class Hosts:
         with waiting(lambda: str(self), of_rank=False):
             while len(self._here) < self._number and not self._leaving.wait(1.0):
                 self._here = set(self._lines(_HERE))
+        self.have_met = len(self._here) >= self._number
         while not self._leaving.wait(_SECONDS):
             for line in self._lines(_ENDED):
                 if line not in said:
@@ -96,11 +101,14 @@ def main(argv: Sequence[str]) -> int:
         write_to_stderr(failed)
         return 1
     except RendezvousError as error:
-        why = " ".join(str(error.__cause__ or error).split())
-        write_to_stderr(
-            f"megasink: error: {HERE}: the hosts did not meet at {args.rdzv_endpoint} "
-            f"(MASTER_ADDR:MASTER_PORT): {why}"
-        )
+        why, where = " ".join(str(error.__cause__ or error).split()), args.rdzv_endpoint
+        if hosts.have_met:
+            write_to_stderr(f"megasink: {HERE}: torchrun has ended at {where} ({why})")
+        else:
+            write_to_stderr(
+                f"megasink: error: {HERE}: the hosts did not meet at {where}, which is "
+                f"MASTER_ADDR:MASTER_PORT ({why})"
+            )
         return 1
     finally:
         hosts.leave(failed)

@@ -48,9 +48,9 @@ class Fault:
     rc: Sequence[int | None] = (1, 1)
 
 
-def other(path, change="echo '# another' >>"):
+def other(path, change="echo '# another' >> {own}/other"):
     """Another file in the place of one, on one host."""
-    return f"cp {path} {{own}}/other; {change} {{own}}/other; mount --bind {{own}}/other {path}"
+    return f"cp {path} {{own}}/other; {change}; mount --bind {{own}}/other {path}"
 
 
 def tmpfs(path, options=""):
@@ -107,7 +107,7 @@ FAULTS = {
     ),
     "recipe file": Fault(
         r"host-b: --lr-warmup-iters 1 \(host-a: 0\)",
-        setup=other("{tmp}/tiny.toml", "echo 'lr-warmup-iters = 1' >>"),
+        setup=other("{tmp}/tiny.toml", "echo 'lr-warmup-iters = 1' >> {own}/other"),
         both=["--train-iters", "2"],
     ),
     "code of megasink": Fault(
@@ -132,18 +132,18 @@ FAULTS = {
     ),
     "tokenizer's files": Fault(
         r"host-b: tokenizer\.json of --tokenizer-model is another",
-        setup=other("{data}-tokenizer/tokenizer.json", "echo >>"),
+        setup=other("{data}-tokenizer/tokenizer.json", "echo >> {own}/other"),
     ),
     "tokenizer missing": Fault(
         r"sources-tokenizer has no tokenizer", setup=tmpfs("{data}-tokenizer")
     ),
     "index of the data": Fault(
-        r"host-b: \S+\.idx of --data-path is another",
+        r"host-b: .*the \.idx of data set 1 of --data-path is another",
         setup="; ".join(f"mount --bind {{more}}{kind} {{data}}{kind}" for kind in (".idx", ".bin")),
     ),
     "tokens of the data": Fault(
-        r"host-b: \S+\.bin of --data-path is another",
-        setup=other("{data}.bin", "printf '\\1' | dd conv=notrunc status=none of="),
+        r"host-b: the \.bin of data set 1 of --data-path is another",
+        setup=other("{data}.bin", "printf 1 | dd conv=notrunc status=none of={own}/other"),
     ),
     "data missing": Fault(r"--data-path \S+", setup=NO_DATA),
     "blend's weights": Fault(
