@@ -17,6 +17,7 @@ from megasink.train.waiting import is_first_here
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _EVENTS = ("tensorboard.", "torch.utils.tensorboard.")
+_LITTLE = 1 << 20  # bytes that are left on a file system which is full
 _first: bool | None = None
 
 
@@ -93,7 +94,9 @@ def _not_written(error: OSError, args: Namespace) -> str:
     modules = [frame.f_globals.get("__name__", "") for frame in frames]
     if path is None and any(module.startswith(_EVENTS) for module in modules):
         path, folder = args.tensorboard_dir, Path(args.tensorboard_dir)
-    free = ""
+    free, shm = "", Path("/dev/shm")
+    if path is None and shm.is_dir() and shutil.disk_usage(shm).free < _LITTLE:
+        path = folder = shm  # semaphores and the data loader's batches
     with contextlib.suppress(OSError):
         free = f" ({shutil.disk_usage(folder).free / 1e9:.1f} GB free there)"
     reason = os.strerror(error.errno) if error.errno else str(error)

@@ -8,6 +8,7 @@ import contextlib
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -49,7 +50,7 @@ class Hosts:
         self._thread.join(2 * _SECONDS)
         if failed and self._store is not None:
             with contextlib.suppress(RuntimeError):
-                self._store.append(_ENDED, f"{failed}\n")
+                self._store.append(_ENDED, f"{' '.join(failed.split())}\n")
 
     def _live(self) -> None:
         said: set[str] = set()
@@ -110,12 +111,19 @@ def main(argv: Sequence[str]) -> int:
                 f"MASTER_ADDR:MASTER_PORT ({why})"
             )
         return 1
+    except Exception as error:
+        failed = f"megasink: {HERE}: torchrun ended with {type(error).__name__}: {error}"
+        raise
     finally:
         hosts.leave(failed)
     return 0
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
+    try:
+        code = main(sys.argv[1:])
+    except Exception:
+        traceback.print_exc()
+        code = 1
     sys.stdout.flush()
     os._exit(code)  # a thread that is inside of torch's store would abort the exit

@@ -61,12 +61,15 @@ SHARED_CACHE = ["--data-cache-path", "{tmp}/cache/here"]
 SHARED_SAVE = ["--save", "{tmp}/cache/here"]
 LOADED = ["--load", "{loaded}", "--finetune"]
 CLOCK = """
-import datetime
-class Ahead(datetime.datetime):
-    @classmethod
-    def now(cls, zone=None):
-        return REAL.now(zone) + datetime.timedelta(seconds=60)
-REAL, datetime.datetime = datetime.datetime, Ahead
+import sys
+if "megasink.train.meeting" in sys.orig_argv:
+    from datetime import datetime, timedelta
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+    class Ahead(datetime):
+        @classmethod
+        def now(cls, zone=None):
+            return datetime.now(zone) + timedelta(seconds=60)
+    dynamic_rendezvous.datetime = Ahead
 """
 FULL_SHM = "mount -o remount,size=64k /dev/shm; head -c 65536 /dev/zero > /dev/shm/x || true"
 FULL_BOARD = tmpfs("{tmp}/board", "-o size=64k")
