@@ -57,8 +57,8 @@ def train(args: Namespace, store: Any) -> None:
     import torch
     from megatron.training.global_vars import set_global_variables
 
-    set_global_variables(args)
     try:
+        set_global_variables(args)
         _run(args, store)
     except BaseException as error:
         explanation = explained(error, args)

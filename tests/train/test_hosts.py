@@ -111,7 +111,7 @@ def test_a_host_that_is_cut_off_is_named_and_both_go_on(hosts, whole, tmp_path):
     assert time.monotonic() - began < 2 * SECONDS
     named = re.search(r"megasink: error: (.*)", job.said(here))[1]
     assert re.search(r"rank 1 \(process \d+ on host-b\) has not responded for \d+ s", named)
-    assert "last seen after step" in named
+    assert "last seen " in named  # where, at the last beat: steps are shorter than the beats
     assert "; resume from step 20 with" in named
     # The other one ends its ranks by itself too, and says why.
     while "megasink: error: " not in job.said(there):

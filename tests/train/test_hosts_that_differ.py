@@ -121,10 +121,10 @@ FAULTS = {
         setup=other(f"{SITE}/megatron/core/energy_monitor.py"),
     ),
     "version of a package": Fault(
-        r"host-b: version of tokenizers 99\.0 \(host-a: \d",
+        r"host-b: version of sentencepiece 99\.0 \(host-a: ",
         variables={"PYTHONPATH": "{own}:" + str(ROOT)},
-        setup="mkdir {own}/tokenizers-99.0.dist-info; printf 'Name: tokenizers\\nVersion: 99.0\\n' "
-        "> {own}/tokenizers-99.0.dist-info/METADATA",
+        setup="mkdir {own}/sentencepiece-99.0.dist-info; printf 'Name: sentencepiece\\nVersion: "
+        "99.0\\n' > {own}/sentencepiece-99.0.dist-info/METADATA",
     ),
     "plugin's source": Fault(
         r"host-b: the source of --plugin tests\.train\.host_plugin is another",
