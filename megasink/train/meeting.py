@@ -6,6 +6,7 @@ tracebacks. Here each host says for whom it waits, and errors of the meeting are
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -17,6 +18,7 @@ from megasink.train.stop import write_to_stderr
 from megasink.train.waiting import HERE, waiting
 
 _HERE, _ENDED = "megasink/here", "megasink/ended"
+_END_SECONDS = 30.0  # for ranks to end by themselves where those of another host have failed
 _SECONDS = 5.0  # for an answer of the store, and between two looks at it
 
 
@@ -25,12 +27,18 @@ class Hosts:
 
     It says for whom this host waits, and which ranks of other hosts have failed.
 
+    Args:
+        endpoint: HOST:PORT.
+        number: of hosts.
+        ends: whether torchrun here ends soon after that of another host: no ranks are started
+            again that could go on together.
+
     Attributes:
         have_met: whether all hosts have come.
     """
 
-    def __init__(self, endpoint: str, number: int):
-        self._endpoint, self._number = endpoint, number
+    def __init__(self, endpoint: str, number: int, *, ends: bool = False):
+        self._endpoint, self._number, self._ends = endpoint, number, ends
         self.have_met = False
         self._here: set[str] = set()
         self._store: Any = None
@@ -63,6 +71,9 @@ class Hosts:
                 if line not in said:
                     write_to_stderr(line)
                 said.add(line)
+            if said and self._ends and not self._leaving.wait(_END_SECONDS):
+                os.kill(os.getpid(), signal.SIGTERM)  # torchrun hands it to its ranks
+                return
 
     def _lines(self, key: str) -> list[str]:
         """Return what the hosts have written; empty while the store is not there."""
@@ -84,12 +95,13 @@ class Hosts:
 
 def main(argv: Sequence[str]) -> int:
     """Run torchrun with these arguments; return the exit code."""
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import parse_args, run
 
     args = parse_args(list(argv))
-    hosts = Hosts(args.rdzv_endpoint, int(args.nnodes))
+    hosts = Hosts(args.rdzv_endpoint, int(args.nnodes), ends=args.max_restarts == 0)
     failed = ""
     try:
         run(args)
@@ -110,6 +122,9 @@ def main(argv: Sequence[str]) -> int:
                 f"megasink: error: {HERE}: the hosts did not meet at {where}, which is "
                 f"MASTER_ADDR:MASTER_PORT ({why})"
             )
+        return 1
+    except SignalException as error:
+        write_to_stderr(f"megasink: {HERE}: {error}")
         return 1
     except Exception as error:
         failed = f"megasink: {HERE}: torchrun ended with {type(error).__name__}: {error}"
