@@ -13,7 +13,7 @@ import pytest
 from megasink.cli import main
 from tests.distributed.pool import ROOT
 from tests.forkserver import HANG_SECONDS
-from tests.runs import TINY, UNTIED, steps
+from tests.runs import TINY, UNTIED, records, steps
 from tests.train.hosts import lacking, two_hosts
 
 SECONDS = 60
@@ -35,6 +35,7 @@ class Fault:
         first: the same on host A.
         start: the hosts that are started.
         rc: exit codes, those of `start`; None of a host that waits for others for minutes.
+        may_be_right: whether the hosts may train in spite of it, together.
     """
 
     named: str
@@ -46,6 +47,7 @@ class Fault:
     first: str = ""
     start: str = "ab"
     rc: Sequence[int | None] = (1, 1)
+    may_be_right: bool = False
 
 
 def other(path, change="echo '# another' >> {own}/other"):
@@ -165,10 +167,12 @@ FAULTS = {
     "ranks of a host": Fault(
         r"3 ranks have met, but .* make [24]", variables={"RANKS_PER_NODE": "2"}
     ),
+    # torchrun takes the other host for dead, or not: as they happen to write and read.
     "clocks a minute apart": Fault(
-        r"1 rank has met, but 2 hosts .* make 2.* clocks",
+        r"1 rank has met, but NNODES x RANKS_PER_NODE make 2.* clocks",
         variables={"PYTHONPATH": "{own}:" + str(ROOT)},
         setup=f"cat > {{own}}/sitecustomize.py <<'E'{CLOCK}E",
+        may_be_right=True,
     ),
     "number of hosts": Fault(
         r"has waited \d+ s for 1 of [23] hosts|have met",
@@ -233,11 +237,11 @@ def possible():
 
 
 @pytest.fixture(scope="module")
-def more(tmp_path_factory):
-    """Another data set."""
+def more(text, tmp_path_factory):
+    """Another data set of the same tokenizer."""
     prefix = tmp_path_factory.mktemp("more") / "sources"
     arguments = ["data", str(ROOT / "megasink" / "train"), "--output", str(prefix)]
-    assert main([*arguments, "--train-tokenizer", "512", "--workers", "1"]) == 0
+    assert main([*arguments, "--tokenizer", text[3], "--workers", "1"]) == 0
     return str(prefix)
 
 
@@ -316,6 +320,9 @@ def test_a_fault_is_named_on_the_hosts_that_can_know_it(name, pair, request):
         codes.append(process.poll())
     lines = {letter: (line.search(pair.said(letter)) or [""])[0] for letter in pair.processes}
     print(f"FAULT {name}: named after {named}, exit codes {codes}: {lines}")
+    if fault.may_be_right and codes == [0, 0]:
+        assert [record["world_size"] for record in records(pair.run / "starts.jsonl")] == [2]
+        return
     assert set(named) == set(fault.on), "\n".join(map(pair.said, pair.processes))
     assert codes == list(fault.rc)
     assert not (pair.run / "metrics.jsonl").exists()
