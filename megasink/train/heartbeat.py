@@ -22,7 +22,7 @@ from megasink.train.waiting import is_first_here, on_several_hosts
 
 SECONDS = 2.0  # between two beats in a small run
 _LEAVE_SECONDS = 5.0  # for a beat in progress, or the first one
-_WORDS_SECONDS = 10.0  # for this rank to end by itself when another one has said why it ends
+_WORDS_SECONDS = 5.0  # for this rank to end by itself when another one has said why it ends
 ENDED = "ended"
 # Messages of torch's communication libraries when a rank is gone or does not respond.
 _LOST = re.compile(
