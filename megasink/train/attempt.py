@@ -29,7 +29,8 @@ def open_store(timeout: float) -> Any:
     import torch
 
     master = f"rank 0, whose store is at {os.environ.get('MASTER_ADDR')}"
-    with waiting(lambda: master):
+    others = f"the other ranks of {os.environ.get('WORLD_SIZE')} to start"
+    with waiting(lambda: others if os.environ.get("RANK") == "0" else master):
         store, rank, world = next(
             torch.distributed.rendezvous("env://", timeout=timedelta(seconds=timeout))
         )

@@ -222,7 +222,7 @@ FAULTS = {
         r"host-b.* (ended|killed|SIGKILL)|rank 1 .*(killed|SIGKILL)", variables={"FAULT": "killed"}
     ),
     "stopped at its start": Fault(
-        r"host-a has waited \d+ s for rank 1 of 2",
+        r"host-a has waited \d+ s for the other ranks of 2 to start",
         on="a",
         variables={"FAULT": "stopped"},
         rc=(None, None),
