@@ -40,7 +40,7 @@ class Hosts:
     def __init__(self, endpoint: str, number: int, *, ends: bool = False):
         self._endpoint, self._number, self._ends = endpoint, number, ends
         self.have_met = False
-        self._here: set[str] = set()
+        self._here: dict[str, str] = {}  # names, and how many hosts each was told of
         self._store: Any = None
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._live, name="hosts", daemon=True)
@@ -64,7 +64,15 @@ class Hosts:
         said: set[str] = set()
         with waiting(lambda: str(self), of_rank=False):
             while len(self._here) < self._number and not self._leaving.wait(1.0):
-                self._here = set(self._lines(_HERE))
+                self._here = dict(line.rsplit(" ", 1) for line in self._lines(_HERE))
+                if wrong := {n: k for n, k in self._here.items() if k != str(self._number)}:
+                    name, number = wrong.popitem()
+                    write_to_stderr(
+                        f"megasink: error: {HERE} has NNODES={self._number}, {name} NNODES={number}: "
+                        "give every host the same"
+                    )
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    return
         self.have_met = len(self._here) >= self._number
         while not self._leaving.wait(_SECONDS):
             for line in self._lines(_ENDED):
@@ -84,7 +92,7 @@ class Hosts:
         try:
             if self._store is None:
                 store: Any = TCPStore(host, int(port), wait_for_workers=False, timeout=timeout)
-                store.append(_HERE, f"{HERE}\n")
+                store.append(_HERE, f"{HERE} {self._number}\n")
                 self._store = store
             if self._store.check([key]):
                 return list(self._store.get(key).decode().splitlines())
