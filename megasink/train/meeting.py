@@ -68,8 +68,8 @@ class Hosts:
                 if wrong := {n: k for n, k in self._here.items() if k != str(self._number)}:
                     name, number = wrong.popitem()
                     write_to_stderr(
-                        f"megasink: error: {HERE} has NNODES={self._number}, {name} NNODES={number}: "
-                        "give every host the same"
+                        f"megasink: error: {HERE} has NNODES={self._number}, {name} "
+                        f"NNODES={number}: give every host the same"
                     )
                     os.kill(os.getpid(), signal.SIGTERM)
                     return
