@@ -71,8 +71,8 @@ class Hosts:
                         f"megasink: error: {HERE} has NNODES={self._number}, {name} "
                         f"NNODES={number}: give every host the same"
                     )
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    return
+                    self._leaving.wait(_SECONDS)  # the store may be of this process
+                    os._exit(1)  # torchrun has started nothing yet, and handles no signal
         self.have_met = len(self._here) >= self._number
         while not self._leaving.wait(_SECONDS):
             for line in self._lines(_ENDED):
