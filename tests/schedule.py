@@ -40,6 +40,7 @@ LONG = {
     "tests/test_readme.py": 25,
     "tests/distributed/test_oracle.py": 25,
     "tests/probe/test_cli.py": 25,
+    "tests/layers/test_observed_bits.py": 20,
     "tests/probe/test_resuming.py": 25,
     "tests/distributed/test_checkpoint.py": 25,
     "tests/convert/test_own_model.py": 20,
