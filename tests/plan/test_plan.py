@@ -7,9 +7,11 @@ import sys
 import pytest
 
 from megasink.errors import ConfigError, UserError
-from megasink.plan import job, launch
+from megasink.plan import job, launch, show
 from megasink.plan.alternatives import alternatives
+from megasink.plan.devices import DEVICES
 from megasink.train import early
+from megasink.train.checkpoint_layout import BYTES
 from tests.documented import calls, with_files
 from tests.train.command_lines import MOCK
 
@@ -163,6 +165,13 @@ def test_the_command(capsys, monkeypatch, tmp_path):
     other = plan["what_if"]["with --use-distributed-optimizer"]["memory"]
     assert other["optimizer"] == pytest.approx(stage["memory"]["optimizer"] / 8, rel=0.1)
     assert other["gradients"] == pytest.approx(stage["memory"]["gradients"], rel=0.01)
+
+    assert plan["checkpoint_host_bytes"] == 0  # nothing to gather
+    sharded = [r | {"job": r["job"] | {"gathers": True}} for r in stepped[0]]
+    taken = show.as_json(sharded, {}, DEVICES["h100"], 0.4)["checkpoint_host_bytes"]
+    assert taken == BYTES * stage["parameters"]
+    show.show(sharded, {}, "h100", 0.4)
+    assert "GiB of memory of the host for each rank" in " ".join(capsys.readouterr().out.split())
 
     saved, other = (plan[name]["0"] for name in ("saved", "other_kernels"))
     assert {"mlp.linear_fc2", "self_attention.core_attention"} < {row["module"] for row in saved}
