@@ -30,10 +30,11 @@ def _forget_choices():
 
 
 def test_in_tritons_interpreter(pytestconfig):
-    """The tests of interpreted_gate_kernels.py: numbers against PyTorch's and against float64."""
+    """Numbers against PyTorch's and against float64, and whose memory is written."""
     pytest.importorskip("triton")
-    path = Path(__file__).with_name("interpreted_gate_kernels.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(path)]
+    names = ("interpreted_gate_kernels.py", "interpreted_memory.py")
+    paths = [str(Path(__file__).with_name(name)) for name in names]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *paths]
     command += ["-m", pytestconfig.option.markexpr]  # all cases with `make test-all`
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -2,16 +2,12 @@
 
 import pytest
 import torch
-import transformers
 from torch import nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import megasink.transformers  # noqa: F401  registers the attention
 from megasink.errors import ConfigError, UserError
-from megasink.probe.transformers_model import TransformersProbe
 from megasink.transformers.balance import HeadBalance
 from tests.balance import definition
-from tests.probe.kept import Kept
 from tests.probe.tiny_models import tiny_model
 from tests.transformers import balance_oracle
 from tests.transformers.balance_oracle import (
@@ -20,7 +16,6 @@ from tests.transformers.balance_oracle import (
     tokens,
     without_grouped_experts,
 )
-from tests.transformers.test_refused import SMALL
 
 COEFF = 0.5
 # Vanilla, sinks with windows, explicit gates: per head and per element, with layers without
@@ -318,46 +313,6 @@ def test_models_that_cannot_be_balanced():
     strange.model.layers[1].self_attn.output_gate = nn.Linear(32, 4)
     with pytest.raises(UserError, match="LlamaAttention has a module 'output_gate', and megasink"):
         HeadBalance(strange)
-
-
-@pytest.mark.parametrize("name", ["lfm3", "afmoe", "ling-3"])
-def test_explicit_gates_need_no_attention_of_ours(name):
-    """Ling's linear layers have a g_proj, too, and are no heads of softmax attention."""
-    model = model_of(name, torch.float32, implementation="eager")
-    balance = HeadBalance(model, COEFF)
-    step(model, [tokens(3)])
-    importance_LH = balance.finish_step().importance_LH
-    known_L = [layer in balance.layers for layer in range(2)]
-    assert (~importance_LH.isnan().any(1)).tolist() == known_L == [name != "ling-3", True]
-
-
-def test_a_gate_that_is_no_share():
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    config = transformers.LagunaConfig(**SMALL, **experts)
-    laguna = transformers.LagunaForCausalLM._from_config(config, attn_implementation="sdpa")
-    with pytest.raises(UserError, match="LagunaAttention gates its heads by softplus, which may"):
-        HeadBalance(laguna)
-    with pytest.raises(UserError, match="LagunaAttention gates its heads by softplus, which may"):
-        TransformersProbe(laguna.eval(), Kept(), {"out_HTD"})
-
-
-@pytest.mark.parametrize("implementation", ["eager", "sdpa", "megasink"])
-def test_the_first_step_shows_whether_the_gate_is_what_gates(implementation):
-    model = model_of("lfm3", torch.float32, implementation)
-    output = model.model.layers[1].self_attn.o_proj
-    changed = output.register_forward_pre_hook(lambda _, args: (args[0] * 0.5,))
-    balance = HeadBalance(model, COEFF)
-    with pytest.raises(UserError, match="Lfm3Attention changes the outputs of its heads between"):
-        step(model, [tokens(3)])
-    assert not ALL_ATTENTION_FUNCTIONS._local_mapping
-    balance.remove()
-    changed.remove()
-    balance = HeadBalance(model, COEFF)
-    step(model, [tokens(3)])
-    output.register_forward_pre_hook(lambda _, args: (args[0] * 0.5,))  # not looked at again
-    step(model, [tokens(3)])
-    assert not ALL_ATTENTION_FUNCTIONS._local_mapping
-    assert len(output._forward_pre_hooks) == 1
 
 
 def test_a_loss_that_the_model_did_not_return():
