@@ -23,7 +23,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megasink.attention import first_key_gate
 from megasink.balance.tracker import SINK
@@ -33,13 +32,12 @@ from megasink.layers.attend import Attend, attend_alone
 from megasink.layers.documents import Documents, documents_of, first_values
 from megasink.layers.head_observer import HeadObserver
 from megasink.layers.importance import HeadCounter
+from megasink.layers.optional import position_bias, similarity_mlp
 from megasink.layers.parameters import ShardedByHeads, StaysFloat32
 from megasink.layers.statistics import ModelStatistics
 from megasink.variants import parameter_names, variant
 
 if TYPE_CHECKING:
-    from megasink.layers.position_bias import DistanceBias
-    from megasink.layers.similarity import SimilarityMLP
     from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 
@@ -123,7 +121,7 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
             rank = rank * self.cp_group.size() + self.cp_group.rank()
             self.attending = HeadObserver(config, layer_number, rank)
         self.head_counter = HeadCounter(config, layer_number, self.tp_group, self.cp_group.size())
-        self.relative_bias = _position_bias(config, self.tp_group)
+        self.relative_bias = position_bias(config, self.tp_group)
         self.documents: Documents | None = None
         self.frees_projection = False
         self.variant = variant(config.attention_variant)
@@ -139,7 +137,7 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
             if added.sharded(config):
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
             self.register_parameter(added.name, parameter)
-        self.similarity_mlp = _similarity_mlp(config, head_dim, device)
+        self.similarity_mlp = similarity_mlp(config, head_dim, device)
 
     def forward(
         self,
@@ -336,23 +334,3 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
             return self._own_share(parameter)
         shared: Tensor = copy_to_tensor_model_parallel_region(parameter, self.tp_group)
         return shared
-
-
-def _similarity_mlp(
-    config: "MegasinkTransformerConfig", head_dim: int, device: int | None
-) -> "SimilarityMLP | None":
-    if config.attention_similarity != "mlp":
-        return None
-    from megasink.layers.similarity import SimilarityMLP
-
-    return SimilarityMLP(head_dim, dtype=config.params_dtype, device=device)
-
-
-def _position_bias(
-    config: "MegasinkTransformerConfig", tp_group: ProcessGroup
-) -> "DistanceBias | None":
-    if config.attention_bias_type == "none":
-        return None
-    from megasink.layers.position_bias import build_position_bias
-
-    return build_position_bias(config, tp_group)

@@ -338,13 +338,12 @@ def identity_of(args: Namespace) -> dict[str, Any]:
 
 def git_hash() -> str | None:
     """Return the checkout's commit, '+dirty' with local changes; None outside a checkout."""
-    where = Path(megasink.__file__).parent
+    git = ["git", "-C", str(Path(megasink.__file__).parent)]
+    commands = ([*git, "rev-parse", "HEAD"], [*git, "status", "--porcelain", "-uno"])
     try:
         commit, state = (
-            subprocess.run(
-                ["git", "-C", str(where), *command], capture_output=True, text=True, check=True
-            ).stdout.strip()
-            for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno"])
+            subprocess.run(one, capture_output=True, text=True, check=True).stdout.strip()
+            for one in commands
         )
     except (OSError, subprocess.CalledProcessError):
         return None
