@@ -37,7 +37,7 @@ from examples.real_models.wheels import FOLDER, told
 from megasink.errors import UserError
 from megasink.probe.blocks import blocks_with_attention
 from megasink.probe.identity import weights_hash
-from megasink.probe.inputs import Sample, data_hash, encode
+from megasink.probe.inputs import Reader, Sample, data_hash
 from megasink.progress import progress
 
 RESULTS = Path(__file__).with_name("results")
@@ -259,9 +259,9 @@ class Measurement:
 
 def samples_of(tokenizer: Any) -> list[Sample]:
     """Return every text as its first `TOKENS` tokens, BOS as the tokenizer adds it."""
-    found = []
+    found, reader = [], Reader(tokenizer)
     for number, text in enumerate(read_texts()):
-        tokens = encode(tokenizer, text.text, "auto", f"text {number}")[:TOKENS]
+        tokens = reader.read([text.text], f"text {number}", TOKENS)[:TOKENS]
         if len(tokens) < TOKENS:
             raise UserError(f"text {number} has {len(tokens)} tokens, not {TOKENS}")
         found.append(Sample(tuple(tokens), text.domain, f"text {number}"))

@@ -28,11 +28,13 @@ def model(tmp_path, monkeypatch):
     texts = ["".join(draw.choices(words, k=160)) for _ in range(9)]
     lines = [{"domain": "made-up", "wheel": "", "path": "", "text": text} for text in texts]
     (folder / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    tokenizer = Tokenizer(WordLevel({word.strip(): i for i, word in enumerate(words)}))
+    tokenizer = Tokenizer(
+        WordLevel({w.strip(): i for i, w in enumerate([*words, "[UNK]"])}, "[UNK]")
+    )
     tokenizer.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "own")
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=30, hidden_size=24, intermediate_size=32, head_dim=8,
+    config = LlamaConfig(vocab_size=31, hidden_size=24, intermediate_size=32, head_dim=8,
                          num_attention_heads=3, num_hidden_layers=2)  # fmt: skip
     model = LlamaForCausalLM(config)
     with torch.no_grad():  # so that heads differ
