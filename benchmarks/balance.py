@@ -56,8 +56,9 @@ def build(name: str, shape: dict[str, Any], arguments: argparse.Namespace, cuda:
         ProcessGroupCollection.use_mpu_process_groups(),
         ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
     )
+    config.transformer.finalize_model_grads_func = upstream
     if name == WITHOUT:
-        config.transformer.finalize_model_grads_func = upstream
+        config.transformer.statistics.reduce = lambda: None
         for module in (m for model in models for m in model.modules()):
             if isinstance(module, CoreAttention):
                 module.counts_heads = False

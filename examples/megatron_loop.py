@@ -19,8 +19,8 @@ if not (gpu := torch.cuda.is_available()):
 
     platform.activate()  # Megatron on a CPU: before its first import
 
+from megatron.core import distributed
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -77,7 +77,9 @@ def train(steps: Iterable[Iterator[Batch]], tp: int, pp: int, cp: int, **options
     ends |= {"post_process": mpu.is_pipeline_last_stage(), "position_embedding_type": "rope"}
     model = GPTModel(config, layer_spec(config), VOCABULARY, SEQUENCE, **ends)  # (3)
     initialize_weights(model, SEED)  # the same in every layout, which Megatron's are not
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(), model.cuda())
+    settings = distributed.DistributedDataParallelConfig()
+    model = distributed.DistributedDataParallel(config, settings, model.cuda())
+    config.finalize_model_grads_func = distributed.finalize_model_grads
     settings = OptimizerConfig(lr=3e-3, weight_decay=0.0, adam_eps=1e-5)
     optimizer = get_megatron_optimizer(settings, [model])
     config.grad_scale_func = optimizer.scale_loss

@@ -24,16 +24,16 @@ class HeadBalanceScale:
         self._factor: tuple[float, Tensor | float] | None = None
         self._targets: Tensor | None = None
 
-    def set_loss_scale(self, scale: Tensor) -> None:
+    def set_loss_scale(self, scale: Tensor | float) -> None:
         """Store the factor that Megatron applies to every loss of the microbatch.
 
         Args:
-            scale: One-element tensor, to avoid a device sync: the fp16 loss scale times the
-                context-parallel size divided by the number of microbatches (only the loss scale
-                under ``calculate_per_token_loss``; the forward step then sets the number of
+            scale: A number, or a tensor of one element to avoid a device sync: the fp16 loss scale
+                times the context-parallel size divided by the number of microbatches (only the loss
+                scale under ``calculate_per_token_loss``; the forward step then sets the number of
                 targets).
         """
-        self._loss_scale, self._factor = scale, None
+        self._loss_scale, self._factor = torch.as_tensor(scale), None
 
     def begin(self, share: float) -> None:
         """Set the share of the coefficient that counts in the step that begins, in [0, 1]."""
@@ -73,25 +73,24 @@ class HeadBalanceScale:
             )
         return self._targets.detach()
 
-    def scaled(self, gradient_H: Tensor, coeff: float, microbatches: int = 1) -> Tensor:
+    def scaled(self, gradient_H: Tensor, coeff: float, why_scaled: str = "") -> Tensor:
         """Scale a gradient [H] at coefficient 1 for the backward pass of the current microbatch.
 
         Call it in the backward pass: the loss scale of a microbatch is set after its forward pass.
 
         Args:
-            microbatches: Number of the step's microbatches so far.
+            why_scaled: Why a factor of 1 would be wrong; empty if it is right.
 
         Raises:
-            RuntimeError: There are several of them, and nobody has set the loss scale, which
-                divides by their number.
+            RuntimeError: A factor of 1 would be wrong, and nobody has set the loss scale.
         """
-        if self._loss_scale is None and microbatches > 1:
+        if self._loss_scale is None and why_scaled:
             raise RuntimeError(
-                f"the head-balance loss has no loss scale, and this is microbatch {microbatches} "
-                "of its step: it would count once for each. Megatron's schedules set it through "
-                "config.experimental_attention_variant_loss_scale_func (Megatron-Core 0.19 and "
-                "later); another loop calls set_loss_scale(loss scale / number of microbatches) "
-                "of the HeadBalance before every backward pass"
+                f"the head-balance loss has no loss scale, and {why_scaled}. Megatron's schedules "
+                "set it through config.experimental_attention_variant_loss_scale_func "
+                "(Megatron-Core 0.19 and later); another loop calls set_loss_scale(fp16 loss scale "
+                "* context-parallel ranks / number of microbatches) of the HeadBalance before "
+                "every backward pass"
             )
         if self._factor is None or self._factor[0] != coeff:
             scale: Tensor | float = 1.0  # one microbatch, outside of Megatron's schedules

@@ -131,12 +131,20 @@ class LayerBalance(torch.nn.Module):
         count = tokens * self.cp_size if in_row is None else in_row
 
         def gradient() -> Tensor:
-            sent_h = scale.scaled(coefficients(), coeff, microbatches)
+            sent_h = scale.scaled(coefficients(), coeff, self._why_scaled(microbatches))
             if observe is not None:
                 observe(sent_h)
             return sent_h / count
 
         return attach_gradient(output, gate_sum_h, gradient)
+
+    def _why_scaled(self, microbatches: int) -> str:
+        """Return why the loss scale of this microbatch, the step's last so far, is not 1."""
+        if microbatches > 1:
+            return f"this is microbatch {microbatches} of its step: it would count once for each"
+        if self.cp_size > 1:
+            return f"{self.cp_size} context-parallel ranks average their gradients"
+        return "fp16 scales the other losses" if self._statistics.may_skip() else ""
 
     def _coefficients(
         self, gate_sum_h: Tensor, tokens: int, in_row: int | None

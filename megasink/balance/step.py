@@ -120,6 +120,8 @@ class LossStep:
         Raises:
             RuntimeError: The step before it was not committed.
         """
+        # What has stepped may be the optimizer of another model, between the passes of this one.
+        self._stepped_without_reduction = False
         self._open()
         self.heads.start_reduction()
         self.phase = Phase.REDUCED
@@ -187,8 +189,9 @@ class LossStep:
     def _not_reduced(self) -> str:
         return (
             f"the gates of step {self.number} were not reduced: call reduce() of the head-balance "
-            "loss on every rank after the last backward pass, as config.finalize_model_grads_func "
-            "does, which Megatron's schedules call; without it the loss would be 0"
+            "loss on every rank after the last backward pass, or set "
+            "config.finalize_model_grads_func, before which Megatron's schedules then call it; "
+            "without it the loss would be 0"
         )
 
     def _not_committed(self) -> str:

@@ -6,7 +6,8 @@
   every microbatch (megatron/core/pipeline_parallel/schedules.py:376);
 - ``config.finalize_model_grads_func``, which they call after the last backward pass
   (schedules.py:839). Loops set it after the model is built (Megatron-Bridge's, slime's), so it is
-  a property here: whatever they set is called behind the start of the all-reduce;
+  a property here: whatever they set is called behind the start of the all-reduce. None stays None,
+  since a loop that leaves it so reduces its gradients itself;
 - an optimizer of torch.optim at the bottom, as Megatron's are: its step commits the step.
 
 What a loop does not do this way it does by the calls of :class:`LossStep`.
@@ -15,11 +16,10 @@ What a loop does not do this way it does by the calls of :class:`LossStep`.
 import functools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
+from megatron.core.utils import get_model_config
 
 from megasink.balance.step import follow_optimizers
 from megasink.errors import UserError
@@ -30,20 +30,21 @@ from megasink.layers.statistics import ModelStatistics
 _FIRST_RUN = (RerunState.NOT_RUNNING_YET, RerunState.INITIAL_RUN)
 
 
-@dataclass(frozen=True)
 class _Finalize:
-    """A ``config.finalize_model_grads_func``, with the arguments of Megatron's.
+    """What the host has set as ``config.finalize_model_grads_func``, with its arguments.
 
     The all-reduce of the gate sums starts first, so it overlaps with the gradient reduction and
-    the optimizer step.
+    the optimizer step. No dataclass: ``dataclasses.asdict`` of a config would make it a dict.
     """
 
-    balance: "HeadBalance"
-    host: Callable[..., None] | None
+    def __init__(self, balance: "HeadBalance", host: Callable[..., None]):
+        self.balance, self.host = balance, host
 
     def __call__(self, model: list[Any], *args: Any, **kwargs: Any) -> None:
-        self.balance.reduce()
-        (self.host or finalize_model_grads)(model, *args, **kwargs)
+        # Another model may have it, by a config that was made of the fields of this one.
+        if vars(get_model_config(model[0])).get("statistics") is self.balance:
+            self.balance.reduce()
+        self.host(model, *args, **kwargs)
 
 
 class Finalizing:
@@ -53,7 +54,7 @@ class Finalizing:
     def finalize_model_grads_func(self) -> Callable[..., None] | None:
         """What the host has set, behind the start of the reduction."""
         host, balance = vars(self).get(_FINALIZE), vars(self).get("statistics")
-        return host if balance is None else _Finalize(balance, host)
+        return host if host is None or balance is None else _Finalize(balance, host)
 
     @finalize_model_grads_func.setter
     def finalize_model_grads_func(self, host: Callable[..., None] | None) -> None:
@@ -66,13 +67,17 @@ _FINALIZE = "finalize_model_grads_func"
 
 @functools.cache
 def _finalizing(kind: type) -> type:
-    """Return a class that is `kind` in all but that property; copies and pickles are of `kind`."""
+    """Return a class that is `kind` in all but that property."""
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
-        return object.__new__, (kind,), dict(vars(self))
+        return _empty_config, (kind,), dict(vars(self))
 
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (Finalizing, kind), names | {"__reduce_ex__": reduce})
+
+
+def _empty_config(kind: type) -> Any:
+    return object.__new__(_finalizing(kind))
 
 
 class HeadBalance(ModelStatistics):
@@ -109,6 +114,9 @@ class HeadBalance(ModelStatistics):
         config.statistics = self
         if config.head_balance_coeff:
             config.experimental_attention_variant_loss_scale_func = self.set_loss_scale
+        self._follow()
+
+    def _follow(self) -> None:
         # A process may build and drop many models: the hook of one must not keep it.
         this = weakref.ref(self)
         weakref.finalize(self, follow_optimizers(lambda: _stepped(this())))
@@ -124,6 +132,10 @@ class HeadBalance(ModelStatistics):
     def __reduce__(self) -> tuple[Any, ...]:
         make, args, state = super().__reduce__()
         return make, args, state | {"_config": self._config}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._follow()
 
 
 def _stepped(balance: HeadBalance | None) -> None:

@@ -73,6 +73,11 @@ def give_options(config: Any, options: dict[str, Any]) -> None:
         )
     if config.multi_latent_attention:
         problems.append("multi_latent_attention has a core attention of its own: use GQA or MHA")
+    if getattr(config, "cuda_graph_impl", "none") != "none":
+        problems.append(
+            f"cuda_graph_impl {config.cuda_graph_impl!r}: a replayed graph neither counts heads "
+            "nor updates the balance loss: set it to 'none'"
+        )
     if problems:
         raise ConfigError(problems)
     for name, default in _RELATIVE.items():

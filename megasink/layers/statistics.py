@@ -35,7 +35,7 @@ class ModelStatistics(LossStep):
         super().__init__(layers, heads, options)
         self.sinks = SinkRate(layers, heads)
 
-    def set_loss_scale(self, scale: Tensor) -> None:
+    def set_loss_scale(self, scale: Tensor | float) -> None:
         """Implement Megatron's ``config.experimental_attention_variant_loss_scale_func``.
 
         Megatron calls it for every microbatch on every pipeline stage (schedules.py:376).

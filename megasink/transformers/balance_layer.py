@@ -34,7 +34,7 @@ class OneRank:
 class LossScale(HeadBalanceScale):
     """The factors of one microbatch, read in its backward pass from the gradient of its loss."""
 
-    def scaled(self, gradient_H: Tensor, coeff: float, microbatches: int = 1) -> Tensor:
+    def scaled(self, gradient_H: Tensor, coeff: float, why_scaled: str = "") -> Tensor:
         """Scale a gradient [H] as the loss is scaled.
 
         Raises:
@@ -45,7 +45,7 @@ class LossScale(HeadBalanceScale):
                 "the head-balance loss is scaled as the loss that the model returns, and it "
                 "returned none: call it with labels, without a compute_loss_func or label smoothing"
             )
-        return super().scaled(gradient_H, coeff, microbatches)
+        return super().scaled(gradient_H, coeff, why_scaled)
 
 
 @dataclass

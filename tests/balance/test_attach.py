@@ -40,6 +40,8 @@ def test_importance_gets_the_coefficients_in_float32(importance_H, dtype):
 def test_coefficient_and_loss_scale_multiply(scale):
     scale.set_loss_scale(torch.tensor([8.0]))  # Megatron hands over one element
     assert torch.equal(scale.scaled(COEFFICIENTS_H, 3.0), 24.0 * COEFFICIENTS_H)
+    scale.set_loss_scale(0.25)
+    assert torch.equal(scale.scaled(COEFFICIENTS_H, 3.0), 0.75 * COEFFICIENTS_H)
 
 
 def test_the_loss_scale_is_that_at_backward(importance_H, scale):

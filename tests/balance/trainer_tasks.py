@@ -29,8 +29,8 @@ def order_of_events(flags: list[str], ranks: int, port: int) -> list[str]:
     prepare_process([])
     from megatron.core.optimizer.optimizer import FP32Optimizer
     from megatron.core.pipeline_parallel import schedules
+    from megatron.training import training
 
-    from megasink.layers import head_balance
     from tests.distributed.launch_task import train
 
     events: list[str] = []
@@ -49,7 +49,7 @@ def order_of_events(flags: list[str], ranks: int, port: int) -> list[str]:
     watched = [
         (schedules, "forward_step", "forward"),
         (schedules, "backward_step", "backward"),
-        (head_balance, "finalize_model_grads", "gradients"),
+        (training, "finalize_model_grads", "gradients"),
         (FP32Optimizer, "step_with_ready_grads", "optimizer"),
     ]
     originals = [getattr(owner, name) for owner, name, _ in watched]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.optimizer import (
@@ -119,6 +119,7 @@ def model_config(
 
 def build(config: MegasinkGPTConfig, **ddp: Any) -> list[Any]:
     """The stages of this rank, wrapped as Megatron's training loop wraps them."""
+    config.transformer.finalize_model_grads_func = finalize_model_grads
     with torch.random.fork_rng():
         return config.get_builder_cls()(config).build_distributed_models(
             ProcessGroupCollection.use_mpu_process_groups(),

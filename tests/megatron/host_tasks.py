@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import asdict, fields
 from typing import Any
 
 
@@ -18,17 +19,61 @@ def config_of_a_host() -> dict[str, Any]:
     balance = HeadBalance(config, attention_variant="sink")
     called: list[Any] = []
     balance.reduce = lambda: called.append("reduce")  # type: ignore[method-assign]
+    model = type("Model", (), {"config": config})()
+    left_out = config.finalize_model_grads_func
     # As Megatron-Bridge (training/setup.py:577) and slime do, after the model was built.
-    config.finalize_model_grads_func = lambda *args: called.append(args)
-    config.finalize_model_grads_func(["model"], 3)
-    config.finalize_model_grads_func = None  # a function of a test cannot be pickled
-    copied, pickled = copy.deepcopy(config), pickle.loads(pickle.dumps(config))
+    config.finalize_model_grads_func = lambda *args: called.append(args[1:])
+    config.finalize_model_grads_func([model], 3)
+    # A model of its own, by a config of the same fields, reduces nothing of this one.
+    other = TransformerConfig(**{f.name: getattr(config, f.name) for f in fields(config)})
+    other.finalize_model_grads_func([type("Model", (), {"config": other})()], 4)
+    as_dict = asdict(config)["finalize_model_grads_func"]
     return {
+        "left out": left_out,
         "called": called,
+        "as dict": callable(as_dict),
         "is one": isinstance(config, TransformerConfig),
         "named": (type(config).__module__, type(config).__qualname__),
-        "copies": [type(one) is TransformerConfig for one in (copied, pickled)],
-        "copy shares": copied.statistics is balance,
-        "pickled options": pickled.attention_variant,
-        "found": get_model_config(type("Model", (), {"config": config})()) is config,
+        "copy shares": copy.deepcopy(config).statistics is balance,
+        "found": get_model_config(model) is config,
     }
+
+
+def _host(*_: Any) -> None:
+    """Of a host, which reduces gradients."""
+
+
+def steps_of_copies() -> dict[str, tuple[int | None, float]]:
+    """The last step and the coefficients, of two steps of a layer under a copy of a config."""
+    import torch
+    from megatron.core import parallel_state as mpu
+    from megatron.core.transformer import TransformerConfig
+
+    from megasink.layers.importance import HeadCounter
+    from megasink.megatron import HeadBalance
+
+    kinds = {
+        "itself": lambda config: config,
+        "pickled": lambda config: pickle.loads(pickle.dumps(config)),
+        "pickled statistics": lambda config: pickle.loads(pickle.dumps(config.statistics))._config,
+        "deep copy": copy.deepcopy,
+        "copy": copy.copy,
+    }
+    found = {}
+    for kind, made in kinds.items():
+        shape = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+        config = TransformerConfig(**shape, attention_dropout=0.0, use_cpu_initialization=True)
+        balance = HeadBalance(config, attention_variant="sink", head_balance_coeff=1.0)
+        config.finalize_model_grads_func = _host
+        config = made(config)
+        counter = HeadCounter(config, 1, mpu.get_tensor_model_parallel_group())
+        weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]).reshape(1, 2, 1, 1))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for _ in range(2):
+            out = torch.ones(1, 1, 2, requires_grad=True)
+            counter(out, torch.sigmoid(weight)).sum().backward()
+            config.finalize_model_grads_func([counter])
+            optimizer.step()
+        found[kind] = config.statistics.last_number, float(counter.coefficients[0])
+        del balance
+    return found

@@ -100,9 +100,9 @@ def not_ours() -> dict[str, str]:
     from megasink.errors import UserError
     from megasink.megatron import HeadBalance, layer_spec
 
-    def config(attention_dropout: float = 0.0) -> Any:
+    def config(attention_dropout: float = 0.0, **more: Any) -> Any:
         shape = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
-        return TransformerConfig(**shape, attention_dropout=attention_dropout)
+        return TransformerConfig(**shape, attention_dropout=attention_dropout, **more)
 
     def told(call: Any) -> str:
         try:
@@ -116,7 +116,7 @@ def not_ours() -> dict[str, str]:
     replaced = dataclasses.replace(attached)
     unknown = {"attention_varient": "sink", "head_balance_scope": "globe", "logit_softcap": 15.0}
 
-    def steps(*calls: str, microbatches: int = 1, **fields: Any) -> str:
+    def steps(*calls: str, microbatches: int = 1, cp: int = 1, **fields: Any) -> str:
         """Run steps of one layer, in each of which a host makes some calls."""
         from torch.optim import SGD
 
@@ -129,7 +129,7 @@ def not_ours() -> dict[str, str]:
         own.use_cpu_initialization = True
         from megatron.core import parallel_state as mpu
 
-        counter = HeadCounter(own, 1, mpu.get_tensor_model_parallel_group())
+        counter = HeadCounter(own, 1, mpu.get_tensor_model_parallel_group(), cp)
         weight = torch.nn.Parameter(torch.ones(1, 2, 3, 1))
         optimizer = SGD([weight], lr=0.1)
 
@@ -155,6 +155,10 @@ def not_ours() -> dict[str, str]:
         "no options": told(lambda: layer_spec(config())),
         "a copy": told(lambda: layer_spec(replaced)),
         "wrong options": told(lambda: HeadBalance(config(0.1), **unknown)),
+        "graphs": told(lambda: HeadBalance(config(cuda_graph_impl="local"))),
+        "no scale, fp16": steps("reduce", "optimizer", fp16=True),
+        "no scale, ranks": steps("reduce", "optimizer", cp=2),
+        "late": steps("scale", "optimizer", "reduce", "commit"),
         "no scale": steps("reduce", "optimizer", microbatches=2),
         "no reduce": steps("scale", "optimizer"),
         "no reduce, explicit": steps("begin", "scale"),

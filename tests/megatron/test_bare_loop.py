@@ -93,8 +93,11 @@ def test_whatever_a_host_leaves_out_is_named(pool):
     assert "head_balance_scope is 'globe', not one of global" in told["wrong options"]
     assert "attention_dropout 0.1 (Megatron's default is 0.1)" in told["wrong options"]
     assert "logit_softcap does nothing in a loop of your own" in told["wrong options"]
+    assert "cuda_graph_impl 'local': a replayed graph" in told["graphs"]
     assert "no loss scale, and this is microbatch 2" in told["no scale"]
     assert "set_loss_scale" in told["no scale"]
+    assert "no loss scale, and fp16 scales the other losses" in told["no scale, fp16"]
+    assert "no loss scale, and 2 context-parallel ranks" in told["no scale, ranks"]
     assert "call reduce()" in told["no reduce"]
     assert "finalize_model_grads_func" in told["no reduce"]
     assert "step 1 begins" in told["no reduce, explicit"]
@@ -104,7 +107,7 @@ def test_whatever_a_host_leaves_out_is_named(pool):
     assert "call reduce()" in told["commit alone"]
     # fp16's loss scale skips the first steps: what they counted is not lost.
     assert told["skipped"] == "nothing [1]"
-    assert told["hooks"] == told["explicit"] == "nothing [2]"
+    assert told["hooks"] == told["explicit"] == told["late"] == "nothing [2]"
 
 
 def test_the_example_runs_by_itself():
@@ -124,13 +127,22 @@ def test_the_example_runs_by_itself():
     assert len((ROOT / "examples" / "megatron_loop.py").read_text().splitlines()) < 120
 
 
-def test_a_host_may_set_copy_and_save_the_config(pool):
+def test_a_host_may_set_and_copy_the_config(pool):
     (found, *_) = pool.run("tests.megatron.host_tasks:config_of_a_host", Layout())
-    assert found["called"] == ["reduce", (["model"], 3)]
+    # A host that sets none reduces its gradients itself: twice would double those of norms.
+    assert found["left out"] is None
+    assert found["called"] == ["reduce", (3,), (4,)]
+    assert found["as dict"]
     assert found["is one"]
     assert found["found"]
     name = ("megatron.core.transformer.transformer_config", "TransformerConfig")
     assert found["named"] == name
-    assert found["copies"] == [True, True]
     assert found["copy shares"]
-    assert found["pickled options"] == "sink"
+
+
+def test_the_loss_is_on_under_a_copied_or_pickled_config(pool):
+    (found, *_) = pool.run("tests.megatron.host_tasks:steps_of_copies", Layout())
+    number, coefficient = found["itself"]
+    assert number == 1
+    assert coefficient < 0
+    assert set(found.values()) == {found["itself"]}
