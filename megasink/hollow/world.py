@@ -27,7 +27,7 @@ def be_rank(rank: int, ranks: int) -> None:
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": str(ranks),  # there is no other host to compare with
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1",
     }

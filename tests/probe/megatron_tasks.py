@@ -12,7 +12,7 @@ from megasink.cli import main
 from megasink.diagnostics import STATISTICS
 from megasink.errors import ConfigError
 from megasink.probe.geometry import POSITIONS, read_rows
-from megasink.probe.inputs import Sample, text_samples
+from megasink.probe.inputs import Reader, Sample, text_samples
 from megasink.probe.megatron_model import MegatronProbe
 from megasink.probe.ranks import Ranks
 from megasink.probe.statistics import MAP
@@ -109,7 +109,7 @@ def by_hand(run: str, data: str, length: int, count: int) -> dict[str, Any]:
     The sequences are those of `megasink analyze`.
     """
     model, tokenizer, _, _ = load_model(run)
-    samples = text_samples(tokenizer, [data], seq_length=length, max_samples=count)
+    samples = text_samples(Reader(tokenizer), [data], seq_length=length, max_samples=count)
     gates: dict[int, list[Tensor]] = {}
     nats, targets = 0.0, 0
 
