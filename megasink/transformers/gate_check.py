@@ -38,17 +38,19 @@ class GateCheck:
                 module.register_forward_hook(self._reads(layer, reader)),
                 block.output.register_forward_pre_hook(self._checks(layer, block)),
             ]
-        self._overridden = dict(ALL_ATTENTION_FUNCTIONS._local_mapping)
-        for name in implementations:
-            ALL_ATTENTION_FUNCTIONS[name] = self._watched(ALL_ATTENTION_FUNCTIONS.get(name))
+        self._before = {name: ALL_ATTENTION_FUNCTIONS.get(name) for name in implementations}
+        for name, function in self._before.items():
+            ALL_ATTENTION_FUNCTIONS[name] = self._watched(function)
 
     def remove(self) -> None:
         """Leave the model as it was."""
         for handle in self._handles:
             handle.remove()
-        if self._handles:
-            ALL_ATTENTION_FUNCTIONS._local_mapping = self._overridden
-        self._handles = []
+        for name, function in self._before.items():
+            del ALL_ATTENTION_FUNCTIONS[name]
+            if function is not ALL_ATTENTION_FUNCTIONS.get(name):
+                ALL_ATTENTION_FUNCTIONS[name] = function
+        self._handles, self._before = [], {}
 
     def _watched(self, function: Any) -> Any:
         def attend(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import pickle
 import sys
 import types
@@ -189,7 +190,12 @@ def flags_of_any_text() -> dict[str, list[str]]:
             found.setdefault("text", []).extend(names if free else [])
         return upstream(self, *args, **kwargs)
 
-    with mock.patch.object(argparse.ArgumentParser, "parse_known_args", look):
+    # Without what a task before this one has left: commands of several ranks would meet first.
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with (
+        mock.patch.dict(os.environ, alone),
+        mock.patch.object(argparse.ArgumentParser, "parse_known_args", look),
+    ):
         parse_apart([])
         for command in MEASUREMENTS:
             flag_problems(main_of(command), ["model", "--output", "x", "--tasks", "y"])
