@@ -100,7 +100,8 @@ class LayerBalance(torch.nn.Module):
 
     def record(self, gate_sum_h: Tensor, tokens: int) -> None:
         """Add one microbatch to the statistics of the step."""
-        self._statistics.record(
+        self._statistics.open()
+        self._statistics.heads.record(
             self.layer, self._first, gate_sum_h, tokens, self.routed, self._receive
         )
 

@@ -20,11 +20,10 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
-from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megasink.balance.attach import HeadBalanceScale
-from megasink.balance.tracker import HeadStatistics, HeadTracker, Receiver
+from megasink.balance.tracker import HeadStatistics, HeadTracker
 
 
 class StepOptions(Protocol):
@@ -97,22 +96,26 @@ class LossStep:
         self.heads.observes = observe
         self.balance.begin(share)
 
-    def record(
-        self,
-        layer: int,
-        first: int,
-        gate_sum_h: Tensor,
-        tokens: int,
-        routed_H: Tensor,
-        receiver: Receiver,
-    ) -> None:
-        """Add one microbatch of one layer; see :meth:`HeadTracker.record`.
+    def open(self) -> None:
+        """Make sure that a step is running: open the next one, or the same again.
+
+        Layers call it before they add to `heads`; a host that calls `begin` has opened it already.
 
         Raises:
-            RuntimeError: A step before it was not reduced, or not committed.
+            RuntimeError: The step before it was not reduced, or not committed.
         """
-        self._open()
-        self.heads.record(layer, first, gate_sum_h, tokens, routed_H, receiver)
+        if self._stepped_without_reduction:
+            raise RuntimeError(f"the optimizer has stepped, and {self._not_reduced()}")
+        if self.phase is Phase.RUNNING:
+            return
+        share, observe = self.balance.share, self.heads.observes
+        self.commit_skipped()
+        if self.phase is Phase.BETWEEN:
+            self.begin(self.number + 1, observe=observe, share=share)
+        elif self.runs_again():
+            self.begin(self.number, observe=observe, share=share)
+        else:
+            raise RuntimeError(f"the next step begins, and {self._not_committed()}")
 
     def reduce(self) -> None:
         """Start the all-reduce of the step: on every rank, after the last backward pass.
@@ -122,7 +125,7 @@ class LossStep:
         """
         # What has stepped may be the optimizer of another model, between the passes of this one.
         self._stepped_without_reduction = False
-        self._open()
+        self.open()
         self.heads.start_reduction()
         self.phase = Phase.REDUCED
 
@@ -170,21 +173,6 @@ class LossStep:
             self.commit()
         elif self.phase is Phase.RUNNING and self.heads.has_sums:
             self._stepped_without_reduction = True
-
-    def _open(self) -> None:
-        """Make sure that the step is running; open the next one, or the same again."""
-        if self._stepped_without_reduction:
-            raise RuntimeError(f"the optimizer has stepped, and {self._not_reduced()}")
-        if self.phase is Phase.RUNNING:
-            return
-        share, observe = self.balance.share, self.heads.observes
-        self.commit_skipped()
-        if self.phase is Phase.BETWEEN:
-            self.begin(self.number + 1, observe=observe, share=share)
-        elif self.runs_again():
-            self.begin(self.number, observe=observe, share=share)
-        else:
-            raise RuntimeError(f"the next step begins, and {self._not_committed()}")
 
     def _not_reduced(self) -> str:
         return (

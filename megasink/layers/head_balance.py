@@ -107,7 +107,6 @@ class HeadBalance(ModelStatistics):
         if options or not has_options(config):
             give_options(config, options)
         super().__init__(config.num_layers, config.num_attention_heads, config)
-        self._config = config
         if not isinstance(config, Finalizing):
             kind: Any = type(config)
             config.__class__ = _finalizing(kind)
@@ -127,11 +126,8 @@ class HeadBalance(ModelStatistics):
 
     def may_skip(self) -> bool:
         """fp16's loss scale skips steps whose gradients overflow."""
-        return bool(self._config.fp16)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        make, args, state = super().__reduce__()
-        return make, args, state | {"_config": self._config}
+        config: Any = self._options
+        return bool(config.fp16)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -20,15 +20,13 @@ from megasink.layers.transformer_config import MegasinkTransformerConfig
 
 def build_position_bias(
     config: MegasinkTransformerConfig, tp_group: ProcessGroup
-) -> "DistanceBias | None":
-    """Build the bias of ``config.attention_bias_type`` for the heads of this rank, or None."""
+) -> "DistanceBias":
+    """Build the bias of ``config.attention_bias_type`` for the heads of this rank."""
     kinds: dict[str, Callable[..., DistanceBias]] = {
         "alibi": AlibiBias,
         "t5": RelativeBias,
         "bucket": BucketBias,
     }
-    if config.attention_bias_type == "none":
-        return None
     return kinds[config.attention_bias_type](config, tp_group)
 
 

@@ -36,7 +36,7 @@ def layer_spec(config: Any, *more: Any, vp_stage: int | None = None) -> Transfor
     """Return the block spec of this pipeline stage, with megasink's attention in every layer.
 
     Give the result to ``GPTModel(config, layer_spec(config), ...)``, or the function itself to a
-    stack that calls one (docs/integrations.md): ``--spec megasink.megatron layer_spec`` of
+    stack that calls one (docs/megatron.md): ``--spec megasink.megatron layer_spec`` of
     Megatron-LM's pretrain_gpt.py and of slime, ``transformer_layer_spec`` of Megatron's
     GPTModelConfig and of Megatron-Bridge's providers.
 

@@ -55,7 +55,7 @@ def steps_of_copies() -> dict[str, tuple[int | None, float]]:
     kinds = {
         "itself": lambda config: config,
         "pickled": lambda config: pickle.loads(pickle.dumps(config)),
-        "pickled statistics": lambda config: pickle.loads(pickle.dumps(config.statistics))._config,
+        "pickled statistics": lambda config: pickle.loads(pickle.dumps(config.statistics))._options,
         "deep copy": copy.deepcopy,
         "copy": copy.copy,
     }
