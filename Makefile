@@ -60,6 +60,6 @@ dist: $(READY)
 	$(BIN)/python -m build --outdir dist
 
 # Made again when what it was made from changes. A broken install leaves no stamp.
-$(READY): setup.py constraints.txt tools/make_env.sh
+$(READY): pyproject.toml constraints.txt tools/make_env.sh
 	tools/make_env.sh $(VENV)
 	@touch $@

@@ -13,15 +13,15 @@ from megasink import cli
 from megasink.commands import doctor
 from megasink.doctor import self_test
 from megasink.doctor.packages import BASE, packages
-from tests.test_packaging import setup_arguments
+from tests.test_packaging import project, requirements
 
 
 @pytest.fixture(autouse=True)
 def metadata_of_this_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of an editable installation is as old as the installation."""
-    arguments = setup_arguments()
-    texts = list(arguments["install_requires"])
-    for extra, names in arguments["extras_require"].items():
+    table = project()["project"]
+    texts = list(table["dependencies"])
+    for extra, names in table["optional-dependencies"].items():
         texts += [f"{name}; extra == '{extra}'" for name in names]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: texts)
 
@@ -36,7 +36,7 @@ def test_it_says_what_runs_and_why_not_the_others(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")  # else the reasons are broken into many lines
     assert cli.main(["doctor", "--no-self-test"]) == 0
     out = capsys.readouterr().out
-    assert f"{importlib.metadata.version('torch')} (supported: >=2.11)" in out
+    assert f"{importlib.metadata.version('torch')} (supported: <2.16,>=2.11)" in out
     assert "flash-cpu" in out
     assert "float16" in out
     assert "runs on CUDA" in out.replace("\n", " ")
@@ -45,7 +45,7 @@ def test_it_says_what_runs_and_why_not_the_others(capsys, monkeypatch):
 def test_json_is_one_object_of_the_same(capsys):
     code, found = told(capsys, "--no-self-test")
     assert (code, found["ok"], found["problems"]) == (0, True, [])
-    wanted = {Requirement(text).name for text in setup_arguments()["install_requires"]}
+    wanted = {Requirement(text).name for text in requirements()}
     listed = {each["name"]: each for each in found["packages"] if each["extra"] == BASE}
     assert listed.keys() == wanted
     assert listed["torch"]["installed"] == importlib.metadata.version("torch")

@@ -7,14 +7,13 @@ import ast
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,23 +22,41 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+from setuptools import find_packages
+
+from megasink.doctor.packages import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 DOCKERFILES = ("Dockerfile", "Dockerfile.cpu")
-IMPORT_NAMES = {"megatron-core": "megatron"}  # where they differ
+IMPORT_NAMES = {
+    "megatron-core": "megatron",
+    "scikit-learn": "sklearn",
+    "pillow": "PIL",
+}  # where they differ
 
 
 @cache
-def setup_arguments() -> dict[str, Any]:
-    """What setup.py hands to setuptools."""
-    before = Path.cwd()
-    os.chdir(ROOT)
-    try:
-        with patch("setuptools.setup") as setup:
-            runpy.run_path("setup.py")
-    finally:
-        os.chdir(before)
-    return dict(setup.call_args.kwargs)
+def project() -> dict[str, Any]:
+    """What pyproject.toml says of the package."""
+    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    return table
+
+
+def requirements(extra: str = "") -> list[str]:
+    """What the package requires, or one of its extras beside that, without itself."""
+    table = project()["project"]
+    wanted = table["optional-dependencies"][extra] if extra else table["dependencies"]
+    own = [text for text in wanted if text.startswith("megasink")]
+    inner = [each for text in own for each in requirements(text[9:-1])]
+    return [*inner, *(text for text in wanted if text not in own)]
+
+
+def group(name: str) -> list[str]:
+    """The requirements of a dependency group, with those that it includes."""
+    found: list[str] = []
+    for each in project()["dependency-groups"][name]:
+        found += group(each["include-group"]) if isinstance(each, dict) else [each]
+    return found
 
 
 def pins(path: str) -> dict[str, Version]:
@@ -64,17 +81,16 @@ def executable(path: Path, text: str) -> None:
 
 
 def test_metadata():
-    arguments = setup_arguments()
-    assert arguments["name"] == "megasink"
-    assert "version" not in arguments  # setuptools-scm takes it from the tags
-    assert set(arguments["extras_require"]) == {
-        *("train", "gpu", "eval", "finetune", "muon", "storage", "docs", "dev")
-    }
-    pythons = SpecifierSet(arguments["python_requires"])
+    table = project()["project"]
+    assert table["name"] == "megasink"
+    assert table["dynamic"] == ["version"]  # setuptools-scm takes it from the tags
+    assert set(table["optional-dependencies"]) == set(EXTRAS)
+    pythons = SpecifierSet(table["requires-python"])
     assert [v for v in ("3.11", "3.12", "3.13", "3.14") if v in pythons] == ["3.12", "3.13"]
     assert (ROOT / ".python-version").read_text().strip() in pythons
-    assert {"megasink", "megasink.balance"} <= set(arguments["packages"])
-    assert not any(name.startswith("tests") for name in arguments["packages"])
+    found = find_packages(str(ROOT), **project()["tool"]["setuptools"]["packages"]["find"])
+    assert {"megasink", "megasink.balance"} <= set(found)
+    assert not any(name.startswith("tests") for name in found)
 
 
 def test_the_citation_is_of_the_last_release():
@@ -95,16 +111,15 @@ def test_issue_forms_can_be_read():
 
 
 def test_what_trains_brings_the_train_weight_along():
-    arguments = setup_arguments()
-    train = set(arguments["extras_require"]["train"])
-    assert not train & set(arguments["install_requires"])
-    for extra in ("dev", "gpu", "muon"):
-        assert train <= set(arguments["extras_require"][extra])
+    train = set(requirements("train"))
+    assert train
+    assert not train & set(requirements())
+    for extra in ("gpu", "muon"):
+        assert train <= set(requirements(extra))
 
 
 def test_entry_point_exists():
-    (script,) = setup_arguments()["entry_points"]["console_scripts"]
-    name, target = (part.strip() for part in script.split("="))
+    ((name, target),) = project()["project"]["scripts"].items()
     module, function = target.split(":")
     assert name == "megasink"
     path = ROOT / (module.replace(".", "/") + ".py")
@@ -117,7 +132,6 @@ def test_entry_point_exists():
     [
         ("", ["constraints.txt"]),
         ("train", ["constraints.txt"]),
-        ("dev", ["constraints.txt"]),
         ("eval", ["constraints.txt"]),
         ("finetune", ["constraints.txt"]),
         ("muon", ["constraints.txt"]),
@@ -126,8 +140,9 @@ def test_entry_point_exists():
     ],
 )
 def test_constraints_cover(extra: str, files: list[str]):
-    arguments = setup_arguments()
-    wanted = arguments["extras_require"][extra] if extra else arguments["install_requires"]
+    wanted = requirements(extra)
+    if files == ["constraints.txt"]:
+        wanted += group("dev")
     pinned = {name: v for path in files for name, v in pins(path).items()}
     for requirement in map(Requirement, wanted):
         version = pinned.get(canonicalize_name(requirement.name))
@@ -141,7 +156,7 @@ def test_constraints_cover(extra: str, files: list[str]):
     "MEGASINK_TEST_NETWORK" not in os.environ,
     reason="downloads 4 GB in five minutes: set MEGASINK_TEST_NETWORK=1",
 )
-@pytest.mark.parametrize("extra", ["dev", "gpu"])
+@pytest.mark.parametrize("extra", ["eval,finetune,muon,storage", "gpu"])
 def test_pip_resolves_the_constraints(extra: str, tmp_path: Path):
     """Everything that pip would install has one version: pinned here, or by torch's own pins."""
     files = ["constraints.txt", *(["docker/constraints-gpu.txt"] if extra == "gpu" else [])]
@@ -169,10 +184,8 @@ def test_every_requirement_is_used_or_justified():
                 imported |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 imported.add(node.module.split(".")[0])
-    source = (ROOT / "setup.py").read_text()
-    arguments = setup_arguments()
-    wanted = [*arguments["install_requires"], *arguments["extras_require"]["train"]]
-    for requirement in map(Requirement, wanted):
+    source = (ROOT / "pyproject.toml").read_text()
+    for requirement in map(Requirement, requirements() + requirements("train")):
         module = IMPORT_NAMES.get(requirement.name, requirement.name.replace("-", "_"))
         justified = re.search(rf'"{re.escape(requirement.name)}\b[^"]*",\s*#', source)
         assert module in imported or justified, f"{requirement.name}: not imported, no comment"
@@ -296,9 +309,11 @@ def make_env(tmp_path: Path, pythons: dict[str, str]) -> subprocess.CompletedPro
 FITTING = """#!/bin/bash
 case "$1 $2" in
   "-m venv") mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
-  "-m pip") echo "pip ${@:3}" ;;
+  "-m pip") cp "$0" "$(dirname "$0")/uv"; echo "pip ${@:3}" ;;
+  "pip install") echo "uv $@" ;;
 esac
 """
+WHOLE = ".[eval,finetune,muon,storage] --group dev"
 UNFIT = "#!/bin/bash\nexit 1\n"
 
 
@@ -318,10 +333,18 @@ def test_make_env_finds_python(tmp_path: Path, place: str):
     # A pyenv shim of a version that is not selected is on PATH, and fails.
     done = make_env(tmp_path, {"bin/python3.12": UNFIT} | {place: FITTING})
     assert done.returncode == 0, done.stderr
-    assert (
-        "pip install --quiet --no-compile --constraint constraints.txt --editable .[dev]"
-        in done.stdout
-    )
+    asked = [line for line in done.stdout.splitlines() if line.startswith("uv pip install")]
+    assert len(asked) == 1
+    assert asked[0].endswith("--constraint constraints.txt --editable " + WHOLE)
+
+
+def test_where_uv_fails_pip_installs_the_same(tmp_path: Path):
+    no_uv = FITTING.replace('echo "uv $@"', "exit 1")
+    done = make_env(tmp_path, {"bin/python3": no_uv})
+    assert done.returncode == 0, done.stderr
+    assert "uv failed" in done.stderr
+    assert done.stdout.splitlines()[-1].startswith("pip install --quiet --no-compile")
+    assert done.stdout.splitlines()[-1].endswith(WHOLE)
 
 
 def test_question_to_python_is_answered_by_this_one():

@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from tests import versions
-from tests.test_packaging import pins, setup_arguments
+from tests.test_packaging import pins, project, requirements
 from tests.verified import GPU_REPORTS, PAGE, ROOT, ROWS, page, path
 
 NAMED = {
@@ -63,15 +63,14 @@ def test_the_oldest_versions_that_were_tried_are_the_oldest_that_pip_takes():
     results = json.loads(versions.RESULTS.read_text())
     assert results.keys() == versions.ROWS.keys()
     assert all(result["passed"] > 100 and not result["failed"] for result in results.values())
-    arguments = setup_arguments()
-    allowed = [*arguments["install_requires"], *arguments["extras_require"]["train"]]
+    allowed = requirements() + requirements("train")
     lowest = {
         each.name: specifier.version
         for each in map(Requirement, allowed)
         for specifier in each.specifier
         if specifier.operator == ">="
     }
-    python = SpecifierSet(arguments["python_requires"])
+    python = SpecifierSet(project()["project"]["requires-python"])
     tried = [results[row]["versions"]["python"] for row in ("oldest", "newest")]
     minors = [f"3.{minor}" for minor in range(100) if python.contains(f"3.{minor}")]
     assert [each.rpartition(".")[0] for each in tried] == [minors[0], minors[-1]]

@@ -7,7 +7,7 @@ from packaging.requirements import Requirement
 
 from megasink.upstream.versions import version_of
 
-# What their extras are for is in setup.py; "dev" and "docs" are for a checkout.
+# What they are for is in pyproject.toml.
 EXTRAS = ("train", "gpu", "finetune", "muon", "eval", "storage")
 BASE = ""
 
@@ -42,7 +42,7 @@ class Package:
 
 
 def packages() -> list[Package]:
-    """Return what megasink and its extras require on this platform, in the order of setup.py.
+    """Return what megasink and its extras require on this platform, in the order of pyproject.toml.
 
     Empty where megasink has no metadata: it is on the path, but not installed.
     """
@@ -56,6 +56,7 @@ def packages() -> list[Package]:
             marker = requirement.marker
             # With an extra, what is required without it is true as well.
             wanted = marker is None if extra == BASE else marker is not None
+            wanted &= requirement.name != "megasink"  # of one extra with another
             if wanted and (marker is None or marker.evaluate({"extra": extra})):
                 name, supported = requirement.name, str(requirement.specifier)
                 found[extra, name] = Package(name, extra, supported, version_of(name))

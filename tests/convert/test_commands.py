@@ -17,7 +17,7 @@ from megasink.data.corpus import Document
 from megasink.data.tokenizer import train_tokenizer
 from tests.distributed.layout import SINGLE
 from tests.light import environment
-from tests.test_packaging import ROOT, setup_arguments
+from tests.test_packaging import ROOT, requirements
 
 TASKS = "tests.convert.tasks"
 STDLIB = Path(os.__file__).parent
@@ -65,7 +65,7 @@ def plain(pool, runs):
 def test_a_checkpoint_is_read_without_megatron(runs, plain, tmp_path):
     """Of the light weight; to verify, the model of the run is needed, and says so."""
     light, output = tmp_path / "light", tmp_path / "hf"
-    packages = environment.make(light, setup_arguments()["install_requires"])
+    packages = environment.make(light, requirements())
     (packages / "megasink").symlink_to(ROOT / "megasink")
     command = ["python", "-m", "megasink", "convert-to-hf", str(runs / "plain"), str(output)]
     refused = environment.run(light, *command)

@@ -16,7 +16,7 @@ from megasink.intervene.task_loading import OWN_TASKS, load_tasks
 from megasink.typed_json import from_json
 from tests.intervene.harness_tasks import CHOICES, write_tasks
 from tests.probe.tiny_models import save_with_tokenizer
-from tests.test_packaging import setup_arguments
+from tests.test_packaging import project
 
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
 
@@ -92,7 +92,7 @@ def test_the_tasks_that_ship():
     longest = [max(range(4), key=lambda i: len(item["choices"][i])) for item in choices]
     assert sum(a == b for a, b in zip(answers, longest, strict=True)) < 110
     assert all(300 <= len(item["text"]) <= 1500 for item in texts)
-    assert "tasks/*" in setup_arguments()["package_data"]["megasink.intervene"]
+    assert "tasks/*" in project()["tool"]["setuptools"]["package-data"]["megasink.intervene"]
 
 
 def test_every_task_of_the_suites_is_in_lm_evals_registry():

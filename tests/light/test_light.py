@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.light import environment
-from tests.test_packaging import ROOT, setup_arguments
+from tests.test_packaging import ROOT, requirements
 
 SESSION = Path(__file__).with_name("session.py")
 
@@ -49,7 +49,7 @@ def check(told: dict[str, Any]) -> None:
 
 def test_the_light_weight_looks_into_a_model_and_trains_it(tmp_path: Path):
     light = tmp_path / "light"
-    packages = environment.make(light, setup_arguments()["install_requires"])
+    packages = environment.make(light, requirements())
     (packages / "megasink").symlink_to(ROOT / "megasink")
     check(told_in(light, tmp_path / "session"))
 
@@ -77,7 +77,7 @@ def installed(folder: Path, distributions: Path, requirements: list[str]) -> Non
 def test_the_wheel_is_whole(tmp_path: Path, distributions: Path):
     """As above, of the wheel: files that it lacks are missing here."""
     light = tmp_path / "light"
-    installed(light, distributions, setup_arguments()["install_requires"])
+    installed(light, distributions, requirements())
     check(told_in(light, tmp_path / "session"))
     (source,) = distributions.glob("megasink-*.tar.gz")
     told = environment.run(light, "megasink", "--version").stdout
@@ -88,10 +88,7 @@ def test_the_wheel_is_whole(tmp_path: Path, distributions: Path):
 def test_the_wheel_trains_looks_and_exports(tmp_path: Path, distributions: Path):
     """With megasink[train], outside of the checkout."""
     heavy = tmp_path / "heavy"
-    arguments = setup_arguments()
-    installed(
-        heavy, distributions, arguments["install_requires"] + arguments["extras_require"]["train"]
-    )
+    installed(heavy, distributions, requirements() + requirements("train"))
     text = "".join(f"{n:b}, {n * n} and {n:x} are numbers\n" for n in range(999))
     (heavy / "text.txt").write_text(text)
     model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -118,7 +115,7 @@ def test_the_wheel_trains_looks_and_exports(tmp_path: Path, distributions: Path)
 )
 def test_macos_has_wheels_for_the_light_weight_and_none_for_training(tmp_path: Path):
     """Where the second half fails, the documentation may promise more."""
-    names = setup_arguments()["install_requires"]
+    names = requirements()
     found = environment.required(names, environment.MACOS)
     assert {"torch", "transformers", "huggingface-hub", "jinja2"} <= found.keys()
     assert not any(name.startswith(("nvidia", "cuda")) for name in found)

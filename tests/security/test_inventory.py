@@ -91,7 +91,6 @@ SAFE = {
     "binary and without dependencies; this Python, no shell",
     ("examples/replicate/corpora.py", "subprocess"): "apt-get by its path, with package names of "
     "text_sources.toml, no shell",
-    ("setup.py", "eval"): "the name of an extra",
     ("megasink/train/run_dir.py", "subprocess"): "git in this package's own folder, no shell",
 }
 """{(file, what): why it is safe}."""
