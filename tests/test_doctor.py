@@ -63,7 +63,7 @@ def test_json_is_one_object_of_the_same(capsys):
             "4.57.6",
             "transformers 4.57.6 is not supported: pip install 'transformer",
         ),
-        ("torch", None, "torch is not installed: pip install 'torch>=2.11'"),
+        ("torch", None, "torch is not installed: pip install 'torch<2.16,>=2.11'"),
         ("megatron-core", "0.18.1", "megatron-core 0.18.1 is not supported: pip install 'megatron"),
     ],
 )
