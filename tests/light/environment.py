@@ -1,6 +1,6 @@
 """An environment with what `pip install megasink` brings, and nothing else that is installed here.
 
-A virtual environment with links to the files of the distributions that pyproject.toml requires, and of
+A virtual environment with links to the files of the distributions that pyproject.toml names, and of
 those that they require: what a package lacks in its requirements cannot be imported from it.
 """
 
