@@ -53,7 +53,7 @@ lint: $(READY)
 # The documentation as a site in build/site; a broken link is an error. It opens without a server,
 # but the search needs one: python -m http.server --directory build/site
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python tools/site.py build/site
 
 # The source distribution and the wheel made from it, in dist; the version is that of the last tag.
 dist: $(READY)

@@ -1,19 +1,25 @@
-"""MkDocs' hook (mkdocs.yml): pages that are written for a reader of the repository, as a site.
+"""The documentation as a site: ``python tools/site.py build/site``.
 
-Pages of the repository outside of docs/ that OUTSIDE names join the site. A link from one page to
-another stays a link; one to any other file of the repository goes to `repo_url`, and without one
-only its text is kept. A link whose text is the page's file name gets the page's title, pictures
-open in full size, `G_i` and `CV^2` are set with indices and powers, and fences lose what stands
-behind their language, which tests alone read.
+The pages of docs/, and those of `OUTSIDE`, are written for a reader of the repository. This writes
+them for the generator that mkdocs.yml is for: a link from one page to another stays a link; one to
+any other file of the repository goes to `repo_url`, and without one only its text is kept. A link
+whose text is the page's file name gets the page's title, pictures open in full size, and fences
+lose what stands behind their language, which tests alone read. In what the generator made, `G_i`
+and `CV^2` are set with indices and powers. A link that leads nowhere ends the build.
 """
 
+import argparse
 import posixpath
 import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File, Files
-from mkdocs.structure.pages import Page
+import yaml
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {
@@ -25,25 +31,32 @@ OUTSIDE = {
     "examples/replicate/README.md": "replicate.md",
     "tools/site.css": "site.css",
 }
-_SOURCES = {page: source for source, page in OUTSIDE.items()}
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^```(\w+) .*$", re.M)
 _TAG = re.compile(r"(<[^>]+>)")
+_PLAIN = r"(code|pre|script|style)\b"
 _INDEX = re.compile(r"((?<![\w.])(?!sm_)[A-Za-z]{1,5}'?\*?|\))_([a-z0-9]|i[0jk]|lh)(?![\w*])")
 _POWER = re.compile(r"(?<=[\w)>])\^(-?(?:[\d.]*\d|\w+))")
 
 
-def on_files(files: Files, *, config: Any) -> Files:
-    """Add the pages of OUTSIDE to those of docs/."""
-    for source, page in OUTSIDE.items():
-        text = (ROOT / source).read_text(encoding="utf-8")
-        files.append(File.generated(config, page, content=text))
-    return files
+def titles(nav: Any) -> Iterator[tuple[str, str]]:
+    """Yield (page, title) of everything in mkdocs.yml's nav."""
+    for entry in nav:
+        for title, inside in entry.items():
+            if isinstance(inside, str):
+                yield inside, title
+            else:
+                yield from titles(inside)
 
 
-def on_page_markdown(markdown: str, *, page: Page, config: Any, files: Files) -> str:
-    """Return the page with the links of the site."""
-    source = _SOURCES.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+def page_of(markdown: str, source: str, named: dict[str, str], repo_url: str) -> str:
+    """Return a page of the repository with the links of the site.
+
+    Args:
+        source: its path in the repository.
+        named: the titles of pages.
+        repo_url: of the public repository; "" for none.
+    """
 
     def of_site(link: re.Match[str]) -> str:
         picture, text, target, anchor = link[1], link[2], link[3], link[4] or ""
@@ -54,24 +67,59 @@ def on_page_markdown(markdown: str, *, page: Page, config: Any, files: Files) ->
         if picture:
             return f"[![{text}]({there})]({there})"
         if there:
-            file = files.get_file_from_path(there)
-            if file and file.page and posixpath.basename(text) == posixpath.basename(path):
-                text = file.page.title or text
+            if posixpath.basename(text) == posixpath.basename(path):
+                text = named.get(there, text)
             return f"[{text}]({there}{anchor})"
-        if config.repo_url:
-            return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{path}{anchor})"
-        return text
+        return f"[{text}]({repo_url.rstrip('/')}/blob/main/{path}{anchor})" if repo_url else text
 
     return _LINK.sub(of_site, _FENCE.sub(r"```\1", markdown))
 
 
-def on_page_content(html: str, *, page: Page, config: Any, files: Files) -> str:
-    """Return the page with its formulas' indices and powers set as such, but for code."""
-    code, parts = 0, _TAG.split(html)
+def set_formulas(html: str) -> str:
+    """Return a page of the generator with its formulas' indices and powers set, but for code."""
+    plain, parts = 0, _TAG.split(html)
     for number, part in enumerate(parts):
         if number % 2:
-            code += bool(re.match(r"<(code|pre)\b", part)) - bool(re.match(r"</(code|pre)\b", part))
-        elif not code:
+            plain += bool(re.match("<" + _PLAIN, part)) - bool(re.match("</" + _PLAIN, part))
+        elif not plain:
             indexed = _INDEX.sub(r"\1<sub>\2</sub>", part)
             parts[number] = _POWER.sub(r"<sup>\1</sup>", indexed)
     return "".join(parts)
+
+
+def build(docs: Path, settings: dict[str, Any], output: Path) -> int:
+    """Write the site of a folder of pages; return the generator's exit status."""
+    named = dict(titles(settings.get("nav", [])))
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        shutil.copytree(docs, work / "docs")
+        if docs == ROOT / "docs":
+            for source, page in OUTSIDE.items():
+                shutil.copyfile(ROOT / source, work / "docs" / page)
+        sources = {page: source for source, page in OUTSIDE.items()}
+        for file in (work / "docs").rglob("*.md"):
+            name = str(file.relative_to(work / "docs"))
+            text = file.read_text(encoding="utf-8")
+            source = sources.get(name, f"docs/{name}")
+            file.write_text(page_of(text, source, named, settings.get("repo_url", "")), "utf-8")
+        here = settings | {"docs_dir": "docs", "site_dir": "site"}
+        (work / "mkdocs.yml").write_text(yaml.safe_dump(here, sort_keys=False), "utf-8")
+        program = Path(sys.executable).with_name("zensical")
+        line = [str(program), "build", "--strict", "--config-file", str(work / "mkdocs.yml")]
+        status = subprocess.run(line, check=False).returncode
+        if status == 0:
+            for file in (work / "site").rglob("*.html"):
+                file.write_text(set_formulas(file.read_text(encoding="utf-8")), "utf-8")
+            shutil.rmtree(output, ignore_errors=True)
+            shutil.copytree(work / "site", output)
+    return status
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=Path, help="the site's folder, which is replaced")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="the folder of pages")
+    parser.add_argument("--settings", type=Path, default=ROOT / "mkdocs.yml")
+    args = parser.parse_args()
+    settings = yaml.safe_load(args.settings.read_text(encoding="utf-8"))
+    sys.exit(build(args.docs.resolve(), settings, args.output))

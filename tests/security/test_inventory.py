@@ -89,6 +89,8 @@ SAFE = {
     ("examples/real_models/fetch.py", "from_pretrained"): "a GGUF file of a known sha256",
     ("examples/real_models/wheels.py", "subprocess"): "pip download of sources.toml's packages, "
     "binary and without dependencies; this Python, no shell",
+    ("tools/site.py", "subprocess"): "the generator of this environment, no shell",
+    ("tools/site.py", "yaml"): "safe_load of mkdocs.yml",
     ("examples/replicate/corpora.py", "subprocess"): "apt-get by its path, with package names of "
     "text_sources.toml, no shell",
     ("megasink/train/run_dir.py", "subprocess"): "git in this package's own folder, no shell",
