@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+import megasink.diagnostics.sinks  # noqa: F401  whose metrics these are made from
 from megasink.diagnostics import sinks, states  # noqa: F401  # registers the metrics used here
 from megasink.diagnostics.registry import metric
 

@@ -27,14 +27,17 @@ def mean_gate(gate_HT: Tensor) -> Tensor:
     return gate_HT.mean(-1)
 
 
-metric(
+@metric(
     "imbalance",
     source="P0.13 (Eq. 6)",
     unit="1",
     axis="layer",
     shown=("table", "scalar"),
     title="head imbalance",
-)(layer_imbalance)
+)
+def imbalance(importance_LH: Tensor) -> Tensor:
+    """Population std / mean of head importance over the heads of a layer; NaN without attention."""
+    return layer_imbalance(importance_LH)
 
 
 @metric(
