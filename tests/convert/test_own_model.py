@@ -3,11 +3,14 @@
 Not covered: CUDA and so the kernels of GPUs, vLLM.
 """
 
+import ast
 import contextlib
 import dataclasses
+import inspect
 import json
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from unittest import mock
 
@@ -243,6 +246,13 @@ def test_an_inference_engine_can_trace_the_layers(name):
     assert (sink is None) == (name not in SINKS)
     if sink is not None:
         assert (sink.op, sink.target) == ("get_attr", "sinks")
+    # vLLM from 0.30 reads the expression in the source of `forward`: `self.sinks`, nothing else.
+    source = textwrap.dedent(inspect.getsource(type(layer.self_attn).forward))
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    (call,) = [node for node in calls if ast.unparse(node.func) == "attend"]
+    given = {word.arg: ast.unparse(word.value) for word in call.keywords}
+    assert given.get("s_aux") == (None if sink is None else "self.sinks")
+    assert isinstance(getattr(layer.self_attn, "sinks", None), torch.nn.Parameter | None)
     called = {node.target for node in nodes.values() if node.op == "call_module"}
     assert {"q_proj", "k_proj", "v_proj", "o_proj"} <= called
     norm = traced(layer.input_layernorm)

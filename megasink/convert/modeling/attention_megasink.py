@@ -196,9 +196,6 @@ class MegasinkAttention(nn.Module):
         self.output_norm = None
         if config.sdpa_output_norm == "rmsnorm":
             self.output_norm = nn.Parameter(torch.ones(heads * self.head_dim))
-        if variant in ("sink", "off-by-one"):
-            # Only then: transformers' paged attention checks for the attribute.
-            self.sinks = nn.Parameter(torch.zeros(heads), requires_grad=variant == "sink")
         shape = (self.head_dim,) if config.bias_shared_heads else (heads, self.head_dim)
         self.key_bias = nn.Parameter(torch.zeros(shape)) if variant[0] == "k" else None
         self.value_bias = nn.Parameter(torch.zeros(shape)) if "v-bias" in variant else None
@@ -217,6 +214,23 @@ class MegasinkAttention(nn.Module):
         self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
     ):
         """Normalized hidden states [B, T, M] -> [B, T, M], weights [B, H, T, S] or None."""
+        *heads, shape = self.heads(hidden_states, position_embeddings, past_key_values)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        out, weights = attend(
+            self,
+            *heads,
+            attention_mask,
+            dropout=0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        return self.outputs(out.reshape(shape), hidden_states), weights
+
+    def heads(self, hidden_states, position_embeddings, past_key_values):
+        """Return queries [B, H, T, D], keys and values [B, G, S, D], and the shape (B, T, H, D)."""
         x, position = hidden_states, self.gate_position
         projections = (self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in projections)
@@ -235,22 +249,11 @@ class MegasinkAttention(nn.Module):
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        out, weights = attend(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=0.0,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            s_aux=getattr(self, "sinks", None),
-            **kwargs,
-        )
-        out = out.reshape(shape)
+        return query, key, value, shape
+
+    def outputs(self, out, hidden_states):
+        """Return what leaves the layer, [B, T, M], of the heads' outputs [B, T, H, D]."""
+        x, position = hidden_states, self.gate_position
         if self.variant == "v-bias":
             out = out + self.value_bias.to(out.dtype)
         if self.config.attention_scale_alpha != 1.0:
@@ -267,4 +270,42 @@ class MegasinkAttention(nn.Module):
         out = self.o_proj(out)
         if position == "output":
             out = self.gate(out.unsqueeze(-2), x).squeeze(-2)
-        return out, weights
+        return out
+
+
+class MegasinkSinkAttention(MegasinkAttention):
+    """Attention with sinks: a class, for vLLM reads `s_aux=self.sinks` in the source of `forward`.
+
+    Layers without sinks have no such attribute: transformers' paged attention checks for it.
+    """
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        learned = self.variant == "sink"
+        self.sinks = nn.Parameter(torch.zeros(self.q_proj.out_features // self.head_dim), learned)
+
+    def forward(
+        self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
+    ):
+        """Normalized hidden states [B, T, M] -> [B, T, M], weights [B, H, T, S] or None."""
+        *heads, shape = self.heads(hidden_states, position_embeddings, past_key_values)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        out, weights = attend(
+            self,
+            *heads,
+            attention_mask,
+            dropout=0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            s_aux=self.sinks,
+            **kwargs,
+        )
+        return self.outputs(out.reshape(shape), hidden_states), weights
+
+
+def attention_of(config, layer_idx):
+    """Return the attention of a layer."""
+    has_sink = config.variant_of(layer_idx) in ("sink", "off-by-one")
+    return (MegasinkSinkAttention if has_sink else MegasinkAttention)(config, layer_idx)

@@ -30,6 +30,7 @@ from .attention_megasink import (
     MegasinkGate,
     MegasinkPositionBias,
     MegasinkRMSNorm,
+    attention_of,
     norm,
 )
 from .configuration_megasink import MegasinkConfig
@@ -88,7 +89,7 @@ class MegasinkDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config, layer_idx):
         super().__init__()
         size, self.clip = config.hidden_size, config.residual_clip
-        self.self_attn = MegasinkAttention(config, layer_idx)
+        self.self_attn = attention_of(config, layer_idx)
         self.mlp = MegasinkMoE(config) if config.num_experts else None
         if self.mlp is None:
             self.mlp = MegasinkMLP(config, config.intermediate_size)
