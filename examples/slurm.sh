@@ -9,6 +9,9 @@
 # Pyxis (docker/README.md), where MOUNTS must name the shared file system: IMAGE=megasink.sqsh
 # MOUNTS=/shared.
 #
+# COPY_TO=s3://bucket/run copies the run folder to an object store at the end of every job, with the
+# AWS command line.
+#
 # The warning comes 10 minutes before the end, for one step and one checkpoint. It goes to this
 # shell (B:), which hands it on: it has to know whether the ranks ended for it.
 #SBATCH --job-name=megasink
@@ -39,11 +42,17 @@ warned=
 trap 'warned=1; scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
 # Where a node is lost, the others end by themselves (docs/launch.md) or are ended here.
 srun --kill-on-bad-exit=1 "${container[@]}" bash "$script" "$@" &
+job=$!
 code=0
-wait $! || code=$?
+wait "$job" || code=$?
 if [[ -n $warned ]]; then # the trap has interrupted `wait`
   code=0
-  wait $! || code=$?
+  wait "$job" || code=$?
+fi
+if [[ -n ${COPY_TO:-} ]]; then
+  aws s3 sync "$RUN_DIR" "$COPY_TO" --exclude 'data-cache/*' || echo "no copy in $COPY_TO" >&2
+fi
+if [[ -n $warned ]]; then
   [[ $code -eq 0 ]] || scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

@@ -18,6 +18,13 @@ _NUMBERS = {"int": "a whole number", "float": "a number"}
 # argparse's own pattern has no exponent, so it takes -1e-4 for a flag.
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 
+_SYNC = "copy the run folder with aws s3 sync or rclone (docs/object-stores.md)"
+GONE = {
+    "--checkpoint-store": _SYNC,
+    "--fetch": _SYNC,
+}
+"""Flags that went, and what serves instead."""
+
 
 class CommandParser(argparse.ArgumentParser):
     """`argparse.ArgumentParser` whose `parse_args` raises a ConfigError with every problem."""
@@ -159,6 +166,9 @@ def unknown_flags(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> li
     known = [name for name in parser._option_string_actions if name.startswith("--")]
     problems = []
     for group in groups:
+        if instead := GONE.get(group[0].partition("=")[0]):
+            problems.append(f"{' '.join(group)} is no longer there: {instead}")
+            continue
         meant = nearest(group[0], known) if _is_flag(group[0]) else None
         hint = f": did you mean {meant}?" if meant else ""
         problems.append(f"unknown: {' '.join(group)}{hint}")
@@ -167,8 +177,9 @@ def unknown_flags(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> li
 
 def with_help(problems: Iterable[str], command: str) -> list[str]:
     """Append the help command to each problem that suggests no alternative."""
+    suggesting = ("did you mean", ": choose ", "is no longer there: ")
     return [
-        problem if "did you mean" in problem or ": choose " in problem else f"{problem} ({command})"
+        problem if any(words in problem for words in suggesting) else f"{problem} ({command})"
         for problem in problems
     ]
 

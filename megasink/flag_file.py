@@ -47,7 +47,7 @@ WRITING = {"data-cache-path", "output", "save", "tensorboard-dir", "wandb-save-d
 """Flags that name folders to write; a file of a folder may set them to a place inside it."""
 TOLD = set(
     """
-    app-tag-run-name app-tag-run-version bert-load block-data-path chat-template checkpoint-store
+    app-tag-run-name app-tag-run-version bert-load block-data-path chat-template
     ckpt-convert-save config config-logger-dir cuda-graph-modules cuda-graph-scope
     ddp-param-name-patterns-for-fp32-local-accumulation dist-ckpt-format
     dump-param-to-param-group-map embedding-path evidence-data-path

@@ -119,13 +119,6 @@ class RunOptions:
     it, with --save-retain-interval in the background before the one before it is deleted; by
     default only file sizes are checked."""
 
-    checkpoint_store: str | None = field(
-        default=None, metadata={"argparse_meta": {"metavar": "URL"}}
-    )
-    """Copy every finished checkpoint to this place in an object store (s3://BUCKET/KEY or
-    msc://PROFILE/KEY) while training goes on. With --resume auto, get the newest one from there if
-    the run folder has none that is as new. --resume does not repeat it: say it again."""
-
     preflight: bool = False
     """Time every rank and every link before the first step, and name the slow ones."""
 

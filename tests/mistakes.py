@@ -128,8 +128,8 @@ MISTAKES = {
     # checkpoints
     "checkpoints-nothing": ("checkpoints {0}/new/run", "{0}/new/run: no such folder"),
     "checkpoints-store": (
-        "checkpoints s3://bucket/run --prune --iteration 3",
-        "--iteration needs --fetch FOLDER",
+        "checkpoints s3://bucket/run --fetch {0}/new/run",
+        "--fetch {0}/new/run is no longer there: copy the run folder with aws s3 sync or rclone",
     ),
     "checkpoints-dry": (
         "checkpoints {0}/run --dry-run --keep-every 0",

@@ -141,7 +141,6 @@ LATER = (
     "tests/grid/test_grid.py::test_a_forked_run_has_the_losses_of_a_launched_one",
     "tests/layers/test_compile.py::test_one_graph_that_counts_every_call",
     "tests/lora/test_other_models.py::test_what_is_trained_beside_the_adapter",
-    "tests/train/test_checkpoint_store.py::test_a_run_goes_on_from_the_store_alone[sync]",
     "tests/train/test_checkpoint_layout.py::test_shards_load_under_another_layout",
     "tests/train/test_dead_rank.py::test_a_closed_terminal_saves_the_step",
     "tests/train/test_dead_rank.py::test_ctrl_c_in_a_start_ends_it_at_once",

@@ -34,7 +34,7 @@ def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
     """
     if is_stored(path):
         raise UserError(
-            f"{path} is in an object store: megasink checkpoints URL --fetch FOLDER downloads it"
+            f"{path} is in an object store: copy it to a folder, as with aws s3 sync or rclone copy"
         )
     if not path.is_dir():
         raise UserError(f"{path}: no such folder; give a run folder or its checkpoint folder")

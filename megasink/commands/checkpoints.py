@@ -10,12 +10,9 @@ from typing import Any, NamedTuple
 
 from rich.filesize import decimal
 
-from megasink.atomic import atomic_folder, atomic_text
-from megasink.checkpoint.intact import TRACKER, checkpoint_path, iterations
+from megasink.checkpoint.intact import checkpoint_path, iterations
 from megasink.checkpoint.saved import Saved, delete, kept, saved_checkpoints
-from megasink.checkpoint.store import CheckpointStore
 from megasink.command_line import CommandParser
-from megasink.data.object_store import is_stored, url_problem
 from megasink.errors import ConfigError, UserError
 from megasink.json_file import read_object
 from megasink.json_output import add_json, only_json
@@ -46,14 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     By default only file sizes are checked. --verify reads every checkpoint, also while the run is
     training. --prune deletes what the rule does not keep: the multiples of --save-retain-interval,
     or of --keep-every, and the newest intact checkpoint stay; damaged ones are never deleted.
-
-    RUN may be the URL of a --checkpoint-store: its whole checkpoints are listed, and --fetch makes
-    a run folder with one of them, which every other command reads.
     """
     parser = CommandParser(prog="megasink checkpoints", description=main.__doc__)
-    parser.add_argument(
-        "run", metavar="RUN", help="a run folder, its checkpoints, or the URL of its copies"
-    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run folder, or its checkpoints")
     parser.add_argument(
         "--verify",
         action="store_true",
@@ -69,15 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="keep multiples of this (default: --save-retain-interval of the run's last start)",
     )
     parser.add_argument("--dry-run", action="store_true", help="with --prune: delete nothing")
-    parser.add_argument(
-        "--fetch",
-        type=Path,
-        metavar="FOLDER",
-        help="download a checkpoint from a store, with the files of its run, into a new folder",
-    )
-    parser.add_argument(
-        "--iteration", type=int, help="with --fetch: which one (default: the newest whole one)"
-    )
     add_json(parser)
     args = parser.parse_args(argv)
     with only_json(args.json) as emit:
@@ -85,11 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(args: Any, emit: Callable[[Any], None]) -> int:
-    if problems := list(_store_problems(args)):
-        raise ConfigError(problems)
-    if is_stored(args.run):
-        return _of_store(CheckpointStore(args.run), args.fetch, args.iteration, emit)
-    args.run = Path(args.run)
     run = _run(args.run)
     every = args.keep_every if args.keep_every is not None else run.rule
     if problems := list(_problems(args, run, every)):
@@ -102,73 +80,6 @@ def _main(args: Any, emit: Callable[[Any], None]) -> int:
         finally:
             lease.release()
     return _show(run, every, emit, verify=args.verify, prune=False)
-
-
-def _store_problems(args: Any) -> Iterator[str]:
-    if not is_stored(args.run):
-        if args.fetch or args.iteration is not None:
-            yield f"--fetch and --iteration are for the URL of a store, and {args.run} is none"
-        return
-    if problem := url_problem(args.run.rstrip("/")):
-        yield problem
-    if args.verify or args.prune or args.keep_every is not None or args.dry_run:
-        yield (
-            f"{args.run} is in a store, where nothing is verified or deleted: --fetch verifies "
-            "what it downloads"
-        )
-    if args.iteration is not None and args.fetch is None:
-        yield "--iteration needs --fetch FOLDER"
-    if args.fetch and (args.fetch.is_file() or (args.fetch.is_dir() and any(args.fetch.iterdir()))):
-        yield f"--fetch {args.fetch} is not empty: give a new folder"
-
-
-def _of_store(
-    store: CheckpointStore,
-    folder: Path | None,
-    iteration: int | None,
-    emit: Callable[[Any], None],
-) -> int:
-    """List the whole checkpoints of a store, or download one of them.
-
-    Raises:
-        UserError: there is none, or it is damaged, or the folder cannot be written.
-    """
-    found = store.iterations()
-    if not found or iteration not in (None, *found):
-        listed = ", ".join(map(str, found)) or "none"
-        raise UserError(f"{store.url}: no such checkpoint that is whole; there are: {listed}")
-    if folder is None:
-        copies = [one for one in map(store.copy, found) if one]
-        records = [{"step": c.iteration, "bytes": c.size, "time": c.time} for c in copies]
-        emit({"checkpoints": records})
-        rows = [("step", "size", "copied")]
-        for one in copies:
-            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.time))
-            rows.append((f"{one.iteration:,}", decimal(one.size), when))
-        say("\n".join(_aligned(rows, right=2)))
-        return 0
-    copy = store.copy(found[-1] if iteration is None else iteration)
-    if copy is None:
-        raise UserError(f"{store.url}: another process has just replaced that checkpoint")
-    try:
-        with progress("downloading", copy.size, "bytes") as told, atomic_folder(folder) as partial:
-            arrived = 0
-
-            def tell(size: int) -> None:
-                nonlocal arrived
-                arrived += size
-                told(arrived, f"step {copy.iteration}")
-
-            store.download(copy, partial / "checkpoints", tell)
-            store.download_run(copy, partial)
-            if owner := store.owner():  # it may go on from here, and be copied there
-                store.claim(partial, owner)
-            atomic_text(partial / "checkpoints" / TRACKER, str(copy.iteration))
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
-    emit({"folder": str(folder), "step": copy.iteration})
-    say(f"{folder}: the run of {store.url}, with the checkpoint of step {copy.iteration}")
-    return 0
 
 
 def _problems(args: Any, run: _Run, every: int | None) -> Iterator[str]:

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,35 +53,10 @@ class _Index:
         return self.map("<i8", self.documents, 12 * self.sequences)
 
 
-class Tokens(Protocol):
-    """The tokens of a data set, wherever they are.
-
-    Attributes:
-        size: of the `.bin` in bytes.
-    """
-
-    size: int
-
-    def read(self, dtype: np.dtype[Any], part: slice) -> NDArray[Any]:
-        """Return the ids of a slice of [N] tokens."""
-
-
-class _File:
-    """Those in a file."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self.size = _size(path)
-
-    def read(self, dtype: np.dtype[Any], part: slice) -> NDArray[Any]:
-        return np.memmap(self._path, dtype, "r", shape=(self.size // dtype.itemsize,))[part]
-
-
 def data_problem(
     prefix: str,
     vocabulary: int | None,
     entries: int = ENTRIES,
-    tokens: Tokens | None = None,
 ) -> str | None:
     """Return why Megatron could not train on a data set; None if nothing is found.
 
@@ -94,19 +69,18 @@ def data_problem(
         prefix: path without `.bin`; both files exist.
         vocabulary: number of ids that the model knows; None skips this check.
         entries: maximum number of index entries, and of tokens, to check.
-        tokens: where the `.bin` is, if not beside the `.idx`.
 
     Returns:
         a sentence that names the file and the place.
     """
     try:
         index = _read_header(Path(f"{prefix}.idx"))
-        tokens = tokens or _File(Path(f"{prefix}.bin"))
-        _check_entries(index, tokens.size, entries)
-        _check_sidecar(prefix, index, tokens.size)
+        size = _size(Path(f"{prefix}.bin"))
+        _check_entries(index, size, entries)
+        _check_sidecar(prefix, index, size)
         if vocabulary is None:
             return None
-        return _ids_problem(prefix, index, tokens, vocabulary, entries)
+        return _ids_problem(prefix, index, size, vocabulary, entries)
     except _Damage as damage:
         return f"{damage}: make the data set again"
     except (OSError, ValueError) as error:
@@ -241,17 +215,18 @@ def _check_sidecar(prefix: str, index: _Index, size: int) -> None:
 
 
 def _ids_problem(
-    prefix: str, index: _Index, tokens: Tokens, vocabulary: int, entries: int
+    prefix: str, index: _Index, size: int, vocabulary: int, entries: int
 ) -> str | None:
     but = f"but the vocabulary has {vocabulary:,}: use the tokenizer that it was made with"
     largest = read_sidecar(prefix).get("largest_id")
     if isinstance(largest, int) and largest >= vocabulary:
         return f"{prefix}.bin holds the id {largest:,} according to {prefix}.json, {but}"
-    count = tokens.size // index.dtype.itemsize
+    count = size // index.dtype.itemsize
     if not count:
         return None  # numpy maps no empty file
+    tokens = np.memmap(f"{prefix}.bin", index.dtype, "r", shape=(count,))
     for part in _sampled_slices(count, entries):
-        ids = tokens.read(index.dtype, part)
+        ids = tokens[part]
         wrong = (ids < 0) | (ids >= vocabulary)
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])

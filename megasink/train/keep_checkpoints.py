@@ -11,7 +11,6 @@ from megasink.checkpoint.find import newest_checkpoint
 from megasink.checkpoint.intact import checkpoint_path, damage
 from megasink.checkpoint.saved import delete
 from megasink.printable import say
-from megasink.train.checkpoint_copies import is_being_copied
 from megasink.upstream.training import RETAINED_CHECKPOINTS, WHOLE_CHECKPOINTS
 
 
@@ -93,8 +92,6 @@ def delete_previous(
             verified. `megasink checkpoints --prune` deletes it.
         lower: sets the priority of a process that upstream has forked for this.
     """
-    if is_being_copied(iteration_to_delete):  # to --checkpoint-store; deleted after that
-        return
     if lower_priority:
         lower(cpu_priority, io_priority)
     folder = Path(save_path)

@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Also checked here: the ranks take seconds to report it.
     early.refuse(options, ranks)
     wait_until_expired(run_dir, say)
-    if args.resume and not (options.verify_checkpoint or options.checkpoint_store):
+    if args.resume and not options.verify_checkpoint:
         where = from_where(run_dir)
         if where or args.resume == "auto":
             say(f"run {run_dir}: {where or 'no intact checkpoint, starting at step 0'}")

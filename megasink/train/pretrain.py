@@ -38,7 +38,6 @@ def pretrain(argv: Sequence[str]) -> None:
     if guard.is_looking:
         heartbeat.start()
     from megasink.train import arguments
-    from megasink.train.checkpoint_copies import copying_checkpoints
     from megasink.train.checks import memory
     from megasink.train.start import starting
 
@@ -48,7 +47,7 @@ def pretrain(argv: Sequence[str]) -> None:
     guard.timeout = 60.0 * args.distributed_timeout_minutes
     if args.rank == 0:
         print(platform.describe(), flush=True)
-    with starting(args, identity) as store, copying_checkpoints(args):
+    with starting(args, identity) as store:
         train(args, store)
 
 

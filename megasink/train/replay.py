@@ -8,11 +8,15 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from megasink.command_line import GONE
 from megasink.errors import UserError
 from megasink.flag_file import Flags, named_values, refused
+from megasink.printable import say
 
 _SCHEDULE = r"(min-)?lr(-.*)?|.*weight-decay.*"
 _ITS_OWNERS = {"override-opt-param-scheduler", "use-checkpoint-opt-param-scheduler"}
+# They went, and never changed what a run computes.
+_WENT = {"checkpoint-store"}
 _OF_A_START = ("plugin", "run-dir", "resume", "expanded-recipe")
 
 
@@ -33,6 +37,9 @@ def replayed(last: Sequence[str], given: Sequence[str], run_dir: Path) -> list[s
     )
     override = ["--override-opt-param-scheduler"] if changes and not said & _ITS_OWNERS else []
     said |= _ITS_OWNERS if override else set()
+    for name in sorted(_WENT & before.keys()):
+        say(f"--resume: without --{name}, which is no longer there: {GONE[f'--{name}']}")
+    said |= _WENT
     kept = [
         word
         for name, values in named_values(last)

@@ -9,7 +9,6 @@ RUN/tensorboard/
 RUN/logs/             output of every rank, if started by ``megasink train``
 RUN/tokenizer/        a copy of the tokenizer files
 RUN/lease.json        the trainer that is writing to the folder
-RUN/checkpoint-store.json   the run's id in its --checkpoint-store
 RUN/analysis/         analyses during training (--analyze-interval)
 RUN/curves.png        loss, imbalance and head importance
 """
@@ -21,7 +20,6 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,6 @@ from megasink.checkpoint import carried
 from megasink.checkpoint.find import newest_checkpoint
 from megasink.checkpoint.identity import MODEL, plain
 from megasink.checkpoint.intact import TRACKER, go_back_to_intact, iterations, newest_intact
-from megasink.checkpoint.store import ID
 from megasink.checkpoint.tokenizer import OWN, copy_tokenizer
 from megasink.data.object_store import is_stored
 from megasink.errors import UserError
@@ -42,7 +39,6 @@ from megasink.lora.targets import OPTIONS as LORA
 from megasink.printable import printable
 from megasink.recipes import OF_RUN
 from megasink.train import lora_base
-from megasink.train.checkpoint_copies import ARRIVING, prepare
 from megasink.train.differences import differences_of, redrawn
 from megasink.train.lease import is_part_of_a_lease
 from megasink.train.replay import flags_of_words
@@ -111,8 +107,8 @@ def folder_problem(folder: Path, *, resume: str | None) -> str | None:
     """
     if is_stored(folder):
         return (
-            f"--run-dir {folder} is in an object store: give a folder, and --checkpoint-store URL "
-            "to copy its checkpoints there"
+            f"--run-dir {folder} is in an object store: give a folder (aws s3 sync or rclone "
+            "copies it there)"
         )
     if folder.exists() and not folder.is_dir():
         return f"--run-dir {folder} is a file: give a folder"
@@ -123,7 +119,7 @@ def folder_problem(folder: Path, *, resume: str | None) -> str | None:
             return f"--resume: {folder} holds no run: drop --resume to start one there"
         # Left by a start that ended before it wrote config.json.
         left = {p.name for p in folder.glob("*") if not is_part_of_a_lease(p.name)}
-        if left - {"logs", "tensorboard", "wandb", "config.json.partial", ID, ARRIVING}:
+        if left - {"logs", "tensorboard", "wandb", "config.json.partial"}:
             return f"--run-dir {folder} is not empty and holds no run: choose another folder"
         return None
     if resume == "auto":
@@ -265,16 +261,12 @@ def write_start(args: Namespace, identity: dict[str, Any]) -> int | None:
         the step that the run resumes from; None if it starts at step 0.
 
     Raises:
-        UserError: no checkpoint is intact, the folder cannot be written, or --checkpoint-store
-            cannot be used.
+        UserError: no checkpoint is intact, or the folder cannot be written.
     """
     folder = Path(args.run_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         resumed_from = None
-        if args.checkpoint_store:
-            given = Namespace(**identity)
-            prepare(folder, args, partial(differences_of, args=given, names=IDENTITY))
         if args.resume:
             resumed_from = go_back_to_intact(
                 folder / "checkpoints",

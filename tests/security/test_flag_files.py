@@ -45,7 +45,6 @@ SENDS = {
     "wandb-entity": "me",
     "wandb-exp-name": "a",
     "one-logger-project": "mine",
-    "checkpoint-store": "s3://bucket/run",
     "data-path": "s3://bucket/text",
     "log-straggler": True,
     "run-workload-inspector-server": True,

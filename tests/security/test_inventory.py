@@ -60,10 +60,6 @@ SAFE = {
     ("megasink/intervene/offline.py", "huggingface_hub"): "switches it offline",
     ("megasink/intervene/points.py", "allow_pickle"): ARRAYS,
     ("megasink/intervene/points.py", "numpy.load"): ARRAYS,
-    (
-        "megasink/data/store_clients.py",
-        "import_module",
-    ): "boto3, by its name, so that callers are told if it is missing",
     ("megasink/doctor/self_test.py", "subprocess"): "this Python with our own module, no shell",
     (
         "megasink/plan/launch.py",

@@ -114,19 +114,3 @@ def server(text, tmp_path_factory):
         client.upload_file(f"{text[1]}{suffix}", "corpora", f"web/text{suffix}")
     yield SimpleNamespace(variables=variables, client=client)
     moto_server.stop()
-
-
-@pytest.fixture
-def store(server, monkeypatch):
-    """The same, with the variables set in this process; what a test puts there goes again."""
-    for name, value in server.variables.items():
-        monkeypatch.setenv(name, value)
-    before = {key["Key"] for key in server.client.list_objects(Bucket="corpora")["Contents"]}
-
-    def put(suffix: str, content: bytes, name: str = "web/other") -> None:
-        server.client.put_object(Bucket="corpora", Key=f"{name}{suffix}", Body=content)
-
-    yield put
-    for key in server.client.list_objects(Bucket="corpora")["Contents"]:
-        if key["Key"] not in before:
-            server.client.delete_object(Bucket="corpora", Key=key["Key"])

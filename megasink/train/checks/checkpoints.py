@@ -2,9 +2,6 @@
 
 from argparse import Namespace
 from collections.abc import Iterator
-from pathlib import Path
-
-from megasink.data.object_store import url_problem
 
 
 def problems(args: Namespace) -> Iterator[str]:
@@ -13,7 +10,6 @@ def problems(args: Namespace) -> Iterator[str]:
             "--exit-signal-handler-for-training ends a run without a checkpoint: drop it (on "
             "SIGTERM one is saved)"
         )
-    yield from _store_problems(args)
     if not args.async_save:
         return
     if not (args.run_dir or args.save):
@@ -27,16 +23,3 @@ def problems(args: Namespace) -> Iterator[str]:
         )
     if args.async_ckpt_use_cpu_shm:
         yield "--async-ckpt-use-cpu-shm works only with --async-strategy nvrx: drop it"
-
-
-def _store_problems(args: Namespace) -> Iterator[str]:
-    if args.checkpoint_store is None:
-        return
-    if problem := url_problem(args.checkpoint_store.rstrip("/")):
-        yield f"--checkpoint-store: {problem}"
-    if not args.run_dir:
-        yield "--checkpoint-store without --run-dir: give one, checkpoints are saved there first"
-    if args.save and Path(args.save).resolve() != Path(args.run_dir or "", "checkpoints").resolve():
-        yield f"--checkpoint-store copies the checkpoints of --run-dir: drop --save {args.save}"
-    if args.ckpt_format != "torch_dist":
-        yield f"--checkpoint-store with --ckpt-format {args.ckpt_format}: use torch_dist"

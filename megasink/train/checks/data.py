@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megasink.data.object_store import is_stored, look, url_problem
+from megasink.data.object_store import is_stored, url_problem
 from megasink.errors import UserError
 from megasink.flags import flag_of
 from megasink.json_file import read_object
@@ -48,7 +48,7 @@ def _place_problems(args: Namespace) -> Iterator[str]:
         value = getattr(args, name, None)
         if value and is_stored(value):
             yield (
-                f"{flag_of(name)} is in an object store: give a folder (--checkpoint-store URL "
+                f"{flag_of(name)} is in an object store: give a folder (aws s3 sync or rclone "
                 "copies checkpoints there)"
             )
 
@@ -124,15 +124,8 @@ def _presence_problems(args: Namespace) -> Iterator[str]:
             yield blend.problem
         stored = [p for p in blend.prefixes if is_stored(p)]
         if stored:
-            wrong = list(stored_problems(args, stored))
-            yield from wrong
-            if wrong:
-                continue
-        try:
-            absent = {p: missing_files(p) for p in blend.prefixes}
-        except UserError as error:
-            yield f"{blend.flag}: {error}"
-            continue
+            yield from stored_problems(args, stored)
+        absent = {p: missing_files(p) for p in blend.prefixes if not is_stored(p)}
         absent = {prefix: files for prefix, files in absent.items() if files}
         for prefix, files in list(absent.items())[:_SHOWN]:
             text = f"{blend.flag} {prefix}: {' and '.join(files)} not found{where}"
@@ -172,12 +165,6 @@ def _pair(counts: dict[str, object], prefix: str) -> bool:
 
 
 def missing_files(prefix: str) -> list[str]:
-    """Return the missing files of a dataset.
-
-    Raises:
-        UserError: they are in an object store that does not answer.
-    """
+    """Return the missing files of a dataset."""
     files = [prefix + suffix for suffix in (".bin", ".idx")]
-    if is_stored(prefix):
-        return [url for url in files if look(url) is None]
     return [path for path in files if not Path(path).is_file()]

@@ -1,7 +1,6 @@
 """Checks of dataset contents, before anything is built."""
 
 import contextlib
-import os
 from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,13 +17,14 @@ from megasink.data.index import (
     has_tokens,
     sequence_lengths,
 )
-from megasink.data.object_store import StoredTokens, fetch, is_stored, local_prefix
+from megasink.data.object_store import is_stored
 from megasink.data.output import LOSS_MASK
 from megasink.data.sidecar import mismatch, read_sidecar
 from megasink.errors import UserError
 from megasink.json_file import read_object
+from megasink.printable import say
 from megasink.train.checks.blends import DEFAULT_SPLIT, Blend, named_prefixes
-from megasink.train.checks.data import missing_files, stored_problems
+from megasink.train.checks.data import missing_files
 from megasink.train.checks.vocabulary import known_ids, tokenizer_identity, transformers_tokenizer
 
 _TOTAL = 1 << 24  # entries and tokens of all datasets that are checked
@@ -40,10 +40,12 @@ def problems(args: Namespace) -> Iterator[str]:
     """
     if args.mock_data:
         return
-    yield from _fetched(args)
     if args.rank:
         return
-    found = {p: blend for p, blend in named_prefixes(args).items() if _is_there(args, p)}
+    named = named_prefixes(args)
+    if stored := sum(map(is_stored, named)):
+        say(f"data: {stored} of {len(named)} data sets are in object stores, and not checked")
+    found = {p: blend for p, blend in named.items() if not (is_stored(p) or missing_files(p))}
     check = _Check(args, min(ENTRIES, max(_LEAST, _TOTAL // max(len(found), 1))))
     with ThreadPoolExecutor(_THREADS) as threads:
         answers = threads.map(check, found.items())
@@ -51,47 +53,11 @@ def problems(args: Namespace) -> Iterator[str]:
             yield from (f"{blend.flag} {text}" for text in texts)
 
 
-def _fetched(args: Namespace) -> Iterator[str]:
-    """Download the indices of data sets in object stores, once per node.
-
-    Megatron's rank 0 does, for its node alone (core/datasets/object_storage_utils.py:269).
-    """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        return
-    stored = [p for p in named_prefixes(args) if is_stored(p)]
-    if not stored or any(stored_problems(args, stored)):
-        return  # `data` reports it
-    found = []
-    for prefix in stored:
-        with contextlib.suppress(UserError):
-            if not missing_files(prefix):
-                found.append(prefix)
-    for prefix in found:  # `data` reports the others
-        try:
-            local = fetch(prefix, Path(args.object_storage_cache_path))
-            has_mask = not missing_files(prefix + LOSS_MASK)
-        except UserError as error:
-            yield str(error)
-            return
-        if has_mask or read_sidecar(local).get("kind") == "chat":
-            yield (
-                f"{prefix} holds conversations, which are read from file systems alone: copy them"
-            )
-
-
-def _is_there(args: Namespace, prefix: str) -> bool:
-    if is_stored(prefix):  # `data` and `_fetched` report what is missing
-        cache = args.object_storage_cache_path
-        return bool(cache) and Path(f"{local_prefix(prefix, Path(cache))}.idx").is_file()
-    return not missing_files(prefix)
-
-
 class _Check:
     """What is the same for all datasets of a command line."""
 
     def __init__(self, args: Namespace, entries: int):
         self.split, self.entries = args.split, entries
-        self.cache = Path(args.object_storage_cache_path or "")
         self.ids, self.tokenizer = known_ids(args), args.tokenizer_model
         try:
             self.sha256 = tokenizer_identity(args)
@@ -107,25 +73,14 @@ class _Check:
     def __call__(self, item: tuple[str, Blend]) -> list[str]:
         """Return one message per problem of a dataset, without the flag that names it."""
         prefix, blend = item
-        local, tokens = prefix, None
-        if is_stored(prefix):
-            local = local_prefix(prefix, self.cache)
-            try:
-                tokens = StoredTokens(prefix)
-            except UserError:
-                return []  # `data` reports it
-        try:
-            problem = data_problem(local, self.ids, self.entries, tokens)
-        except UserError as error:  # of the store
-            problem = str(error)
         found = (
-            problem,
-            self.sha256 and mismatch(local, self.sha256, self.tokenizer),
-            _mask_problem(local),
-            self._counts_problem(local),
+            data_problem(prefix, self.ids, self.entries),
+            self.sha256 and mismatch(prefix, self.sha256, self.tokenizer),
+            _mask_problem(prefix),
+            self._counts_problem(prefix),
         )
         texts = [f"{prefix}: {problem}" for problem in found if problem]
-        lengths = sequence_lengths(local)
+        lengths = sequence_lengths(prefix)
         if lengths is None:
             return texts  # `data_problem` reports the error
         if blend.is_split:
