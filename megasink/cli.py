@@ -22,7 +22,6 @@ COMMANDS = {
     "recipes": "list the recipes of train --recipe, or show the flags of one, or of a run",
     "plan": "memory, communication and time of a training run on any number of GPUs, without one",
     "checkpoints": "list, verify and prune the checkpoints of a run",
-    "grid": "a grid of configurations and seeds from one file -> runs, a table, figures",
     "finetune": "adapt a Hugging Face model on conversations, and export it again",
     "generate": "continue a prompt with a trained model",
     "convert-to-hf": "a checkpoint -> a Hugging Face folder, verified",
@@ -37,12 +36,17 @@ COMMANDS = {
     "report": "one page about several analyses",
     "doctor": "what is installed, the kernels that will run, and a self-test of both",
 }
+# Command that went -> what serves instead.
+GONE = {
+    "grid": "the grid is `python -m examples.replicate.grid` in a checkout; Hydra or submitit for "
+    "sweeps of your own",
+}
 # These use no variant, metric or conversion target.
 WITHOUT_PLUGINS = ("demo", "data", "merge-data", "recipes", "checkpoints")
 # These always run Megatron; others need it for runs alone, and say so when they are given one.
-OF_TRAIN = ("demo", "train", "plan", "grid", "finetune", "generate", "convert-from-hf")
+OF_TRAIN = ("demo", "train", "plan", "finetune", "generate", "convert-from-hf")
 # They start processes whose output, with messages of other packages, goes to logs of their own.
-WITH_LOGS = ("demo", "train", "plan", "grid", "finetune")
+WITH_LOGS = ("demo", "train", "plan", "finetune")
 
 
 def main_of(command: str) -> Callable[[Sequence[str]], int]:
@@ -73,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser.parse_args(argv)
         if args.command is None:
             raise UserError(f"give a command: {', '.join(COMMANDS)} (megasink --help)")
+        if args.command in GONE:
+            raise UserError(f"megasink {args.command} is gone: {GONE[args.command]}")
         if args.command not in COMMANDS:
             raise UserError(unknown_name("the command", args.command, COMMANDS))
         if args.command in OF_TRAIN:

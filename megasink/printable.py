@@ -6,6 +6,7 @@ bidirectional mark can show a name backwards; a line feed splits a log line in t
 
 import re
 import unicodedata
+from typing import Any
 
 # Control characters, surrogates (non-UTF-8 bytes of a file name, which cannot be printed), line and
 # paragraph separators, and invisible format characters other than joiners.
@@ -37,3 +38,11 @@ def one_line(text: str) -> str:
 def say(text: str) -> None:
     """Print text after escaping it with `printable`."""
     print(printable(text), flush=True)
+
+
+def wide_console() -> Any:
+    """Return a rich console for tables: as wide as they are where there is no terminal."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=1000)

@@ -18,8 +18,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from megasink.grid import preload
-from megasink.grid.child import end_as_python_does
+from examples.replicate.grid import preload
+from examples.replicate.grid.child import end_as_python_does
 from tests.forkserver import NUMBER
 
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # of prctl

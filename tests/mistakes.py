@@ -120,11 +120,11 @@ MISTAKES = {
         "--run-dir {0}/llama: its config.json is not of a run: choose another folder",
     ),
     "train-over-a-run": (TRAIN + " --run-dir {0}/run", "--run-dir {0}/run already holds a run"),
-    # grid
-    "grid-nothing": ("grid", "missing: FILE, --output"),
-    "grid-no-file": ("grid {0}/grid.toml --output {0}/new/out", "{0}/grid.toml"),
-    "grid-not-toml": ("grid {0}/text.txt --output {0}/new/out", "{0}/text.txt is not TOML"),
-    "grid-jobs": ("grid {0}/text.txt --output {0}/new/out --jobs 0", "--jobs 0: use 1 or more"),
+    # commands that went
+    "grid-gone": (
+        "grid {0}/grid.toml",
+        "the grid is `python -m examples.replicate.grid`",
+    ),
     # checkpoints
     "checkpoints-nothing": ("checkpoints {0}/new/run", "{0}/new/run: no such folder"),
     "checkpoints-store": (

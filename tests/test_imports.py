@@ -29,9 +29,9 @@ MEGATRON = (
     "megasink.plan",
     "megasink.doctor.training_step",
 )
-# Nothing imports the trainer but itself, grids and plans of runs, and the commands, which are the
+# Nothing imports the trainer but itself, plans of runs, and the commands, which are the
 # entry points.
-TRAIN = ("megasink.train", "megasink.grid", "megasink.plan", "megasink.commands")
+TRAIN = ("megasink.train", "megasink.plan", "megasink.commands")
 # What a room may import beside the standard library and itself.
 ALLOWED = {
     "megasink.attention": {"torch", "triton", "megasink.errors", "megasink.definitions"},

@@ -17,7 +17,6 @@ PATHS = {
     "train": "--run-dir {0} --num-layers 2",
     "recipes": "nowhere.toml",
     "plan": "--recipe nowhere.toml",
-    "grid": "nowhere.toml --output {0}/new",
     "finetune": "nowhere --data nowhere.jsonl --output {0}/new",
     "generate": "nowhere --prompt a",
     "convert-to-hf": "nowhere {0}/new",

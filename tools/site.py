@@ -29,6 +29,7 @@ OUTSIDE = {
     "CHANGELOG.md": "changelog.md",
     "docker/README.md": "docker.md",
     "examples/replicate/README.md": "replicate.md",
+    "examples/replicate/grid/README.md": "grid.md",
     "tools/site.css": "site.css",
 }
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")

@@ -14,3 +14,8 @@ def end_with(main: Callable[[], int], program: str) -> NoReturn:
     except UserError as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         sys.exit(getattr(error, "exit_code", 2))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"{program}: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)

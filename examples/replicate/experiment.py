@@ -1,7 +1,8 @@
 """An experiment: experiment.toml, and fast.toml or full.toml beside it.
 
-The two forms are grid files (docs/grid.md) or, where experiment.toml has `uses = "a"`, measurements
-of the runs of another experiment (measures.py). examples/replicate/README.md explains the keys.
+The two forms are grid files (grid/README.md) or, where experiment.toml has `uses = "a"`,
+measurements of the runs of another experiment (measures.py). examples/replicate/README.md explains
+the keys.
 """
 
 import datetime
@@ -12,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from examples.replicate import claims
+from examples.replicate.grid.collect import live_names
+from examples.replicate.grid.file import GridFile, read_grid
 from examples.replicate.measures import MeasuresFile, read_measures, read_toml
 from examples.replicate.own_program import ProgramFile, read_program_file
 from examples.replicate.record import Large
 from megasink.errors import ConfigError, UserError, unknown_name
-from megasink.grid.collect import live_names
-from megasink.grid.file import GridFile, read_grid
 
 FOLDER = Path(__file__).parent
 FORMS = ("fast", "full")

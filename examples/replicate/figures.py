@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from examples.replicate.grid.bands import Band
+from examples.replicate.grid.cell_figures import draw_bands, draw_numbers
 from examples.replicate.record import Curve, Result
-from megasink.report.bands import Band
-from megasink.report.cell_figures import draw_bands, draw_numbers
 from megasink.report.heatmap import importance_pictures
 from megasink.report.style import rendered, short, styled
 from megasink.typed_json import to_json

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from examples.replicate.grid.file import Cell, read_grid
 from examples.replicate.programs import PROGRAMS
 from megasink import flag_file
 from megasink.errors import ConfigError, UserError, unknown_name
-from megasink.grid.file import Cell, read_grid
 
 KEYS = ("cells", "metrics", "measure")
 PLACES = ("run", "runs", "measured")

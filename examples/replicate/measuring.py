@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from examples.replicate.grid.hardware import cores
+from examples.replicate.grid.results import RunRecord, read_record
+from examples.replicate.grid.start import fork_server
 from examples.replicate.measures import MeasuresFile, filled
 from examples.replicate.programs import PROGRAMS
 from examples.replicate.record import Run
@@ -20,11 +23,8 @@ from megasink.atomic import atomic_text
 from megasink.checkpoint.find import find_checkpoint
 from megasink.diagnostics import metrics_shown
 from megasink.errors import ConfigError, UserError
-from megasink.grid.hardware import cores
-from megasink.grid.start import fork_server
 from megasink.json_file import read_object
 from megasink.progress import progress
-from megasink.report.grid_results import RunRecord, read_record
 from megasink.report.metrics import read_metrics
 
 _TICK = 0.1  # seconds

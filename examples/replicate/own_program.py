@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from examples.replicate.grid.file import Cell
 from examples.replicate.measures import read_toml
 from examples.replicate.record import Run
 from megasink.errors import ConfigError, unknown_name
-from megasink.grid.file import Cell
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,16 +20,16 @@ from examples.replicate.experiment import (
     read_experiment,
 )
 from examples.replicate.figures import draw
+from examples.replicate.grid import command as grid
+from examples.replicate.grid.hardware import cores, hardware
+from examples.replicate.grid.results import read_record
 from examples.replicate.words import sentence, spread_text
-from megasink import cli
 from megasink.atomic import atomic_text
 from megasink.checkpoint.intact import checkpoint_path, iterations
 from megasink.command_line import CommandParser
 from megasink.errors import UserError
-from megasink.grid.hardware import cores, hardware
 from megasink.json_file import read_object
 from megasink.report.analysis import read_analysis
-from megasink.report.grid_results import read_record
 from megasink.train.run_dir import LIVE
 from megasink.upstream.versions import versions
 
@@ -55,8 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for corpus in experiment.data:
             make_corpus(corpus, out / "data")
         jobs = [] if args.jobs is None else ["--jobs", str(args.jobs)]
-        words = ["grid", str(experiment.grid.path), "--output", str(out), *jobs]
-        if code := cli.main(words):
+        if code := grid.main([str(experiment.grid.path), "--output", str(out), *jobs]):
             return code
         runs = trained_runs(experiment, out)
     elif experiment.program is not None:

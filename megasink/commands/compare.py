@@ -1,6 +1,6 @@
 """``megasink compare``: the curves of several runs in one figure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,22 +8,16 @@ from megasink.command_line import CommandParser
 from megasink.errors import UserError
 from megasink.json_output import add_json, as_text
 from megasink.plugins import add_flag
-from megasink.printable import printable
+from megasink.printable import printable, wide_console
 from megasink.probe.options import add_overwrite
-from megasink.report.grid_results import EMA, CellResults, is_grid, read_results
 from megasink.report.metrics import read_metrics
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare runs: their curves on one page, and a table of their final numbers.
-
-    Of a grid, each cell is one curve: mean and standard deviation over seeds.
-    """
+    """Compare runs: their curves on one page, and a table of their final numbers."""
     parser = CommandParser(prog="megasink compare", description=main.__doc__)
     add_flag(parser)
-    parser.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN", help="folders of runs, or of grids"
-    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs")
     parser.add_argument("--x", choices=("step", "tokens"), default="step", help="horizontal axis")
     parser.add_argument("--smoothing", type=float, default=0.9, help="EMA factor, 0 to 1")
     parser.add_argument("--output", type=Path, default=Path("compare.png"), help="PNG to write")
@@ -33,36 +27,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not 0 <= args.smoothing < 1:
         raise UserError(f"--smoothing {args.smoothing}: use 0 or more, and less than 1")
     names = _names(args.runs)
-    runs = {name: read_metrics(path) for name, path in names.items() if not is_grid(path)}
-    cells = _cells({name: path for name, path in names.items() if is_grid(path)}, len(names))
-    if cells and args.smoothing != EMA:
-        raise UserError(f"--smoothing {args.smoothing}: curves of a grid are smoothed by {EMA}")
+    runs = {name: read_metrics(path) for name, path in names.items()}
     from rich.table import Table
     from rich.text import Text
 
     from megasink.report.compare import COLUMNS, draw_comparison, summary
-    from megasink.report.grid import metric_of, wide_console
     from megasink.report.style import comment_of
 
     of = [*(path.resolve() for path in args.runs), args.x, args.smoothing]
     line = f"compare {' '.join(names)} --x {args.x} --smoothing {args.smoothing:g}"
     comment = comment_of(args.output, line, of, overwrite=args.overwrite)
-    draw_comparison(
-        runs, args.output, cells=cells, x=args.x, factor=args.smoothing, comment=comment
-    )
+    draw_comparison(runs, args.output, x=args.x, factor=args.smoothing, comment=comment)
     if args.json:
         told: dict[str, Any] = {
             "runs": {
                 name: {_key(column): value for column, value in summary(lines).items()}
                 for name, lines in runs.items()
-            },
-            "cells": {
-                name: {
-                    "seeds": len(cell.runs),
-                    "diverged": cell.diverged,
-                    "metrics": {key: cell.metrics.get(key) for key in COLUMNS.values()},
-                }
-                for name, cell in cells.items()
             },
             "picture": str(args.output),
         }
@@ -75,24 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, lines in runs.items():
         row = summary(lines).items()
         table.add_row(Text(name), *("-" if v is None else _text(key, v) for key, v in row))
-    for name, cell in cells.items():
-        texts = [metric_of(cell, metric) for metric in COLUMNS.values()]
-        diverged = f", {len(cell.diverged)} diverged" if cell.diverged else ""
-        table.add_row(Text(f"{name} ({len(cell.runs)} seeds{diverged})"), *texts, "-")
     wide_console().print(table)
     print(f"picture: {args.output}")
     return 0
-
-
-def _cells(grids: Mapping[str, Path], count: int) -> dict[str, CellResults]:
-    """Return the cells of grids with a finished run, by grid and cell if there are several."""
-    found: dict[str, CellResults] = {}
-    for name, path in grids.items():
-        of = {n: cell for n, cell in read_results(path).cells.items() if cell.runs}
-        if not of:
-            raise UserError(f"{path} has no finished run yet")
-        found |= {f"{name}: {n}" if count > 1 else printable(n): cell for n, cell in of.items()}
-    return found
 
 
 def _key(column: str) -> str:

@@ -1,17 +1,14 @@
 """Compare runs on one page: smoothed training loss, validation, head imbalance, and a table."""
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megasink.report.bands import Array, band_of, draw_band, zoom
-from megasink.report.curves import mark_spikes, series, smoothed
-from megasink.report.grid_results import EMA, SMOOTHED, CellResults
+from megasink.report.curves import EMA, SMOOTHED, mark_spikes, series, smoothed
 from megasink.report.spikes import loss_spikes
-from megasink.report.style import label, model_colors, panels, save, styled
+from megasink.report.style import label, model_colors, panels, save, styled, zoom
 
 COLUMNS = {
     "steps": "steps",
@@ -21,7 +18,7 @@ COLUMNS = {
     "bits/byte": "valid_bits_per_byte",
     "imbalance": "imbalance",
 }
-"""Column of `summary` -> metric of a grid."""
+"""Column of `summary` -> metric of metrics.jsonl, or a count."""
 
 
 @styled()
@@ -29,7 +26,6 @@ def draw_comparison(
     runs: dict[str, list[dict[str, Any]]],
     output: Path,
     *,
-    cells: Mapping[str, CellResults] | None = None,
     x: str = "step",
     factor: float = EMA,
     comment: str | None = None,
@@ -38,16 +34,13 @@ def draw_comparison(
 
     Args:
         runs: name -> lines of its metrics.jsonl.
-        cells: name -> runs of a cell of a grid, drawn as mean and standard deviation.
         x: "step" or "tokens".
-        factor: of the exponential moving average of training loss and imbalance; those of cells
-            have `EMA`.
+        factor: of the exponential moving average of training loss and imbalance.
         comment: in the file (`megasink.report.style.comment_of`).
     """
-    cells = cells or {}
     figure, (axes,) = panels(1, 3, 4.2, width=14)
-    colors = dict(zip([*runs, *cells], model_colors(len(runs) + len(cells)), strict=True))
-    validation = _validation_key(runs, cells)
+    colors = dict(zip(runs, model_colors(len(runs)), strict=True))
+    validation = _validation_key(runs)
     for name, lines in runs.items():
         color = colors[name]
         for axis, key in ((axes[0], "lm_loss"), (axes[2], "imbalance")):
@@ -61,12 +54,6 @@ def draw_comparison(
             axis.plot(where, smoothed(values, factor), color=color, label=text)
         where, values = _series(lines, validation, x)
         axes[1].plot(where, values, "o-", color=color, label=name)
-    for name, cell in cells.items():
-        for axis, key in zip(axes, ("lm_loss", validation, "imbalance"), strict=True):
-            if (band := band_of(cell, key)) is not None:
-                draw_band(
-                    axis, band, colors[name], name, _to_tokens(cell) if x == "tokens" else None
-                )
     bits = validation == "valid_bits_per_byte"
     titles = (
         (f"training loss (EMA {factor:g})", "nats per token"),
@@ -87,30 +74,12 @@ def _plural(spikes: int) -> str:
     return f" ({spikes} spike{'s' * (spikes != 1)})" if spikes else ""
 
 
-def _to_tokens(cell: CellResults) -> Callable[[Array], Array]:
-    """Return the function from steps to tokens of a cell's runs, whose batches are the same."""
-    curves = [run.curves["tokens"] for run in cell.runs.values()]
-    steps, tokens = np.asarray(max(curves, key=lambda curve: curve[0][-1] or 0), dtype=float)
-
-    def to_tokens(at: Array) -> Array:
-        return np.asarray(np.interp(at, steps, tokens))
-
-    return to_tokens
-
-
-def _validation_key(runs: dict[str, list[dict[str, Any]]], cells: Mapping[str, CellResults]) -> str:
+def _validation_key(runs: dict[str, list[dict[str, Any]]]) -> str:
     """Return bits per byte, comparable across tokenizers, if every validated run has them."""
-    of_cells = [
-        run.curves
-        for cell in cells.values()
-        for run in cell.runs.values()
-        if "valid_lm_loss" in run.curves
-    ]
     validated = [
         line for lines in runs.values() for line in lines if line.get("valid_lm_loss") is not None
     ]
-    both = [*validated, *of_cells]
-    whole = bool(both) and all("valid_bits_per_byte" in of for of in both)
+    whole = bool(validated) and all("valid_bits_per_byte" in line for line in validated)
     return "valid_bits_per_byte" if whole else "valid_lm_loss"
 
 
@@ -127,7 +96,7 @@ def _series(
 
 
 def summary(lines: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Return the numbers to compare, as in a grid's table.
+    """Return the numbers to compare.
 
     Final values and counts; those of `SMOOTHED` are moving averages (factor `EMA`).
     """

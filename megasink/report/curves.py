@@ -14,9 +14,14 @@ from megasink.report.metrics import read_metrics
 from megasink.report.spikes import loss_spikes
 from megasink.report.style import BLUE, GRAY, VERMILION, label, note, panels, save, styled
 
+EMA = 0.9
+"""Factor of moving averages (P1.41)."""
+SMOOTHED = ("lm_loss", "imbalance")
+"""Metrics whose curves and final values are moving averages."""
 
-def smoothed(values: NDArray[np.float64], factor: float = 0.9) -> NDArray[np.float64]:
-    """Return the values smoothed by `MovingAverage` (P1.41 uses the factor 0.9).
+
+def smoothed(values: NDArray[np.float64], factor: float = EMA) -> NDArray[np.float64]:
+    """Return the values smoothed by `MovingAverage`.
 
     As in TensorBoard, non-finite values are kept and do not enter later averages.
     """

@@ -299,3 +299,13 @@ def token_label(text: str) -> str:
     known = get_font(findfont(FontProperties(family="DejaVu Sans"))).get_charmap()
     text = "".join(c if ord(c) in known else "▯" for c in text)
     return text if len(text) <= 14 else f"{text[:12]}…"
+
+
+def zoom(axis: Any) -> None:
+    """Exclude the first tenth of the curves from the scale: all runs start equally high."""
+    tails = [line.get_ydata()[len(line.get_ydata()) // 10 :] for line in axis.lines]
+    values = np.concatenate([np.zeros(0), *(np.asarray(tail, dtype=float) for tail in tails)])
+    values = values[np.isfinite(values)]
+    if len(values) and values.max() > values.min():
+        margin = 0.05 * (values.max() - values.min())
+        axis.set_ylim(values.min() - margin, values.max() + margin)

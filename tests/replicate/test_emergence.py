@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from examples.replicate.grid.file import read_grid
+from examples.replicate.grid.plan import plan
 from megasink.data.corpus import Document
 from megasink.data.tokenizer import load_tokenizer, train_tokenizer
 from megasink.data.trigger_language import LETTERS, write_tokenizer
-from megasink.grid.file import read_grid
-from megasink.grid.plan import plan
 
 FOLDER = Path(__file__).parents[2] / "examples" / "replicate" / "b_emergence"
 CORPORA = ("triggers", "few", "stream", "text", "text-tenth", "text-fiftieth")

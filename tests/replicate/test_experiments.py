@@ -8,10 +8,10 @@ import pytest
 
 from examples.replicate import experiment, measuring, record, runner
 from examples.replicate.experiment import FORMS, Corpus, letters, read_experiment, read_toml
+from examples.replicate.grid.results import FORMAT, RunRecord
 from examples.replicate.measures import read_measures
 from examples.replicate.own_program import read_program_file
 from megasink.errors import ConfigError, UserError
-from megasink.report.grid_results import FORMAT, RunRecord
 from megasink.typed_json import to_json
 
 GRID = """
@@ -69,7 +69,7 @@ def folders(tmp_path, monkeypatch):
 
 
 def write_records(grid, out, diverged=()):
-    """What `megasink grid` leaves."""
+    """What the grid leaves."""
     for number, cell in enumerate(grid.cells):
         for seed in grid.seeds:
             gone = (cell.name, seed) in diverged
@@ -196,10 +196,10 @@ def test_a_run_of_the_grid_becomes_a_results_file(folders, tmp_path, monkeypatch
         write_records(read.grid, tmp_path / "out" / "y-fast")
         return 0
 
-    monkeypatch.setattr(runner.cli, "main", grid)
+    monkeypatch.setattr(runner.grid, "main", grid)
     flags = ["--output", str(tmp_path / "out"), "--results", str(tmp_path / "results")]
     assert runner.main(["y", *flags, "--jobs", "2"]) == 0
-    assert asked[0][2:] == ["--output", str(tmp_path / "out" / "y-fast"), "--jobs", "2"]
+    assert asked[0][1:] == ["--output", str(tmp_path / "out" / "y-fast"), "--jobs", "2"]
     result = record.read_result(tmp_path / "results" / "y-fast.json")
     assert result.cells["no loss"]["imbalance@50%"] == pytest.approx([0.505, 0.51, 0.515])
     assert result.cells["loss"]["imbalance"] == pytest.approx([0.51, 0.52, 0.53])
@@ -212,7 +212,7 @@ def test_a_run_of_the_grid_becomes_a_results_file(folders, tmp_path, monkeypatch
     path.write_text(TOLD.replace('["imbalance"]', '["analysis_sink_rate"]'))
     with pytest.raises(UserError, match="no run has analysis_sink_rate"):
         runner.main(["y", *flags])
-    monkeypatch.setattr(runner.cli, "main", lambda words: 2)
+    monkeypatch.setattr(runner.grid, "main", lambda words: 2)
     assert runner.main(["y", *flags]) == 2
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megasink.grid.file import read_grid
-from megasink.grid.plan import plan
+from examples.replicate.grid.file import read_grid
+from examples.replicate.grid.plan import plan
 
 FOLDER = Path(__file__).parents[2] / "examples" / "replicate" / "c_gates"
 CELLS = {"fast": 10, "full": 15}

@@ -8,6 +8,7 @@ from argparse import Namespace
 import pytest
 from rich.console import Console
 
+from examples.replicate.grid.command import main as grid
 from megasink import plugins
 from megasink.cli import main as megasink
 from megasink.convert.hf_config import architecture_from
@@ -16,7 +17,7 @@ from megasink.errors import UserError
 from megasink.finetune import recipe as finetune
 from megasink.flag_file import toml_lines
 from megasink.train import launch as train_launch
-from tests.grid.files import FLAGS as OF_GRID
+from tests.replicate.grid.files import FLAGS as OF_GRID
 from tests.train.command_lines import MOCK
 
 # What a file would have the process do, as a flag and its value; ELSE is a place outside.
@@ -97,7 +98,17 @@ def place(tmp_path, monkeypatch):
 def refused(place, capsys, line, *names):
     """A command is refused in one message that names the flags; nothing ran, began or was made."""
     assert megasink([str(word) for word in line]) == 2
-    said = capsys.readouterr().err
+    return told(place, capsys.readouterr().err, *names)
+
+
+def refused_grid(place, path, *names):
+    """As `refused`, for a grid."""
+    with pytest.raises(UserError) as raised:
+        grid([str(path), "--output", str(place / "grid")])
+    return told(place, str(raised.value), *names)
+
+
+def told(place, said, *names):
     assert any(name in said for name in names), said
     assert not {"ran", "started"} & {path.name for path in place.iterdir()}
     return said
@@ -147,13 +158,13 @@ def test_a_recipe_sets_none(place, capsys, name):
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_a_grid_sets_none(place, capsys, name):
+def test_a_grid_sets_none(place, name):
     flags = "\n".join(toml_lines(flags_of(place, name)))
     text = f'title = "a"\nseeds = [1]\nmetrics = ["lm_loss"]\n[flags]\n{OF_GRID}'
     path = place / "work" / "grid.toml"
     for more in (flags, f"[axes.a.b]\n{flags}"):
         path.write_text(f"{text}{more}\n".replace("mock-data = true\n", ""))
-        said = refused(place, capsys, ["grid", path, "--output", place / "grid"], f"--{name}")
+        said = refused_grid(place, path, f"--{name}")
         assert "not taken from a file, for safety" in said
 
 
@@ -171,18 +182,17 @@ def test_no_flag_hides_in_another(place, capsys, name):
     more = "\n".join(toml_lines(flags))
     text = f'title = "a"\nseeds = [1]\nmetrics = ["lm_loss"]\n[flags]\n{more}\n'
     (place / "work" / "grid.toml").write_text(text)
-    refused(place, capsys, ["grid", "grid.toml", "--output", place / "grid"], *phrases)
+    refused_grid(place, "grid.toml", *phrases)
 
 
 @pytest.mark.parametrize("name", MEASURES)
-def test_a_measurement_of_a_grid_is_one_of_megasinks_own(place, capsys, name):
+def test_a_measurement_of_a_grid_is_one_of_megasinks_own(place, name):
     words = MEASURES[name].replace("ELSE", str(place / "else"))
     text = f'title = "a"\nseeds = [1]\nmetrics = ["lm_loss"]\n[flags]\n{OF_GRID}[measure.m]\n'
     (place / "work" / "grid.toml").write_text(
-        f'{text}command = "evaluate {{run}} --tasks x --output {{run}}/m {words}"\n'
+        f'{text}command = "analyze {{run}} --data x --output {{run}}/m {words}"\n'
     )
-    line = ["grid", "grid.toml", "--output", place / "grid"]
-    said = refused(place, capsys, line, words.split()[0].partition("=")[0])
+    said = refused_grid(place, "grid.toml", words.split()[0].partition("=")[0])
     assert "not taken from a file, for safety" in said
 
 

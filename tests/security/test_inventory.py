@@ -54,9 +54,11 @@ SAFE = {
         "megasink/hollow/build.py",
         "subprocess",
     ): "the C++ compiler, no shell",
-    ("megasink/grid/preload.py", "import_module"): OWN_NAMES,
-    ("megasink/grid/start.py", "subprocess"): "this Python with our own commands, no shell; flags "
-    "of the user's file",
+    ("examples/replicate/grid/preload.py", "import_module"): OWN_NAMES,
+    (
+        "examples/replicate/grid/start.py",
+        "subprocess",
+    ): "this Python with our own commands, no shell; flags of the user's file",
     ("megasink/intervene/offline.py", "huggingface_hub"): "switches it offline",
     ("megasink/intervene/points.py", "allow_pickle"): ARRAYS,
     ("megasink/intervene/points.py", "numpy.load"): ARRAYS,

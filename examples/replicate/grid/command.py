@@ -1,16 +1,15 @@
-"""``megasink grid``: a grid of configurations and seeds as one file -> runs, a table, figures."""
+"""A grid of configurations and seeds as one file -> runs, a table, figures."""
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from megasink import plugins
+from examples.replicate.grid.file import read_grid
 from megasink.command_line import CommandParser
 from megasink.errors import ConfigError
-from megasink.grid.file import read_grid
+from megasink.extras import require_train
 from megasink.output_folder import exclusive
 from megasink.printable import say
 from megasink.progress import progress
@@ -19,22 +18,23 @@ from megasink.progress import progress
 def main(argv: Sequence[str] | None = None) -> int:
     """Train every cell of a grid with every seed, measure the runs, and summarize them.
 
-    FILE is TOML (docs/grid.md). Each finished run leaves OUTPUT/CELL/seed-N.json; a repeated
-    command skips it and goes on with the others. Writes results.json, table.csv, table.md, grid.png
-    and curves.png. Exit code 2 if a run failed.
+    FILE is TOML (README.md beside this file). Each finished run leaves OUTPUT/CELL/seed-N.json; a
+    repeated command skips it and goes on with the others. Writes results.json, table.csv, table.md,
+    grid.png and curves.png. Exit code 2 if a run failed.
     """
+    require_train("a grid")
     parser = _parser()
     args = parser.parse_args(argv)
     if args.jobs is not None and args.jobs < 1:
         raise ConfigError(f"--jobs {args.jobs}: use 1 or more")
     threads = _threads()
     grid = read_grid(args.file)
-    from megasink.grid.hardware import cores
-    from megasink.grid.outputs import write_figures, write_results
-    from megasink.grid.plan import begin, plan
-    from megasink.grid.schedule import run_all
+    from examples.replicate.grid.hardware import cores
+    from examples.replicate.grid.outputs import write_figures, write_results
+    from examples.replicate.grid.plan import begin, plan
+    from examples.replicate.grid.schedule import run_all
 
-    runs = plan(grid, args.output, plugins.flags(sys.argv[1:] if argv is None else argv))
+    runs = plan(grid, args.output)
     forked = all(run.way.name == "fork" for run in runs)
     jobs = args.jobs or (max(1, cores() // threads) if forked else 1)
     with exclusive(args.output):
@@ -55,19 +55,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = write_results(grid, args.output, outcome)
         with progress("figures", None, "figures"):
             write_figures(results, args.output)
-        from megasink.report.grid import print_table
+        from examples.replicate.grid.table import print_table
 
         print_table(results)
         say(f"wrote {args.output}/results.json, table.csv, table.md, grid.png, curves.png")
         for name, failure in outcome.failures.items():
-            print(f"megasink: error: {name}: {failure}", file=sys.stderr)
+            print(f"grid: error: {name}: {failure}", file=sys.stderr)
         return 2 if outcome.failures else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(prog="megasink grid", description=main.__doc__)
-    plugins.add_flag(parser)
-    parser.add_argument("file", type=Path, metavar="FILE", help="the grid (docs/grid.md)")
+def _parser() -> CommandParser:
+    parser = CommandParser(prog="python -m examples.replicate.grid", description=main.__doc__)
+    parser.add_argument("file", type=Path, metavar="FILE", help="the grid")
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     parser.add_argument(
         "--jobs",

@@ -8,21 +8,19 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from megasink.cli import main as megasink
-from megasink.errors import UserError
-from megasink.grid.collect import of_training
-from megasink.report.bands import band_of
-from megasink.report.grid import markdown, text_of, write_tables
-from megasink.report.grid_figures import draw_cells, draw_curves
-from megasink.report.grid_results import (
+from examples.replicate.grid.bands import band_of
+from examples.replicate.grid.collect import of_training
+from examples.replicate.grid.figures import draw_cells, draw_curves
+from examples.replicate.grid.results import (
     FORMAT,
     RunRecord,
     cell_results,
     grid_results,
-    is_grid,
     read_results,
     spread,
 )
+from examples.replicate.grid.table import markdown, text_of, write_tables
+from megasink.errors import UserError
 from megasink.typed_json import to_json
 
 SEEDS = [1, 2, 3]
@@ -137,13 +135,11 @@ def test_the_numbers_as_csv(tmp_path):
 
 def save(folder, of):
     folder.mkdir()
-    (folder / "grid.json").write_text("{}")
     (folder / "results.json").write_text(json.dumps(to_json(of)))
 
 
 def test_results_are_read_as_they_were_written(tmp_path):
     save(tmp_path / "a", results())
-    assert is_grid(tmp_path / "a")
     assert read_results(tmp_path / "a") == results()
     told = to_json(results()) | {"format": 99}
     (tmp_path / "a" / "results.json").write_text(json.dumps(told))
@@ -181,35 +177,6 @@ def test_figures_of_many_cells_and_of_none(tmp_path):
     draw_cells(none, tmp_path / "none.png")
     draw_curves(none, tmp_path / "none_curves.png")
     assert "1 of 1 missing" in markdown(none)
-
-
-def test_compare_draws_the_cells_of_a_grid_beside_a_run(tmp_path, capsys):
-    save(tmp_path / "grid", results())
-    (tmp_path / "run").mkdir()
-    lines = [{"iteration": i, "lm_loss": 4.0, "tokens": 64 * i, "seconds": 1} for i in (1, 2, 3)]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (tmp_path / "run" / "metrics.jsonl").write_text(text)
-    for x in ("step", "tokens"):
-        output = ["--output", str(tmp_path / f"{x}.png"), "--x", x]
-        assert megasink(["compare", str(tmp_path / "grid"), str(tmp_path / "run"), *output]) == 0
-        said = capsys.readouterr().out
-        assert "grid: vanilla (2 seeds)" in said
-        assert "grid: sink (3 seeds, 3, 1 of 3 diverged)" not in said
-        assert "grid: sink (3 seeds, 1 diverged)" in said
-        assert "3.150 ± 0.071" in said
-        # The run is blue, the cells have the next colors.
-        assert min(colored(tmp_path / f"{x}.png", VERMILION, (0x00, 0x9E, 0x73))) > 200
-    only = ["compare", str(tmp_path / "grid"), "--output", str(tmp_path / "only.png")]
-    assert megasink([*only, "--smoothing", "0.5"]) == 2
-    assert "--smoothing 0.5: curves of a grid are smoothed by 0.9" in capsys.readouterr().err
-    assert megasink(only) == 0
-    assert " vanilla (2 seeds)" in capsys.readouterr().out
-
-
-def test_compare_refuses_a_grid_without_a_finished_run(tmp_path, capsys):
-    save(tmp_path / "grid", grid_results("none", [1], ["lm_loss"], {}, {}))
-    assert megasink(["compare", str(tmp_path / "grid")]) == 2
-    assert "has no finished run yet" in capsys.readouterr().err
 
 
 def test_final_values_and_thinned_curves():

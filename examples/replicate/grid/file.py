@@ -1,6 +1,6 @@
 """Read a grid file: TOML, with every problem of its form in one message.
 
-docs/grid.md describes the format.
+README.md beside this file describes the format.
 """
 
 import itertools
@@ -18,7 +18,10 @@ KEYS = ("title", "seeds", "metrics", "flags", "axes", "measure")
 PLACES = ("out", "run")
 """Placeholders: the folder of the grid, and that of the run."""
 # What the grid sets itself, and where it stands in the file.
-OWN = {"seed": "in seeds", "run-dir": "by the grid", "resume": "by the grid"}
+OWN = dict.fromkeys(("run-dir", "resume"), "by the grid") | {
+    "seed": "in seeds",
+    **dict.fromkeys(("recipe", "config"), "by nothing: a grid is whole in its file"),
+}
 # Files and folders of the output beside those of the cells.
 FILES = {"results.json", "table.csv", "table.md", "grid.png", "curves.png"}
 _TAKEN = FILES | {"data", "grid.json"}

@@ -13,10 +13,6 @@ from megasink.typed_json import from_json
 FORMAT = 1
 """Incremented when an entry moves or changes its meaning."""
 RESULTS = "results.json"
-EMA = 0.9
-"""Factor of the moving averages in the curves of a grid."""
-SMOOTHED = ("lm_loss", "imbalance")
-"""Metrics whose curves and final values are moving averages, of a grid as of `megasink compare`."""
 
 
 @dataclass(kw_only=True)
@@ -186,11 +182,6 @@ def _distinct(items: Iterable[Iterable[tuple[str, str]]]) -> dict[str, list[str]
         for name, version in entries:
             found.setdefault(name, set()).add(version)
     return {name: sorted(versions) for name, versions in found.items()}
-
-
-def is_grid(folder: Path) -> bool:
-    """Whether a folder is the output of `megasink grid`."""
-    return (folder / "grid.json").is_file() and (folder / RESULTS).is_file()
 
 
 def read_results(folder: Path) -> GridResults:

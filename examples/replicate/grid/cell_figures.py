@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from examples.replicate.grid.bands import Band, draw_band
 from megasink.diagnostics import metrics
-from megasink.report.bands import Band, draw_band, zoom
 from megasink.report.style import (
     GRAY,
     PALETTE,
@@ -18,6 +18,7 @@ from megasink.report.style import (
     note,
     panels,
     short,
+    zoom,
 )
 
 # Names of metrics.jsonl -> title and unit.

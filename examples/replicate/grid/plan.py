@@ -6,18 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from examples.replicate.grid import collect
+from examples.replicate.grid.file import FILES, Cell, GridFile, filled
+from examples.replicate.grid.measurements import MEASUREMENTS
+from examples.replicate.grid.results import RunRecord, read_record
+from examples.replicate.grid.start import Way, way_of
 from megasink.atomic import atomic_text
 from megasink.cli import main_of
 from megasink.command_line import flag_problems
 from megasink.errors import ConfigError, UserError, unknown_name
 from megasink.flag_file import flag_words, refused
-from megasink.grid import collect
-from megasink.grid.file import FILES, Cell, GridFile, filled
-from megasink.grid.measurements import MEASUREMENTS
-from megasink.grid.start import Way, way_of
 from megasink.json_file import read_object
-from megasink.recipes import FLAGS as RECIPES
-from megasink.report.grid_results import RunRecord, read_record
 from megasink.train import early
 
 _GRID = "grid.json"
@@ -34,7 +33,6 @@ class Run:
         record: the file that says that it is finished.
         state: the file of what has been done of it so far.
         flags: words of its rank.
-        plugins: words that name them, for its measurements.
         ranks: processes.
         steps: of training.
     """
@@ -46,17 +44,13 @@ class Run:
     record: Path
     state: Path
     flags: list[str]
-    plugins: list[str]
     ranks: int
     steps: int
     way: Way
 
 
-def plan(grid: GridFile, out: Path, plugins: Sequence[str] = ()) -> list[Run]:
+def plan(grid: GridFile, out: Path) -> list[Run]:
     """Return the runs of a grid, seed by seed.
-
-    Args:
-        plugins: words that name them, for every run and measurement.
 
     Raises:
         ConfigError: lists every problem with flags, metrics, measurements and the output folder.
@@ -66,7 +60,7 @@ def plan(grid: GridFile, out: Path, plugins: Sequence[str] = ()) -> list[Run]:
     runs = []
     for cell in grid.cells:
         try:
-            runs += [_run(cell, seed, out, plugins) for seed in grid.seeds]
+            runs += [_run(cell, seed, out) for seed in grid.seeds]
         except ConfigError as error:
             for problem in error.problems:
                 found.setdefault(problem, []).append(cell.name)
@@ -79,17 +73,14 @@ def plan(grid: GridFile, out: Path, plugins: Sequence[str] = ()) -> list[Run]:
     return sorted(runs, key=lambda run: grid.seeds.index(run.seed))
 
 
-def _run(cell: Cell, seed: int, out: Path, plugins: Sequence[str]) -> Run:
+def _run(cell: Cell, seed: int, out: Path) -> Run:
     folder = out / cell.folder / f"seed-{seed}"
     flags = dict(cell.flags)
     ranks = flags.pop("ranks", None)
-    named = {name: flags.pop(name) for name in list(flags) if f"--{name}" in RECIPES}
     words = filled(flag_words(flags), out=out, run=folder)
     if unsafe := refused(words, out):
         raise ConfigError(f"{text}: {_UNSAFE}" for text in unsafe.values())
-    words = [*flag_words(named), *words]
-    words = ["--run-dir", str(folder), "--seed", str(seed), *words, *plugins]
-    words = early.expanded(words)
+    words = ["--run-dir", str(folder), "--seed", str(seed), *words]
     args = early.read([*words, "--resume", "auto"])
     if ranks is not None and (type(ranks) is not int or ranks < 1):
         raise ConfigError(f"ranks {ranks!r}: use a whole number, 1 or more")
@@ -103,7 +94,6 @@ def _run(cell: Cell, seed: int, out: Path, plugins: Sequence[str]) -> Run:
         record=folder.with_name(f"{folder.name}.json"),
         state=folder.with_name(f"{folder.name}.partial.json"),
         flags=words,
-        plugins=list(plugins),
         ranks=ranks,
         steps=args.train_iters or -(-args.train_samples // (args.global_batch_size or 1)),
         way=way_of(args, ranks),
@@ -121,7 +111,7 @@ def _metric_problems(grid: GridFile) -> Iterator[str]:
         elif place not in grid.measure:
             yield f"the metric {name!r} is of the measurement {place!r}, which is not in the file"
         elif command := MEASUREMENTS.get(grid.measure[place][0]):
-            yields = command.metrics() if command.metrics else [metric]
+            yields = command.metrics()
             if metric.rpartition("/")[2] not in yields:
                 yield unknown_name(f"the metric of {place}", metric, yields)
     without = [cell.name for cell in grid.cells if not cell.flags.get("analyze-interval")]

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,11 +13,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from megasink.cli import main as megasink
-from megasink.grid.start import Launched, Way, cpu_seconds
-from megasink.report.grid import text_of
-from megasink.report.grid_results import read_record, read_results
-from tests.grid.files import POINTS, STEPS, write
+from examples.replicate.grid.command import main
+from examples.replicate.grid.results import read_record, read_results
+from examples.replicate.grid.start import Launched, Way, cpu_seconds
+from examples.replicate.grid.table import text_of
+from megasink.errors import UserError
+from tests.replicate.grid.files import POINTS, STEPS, write
 from tests.runs import metrics, resumed_from, steps
 
 RUNS = ("vanilla/seed-1", "sink/seed-1", "vanilla/seed-2", "sink/seed-2")
@@ -43,7 +45,11 @@ def interrupt(out, told, ended):
 
 
 def grid(file, out, *flags):
-    return megasink(["grid", str(file), "--output", str(out), *flags])
+    try:
+        return main([str(file), "--output", str(out), *flags])
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return getattr(error, "exit_code", 2)
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +185,7 @@ def test_results_of_other_flags_are_refused_by_name(made, tmp_path, capsys):
 
 
 def test_a_launched_command_is_a_process_of_its_own(tmp_path):
-    started = Launched(["grdi"], tmp_path)
+    started = Launched(["analyz"], tmp_path)
     assert started.pid != os.getpid()
     seconds = 0.0
     while (code := started.poll()) is None:
@@ -187,4 +193,4 @@ def test_a_launched_command_is_a_process_of_its_own(tmp_path):
         time.sleep(0.01)
     assert code == 2
     assert seconds > 0
-    assert "did you mean grid?" in Path(tmp_path, "stderr.log").read_text()
+    assert "did you mean analyze?" in Path(tmp_path, "stderr.log").read_text()

@@ -3,13 +3,13 @@
 import json
 from pathlib import Path
 
+from examples.replicate.grid.figures import draw_cells, draw_curves
+from examples.replicate.grid.file import GridFile
+from examples.replicate.grid.results import RESULTS, GridResults, cell_results, grid_results
+from examples.replicate.grid.schedule import Outcome
+from examples.replicate.grid.table import write_tables
 from megasink.atomic import atomic_text
 from megasink.errors import UserError
-from megasink.grid.file import GridFile
-from megasink.grid.schedule import Outcome
-from megasink.report.grid import write_tables
-from megasink.report.grid_figures import draw_cells, draw_curves
-from megasink.report.grid_results import RESULTS, GridResults, cell_results, grid_results
 from megasink.typed_json import to_json
 
 

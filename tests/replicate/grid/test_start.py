@@ -9,7 +9,7 @@ import psutil
 
 FORKS = """
 import time
-from megasink.grid.start import fork_server
+from examples.replicate.grid.start import fork_server
 from megasink.train.guard import guard
 
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from examples.replicate.grid.file import GridFile
+from examples.replicate.grid.job import TRAINING, Job, is_finished
+from examples.replicate.grid.plan import Run
+from examples.replicate.grid.results import RunRecord
+from examples.replicate.grid.start import tell as send
 from megasink.errors import Stopped
-from megasink.grid.file import GridFile
-from megasink.grid.job import TRAINING, Job, is_finished
-from megasink.grid.plan import Run
-from megasink.grid.start import tell as send
 from megasink.printable import printable
 from megasink.progress import Tell, progress
-from megasink.report.grid_results import RunRecord
 from megasink.train.ranks import SAVE_SECONDS
 from megasink.train.stop import SIGNALS, name_of
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from megasink.report.bands import band_of
-from megasink.report.cell_figures import draw_bands, draw_numbers
-from megasink.report.grid_results import GridResults
+from examples.replicate.grid.bands import band_of
+from examples.replicate.grid.cell_figures import draw_bands, draw_numbers
+from examples.replicate.grid.results import GridResults
 from megasink.report.style import save, short, styled
 
 _CURVES = ("lm_loss", "valid_bits_per_byte", "valid_lm_loss", "imbalance")

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import megasink
+from examples.replicate.grid.collect import collect
+from examples.replicate.grid.file import GridFile, filled
+from examples.replicate.grid.hardware import hardware
+from examples.replicate.grid.plan import Run
+from examples.replicate.grid.results import FORMAT, RunRecord, read_record
+from examples.replicate.grid.start import Started, cpu_seconds
 from megasink.atomic import atomic_text
 from megasink.errors import UserError
-from megasink.grid.collect import collect
-from megasink.grid.file import GridFile, filled
-from megasink.grid.hardware import hardware
-from megasink.grid.plan import Run
-from megasink.grid.start import Started, cpu_seconds
 from megasink.json_file import read_object
-from megasink.report.grid_results import FORMAT, RunRecord, read_record
 from megasink.train.lease import clear
 from megasink.train.metrics_file import NewLines
 from megasink.train.rank_logs import raised, said, tells_of_divergence
@@ -111,7 +111,7 @@ class Job:
             self.started = run.way.train(run.flags, run.ranks, self._logs, self._threads)
         else:
             words = filled(self._grid.measure[self.doing], out=self._out, run=run.folder)
-            self.started = run.way.measure([*words, *run.plugins], self._logs, self._threads)
+            self.started = run.way.measure(words, self._logs, self._threads)
         # Now: the first fork waits until the server has imported everything.
         self._began, self._cpu = time.monotonic(), 0.0
         return False

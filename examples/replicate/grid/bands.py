@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasink.report.grid_results import CellResults
+from examples.replicate.grid.results import CellResults
 
 Array = NDArray[np.float64]
 
@@ -64,13 +64,3 @@ def draw_band(
     axis.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
     for steps, values in band.alone:
         axis.plot(to_x(steps) if to_x else steps, values, color=color, linewidth=0.8, linestyle=":")
-
-
-def zoom(axis: Any) -> None:
-    """Exclude the first tenth of the curves from the scale: all runs start equally high."""
-    tails = [line.get_ydata()[len(line.get_ydata()) // 10 :] for line in axis.lines]
-    values = np.concatenate([np.zeros(0), *(np.asarray(tail, dtype=float) for tail in tails)])
-    values = values[np.isfinite(values)]
-    if len(values) and values.max() > values.min():
-        margin = 0.05 * (values.max() - values.min())
-        axis.set_ylim(values.min() - margin, values.max() + margin)

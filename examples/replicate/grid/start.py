@@ -21,8 +21,10 @@ from typing import Any, Protocol
 
 import psutil
 
-from megasink.grid import preload
-from megasink.grid.child import Task, become
+from examples.replicate.grid import preload, tied
+from examples.replicate.grid.child import Task, become
+
+_ROOT = Path(__file__).parents[3]
 
 
 class Started(Protocol):
@@ -104,7 +106,8 @@ class Launched:
 
     def __init__(self, words: Sequence[str], logs: Path):
         logs.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "megasink.grid.tied", str(os.getpid()), *words]
+        # By its path: the working directory need not be that of the repository.
+        command = [sys.executable, "-P", tied.__file__, str(os.getpid()), *words]
         with (logs / "stdout.log").open("a") as out, (logs / "stderr.log").open("a") as errors:
             self._process = subprocess.Popen(
                 command,
@@ -162,8 +165,14 @@ def fork_server() -> Any:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([preload.__name__])
-    # The server keeps the environment that it starts with: without GPUs.
-    environment = {"CUDA_VISIBLE_DEVICES": "", preload.GRID: str(os.getpid())}
+    # The server keeps the environment that it starts with: without GPUs. What it preloads it finds
+    # on PYTHONPATH alone: multiprocessing gives it no sys.path.
+    found = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": found,
+        preload.GRID: str(os.getpid()),
+    }
     with _environment(environment):
         multiprocessing.forkserver.ensure_running()
     return context

@@ -1,4 +1,4 @@
-"""``python -m megasink.grid.tied PID COMMAND``: a command of megasink, tied to the life of a grid.
+"""``python tied.py PID COMMAND``: a command of megasink, tied to the life of a grid.
 
 It gets SIGTERM when the grid ends, even on SIGKILL.
 """

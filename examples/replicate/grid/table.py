@@ -4,14 +4,13 @@ import math
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from examples.replicate.grid.results import CellResults, GridResults, Spread
 from megasink.atomic import atomic_text
-from megasink.printable import printable
+from megasink.printable import printable, wide_console
 from megasink.report.csv_file import write_csv
-from megasink.report.grid_results import CellResults, GridResults, Spread
 
 
 def write_tables(results: GridResults, folder: Path) -> None:
@@ -45,12 +44,6 @@ def print_table(results: GridResults) -> None:
     for name, cell in results.cells.items():
         table.add_row(*(Text(printable(text)) for text in row_of(name, cell, results)))
     wide_console().print(table)
-
-
-def wide_console() -> Console:
-    """Return a console for tables: as wide as they are where there is no terminal."""
-    console = Console()
-    return console if console.is_terminal else Console(width=1000)
 
 
 def row_of(name: str, cell: CellResults, results: GridResults) -> list[str]:

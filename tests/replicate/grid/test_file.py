@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from megasink.cli import main as megasink
+from examples.replicate.grid.command import main as grid_main
+from examples.replicate.grid.file import filled, read_grid
+from examples.replicate.grid.plan import begin, plan
 from megasink.errors import ConfigError, UserError
 from megasink.flag_file import flag_words
-from megasink.grid.file import filled, read_grid
-from megasink.grid.plan import begin, plan
-from tests.grid.files import POINTS, STEPS, write
+from tests.replicate.grid.files import POINTS, STEPS, write
 
-DOCS = Path(__file__).parents[2] / "docs" / "grid.md"
+DOCS = Path(__file__).parents[3] / "examples" / "replicate" / "grid" / "README.md"
 LOSS = '[axes.loss]\n"no loss" = {head-balance-coeff = 0}\nloss = {head-balance-coeff = 0.1}\n'
 
 
@@ -36,17 +36,6 @@ def test_a_run_for_every_combination_and_seed(tmp_path):
     assert "--ranks" not in words
     assert (run.ranks, run.steps, run.way.name) == (1, 40, "fork")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_recipe_is_a_flag_of_a_grid(tmp_path):
-    path = write(tmp_path / "a.toml", metrics=["lm_loss"], rest="", flags='recipe = "p0-0.6b"\n')
-    run = plan(read_grid(path), tmp_path / "out")[0]
-    words = " ".join(run.flags)
-    # The grid's own flags count more, its seed too.
-    assert words.startswith("--expanded-recipe p0-0.6b@")
-    assert "--logit-softcap 15.0" in words
-    assert words.index("--num-layers 20 ") < words.index("--num-layers 2 ")
-    assert run.steps == STEPS
 
 
 def test_the_file_of_the_documentation(tmp_path):
@@ -93,6 +82,10 @@ def test_what_is_not_one_rank_on_the_cpu_is_launched(tmp_path, old, new, why):
 
 
 FORM = {
+    "recipe": (
+        {"flags": 'recipe = "p0-0.6b"'},
+        "flags.recipe is set by nothing: a grid is whole in its file: drop it",
+    ),
     "key": ({"top": "seds = 1"}, "the key 'seds' is unknown", "did you mean seeds?"),
     "seeds-twice": ({"seeds": [1, 2, 1]}, "seeds has 1 twice"),
     "no-seeds": ({"seeds": []}, "seeds: give a list of whole numbers"),
@@ -159,7 +152,7 @@ PLANNED = {
     ),
     "command": (
         {"rest": '[measure.trace]\ncommand = "generate {run} {run}/trace"\n'},
-        "measure.trace: the command 'generate' is unknown: choose analyze, ablate",
+        "measure.trace: the command 'generate' is unknown: choose analyze, trace",
     ),
     "flag-of-command": (
         {"rest": '[measure.trace]\ncommand = "trace {run} --outptu 3 --output {run}/trace"\n'},
@@ -249,10 +242,10 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
         plan(read_grid(write(tmp_path / "a.toml")), tmp_path / "out")
 
 
-def test_jobs_and_threads_are_checked(tmp_path, capsys, monkeypatch):
+def test_jobs_and_threads_are_checked(tmp_path, monkeypatch):
     path = str(write(tmp_path / "a.toml"))
-    assert megasink(["grid", path, "--output", str(tmp_path / "out"), "--jobs", "0"]) == 2
-    assert "--jobs 0: use 1 or more" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="--jobs 0: use 1 or more"):
+        grid_main([path, "--output", str(tmp_path / "out"), "--jobs", "0"])
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
-    assert megasink(["grid", path, "--output", str(tmp_path / "out")]) == 2
-    assert "OMP_NUM_THREADS 'many'" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="OMP_NUM_THREADS 'many'"):
+        grid_main([path, "--output", str(tmp_path / "out")])

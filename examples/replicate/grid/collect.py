@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from examples.replicate.grid.measurements import MEASUREMENTS, Curves
 from megasink.errors import UserError
-from megasink.grid.measurements import MEASUREMENTS, Curves
-from megasink.report.curves import series, smoothed
-from megasink.report.grid_results import SMOOTHED
+from megasink.report.curves import SMOOTHED, series, smoothed
 from megasink.report.metrics import read_metrics
 from megasink.report.spikes import loss_spikes
 

@@ -1,1 +1,0 @@
-"""Grids: a file of configurations and seeds -> runs, a table and figures."""
