@@ -21,7 +21,7 @@ COMMANDS = {
     "train": "start the ranks of one node and train; every Megatron flag passes through",
     "recipes": "list the recipes of train --recipe, or show the flags of one, or of a run",
     "plan": "memory, communication and time of a training run on any number of GPUs, without one",
-    "checkpoints": "list, verify and prune the checkpoints of a run",
+    "checkpoints": "list and verify the checkpoints of a run",
     "finetune": "adapt a Hugging Face model on conversations, and export it again",
     "generate": "continue a prompt with a trained model",
     "convert-to-hf": "a checkpoint -> a Hugging Face folder, verified",

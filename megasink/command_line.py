@@ -19,9 +19,14 @@ _NUMBERS = {"int": "a whole number", "float": "a number"}
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 
 _SYNC = "copy the run folder with aws s3 sync or rclone (docs/object-stores.md)"
+_RETAIN = (
+    "train with --save-retain-interval STEPS, or delete the folders of those that you do not need"
+)
 GONE = {
     "--checkpoint-store": _SYNC,
     "--fetch": _SYNC,
+    "--prune": _RETAIN,
+    "--keep-every": _RETAIN,
 }
 """Flags that went, and what serves instead."""
 

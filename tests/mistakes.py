@@ -131,10 +131,9 @@ MISTAKES = {
         "checkpoints s3://bucket/run --fetch {0}/new/run",
         "--fetch {0}/new/run is no longer there: copy the run folder with aws s3 sync or rclone",
     ),
-    "checkpoints-dry": (
-        "checkpoints {0}/run --dry-run --keep-every 0",
-        "--keep-every 0: use 1 or more",
-        "--dry-run needs --prune",
+    "checkpoints-prune": (
+        "checkpoints {0}/run --prune --keep-every 5",
+        "--prune is no longer there: train with --save-retain-interval STEPS",
     ),
     # data
     "data-partition": (

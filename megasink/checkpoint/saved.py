@@ -1,9 +1,9 @@
-"""The checkpoints of a run: what is there, which of them a rule keeps, and removing the others."""
+"""The checkpoints of a run: what is there, and removing one."""
 
 import errno
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,6 @@ class Saved:
         size: bytes of its files.
         time: of its last file, in seconds since 1970.
         problem: its damage; None if it is intact.
-        is_link: whether the folder is a symbolic link.
     """
 
     iteration: int
@@ -32,7 +31,6 @@ class Saved:
     size: int
     time: float
     problem: str | None
-    is_link: bool
 
     @property
     def is_aside(self) -> bool:
@@ -71,36 +69,7 @@ def _saved(iteration: int, path: Path, problem: str | None) -> Saved:
         with suppress(OSError):  # another process deletes it
             facts = file.stat()
             size, last = size + facts.st_size, max(last, facts.st_mtime)
-    return Saved(iteration, path, size, last, problem, path.is_symlink())
-
-
-def kept(saved: Iterable[Saved], every: int | None) -> dict[Path, str]:
-    """Return the folders that a rule keeps, and why; the others may be deleted.
-
-    The rule is that of Megatron's --save-retain-interval: multiples of it, and the newest. Here the
-    newest intact one; and nothing is deleted that is damaged, since a file server that does not
-    answer looks the same.
-
-    Args:
-        every: steps between checkpoints that are kept; None keeps all.
-    """
-    saved = list(saved)
-    newest = max((s.iteration for s in saved if s.problem is None), default=None)
-    reasons = {}
-    for one in saved:
-        if one.folder.suffix == _DELETED:
-            continue
-        if one.problem is not None:
-            reasons[one.folder] = "damaged: look at it"
-        elif one.iteration == newest:
-            reasons[one.folder] = "newest intact one"
-        elif one.is_link:
-            reasons[one.folder] = "a link"
-        elif every is None:
-            reasons[one.folder] = "no rule"
-        elif one.iteration % every == 0:
-            reasons[one.folder] = f"multiple of {every}"
-    return reasons
+    return Saved(iteration, path, size, last, problem)
 
 
 def delete(folder: Path) -> bool:

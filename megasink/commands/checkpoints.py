@@ -1,4 +1,4 @@
-"""``megasink checkpoints``: list, verify and prune the checkpoints of a run."""
+"""``megasink checkpoints``: list and verify the checkpoints of a run."""
 
 import json
 import re
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 from rich.filesize import decimal
 
 from megasink.checkpoint.intact import checkpoint_path, iterations
-from megasink.checkpoint.saved import Saved, delete, kept, saved_checkpoints
+from megasink.checkpoint.saved import Saved, saved_checkpoints
 from megasink.command_line import CommandParser
 from megasink.errors import ConfigError, UserError
 from megasink.json_file import read_object
 from megasink.json_output import add_json, only_json
 from megasink.printable import say
 from megasink.progress import progress
-from megasink.train.lease import Lease, writer_of
+from megasink.train.lease import writer_of
 
 _STEP = re.compile(rb'"iteration": (\d{1,18})\b')
 
@@ -29,20 +29,17 @@ class _Run(NamedTuple):
     Attributes:
         folder: with config.json; None if there is none.
         checkpoints: with the iter_NNNNNNN folders.
-        rule: --save-retain-interval of its last start.
     """
 
     folder: Path | None
     checkpoints: Path
-    rule: int | None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """List the checkpoints of a run, and say which of them its rule keeps.
+    """List the checkpoints of a run, and say which of them a resume takes.
 
     By default only file sizes are checked. --verify reads every checkpoint, also while the run is
-    training. --prune deletes what the rule does not keep: the multiples of --save-retain-interval,
-    or of --keep-every, and the newest intact checkpoint stay; damaged ones are never deleted.
+    training.
     """
     parser = CommandParser(prog="megasink checkpoints", description=main.__doc__)
     parser.add_argument("run", metavar="RUN", type=Path, help="a run folder, or its checkpoints")
@@ -51,52 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="verify all checksums; exit code 2 if a checkpoint is damaged",
     )
-    parser.add_argument(
-        "--prune", action="store_true", help="delete the checkpoints that the rule does not keep"
-    )
-    parser.add_argument(
-        "--keep-every",
-        type=int,
-        metavar="STEPS",
-        help="keep multiples of this (default: --save-retain-interval of the run's last start)",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="with --prune: delete nothing")
     add_json(parser)
     args = parser.parse_args(argv)
     with only_json(args.json) as emit:
-        return _main(args, emit)
-
-
-def _main(args: Any, emit: Callable[[Any], None]) -> int:
-    run = _run(args.run)
-    every = args.keep_every if args.keep_every is not None else run.rule
-    if problems := list(_problems(args, run, every)):
-        raise ConfigError(problems)
-    if args.prune and not args.dry_run:
-        assert run.folder is not None
-        lease = Lease(run.folder, holder="megasink checkpoints --prune")
-        try:
-            return _show(run, every, emit, verify=args.verify, prune=True)
-        finally:
-            lease.release()
-    return _show(run, every, emit, verify=args.verify, prune=False)
-
-
-def _problems(args: Any, run: _Run, every: int | None) -> Iterator[str]:
-    if args.keep_every is not None and args.keep_every < 1:
-        yield f"--keep-every {args.keep_every}: use 1 or more"
-    if args.dry_run and not args.prune:
-        yield "--dry-run needs --prune: without it nothing is deleted"
-    if args.prune and every is None:
-        yield (
-            f"--prune: {args.run} was trained without --save-retain-interval: give --keep-every "
-            "STEPS"
-        )
-    if args.prune and run.folder is None:
-        yield (
-            f"--prune: {args.run} has no config.json beside it, so it cannot be told whether a run "
-            "writes there: give a run folder"
-        )
+        return _show(_run(args.run), emit, verify=args.verify)
 
 
 def _run(path: Path) -> _Run:
@@ -120,19 +75,11 @@ def _run(path: Path) -> _Run:
         if isinstance(elsewhere, str) and Path(elsewhere).resolve() != own.resolve():
             hint = f" (the run saved to {elsewhere}: give that)"
         raise UserError(f"{path} has no checkpoint{hint}")
-    rule = arguments.get("save_retain_interval")
-    return _Run(folder, checkpoints, rule if isinstance(rule, int) and rule > 0 else None)
+    return _Run(folder, checkpoints)
 
 
-def _show(
-    run: _Run,
-    every: int | None,
-    emit: Callable[[Any], None],
-    *,
-    verify: bool,
-    prune: bool,
-) -> int:
-    """Print the checkpoints, and delete what the rule does not keep.
+def _show(run: _Run, emit: Callable[[Any], None], *, verify: bool) -> int:
+    """Print the checkpoints.
 
     Args:
         emit: of `only_json`, for the list.
@@ -142,25 +89,12 @@ def _show(
     """
     with _verifying(run.checkpoints, verify=verify) as tell:
         saved = saved_checkpoints(run.checkpoints, checksums=verify, tell=tell)
-    reasons = kept(saved, every)
     tokens = _tokens(run, {one.iteration for one in saved})
-    emit({"checkpoints": _records(saved, reasons, tokens), "verified": verify, "pruned": prune})
-    for line in _lines(saved, reasons, tokens, verified=verify):
+    emit({"checkpoints": _records(saved, tokens), "verified": verify})
+    for line in _lines(saved, tokens, verified=verify):
         say(line)
-    doomed = [one for one in saved if one.folder not in reasons]
-    size = decimal(sum(one.size for one in doomed))
-    writer = run.folder and writer_of(run.folder)
-    if prune:
-        with progress("deleting", len(doomed), "checkpoints") as told:
-            for count, one in enumerate(doomed, 1):
-                delete(one.folder)
-                told(count)
-        say(f"deleted: {len(doomed)} checkpoints, {size}")
-    else:
-        if doomed:
-            say(f"--prune would delete {len(doomed)} checkpoints, {size}")
-        if writer:
-            say(f"the folder is being written to ({writer}): the newest may be unfinished")
+    if run.folder and (writer := writer_of(run.folder)):
+        say(f"the folder is being written to ({writer}): the newest may be unfinished")
     damaged = [
         f"step {one.iteration}: {one.problem}" for one in saved if one.problem and not one.is_aside
     ]
@@ -192,9 +126,7 @@ def _newest(saved: list[Saved]) -> int | None:
     return max((one.iteration for one in saved if one.problem is None), default=None)
 
 
-def _records(
-    saved: list[Saved], reasons: dict[Path, str], tokens: dict[int, int]
-) -> list[dict[str, Any]]:
+def _records(saved: list[Saved], tokens: dict[int, int]) -> list[dict[str, Any]]:
     """Return the checkpoints for JSON."""
     newest = _newest(saved)
     return [
@@ -206,18 +138,15 @@ def _records(
             "time": one.time,
             "problem": one.problem,
             "resumes": one.problem is None and one.iteration == newest,
-            "kept": reasons.get(one.folder),
         }
         for one in saved
     ]
 
 
-def _lines(
-    saved: list[Saved], reasons: dict[Path, str], tokens: dict[int, int], *, verified: bool
-) -> Iterator[str]:
+def _lines(saved: list[Saved], tokens: dict[int, int], *, verified: bool) -> Iterator[str]:
     """Yield one aligned line for each checkpoint, below a heading."""
     newest = _newest(saved)
-    rows = [("step", "tokens", "size", "saved", "state", "kept")]
+    rows = [("step", "tokens", "size", "saved", "state")]
     for one in saved:
         is_next = one.problem is None and one.iteration == newest
         intact = "verified" if verified else "intact"
@@ -229,7 +158,6 @@ def _lines(
                 decimal(one.size),
                 time.strftime("%Y-%m-%d %H:%M", time.localtime(one.time)) if one.time else "-",
                 f"{state}, --resume auto takes it" if is_next else state,
-                reasons.get(one.folder, "no"),
             )
         )
     yield from _aligned(rows, right=3)

@@ -89,7 +89,7 @@ def delete_previous(
     Args:
         checksums: verify those of the newer one; else sizes only.
         has_ended: whether training has ended: then the checkpoint stays, as its successor is not
-            verified. `megasink checkpoints --prune` deletes it.
+            verified.
         lower: sets the priority of a process that upstream has forked for this.
     """
     if lower_priority:
