@@ -27,6 +27,7 @@ GONE = {
     "--fetch": _SYNC,
     "--prune": _RETAIN,
     "--keep-every": _RETAIN,
+    "--preflight": "--gpu-sniff-test-interval STEPS times GPUs and links (docs/survival.md)",
 }
 """Flags that went, and what serves instead."""
 

@@ -119,9 +119,6 @@ class RunOptions:
     it, with --save-retain-interval in the background before the one before it is deleted; by
     default only file sizes are checked."""
 
-    preflight: bool = False
-    """Time every rank and every link before the first step, and name the slow ones."""
-
     plugin: list[str] | None = field(
         default=None, metadata={"argparse_meta": {"action": "append", "metavar": "MODULE"}}
     )

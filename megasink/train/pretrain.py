@@ -111,7 +111,6 @@ def _run(args: Namespace, store: Any) -> None:
     from megasink.train.observer import Observer, observing
     from megasink.train.optimizer import grouping_sink_parameters
     from megasink.train.phases import agreeing_on_signals, following_phases
-    from megasink.train.preflight import preflight
 
     if args.rank == 0 and not platform.is_active():
         print(fused.describe(), flush=True)
@@ -128,8 +127,6 @@ def _run(args: Namespace, store: Any) -> None:
             if args.rank == 0:
                 print(describe(args), flush=True)
             model.pre_wrap_hooks.append(take_base(args))
-        if args.preflight:
-            model.pre_wrap_hooks.append(preflight)
         model.pre_wrap_hooks.append(choosing_by_size(args))
         container = pretrain_cfg_container_from_args(args, model)
     metrics = Path(args.run_dir, "metrics.jsonl") if args.run_dir else None

@@ -16,7 +16,7 @@ from megasink.printable import say
 _SCHEDULE = r"(min-)?lr(-.*)?|.*weight-decay.*"
 _ITS_OWNERS = {"override-opt-param-scheduler", "use-checkpoint-opt-param-scheduler"}
 # They went, and never changed what a run computes.
-_WENT = {"checkpoint-store"}
+_WENT = {"checkpoint-store", "preflight"}
 _OF_A_START = ("plugin", "run-dir", "resume", "expanded-recipe")
 
 

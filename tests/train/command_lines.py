@@ -75,9 +75,11 @@ no-cuda: --distributed-backend nccl --transformer-impl transformer_engine
   ! --distributed-backend nccl needs CUDA
   ! transformer_engine needs CUDA
 parts-that-need-cuda: --profile --record-memory-history --log-straggler
+    --gpu-sniff-test-interval 5
   ! --profile needs CUDA
   ! --record-memory-history needs CUDA
   ! --log-straggler needs CUDA
+  ! --gpu-sniff-test-interval needs CUDA
 async-nothing: --async-save
   ! --async-save without --run-dir or --save
 async-checkpoints: --save somewhere --async-save --async-strategy nvrx --ckpt-format torch_dcp

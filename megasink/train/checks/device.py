@@ -9,7 +9,7 @@ from megasink.upstream import fused
 
 _ABSENT = "needs CUDA, but no CUDA device is present"
 # Parts of the trainer that call the CUDA driver directly.
-_NEED_CUDA = ("profile", "record_memory_history", "log_straggler")
+_NEED_CUDA = ("profile", "record_memory_history", "log_straggler", "gpu_sniff_test_interval")
 
 
 def problems(args: Namespace) -> Iterator[str]:

@@ -20,8 +20,8 @@ _POSITIVE = """
     kv_channels num_query_groups micro_batch_size global_batch_size train_samples
     tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size
     train_iters log_interval eval_interval save_interval save_retain_interval exit_interval
-    num_dataset_builder_threads make_vocab_size_divisible_by vocab_size padded_vocab_size
-    eval_micro_batch_size eval_global_batch_size num_experts mtp_num_layers
+    gpu_sniff_test_interval num_dataset_builder_threads make_vocab_size_divisible_by vocab_size
+    padded_vocab_size eval_micro_batch_size eval_global_batch_size num_experts mtp_num_layers
 """.split()
 _NOT_NEGATIVE = """
     lr min_lr weight_decay clip_grad eval_iters num_workers lr_warmup_iters lr_warmup_samples
