@@ -8,8 +8,9 @@ from megasink.command_line import CommandParser
 from megasink.errors import UserError
 from megasink.json_output import add_json, as_text
 from megasink.plugins import add_flag
-from megasink.printable import printable, wide_console
+from megasink.printable import wide_console
 from megasink.probe.options import add_overwrite
+from megasink.report.comparable import shortest_names
 from megasink.report.metrics import read_metrics
 
 
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not 0 <= args.smoothing < 1:
         raise UserError(f"--smoothing {args.smoothing}: use 0 or more, and less than 1")
-    names = _names(args.runs)
+    names = dict(zip(shortest_names(args.runs, "a run"), args.runs, strict=True))
     runs = {name: read_metrics(path) for name, path in names.items()}
     from rich.table import Table
     from rich.text import Text
@@ -69,15 +70,3 @@ def _key(column: str) -> str:
 
 def _text(key: str, value: float) -> str:
     return f"{value:,.0f}" if key in ("steps", "spikes", "tokens/s") else f"{value:.4f}"
-
-
-def _names(paths: Sequence[Path]) -> dict[str, Path]:
-    """Return the shortest path suffixes that tell the runs apart."""
-    resolved = [path.resolve() for path in paths]
-    if len(set(resolved)) < len(resolved):
-        raise UserError("a run is given twice: give each once")
-    for depth in range(1, max(len(path.parts) for path in resolved) + 1):
-        names = ["/".join(path.parts[-depth:]) for path in resolved]
-        if len(set(names)) == len(names):
-            break
-    return dict(zip(map(printable, names), paths, strict=True))

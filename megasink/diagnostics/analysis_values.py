@@ -6,6 +6,7 @@ Shapes: N samples; the rest as in `AXES`.
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from megasink.diagnostics.registry import FACTS, OVER_SAMPLES, Metric, metrics, parameter_names
@@ -54,3 +55,17 @@ class AnalysisValues:
         self._known[parameter_names(entry)[0]] = value
         if bool(value.isfinite().any()):
             self.whole[entry.name] = value
+
+    def spread(self, name: str) -> float | None:
+        """Return the standard deviation over samples of a metric's number; None for fewer than two.
+
+        Args:
+            name: a metric derived from the sample values of others, such as the sink rate.
+        """
+        entry = metrics()[name]
+        if name not in self.whole:
+            return None
+        needs = [self._known[need] for need in entry.needs]
+        values = [entry.compute(*(need[i : i + 1] for need in needs)) for i in range(len(needs[0]))]
+        numbers = [n for value in values if isinstance(n := entry.number_of(value), float)]
+        return float(np.std(numbers, ddof=1)) if len(numbers) > 1 else None

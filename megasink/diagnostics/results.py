@@ -28,12 +28,15 @@ class SampleResults:
         tokens: total number of tokens.
         metrics: registered metric -> its result; metrics without any number are absent.
         sink_positions: token -> share of the heads that have a sink on it (P3.31).
+        spread: metric of the page's first sentence -> standard deviation of its number over
+            samples; empty for one sample.
     """
 
     samples: int
     tokens: int
     metrics: dict[str, MetricResult]
     sink_positions: dict[str, float]
+    spread: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)

@@ -81,6 +81,7 @@ def summarize(
         non_finite=measurements.non_finite,
         metrics=metric_results(analysis),
         sink_positions=_sink_positions(analysis),
+        spread=_spread(analysis),
         datasets=datasets,
         inactive_heads=_inactive_heads(scores_of(analysis)),
         geometry=to_json(geometry or {}),
@@ -118,6 +119,7 @@ def _dataset(
         tokens=sum(tokens),
         metrics=metric_results(analysis),
         sink_positions=_sink_positions(analysis),
+        spread=_spread(analysis),
         score_quantiles={n: _percentiles(s) for n, s in scores_of(analysis).items()},
         repeat_rate={str(n): repeat_rate(documents, n) for n in NGRAMS if longest >= n},
     )
@@ -127,6 +129,11 @@ def _sink_positions(analysis: AnalysisValues) -> dict[str, float]:
     names = ("sink_position", "sink_alpha")
     values: list[Tensor] = [analysis.by_sample[n] for n in names if n in analysis.by_sample]
     return sink_positions(*values) if len(values) == len(names) else {}
+
+
+def _spread(analysis: AnalysisValues) -> dict[str, float]:
+    found = {name: analysis.spread(name) for name in ("sink_rate", "first_token_attention")}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _percentiles(values: Floats) -> list[float | None]:

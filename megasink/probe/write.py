@@ -38,7 +38,8 @@ def write_analysis(
     results = write_numbers(output, measurements, samples, model, options, geometry, maps)
     with _named(output):
         (analysis,) = write_report([output], output)
-    say(in_words(analysis))
+    for line in in_words(analysis):
+        say(line)
     for entry in measurements.non_finite:
         print(
             f"megasink: warning: {printable(entry.source)} has infinite or NaN values in layers "

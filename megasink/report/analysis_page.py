@@ -12,7 +12,7 @@ from megasink.diagnostics import Metric, metrics, metrics_shown
 from megasink.diagnostics.distances import spearman, top_agreement, wasserstein
 from megasink.diagnostics.results import SampleResults
 from megasink.report import html
-from megasink.report.analysis import Analysis, summary_cells
+from megasink.report.analysis import Analysis, array, summary_cells
 from megasink.report.comparable import differences
 from megasink.report.drawing import Picture
 
@@ -22,6 +22,9 @@ SUMMARY, DATASETS, DISTANCES, PROVENANCE = (
     "Pairwise comparison",
     "How it was measured",
 )
+
+ENOUGH_SAMPLES, ENOUGH_TOKENS = 16, 64
+"""Below either, the page says that its numbers say little."""
 
 
 def page(analyses: Sequence[Analysis], pictures: Sequence[Picture]) -> str:
@@ -41,10 +44,10 @@ def page(analyses: Sequence[Analysis], pictures: Sequence[Picture]) -> str:
         html.contents(sections),
         "</header><main>",
         html.heading(2, SUMMARY),
-        *(html.paragraph(in_words(analysis)) for analysis in analyses),
+        *(html.paragraph(line) for analysis in analyses for line in in_words(analysis)),
         *(html.paragraph(f"The analyses have {d}.", "warning") for d in differences(analyses)),
         *(_warning(analysis) for analysis in analyses if analysis.results.non_finite),
-        _summaries({analysis.name: analysis.results for analysis in analyses}),
+        _summaries([(analysis.name, analysis.results) for analysis in analyses]),
     ]
     for section, members in by_section.items():
         parts.append(html.heading(2, section))
@@ -52,11 +55,11 @@ def page(analyses: Sequence[Analysis], pictures: Sequence[Picture]) -> str:
             parts.append(html.heading(3, title))
             parts += _figures(list(group), names)
     many = len(analyses) > 1
-    by_dataset: dict[str, SampleResults] = {
-        f"{analysis.name}: {name}" if many else name: results
+    by_dataset: list[tuple[str, SampleResults]] = [
+        (f"{analysis.name}: {name}" if many else name, results)
         for analysis in analyses
         for name, results in analysis.results.datasets.items()
-    }
+    ]
     parts += [html.heading(2, DATASETS), _summaries(by_dataset)]
     if many:
         parts += [html.heading(2, DISTANCES), _distances(analyses)]
@@ -80,31 +83,56 @@ def _figures(pictures: Sequence[Picture], names: str) -> list[str]:
     ]
 
 
-def in_words(analysis: Analysis) -> str:
-    """Return three sentences: the sink, the circuit, the heads."""
-    samples, tokens = analysis.results.samples, analysis.results.tokens
-    number: dict[str, Any] = {
-        name: result.number for name, result in analysis.results.metrics.items()
-    }
+def in_words(analysis: Analysis) -> list[str]:
+    """Return what an analysis found in a paragraph; in one per dataset if not all are texts.
+
+    Texts come first: a mean over texts and random tokens is no number of either.
+    """
+    results = analysis.results
+    if len(results.run.inputs) < 2:
+        return [_in_words(analysis.name, results)]
+    return [_in_words(f"{analysis.name} on {name}", of) for name, of in results.datasets.items()]
+
+
+def _in_words(name: str, of: SampleResults) -> str:
+    """Return sentences: the sink, the circuit, the heads, and what they do not say."""
+    number: dict[str, Any] = {name: result.number for name, result in of.metrics.items()}
+    length = of.tokens / of.samples
     prominent = number.get("prominent_after_block")
     where = (
         "no block makes its norm stand out"
         if prominent is None
         else f"its norm stands out after block {prominent:.0f}"
     )
-    importance = analysis.values("importance")
+    importance = array(of.metrics["importance"].values)
     flat = importance[np.isfinite(importance)]
     layer, head = np.unravel_index(np.nanargmin(importance), importance.shape)
-    return (
-        f"{analysis.name}, {samples:,} sample{'s' * (samples != 1)} of {tokens / samples:.0f} "
-        f"tokens: {100 * number['sink_rate']:.1f}% of the heads have a sink on the first token "
-        f"(weight above {SINK_EPSILON}), which gets "
-        f"{100 * number['first_token_attention']:.1f}% of the attention; {where}. "
+    text = (
+        f"{name}, {of.samples:,} sample{'s' * (of.samples != 1)} of {length:.0f} tokens: "
+        f"{100 * number['sink_rate']:.1f}% of the heads{_spread(of, 'sink_rate')} have a sink on "
+        f"the first token (weight above {SINK_EPSILON}) at this length, and it gets "
+        f"{100 * number['first_token_attention']:.1f}% of the attention"
+        f"{_spread(of, 'first_token_attention')}; {where}. "
         f"The circuit stage is “{number['circuit_stage']}”; the sink center is position "
-        f"{number['sink_centre']:.0f}. Head importance runs from {flat.min():.3f} "
-        f"(layer {layer}, head {head}) to {flat.max():.3f}; the head imbalance is "
-        f"{number['imbalance']:.3f}."
+        f"{number['sink_centre']:.0f}. Head importance, the share of attention off the first token "
+        f"(off the sink, or the explicit gate, where there is one), runs from {flat.min():.3f} "
+        f"(layer {layer}, head {head}) to {flat.max():.3f}, and the head imbalance is "
+        f"{number['imbalance']:.3f}; what the model loses without a head is another number, which "
+        "`megasink ablate` measures."
     )
+    if of.samples < ENOUGH_SAMPLES or length < ENOUGH_TOKENS:
+        text += (
+            f" With fewer than {ENOUGH_SAMPLES} samples or {ENOUGH_TOKENS} tokens these numbers "
+            "say little about the model: they vary between samples, and sink rates fall with "
+            "the length."
+        )
+    return text
+
+
+def _spread(of: SampleResults, metric: str) -> str:
+    """Return the standard deviation of a percentage, in parentheses; nothing for one sample."""
+    found = of.spread.get(metric)
+    return "" if found is None else f" (± {100 * found:.1f} over samples)"
 
 
 def _warning(analysis: Analysis) -> str:
@@ -117,14 +145,14 @@ def _warning(analysis: Analysis) -> str:
     )
 
 
-def _summaries(columns: dict[str, SampleResults]) -> str:
+def _summaries(columns: Sequence[tuple[str, SampleResults]]) -> str:
     """Return a table of models, or of datasets, side by side, without empty rows."""
-    cells = {name: summary_cells(of) for name, of in columns.items()}
-    rows = [[key, *(f"{of[key]:,}" for of in cells.values())] for key in ("samples", "tokens")]
+    cells = [summary_cells(of) for _, of in columns]
+    rows = [[key, *(f"{of[key]:,}" for of in cells)] for key in ("samples", "tokens")]
     for name, entry in metrics().items():
-        if any(of.get(name) is not None for of in cells.values()):
-            rows.append([_label(entry), *(entry.text(of[name]) for of in cells.values())])
-    return html.table(["", *columns], rows)
+        if any(of.get(name) is not None for of in cells):
+            rows.append([_label(entry), *(entry.text(of[name]) for of in cells)])
+    return html.table(["", *(name for name, _ in columns)], rows)
 
 
 def _label(entry: Metric) -> str:

@@ -1,9 +1,15 @@
-"""Check whether analyses shown together were measured in the same way."""
+"""What is shown together: names that tell it apart, and whether it was measured in the same way."""
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megasink.report.analysis import Analysis
+from megasink.errors import UserError
+from megasink.printable import printable
+
+if TYPE_CHECKING:
+    from megasink.report.analysis import Analysis
 
 _OPTIONS = {
     "seq_length": "different sequence lengths (--seq-length)",
@@ -16,7 +22,38 @@ _OPTIONS = {
 }
 
 
-def differences(analyses: Sequence[Analysis]) -> list[str]:
+def shortest_names(paths: Sequence[Path], what: str) -> list[str]:
+    """Return the shortest path suffixes that tell the folders apart, printable.
+
+    Args:
+        what: one of them, such as "a run".
+
+    Raises:
+        UserError: a folder is given twice.
+    """
+    resolved = [path.resolve() for path in paths]
+    if len(set(resolved)) < len(resolved):
+        raise UserError(f"{what} is given twice: give each once")
+    for depth in range(1, max(len(path.parts) for path in resolved) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in resolved]
+        if len(set(names)) == len(names):
+            break
+    return [printable(name) for name in names]
+
+
+def name_apart(analyses: Sequence["Analysis"], folders: Sequence[Path]) -> None:
+    """Add the folder to each name that several analyses have.
+
+    Raises:
+        UserError: a folder is given twice.
+    """
+    counts = Counter(analysis.name for analysis in analyses)
+    for analysis, folder in zip(analyses, shortest_names(folders, "an analysis"), strict=True):
+        if counts[analysis.name] > 1:
+            analysis.name += f" ({folder})"
+
+
+def differences(analyses: Sequence["Analysis"]) -> list[str]:
     """Return one phrase per difference between the analyses' samples; none for one analysis.
 
     Different token ids alone do not count: models have their own tokenizers.

@@ -8,7 +8,7 @@ from megasink.diagnostics import metrics
 from megasink.report.analysis import Analysis, read_analysis, write_tables
 from megasink.report.analysis_figures import figures
 from megasink.report.analysis_page import page
-from megasink.report.comparable import differences
+from megasink.report.comparable import differences, name_apart
 
 
 def write_report(
@@ -16,12 +16,16 @@ def write_report(
 ) -> list[Analysis]:
     """Write the page and figures of one or several analyses, and return what was read.
 
-    Tables are written for a single analysis only.
+    Tables are written for a single analysis only. Analyses of one name get their folder's too.
 
     Args:
         kinds: figure file types to write next to the page: "png", "pdf".
+
+    Raises:
+        UserError: a folder holds no analysis, or is given twice.
     """
     analyses = [read_analysis(folder) for folder in folders]
+    name_apart(analyses, folders)
     for difference in differences(analyses):
         print(f"megasink: warning: the analyses have {difference}", file=sys.stderr)
     for analysis in analyses:

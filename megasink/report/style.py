@@ -136,8 +136,11 @@ def comment_of(output: Path, line: str, of: Sequence[object], *, overwrite: bool
         of: all that the picture depends on.
 
     Raises:
-        UserError: the file exists, is of something else, and `overwrite` is not set.
+        UserError: the name does not end in .png; or the file exists, is of something else, and
+            `overwrite` is not set.
     """
+    if output.suffix.lower() != ".png":
+        raise UserError(f"--output {output}: the picture is a PNG: name it {output.name}.png")
     digest = hashlib.sha256(repr([*map(str, of)]).encode()).hexdigest()[:12]
     comment, before = f"megasink {line} ({digest})", None
     if overwrite or not output.exists():

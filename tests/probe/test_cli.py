@@ -15,10 +15,12 @@ from megasink.cli import main
 from megasink.data.corpus import Corpus
 from megasink.data.tokenizer import train_tokenizer
 from megasink.diagnostics.distances import wasserstein
+from megasink.diagnostics.results import MetricResult, SampleResults
 from megasink.errors import ConfigError, UserError
 from megasink.probe.inputs import Reader, dataset_names
 from megasink.probe.options import check, parser
 from megasink.report import analysis_figures, pages
+from megasink.report.analysis_page import _in_words
 from tests.probe.tiny_models import tiny_model
 
 NAMES = {"llama": "llama", "gpt-oss": "<script>alert(1)</script> & $x_{"}
@@ -105,7 +107,18 @@ def test_the_page_holds_everything_itself(analyzed):
     found = json.loads((analyzed / "llama" / "results.json").read_text())
     number = {name: result["number"] for name, result in found["metrics"].items()}
     assert f"<td>{number['imbalance']:.3f}</td>" in page
-    assert f"{100 * number['sink_rate']:.1f}% of the heads" in page
+    # Texts and repeated tokens are two things, and the texts come first.
+    words = [re.search(f"<p>llama on {name}, [^<]+", page)[0] for name in found["datasets"]]
+    for text, of in zip(words, found["datasets"].values(), strict=True):
+        share = of["metrics"]["sink_rate"]["number"]
+        assert f"{of['samples']} sample" in text
+        assert " of 24 tokens: " in text
+        spread = of["spread"].get("sink_rate")
+        shown = "" if spread is None else f" (± {100 * spread:.1f} over samples)"
+        assert f"{100 * share:.1f}% of the heads{shown} have" in text
+        assert "`megasink ablate` measures" in text
+        assert "With fewer than 16 samples or 64 tokens these numbers say little" in text
+    assert [bool(of["spread"]) for of in found["datasets"].values()] == [True, False, True]
     anchors = set(re.findall(r'href="#([^"]+)"', page))
     assert anchors == set(re.findall(r'<h[23] id="([^"]+)"', page))
     assert len(re.findall('<img alt="[^"]+:', page)) == len(pictures)
@@ -155,6 +168,45 @@ def test_analyses_that_do_not_compare_say_so(analyzed, tmp_path, capsys, monkeyp
     # The same samples, and other tokenizers alone, are nothing to say.
     assert main(f"report {analyzed}/llama {analyzed}/gpt-oss --output {tmp_path}/two".split()) == 0
     assert "warning" not in capsys.readouterr().err
+
+
+def test_two_analyses_of_one_name_are_told_apart(analyzed, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(pages, "figures", lambda analyses, kinds: [])
+    shutil.copytree(analyzed / "llama", tmp_path / "other")
+    path = tmp_path / "other" / "results.json"
+    found = json.loads(path.read_text())
+    found["metrics"]["imbalance"]["number"] = 7.125
+    path.write_text(json.dumps(found))
+    command = f"report {analyzed}/llama {tmp_path}/other --output {tmp_path}/out"
+    assert main(command.split()) == 0
+    page = (tmp_path / "out" / "report.html").read_text()
+    head = "<th>llama (llama)</th><th>llama (other)</th>"
+    assert head in re.sub(r"</?tr>|\n| scope=\"col\"", "", page)
+    assert "<td>7.125</td>" in page
+    assert "llama (other): prose" in page
+    capsys.readouterr()
+    twice = f"report {analyzed}/llama {analyzed}/llama --output {tmp_path}/twice"
+    assert main(twice.split()) == 2
+    assert "an analysis is given twice" in capsys.readouterr().err
+
+
+def test_a_sentence_of_enough_data_has_no_reserve():
+    of = {"sink_rate": 0.5, "first_token_attention": 0.4, "circuit_stage": "none"}
+    of |= {"sink_centre": 0.0, "imbalance": 0.1}
+    metrics = {name: MetricResult(None, number) for name, number in of.items()}
+    metrics["importance"] = MetricResult([[0.2, 0.8]], 0.5)
+    spread = {"sink_rate": 0.125}
+    for samples, tokens, little in ((16, 64, False), (15, 64, True), (16, 63, True)):
+        results = SampleResults(
+            samples=samples,
+            tokens=samples * tokens,
+            metrics=metrics,
+            sink_positions={},
+            spread=spread,
+        )
+        text = _in_words("model", results)
+        assert "50.0% of the heads (± 12.5 over samples) have" in text
+        assert ("say little about the model" in text) == little
 
 
 def test_maps_of_an_earlier_analysis_do_not_stay(analyzed, folder, tmp_path, monkeypatch):

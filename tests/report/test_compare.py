@@ -62,6 +62,8 @@ def test_the_imbalance_of_a_run_is_a_moving_average_as_that_of_a_grid():
         (["nothing"], "is not a run"),
         (["a", "a"], "given twice"),
         (["a", "--smoothing", "1"], "--smoothing 1.0"),
+        (["a", "--output", "cmp"], "--output cmp: the picture is a PNG: name it cmp.png"),
+        (["a", "--output", "cmp.pdf"], "name it cmp.pdf.png"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch, arguments, reason):
@@ -70,6 +72,7 @@ def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch, arguments, reason)
     assert megasink(["compare", *arguments]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert reason in line
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_spikes_are_counted_once_and_noise_is_not():
