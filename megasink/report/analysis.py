@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasink.diagnostics import metrics, metrics_shown
+from megasink.diagnostics.registry import AXES
 from megasink.diagnostics.results import FORMAT, MetricResult, Results, SampleResults
 from megasink.errors import UserError
 from megasink.json_file import read_object
@@ -19,6 +20,9 @@ from megasink.typed_json import from_json
 
 TABLE_POSITIONS = 8
 """Token positions with columns in a table of states."""
+
+INACTIVE_SHARE = "0.15"
+"""Share of heads inactive at the threshold that figures show."""
 
 Floats = NDArray[np.float64]
 
@@ -96,8 +100,49 @@ def read_analysis(folder: Path) -> Analysis:
         for name, values in _arrays(folder / "samples.npz").items()
         if name.removeprefix("metric/") in wanted
     }
+    if problem := next(_problems(results, by_sample), None):
+        raise UserError(f"{path}: {problem}: analyze the model again")
     maps, points = _arrays(folder / "maps.npz"), _arrays(folder / "geometry.npz")
     return Analysis(results.model.name, results, by_sample, maps, points)
+
+
+def _problems(results: Results, by_sample: dict[str, Floats]) -> Iterator[str]:
+    """Yield what in a file of the right types no analysis can have written."""
+    heads = results.model.heads
+    if len(heads) != results.model.layers:
+        yield f"model.heads has {len(heads)} entries for {results.model.layers} layers"
+    sizes = {"L": len(heads), "H": max(heads, default=0), "S": 2 * len(heads) + 1}
+    for where, of in (
+        ("", results),
+        *((f"datasets.{n}.", of) for n, of in results.datasets.items()),
+    ):
+        for name in of.metrics.keys() & metrics().keys():
+            axis = AXES[metrics()[name].axis][0]
+            try:
+                values = array(of.metrics[name].values)
+            except (TypeError, ValueError):  # names, or rows of different lengths
+                yield f"{where}metrics.{name}.values is no table of numbers"
+                continue
+            fits = len(values.shape) == len(axis)
+            fits &= all(sizes.get(c, n) == n for c, n in zip(axis, values.shape, strict=False))
+            if not fits:
+                yield f"{where}metrics.{name}.values is {values.shape}, not by {axis or 'model'}"
+            elif not np.isfinite(values).any():
+                yield f"{where}metrics.{name}.values has no number"
+    inactive = results.inactive_heads
+    known = {name for name, entry in metrics().items() if entry.inactive}
+    for name in (*inactive.thresholds, *inactive.agreement.scores):
+        if name not in known:
+            yield (
+                f"inactive_heads has the score {name!r}, which is not registered here; load the "
+                "module that defines it (--plugin)"
+            )
+        elif name not in by_sample or name not in results.metrics:
+            yield f"the score {name} has no values of samples"
+        elif INACTIVE_SHARE not in inactive.thresholds.get(name, {}):
+            yield f"inactive_heads.thresholds.{name} has no threshold of {INACTIVE_SHARE}"
+        elif len(inactive.share_by_layer.get(name, ())) != len(heads):
+            yield f"inactive_heads.share_by_layer.{name} is not by layer"
 
 
 def _arrays(path: Path) -> dict[str, NDArray[Any]]:

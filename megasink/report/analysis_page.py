@@ -11,6 +11,7 @@ from megasink.definitions import SINK_EPSILON
 from megasink.diagnostics import Metric, metrics, metrics_shown
 from megasink.diagnostics.distances import spearman, top_agreement, wasserstein
 from megasink.diagnostics.results import SampleResults
+from megasink.errors import UserError
 from megasink.report import html
 from megasink.report.analysis import Analysis, array, summary_cells
 from megasink.report.comparable import differences
@@ -25,6 +26,14 @@ SUMMARY, DATASETS, DISTANCES, PROVENANCE = (
 
 ENOUGH_SAMPLES, ENOUGH_TOKENS = 16, 64
 """Below either, the page says that its numbers say little."""
+_IN_WORDS = (
+    "sink_rate",
+    "first_token_attention",
+    "circuit_stage",
+    "sink_centre",
+    "importance",
+    "imbalance",
+)
 
 
 def page(analyses: Sequence[Analysis], pictures: Sequence[Picture]) -> str:
@@ -97,6 +106,9 @@ def in_words(analysis: Analysis) -> list[str]:
 def _in_words(name: str, of: SampleResults) -> str:
     """Return sentences: the sink, the circuit, the heads, and what they do not say."""
     number: dict[str, Any] = {name: result.number for name, result in of.metrics.items()}
+    for needed in _IN_WORDS:
+        if number.get(needed) is None:
+            raise UserError(f"the analysis of {name} has no {needed}: analyze it again")
     length = of.tokens / of.samples
     prominent = number.get("prominent_after_block")
     where = (

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from megasink.diagnostics import metrics
-from megasink.report.analysis import Analysis, array
+from megasink.report.analysis import INACTIVE_SHARE, Analysis, array
 from megasink.report.drawing import Drawing
 from megasink.report.style import (
     MAP,
@@ -23,7 +23,6 @@ from megasink.report.style import (
 )
 
 SIX = ("awft", "aeqd", "ftvvn", "avvn", "lthon", "ahon")
-INACTIVE_SHARE = "0.15"
 _BINS = 50
 
 

@@ -190,6 +190,36 @@ def test_two_analyses_of_one_name_are_told_apart(analyzed, tmp_path, capsys, mon
     assert "an analysis is given twice" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda r: r["inactive_heads"]["thresholds"].update(mine={"0.15": 1.0}), "score 'mine'"),
+        (lambda r: r["inactive_heads"]["agreement"]["scores"].append("mine"), "score 'mine'"),
+        (lambda r: r["inactive_heads"]["thresholds"]["awft"].clear(), "no threshold of 0.15"),
+        (lambda r: r["inactive_heads"]["share_by_layer"]["awft"].pop(), "awft is not by layer"),
+        (lambda r: r["metrics"]["sink_rate"].update(values=[None]), "sink_rate.values has no"),
+        (lambda r: r["metrics"]["importance"].update(values=[[1, 2], [3]]), "no table of numbers"),
+        (lambda r: r["metrics"]["importance"].update(values=[[None]]), "is (1, 1), not by LH"),
+        (
+            lambda r: r["datasets"]["prose"]["metrics"]["awft"].update(values="x"),
+            "datasets.prose.metrics.awft.values is no table of numbers",
+        ),
+        (lambda r: r["model"]["heads"].pop(), "model.heads has 1 entries for 2 layers"),
+        (lambda r: r["datasets"]["lines"]["metrics"].pop("sink_centre"), "has no sink_centre"),
+    ],
+)
+def test_what_no_analysis_writes_is_refused(analyzed, tmp_path, capsys, monkeypatch, change, said):
+    monkeypatch.setattr(pages, "figures", lambda analyses, kinds: [])
+    shutil.copytree(analyzed / "llama", tmp_path / "damaged")
+    path = tmp_path / "damaged" / "results.json"
+    found = json.loads(path.read_text())
+    change(found)
+    path.write_text(json.dumps(found))
+    assert main(f"report {tmp_path}/damaged --output {tmp_path}/out".split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
 def test_a_sentence_of_enough_data_has_no_reserve():
     of = {"sink_rate": 0.5, "first_token_attention": 0.4, "circuit_stage": "none"}
     of |= {"sink_centre": 0.0, "imbalance": 0.1}
