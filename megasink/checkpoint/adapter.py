@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasink.checkpoint.find import Checkpoint, find_checkpoint, stored_shapes
-from megasink.checkpoint.legacy import is_legacy
+from megasink.checkpoint.find import Checkpoint, find_checkpoint, is_legacy, stored_shapes
 from megasink.checkpoint.stored_tensor import find_tensor
 from megasink.checkpoint.torch_metadata import read_metadata
 from megasink.errors import UserError

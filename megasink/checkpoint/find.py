@@ -26,6 +26,11 @@ class Checkpoint(NamedTuple):
     iteration: int
 
 
+def is_legacy(folder: Path) -> bool:
+    """Whether an iter_NNNNNNN folder has Megatron's old format, a pickle for each rank."""
+    return not (folder / ".metadata").is_file() and any(folder.glob("mp_rank_*"))
+
+
 def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
     """Resolve a run, checkpoint or iteration folder to a checkpoint.
 

@@ -7,7 +7,7 @@ shape and strides, data/0, data/1, ... the bytes, and the zip's index their CRC-
 import struct
 import zipfile
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import SEEK_CUR, SEEK_END, SEEK_SET, BufferedReader, RawIOBase
 from pathlib import Path
 from typing import Any
@@ -42,11 +42,6 @@ class StoredTensor:
     def size(self) -> int:
         """Size in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    def rows(self, begin: int, count: int) -> "StoredTensor":
-        """Return a range of rows, without a checksum."""
-        start = self.start + begin * (self.size // self.shape[0])
-        return replace(self, shape=(count, *self.shape[1:]), start=start, crc=None)
 
     def read_into(self, at: tuple[int, ...], target: Tensor) -> None:
         """Fill `target` with this tensor, or with its slice at the leading indices `at`.

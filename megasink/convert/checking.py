@@ -1,30 +1,22 @@
 """Choose how to verify a conversion: compare logits if memory allows, otherwise every tensor."""
 
-import contextlib
-import itertools
-import shutil
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megasink.checkpoint.find import Checkpoint, find_checkpoint
-from megasink.checkpoint.legacy import is_legacy
+from megasink.checkpoint.find import find_checkpoint
 from megasink.convert.adapted import weights_of
-from megasink.convert.architecture import Architecture
 from megasink.convert.attention_change import Change
-from megasink.convert.from_hf import HuggingFaceSource, made, write_balance_state, write_weight
+from megasink.convert.from_hf import HuggingFaceSource, made
 from megasink.convert.hf_config import transformers_has
 from megasink.convert.megasink_model import changed_files
 from megasink.convert.megatron_reader import MegatronCheckpoint
-from megasink.convert.megatron_weights import leading_axes
 from megasink.convert.safetensors_reader import HuggingFaceWeights
 from megasink.convert.sink_calibration import set_sinks
 from megasink.convert.table import steps
 from megasink.convert.to_hf import Say, Source, converted
-from megasink.convert.torch_dist_writer import TorchDistWriter
 from megasink.convert.verify import fits_in_memory, verify_logits, verify_tokenizer
 from megasink.errors import UserError
 from megasink.printable import say as say_printable
@@ -48,8 +40,7 @@ def check_export(
     parameters = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
     if fits_in_memory(parameters):
         transformers_has(target)
-        with _loadable(source.found, model, folder) as found:
-            verify_logits(found, folder, model, source.tokenizer, say)
+        verify_logits(source.found, folder, model, source.tokenizer, say)
         return
     weights = HuggingFaceWeights(folder)
     written = (
@@ -58,31 +49,6 @@ def check_export(
         for name, tensor in zip(step.hf, converted(checkpoint, step), strict=True)
     )
     _verify_tensors(written, folder, parameters, say)
-
-
-@contextlib.contextmanager
-def _loadable(found: Checkpoint, model: Architecture, beside: Path) -> Iterator[Checkpoint]:
-    """Yield the checkpoint, or a temporary torch_dist copy of its weights if it is a legacy one.
-
-    Args:
-        beside: a folder on a disk with room for the copy.
-    """
-    if not is_legacy(found.folder):
-        yield found
-        return
-    folder = Path(tempfile.mkdtemp(prefix=".loadable-", dir=beside.parent))
-    try:
-        checkpoint = MegatronCheckpoint(found.folder)
-        with TorchDistWriter(folder) as writer:
-            for key, shape in checkpoint.shapes.items():
-                leading = shape[: leading_axes(key)]
-                for index in itertools.product(*map(range, leading)):
-                    write_weight(writer, key, checkpoint.read(key, index), index, leading)
-            write_balance_state(writer, model)
-            writer.finish({})
-        yield found._replace(folder=folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _verify_tensors(

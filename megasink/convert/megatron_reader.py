@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megasink.checkpoint.legacy import is_legacy
-from megasink.convert.legacy_weights import legacy_weights
+from megasink.checkpoint.find import is_legacy
 from megasink.convert.stored_weights import Part
 from megasink.convert.table import LAYERS, NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SPEC
 from megasink.convert.torch_dist_weights import torch_dist_weights
@@ -15,7 +14,7 @@ from megasink.errors import UserError
 
 
 class MegatronCheckpoint:
-    """The weights in a folder iter_NNNNNNN of the torch_dist or the legacy format.
+    """The weights in a folder iter_NNNNNNN of the torch_dist format.
 
     Attributes:
         folder: the checkpoint.
@@ -27,7 +26,14 @@ class MegatronCheckpoint:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._weights = legacy_weights(folder) if is_legacy(folder) else torch_dist_weights(folder)
+        if is_legacy(folder):
+            raise UserError(
+                f"{folder} has Megatron's old format (--ckpt-format torch): make a torch_dist "
+                "checkpoint of it first, with the flags of its run and megasink train --load "
+                "FOLDER --ckpt-format torch --ckpt-convert-format torch_dist --ckpt-convert-save "
+                "NEW (docs/convert.md)"
+            )
+        self._weights = torch_dist_weights(folder)
         if f"{LAYERS}mlp.linear_fc1.weight" not in self._weights:
             # The norm before experts has one or the other name, or both in an imported run.
             norm = self._weights.pop(NORM_OF_LOCAL_SPEC, None)

@@ -1,4 +1,4 @@
-"""The parts of a stored weight, in a checkpoint of any format."""
+"""The parts of a stored weight."""
 
 from collections.abc import Callable
 from typing import NamedTuple

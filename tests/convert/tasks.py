@@ -28,14 +28,12 @@ def save_run(
     name: str,
     bf16: bool = False,
     tokenizer: str | None = None,
-    legacy: str | None = None,
 ) -> None:
     """A run folder with one checkpoint of a model with large, different weights everywhere.
 
     Args:
         name: of `MODELS` or `OTHERS`.
         tokenizer: folder of one.
-        legacy: another run folder, for the same in Megatron's old format.
     """
     _, architecture = (MODELS | OTHERS | OWN)[name]
     flags = [*model_flags(architecture), *(["--bf16"] if bf16 else [])]
@@ -50,8 +48,6 @@ def save_run(
     _skew_norms(model)
     model.to(args.params_dtype)
     save_checkpoint(Path(folder), args, model)
-    if legacy is not None:
-        _save_legacy(Path(legacy), Path(folder), args, model)
 
 
 def save_checkpoint(folder: Path, args: Namespace, model: Any) -> None:
@@ -67,22 +63,6 @@ def save_checkpoint(folder: Path, args: Namespace, model: Any) -> None:
     groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     state = {"model": model.sharded_state_dict(metadata=groups)}
     dist_checkpointing.save(state, str(checkpoint), ("torch_dist", 1))
-
-
-def _save_legacy(folder: Path, other: Path, args: Namespace, model: Any) -> None:
-    """What Megatron's save_checkpoint writes of a model with --ckpt-format torch."""
-    from megatron.training.checkpointing import generate_state_dict, get_checkpoint_name
-
-    if torch.distributed.get_rank() == 0:
-        (folder / "checkpoints").mkdir(parents=True)
-        for name in ("config.json", "checkpoints/latest_checkpointed_iteration.txt"):
-            (folder / name).write_text((other / name).read_text())
-    torch.distributed.barrier()
-    args.ckpt_format, args.no_save_optim = "torch", True
-    state = generate_state_dict(args, [model], None, None, None, iteration=3)
-    path = Path(get_checkpoint_name(str(folder / "checkpoints"), 3))
-    path.parent.mkdir(parents=True)
-    torch.save(state, path)
 
 
 def layout_config(args: Namespace) -> Any:

@@ -222,7 +222,7 @@ def test_bad_exports_are_one_clear_line(pool, runs, tokenizer, tmp_path):
     shutil.copytree(run, legacy)
     shutil.rmtree(legacy / "checkpoints" / "iter_0000003")
     (legacy / "checkpoints" / "iter_0000003" / "mp_rank_00").mkdir(parents=True)
-    refused(pool, ["convert-to-hf", legacy, out], "mp_rank_00/model_optim_rng.pt", "No such file")
+    refused(pool, ["convert-to-hf", legacy, out], "--ckpt-convert-format torch_dist", "old format")
 
 
 def edited(source, folder, **changes):

@@ -69,17 +69,13 @@ def test_the_layout_of_a_run_does_not_matter(pool, tmp_path, name):
     assert files[0] == files[1] == files[2]
 
 
-@pytest.mark.parametrize("name", ["granite_swa-tied-windows", "qwen3_5-headwise-relu", "own-gpt2"])
+@pytest.mark.parametrize("name", ["granite_swa-tied-windows", "qwen3_5-headwise-relu"])
 def test_tensor_and_pipeline_parallelism_at_once(four, tmp_path, name):
-    """And the same in Megatron's old format, which has a file for each rank."""
-    old = tmp_path / "old"
-    four.run(f"{TASKS}:save_run", TP_PP, folder=str(tmp_path / "run"), name=name, legacy=str(old))
-    assert len(list(old.glob("checkpoints/iter_0000003/mp_rank_*"))) == 4
+    four.run(f"{TASKS}:save_run", TP_PP, folder=str(tmp_path / "run"), name=name)
     single = {"folder": str(tmp_path / "single"), "name": name}
     four.run(f"{TASKS}:save_run", SINGLE, **single)
     contents = set()
-    # save_run makes biases rank by rank.
-    for run in ("run", "old") if name == "own-gpt2" else ("single", "run", "old"):
+    for run in ("single", "run"):
         output = tmp_path / f"hf-{run}"
         four.run(f"{TASKS}:export_only", SINGLE, run=str(tmp_path / run), output=str(output))
         contents.add((output / "model.safetensors").read_bytes())

@@ -33,7 +33,6 @@ SAFE = {
     ("megasink/attention/__init__.py", "import_module"): OWN_NAMES,
     ("megasink/attention/backends/__init__.py", "import_module"): OWN_NAMES,
     ("megasink/attention/backends/cuda.py", "import_module"): "kernels that the code names",
-    ("megasink/checkpoint/legacy.py", "pickle"): "stand-ins for all classes but those of tensors",
     ("megasink/checkpoint/stored_tensor.py", "torch.load"): "weights_only, and on no device",
     ("megasink/checkpoint/stored_tensor.py", "weights_only"): "True",
     ("megasink/checkpoint/torch_metadata.py", "pickle"): RESTRICTED,
