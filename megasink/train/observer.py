@@ -3,12 +3,17 @@
 Megatron 0.19 has no per-step callback. It calls ``training_log`` on every rank after every step and
 ``evaluate`` for every evaluation (megatron/training/training.py:3985,4408). Both are wrapped, not
 changed.
+
+The values of a step reach the host by a copy that nobody waits for, and are written one step later,
+or when the copy is done. They are written at once in a step that is logged or drawn, and before an
+evaluation, a checkpoint and the end: what a checkpoint has trained is in metrics.jsonl.
 """
 
 import contextlib
 import functools
 import inspect
 import time
+from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -58,6 +63,9 @@ class Observer:
         self._mean_seconds: float | None = None
         self._iteration, self._split = 0, "valid"
         self._known: list[dict[str, Any]] = []
+        # Steps that are not written yet, oldest first: the part that the host knows, the rest.
+        self._waiting: deque[tuple[dict[str, Any], series.StepValues]] = deque()
+        self._counts_heads: bool | None = None  # not known before the first step
 
     def step(self, call: dict[str, Any]) -> None:
         """Add a step's statistics to the losses in ``training_log``'s arguments, and write them.
@@ -74,24 +82,48 @@ class Observer:
         logs = series.is_observed(args, self._iteration)
         if self._owner:
             losses = call["loss_dict"]
-            lm_loss, read = series.on_host(losses.get(LM_LOSS), statistics)
-            record = self._record(call, lm_loss)
-            if statistics is not None and read is not None:
+            self._open()
+            self._write_ready()
+            values = series.StepValues(losses.get(LM_LOSS), statistics)
+            self._waiting.append((self._record(call), values))
+            if self._counts_heads is None and statistics is not None:
+                self._counts_heads = values.read()[1] is not None  # the model's, in every step
+            if statistics is not None and self._counts_heads:
                 # Megatron then prints and writes these like the language model loss.
                 losses[BALANCE_LOSS] = statistics.balance_loss.reshape(1)
                 losses[IMBALANCE] = statistics.imbalance.reshape(1)
-                record |= series.head_record(read, details=logs)
-                self._draw(read.importance_LH)
-            if logs:
-                record["loss_spikes"] = self._spikes.count
-                self._write_scalars(series.head_scalars(record))
-                self._print(record)
-            self._file.write(record)
+            if logs or self._draws(self._iteration):
+                self.flush()
         if logs and args.stop_on_divergence is not None:
             stop_if_diverged(self._divergence, args.stop_on_divergence, self._iteration, args.save)
 
+    def flush(self) -> None:
+        """Write the steps that are not written yet; wait for their values."""
+        while self._waiting:
+            self._write(*self._waiting.popleft())
+
+    def _write_ready(self) -> None:
+        while self._waiting and self._waiting[0][1].are_here:
+            self._write(*self._waiting.popleft())
+
+    def _write(self, record: dict[str, Any], values: series.StepValues) -> None:
+        """Complete the record of a step by its values, and write it."""
+        iteration, logs = record["iteration"], series.is_observed(get_args(), record["iteration"])
+        record["lm_loss"], read = values.read()
+        if record["lm_loss"] is not None and not record["skipped"]:
+            self._follow(iteration, record["lm_loss"])
+        if read is not None:
+            record |= series.head_record(read, details=logs)
+            self._draw(iteration, read.importance_LH)
+        if logs:
+            record["loss_spikes"] = self._spikes.count
+            self._write_scalars(iteration, series.head_scalars(record))
+            self._print(record)
+        self._file.write(record)
+
     def start_evaluation(self, split: str, iteration: int) -> None:
         """Prepare to evaluate "valid" or "test". Its step may have run before this start."""
+        self.flush()
         self._split, self._iteration = split, iteration
         self._statistics.sinks.collects = get_args().log_sink_rate
 
@@ -113,7 +145,7 @@ class Observer:
             self._file.write(record)
         if sinks:
             scalars = series.sink_scalars(sinks, split)
-            self._write_scalars(scalars)
+            self._write_scalars(self._iteration, scalars)
             text = " | ".join(f"{name} {value:.2f}%" for name, value in scalars.items())
             print(f"megasink: {text}", flush=True)
 
@@ -123,30 +155,36 @@ class Observer:
             return
         self._open()
         self._file.write({"iteration": iteration} | series.analysis_record(results))
-        self._write_scalars(series.analysis_scalars(results))
+        self._write_scalars(iteration, series.analysis_scalars(results))
         print(f"megasink: analysis of step {iteration}: {series.in_one_line(results)}", flush=True)
 
-    def close(self) -> None:
-        """Close metrics.jsonl and flush TensorBoard."""
-        self._file.close()
-        if writer := get_tensorboard_writer():
-            writer.flush()
+    def close(self, *, failed: bool = False) -> None:
+        """Write what is left, close metrics.jsonl and flush TensorBoard.
 
-    def _record(self, call: dict[str, Any], lm_loss: float | None) -> dict[str, Any]:
-        """Return the part of the record that every step has."""
+        Args:
+            failed: An error has ended the run; the device may be broken, and what it still holds is
+                given up then.
+        """
+        try:
+            with contextlib.suppress(*(RuntimeError,) * failed):
+                self.flush()
+        finally:
+            self._waiting.clear()
+            self._file.close()
+            if writer := get_tensorboard_writer():
+                writer.flush()
+
+    def _record(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Return the part of the record that every step has, and that the host knows."""
         args = get_args()
-        self._open()
-        skipped = int(call["skipped_iter"])
-        if lm_loss is not None and not skipped:
-            self._follow(self._iteration, lm_loss)
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         return {
             "iteration": self._iteration,
-            "lm_loss": lm_loss,
+            "lm_loss": None,
             "learning_rate": call["learning_rate"],
             "grad_norm": series.number(call["grad_norm"]),
-            "skipped": skipped,
+            "skipped": int(call["skipped_iter"]),
             "consumed_samples": args.consumed_train_samples,
             "tokens": args.consumed_train_samples * args.seq_length,
             "seconds": seconds,
@@ -167,36 +205,38 @@ class Observer:
         self._spikes(lm_loss)
         self._divergence.add(iteration, lm_loss)
 
-    def _draw(self, importance_LH: Tensor) -> None:
-        """Draw the heatmap of a tensor on the host, if it is due and a writer exists."""
+    def _draws(self, iteration: int) -> bool:
+        """Whether a heatmap of the step is due, and a writer exists."""
         args, interval = get_args(), get_args().head_heatmap_interval
-        last = self._iteration == args.train_iters
-        if not interval or (self._iteration % interval and not last):
-            return
-        writer, wandb = get_tensorboard_writer(), get_wandb_writer()
-        if not (writer or wandb):
-            return
-        title = f"head importance (mean gate), step {self._iteration}"
-        picture = importance_picture(importance_LH.numpy().astype(np.float64), title)
-        if writer:
-            writer.add_image(HEATMAP, picture, self._iteration, dataformats="HWC")
-        if wandb:
-            wandb.log({HEATMAP: wandb.Image(picture)}, self._iteration)
+        if not interval or (iteration % interval and iteration != args.train_iters):
+            return False
+        return bool(get_tensorboard_writer() or get_wandb_writer())
 
-    def _write_scalars(self, scalars: dict[str, float]) -> None:
+    def _draw(self, iteration: int, importance_LH: Tensor) -> None:
+        """Draw the heatmap of a tensor on the host, if it is due."""
+        if not self._draws(iteration):
+            return
+        title = f"head importance (mean gate), step {iteration}"
+        picture = importance_picture(importance_LH.numpy().astype(np.float64), title)
+        if writer := get_tensorboard_writer():
+            writer.add_image(HEATMAP, picture, iteration, dataformats="HWC")
+        if wandb := get_wandb_writer():
+            wandb.log({HEATMAP: wandb.Image(picture)}, iteration)
+
+    def _write_scalars(self, iteration: int, scalars: dict[str, float]) -> None:
         if writer := get_tensorboard_writer():
             for name, value in scalars.items():
-                writer.add_scalar(name, value, self._iteration)
+                writer.add_scalar(name, value, iteration)
         if scalars and (wandb := get_wandb_writer()):
-            wandb.log(scalars, self._iteration)
+            wandb.log(scalars, iteration)
 
     def _print(self, record: dict[str, Any]) -> None:
         args = get_args()
         seconds = record["seconds"]
         mean = seconds if self._mean_seconds is None else 0.7 * self._mean_seconds + 0.3 * seconds
         self._mean_seconds = mean
-        left = mean * (args.train_iters - self._iteration)
-        parts = [f"megasink: step {self._iteration}/{args.train_iters}"]
+        left = mean * (args.train_iters - record["iteration"])
+        parts = [f"megasink: step {record['iteration']}/{args.train_iters}"]
         if record["lm_loss"] is not None:
             parts.append(f"lm loss {record['lm_loss']:.4f}")
         if "imbalance" in record:
@@ -235,12 +275,20 @@ def observing(observer: Observer) -> Iterator[None]:
             observer.analyze(call["model"], iteration)
         return result
 
+    def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
+        observer.flush()
+        return originals["save_checkpoint_and_time"](*args, **kwargs)
+
     try:
         with OBSERVER.replacing(
             training_log=training_log,
             evaluate=evaluate,
             evaluate_and_print_results=evaluate_and_print_results,
+            save_checkpoint_and_time=save_checkpoint_and_time,
         ):
             yield
+    except Exception:
+        observer.close(failed=True)
+        raise
     finally:
         observer.close()

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megasink.train import stop
+from megasink.train.host_copy import HostCopy
 from megasink.upstream.training import PHASES, SIGNALS
 
 # Functions of megatron/training/training.py.
@@ -64,21 +65,33 @@ def _during(words: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def agreeing_on_signals(told: Callable[[], int], tell: Callable[[int], None]) -> Iterator[None]:
-    """Agree on the signal that any rank received, with one all-reduce.
+def agreeing_on_signals(
+    told: Callable[[], int], tell: Callable[[int], None], waits: Callable[[], bool]
+) -> Iterator[None]:
+    """Agree on the signal that any rank received, with one all-reduce a step.
 
     Upstream reads the ranks' values from the device one by one, which with thousands of ranks takes
-    longer than the head statistics. Its handler only supports --exit-signal. `told` returns the
-    signal that this rank received, or 0; `tell` is called with the one that any rank received.
+    longer than the head statistics. Its handler only supports --exit-signal. Here the host reads
+    the number one step later, when it has arrived: a signal ends the run after the next step.
+
+    Args:
+        told: Returns the signal that this rank received, or 0.
+        tell: Called with the one that any rank received.
+        waits: Whether to wait for the number of this step; the same on every rank.
     """
     import torch
 
+    sent: HostCopy | None = None
+
     def signals_received(self: Any) -> list[int]:
+        nonlocal sent
         here = max(told(), int(self.sig) if self._signal_received else 0)
         # Filled on the device: a copy from unpinned memory would wait for it.
         any_rank = torch.full((1,), here, dtype=torch.int32, device=torch.cuda.current_device())
         torch.distributed.all_reduce(any_rank, op=torch.distributed.ReduceOp.MAX)
-        number = int(any_rank.item())
+        before, sent = sent, HostCopy(any_rank)
+        found = [copy for copy in (before, sent if waits() else None) if copy is not None]
+        number = max((int(copy.read()) for copy in found), default=0)
         if number:
             tell(number)
         return [number]

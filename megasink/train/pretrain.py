@@ -111,6 +111,7 @@ def _run(args: Namespace, store: Any) -> None:
     from megasink.train.observer import Observer, observing
     from megasink.train.optimizer import grouping_sink_parameters
     from megasink.train.phases import agreeing_on_signals, following_phases
+    from megasink.train.series import is_observed
 
     if args.rank == 0 and not platform.is_active():
         print(fused.describe(), flush=True)
@@ -142,7 +143,12 @@ def _run(args: Namespace, store: Any) -> None:
         checkpoint_helpers(args),
         keeping_whole_checkpoints(checksums=args.verify_checkpoint),
         following_phases(args),
-        agreeing_on_signals(lambda: Told.signal, stop.all_told),
+        # A step that is logged waits for the device anyway, as the last one is.
+        agreeing_on_signals(
+            lambda: Told.signal,
+            stop.all_told,
+            waits=lambda: is_observed(args, args.curr_iteration + 1),
+        ),
     )
     with contextlib.ExitStack() as stack:
         for seam in seams:

@@ -16,6 +16,7 @@ from torch import Tensor
 from megasink.balance import tracker
 from megasink.diagnostics import metrics_shown
 from megasink.diagnostics.results import Results, scalars_of
+from megasink.train.host_copy import HostCopy
 
 RATIO = "balance_gradient_ratio"
 
@@ -25,36 +26,48 @@ def is_observed(args: Namespace, iteration: int) -> bool:
     return bool(iteration % args.log_interval == 0 or iteration == args.train_iters)
 
 
-def on_host(
-    lm_loss: Tensor | None, statistics: tracker.HeadStatistics | None
-) -> tuple[float | None, tracker.HeadStatistics | None]:
-    """Read the values of a step from the device, in one copy: each copy waits for the device.
+class StepValues:
+    """The values of a step, on their way to the host in one copy.
 
     Args:
-        lm_loss: One element.
-
-    Returns:
-        The loss, and the statistics in float64 on the host; None if no layer recorded any.
+        lm_loss: One element; None on a rank that has no loss.
+        statistics: On the device; None if the step had none.
     """
-    tensors = [] if lm_loss is None else [lm_loss]
-    if statistics is not None:
-        tensors += [
-            statistics.importance_LH,
-            statistics.imbalance_L,
-            statistics.imbalance,
-            statistics.balance_loss,
-            *statistics.series.values(),
-        ]
-    if not tensors:
-        return None, None
-    values = torch.cat([tensor.detach().flatten().double() for tensor in tensors]).cpu()
-    parts = values.split([tensor.numel() for tensor in tensors])
-    read = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-    loss = None if lm_loss is None else float(read.pop(0))
-    if statistics is None or not _recorded(read[0]):
-        return loss, None
-    series = dict(zip(statistics.series, read[4:], strict=True))
-    return loss, tracker.HeadStatistics(read[0], read[1], read[2], read[3], series)
+
+    def __init__(self, lm_loss: Tensor | None, statistics: tracker.HeadStatistics | None):
+        tensors = [] if lm_loss is None else [lm_loss]
+        if statistics is not None:
+            tensors += [
+                statistics.importance_LH,
+                statistics.imbalance_L,
+                statistics.imbalance,
+                statistics.balance_loss,
+                *statistics.series.values(),
+            ]
+        self._has_loss = lm_loss is not None
+        self._series = None if statistics is None else [*statistics.series]
+        self._shapes = [tensor.shape for tensor in tensors]
+        self._copy: HostCopy | None = None
+        if tensors:
+            flat = [tensor.detach().flatten().double() for tensor in tensors]
+            self._copy = HostCopy(torch.cat(flat))
+
+    @property
+    def are_here(self) -> bool:
+        """Whether `read` returns without waiting for the device."""
+        return self._copy is None or self._copy.is_here
+
+    def read(self) -> tuple[float | None, tracker.HeadStatistics | None]:
+        """Return the loss, and the statistics in float64; None if no layer recorded any."""
+        if self._copy is None:
+            return None, None
+        parts = self._copy.read().split([shape.numel() for shape in self._shapes])
+        read = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        loss = float(read.pop(0)) if self._has_loss else None
+        if self._series is None or not _recorded(read[0]):
+            return loss, None
+        series = dict(zip(self._series, read[4:], strict=True))
+        return loss, tracker.HeadStatistics(read[0], read[1], read[2], read[3], series)
 
 
 def head_record(statistics: tracker.HeadStatistics, *, details: bool) -> dict[str, Any]:

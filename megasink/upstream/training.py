@@ -28,7 +28,7 @@ _EVALUATE = (
 OBSERVER = _training(
     "metrics of steps and evaluations",
     "megatron.training.training",
-    "training_log evaluate evaluate_and_print_results",
+    "training_log evaluate evaluate_and_print_results save_checkpoint_and_time",
     "the loop has no hook where it logs",
     "megatron.training.training: "
     "def training_log(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, "

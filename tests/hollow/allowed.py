@@ -6,20 +6,12 @@ gradients, its checks of NaN, losses that other ranks have. What is ours stands 
 
 from typing import Any
 
-_SERIES, _PHASES = "megasink.train.series", "megasink.train.phases"
 _PACKING = "megasink.train.packing"
 _RERUN, _UTILS = "megatron.core.rerun_state_machine", "megatron.training.utils.common_utils"
 _TRAINING = "megatron.training.training"
 _EXPERTS = "megatron.core.transformer.moe.token_dispatcher"
 
 MEGASINK = {
-    # Whether a rank was told to end: one number, agreed by all.
-    (_PHASES, "number = int(any_rank.item())"): 1,
-    # The values of metrics.jsonl, on the last rank, in one copy.
-    (
-        _SERIES,
-        "values = torch.cat([tensor.detach().flatten().double() for tensor in tensors]).cpu()",
-    ): 1,
     # Boundaries of documents that another rank has read, once for each of two microbatches.
     (_PACKING, 'rows = (batch["cu_seqlens"] if on_host is None else on_host).tolist()'): 2,
 }

@@ -2,6 +2,7 @@
 
 import importlib.machinery
 import sys
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,6 +30,40 @@ def train_with_wandb(flags: list[str], ranks: int, port: int) -> dict[str, Any]:
             kept = value if isinstance(value, tuple) else float(value)
             logged.setdefault(name, []).append((step, kept))
     return {"logged": logged, "started": wandb.init.call_count, "steps": [s for _, s in calls]}
+
+
+def lines_written(flags: list[str], ranks: int, port: int, late: bool) -> list[tuple[str, int]]:
+    """Train; how many lines metrics.jsonl has after each step, and when a checkpoint begins.
+
+    Args:
+        late: Whether no value reaches the host before somebody waits for it.
+    """
+    from megatron.training import training
+
+    from megasink.train.host_copy import HostCopy
+    from megasink.train.observer import Observer
+
+    metrics, found = Path(flags[flags.index("--run-dir") + 1], "metrics.jsonl"), []
+    step, save = Observer.step, training.save_checkpoint
+
+    def count(what: str) -> None:
+        found.append((what, len(metrics.read_text().splitlines())))
+
+    def counted_step(self: Observer, call: dict[str, Any]) -> None:
+        step(self, call)
+        count(f"step {call['iteration']}")
+
+    def counted_save(iteration: int, *args: Any, **kwargs: Any) -> Any:
+        count(f"save {iteration}")
+        return save(iteration, *args, **kwargs)
+
+    with (
+        mock.patch.object(Observer, "step", counted_step),
+        mock.patch.object(training, "save_checkpoint", counted_save),
+        mock.patch.object(HostCopy, "is_here", not late),
+    ):
+        launch_task.train(flags, ranks, port)
+    return found
 
 
 def stopped(flags: list[str], ranks: int, port: int) -> tuple[str, str]:

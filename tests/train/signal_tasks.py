@@ -7,22 +7,31 @@ import torch
 
 
 def told_to_end() -> list[tuple[bool, int]]:
-    """Whether this rank knows that some rank was told to end, and by which signal: before and
-    after upstream's handler on rank 1 was told, and after rank 0 was told otherwise."""
+    """What this rank knows at the end of each step: whether some rank was told to end, and by which
+    signal. Upstream's handler is told on rank 1 before step 2; rank 0 otherwise before step 4,
+    which waits."""
     from megatron.training.dist_signal_handler import DistributedSignalHandler
 
     from megasink.train.phases import agreeing_on_signals
 
-    own, agreed = [0], [0]
+    own, agreed, waits = [0], [0], [False]
     found = []
-    with agreeing_on_signals(lambda: own[0], lambda number: agreed.__setitem__(0, number)):
-        with DistributedSignalHandler(signal.SIGUSR2) as handler:
-            found.append((any(handler.signals_received()), agreed[0]))
-            if torch.distributed.get_rank() == 1:
-                os.kill(os.getpid(), signal.SIGUSR2)
-            found.append((any(handler.signals_received()), agreed[0]))
-        with DistributedSignalHandler(signal.SIGUSR2) as handler:
-            if torch.distributed.get_rank() == 0:
-                own[0] = signal.SIGTERM
-            found.append((any(handler.signals_received()), agreed[0]))
+
+    def end_step(handler: DistributedSignalHandler) -> None:
+        found.append((any(handler.signals_received()), agreed[0]))
+        agreed[0] = 0
+
+    seam = agreeing_on_signals(
+        lambda: own[0], lambda number: agreed.__setitem__(0, number), lambda: waits[0]
+    )
+    with seam, DistributedSignalHandler(signal.SIGUSR2) as handler:
+        end_step(handler)
+        if torch.distributed.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGUSR2)
+        end_step(handler)
+        end_step(handler)
+        if torch.distributed.get_rank() == 0:
+            own[0] = signal.SIGTERM
+        waits[0] = True
+        end_step(handler)
     return found

@@ -107,6 +107,26 @@ def test_sink_rates_of_every_evaluation(watched):
     assert report["logged"]["sink rate slot validation"] == wanted
 
 
+@pytest.mark.parametrize(
+    ("late", "lines_after"), [(False, [0, 1, 2, 4, 4, 5]), (True, [0, 0, 0, 4, 4, 4])]
+)
+def test_a_step_is_written_one_step_later_and_before_a_checkpoint(
+    pool, tmp_path, late, lines_after
+):
+    """Or later still, as long as its values are not on the host; a logged step at once."""
+    run = tmp_path / "run"
+    flags = [*FLAGS[:-2], "--run-dir", str(run), "--train-iters", "7", "--log-interval", "4"]
+    flags += ["--save-interval", "6", "--eval-interval", "100", "--eval-iters", "0"]
+    [found, *_] = pool.run(
+        f"{TASKS}:lines_written", flags=flags, ranks=1, port=free_port(), late=late
+    )
+    wanted = [(f"step {step}", count) for step, count in enumerate(lines_after, start=1)]
+    assert found == [*wanted, ("save 6", 6), ("step 7", 7), ("save 7", 7)]
+    steps = [line for line in lines(run) if "lm_loss" in line]
+    assert [line["iteration"] for line in steps] == [1, 2, 3, 4, 5, 6, 7]
+    assert len({line["lm_loss"] for line in steps}) == 7
+
+
 def test_a_run_that_diverges_stops_on_every_rank(pool, tmp_path):
     def train(folder, *flags):
         flags = [*FLAGS, "--run-dir", str(folder), "--stop-on-divergence", "0.5", *flags]
