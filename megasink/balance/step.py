@@ -16,11 +16,10 @@ after its reduction, is run again: it sees the same coefficients, and its sums r
 Shapes: L layers of the model, H query heads.
 """
 
-from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.distributed import ProcessGroup
 
 from megasink.balance.attach import HeadBalanceScale
 from megasink.balance.tracker import HeadStatistics, HeadTracker
@@ -54,6 +53,7 @@ class LossStep:
         layers: Layers of the whole model.
         heads: Query heads of a layer.
         options: Coefficient and scope; read at every commit.
+        group: All ranks of the model; None for those of the default group.
 
     Attributes:
         heads: Sums of the step's gates.
@@ -63,8 +63,10 @@ class LossStep:
         last: Statistics of the step `last_number`, the last that was committed; None before.
     """
 
-    def __init__(self, layers: int, heads: int, options: StepOptions):
-        self.heads = HeadTracker(layers, heads)
+    def __init__(
+        self, layers: int, heads: int, options: StepOptions, group: ProcessGroup | None = None
+    ):
+        self.heads = HeadTracker(layers, heads, group)
         self.balance = HeadBalanceScale()
         self.phase = Phase.BETWEEN
         self.number = -1
@@ -149,10 +151,20 @@ class LossStep:
                 "before the step and reduce() after its last backward pass"
             )
         coeff = self._options.head_balance_coeff * self.balance.share
-        statistics = self.heads.finish_step(coeff, self._options.head_balance_scope)
-        assert statistics is not None  # it was reduced
-        self.last, self.last_number, self.phase = statistics, self.number, Phase.BETWEEN
-        return statistics
+        self.last = self.heads.finish_step(coeff, self._options.head_balance_scope)
+        self.last_number, self.phase = self.number, Phase.BETWEEN
+        return self.last
+
+    def discard(self) -> None:
+        """Drop a step that an exception has ended: its microbatches do not count.
+
+        Call it before the step is repeated, on every rank, and on all of them either before or
+        after `reduce`. A step that was committed, by the optimizer, stays.
+        """
+        self.heads.discard()
+        self._stepped_without_reduction = False
+        if self.phase is not Phase.BETWEEN:
+            self.phase, self.number = Phase.BETWEEN, self.number - 1
 
     def runs_again(self) -> bool:
         """Return whether the forward passes after a reduction repeat the step (to check it)."""
@@ -188,34 +200,3 @@ class LossStep:
             "the optimizer's step, as the hook on torch.optim's optimizers does; without it the "
             "loss would be 0"
         )
-
-
-def share_of_step(
-    step: int, warmup_steps: int = 0, decay_steps: int = 0, total_steps: int = 0
-) -> float:
-    """Return the share of the coefficient by a linear warmup and a linear decay, in [0, 1].
-
-    Args:
-        step: Number of completed steps.
-        warmup_steps: Steps of the linear warmup; 0 for none.
-        decay_steps: Steps of the linear decay, to 1 / decay_steps in the last step; 0 for none.
-        total_steps: Steps of the run; used with a decay only.
-    """
-    rising = (step + 1) / warmup_steps if warmup_steps else 1.0
-    falling = (total_steps - step) / decay_steps if decay_steps else 1.0
-    return max(0.0, min(1.0, rising, falling))
-
-
-def follow_optimizers(optimizer_stepped: Callable[[], None]) -> Callable[[], None]:
-    """Call a function after every step of any optimizer of torch.optim in this process.
-
-    Megatron's optimizers wrap them (Adam, TransformerEngine's and apex's FusedAdam, Muon).
-
-    Returns:
-        A function that ends it.
-    """
-
-    def stepped(*_: object) -> None:
-        optimizer_stepped()
-
-    return register_optimizer_step_post_hook(stepped).remove

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megasink.balance.loss import head_balance_gradient, head_balance_loss, layer_imbalance
 
@@ -58,14 +59,18 @@ class HeadTracker:
     and completes after the optimizer step. On an observed step the tensor has 2 H more columns for
     each of `SERIES`.
 
+    Args:
+        layers, heads: L and H.
+        group: All ranks of the model; None for those of the default group.
+
     Attributes:
         observes: Whether the current step is observed; set on every rank before the first
             microbatch.
         microbatches: Number of those that each layer of this rank has recorded in the step.
     """
 
-    def __init__(self, layers: int, heads: int):
-        self.layers, self.heads = layers, heads
+    def __init__(self, layers: int, heads: int, group: ProcessGroup | None = None):
+        self.layers, self.heads, self.group = layers, heads, group
         self.observes = False
         self.microbatches: Counter[int] = Counter()
         # Per layer: a sum per head, whether each head was routed, then tokens, balance loss at
@@ -169,20 +174,23 @@ class HeadTracker:
         table, work = self._take_table(), None
         assert table is not None
         if torch.distributed.is_initialized():  # a Trainer in one process has no process group
-            work = torch.distributed.all_reduce(table, async_op=True)
+            work = torch.distributed.all_reduce(table, group=self.group, async_op=True)
         self._pending = table, work
+
+    def discard(self) -> None:
+        """Drop the sums of the step, reduced or not."""
+        self._wait()
+        self._take_table()
+        self._pending = None
+        self._receivers.clear()
 
     def _wait(self) -> None:
         if self._pending is not None and self._pending[1] is not None:
             self._pending[1].wait()
 
-    def finish_step(self, coeff: float, scope: str) -> HeadStatistics | None:
-        """Return the statistics of the step, and pass the importance to every layer's receiver.
-
-        Returns None if no all-reduce was started.
-        """
-        if self._pending is None:
-            return None
+    def finish_step(self, coeff: float, scope: str) -> HeadStatistics:
+        """Return the statistics of the step that was reduced; every receiver gets its layer's."""
+        assert self._pending is not None
         self._wait()
         table, self._pending = self._pending[0], None
         heads = self.heads

@@ -20,8 +20,9 @@ from typing import Any
 
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.core.utils import get_model_config
+from torch.distributed import ProcessGroup
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megasink.balance.step import follow_optimizers
 from megasink.errors import UserError
 from megasink.layers.model_options import give_options, has_options
 from megasink.layers.statistics import ModelStatistics
@@ -87,6 +88,8 @@ class HeadBalance(ModelStatistics):
 
     Args:
         config: TransformerConfig of the model, before the model is built. One model a config.
+        group: All ranks of the model, where they are not all of the default group. Build the model
+            with a ``pg_collection`` of these ranks then.
         options: Options of megasink by their names (docs/options.md), such as
             ``attention_variant="sink"``, ``head_balance_coeff=1e-4``. What is not given has its
             default. Not for a MegasinkTransformerConfig, whose fields they are.
@@ -98,7 +101,7 @@ class HeadBalance(ModelStatistics):
         UserError: The config has a HeadBalance already, or an option is unknown or impossible.
     """
 
-    def __init__(self, config: Any, **options: Any):
+    def __init__(self, config: Any, *, group: ProcessGroup | None = None, **options: Any):
         if isinstance(vars(config).get("statistics"), HeadBalance):
             raise UserError(
                 "HeadBalance is attached to this config already: config.statistics is the one to "
@@ -106,7 +109,7 @@ class HeadBalance(ModelStatistics):
             )
         if options or not has_options(config):
             give_options(config, options)
-        super().__init__(config.num_layers, config.num_attention_heads, config)
+        super().__init__(config.num_layers, config.num_attention_heads, config, group)
         if not isinstance(config, Finalizing):
             kind: Any = type(config)
             config.__class__ = _finalizing(kind)
@@ -118,7 +121,14 @@ class HeadBalance(ModelStatistics):
     def _follow(self) -> None:
         # A process may build and drop many models: the hook of one must not keep it.
         this = weakref.ref(self)
-        weakref.finalize(self, follow_optimizers(lambda: _stepped(this())))
+
+        # After a step of any of torch's optimizers, which Megatron's wrap: TransformerEngine's and
+        # apex's FusedAdam, Muon.
+        def stepped(*_: object) -> None:
+            if (balance := this()) is not None:
+                balance.optimizer_stepped()
+
+        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
 
     def runs_again(self) -> bool:
         """Whether Megatron's rerun machine repeats the step, here or after a checkpoint."""
@@ -132,8 +142,3 @@ class HeadBalance(ModelStatistics):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._follow()
-
-
-def _stepped(balance: HeadBalance | None) -> None:
-    if balance is not None:
-        balance.optimizer_stepped()

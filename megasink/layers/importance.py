@@ -8,9 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed import get_process_group_ranks as ranks_of
 
 from megasink.attention import gate_sum
 from megasink.balance.counter import LayerBalance
@@ -34,6 +35,7 @@ class HeadCounter(StaysFloat32, LayerBalance):
         layer_number: 1-based index in the whole model.
         tp_group: Tensor-parallel group.
         cp_size: Number of context-parallel ranks that share the tokens of a microbatch.
+        groups: Of the model; what it lacks, Megatron's global groups are.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class HeadCounter(StaysFloat32, LayerBalance):
         layer_number: int,
         tp_group: ProcessGroup,
         cp_size: int = 1,
+        groups: ProcessGroupCollection | None = None,
     ):
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         # Heads not of the config of the attention layer: Megatron changes it if groups < ranks.
@@ -54,7 +57,7 @@ class HeadCounter(StaysFloat32, LayerBalance):
             cp_size,
             device,
         )
-        self.config = config
+        self.config, self._groups = config, groups
         self._observer = HeadObserver(config, layer_number, tp_group.rank())
 
     def _load_from_state_dict(
@@ -120,6 +123,15 @@ class HeadCounter(StaysFloat32, LayerBalance):
 
     def importance_group(self) -> ProcessGroup:
         """Tensor- and context-parallel ranks; in the scope "data-parallel" also the replicas."""
-        if self.config.head_balance_scope == "data-parallel":
-            return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        return parallel_state.get_tensor_and_context_parallel_group()
+        name = "tp_dp_cp" if self.config.head_balance_scope == "data-parallel" else "tp_cp"
+        groups = self._groups
+        if not hasattr(groups, name):
+            groups = ProcessGroupCollection.use_mpu_process_groups([name])
+        group: ProcessGroup = getattr(groups, name)
+        ours = self._statistics.heads.group
+        if ours is not None and not {*ranks_of(group)} <= {*ranks_of(ours)}:
+            raise RuntimeError(
+                f"the ranks {ranks_of(group)} would share importances, and the HeadBalance has the "
+                f"group {ranks_of(ours)}: give the model a pg_collection with a {name} of its ranks"
+            )
+        return group

@@ -3,6 +3,7 @@
 from typing import Any, cast
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megasink.balance.step import LossStep, StepOptions
 from megasink.layers.sink_rate import SinkRate
@@ -25,14 +26,16 @@ class ModelStatistics(LossStep):
     Args:
         layers: Layers of the whole model.
         heads: Query heads of a layer.
-        options: See :class:`LossStep`.
+        options, group: See :class:`LossStep`.
 
     Attributes:
         sinks: Sink rates of an evaluation.
     """
 
-    def __init__(self, layers: int, heads: int, options: StepOptions):
-        super().__init__(layers, heads, options)
+    def __init__(
+        self, layers: int, heads: int, options: StepOptions, group: ProcessGroup | None = None
+    ):
+        super().__init__(layers, heads, options, group)
         self.sinks = SinkRate(layers, heads)
 
     def set_loss_scale(self, scale: Tensor | float) -> None:
@@ -46,6 +49,8 @@ class ModelStatistics(LossStep):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self.heads.group is not None:
+            raise TypeError("a HeadBalance with a group is of this process: it is not pickled")
         # The options are the config, which may be what is pickled: they follow as state.
         state = {"_options": self._options}
         return _empty, (type(self), self.heads.layers, self.heads.heads), state

@@ -17,7 +17,8 @@ from megatron.training import get_args, get_timers
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from torch import Tensor
 
-from megasink.balance.step import LossStep, share_of_step
+from megasink.balance.share import share_of_step
+from megasink.balance.step import LossStep
 from megasink.train.dataset import get_batch, token_byte_table
 from megasink.train.packing import enter_stage, leave_stage, pack
 from megasink.train.series import is_observed

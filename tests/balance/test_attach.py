@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megasink.balance.attach import HeadBalanceScale, attach_gradient
-from megasink.balance.step import share_of_step
+from megasink.balance.share import share_of_step
 
 COEFFICIENTS_H = torch.tensor([0.5, -2.0, 1.0])
 

@@ -103,3 +103,41 @@ def test_the_optimizer_of_another_model_ends_no_step(step, layer):
     assert step.last_number == 0
     step.optimizer_stepped()  # the second optimizer of a model with two
     assert step.last_number == 0
+
+
+@pytest.mark.parametrize("number", [None, 5])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_what_an_exception_broke_does_not_count_beside_its_repetition(step, layer, number, reduced):
+    run(step, layer, FIRST_H, number=None if number is None else number - 1)
+    step.commit()
+    before_H, number_before = layer.coefficients, step.number
+    if number is not None:
+        step.begin(number)
+    layer.record(FIRST_H, 8)
+    layer.record(FIRST_H, 8)
+    if reduced:
+        step.reduce()
+    step.discard()
+    assert (step.phase, step.number) == (Phase.BETWEEN, number_before)
+    assert layer.coefficients is before_H
+    run(step, layer, SECOND_H, number=number)
+    assert step.number == number_before + 1
+    assert step.commit().importance_LH.tolist() == [[0.5, 0.5]]
+    assert int(layer.steps) == 2
+
+
+def test_a_committed_step_is_not_discarded(step, layer):
+    run(step, layer, FIRST_H)
+    last = step.commit()
+    step.discard()
+    assert (step.number, step.last) == (0, last)
+    assert layer.coefficients.tolist() == [-3.0, 1.0]
+
+
+def test_a_discarded_step_may_be_given_up(step, layer):
+    """And its optimizer may have stepped before the reduction that never came."""
+    layer.record(FIRST_H, 8)
+    step.optimizer_stepped()
+    step.discard()
+    run(step, layer, SECOND_H)
+    assert step.commit().importance_LH.tolist() == [[0.5, 0.5]]

@@ -9,7 +9,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from megasink.balance.step import share_of_step
+from megasink.balance.share import share_of_step
 from megasink.balance.tracker import HeadTracker
 from megasink.layers.core_attention import CoreAttention
 from tests.distributed import tiny_gpt
