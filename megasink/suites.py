@@ -73,7 +73,8 @@ ALL = (
             ("hendrycks_math500", "exact_match"),
             ("hendrycks_math", "exact_match"),
         ),
-        f"{_SILENT}; which ARC is not given; lm-eval has no ProcessBench",
+        f"{_SILENT}; which ARC is not given: both, which count once in an average, by their mean; "
+        "lm-eval has no ProcessBench, so an average here is of five benchmarks, the paper's of six",
     ),
     Suite(
         "long-context",
@@ -86,7 +87,7 @@ ALL = (
             ("longbench_2wikimqa", "score"),
             ("longbench_multifieldqa_en", "score"),
         ),
-        "English MultiFieldQA is assumed",
+        "English MultiFieldQA is assumed; needs pip install 'megasink[eval-long]'",
     ),
     Suite(
         "value-drain",
@@ -102,7 +103,8 @@ ALL = (
             ("truthfulqa_mc2", "acc"),
             ("humaneval", "pass@1,create_test"),
         ),
-        f"{_SILENT}; which ARC is not given; TQA is taken as TruthfulQA",
+        f"{_SILENT}; which ARC is not given: both, which count once in an average of nine, "
+        "by their mean; TQA is taken as TruthfulQA",
     ),
     Suite(
         "few-shot",
@@ -123,7 +125,8 @@ ALL = (
         "P1.38",
         _parts(("ruler", "4096 to 131072")),
         "13 tasks, plain mean assumed; the metrics are the lengths, in tokens of the model's "
-        "tokenizer. lm-eval makes the texts by code that downloads: --allow-download",
+        "tokenizer. lm-eval makes the texts by code that downloads: --allow-download; needs "
+        "pip install 'megasink[eval-long]'",
         {"max_seq_lengths": _RULER_LENGTHS},
     ),
     Suite(

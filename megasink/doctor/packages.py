@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 from megasink.upstream.versions import version_of
 
 # What they are for is in pyproject.toml.
-EXTRAS = ("train", "gpu", "finetune", "muon", "eval", "storage")
+EXTRAS = ("train", "gpu", "finetune", "muon", "eval", "eval-long", "storage")
 BASE = ""
 
 

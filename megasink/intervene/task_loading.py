@@ -116,6 +116,11 @@ def _load(index: Any, name: str) -> Any:
                 "add --allow-download; or evaluate once where there is a network, copy its cache "
                 f"here and set HF_DATASETS_CACHE or HF_HOME to it ({text:.200})"
             ) from error
+        if any(isinstance(e, ImportError) for e in causes):
+            raise UserError(
+                f"task {name} needs a package that is not installed ({text:.200}): those of the "
+                "suites come with pip install 'megasink[eval-long]'"
+            ) from error
         raise UserError(f"task {name} cannot be loaded: {text:.400}") from error
 
 

@@ -149,6 +149,7 @@ def test_shots(root):
         (["--tasks", OWN[0], "--interventions", "{0}/wrong.json"], ["kind 'zero-head' is unknown"]),
         (["--tasks", OWN[0], "--task-folder", "{0}/none"], ["{0}/none is not a folder"]),
         (["--tasks", "broken", "--task-folder", "{0}/broken"], ["task broken cannot be loaded"]),
+        (["--tasks", "lacking", "--task-folder", "{0}/broken"], ["megasink[eval-long]"]),
     ],
 )  # fmt: skip
 def test_bad_input_is_answered_before_the_model_loads(root, flags, phrases, capsys, monkeypatch):
@@ -158,7 +159,10 @@ def test_bad_input_is_answered_before_the_model_loads(root, flags, phrases, caps
     (root / "broken").mkdir(exist_ok=True)
     broken = "task: broken\ncustom_dataset: !function items.nothing\ntest_split: test\n"
     (root / "broken" / "broken.yaml").write_text(broken)
+    lacking = broken.replace("broken", "lacking").replace("items", "others")
+    (root / "broken" / "lacking.yaml").write_text(lacking)
     (root / "broken" / "items.py").write_text("def nothing(**_): raise ValueError('no data')")
+    (root / "broken" / "others.py").write_text("import no_such_package_at_all")
     (root / "out").mkdir(exist_ok=True)
     before = sorted(root.rglob("*"))
     capsys.readouterr()
