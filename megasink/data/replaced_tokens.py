@@ -8,7 +8,7 @@ Shapes: P positions, V ids to draw from.
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,61 +21,23 @@ if TYPE_CHECKING:  # a refused command line does not wait for numpy
     Ids = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Kind:
-    """One way to choose the new tokens.
+RANDOM = "random"
+FORMS = f"{RANDOM}, ID"
+"""What --replace-tokens-with takes, as the help shows it."""
 
-    Attributes:
-        form: what --replace-tokens-with takes, as the help shows it.
-        pattern: matches exactly what it takes.
-        description: what the new tokens are, from the value.
-        problem: (value, drawn from [V], ids of the vocabulary) -> why it is not possible, or None.
-        token: (value, drawn from [V], key) -> the token at one position; the same for the same
-            arguments. The key ends with the position.
+
+def new_token(value: str, drawn_from_V: "Ids", key: Sequence[int]) -> int:
+    """Return the token at one position; the same for the same arguments.
+
+    Args:
+        value: of --replace-tokens-with.
+        key: ends with the position.
     """
-
-    form: str
-    pattern: str
-    description: Callable[[str], str]
-    problem: "Callable[[str, Ids, int], str | None]"
-    token: "Callable[[str, Ids, Sequence[int]], int]"
-
-
-def _random(value: str, drawn_from_V: "Ids", key: Sequence[int]) -> int:
+    if value != RANDOM:
+        return int(value)
     # A hash: a generator's seeding takes a millisecond, and its numbers may change with a release.
     digest = hashlib.blake2b(",".join(map(str, key)).encode(), digest_size=8).digest()
     return int(drawn_from_V[int.from_bytes(digest, "big") % len(drawn_from_V)])
-
-
-def _none_to_draw(value: str, drawn_from_V: "Ids", size: int) -> str | None:
-    return None if len(drawn_from_V) else "every token of the vocabulary is a special one"
-
-
-def _fixed(value: str, drawn_from_V: "Ids", key: Sequence[int]) -> int:
-    return int(value)
-
-
-def _unknown(value: str, drawn_from_V: "Ids", size: int) -> str | None:
-    return None if int(value) < size else f"the vocabulary has the ids 0 to {size - 1:,}"
-
-
-KINDS = (
-    Kind("random", "random", lambda value: "random tokens", _none_to_draw, _random),
-    Kind("ID", "[0-9]{1,9}", lambda value: f"token {int(value)}", _unknown, _fixed),
-)
-FORMS = ", ".join(kind.form for kind in KINDS)
-
-
-def kind_of(value: str) -> Kind:
-    """Return the kind that a value of --replace-tokens-with selects.
-
-    Raises:
-        UserError: none takes it.
-    """
-    for kind in KINDS:
-        if re.fullmatch(kind.pattern, str(value)):
-            return kind
-    raise UserError(f"--replace-tokens-with {value}: use random, or the id of a token, from 0 on")
 
 
 def problems_of(positions: Sequence[int] | None, value: str | None) -> list[str]:
@@ -94,10 +56,8 @@ def problems_of(positions: Sequence[int] | None, value: str | None) -> list[str]
         found.append(f"{at} {' '.join(map(str, positions))}: a position is repeated")
     if value is None:
         return [*found, f"{at} without --replace-tokens-with: give one of {FORMS}"]
-    try:
-        kind_of(value)
-    except UserError as error:
-        found.append(str(error))
+    if not re.fullmatch(f"{RANDOM}|[0-9]{{1,9}}", str(value)):
+        found.append(f"--replace-tokens-with {value}: use random, or the id of a token, from 0 on")
     return found
 
 
@@ -122,7 +82,8 @@ class Replacement:
         """What is done, in words."""
         places = ", ".join(map(str, self.positions))
         noun = "position" if len(self.positions) == 1 else "positions"
-        return f"{kind_of(self.value).description(self.value)} at {noun} {places}"
+        tokens = "random tokens" if self.value == RANDOM else f"token {int(self.value)}"
+        return f"{tokens} at {noun} {places}"
 
     def at(self, length: int) -> list[int]:
         """Return the positions that a sequence of so many tokens has."""
@@ -135,10 +96,9 @@ class Replacement:
             key: names the sequence. A position has the same random token under the same seed and
                 key, whichever other positions are chosen.
         """
-        token = kind_of(self.value).token
         for position in self.at(len(sequence)):
             key_of_position = (self.seed, *key, position)
-            sequence[position] = token(self.value, self.drawn_from_V, key_of_position)
+            sequence[position] = new_token(self.value, self.drawn_from_V, key_of_position)
 
 
 def replacement(
@@ -163,6 +123,11 @@ def replacement(
     ids = range(size) if tokenizer is None else tokenizer.get_vocab().values()
     drawn_from = sorted(i for i in set(ids) - special if i < size)
     drawn_from_V = np.array(drawn_from, dtype=np.int64)
-    if problem := kind_of(value).problem(value, drawn_from_V, size):
+    problem = None
+    if value == RANDOM and not len(drawn_from_V):
+        problem = "every token of the vocabulary is a special one"
+    elif value != RANDOM and int(value) >= size:
+        problem = f"the vocabulary has the ids 0 to {size - 1:,}"
+    if problem:
         raise UserError(f"--replace-tokens-with {value}: {problem}")
     return Replacement(tuple(sorted(positions)), value, seed, drawn_from_V)
