@@ -11,7 +11,6 @@ from megasink.checkpoint.find import find_checkpoint
 from megasink.checkpoint.intact import checkpoint_path, iterations
 from megasink.commands.analyze import open_checkpoint
 from megasink.diagnostics.results import Results
-from megasink.errors import UserError
 from megasink.output_folder import results_in
 from megasink.probe import options
 from megasink.probe.ranks import Ranks, taking_part
@@ -90,13 +89,12 @@ def _analyze_all(args: argparse.Namespace, steps: list[int], ranks: Ranks) -> li
 
 def _write(root: Path, analyses: Sequence[Results], name: str, links: Sequence[str] = ()) -> None:
     """Write trace.csv, trace.png and report.html."""
+    from megasink.report.results_files import writing
     from megasink.report.trace import trace_row, write_trace
 
     different = {results.run.data_sha256 for results in analyses}
-    try:
+    with writing(root):
         write_trace([trace_row(results) for results in analyses], root, name, links)
-    except OSError as error:
-        raise UserError(f"--output {root} cannot be written: {error.strerror or error}") from error
     if len(different) > 1:
         print(
             f"megasink: warning: the analyses use {len(different)} different sets of samples "

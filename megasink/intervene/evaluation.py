@@ -9,12 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megasink.atomic import atomic_folder, atomic_text
-from megasink.errors import UserError
+from megasink.atomic import atomic_folder
 from megasink.intervene.harness import TaskResults, TaskScores
 from megasink.printable import printable
 from megasink.probe.base import ProbedModel
-from megasink.typed_json import schema_of, to_json
+from megasink.report.results_files import write_json, writing
+from megasink.typed_json import to_json
 
 FORMAT = 1
 
@@ -51,16 +51,11 @@ def write_evaluation(
     shared = {name: getattr(results, name) for name in TaskResults.__dataclass_fields__}
     del shared["samples"]
     evaluation = Evaluation(format=FORMAT, model=model.facts, batch_size=batch_size, **shared)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
+    with writing(output, kept=False):
         shutil.rmtree(output / "samples", ignore_errors=True)  # of an earlier evaluation
         if results.samples:
             _write_samples(output / "samples", results.samples)
-        schema = schema_of(Evaluation)
-        atomic_text(output / "evaluation.schema.json", json.dumps(schema, indent=1) + "\n")
-        atomic_text(output / "evaluation.json", json.dumps(to_json(evaluation), indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"--output {output} cannot be written: {error.strerror}") from error
+        write_json(output / "evaluation.json", evaluation)
     _show(evaluation)
     print(f"wrote {output}/evaluation.json and its schema{', samples/' * bool(results.samples)}")
     return evaluation

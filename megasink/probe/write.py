@@ -1,19 +1,15 @@
 """Write an analysis: numbers first, then tables, figures and the page."""
 
-import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megasink.atomic import atomic_file, atomic_text
 from megasink.diagnostics import metrics
 from megasink.diagnostics.results import Results, RunFacts
-from megasink.errors import UserError
 from megasink.printable import printable, say
 from megasink.probe.geometry import Geometry
 from megasink.probe.inputs import Sample, data_hash
@@ -22,7 +18,8 @@ from megasink.probe.measurements import Measurements
 from megasink.probe.summary import summarize
 from megasink.report.analysis_page import in_words
 from megasink.report.pages import write_report
-from megasink.typed_json import schema_of, to_json
+from megasink.report.results_files import write_arrays, write_json, writing
+from megasink.typed_json import schema_of
 
 
 def write_analysis(
@@ -36,7 +33,7 @@ def write_analysis(
 ) -> Results:
     """Write everything about one model to a folder, and print its summary; see `write_numbers`."""
     results = write_numbers(output, measurements, samples, model, options, geometry, maps)
-    with _named(output):
+    with writing(output):
         (analysis,) = write_report([output], output)
     for line in in_words(analysis):
         say(line)
@@ -86,16 +83,10 @@ def write_numbers(
     arrays["tokens"] = np.asarray([sample.tokens for sample in measurements.samples])
     arrays["source"] = np.asarray([sample.source for sample in measurements.samples])
     points = None if geometry is None else geometry.arrays
-    with _named(output):
-        output.mkdir(parents=True, exist_ok=True)
+    with writing(output):
         for name, content in (("samples", arrays), ("geometry", points), ("maps", maps)):
-            if content is None:
-                (output / f"{name}.npz").unlink(missing_ok=True)  # left by an earlier analysis
-                continue
-            with atomic_file(output / f"{name}.npz") as file:
-                np.savez_compressed(file, allow_pickle=False, **content)
-        for name, told in (("results.schema", results_schema()), ("results", to_json(results))):
-            atomic_text(output / f"{name}.json", json.dumps(told, indent=1))
+            write_arrays(output / f"{name}.npz", content)
+        write_json(output / "results.json", results, results_schema())
     return results
 
 
@@ -115,16 +106,4 @@ def results_schema() -> dict[str, Any]:
             }
             for entry in metrics().values()
         }
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-
-
-@contextmanager
-def _named(output: Path) -> Iterator[None]:
-    """Turn an OSError while writing into a UserError that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"the results cannot be written to {output} ({error.strerror or error}): free some "
-            "space and repeat the command, which then writes them without measuring again"
-        ) from error
+    return schema

@@ -1,6 +1,5 @@
 """Write a sweep: sweep.json, sweep.csv, sweep.npz, and its figures."""
 
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -8,15 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from megasink.atomic import atomic_file, atomic_text
 from megasink.definitions import SINK_EPSILON
 from megasink.diagnostics import metrics
 from megasink.diagnostics.results import SweepResults, SweepRow
 from megasink.diagnostics.sinks import EPSILONS
-from megasink.errors import UserError
 from megasink.report.csv_file import write_csv
+from megasink.report.results_files import write_arrays, write_json, writing
 from megasink.report.style import MAP, heatmap, label, panels, save, styled
-from megasink.typed_json import to_json
 
 _AXES = {"length": "tokens of the text", "copies": "copies of the first token", "bos": "BOS"}
 
@@ -32,19 +29,12 @@ def write_sweep(results: SweepResults, arrays: dict[str, Any], output: Path) -> 
         UserError: the folder cannot be written, or the disk is full.
     """
     table = [table_row(row, results.rows) for row in results.rows]
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        with atomic_file(output / "sweep.npz") as file:
-            np.savez_compressed(file, allow_pickle=False, **arrays)
+    with writing(output):
+        write_arrays(output / "sweep.npz", arrays)
         write_csv(output / "sweep.csv", list(table[0]), table)
         draw_sweep(results, output / "sweep.png")
         draw_masks(results, output / "sweep_masks.png")
-        atomic_text(output / "sweep.json", json.dumps(to_json(results), indent=1))
-    except OSError as error:
-        raise UserError(
-            f"the sweep cannot be written to {output} ({error.strerror or error}): free some "
-            "space and repeat the command, which then writes it without measuring again"
-        ) from error
+        write_json(output / "sweep.json", results)
     shown = [
         *("length", "bos", "copies", "samples", "sink_rate", "inactive_awft"),
         *("inactive_ahon_ln", "massive_ratio", "nats_per_token"),
@@ -60,7 +50,7 @@ def write_sweep(results: SweepResults, arrays: dict[str, Any], output: Path) -> 
                 f"infinite or NaN values, {row.non_finite[0]} first: left out of every average",
                 file=sys.stderr,
             )
-    print(f"wrote {output}/sweep.csv, sweep.json, sweep.npz, sweep.png, sweep_masks.png")
+    print(f"wrote {output}/sweep.json and its schema, sweep.csv, sweep.npz, sweep*.png")
 
 
 def table_row(row: SweepRow, rows: Sequence[SweepRow]) -> dict[str, Any]:

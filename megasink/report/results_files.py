@@ -1,0 +1,51 @@
+"""The files of a command's results: JSON with its schema, arrays, and one answer to a full disk."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megasink.atomic import atomic_file, atomic_text
+from megasink.errors import UserError
+from megasink.typed_json import schema_of, to_json
+
+
+@contextmanager
+def writing(output: Path, *, kept: bool = True) -> Iterator[None]:
+    """Create the folder, and turn an OSError while writing into an error that says what to do.
+
+    Args:
+        kept: whether the measurements are on disk until the results are.
+
+    Raises:
+        UserError: the folder cannot be written, or the disk is full.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        then = ", which then writes them without measuring again" * kept
+        raise UserError(
+            f"the results cannot be written to {output} ({error.strerror or error}): free some "
+            f"space and repeat the command{then}"
+        ) from error
+
+
+def write_json(path: Path, results: Any, schema: Mapping[str, Any] | None = None) -> None:
+    """Write a dataclass as JSON, after its schema, by default that of the dataclass."""
+    about = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    about |= schema_of(type(results)) if schema is None else schema
+    for file, told in ((path.with_suffix(".schema.json"), about), (path, to_json(results))):
+        atomic_text(file, json.dumps(told, indent=1))
+
+
+def write_arrays(path: Path, arrays: Mapping[str, Any] | None) -> None:
+    """Write arrays as .npz; without any, remove those of an earlier command."""
+    if arrays:
+        with atomic_file(path) as file:
+            np.savez_compressed(file, allow_pickle=False, **arrays)
+    else:
+        path.unlink(missing_ok=True)
