@@ -95,7 +95,7 @@ def _cpu_name() -> str:
 @contextmanager
 def without_platform(name: str) -> Iterator[None]:
     """Nothing but upstream's module is to see the CPU platform: it costs Python time per call."""
-    if "megasink.platform" in sys.modules and name not in UPSTREAM.values():
+    if "megasink.cpu" in sys.modules and name not in UPSTREAM.values():
         from megasink.upstream.register import suspended
 
         with suspended():

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from megasink.attention import AttentionCall, apply_gate, gate_values
 from megasink.attention.call import Arriving, Slot, Slotted
 from megasink.attention.gate_kernels import explicit, gate_kernels_named, launch
-from megasink.attention.slot_op import run_backward, slot_attention_op
+from megasink.attention.op import run_backward, slot_attention_op
 
 BANDWIDTH_SHARE, LAUNCH_SECONDS, SECTOR = 0.88, 2e-6, 32
 # Name -> bandwidth in bytes/s, rate of the plain kernel in FLOP/s.

@@ -99,10 +99,10 @@ def _megatron(
     leaves: list[Tensor], arguments: argparse.Namespace
 ) -> tuple[Callable[[], list[Tensor]], Tensor]:
     """Upstream's only attention with a sink on a CPU: S x S scores."""
-    from megasink import platform
+    from megasink import cpu
 
     warnings.filterwarnings("ignore", module="megatron")
-    platform.activate()
+    cpu.activate()
     from megatron.core import parallel_state
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType

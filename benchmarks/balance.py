@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from bench_model import SHAPE, VOCABULARY, gpt_config
 
-from megasink import platform
+from megasink import cpu
 
 WITHOUT = "without"
 CONFIGURATIONS = (WITHOUT, "statistics alone", "global", "data-parallel", "microbatch")
@@ -38,8 +38,8 @@ def build(name: str, shape: dict[str, Any], arguments: argparse.Namespace, cuda:
     from megatron.core.distributed import finalize_model_grads as upstream
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megasink.layers.builder import MegasinkGPTBuilder
-    from megasink.layers.core_attention import CoreAttention
+    from megasink.megatron.core_attention import CoreAttention
+    from megasink.megatron.model import MegasinkGPTBuilder
 
     config = gpt_config(
         arguments.sequence,
@@ -125,7 +125,7 @@ def worker(rank: int, world: int, store: str, arguments: argparse.Namespace, cud
     if not cuda:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         torch.set_num_threads(1)
-        platform.activate()
+        cpu.activate()
     from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

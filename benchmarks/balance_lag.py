@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from megasink.commands import data as data_command
-from megasink.report.compare import draw_comparison
-from megasink.report.curves import series
-from megasink.report.metrics import read_metrics
-from megasink.train.launch import launch
+from megasink.analysis.pages.compare import draw_comparison
+from megasink.analysis.pages.curves import series
+from megasink.analysis.pages.metrics import read_metrics
+from megasink.cli import data as data_command
+from megasink.training.launch import launch
 
 VOCABULARY = 2048
 FLAGS = """

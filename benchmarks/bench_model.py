@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from megasink import platform
-from megasink.process import prepare_process
+from megasink import cpu
+from megasink.upstream.process import prepare_process
 
 SHAPE = {"num_layers": 6, "hidden_size": 256, "num_attention_heads": 8}
 VOCABULARY = 4096
@@ -23,9 +23,9 @@ def gpt_config(sequence: int, *, vocabulary: int = VOCABULARY, **options: Any) -
         vocabulary: number of tokens.
         options: of MegasinkTransformerConfig, its shape among them.
     """
-    from megasink.layers.builder import MegasinkGPTConfig
-    from megasink.layers.transformer_config import MegasinkTransformerConfig
     from megasink.megatron import layer_spec
+    from megasink.megatron.config import MegasinkTransformerConfig
+    from megasink.megatron.model import MegasinkGPTConfig
 
     transformer = MegasinkTransformerConfig(
         transformer_impl="local",
@@ -52,7 +52,7 @@ def one_process(threads: int, device: str = "cpu") -> None:
     """Make this process the only rank, on the CPU platform or on the first GPU."""
     torch.set_num_threads(threads)
     if device == "cpu":
-        platform.activate()
+        cpu.activate()
     else:
         prepare_process([])
         torch.cuda.set_device(0)

@@ -51,9 +51,9 @@ _CUT |= {"softmax_offset": 0}
 
 def write_run(folder: Path) -> None:
     """A run folder with the checkpoint."""
-    from megasink import platform
+    from megasink import cpu
 
-    platform.activate()
+    cpu.activate()
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
@@ -181,7 +181,7 @@ def child(what: str, source: Path, output: Path) -> None:
             to_hf.export(found, output, say=silent)
             seconds = time.perf_counter() - start
     else:
-        from megasink.process import prepare_process
+        from megasink.upstream.process import prepare_process
 
         prepare_process(["--cpu"])
         from megasink.convert import from_hf

@@ -21,9 +21,9 @@ def facts() -> dict[str, Any]:
     """
     import torch
 
-    from megasink import platform
+    from megasink import cpu
 
-    present = platform.cuda_present()
+    present = cpu.cuda_present()
     devices = [
         {
             "name": torch.cuda.get_device_name(index),
@@ -36,7 +36,7 @@ def facts() -> dict[str, Any]:
         "commit": _output("git", "rev-parse", "HEAD"),
         "changes": _output("git", "status", "--short", "--untracked-files=no"),
         "devices": devices,
-        "no_device": None if present else platform.unusable_gpu() or "there is no CUDA device",
+        "no_device": None if present else cpu.unusable_gpu() or "there is no CUDA device",
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "cuda": torch.version.cuda,
         "versions": {name: version for name in PACKAGES if (version := version_of(name))},

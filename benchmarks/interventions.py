@@ -18,7 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megasink import intervening
-from megasink.intervene import DrainFirstValue, DynamicZeroing, ZeroHeads, all_heads
+from megasink.analysis.interventions import DrainFirstValue, DynamicZeroing, ZeroHeads, all_heads
 
 CASES: dict[str, list[Any]] = {
     "empty": [],

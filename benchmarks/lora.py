@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from balance import measure, stepper
 
-from megasink import platform
+from megasink import cpu
 
 SHAPE = {"num_layers": 6, "hidden_size": 512, "num_attention_heads": 8}
 LORA = {"lora_rank": 16, "lora_alpha": 16.0}
@@ -40,7 +40,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
-    platform.activate()
+    cpu.activate()
     from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

@@ -29,7 +29,7 @@ class Trainer:
     """A model, its optimizer and an observer that writes into a folder."""
 
     def __init__(self, folder: Path, sequence: int):
-        from megasink.train import observer
+        from megasink.training import observer
 
         self.options = {"attention_variant": "sink", "head_balance_coeff": 1e-4}
         self.model = step_time.build(self.options, sequence)

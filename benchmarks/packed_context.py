@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from bench_model import SHAPE, VOCABULARY, gpt_config
 
-from megasink import platform
-from megasink.layers.context_parallel import own_chunks
+from megasink import cpu
+from megasink.megatron.context_parallel import own_chunks
 
 ALONE, KINDS = "one rank", ("all_gather", "a2a")
 
@@ -39,8 +39,8 @@ def stepper(name: str, row: list[int]) -> Callable[[], float]:
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megasink.layers.builder import MegasinkGPTBuilder
-    from megasink.layers.documents import PackedRow, row_of_documents
+    from megasink.megatron.documents import PackedRow, row_of_documents
+    from megasink.megatron.model import MegasinkGPTBuilder
 
     groups = ProcessGroupCollection.use_mpu_process_groups()
     if name == ALONE:
@@ -77,7 +77,7 @@ def stepper(name: str, row: list[int]) -> Callable[[], float]:
 def rank_of_two(rank: int, store: str, arguments: argparse.Namespace) -> None:
     """Measure; rank 0 prints the table."""
     torch.set_num_threads(1)
-    platform.activate()
+    cpu.activate()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

@@ -103,8 +103,8 @@ def eager_scores(eager: Any, ids: Tensor) -> list[dict[str, Tensor]]:
 @torch.no_grad()
 def measure(what: str, repeats: int) -> float:
     """Seconds of one route."""
-    from megasink.probe.recorder import Recorder
-    from megasink.probe.transformers_model import TransformersProbe
+    from megasink.analysis.capture.recorder import Recorder
+    from megasink.analysis.capture.transformers_model import TransformersProbe
 
     ids = torch.randint(SHAPE["vocab_size"], (1, TOKENS))
     if what == "plain":
@@ -128,7 +128,7 @@ def measure(what: str, repeats: int) -> float:
 
 def long_layer() -> float:
     """CPU seconds for the statistics of one layer's eight heads at S = 32768."""
-    from megasink.diagnostics.weights import weight_statistics
+    from megasink.analysis.metrics.weights import weight_statistics
 
     query = torch.randn(1, 8, LONG, 96)
     key = torch.randn(1, 8, LONG, 96)
@@ -139,8 +139,8 @@ def long_layer() -> float:
 
 def agree() -> None:
     """Refuse to compare two routes that do not give the same numbers."""
-    from megasink.probe.recorder import Recorder
-    from megasink.probe.transformers_model import TransformersProbe
+    from megasink.analysis.capture.recorder import Recorder
+    from megasink.analysis.capture.transformers_model import TransformersProbe
 
     eager = model("eager")
     ids = torch.randint(SHAPE["vocab_size"], (1, 256))

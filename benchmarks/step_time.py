@@ -41,7 +41,7 @@ def build(options: dict[str, object], sequence: int, device: str) -> torch.nn.Mo
     """A GPT of the device's shape, on one process."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megasink.layers.builder import MegasinkGPTBuilder
+    from megasink.megatron.model import MegasinkGPTBuilder
 
     if device == "cpu":
         config = gpt_config(sequence, **SHAPE, **options, use_cpu_initialization=True)

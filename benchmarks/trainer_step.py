@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megasink import platform
+from megasink import cpu
 
 LAYERS, WIDTH, HEADS, FFN, VOCABULARY = 6, 512, 8, 1376, 4096
 LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.95), 0.1, 1.0
@@ -200,7 +200,7 @@ def race(arguments: argparse.Namespace) -> Race:
     """Train in this process, with the loop beside it."""
     from megatron.training import training
 
-    from megasink.train.pretrain import pretrain
+    from megasink.training.pretrain import pretrain
 
     name, flags = arguments.configuration, CONFIGURATIONS[arguments.configuration]
     found = Race(training.train_step, arguments.sequence, arguments.microbatches, name)
@@ -237,7 +237,7 @@ def main() -> None:
     os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0")
     os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1")
     torch.set_num_threads(1)
-    platform.activate()
+    cpu.activate()
     found = race(arguments)
     blocks = range(BLOCK * WARM, len(found.trainer), BLOCK)
     of_bare = [sum(found.bare[at : at + BLOCK]) for at in blocks]

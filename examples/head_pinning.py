@@ -18,12 +18,12 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megasink.analysis.folder import read_analysis
+from megasink.analysis.pages.heatmap import importance_pictures
 from megasink.balance.shared_heads import choose_shared_heads
-from megasink.checkpoint.find import newest_checkpoint
-from megasink.data.trigger_language import TriggerLanguage, texts_of
+from megasink.checkpoints.find import newest_checkpoint
+from megasink.cli.trigger_language import TriggerLanguage, texts_of
 from megasink.finetune.steps import Step
-from megasink.report.analysis import read_analysis
-from megasink.report.heatmap import importance_pictures
 
 # Of a document, which a BOS and an EOD enclose.
 LENGTH = 62

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 if not (gpu := torch.cuda.is_available()):
-    from megasink import platform
+    from megasink import cpu
 
-    platform.activate()  # Megatron on a CPU: before its first import
+    cpu.activate()  # Megatron on a CPU: before its first import
 
 from megatron.core import distributed
 from megatron.core import parallel_state as mpu
@@ -28,8 +28,8 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from megasink.layers.init import initialize_weights
 from megasink.megatron import HeadBalance, layer_spec  # (1)
+from megasink.megatron.init import initialize_weights
 
 VOCABULARY, SEQUENCE, MICROBATCH, MICROBATCHES, SEED = 64, 64, 4, 4, 1234
 Batch = dict[str, torch.Tensor]

@@ -38,7 +38,7 @@ if [[ -z $RANKS_PER_NODE ]]; then
   esac
 fi
 torchrun=torch.distributed.run
-[[ $nnodes -gt 1 ]] && torchrun=megasink.train.meeting # the same, and says for whom a host waits
+[[ $nnodes -gt 1 ]] && torchrun=megasink.training.meeting # the same, and says for whom a host waits
 launch=("$python" -m "$torchrun" --nnodes "$nnodes" --nproc-per-node "$RANKS_PER_NODE"
         --max-restarts "${MAX_RESTARTS:-0}"
         "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
@@ -53,7 +53,7 @@ if [[ $nnodes -gt 1 ]]; then
   fi
   : "${MASTER_ADDR:?set MASTER_ADDR to the name of the first node}"
   # torchrun would ask what the host's own name resolves to, often a loopback address.
-  address=$("$python" -m megasink.train.network "$MASTER_ADDR")
+  address=$("$python" -m megasink.training.network "$MASTER_ADDR")
   launch+=(--rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}"
            --rdzv-id "${SLURM_JOB_ID:-megasink}"
            --local-addr "${address% *}" --rdzv-conf "is_host=${address#* }")
@@ -92,7 +92,7 @@ def flags():
 
 
 if __name__ == "__main__":
-    from megasink.train.pretrain import main
+    from megasink.training.pretrain import main
 
     sys.exit(main(flags()))
 

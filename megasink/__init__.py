@@ -6,13 +6,11 @@ Commands are `megasink COMMAND`.
 
 from typing import TYPE_CHECKING, Any
 
-from megasink.api import NAMES
-
 if TYPE_CHECKING:
-    from megasink.api.analysis import Analysis, MetricValues, Plot, read_analysis
-    from megasink.api.analyze import analyze
-    from megasink.api.models import convert_to_hf, load_model, load_run
-    from megasink.intervene.python import (
+    from megasink.analysis.api.analysis import Analysis, MetricValues, Plot, read_analysis
+    from megasink.analysis.api.analyze import analyze
+    from megasink.analysis.api.models import convert_to_hf, load_model, load_run
+    from megasink.analysis.interventions.python import (
         drain_first_value,
         dynamic_zeroing,
         intervening,
@@ -22,6 +20,25 @@ if TYPE_CHECKING:
     from megasink.transformers import HeadBalance, HeadBalanceCallback
 
 __version__: str
+NAMES = {
+    "Analysis": "megasink.analysis.api.analysis",
+    "HeadBalance": "megasink.transformers",
+    "HeadBalanceCallback": "megasink.transformers",
+    "MetricValues": "megasink.analysis.api.analysis",
+    "Plot": "megasink.analysis.api.analysis",
+    "analyze": "megasink.analysis.api.analyze",
+    "convert_to_hf": "megasink.analysis.api.models",
+    "drain_first_value": "megasink.analysis.interventions.python",
+    "dynamic_zeroing": "megasink.analysis.interventions.python",
+    "intervening": "megasink.analysis.interventions.python",
+    "load_model": "megasink.analysis.api.models",
+    "load_run": "megasink.analysis.api.models",
+    "read_analysis": "megasink.analysis.api.analysis",
+    "steer_gates": "megasink.analysis.interventions.python",
+    "zero_heads": "megasink.analysis.interventions.python",
+}
+"""Public name -> the module that has it; imported when the name is first used."""
+
 __all__ = [
     "Analysis",
     "HeadBalance",

@@ -7,8 +7,8 @@ They are dataclasses. Megatron's ArgumentGroupFactory turns each field into a fl
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from megasink.variants import variants
-from megasink.variants.layers import layer_pattern
+from megasink.attention.variants import variants
+from megasink.attention.variants.layers import layer_pattern
 
 FixedValue = Literal["none", "unit", "uniform"]
 Similarity = Literal["softmax", "sigmoid", "elu-plus-one", "elu-kernel", "identity", "mlp"]
@@ -43,7 +43,7 @@ class AttentionOptions:
     attention_variant: str = field(
         default="sink", metadata={"argparse_meta": {"type": str}, "records": variants}
     )
-    """What to add to softmax attention: the name of a record in megasink.variants."""
+    """What to add to softmax attention: the name of a record in megasink.attention.variants."""
 
     attention_variant_layers: list[int] | str | None = field(
         default=None,

@@ -1,8 +1,8 @@
 """Modules of a user's own that register variants, metrics and conversion targets.
 
-A plugin is a module whose import calls `register` of `megasink.variants` or of
-`megasink.convert.targets`, or decorates with `megasink.diagnostics.metric` (CONTRIBUTING.md). It is
-named by ``--plugin MODULE`` on the command line, or by an entry point in the group
+A plugin is a module whose import calls `register` of `megasink.attention.variants` or of
+`megasink.convert.targets`, or decorates with `megasink.analysis.metrics.metric` (CONTRIBUTING.md).
+It is named by ``--plugin MODULE`` on the command line, or by an entry point in the group
 ``megasink.plugins`` of an installed package, and imported before a command reads its flags, by
 every rank. Only its user chooses it: nothing in a run, model or dataset folder is imported.
 """
@@ -133,9 +133,9 @@ def _load(module: str, source: str, list_names: bool) -> None:
 
 def _registered() -> dict[str, Collection[str]]:
     """Return {kind: names} of everything that is registered now."""
-    from megasink import variants
+    from megasink.analysis.metrics import metrics
+    from megasink.attention import variants
     from megasink.convert.targets import TARGETS
-    from megasink.diagnostics import metrics
 
     return {"variant": variants.names(), "metric": list(metrics()), "target": list(TARGETS)}
 

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 from unittest import mock
 
-from megasink.train import early
+from megasink.training import early
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docker" / "README.md"]
@@ -45,7 +45,7 @@ _NOTE = r"""#!/bin/bash
 """
 # The address of this host, and whether the ranks meet here.
 _PYTHON = r"""#!/bin/bash
-[[ $2 == megasink.train.network ]] && echo 10.0.0.1 1 && exit
+[[ $2 == megasink.training.network ]] && echo 10.0.0.1 1 && exit
 """
 _SRUN = r"""#!/bin/bash
 while [[ $1 == --* ]]; do
@@ -203,7 +203,7 @@ def megasink_call(call: Call) -> tuple[list[str], int] | None:
         return words, ranks
     if call.program == "python" and words[:2] in (
         ["-m", "torch.distributed.run"],
-        ["-m", "megasink.train.meeting"],
+        ["-m", "megasink.training.meeting"],
     ):
         words = words[2:]
     elif call.program != "torchrun":

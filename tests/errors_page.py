@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 from megasink.cli import COMMANDS, main
+from tests.analysis.capture.tiny_models import save_with_tokenizer
 from tests.mistakes import ANALYZE, DATA, MISTAKES, TRAIN
-from tests.probe.tiny_models import save_with_tokenizer
 
 PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
 BEGIN = "<!-- the answers: python -m tests.errors_page -->\n"

@@ -222,7 +222,7 @@ def _import_everything() -> None:
     import pkgutil
 
     import megasink
-    from megasink.process import prepare_process
+    from megasink.upstream.process import prepare_process
 
     prepare_process([])
     found = pkgutil.walk_packages(megasink.__path__, "megasink.")
@@ -248,7 +248,7 @@ def _remember_docstrings() -> None:
     all the rest of it."""
     from megatron.training.argument_utils import ArgumentGroupFactory
 
-    from megasink.parser import parse_apart
+    from megasink.megatron.arguments import parse_apart
 
     texts = ArgumentGroupFactory._get_field_docstrings
     known: dict[type, dict[str, str]] = {}

@@ -9,9 +9,9 @@ import pytest
 
 import megasink
 from megasink import messages, plugins
-from megasink.hollow.events import Event, _stack
 from megasink.plan import collectives
-from megasink.train import endings
+from megasink.plan.hollow.events import Event, _stack
+from megasink.training import endings
 
 # A folder that every search for a name in a path would take for one of them.
 FOLDER = "/home/megasink/balance/hollow/plan/megatron/tensorboard/site-packages"
@@ -28,7 +28,7 @@ def call_from(module, function):
     ("module", "purpose"),
     [
         ("megasink.balance.reduce", collectives.BALANCE),
-        ("megasink.layers.head_sum", "megasink"),
+        ("megasink.megatron.head_sum", "megasink"),
         ("megasink.plan.rank", "other"),
         ("megatron.core.utils", "Megatron"),
         ("tests.plan.tasks", "other"),

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 import yaml
 
-from megasink.train import early
+from megasink.training import early
 from tests.documented import EXAMPLE, ROOT, refuse
 
 SLURM = ROOT / "examples" / "slurm.sh"

@@ -10,11 +10,11 @@ import pytest
 
 import megasink
 from megasink import cli
+from megasink.cli.convert_from_hf import train_line
 from megasink.command_line import CommandParser
-from megasink.commands.convert_from_hf import train_line
 from megasink.finetune.settings import parser as finetune_parser
-from megasink.train import early
-from megasink.train.checks.schedule import set_decay
+from megasink.training import early
+from megasink.training.checks.schedule import set_decay
 from tests.documented import (
     EXAMPLE,
     IMPORTED,
@@ -111,7 +111,7 @@ def data(tmp_path_factory):
 
 
 def test_the_lines_that_train_are_accepted(data):
-    """Before Megatron is imported; tests/train/test_checks.py asks the ranks too."""
+    """Before Megatron is imported; tests/training/test_checks.py asks the ranks too."""
     lines = train_lines(data / "text", data)
     assert sum(str(EXAMPLE.name) in shown(call) for call in calls()) >= 6
     assert len(lines) >= 9

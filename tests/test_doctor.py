@@ -10,9 +10,9 @@ import torch
 from packaging.requirements import Requirement
 
 from megasink import cli
-from megasink.commands import doctor
-from megasink.doctor import self_test
-from megasink.doctor.packages import BASE, packages
+from megasink.cli import doctor
+from megasink.cli.installation import self_test
+from megasink.cli.installation.packages import BASE, packages
 from tests.test_packaging import project, requirements
 
 
@@ -70,7 +70,7 @@ def test_json_is_one_object_of_the_same(capsys):
 def test_what_does_not_fit_fails_with_the_line_that_mends_it(
     capsys, monkeypatch, package, version, problem
 ):
-    from megasink.doctor import packages as module
+    from megasink.cli.installation import packages as module
 
     real = module.version_of
 
@@ -87,7 +87,7 @@ def test_what_does_not_fit_fails_with_the_line_that_mends_it(
 
 
 def test_an_extra_that_is_absent_is_no_failure(monkeypatch, capsys):
-    from megasink.doctor import packages as module
+    from megasink.cli.installation import packages as module
 
     real = module.version_of
     monkeypatch.setattr(module, "version_of", lambda n: None if n == "boto3" else real(n))

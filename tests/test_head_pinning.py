@@ -3,9 +3,9 @@
 import pytest
 
 from examples import head_pinning
+from megasink.cli.trigger_language import LETTERS
 from megasink.data.tokenizer import load_tokenizer
-from megasink.data.trigger_language import LETTERS
-from megasink.train import early
+from megasink.training import early
 
 
 @pytest.fixture(scope="module")

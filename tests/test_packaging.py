@@ -23,7 +23,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 from setuptools import find_packages
 
-from megasink.doctor.packages import EXTRAS
+from megasink.cli.installation.packages import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 DOCKERFILES = ("Dockerfile", "Dockerfile.cpu")
@@ -121,7 +121,7 @@ def test_entry_point_exists():
     ((name, target),) = project()["project"]["scripts"].items()
     module, function = target.split(":")
     assert name == "megasink"
-    path = ROOT / (module.replace(".", "/") + ".py")
+    path = ROOT / module.replace(".", "/") / "__init__.py"
     definitions = [n.name for n in ast.parse(path.read_text()).body if hasattr(n, "name")]
     assert function in definitions
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megasink import cli, plugins
-from megasink.checkpoint.saved_arguments import read_arguments
+from megasink.checkpoints.saved_arguments import read_arguments
 from megasink.convert.targets import TARGETS
 from megasink.errors import UserError
 
@@ -125,7 +125,7 @@ def test_every_command_that_meets_a_registry_has_the_flag(command, capsys):
 
 
 @pytest.mark.parametrize(
-    "start", [["-m", "megasink.train"], [str(ROOT / "examples" / "pretrain_gpt_sink.sh")]]
+    "start", [["-m", "megasink.training"], [str(ROOT / "examples" / "pretrain_gpt_sink.sh")]]
 )
 def test_every_rank_imports_it_from_the_current_directory(tmp_path, start):
     (tmp_path / "broken.py").write_text("assert not 'reached'")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.browser import CHROMIUM, seen
+from tests.analysis.pages.browser import CHROMIUM, seen
 
 ROOT = Path(__file__).parents[1]
 
@@ -64,7 +64,7 @@ def test_pages_outside_of_docs_are_linked_within_the_site(site):
     home = (site / "index.html").read_text()
     for page in ("contributing.html", "docker.html", "maths.html", "demo.png"):
         assert f'"{page}"' in home, page
-    assert "../tests/hollow/allowed.py" not in (site / "gpu.html").read_text()
+    assert "../tests/plan/hollow/allowed.py" not in (site / "gpu.html").read_text()
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs MEGASINK_TEST_CHROMIUM")

@@ -6,7 +6,7 @@ import pytest
 
 from tests.forkserver import ROOT, server
 from tests.runs import steps
-from tests.train.test_end_to_end import FLAGS
+from tests.training.test_end_to_end import FLAGS
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
     megasink("data", docs, "--output", text, "--train-tokenizer", "400", "--workers", "1")
     megasink("train", "--run-dir", folder / "run", *FLAGS, *layout, *source)
     megasink("convert-to-hf", folder / "run", folder / "hf", "--cpu")
-    for name, module in (("run", "megasink"), ("hf", "tests.probe.without_figures")):
+    for name, module in (("run", "megasink"), ("hf", "tests.analysis.capture.without_figures")):
         page = ["--output", folder / f"{name}-page"]
         megasink("analyze", folder / name, *samples, *page, module=module)
     return folder
@@ -52,6 +52,6 @@ def test_the_exported_model_is_the_trained_one(folder):
 
 
 def test_the_same_from_python(folder):
-    done = server().run(["tests.api.of_run", str(folder)])
+    done = server().run(["tests.analysis.api.of_run", str(folder)])
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1].startswith("<Analysis of run: 4 samples, ")

@@ -23,7 +23,7 @@ def starts_ranks(file: Path) -> bool:
     source = file.read_text()
     tests = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
     asked = {argument.arg for test in tests for argument in test.args.args}
-    started = ("--ranks", "--nproc-per-node", "pretrain_gpt_sink.sh", "tests.train.hosts")
+    started = ("--ranks", "--nproc-per-node", "pretrain_gpt_sink.sh", "tests.training.hosts")
     return bool(asked & {"pool", "four"}) or any(word in source for word in started)
 
 
@@ -48,7 +48,7 @@ def test_every_test_of_ranks_and_devices_stands_behind_a_feature():
     named = {path(name) for _, name in NAMED}
     rooms = ("distributed", "hollow", "gpu")
     files = {file for room in rooms for file in (ROOT / "tests" / room).glob("test_*.py")}
-    harness = {path("distributed/pool"), path("hollow/room")}
+    harness = {path("distributed/pool"), path("plan/hollow/room")}
     assert files - named - harness == set()
 
 

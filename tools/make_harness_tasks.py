@@ -13,7 +13,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parents[1] / "megasink" / "intervene" / "tasks"
+FOLDER = Path(__file__).resolve().parents[1] / "megasink" / "analysis" / "evaluate" / "tasks"
 ITEMS, TEXTS, SEED = 300, 60, 1234
 _LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "encodings"}
 # A plain sentence: no code, tables or examples.

@@ -22,8 +22,8 @@ from scipy.stats import rankdata
 from examples.real_models.texts import MEASURED
 from examples.real_models.wheels import FOLDER, told
 from examples.real_models.zeroing import RESULTS
+from megasink.analysis.metrics import metrics
 from megasink.atomic import atomic_text
-from megasink.diagnostics import metrics
 from megasink.errors import UserError
 
 Floats = NDArray[np.float64]

@@ -22,10 +22,10 @@ import megasink
 from examples.real_models.texts import MEASURED, read_texts
 from examples.real_models.wheels import FOLDER, told
 from examples.real_models.zeroing import TOKENS, losses, samples_of
+from megasink.analysis.capture.identity import weights_hash
+from megasink.analysis.capture.inputs import data_hash
 from megasink.atomic import atomic_text
-from megasink.probe.blocks import blocks_with_attention
-from megasink.probe.identity import weights_hash
-from megasink.probe.inputs import data_hash
+from megasink.transformers.blocks import blocks_with_attention
 
 SIX = ("awft", "aeqd", "ftvvn", "avvn", "lthon", "ahon")
 """P3's scores; each also divided by its layer's mean (LN), which makes twelve."""

@@ -18,13 +18,13 @@ from examples.replicate.languages import RetrievalLanguage, write_retrieval
 from examples.replicate.own_program import OwnProgram
 from examples.replicate.record import Run
 from examples.replicate.retrieval import retrieval
+from megasink.analysis.pages.curves import series
+from megasink.analysis.pages.metrics import read_metrics
 from megasink.atomic import atomic_text
-from megasink.checkpoint.find import newest_checkpoint
-from megasink.data.trigger_language import AROUND
+from megasink.checkpoints.find import newest_checkpoint
+from megasink.cli.trigger_language import AROUND
 from megasink.finetune.steps import Step
-from megasink.process import prepare_quietly
-from megasink.report.curves import series
-from megasink.report.metrics import read_metrics
+from megasink.upstream.process import prepare_quietly
 
 VARIANTS = ("vanilla", "sink", "gated")
 SEEDS = (1, 2, 3)

@@ -29,7 +29,7 @@ from typing import NamedTuple
 from examples.replicate.debian_package import files_of
 from examples.replicate.html_text import text_of_html
 from megasink.atomic import atomic_file, atomic_text
-from megasink.commands.data import main as data
+from megasink.cli.data import main as data
 from megasink.data.corpus import Corpus
 from megasink.data.tokenizer import load_tokenizer, train_tokenizer
 from megasink.errors import ConfigError, UserError

@@ -14,8 +14,8 @@ import numpy as np
 from examples.replicate.grid.bands import Band
 from examples.replicate.grid.cell_figures import draw_bands, draw_numbers
 from examples.replicate.record import Curve, Result
-from megasink.report.heatmap import importance_pictures
-from megasink.report.style import rendered, short, styled
+from megasink.analysis.pages.heatmap import importance_pictures
+from megasink.analysis.pages.style import rendered, short, styled
 from megasink.typed_json import to_json
 
 SOURCE = b"Source"

@@ -15,19 +15,19 @@ from typing import Any
 
 from rich.console import Console
 
+from megasink.analysis.capture import options
+from megasink.analysis.capture.base import ProbedModel
+from megasink.analysis.capture.inputs import Sample
+from megasink.analysis.capture.ranks import Ranks
+from megasink.analysis.capture.recorder import Recorder
+from megasink.analysis.capture.run import run
+from megasink.analysis.capture.samples import model_samples
+from megasink.analysis.interventions.record import changes_of
+from megasink.analysis.interventions.zero_heads import ZeroHeads
 from megasink.atomic import atomic_text
-from megasink.checkpoint.find import is_run
-from megasink.commands.analyze import measure_model
-from megasink.intervene.record import changes_of
-from megasink.intervene.zero_heads import ZeroHeads
+from megasink.checkpoints.find import is_run
+from megasink.cli.analyze import measure_model
 from megasink.json_file import read_object
-from megasink.probe import options
-from megasink.probe.base import ProbedModel
-from megasink.probe.inputs import Sample
-from megasink.probe.ranks import Ranks
-from megasink.probe.recorder import Recorder
-from megasink.probe.run import run
-from megasink.probe.samples import model_samples
 from megasink.progress import tracked
 
 FILE = "first_layer.json"

@@ -1,6 +1,6 @@
 """Synthetic languages of letters, in which attention sinks and retrieval form within minutes.
 
-The language of trigger letters is `megasink.data.trigger_language`. `RetrievalLanguage` has the
+The language of trigger letters is `megasink.cli.trigger_language`. `RetrievalLanguage` has the
 same kind of chain as filler, with pairs of a key and its value, and keys that return later and must
 be followed by their value (P1.37, P1.38 in small); the tokenizer is the same.
 
@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from megasink.atomic import atomic_text
-from megasink.commands.data import main as data
-from megasink.data.trigger_language import (
+from megasink.cli.data import main as data
+from megasink.cli.trigger_language import (
     Floats,
     Ids,
     TriggerLanguage,

@@ -18,8 +18,8 @@ from typing import Any
 
 from examples.replicate.grid.file import Cell, read_grid
 from examples.replicate.programs import PROGRAMS
-from megasink import flag_file
 from megasink.errors import ConfigError, UserError, unknown_name
+from megasink.training import flag_file
 
 KEYS = ("cells", "metrics", "measure")
 PLACES = ("run", "runs", "measured")

@@ -19,13 +19,13 @@ from examples.replicate.grid.start import fork_server
 from examples.replicate.measures import MeasuresFile, filled
 from examples.replicate.programs import PROGRAMS
 from examples.replicate.record import Run
+from megasink.analysis.metrics import metrics_shown
+from megasink.analysis.pages.metrics import read_metrics
 from megasink.atomic import atomic_text
-from megasink.checkpoint.find import find_checkpoint
-from megasink.diagnostics import metrics_shown
+from megasink.checkpoints.find import find_checkpoint
 from megasink.errors import ConfigError, UserError
 from megasink.json_file import read_object
 from megasink.progress import progress
-from megasink.report.metrics import read_metrics
 
 _TICK = 0.1  # seconds
 
@@ -149,7 +149,7 @@ def _measure(one: Measuring, threads: int) -> None:
     os.dup2(log, 2)
     import torch
 
-    from megasink.train.guard import guard
+    from megasink.training.guard import guard
 
     guard.start()  # it ends with the process that started it
     torch.set_num_threads(threads)

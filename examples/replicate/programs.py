@@ -8,12 +8,12 @@ import numpy as np
 
 from examples.replicate import cone, first_layer
 from megasink import cli
-from megasink.commands.ablate_options import SCORES
-from megasink.diagnostics import metrics_shown
-from megasink.diagnostics.ablation import ALL, RANDOM, AblationResults
-from megasink.diagnostics.results import scalars_of
+from megasink.analysis.ablate.results import ALL, RANDOM, AblationResults
+from megasink.analysis.folder import read_analysis
+from megasink.analysis.metrics import metrics_shown
+from megasink.analysis.results import scalars_of
+from megasink.cli.ablate_options import SCORES
 from megasink.json_file import read_object
-from megasink.report.analysis import read_analysis
 from megasink.typed_json import from_json
 
 CONE = ("cone_alpha", "cone_r2", "cone_tau", "norm_first_over_later", "square_sum_last")

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from examples.replicate.languages import RetrievalLanguage
-from megasink.data.trigger_language import LETTERS
+from megasink.cli.trigger_language import LETTERS
 from megasink.errors import UserError
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -56,14 +56,14 @@ def retrieval(
     Args:
         run: trained on this language, with the tokenizer of `write_tokenizer`.
         lengths: letters of the documents.
-        yarn: see `megasink.checkpoint.load.load_model`.
+        yarn: see `megasink.checkpoints.load.load_model`.
         documents: for each length and depth; the same for every run, by `seed`.
         pairs: planted in a document.
 
     Raises:
         UserError: a length exceeds the positions of the model, or as `load_model`.
     """
-    from megasink.checkpoint.load import load_model, single_process
+    from megasink.checkpoints.load import load_model, single_process
 
     with single_process():
         model, tokenizer, args, _ = load_model(run, yarn=yarn)

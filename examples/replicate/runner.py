@@ -24,13 +24,13 @@ from examples.replicate.grid import command as grid
 from examples.replicate.grid.hardware import cores, hardware
 from examples.replicate.grid.results import read_record
 from examples.replicate.words import sentence, spread_text
+from megasink.analysis.folder import read_analysis
 from megasink.atomic import atomic_text
-from megasink.checkpoint.intact import checkpoint_path, iterations
+from megasink.checkpoints.intact import checkpoint_path, iterations
 from megasink.command_line import CommandParser
 from megasink.errors import UserError
 from megasink.json_file import read_object
-from megasink.report.analysis import read_analysis
-from megasink.train.run_dir import LIVE
+from megasink.training.run_dir import LIVE
 from megasink.upstream.versions import versions
 
 

@@ -1,38 +1,38 @@
 """Attention with exact gradients through its log-sum-exp and gates. Depends only on torch.
 
-The definitions, biases, similarities and derivatives are imported when they are first used.
+Names are imported when they are first used: options and flags are read before torch is loaded, and
+name the variants.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from megasink.attention.backends import (
-    AttentionRequest,
-    Backend,
-    Choice,
-    backend_names,
-    choose_backend,
-    register_backend,
-)
-from megasink.attention.call import (
-    VARIANTS,
-    AttentionCall,
-    AttentionOutput,
-    BackwardTensors,
-    Gradients,
-)
-from megasink.attention.functional import attention, slot_attention
-from megasink.attention.gate_kernels import choose_gate_kernels
-from megasink.attention.lse_statistics import first_key_gate, first_key_share, gate_sum
-
 if TYPE_CHECKING:
     from megasink.attention.biases import biased_attention
+    from megasink.attention.call import (
+        VARIANTS,
+        AttentionCall,
+        AttentionOutput,
+        BackwardTensors,
+        Gradients,
+    )
     from megasink.attention.explicit_gate import (
         apply_gate,
         gate_values,
         head_rms_norm,
         mean_over_heads,
     )
+    from megasink.attention.functional import attention, slot_attention
     from megasink.attention.gate_derivatives import gate_bias_gradient, gate_slope
+    from megasink.attention.gate_kernels import choose_gate_kernels
+    from megasink.attention.kernels import (
+        AttentionRequest,
+        Backend,
+        Choice,
+        backend_names,
+        choose_backend,
+        register_backend,
+    )
+    from megasink.attention.lse_statistics import first_key_gate, first_key_share, gate_sum
     from megasink.attention.reference import (
         SIMILARITIES,
         reference_attention,
@@ -88,7 +88,15 @@ __all__ = [
 ]
 
 # {module: what is imported from it when it is first used}
-_LATER = {
+_MODULES: dict[str, tuple[str, ...]] = {
+    "call": ("VARIANTS", "AttentionCall", "AttentionOutput", "BackwardTensors", "Gradients"),
+    "functional": ("attention", "slot_attention"),
+    "gate_kernels": ("choose_gate_kernels",),
+    "kernels": (
+        *("AttentionRequest", "Backend", "Choice", "backend_names", "choose_backend"),
+        "register_backend",
+    ),
+    "lse_statistics": ("first_key_gate", "first_key_share", "gate_sum"),
     "biases": ("biased_attention",),
     "explicit_gate": ("apply_gate", "gate_values", "head_rms_norm", "mean_over_heads"),
     "gate_derivatives": ("gate_bias_gradient", "gate_slope"),
@@ -100,7 +108,7 @@ _LATER = {
 def __getattr__(name: str) -> Any:
     import importlib
 
-    for module, names in _LATER.items():
+    for module, names in _MODULES.items():
         if name in names:
             return getattr(importlib.import_module(f"megasink.attention.{module}"), name)
     raise AttributeError(f"module 'megasink.attention' has no attribute {name!r}")

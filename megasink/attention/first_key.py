@@ -12,10 +12,10 @@ dim.
 import torch
 from torch import Tensor
 
-from megasink.attention.backends import Backend
-from megasink.attention.block_masks import backward_blocks, forward_blocks
+from megasink.attention.blocks import backward_blocks, forward_blocks
 from megasink.attention.call import AttentionCall, BackwardTensors, Gradients, Results
 from megasink.attention.gate_kernels import BeforeBackward, FirstKey, GateKernels
+from megasink.attention.kernels import Backend
 from megasink.attention.layout import empty_in_order_of, repeat_groups
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megasink.attention.call import AttentionCall, AttentionOutput, Slot, softmax_variant
 from megasink.attention.documents import attend_by_document, document_lengths
 from megasink.attention.layout import statistics_dtype
-from megasink.attention.slot_op import Slotted, slot_attention_op
+from megasink.attention.op import Slotted, slot_attention_op
 
 
 def attention(

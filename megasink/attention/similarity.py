@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megasink.attention.definitions import PROXY_EPSILON
 from megasink.attention.functional import check_shapes
 from megasink.attention.layout import empty_in_order_of, statistics_dtype
 from megasink.attention.reference import SIGNED_SIMILARITIES, SIMILARITIES
 from megasink.attention.row_chunks import grouped, products, row_chunks, sum_over_group
-from megasink.definitions import PROXY_EPSILON
 
 NORMALIZATIONS = ("row-sum", "none")
 

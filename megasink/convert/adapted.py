@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megasink.checkpoint.adapter import base_of, read_adapter
-from megasink.checkpoint.find import Checkpoint
+from megasink.checkpoints.adapter import base_of, read_adapter
+from megasink.checkpoints.find import Checkpoint
 from megasink.convert.architecture import Architecture
 from megasink.convert.megatron_reader import MegatronCheckpoint
 from megasink.convert.table import LAYERS

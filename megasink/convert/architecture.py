@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, get_args
 
+from megasink.attention.variants import Variant, foreign_options, of_kind, variant
+from megasink.attention.variants.gates import is_megatrons_output_gate
+from megasink.attention.variants.layers import PLAIN, windowed_layers
 from megasink.config import MODEL_OPTIONS, GateGranularity, visible_tokens
 from megasink.convert.megasink_model import NAMES, MegasinkOptions, options_from, unknown_values
 from megasink.flags import flag_of
-from megasink.gate_options import is_megatrons_output_gate
-from megasink.variants import Variant, foreign_options, of_kind, variant
-from megasink.variants.layers import PLAIN, windowed_layers
 
 GATES = get_args(GateGranularity)
 
@@ -72,7 +72,7 @@ class Architecture:
         positions: maximum number of positions.
         norm_eps, zero_centred: of the norms; whether Megatron stores their weights minus one.
         rope_base, rope_factor: of RoPE; the factor of Llama 3's scaling, None without it.
-        attention: one of the kinds of a variant (`megasink.variants.Variant.kinds`).
+        attention: one of the kinds of a variant (`megasink.attention.variants.Variant.kinds`).
         variant_layers: per layer, whether it has that attention or plain softmax attention; empty
             if all have it.
         qk_norm: whether each query and key head has an RMSNorm.
@@ -147,7 +147,7 @@ class Architecture:
         return is_megatrons_output_gate(self.gate_options())
 
     def gate_options(self) -> SimpleNamespace:
-        """Return the options for `megasink.gate_options` and `Parameter.shape`."""
+        """Return the options for `megasink.attention.variants.gates` and `Parameter.shape`."""
         return SimpleNamespace(
             **dataclasses.asdict(self.options),
             attention_variant=self.variant.name,
@@ -165,7 +165,7 @@ def architecture_of(
     """Return the architecture of a run, and a list of what no target supports.
 
     Args:
-        saved: the run's arguments (`megasink.checkpoint.saved_arguments.read_arguments`).
+        saved: the run's arguments (`megasink.checkpoints.saved_arguments.read_arguments`).
         vocabulary: size of the tokenizer; None without one.
     """
     problems = [*_unknown(saved), *_unfixed(saved)]
@@ -182,7 +182,7 @@ def architecture_of(
     if record.export is None:
         problems.append(
             f"--attention-variant {record.name}: its record has no export rule "
-            "(megasink.variants.Export)"
+            "(megasink.attention.variants.Export)"
         )
     elif attention not in record.kinds:
         problems.append(f"--attention-variant {record.name} has no kind {attention!r}")

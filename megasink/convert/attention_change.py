@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megasink.attention.variants import SINK_WEIGHT, ZERO_GATES, parameter_names, variant
 from megasink.convert.architecture import Architecture
 from megasink.convert.transforms import GroupedQKV
 from megasink.errors import UserError
-from megasink.variants import SINK_WEIGHT, ZERO_GATES, parameter_names, variant
 
 LINEAR_QKV = "self_attention.linear_qkv."
 LINEAR_PROJ = "self_attention.linear_proj.weight"

@@ -1,6 +1,6 @@
 """Entries of a Hugging Face folder that a model does not decide, on their way back to one.
 
-An import keeps them in its run's config.json (megasink/checkpoint/carried.py), an export writes
+An import keeps them in its run's config.json (megasink/checkpoints/carried.py), an export writes
 them again: the tokens that end a text, how to sample, coefficients of training.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megasink.checkpoint.tokenizer import is_of_tokenizer
+from megasink.checkpoints.tokenizer import is_of_tokenizer
 from megasink.convert.architecture import Architecture
 from megasink.convert.hf_config import OURS, config_of, read_config
 from megasink.convert.megasink_model import FILES

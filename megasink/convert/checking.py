@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megasink.checkpoint.find import find_checkpoint
+from megasink.checkpoints.find import find_checkpoint
 from megasink.convert.adapted import weights_of
 from megasink.convert.attention_change import Change
 from megasink.convert.from_hf import HuggingFaceSource, made

@@ -17,9 +17,9 @@ from torch import Tensor
 
 import megasink
 from megasink.atomic import sync_folder
-from megasink.checkpoint.carried import KEY as CARRIED
-from megasink.checkpoint.identity import SHAPE, plain
-from megasink.checkpoint.intact import TRACKER, checkpoint_path
+from megasink.checkpoints.carried import KEY as CARRIED
+from megasink.checkpoints.identity import SHAPE, plain
+from megasink.checkpoints.intact import TRACKER, checkpoint_path
 from megasink.convert import carried as of_folder
 from megasink.convert.architecture import Architecture
 from megasink.convert.attention_change import Change, added, changed, gated_model, is_float32
@@ -42,7 +42,7 @@ from megasink.convert.targets.target import Target
 from megasink.convert.to_hf import Say, Verify, refuse_nan
 from megasink.convert.torch_dist_writer import TorchDistWriter
 from megasink.errors import UserError
-from megasink.parser import parse_apart
+from megasink.megatron.arguments import parse_apart
 from megasink.printable import say as say_printable
 from megasink.progress import tracked
 
@@ -252,7 +252,7 @@ def _rounded(weights: HuggingFaceWeights, todo: list[Step], dtype: str) -> list[
 
 
 def write_balance_state(writer: TorchDistWriter, model: Architecture) -> None:
-    """Write the state that megasink/layers/importance.py has before the first step."""
+    """Write the state that megasink/megatron/importance.py has before the first step."""
     state = {
         "coefficients": torch.zeros(model.heads),
         "routed": torch.ones(model.heads, dtype=torch.bool),

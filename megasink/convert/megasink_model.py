@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from megasink.attention.variants import foreign_options, variant
 from megasink.config import (
     AttentionBias,
     FixedValue,
@@ -20,7 +21,6 @@ from megasink.config import (
     OutputNorm,
 )
 from megasink.flags import flag_of
-from megasink.variants import foreign_options, variant
 
 FILES = tuple(sorted((Path(__file__).parent / "modeling").glob("*_megasink.py")))
 AUTO_MAP = {

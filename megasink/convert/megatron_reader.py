@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megasink.checkpoint.find import is_legacy
+from megasink.checkpoints.find import is_legacy
 from megasink.convert.stored_weights import Part
 from megasink.convert.table import LAYERS, NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SPEC
 from megasink.convert.torch_dist_weights import torch_dist_weights

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from megasink.attention.variants.gates import gate_shape
 from megasink.convert.architecture import Architecture
 from megasink.convert.table import LAYERS, numbered
-from megasink.gate_options import gate_shape
 
 Shape = tuple[int, ...]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import megasink
-from megasink.checkpoint.find import Checkpoint
+from megasink.checkpoints.find import Checkpoint
 from megasink.convert.architecture import Architecture
 from megasink.convert.targets.target import Target
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from megasink.convert.architecture import Architecture
 from megasink.convert.targets.target import window_of
 from megasink.errors import UserError
-from megasink.flag_file import refused
 from megasink.flags import flag_of
+from megasink.training.flag_file import refused
 
 _UNITS = {
     "silu": "--swiglu",

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from megasink.checkpoint.adapter import base_of, fingerprint
+from megasink.checkpoints.adapter import base_of, fingerprint
 from megasink.convert.adapted import adapter_of
 from megasink.convert.megatron_reader import MegatronCheckpoint
 from megasink.convert.output import whole_folder

@@ -13,13 +13,13 @@ from torch import Tensor
 
 import megasink
 from megasink.atomic import sync_folder
-from megasink.checkpoint.adapter import find_base, fingerprint
-from megasink.checkpoint.carried import KEY as CARRIED
-from megasink.checkpoint.carried import carried
-from megasink.checkpoint.find import Checkpoint
-from megasink.checkpoint.intact import TRACKER, checkpoint_path
-from megasink.checkpoint.saved_arguments import read_arguments
-from megasink.checkpoint.tokenizer import OWN
+from megasink.checkpoints.adapter import find_base, fingerprint
+from megasink.checkpoints.carried import KEY as CARRIED
+from megasink.checkpoints.carried import carried
+from megasink.checkpoints.find import Checkpoint
+from megasink.checkpoints.intact import TRACKER, checkpoint_path
+from megasink.checkpoints.saved_arguments import read_arguments
+from megasink.checkpoints.tokenizer import OWN
 from megasink.convert.architecture import Architecture, architecture_of
 from megasink.convert.from_hf import arguments_of
 from megasink.convert.model_flags import as_line, model_flags

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megasink.attention import attention
-from megasink.checkpoint.find import Checkpoint
-from megasink.checkpoint.torch_metadata import read_metadata
+from megasink.checkpoints.find import Checkpoint
+from megasink.checkpoints.torch_metadata import read_metadata
 from megasink.convert.architecture import Architecture
 from megasink.convert.attention_change import SOFTMAX_OFFSET
 from megasink.convert.table import LAYERS
@@ -62,7 +62,7 @@ def set_sinks(
     Returns:
         the loss per token in nats, before and after.
     """
-    from megasink.checkpoint.load import load_without_tokenizer
+    from megasink.checkpoints.load import load_without_tokenizer
 
     loaded, _ = load_without_tokenizer(found, torch.float32, model.vocabulary)
     tokens_BS = sample_tokens(model, tokenizer)

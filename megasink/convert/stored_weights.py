@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from megasink.checkpoint.stored_tensor import StoredTensor
+from megasink.checkpoints.stored_tensor import StoredTensor
 
 
 class Part(NamedTuple):

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasink.checkpoint.carried import carried
-from megasink.checkpoint.find import Checkpoint, find_checkpoint
-from megasink.checkpoint.saved_arguments import read_arguments
-from megasink.checkpoint.tokenizer import tokenizer_of
+from megasink.checkpoints.carried import carried
+from megasink.checkpoints.find import Checkpoint, find_checkpoint
+from megasink.checkpoints.saved_arguments import read_arguments
+from megasink.checkpoints.tokenizer import tokenizer_of
 from megasink.convert.adapted import weights_of
 from megasink.convert.architecture import Architecture, architecture_of
 from megasink.convert.background import ahead, one_thread, use_large_pages

@@ -5,9 +5,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megasink.checkpoint.intact import refuse_damage
-from megasink.checkpoint.stored_tensor import find_tensor
-from megasink.checkpoint.torch_metadata import read_metadata
+from megasink.checkpoints.intact import refuse_damage
+from megasink.checkpoints.stored_tensor import find_tensor
+from megasink.checkpoints.torch_metadata import read_metadata
 from megasink.convert.stored_weights import Part, Weight
 from megasink.convert.table import LAYERS
 

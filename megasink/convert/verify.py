@@ -13,7 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from megasink.checkpoint.find import Checkpoint
+from megasink.checkpoints.find import Checkpoint
 from megasink.convert.architecture import Architecture
 from megasink.convert.megasink_model import model_class
 from megasink.errors import UserError
@@ -179,9 +179,9 @@ def sample_tokens(model: Architecture, tokenizer: Any) -> Tensor:
 def _megatron(
     found: Checkpoint, dtype: torch.dtype, tokens_BS: Tensor, vocabulary: int
 ) -> tuple[Tensor, list[int]]:
-    from megasink.checkpoint.load import load_without_tokenizer
-    from megasink.inference.decoding import generate
-    from megasink.inference.sampling import Sampling
+    from megasink.checkpoints.load import load_without_tokenizer
+    from megasink.megatron.decoding import generate
+    from megasink.megatron.sampling import Sampling
 
     model, _ = load_without_tokenizer(found, dtype, vocabulary)
     logits = megatron_logits(model, tokens_BS, vocabulary)

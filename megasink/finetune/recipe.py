@@ -13,18 +13,18 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
+from megasink.analysis.folder import Analysis, read_analysis
+from megasink.analysis.pages.heatmap import importance_pictures
 from megasink.atomic import atomic_file, atomic_text
 from megasink.balance.shared_heads import choose_shared_heads
-from megasink.checkpoint.find import newest_checkpoint
+from megasink.checkpoints.find import newest_checkpoint
 from megasink.data.bins import best_fit
 from megasink.data.index import read_sequences, sequence_lengths
 from megasink.data.tokenizer import load_tokenizer
 from megasink.errors import UserError
 from megasink.finetune.settings import AUTO
 from megasink.finetune.steps import Step
-from megasink.flag_file import refused
-from megasink.report.analysis import Analysis, read_analysis
-from megasink.report.heatmap import importance_pictures
+from megasink.training.flag_file import refused
 
 SAMPLES = 64
 """Held-out conversations on which head importance is measured."""

@@ -7,8 +7,8 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from megasink.attention.variants import parameter_names
 from megasink.lora.targets import is_of_adapter, is_trained
-from megasink.variants import parameter_names
 
 _HEAD_STATE = ".head_counter."
 

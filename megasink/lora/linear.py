@@ -31,11 +31,11 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megasink.gate_options import is_megatrons_output_gate, trailing_rows
-from megasink.layers.parameters import ShardedByHeads, new_parameter
-from megasink.layers.transformer_config import MegasinkTransformerConfig
+from megasink.attention.variants.gates import is_megatrons_output_gate, trailing_rows
 from megasink.lora.merge import Sizes, by_group
 from megasink.lora.targets import FC1, GATE, LINEARS, QKV, scaling_of, targets_of
+from megasink.megatron.config import MegasinkTransformerConfig
+from megasink.megatron.parameters import ShardedByHeads, new_parameter
 
 _Pairs = dict[str, tuple[Tensor, Tensor]]  # {target: (A, B)}
 

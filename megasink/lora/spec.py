@@ -7,9 +7,9 @@ from typing import Any
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megasink.layers.transformer_config import MegasinkTransformerConfig
 from megasink.lora.linear import with_adapter
 from megasink.lora.targets import FC1, FC2, LINEARS, PROJ, QKV, targets_of
+from megasink.megatron.config import MegasinkTransformerConfig
 
 
 def with_adapters(

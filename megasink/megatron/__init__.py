@@ -8,7 +8,23 @@ Three lines in a loop that has a TransformerConfig (docs/megatron.md)::
     model = GPTModel(config, layer_spec(config), ...)
 """
 
-from megasink.layers.head_balance import HeadBalance
-from megasink.megatron.specs import layer_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megasink.megatron.head_balance import HeadBalance
+    from megasink.megatron.specs import layer_spec
 
 __all__ = ["HeadBalance", "layer_spec"]
+
+
+def __getattr__(name: str) -> Any:
+    # When they are asked for: modules of this package are also imported before Megatron may be.
+    if name == "HeadBalance":
+        from megasink.megatron.head_balance import HeadBalance
+
+        return HeadBalance
+    if name == "layer_spec":
+        from megasink.megatron.specs import layer_spec
+
+        return layer_spec
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,9 +17,9 @@ from megatron.core.transformer.torch_norm import LayerNormBuilder
 from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
-from megasink.layers.block_options import with_block_options
-from megasink.layers.hybrid import MegasinkHybridStack
-from megasink.layers.transformer_config import MegasinkTransformerConfig
+from megasink.megatron.block_options import with_block_options
+from megasink.megatron.config import MegasinkTransformerConfig
+from megasink.megatron.hybrid import MegasinkHybridStack
 from megasink.megatron.specs import changed, with_our_modules
 
 

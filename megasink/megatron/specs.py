@@ -21,12 +21,12 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megasink.attention.variants.gates import changes_self_attention, trailing_rows
 from megasink.errors import UserError
-from megasink.gate_options import changes_self_attention, trailing_rows
-from megasink.layers.block_options import with_block_options
-from megasink.layers.core_attention import CoreAttention
-from megasink.layers.head_balance import HeadBalance
-from megasink.layers.norm import TorchNorm
+from megasink.megatron.block_options import with_block_options
+from megasink.megatron.core_attention import CoreAttention
+from megasink.megatron.head_balance import HeadBalance
+from megasink.megatron.norm import TorchNorm
 
 OPTIONS = "MEGASINK_OPTIONS"
 """Environment variable with the options as a JSON object, for stacks that only take a spec."""
@@ -149,7 +149,7 @@ def with_our_modules(node: Any, config: Any) -> Any:
     if isinstance(node, ModuleSpec):
         module = node.module
         if module is SelfAttention and changes_self_attention(config):
-            from megasink.layers.gated_self_attention import GatedSelfAttention
+            from megasink.megatron.gated_attention import GatedSelfAttention
 
             module = GatedSelfAttention
         submodules = with_our_modules(node.submodules, config)
@@ -163,7 +163,7 @@ def with_our_modules(node: Any, config: Any) -> Any:
         if isinstance(node, SelfAttentionSubmodules):
             changes["core_attention"] = CoreAttention
             if trailing_rows(config):
-                from megasink.layers.gate_projection import with_gate_rows
+                from megasink.megatron.gate_projection import with_gate_rows
 
                 changes["linear_qkv"] = with_gate_rows(node.linear_qkv)
         return dataclasses.replace(node, **changes)

@@ -1,7 +1,7 @@
 """``megasink plan``: what a run of ``megasink train`` would take, without its GPUs.
 
 Nothing is estimated from formulas of a model: the trainer itself is built and stepped on the hollow
-GPU (`megasink.hollow`), as one rank of the whole job, for as many pipeline stages as differ.
+GPU (`megasink.plan.hollow`), as one rank of the whole job, for as many pipeline stages as differ.
 
     launch.py       the command: checks, one helper process, the answer
     helper.py       the helper process on the hollow GPU: one fork for each rank

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megasink.hollow.events import in_package
+from megasink.plan.hollow.events import in_package
 from megasink.plan.job import BALANCE
 
 # Megatron's process groups by their names in parallel_state, and what they are called here. Where

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megasink.analysis.pages.style import GRAY, PALETTE, VERMILION, label, panels, save, styled
 from megasink.plan.devices import GPU
 from megasink.plan.job import Stage
-from megasink.report.style import GRAY, PALETTE, VERMILION, label, panels, save, styled
 
 _GIB = 2**30
 # From the left: what is there all the time, and what comes and goes in a step.
@@ -37,7 +37,7 @@ def draw(
         stages: Of `megasink.plan.job.memory`.
         device: Name of the GPU, whose memory is marked.
         title: Above the figure.
-        comment: In the file (`megasink.report.style.comment_of`).
+        comment: In the file (`megasink.analysis.pages.style.comment_of`).
 
     Raises:
         OSError: It cannot be written.

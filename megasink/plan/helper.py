@@ -15,7 +15,7 @@ from typing import Any
 
 from megasink import plugins
 from megasink.errors import ConfigError, UserError
-from megasink.parent import ends_with
+from megasink.training.parent import ends_with
 
 ANSWER = "answer.json"
 
@@ -66,7 +66,7 @@ def import_everything() -> None:
     import gc
 
     warnings.simplefilter("ignore")
-    from megasink.process import prepare_process
+    from megasink.upstream.process import prepare_process
 
     prepare_process([])
     import megatron.core.tokenizers.text.libraries
@@ -75,22 +75,9 @@ def import_everything() -> None:
     from megatron.training.argument_utils import ArgumentGroupFactory
     from triton.runtime.cache import triton_key
 
-    from megasink.checkpoint import model  # noqa: F401
-    from megasink.parser import parse_apart
+    from megasink.megatron import model_of_arguments as model  # noqa: F401
+    from megasink.megatron.arguments import parse_apart
     from megasink.plan import rank  # noqa: F401
-    from megasink.train import (  # noqa: F401
-        arguments,
-        checkpoint_writer,
-        dataset,
-        evaluation,
-        foreign,
-        forward,
-        keep_checkpoints,
-        live_analysis,
-        observer,
-        optimizer,
-        pretrain,
-    )
     from megasink.upstream.table import TABLE
 
     # What would take most of the time of each fork.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from megasink.balance.communication import AllReduces, balance_collectives
+from megasink.plan.communication import AllReduces, balance_collectives
 from megasink.plan.devices import GPU
 
 BALANCE = "head-balance loss"

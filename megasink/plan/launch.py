@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megasink import plugins
+from megasink.analysis.capture.options import add_overwrite
 from megasink.command_line import Reading
 from megasink.errors import ConfigError, UserError
 from megasink.json_output import add_json, as_text
@@ -20,9 +21,8 @@ from megasink.plan.alternatives import alternatives
 from megasink.plan.devices import DEVICES
 from megasink.plan.helper import ANSWER
 from megasink.plan.job import Record, memory, rank_of, stages_to_step
-from megasink.probe.options import add_overwrite
 from megasink.progress import Tell, progress
-from megasink.train import early
+from megasink.training import early
 
 # More than any GPU has: what does not fit is shown, not refused.
 _GIB = 1 << 16
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ranks = early.replica_ranks(options) if args.ranks is None else args.ranks
     comment = None
     if args.output is not None:
-        from megasink.report.style import comment_of
+        from megasink.analysis.pages.style import comment_of
 
         of, overwrite = [ranks, args.device, *flags], args.overwrite
         line = f"plan --ranks {ranks} --device {args.device}"
@@ -178,7 +178,7 @@ class Helper:
     """
 
     def __init__(self, capability: int, flags: Sequence[str]):
-        from megasink import hollow
+        from megasink.plan import hollow
 
         if reason := hollow.missing():
             raise UserError(reason)

@@ -8,9 +8,9 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
-from megasink.gate_options import is_megatrons_output_gate
-from megasink.layers.gate_projection import named_parts
-from megasink.variants import parameter_names
+from megasink.attention.variants import parameter_names
+from megasink.attention.variants.gates import is_megatrons_output_gate
+from megasink.megatron.gate_projection import named_parts
 
 OTHER, GATES, QKV = "other", "attention gates", "attention qkv"
 # The first pattern that is found in a parameter's name counts.

@@ -11,12 +11,12 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megasink.hollow.world import be_rank
+from megasink.attention.variants.layers import layers_with_variant
 from megasink.plan import batches, kernels, layers, memory, parameters
 from megasink.plan.collectives import Collectives, group_names
 from megasink.plan.experts import share_tokens_equally
+from megasink.plan.hollow.world import be_rank
 from megasink.plan.saved import SavedTensors
-from megasink.variants.layers import layers_with_variant
 
 _NEVER = 1 << 40
 Write = Callable[[dict[str, Any]], None]
@@ -33,8 +33,8 @@ def step_as(rank: int, ranks: int, flags: Sequence[str], write: Write) -> None:
         UserError: The trainer refuses the flags.
     """
     be_rank(rank, ranks)
-    from megasink.train import arguments, pretrain
-    from megasink.train.start import starting
+    from megasink.training import arguments, pretrain
+    from megasink.training.start import starting
 
     args, identity = arguments.parse(flags)
     # Nothing is read but a base for adapters, and nothing written.
@@ -137,8 +137,8 @@ def _record(
     from megatron.core.utils import get_model_config
     from megatron.training.training import num_floating_point_operations
 
-    from megasink.checkpoint.vocabulary import counted_rows
-    from megasink.train.checks.attention import kernel_choices
+    from megasink.megatron.vocabulary import counted_rows
+    from megasink.training.checks.attention import kernel_choices
     from megasink.upstream import fused
 
     config = get_model_config(models[0])

@@ -39,7 +39,7 @@ def __getattr__(name: str) -> Any:
 
         return HeadBalance
     if name == "HeadBalanceCallback":
-        from megasink.transformers.balance_callback import HeadBalanceCallback
+        from megasink.transformers.callback import HeadBalanceCallback
 
         return HeadBalanceCallback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,6 @@ from megasink.balance.step import LossStep
 from megasink.balance.tracker import HeadStatistics
 from megasink.config import HeadBalanceOptions, Scope
 from megasink.errors import ConfigError, UserError
-from megasink.probe.blocks import find_blocks, gate_reader
 from megasink.transformers.balance_checks import MARK, model_problems, option_problems
 from megasink.transformers.balance_layer import (
     LossScale,
@@ -22,6 +21,7 @@ from megasink.transformers.balance_layer import (
     Seam,
     explicit_hook,
 )
+from megasink.transformers.blocks import find_blocks, gate_reader
 from megasink.transformers.gate_check import GateCheck
 
 SEAM = "megasink_heads"

@@ -16,7 +16,7 @@ from megasink.balance.counter import LayerBalance
 from megasink.balance.step import LossStep
 from megasink.config import HeadBalanceOptions
 from megasink.errors import UserError
-from megasink.probe.blocks import Reader
+from megasink.transformers.blocks import Reader
 
 
 class OneRank:

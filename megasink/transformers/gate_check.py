@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megasink.errors import UserError
-from megasink.probe.blocks import Block, Reader, check_gated, eager_function
+from megasink.transformers.blocks import Block, Reader, check_gated, eager_function
 
 
 class GateCheck:

@@ -19,7 +19,7 @@ from megasink.upstream.register import patches
 
 _GPT = "megatron.core.datasets.gpt_dataset"
 _BUILD = f"{_GPT}:GPTDataset._build_document_sample_shuffle_indices"
-ORDER = patches("always", "tests/train/test_sample_order.py")(
+ORDER = patches("always", "tests/training/test_sample_order.py")(
     "an order for each epoch",
     _GPT,
     "_build_document_index _build_shuffle_index",

@@ -33,7 +33,7 @@ class Package:
 
 @functools.cache
 def _reason(module: str, name: str) -> str | None:
-    from megasink.attention.backends.cuda import package_reason
+    from megasink.attention.kernels.cuda import package_reason
 
     return package_reason(module, name)
 

@@ -7,7 +7,7 @@ from typing import Any
 from megasink.errors import UserError
 from megasink.upstream.register import patches
 
-_patch = patches("always", "tests/platform/test_patches.py")
+_patch = patches("always", "tests/cpu/test_patches.py")
 
 ADAM = _patch(
     "Adam with a step per group",
@@ -34,7 +34,7 @@ DATASET_HELPERS = _patch(
     "it runs make without a Makefile and exits; the wheel contains the built extension",
     "megatron.core.datasets.utils: def compile_helpers()",
     "megatron.core.datasets.utils:compile_helpers: subprocess.run(command)",
-    test="tests/train/test_end_to_end.py",
+    test="tests/training/test_end_to_end.py",
 )
 PARAMETER_ORDER = _patch(
     "order of float32 parameters",
@@ -87,7 +87,7 @@ SAVED_SCHEDULE = _patch(
     "def load_state_dict(self, state_dict)",
     "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.get_lr: "
     "max_lr = param_group.get('max_lr', self.max_lr)",
-    test="tests/train/test_cures.py",
+    test="tests/training/test_cures.py",
 )
 SHARDED_STATES = _patch(
     "states of shards of float32 parameters",
@@ -98,7 +98,7 @@ SHARDED_STATES = _patch(
     "def load_parameter_state_from_dp_reshardable(self, state_dict)",
     "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer."
     "_set_main_param_and_optimizer_states: dst_tensors[key].copy_(tensors[key])",
-    test="tests/train/test_checkpoint_layout.py",
+    test="tests/training/test_checkpoint_layout.py",
 )
 GRADIENT_NORM = _patch(
     "norm of the gradients",
@@ -108,7 +108,7 @@ GRADIENT_NORM = _patch(
     "megatron.core.optimizer.clip_grads: l2_norm_impl = local_multi_tensor_l2_norm",
     "megatron.core.utils: def local_multi_tensor_l2_norm(chunk_size, noop_flag, *_)",
     "megatron.core.utils:local_multi_tensor_l2_norm: l2_reduced = torch.norm(torch.tensor(l2))",
-    test="tests/hollow/test_trainer.py",
+    test="tests/plan/hollow/test_trainer.py",
 )
 
 PREDICTION_SPEC = _patch(
@@ -120,7 +120,7 @@ PREDICTION_SPEC = _patch(
     "megatron.training.models.gpt:mtp_block_spec: spec = decoder_specs[-1]",
     "megatron.training.models.gpt:GPTModelBuilder.build_model: "
     "mtp_spec = mtp_block_spec(self._model_config, transformer_layer_spec, vp_stage=vp_stage)",
-    test="tests/layers/test_prediction.py",
+    test="tests/megatron/test_prediction.py",
 )
 
 

@@ -1,6 +1,6 @@
 """Muon of megatron-core 0.19 with the gate rows of ``linear_qkv``.
 
-A weight with gate rows is [q, k, v of this rank | gate | padding] (layers/gate_projection.py).
+A weight with gate rows is [q, k, v of this rank | gate | padding] (megatron/gate_projection.py).
 Upstream splits a weight into query, key and value only if its rows are a multiple of one group's,
 and else orthogonalizes it whole, without a word. Here the gate is a matrix of its own, as it is in
 a checkpoint.

@@ -3,7 +3,7 @@
 `megasink doctor` shows it; tests/upstream breaks each of its quotes on purpose.
 """
 
-from megasink.platform import patches
+from megasink.cpu import patches
 from megasink.upstream import copies, mends, muon, training
 from megasink.upstream.register import Patch
 

@@ -1,11 +1,11 @@
 """Patches of Megatron's training loop and checkpoint loading.
 
-The replacements are in train/ and checkpoint/, where they are used.
+The replacements are in training/ and checkpoints/, where they are used.
 """
 
 from megasink.upstream.register import patches
 
-_training = patches("training", "tests/train/test_survival.py")
+_training = patches("training", "tests/training/test_survival.py")
 _loading = patches("loading", "tests/security/test_checkpoints.py")
 
 # Megatron's training loop.
@@ -35,7 +35,7 @@ OBSERVER = _training(
     "report_memory_flag, skipped_iter, grad_norm, *_)",
     "megatron.training.training:train: training_log(...)",
     *_EVALUATE,
-    test="tests/train/test_observing.py",
+    test="tests/training/test_observing.py",
 )
 EVALUATION = _training(
     "evaluations on the same samples",
@@ -48,7 +48,7 @@ EVALUATION = _training(
     "megatron.training.training:build_train_valid_test_data_loaders: "
     "build_pretraining_data_loader(valid_d, args.consumed_valid_samples)",
     *_EVALUATE,
-    test="tests/train/test_evaluation.py",
+    test="tests/training/test_evaluation.py",
 )
 PHASES = _training(
     "what a rank is doing",
@@ -72,7 +72,7 @@ OPTIMIZER_GROUPS = _training(
     "megatron.training.training: def get_megatron_optimizer_config(args)",
     "megatron.training.training:setup_model_and_optimizer: "
     "config, config_overrides = get_megatron_optimizer_config(args)",
-    test="tests/train/test_optimizer.py",
+    test="tests/training/test_optimizer.py",
 )
 MATRIX_SHARDS = _training(
     "whole matrices for Muon's distributed optimizer",
@@ -85,7 +85,7 @@ MATRIX_SHARDS = _training(
     "_ddp_wrap(...)",
     "megatron.training.training:wrap_model_chunks_with_ddp: "
     "tag_params_for_buffer_routing(model_chunks)",
-    test="tests/train/test_muon.py",
+    test="tests/training/test_muon.py",
     mended="0.20",
 )
 WHOLE_CHECKPOINTS = _training(
@@ -107,7 +107,7 @@ RETAINED_CHECKPOINTS = _training(
     "megatron.training.checkpointing:save_checkpoint: "
     "th = threading.Thread(target=_async_delete_checkpoint_impl, args=(args.save, prev_iteration, "
     "args.log_progress))",
-    test="tests/train/test_checkpoints_command.py",
+    test="tests/training/test_checkpoints_command.py",
 )
 FOREIGN_CHECKPOINTS = _training(
     "checkpoints that megasink did not write",
@@ -118,7 +118,7 @@ FOREIGN_CHECKPOINTS = _training(
     "def load(sharded_state_dict, checkpoint_dir, *_)",
     "megatron.training.checkpointing:_load_global_dist_base_checkpoint: "
     "dist_checkpointing.load(...)",
-    test="tests/train/test_end_to_end.py",
+    test="tests/training/test_end_to_end.py",
 )
 RESULTS_QUEUE = _training(
     "result queue of checkpoint writers",
@@ -147,13 +147,13 @@ PRELOADED_TENSORS = _training(
     "tensors already on the CPU are not copied, and training changes them meanwhile",
     "megatron.core.dist_checkpointing.strategies.filesystem_async:"
     "FileSystemWriterAsync.preload_tensors: tensor.to('cpu', non_blocking=non_blocking)",
-    test="tests/train/test_checkpoint_writer.py",
+    test="tests/training/test_checkpoint_writer.py",
 )
 FLAG_SOURCES = _training(
     "source files of Megatron's flags",
     "megatron.training.argument_utils.ArgumentGroupFactory",
     "_get_field_docstrings",
-    "python -m megasink.train.flag_table records which dataclasses define flags",
+    "python -m megasink.training.flag_table records which dataclasses define flags",
     "megatron.training.argument_utils:ArgumentGroupFactory: "
     "def _get_field_docstrings(self, src_cfg_class)",
     test="tests/test_mistakes.py",

@@ -13,9 +13,9 @@ from megasink.attention import (
     gate_sum,
     register_backend,
 )
-from megasink.attention import backends as registry
-from megasink.attention.backends import at_runtime, backend_named, cuda
-from megasink.attention.backends.eager import EagerBackend
+from megasink.attention import kernels as registry
+from megasink.attention.kernels import at_runtime, backend_named, cuda
+from megasink.attention.kernels.eager import EagerBackend
 from megasink.errors import ConfigError
 from tests.attention.attention_oracle import check, make_case
 

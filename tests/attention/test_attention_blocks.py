@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megasink.attention import AttentionCall, BackwardTensors
-from megasink.attention.backends import backend_named
-from megasink.attention.backends.eager import EagerBackend
-from megasink.attention.block_masks import backward_blocks, forward_blocks, merge_, plan_blocks
+from megasink.attention.blocks import backward_blocks, forward_blocks, merge_, plan_blocks
+from megasink.attention.kernels import backend_named
+from megasink.attention.kernels.eager import EagerBackend
 from tests.attention.attention_oracle import make_case
 
 

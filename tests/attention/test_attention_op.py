@@ -5,7 +5,8 @@ import contextlib
 import pytest
 import torch
 
-from megasink.attention import VARIANTS, AttentionCall, attention, slot_op
+from megasink.attention import VARIANTS, AttentionCall, attention
+from megasink.attention import op as slot_op
 from megasink.attention.call import Slot
 from megasink.attention.gate_kernels import plain as definition
 from tests.attention.attention_oracle import check, make_case

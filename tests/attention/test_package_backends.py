@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megasink.attention import AttentionRequest, attention, choose_backend
-from megasink.attention.backends import backend_named
+from megasink.attention.kernels import backend_named
 from megasink.errors import ConfigError
 from tests.attention import upstream_kernels
 from tests.attention.attention_oracle import check, make_case

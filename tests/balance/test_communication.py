@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megasink.balance.communication import AllReduces, balance_collectives
+from megasink.plan.communication import AllReduces, balance_collectives
 from tests.balance.collective_sizes import HEADS, LAYERS, MICROBATCHES
 from tests.distributed.layout import Layout
 from tests.distributed.pool import ROOT, free_port

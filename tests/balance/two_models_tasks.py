@@ -11,7 +11,7 @@ from megatron.core.utils import get_model_config
 
 from megasink.balance.share import share_of_step
 from megasink.balance.tracker import HeadTracker
-from megasink.layers.core_attention import CoreAttention
+from megasink.megatron.core_attention import CoreAttention
 from tests.distributed import tiny_gpt
 
 STEPS, MICROBATCHES = 2, 2

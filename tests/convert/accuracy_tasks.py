@@ -11,7 +11,7 @@ def import_released(folder: str, config: dict[str, Any]) -> dict[str, Any]:
     """Import a random model that transformers made and saved from a config.json; the difference."""
     import transformers
 
-    from megasink.checkpoint.find import find_checkpoint
+    from megasink.checkpoints.find import find_checkpoint
     from megasink.convert import from_hf
     from megasink.convert.verify import verify_logits
 

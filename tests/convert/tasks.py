@@ -10,13 +10,13 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megasink.checkpoint.identity import plain
-from megasink.checkpoint.model import model_config
+from megasink.checkpoints.identity import plain
 from megasink.convert.from_hf import arguments_of
 from megasink.convert.model_flags import model_flags
-from megasink.layers.builder import MegasinkGPTBuilder
-from megasink.layers.gate_projection import named_parts
-from megasink.train.foreign import accepting_megatrons_checkpoints
+from megasink.megatron.gate_projection import named_parts
+from megasink.megatron.model import MegasinkGPTBuilder
+from megasink.megatron.model_of_arguments import model_config
+from megasink.training.foreign import accepting_megatrons_checkpoints
 from tests.convert.models import MODELS, OTHERS, OWN
 from tests.distributed.skewed_gates import skew_gates
 from tests.distributed.tiny_gpt import skew_sinks
@@ -113,7 +113,7 @@ def round_trip(folder: str, name: str) -> dict[str, Any]:
     """
     import transformers
 
-    from megasink.checkpoint.find import find_checkpoint
+    from megasink.checkpoints.find import find_checkpoint
     from megasink.convert import from_hf, to_hf
     from megasink.convert.verify import Difference, verify_logits
 
@@ -271,8 +271,8 @@ def mean_sink_weights(run: str) -> list[float]:
     """The mean attention weight of the sink of every head, layer by layer, on verification's text,
     by the plain definition of attention."""
     from megasink.attention.reference import reference_attention
-    from megasink.checkpoint.find import find_checkpoint
-    from megasink.checkpoint.load import load_model, load_without_tokenizer
+    from megasink.checkpoints.find import find_checkpoint
+    from megasink.checkpoints.load import load_model, load_without_tokenizer
     from megasink.convert.verify import sample_tokens
     from tests.convert.models import OTHERS
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megasink.checkpoint import carried as of_run
+from megasink.checkpoints import carried as of_run
 from megasink.convert.carried import kept, left_behind, written_again
 from megasink.convert.hf_config import architecture_from, config_of
 from megasink.convert.safetensors_writer import write_json

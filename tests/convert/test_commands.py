@@ -26,7 +26,7 @@ STDLIB = Path(os.__file__).parent
 def megasink(pool, *commands):
     """(exit code, output, error stream) of each command line, in a worker."""
     argvs = [[str(word) for word in command] for command in commands]
-    (answers,) = pool.run("tests.train.generate_tasks:megasink", SINGLE, commands=argvs)
+    (answers,) = pool.run("tests.training.generate_tasks:megasink", SINGLE, commands=argvs)
     return answers
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megasink.checkpoint.torch_metadata import read_metadata
+from megasink.checkpoints.torch_metadata import read_metadata
 from megasink.convert import to_hf
 from megasink.convert.to_hf import refuse_nan
 from megasink.errors import UserError
@@ -148,7 +148,7 @@ def test_numbers_that_are_no_weights_are_refused(pool, hf, tmp_path):
     tensors["model.norm.weight"] = torch.ones(48, dtype=torch.uint8)
     save_file(tensors, path, {"format": "pt"})
     command = ["convert-from-hf", str(folder), str(tmp_path / "out")]
-    ((answer,),) = pool.run("tests.train.generate_tasks:megasink", SINGLE, commands=[command])
+    ((answer,),) = pool.run("tests.training.generate_tasks:megasink", SINGLE, commands=[command])
     code, _, errors = answer
     assert code == 2
     assert "model.norm.weight is U8" in errors
@@ -161,7 +161,7 @@ def test_what_is_rounded_on_the_way_in_is_said(pool, hf, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     command = ["convert-from-hf", str(folder), str(tmp_path / "out"), "--no-verify"]
-    ((answer,),) = pool.run("tests.train.generate_tasks:megasink", SINGLE, commands=[command])
+    ((answer,),) = pool.run("tests.training.generate_tasks:megasink", SINGLE, commands=[command])
     code, said, _ = answer
     assert code == 0
     # All but the sinks of two layers.

@@ -9,6 +9,7 @@ import pytest
 import transformers
 from packaging.version import Version
 
+from megasink.attention.variants import Export, registry, variant
 from megasink.convert.architecture import architecture_of
 from megasink.convert.hf_config import OURS, architecture_from, config_of
 from megasink.convert.megasink_model import MegasinkOptions
@@ -19,7 +20,6 @@ from megasink.convert.table import steps
 from megasink.convert.targets import TARGETS, choose
 from megasink.errors import UserError
 from megasink.run_options import OPTIONS
-from megasink.variants import Export, registry, variant
 from tests.convert.models import MODELS, MOE, OWN, model
 
 DEFAULTS = {

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megasink.checkpoint.vocabulary import counted_rows, with_tokens
+from megasink.megatron.vocabulary import counted_rows, with_tokens
+from tests.analysis.capture.tiny_models import save_with_tokenizer
 from tests.distributed.layout import SINGLE
 from tests.distributed.pool import free_port
-from tests.probe.tiny_models import save_with_tokenizer
 from tests.runs import steps
 
 TASKS = "tests.convert.vocabulary_tasks"

@@ -9,8 +9,8 @@ from tests.distributed import launch_task
 
 def without_figures(commands: list[list[str]]) -> list[tuple[int, str, str]]:
     """(exit code, output, error stream) of each command line, none of which draws."""
-    from megasink.report import pages
-    from tests.train.generate_tasks import megasink
+    from megasink.analysis import draw as pages
+    from tests.training.generate_tasks import megasink
 
     with mock.patch.object(pages, "figures", return_value=[]), mock.patch.dict(os.environ):
         for name in ("RANK", "WORLD_SIZE"):  # of training before: nobody shares the samples
@@ -20,10 +20,10 @@ def without_figures(commands: list[list[str]]) -> list[tuple[int, str, str]]:
 
 def train_and_show(flags: list[str], port: int) -> list[dict[str, Any]]:
     """Train on two replicas; tokens, targets and nats [B, S] of the microbatches of this one."""
-    from megasink.process import prepare_process
+    from megasink.upstream.process import prepare_process
 
     prepare_process([])  # before the first import of megatron
-    from megasink.train import forward
+    from megasink.training import forward
 
     found: list[dict[str, Any]] = []
     get_batch, loss_func = forward.get_batch, forward.loss_func

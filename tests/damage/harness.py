@@ -167,7 +167,7 @@ def _become(argv: Sequence[str], log: Path, out: Path) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         sys.argv = ["megasink", *argv]
         if argv[0] == "rank":
-            from megasink.train.pretrain import main
+            from megasink.training.pretrain import main
 
             code = main(argv[1:])
         else:

@@ -25,7 +25,7 @@ def make_sound(root: Path, *, large: bool = False, analysis: bool = True) -> Sou
     """Make all of it in a folder; the run, and the analysis if asked for, by forked processes."""
     from megasink.data.corpus import Corpus
     from megasink.data.preprocess import preprocess
-    from tests.probe.tiny_models import save_with_tokenizer
+    from tests.analysis.capture.tiny_models import save_with_tokenizer
 
     sound = Sound(root, large)
     save_with_tokenizer(root, "llama", TEXTS, 330)

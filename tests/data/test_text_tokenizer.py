@@ -13,6 +13,7 @@ from tokenizers import pre_tokenizers as pre
 from transformers import PreTrainedTokenizerFast
 
 from megasink import cli
+from megasink.analysis.capture.inputs import Reader, text_samples
 from megasink.data import corpus, long_text, records
 from megasink.data.corpus import Corpus
 from megasink.data.encode import Encoder, EncoderSettings
@@ -21,7 +22,6 @@ from megasink.data.preprocess import preprocess
 from megasink.data.text_tokenizer import parts_of, text_json, text_tokenizer
 from megasink.data.tokenizer import leading_ids, load_tokenizer
 from megasink.errors import UserError
-from megasink.probe.inputs import Reader, text_samples
 
 SPECIAL = ["<unk>", "<s>", "<|endoftext|>"]
 SCRIPTS = (

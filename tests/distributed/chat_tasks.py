@@ -10,9 +10,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.training import get_args
 from torch import Tensor
 
-from megasink.checkpoint.model import model_config
-from megasink.train import forward
-from megasink.train.dataset import datasets_provider
+from megasink.megatron.model_of_arguments import model_config
+from megasink.training import forward
+from megasink.training.dataset import datasets_provider
 from tests.distributed import data_tasks, tiny_gpt
 
 

@@ -13,9 +13,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from megatron.training.models.gpt import GPTModelBuilder, default_layer_spec
 
-from megasink.layers.gate_projection import named_parts
-from megasink.layers.init import global_names
-from megasink.train.foreign import accepting_megatrons_checkpoints
+from megasink.megatron.gate_projection import named_parts
+from megasink.megatron.init import global_names
+from megasink.training.foreign import accepting_megatrons_checkpoints
 from tests.distributed import tiny_gpt
 from tests.distributed.tiny_gpt import MICROBATCH, MICROBATCHES
 

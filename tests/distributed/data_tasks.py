@@ -15,9 +15,9 @@ from megatron.training import get_args, get_tokenizer
 from megatron.training.datasets.data_samplers import build_pretraining_data_loader
 from megatron.training.global_vars import set_global_variables
 
-from megasink.checkpoint.model import model_config
-from megasink.train import arguments, forward
-from megasink.train.dataset import datasets_provider, token_byte_table
+from megasink.megatron.model_of_arguments import model_config
+from megasink.training import arguments, forward
+from megasink.training.dataset import datasets_provider, token_byte_table
 from tests.distributed import tiny_gpt
 
 

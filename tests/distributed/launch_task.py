@@ -7,7 +7,7 @@ from tests.distributed.worker import end_groups, forget
 
 
 def train(flags: list[str], ranks: int, port: int) -> None:
-    """Run ``megasink.train`` as one of ``ranks`` ranks; workers beyond them do nothing.
+    """Run ``megasink.training`` as one of ``ranks`` ranks; workers beyond them do nothing.
 
     Without the picture of the run, which takes as long as ten steps and has tests of its own.
     """
@@ -19,10 +19,10 @@ def train(flags: list[str], ranks: int, port: int) -> None:
     os.environ.update(address | {name: str(value) for name, value in numbers.items()})
     import torch
 
-    from megasink.train.pretrain import pretrain
+    from megasink.training.pretrain import pretrain
 
     try:
-        with mock.patch("megasink.report.curves.draw_run"):
+        with mock.patch("megasink.analysis.pages.curves.draw_run"):
             pretrain(flags)
     finally:
         forget()

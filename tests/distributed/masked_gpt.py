@@ -16,10 +16,10 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
 from megasink.attention import reference_attention
-from megasink.layers.builder import MegasinkGPTBuilder
-from megasink.layers.core_attention import CoreAttention
-from megasink.train.dataset import without_prefix
-from megasink.train.packing import boundaries, enter_stage, leave_stage, pack
+from megasink.megatron.core_attention import CoreAttention
+from megasink.megatron.model import MegasinkGPTBuilder
+from megasink.training.dataset import without_prefix
+from megasink.training.packing import boundaries, enter_stage, leave_stage, pack
 from tests.distributed import oracle, tiny_gpt
 
 # Of each sample: the ends of its documents. One of a single token, two of one length. The row of
@@ -60,7 +60,7 @@ def batch(
 def train(
     documents: bool = False, masked: bool = False, padded: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """What :func:`tiny_gpt.train` reports; the forward step is that of megasink.train.forward."""
+    """What :func:`tiny_gpt.train` reports, with the forward step of megasink.training.forward."""
     with reading(documents, masked, padded, options.get("prefix_lm_tokens", 0)):
         return tiny_gpt.train(**options)
 

@@ -19,10 +19,10 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megasink.balance.tracker import BALANCE_GRADIENT, OTHER_GRADIENT, SERIES
-from megasink.layers import sink_rate
-from megasink.layers.builder import MegasinkGPTBuilder
-from megasink.layers.core_attention import CoreAttention
-from megasink.layers.gated_self_attention import GatedSelfAttention
+from megasink.megatron import sink_rate
+from megasink.megatron.core_attention import CoreAttention
+from megasink.megatron.gated_attention import GatedSelfAttention
+from megasink.megatron.model import MegasinkGPTBuilder
 from tests.distributed import masked_gpt, oracle, tiny_gpt
 
 TOKENS = tiny_gpt.MICROBATCHES * tiny_gpt.MICROBATCH * tiny_gpt.SEQUENCE

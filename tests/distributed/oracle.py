@@ -21,9 +21,9 @@ from megasink.attention import (
     reference_gate,
     reference_similarity_attention,
 )
-from megasink.layers.builder import MegasinkGPTBuilder
-from megasink.layers.core_attention import CoreAttention
-from megasink.layers.gated_self_attention import GatedSelfAttention
+from megasink.megatron.core_attention import CoreAttention
+from megasink.megatron.gated_attention import GatedSelfAttention
+from megasink.megatron.model import MegasinkGPTBuilder
 from tests.balance.definition import balance_loss, routed_heads
 from tests.distributed import tiny_gpt
 from tests.distributed.skewed_gates import skew_gates

@@ -6,8 +6,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
-from megasink.layers.gate_projection import named_parts
-from megasink.layers.init import global_names
+from megasink.megatron.gate_projection import named_parts
+from megasink.megatron.init import global_names
 
 
 def gather_gradients(models: list[Any]) -> None:

@@ -7,10 +7,10 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megasink.gate_options import gate_shape
-from megasink.layers.core_attention import CoreAttention
-from megasink.layers.explicit_gate import ExplicitGate, HeadNorm
-from megasink.layers.gated_self_attention import GatedSelfAttention
+from megasink.attention.variants.gates import gate_shape
+from megasink.megatron.core_attention import CoreAttention
+from megasink.megatron.explicit_gate import ExplicitGate, HeadNorm
+from megasink.megatron.gated_attention import GatedSelfAttention
 
 
 def skew_gates(models: list[torch.nn.Module]) -> list[torch.nn.Module]:

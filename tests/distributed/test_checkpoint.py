@@ -95,7 +95,10 @@ def test_a_checkpoint_loads_under_another_layout(pool, tmp_path, name):
 def test_names_in_a_checkpoint(pool):
     """They do not tell how the options of the block are implemented."""
     (keys,) = pool.run(
-        "tests.layers.tasks:checkpoint_keys", SINGLE, sandwich_norm=True, multi_head_addition=True
+        "tests.megatron.layer_tasks:checkpoint_keys",
+        SINGLE,
+        sandwich_norm=True,
+        multi_head_addition=True,
     )
     new = {k: v for k, v in keys.items() if "post_" in k or "linear_proj" in k}
     assert new == {

@@ -2,7 +2,7 @@
 
 One step in the scope of a microbatch, where the balance loss has its gradient at once. The scopes
 and three steps of the optimizer are in test_invariance.py, the attention itself in
-tests/layers/test_context_parallel.py. Not covered: TransformerEngine's layers, which need CUDA.
+tests/megatron/test_context_parallel.py. Not covered: TransformerEngine's layers, which need CUDA.
 """
 
 from itertools import pairwise
@@ -95,7 +95,7 @@ def test_half_precision_scales_the_balance_loss_as_the_other(pool, kind):
 
 
 def test_what_is_not_computed_is_refused_by_the_layer(pool):
-    problems = pool.run("tests.layers.context_tasks:refusals", CP)[0]
+    problems = pool.run("tests.megatron.context_tasks:refusals", CP)[0]
     assert problems.keys() == {"p2p", "prefix", "documents", "row"}
     assert "by all_gather or a2a" in problems["p2p"]
     assert "use cp_comm_type 'a2a'" in problems["prefix"]

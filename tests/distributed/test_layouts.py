@@ -2,7 +2,7 @@
 
 Float32, three steps of Adam through Megatron's schedules; the single process is itself compared
 with plain autograd in test_oracle.py, and the options of the block with their definition in
-tests/layers/test_block.py. Context parallelism is in test_context_parallel.py, expert parallelism
+tests/megatron/test_block.py. Context parallelism is in test_context_parallel.py, expert parallelism
 in test_moe.py, the scopes in test_invariance.py.
 """
 

@@ -14,7 +14,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.test_resume import FLAGS
 from tests.runs import steps
 
-ORACLE = "tests.layers.block_oracle:train_once"
+ORACLE = "tests.megatron.block_oracle:train_once"
 MOE = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,

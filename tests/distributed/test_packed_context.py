@@ -2,7 +2,7 @@
 
 The row is split at 16, 32 and 48 of 64 tokens over two ranks: inside documents, and between two.
 One process is compared with autograd, document by document, in test_masks.py; other places to cut
-are in tests/layers/test_context_parallel.py.
+are in tests/megatron/test_context_parallel.py.
 """
 
 from itertools import pairwise

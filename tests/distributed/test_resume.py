@@ -68,7 +68,7 @@ def steps(run) -> dict[int, dict]:
 def test_the_same_layout_resumes_to_the_bit(finished, interrupted):
     # New processes, started as a user starts them.
     command = ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-    command += ["-m", "megasink.train", *FLAGS, *TP, "--run-dir", str(interrupted), "--resume"]
+    command += ["-m", "megasink.training", *FLAGS, *TP, "--run-dir", str(interrupted), "--resume"]
     done = server().run(command, tree=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     before, after = steps(finished), steps(interrupted)

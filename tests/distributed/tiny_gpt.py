@@ -24,14 +24,14 @@ from torch import Tensor
 
 from megasink.balance.step import Phase
 from megasink.balance.tracker import HeadTracker
-from megasink.layers.builder import MegasinkGPTConfig
-from megasink.layers.core_attention import CoreAttention
-from megasink.layers.hybrid import MegasinkHybridConfig
-from megasink.layers.hybrid_pattern import layers_of
-from megasink.layers.transformer_config import MegasinkTransformerConfig
 from megasink.megatron import layer_spec
+from megasink.megatron.config import MegasinkTransformerConfig
+from megasink.megatron.core_attention import CoreAttention
+from megasink.megatron.hybrid import MegasinkHybridConfig
+from megasink.megatron.hybrid_pattern import layers_of
 from megasink.megatron.hybrid_specs import hybrid_spec
-from megasink.train.optimizer import with_end_rates, with_sink_parameters
+from megasink.megatron.model import MegasinkGPTConfig
+from megasink.training.optimizer import with_end_rates, with_sink_parameters
 from tests.distributed.shards import gather_gradients, shards
 from tests.distributed.skewed_gates import skew_gates, skew_sinks
 
@@ -156,7 +156,7 @@ def microbatches(step: int, masked: bool = False) -> Iterator[dict[str, Tensor]]
 
 
 def forward_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
-    """One microbatch through one stage; the loss as megasink.train.forward gives it."""
+    """One microbatch through one stage; the loss as megasink.training.forward gives it."""
     data = next(iterator)
     targets = data["loss_mask"].sum()
     balance = get_model_config(model).statistics.balance
@@ -170,7 +170,7 @@ def forward_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Ten
 
 
 def loss_function(mask_Bs: Tensor, targets: Tensor, per_token: bool) -> Callable[..., Any]:
-    """The loss of a microbatch as megasink.train.forward gives it.
+    """The loss of a microbatch as megasink.training.forward gives it.
 
     Args:
         targets: of the microbatch, on all context-parallel ranks.

@@ -64,16 +64,16 @@ def _plain(value: Any) -> Any:
 @contextlib.contextmanager
 def parallel_state(layout: Layout, rank: int, store: str) -> Iterator[None]:
     """The process group and Megatron's parallel state of one task."""
-    from megasink import platform
+    from megasink import cpu
     from megasink.upstream.mends import mend_upstream
 
-    platform.activate()
+    cpu.activate()
     mend_upstream()
     import torch
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    # As megasink.train.checkpoint_writer: in its place upstream would start a process.
+    # As megasink.training.checkpoint_writer: in its place upstream would start a process.
     filesystem_async._results_queue = queue.Queue()
     gc.freeze()  # modules, and what earlier tasks left: the end of this one need not look at them
     torch.distributed.init_process_group(
@@ -142,7 +142,7 @@ def forget() -> None:
         # Set by a first start, it makes the next one in this process reduce once more (training.py:
         # 1131): beside a rank that starts for the first time, it would wait for ever.
         trainer._STARTUP_TIMESTAMPS["program_start"] = None
-    if forward := sys.modules.get("megasink.train.forward"):
+    if forward := sys.modules.get("megasink.training.forward"):
         forward._byte_table.cache_clear()  # that of the run's tokenizer; the next has another one
 
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from megasink.analysis.folder import read_analysis
 from megasink.balance.shared_heads import choose_shared_heads
 from megasink.cli import main
 from megasink.data.corpus import Document
 from megasink.data.tokenizer import train_tokenizer
 from megasink.finetune import recipe
-from megasink.report.analysis import read_analysis
 from tests.chats import UNMARKED, chat_tokenizer, conversations, write_chats
 from tests.forkserver import server
 from tests.runs import steps

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasink.process import prepare_process
+from megasink.upstream.process import prepare_process
 
 TOKENS, VOCABULARY = 192, 512
 KINDS: dict[str, dict[str, Any]] = {
@@ -35,9 +35,9 @@ def build(kind: str, dtype: torch.dtype, kernel: str, impl: str, device: str) ->
     """A GPT of two layers of ten heads, which are not a multiple of eight, in five groups."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megasink.layers.builder import MegasinkGPTBuilder, MegasinkGPTConfig
-    from megasink.layers.transformer_config import MegasinkTransformerConfig
     from megasink.megatron import layer_spec
+    from megasink.megatron.config import MegasinkTransformerConfig
+    from megasink.megatron.model import MegasinkGPTBuilder, MegasinkGPTConfig
 
     transformer = MegasinkTransformerConfig(
         num_layers=2,

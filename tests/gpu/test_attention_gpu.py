@@ -16,9 +16,9 @@ from megasink.attention import (
     choose_backend,
     reference_attention,
 )
-from megasink.attention.backends import AttentionRequest, at_runtime, backend_named, backend_names
-from megasink.attention.block_masks import backward_blocks, forward_blocks
+from megasink.attention.blocks import backward_blocks, forward_blocks
 from megasink.attention.gate_kernels import plain as definition
+from megasink.attention.kernels import AttentionRequest, at_runtime, backend_named, backend_names
 from megasink.errors import ConfigError
 from tests.attention.attention_oracle import (
     assert_at_most_twice_plain_error,

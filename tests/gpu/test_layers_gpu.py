@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megasink.attention import AttentionRequest, backend_names
-from megasink.attention.backends import at_runtime, backend_named
+from megasink.attention.kernels import at_runtime, backend_named
 from tests.gpu.model_steps import KINDS
 
 pytestmark = [

@@ -15,18 +15,18 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
-from megasink.checkpoint.adapter import base_of, read_adapter
-from megasink.checkpoint.find import find_checkpoint, stored_shapes
-from megasink.checkpoint.load import load_state, load_without_tokenizer
-from megasink.checkpoint.model import model_config
-from megasink.checkpoint.saved_arguments import read_arguments, single_process_arguments
+from megasink.checkpoints.adapter import base_of, read_adapter
+from megasink.checkpoints.find import find_checkpoint, stored_shapes
+from megasink.checkpoints.load import load_state, load_without_tokenizer
+from megasink.checkpoints.saved_arguments import read_arguments, single_process_arguments
 from megasink.convert.verify import megatron_logits
-from megasink.layers.builder import MegasinkGPTBuilder
 from megasink.lora.attach import base_state
 from megasink.lora.linear import with_adapter
 from megasink.lora.targets import FC1, FC2, OPTIONS, PROJ, QKV, A, B
+from megasink.megatron.model import MegasinkGPTBuilder
+from megasink.megatron.model_of_arguments import model_config
 from tests.distributed import tiny_gpt
-from tests.train import generate_tasks
+from tests.training import generate_tasks
 
 LINEARS = {QKV: ColumnParallelLinear, PROJ: RowParallelLinear}
 LINEARS |= {FC1: ColumnParallelLinear, FC2: RowParallelLinear}
@@ -99,7 +99,7 @@ def _rows_of(linear: str, config: Any) -> tuple[list[str], dict[str, int]]:
 
 def skew_adapters(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """B and the changes of gates differ from 0, the same in every layout."""
-    from megasink.layers.init import _draw, global_names
+    from megasink.megatron.init import _draw, global_names
 
     for model in models:
         names = global_names(model)

@@ -132,14 +132,14 @@ def test_a_base_that_has_changed_is_refused(pool, finished, base, tmp_path):
     (run / "config.json").write_text(json.dumps(config))
     convert = ["convert-to-hf", str(run), str(tmp_path / "hf")]
     ((code, _, said),) = pool.run(
-        "tests.train.generate_tasks:megasink", SINGLE, commands=[convert]
+        "tests.training.generate_tasks:megasink", SINGLE, commands=[convert]
     )[0]
     assert code == 2
     assert "are not those that the adapter was trained on: put the base back" in said
     config["lora_base"]["checkpoint"] = str(tmp_path / "gone")
     (run / "config.json").write_text(json.dumps(config))
     ((code, _, said),) = pool.run(
-        "tests.train.generate_tasks:megasink", SINGLE, commands=[convert]
+        "tests.training.generate_tasks:megasink", SINGLE, commands=[convert]
     )[0]
     assert (code, "is gone: put it back" in said) == (2, True)
 
@@ -155,7 +155,7 @@ def exported(pool, base, finished, tmp_path_factory):
         ["convert-from-hf", folder / "adapter", folder / "back", "--base", base],
     ]
     commands = [[str(word) for word in command] for command in commands]
-    (answers,) = pool.run("tests.train.generate_tasks:megasink", SINGLE, commands=commands)
+    (answers,) = pool.run("tests.training.generate_tasks:megasink", SINGLE, commands=commands)
     for code, _, errors in answers:
         assert (code, errors) == (0, "")
     assert "float32: logits differ by" in answers[1][1]
@@ -218,7 +218,7 @@ def test_what_peft_can_and_megasink_cannot_is_refused(
     (folder / "adapter_config.json").write_text(json.dumps(config))
     command = ["convert-from-hf", folder, tmp_path / "run", "--base", base]
     (answers,) = pool.run(
-        "tests.train.generate_tasks:megasink",
+        "tests.training.generate_tasks:megasink",
         SINGLE,
         commands=[[str(word) for word in command]],
     )

@@ -19,8 +19,8 @@ def jobs(data: list[int], scope: str, collection: bool = True) -> Any:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
 
-    from megasink.layers.init import initialize_weights
     from megasink.megatron import HeadBalance, layer_spec
+    from megasink.megatron.init import initialize_weights
 
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     pairs = [torch.distributed.new_group([first, first + 1]) for first in range(0, ranks, 2)]

@@ -49,8 +49,8 @@ def steps_of_copies() -> dict[str, tuple[int | None, float]]:
     from megatron.core import parallel_state as mpu
     from megatron.core.transformer import TransformerConfig
 
-    from megasink.layers.importance import HeadCounter
     from megasink.megatron import HeadBalance
+    from megasink.megatron.importance import HeadCounter
 
     kinds = {
         "itself": lambda config: config,

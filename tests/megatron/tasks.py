@@ -33,9 +33,9 @@ def bare_loop(
     """The losses, gradient norms and head statistics of ``examples/megatron_loop.py``."""
     if not _groups(ranks, port):
         return None
-    from megasink import platform
+    from megasink import cpu
 
-    platform.activate()
+    cpu.activate()
     import torch
 
     from examples.megatron_loop import mock_step, train
@@ -59,13 +59,13 @@ def bare_loop(
 
 def trainer(flags: list[str], ranks: int, port: int, run: str) -> list[dict[str, Any]] | None:
     """The lines that ``megasink train`` writes on the example's batches; of the last rank."""
-    from megasink import platform
+    from megasink import cpu
 
-    platform.activate()
+    cpu.activate()
     from megatron.training import get_args
 
     from examples.megatron_loop import mock_step
-    from megasink.train import forward
+    from megasink.training import forward
     from tests.distributed.launch_task import train
 
     calls = 0
@@ -120,7 +120,7 @@ def not_ours() -> dict[str, str]:
         """Run steps of one layer, in each of which a host makes some calls."""
         from torch.optim import SGD
 
-        from megasink.layers.importance import HeadCounter
+        from megasink.megatron.importance import HeadCounter
 
         own = config()
         for name, value in fields.items():

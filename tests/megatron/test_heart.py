@@ -9,8 +9,8 @@ LINES, FILES = 6_500, 60
 NOT = ("megatron.training", "matplotlib", "scipy", "sklearn", "transformers", "numpy.distutils")
 ROOMS = {
     "",  # the package itself
-    *("attention", "balance", "variants", "layers", "megatron", "lora", "api"),
-    *("config", "definitions", "errors", "gate_options", "printable"),
+    *("attention", "balance", "megatron", "lora"),
+    *("config", "errors", "printable"),
 }
 PROGRAM = """
 import json, sys

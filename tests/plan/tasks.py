@@ -8,10 +8,10 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import training
 
-from megasink.checkpoint.model import model_config
-from megasink.layers.builder import MegasinkGPTBuilder
+from megasink.megatron.model import MegasinkGPTBuilder
+from megasink.megatron.model_of_arguments import model_config
 from megasink.plan.saved import SavedTensors
-from megasink.train import arguments
+from megasink.training import arguments
 from tests.distributed import launch_task
 
 

@@ -1,4 +1,4 @@
-"""What the command does around the ranks that it steps (tests/hollow/test_plan.py)."""
+"""What the command does around the ranks that it steps (tests/plan/hollow/test_plan.py)."""
 
 import json
 import subprocess
@@ -10,10 +10,10 @@ from megasink.errors import ConfigError, UserError
 from megasink.plan import job, launch, show
 from megasink.plan.alternatives import alternatives
 from megasink.plan.devices import DEVICES
-from megasink.train import early
-from megasink.train.checkpoint_layout import BYTES
+from megasink.training import early
+from megasink.training.checkpoint_layout import BYTES
 from tests.documented import calls, with_files
-from tests.train.command_lines import MOCK
+from tests.training.command_lines import MOCK
 
 FACTS = {"pipeline": 4, "virtual": 1, "microbatches": 8}
 
@@ -143,7 +143,7 @@ def test_help_tells_of_every_flag(capsys):
 
 def test_the_command(capsys, monkeypatch, tmp_path):
     """From the line to the tables and the figure, with a helper process of its own."""
-    from megasink import hollow
+    from megasink.plan import hollow
 
     if reason := hollow.missing():
         pytest.skip(reason)

@@ -11,8 +11,8 @@ import megasink
 from examples.real_models import zeroing
 from examples.real_models.scores import mask_gradients, masked
 from examples.real_models.zeroing import Measurement, losses, unchanged, without_each_head
+from megasink.analysis.capture.inputs import Sample
 from megasink.errors import UserError
-from megasink.probe.inputs import Sample
 
 SIZE = {"vocab_size": 48, "hidden_size": 24, "intermediate_size": 32, "num_attention_heads": 3,
         "num_key_value_heads": 1, "num_hidden_layers": 3, "head_dim": 8}  # fmt: skip

@@ -1,7 +1,7 @@
 """Context extension in small: the trainer takes the flags of both stages."""
 
 from examples.replicate import context
-from megasink.train import early
+from megasink.training import early
 
 
 def test_the_trainer_takes_the_flags(tmp_path):

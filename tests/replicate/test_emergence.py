@@ -8,9 +8,9 @@ import pytest
 
 from examples.replicate.grid.file import read_grid
 from examples.replicate.grid.plan import plan
+from megasink.cli.trigger_language import LETTERS, write_tokenizer
 from megasink.data.corpus import Document
 from megasink.data.tokenizer import load_tokenizer, train_tokenizer
-from megasink.data.trigger_language import LETTERS, write_tokenizer
 
 FOLDER = Path(__file__).parents[2] / "examples" / "replicate" / "b_emergence"
 CORPORA = ("triggers", "few", "stream", "text", "text-tenth", "text-fiftieth")

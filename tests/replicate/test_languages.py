@@ -11,15 +11,15 @@ from examples.replicate.languages import (
     write_retrieval,
     write_triggers,
 )
-from megasink.data.index import sequence_lengths
-from megasink.data.tokenizer import leading_ids, load_tokenizer
-from megasink.data.trigger_language import (
+from megasink.cli.trigger_language import (
     AROUND,
     LETTERS,
     TriggerLanguage,
     texts_of,
     write_tokenizer,
 )
+from megasink.data.index import sequence_lengths
+from megasink.data.tokenizer import leading_ids, load_tokenizer
 
 
 def test_behind_a_trigger_stands_what_stood_before_it():

@@ -43,8 +43,8 @@ def read(checkpoints: list[str]) -> list[str]:
     from megatron.core import dist_checkpointing
     from torch.distributed import checkpoint as torch_checkpoint
 
-    from megasink.checkpoint.torch_metadata import read_metadata
-    from megasink.checkpoint.without_code import loading_without_code
+    from megasink.checkpoints.torch_metadata import read_metadata
+    from megasink.checkpoints.without_code import loading_without_code
 
     def entries(folder: str) -> dict[str, Any]:
         known = read_metadata(Path(folder)).state_dict_metadata
@@ -66,7 +66,7 @@ def read(checkpoints: list[str]) -> list[str]:
 
 def load_classes_of_a_fork(folder: str) -> list[Any]:
     """(an argument, whether the class was made), and what is said where it is no argument."""
-    from megasink.checkpoint.without_code import loading_without_code
+    from megasink.checkpoints.without_code import loading_without_code
 
     parts = OfAFork.__module__.split(".")
     names = [".".join(parts[: i + 1]) for i in range(len(parts))]
@@ -90,7 +90,7 @@ def load_classes_of_a_fork(folder: str) -> list[Any]:
 
 def load_state_of_fp8(mark: str) -> str:
     """What an imitated module of TransformerEngine says to a crafted one."""
-    from megasink.checkpoint.without_code import loading_without_code
+    from megasink.checkpoints.without_code import loading_without_code
 
     module: Any = types.ModuleType("transformer_engine.pytorch.module.base")
     module.pickle = pickle
@@ -122,8 +122,8 @@ def arguments_read(run: str) -> dict[str, list[str]]:
     Returns:
         "taken": those that a run's arguments give; "forgotten": those of which nothing is said.
     """
-    from megasink.checkpoint import saved_arguments
-    from megasink.checkpoint.model import model_config
+    from megasink.checkpoints import saved_arguments
+    from megasink.megatron.model_of_arguments import model_config
 
     class Recording(Namespace):
         def __getattribute__(self, name: str) -> Any:
@@ -149,9 +149,9 @@ def model_that_names_places(run: str, written: str, path: str) -> None:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import gpt_config_from_args
 
-    from megasink.checkpoint import saved_arguments
-    from megasink.checkpoint.model import model_config
-    from megasink.layers.builder import MegasinkGPTBuilder
+    from megasink.checkpoints import saved_arguments
+    from megasink.megatron.model import MegasinkGPTBuilder
+    from megasink.megatron.model_of_arguments import model_config
 
     saved = saved_arguments.read_arguments(Path(run) / "config.json")
     args = saved_arguments.single_process_arguments(saved | {"ffn_activation": None})
@@ -171,12 +171,12 @@ def flags_of_any_text() -> dict[str, list[str]]:
     value argparse lets be anything."""
     import argparse
 
-    from megasink import platform
+    from megasink import cpu
 
-    platform.activate()
+    cpu.activate()
     from megasink.cli import main_of
     from megasink.command_line import flag_problems
-    from megasink.parser import parse_apart
+    from megasink.megatron.arguments import parse_apart
 
     found: dict[str, list[str]] = {}
     upstream = argparse.ArgumentParser.parse_known_args

@@ -50,7 +50,7 @@ def test_a_crafted_run_names_no_place_and_no_module(pool, run, tmp_path):
     (copy / "config.json").write_text(json.dumps(config))
     commands = [["generate", str(copy), "--prompt", "def", "--max-new-tokens", "2", "--cpu"]]
     folders = {"run": str(copy), "written": str(tmp_path / "control"), "path": str(tmp_path)}
-    (answers,) = pool.run("tests.train.generate_tasks:megasink", SINGLE, commands=commands)
+    (answers,) = pool.run("tests.training.generate_tasks:megasink", SINGLE, commands=commands)
     ((_, _, errors),) = answers
     (line,) = (x for x in errors.splitlines() if "ignored arguments of the run" in x)
     for name in ("config_logger_dir", "spec", "fp8_quantizer_factory", "normalization"):

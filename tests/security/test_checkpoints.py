@@ -127,7 +127,7 @@ def test_commands_that_read_models_run_nothing(pool, crafted, tmp_path):
             for word, value in words.items():
                 command = [part.replace(word, str(value)) for part in command]
             commands.append(command)
-        task = "tests.train.generate_tasks:megasink"
+        task = "tests.training.generate_tasks:megasink"
         return zip(lines, pool.run(task, SINGLE, commands=commands)[0], strict=True)
 
     source = Path(shutil.copy(source, tmp_path / "text.txt"))

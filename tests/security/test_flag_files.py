@@ -1,5 +1,5 @@
 """Files that carry flags: a start of a run, its config.toml, recipes, grids and their measurements,
-flags.txt. None runs code, sends anything, or says where to write (megasink.flag_file)."""
+flags.txt. None runs code, sends anything, or says where to write (megasink.training.flag_file)."""
 
 import json
 import shlex
@@ -15,10 +15,10 @@ from megasink.convert.hf_config import architecture_from
 from megasink.convert.model_flags import as_line, model_flags
 from megasink.errors import UserError
 from megasink.finetune import recipe as finetune
-from megasink.flag_file import toml_lines
-from megasink.train import launch as train_launch
+from megasink.training import launch as train_launch
+from megasink.training.flag_file import toml_lines
 from tests.replicate.grid.files import FLAGS as OF_GRID
-from tests.train.command_lines import MOCK
+from tests.training.command_lines import MOCK
 
 # What a file would have the process do, as a flag and its value; ELSE is a place outside.
 IMPORTS = {

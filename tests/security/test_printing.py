@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
+from megasink.analysis.pages.csv_file import write_csv
+from megasink.cli import generate
 from megasink.cli import main as megasink
-from megasink.commands import generate
 from megasink.errors import ConfigError, UserError
 from megasink.printable import printable
-from megasink.report.csv_file import write_csv
-from megasink.train import rank_logs
+from megasink.training import rank_logs
 
 # Clears the screen, sets the title, writes to the clipboard, turns the rest around.
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x1b]52;c;cm0=\x07\x9b31m\u202eexe.txt"

@@ -7,9 +7,9 @@ import pytest
 
 from megasink.cli import main as megasink
 from megasink.errors import UserError
-from megasink.flag_file import DESCRIBING, READING, TOLD, WRITING
-from megasink.train.replay import replayed
-from tests.train.command_lines import MODEL
+from megasink.training.flag_file import DESCRIBING, READING, TOLD, WRITING
+from megasink.training.replay import replayed
+from tests.training.command_lines import MODEL
 
 # Words and numbers alone, which the command checks.
 CHOSEN = set("batch-size bos maps replace-tokens-at score task tasks zeroed".split())

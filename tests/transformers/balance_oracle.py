@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from megasink.attention import reference_attention
+from tests.analysis.capture.tiny_models import tiny_model
 from tests.balance.definition import balance_loss
-from tests.probe.tiny_models import tiny_model
 
 NAME = "balance_definition"
 

@@ -13,7 +13,7 @@ def trained_on_ranks(name: str, rows: int, port: int, **options: Any) -> dict[st
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     import megasink.transformers  # noqa: F401  registers the attention
-    from tests.probe.tiny_models import tiny_model
+    from tests.analysis.capture.tiny_models import tiny_model
     from tests.transformers import balance_runs
 
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask
 
 import megasink.transformers  # noqa: F401
-from tests.probe.tiny_models import VOCABULARY, tiny_model
+from tests.analysis.capture.tiny_models import VOCABULARY, tiny_model
 
 ORACLE, TOKENS = "megasink_oracle", 13
 

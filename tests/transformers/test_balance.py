@@ -7,8 +7,8 @@ from torch import nn
 import megasink.transformers  # noqa: F401  registers the attention
 from megasink.errors import ConfigError, UserError
 from megasink.transformers.balance import HeadBalance
+from tests.analysis.capture.tiny_models import tiny_model
 from tests.balance import definition
-from tests.probe.tiny_models import tiny_model
 from tests.transformers import balance_oracle
 from tests.transformers.balance_oracle import (
     Oracle,

@@ -5,10 +5,10 @@ import torch
 import transformers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.errors import UserError
-from megasink.probe.transformers_model import TransformersProbe
 from megasink.transformers.balance import HeadBalance
-from tests.probe.kept import Kept
+from tests.analysis.capture.kept import Kept
 from tests.transformers.balance_oracle import tokens
 from tests.transformers.test_balance import COEFF, model_of, step
 from tests.transformers.test_refused import SMALL

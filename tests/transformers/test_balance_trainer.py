@@ -11,11 +11,11 @@ from transformers import TrainerCallback
 
 import megasink.transformers  # noqa: F401  registers the attention
 from megasink.errors import ConfigError, UserError
-from megasink.transformers.balance_callback import HeadBalanceCallback
+from megasink.transformers.callback import HeadBalanceCallback
+from tests.analysis.capture.tiny_models import save_with_tokenizer, tiny_model
 from tests.balance import definition
 from tests.distributed.layout import Layout
 from tests.distributed.pool import free_port
-from tests.probe.tiny_models import save_with_tokenizer, tiny_model
 from tests.transformers import balance_oracle, balance_runs
 from tests.transformers.balance_oracle import Oracle, without_grouped_experts
 from tests.transformers.balance_runs import COEFF, RATE, dataset, trainer_of, weights

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.probe.tiny_models import ARCHITECTURES, SINKS
+from tests.analysis.capture.tiny_models import ARCHITECTURES, SINKS
 from tests.transformers.oracle import (
     ORACLE,
     Batch,

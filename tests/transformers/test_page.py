@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from tests.probe.tiny_models import tiny_model
+from tests.analysis.capture.tiny_models import tiny_model
 from tests.transformers.oracle import batch, distance
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "transformers.md"

@@ -8,9 +8,9 @@ import transformers
 from transformers import DynamicCache
 
 import megasink.transformers  # noqa: F401
+from megasink.analysis.capture.segments import segments_of
 from megasink.errors import UserError
-from megasink.probe.segments import segments_of
-from tests.probe.tiny_models import tiny_model
+from tests.analysis.capture.tiny_models import tiny_model
 from tests.test_imports import imports, modules
 from tests.transformers.oracle import batch
 
@@ -139,4 +139,4 @@ def test_the_room_needs_no_megatron():
             waiting += [name, name.rpartition(".")[0]]
         inside = module == "megasink.transformers"
         waiting += [other for other in files if inside and other.startswith(module + ".")]
-    assert {"megasink.transformers.attention", "megasink.attention.slot_op"} <= reached
+    assert {"megasink.transformers.attention", "megasink.attention.op"} <= reached

@@ -194,7 +194,7 @@ def test_nothing_of_upstream_is_replaced_beside_the_register(tmp_path, monkeypat
     # Upstream's own place for the process that is there, emptied after it was ended; and processes
     # that stand in for a rank, which train nothing.
     plan = {f"megasink/plan/{name}.py" for name in ("experts", "helper", "rank")}
-    allowed = {"megasink/train/checkpoint_writer.py", "megasink/hollow/world.py", *plan}
+    allowed = {"megasink/training/checkpoint_writer.py", "megasink/plan/hollow/world.py", *plan}
     found = [place for path in files for place in assignments(path)]
     assert {place.partition(":")[0] for place in found} == allowed, found
     planted = tmp_path / "planted.py"
@@ -216,7 +216,7 @@ def test_doctor_lists_them_and_names_what_does_not_match(capsys, monkeypatch):
     assert "megatron/training/training.py:" in text
     gone = Quote("torch.serialization", "def load_from_a_pickle(f)")
     table = (replace(TABLE[0], quotes=(gone,)),)
-    monkeypatch.setattr("megasink.doctor.self_test.TABLE", table)
-    monkeypatch.setattr("megasink.doctor.self_test.training_step", lambda: "")
+    monkeypatch.setattr("megasink.cli.installation.self_test.TABLE", table)
+    monkeypatch.setattr("megasink.cli.installation.self_test.training_step", lambda: "")
     assert megasink(["doctor"]) == 1
     assert "torch/serialization.py no longer has load_from_a_pickle" in capsys.readouterr().out

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from examples.replicate.grid.bands import Band, draw_band
-from megasink.diagnostics import metrics
-from megasink.report.style import (
+from megasink.analysis.metrics import metrics
+from megasink.analysis.pages.style import (
     GRAY,
     PALETTE,
     even_panels,

@@ -49,7 +49,7 @@ def become(task: Task) -> NoReturn:
 
 
 def _train(task: Task) -> int:
-    from megasink.train.pretrain import main
+    from megasink.training.pretrain import main
 
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
@@ -57,13 +57,13 @@ def _train(task: Task) -> int:
         **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0"),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
     }
-    sys.argv = ["megasink.train", *task.words]  # starts.jsonl records it
+    sys.argv = ["megasink.training", *task.words]  # starts.jsonl records it
     return main(task.words)
 
 
 def _command(task: Task) -> int:
     from megasink.cli import main
-    from megasink.train.guard import guard
+    from megasink.training.guard import guard
 
     guard.start()  # it ends with the grid
     sys.argv = ["megasink", *task.words]

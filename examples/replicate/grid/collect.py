@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from examples.replicate.grid.measurements import MEASUREMENTS, Curves
+from megasink.analysis.pages.curves import SMOOTHED, series, smoothed
+from megasink.analysis.pages.metrics import read_metrics
+from megasink.analysis.pages.spikes import loss_spikes
 from megasink.errors import UserError
-from megasink.report.curves import SMOOTHED, series, smoothed
-from megasink.report.metrics import read_metrics
-from megasink.report.spikes import loss_spikes
 
 POINTS = 100
 """Of a curve, at most."""
@@ -33,7 +33,7 @@ NAMES = ("lm_loss", *EVALUATED, *TRAINED, *COUNTS)
 
 def live_names() -> list[str]:
     """Return the metrics of --analyze-interval."""
-    from megasink.diagnostics import metrics_shown
+    from megasink.analysis.metrics import metrics_shown
 
     return [f"{ANALYSIS}{name}" for name in metrics_shown("scalar")]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megasink.errors import ConfigError, unknown_name
-from megasink.flag_file import Flags, form_problems, read_toml
+from megasink.training.flag_file import Flags, form_problems, read_toml
 
 KEYS = ("title", "seeds", "metrics", "flags", "axes", "measure")
 PLACES = ("out", "run")

@@ -16,9 +16,9 @@ from examples.replicate.grid.start import Started, cpu_seconds
 from megasink.atomic import atomic_text
 from megasink.errors import UserError
 from megasink.json_file import read_object
-from megasink.train.lease import clear
-from megasink.train.metrics_file import NewLines
-from megasink.train.rank_logs import raised, said, tells_of_divergence
+from megasink.training.lease import clear
+from megasink.training.metrics_file import NewLines
+from megasink.training.rank_logs import raised, said, tells_of_divergence
 from megasink.typed_json import from_json, to_json
 from megasink.upstream.versions import versions
 

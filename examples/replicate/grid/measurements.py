@@ -28,13 +28,13 @@ class Measurement:
 
 
 def _of_models() -> list[str]:
-    from megasink.diagnostics import metrics
+    from megasink.analysis.metrics import metrics
 
     return [*metrics(), "average_perplexity"]
 
 
 def _of_traces() -> list[str]:
-    from megasink.diagnostics import metrics_shown
+    from megasink.analysis.metrics import metrics_shown
 
     return ["tokens", *metrics_shown("scalar")]
 

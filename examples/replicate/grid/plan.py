@@ -15,9 +15,9 @@ from megasink.atomic import atomic_text
 from megasink.cli import main_of
 from megasink.command_line import flag_problems
 from megasink.errors import ConfigError, UserError, unknown_name
-from megasink.flag_file import flag_words, refused
 from megasink.json_file import read_object
-from megasink.train import early
+from megasink.training import early
+from megasink.training.flag_file import flag_words, refused
 
 _GRID = "grid.json"
 _UNSAFE = "not taken from a file, for safety (SECURITY.md)"

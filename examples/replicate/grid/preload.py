@@ -5,7 +5,7 @@ no GPU, so Megatron is imported on the CPU platform.
 
 The process ends with the grid, even on SIGKILL; multiprocessing's own
 pipe does not see to that while a fork is alive, which holds its other end. The forks watch their
-parent (`megasink.train.guard`).
+parent (`megasink.training.guard`).
 """
 
 import atexit
@@ -16,8 +16,8 @@ import os
 import pkgutil
 import sys
 
-from megasink.parent import ends_with
-from megasink.process import prepare_quietly
+from megasink.training.parent import ends_with
+from megasink.upstream.process import prepare_quietly
 
 GRID = "MEGASINK_GRID"
 """Variable with the process id of the grid; without it nothing is imported."""
@@ -25,7 +25,7 @@ ROOMS = ("balance", "checkpoint", "data", "diagnostics", "layers", "probe", "rep
 # What Megatron, torch and we import only when it is used.
 LATE = (
     "megasink.cli",
-    "megasink.commands.analyze",
+    "megasink.cli.analyze",
     "megasink.lora.linear",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",

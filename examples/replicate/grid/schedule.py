@@ -17,8 +17,8 @@ from examples.replicate.grid.start import tell as send
 from megasink.errors import Stopped
 from megasink.printable import printable
 from megasink.progress import Tell, progress
-from megasink.train.ranks import SAVE_SECONDS
-from megasink.train.stop import SIGNALS, name_of
+from megasink.training.ranks import SAVE_SECONDS
+from megasink.training.stop import SIGNALS, name_of
 
 _TICK = 0.1  # seconds
 

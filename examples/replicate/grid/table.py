@@ -8,9 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from examples.replicate.grid.results import CellResults, GridResults, Spread
+from megasink.analysis.pages.csv_file import write_csv
 from megasink.atomic import atomic_text
 from megasink.printable import printable, wide_console
-from megasink.report.csv_file import write_csv
 
 
 def write_tables(results: GridResults, folder: Path) -> None:

@@ -2,9 +2,9 @@
 
 from functools import lru_cache
 
-from megasink.attention.backends import AttentionRequest, Choice
 from megasink.attention.gate_kernels.base import BeforeBackward, FirstKey, GateKernels, GateRows
 from megasink.attention.gate_kernels.plain import PlainGateKernels
+from megasink.attention.kernels import AttentionRequest, Choice
 from megasink.errors import ConfigError
 
 __all__ = [

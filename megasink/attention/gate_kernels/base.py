@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megasink.attention.backends import AttentionRequest
 from megasink.attention.call import Arriving, AttentionCall, Results
+from megasink.attention.kernels import AttentionRequest
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megasink.attention.backends import AttentionRequest
-from megasink.attention.backends.cuda import package_reason
 from megasink.attention.call import Arriving, AttentionCall, Results
 from megasink.attention.gate_kernels import launch
 from megasink.attention.gate_kernels.base import BeforeBackward, FirstKey, GateKernels
 from megasink.attention.gate_kernels.explicit import gate_rows
 from megasink.attention.gate_kernels.plain import slot_value_grad
+from megasink.attention.kernels import AttentionRequest
+from megasink.attention.kernels.cuda import package_reason
 from megasink.attention.layout import as_order_of, dense_rows, empty_in_order_of
 
 # A row of a tile is one program's.

@@ -16,10 +16,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megasink.attention.backends import AttentionRequest
 from megasink.attention.call import Arriving, AttentionCall, Results
 from megasink.attention.gate_kernels.base import BeforeBackward, FirstKey, GateKernels
 from megasink.attention.injection import inject_lse_gradient
+from megasink.attention.kernels import AttentionRequest
 from megasink.attention.layout import (
     dot_with_each_row,
     empty_in_order_of,

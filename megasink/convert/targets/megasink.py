@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from megasink.attention.variants import is_variant, variant, variants
 from megasink.convert.architecture import GATES, Architecture
 from megasink.convert.megasink_model import (
     AUTO_MAP,
@@ -16,7 +17,6 @@ from megasink.convert.targets import rows
 from megasink.convert.targets.registry import register
 from megasink.convert.targets.target import Config, Target
 from megasink.convert.transforms import GateUp, GroupedQKV, Transform
-from megasink.variants import is_variant, variant, variants
 
 # For a layer: {start of Megatron's key: name in the modeling files}; the first match counts.
 _NAMES = {

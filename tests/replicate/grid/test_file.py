@@ -10,7 +10,7 @@ from examples.replicate.grid.command import main as grid_main
 from examples.replicate.grid.file import filled, read_grid
 from examples.replicate.grid.plan import begin, plan
 from megasink.errors import ConfigError, UserError
-from megasink.flag_file import flag_words
+from megasink.training.flag_file import flag_words
 from tests.replicate.grid.files import POINTS, STEPS, write
 
 DOCS = Path(__file__).parents[3] / "examples" / "replicate" / "grid" / "README.md"

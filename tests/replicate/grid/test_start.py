@@ -10,7 +10,7 @@ import psutil
 FORKS = """
 import time
 from examples.replicate.grid.start import fork_server
-from megasink.train.guard import guard
+from megasink.training.guard import guard
 
 
 def wait():

@@ -1,0 +1,1 @@
+"""Look inside a model, change its heads, score it, draw it."""

@@ -1,0 +1,1 @@
+"""Heads switched off, and what the model loses."""

@@ -1,0 +1,135 @@
+"""Thresholds for a share of heads, by the published CDF rule (P3.11).
+
+Shapes: N samples, L layers, H heads (maximum over layers).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megasink.analysis.capture.base import Observer, OpenProbe
+from megasink.analysis.folder import read_analysis
+from megasink.analysis.interventions.dynamic_zeroing import DynamicChange
+from megasink.analysis.interventions.scores import RANDOM, LayerScore
+from megasink.analysis.metrics.thresholds import Scores, threshold
+from megasink.errors import UserError
+
+
+def threshold_of(score: str, share: float, scores_NLH: Scores) -> float:
+    """Return the threshold that makes about a share of all heads, over samples, inactive.
+
+    Args:
+        score: registered score; its record says which side is inactive.
+        share: in [0, 1].
+        scores_NLH: NaN where there is no head.
+
+    Raises:
+        UserError: a share outside [0, 1], or scores that are not finite.
+    """
+    check_share(share)
+    if np.isinf(scores_NLH).any() or np.isnan(scores_NLH).all():
+        raise UserError(f"{score}: the scores to calibrate with are not finite")
+    return threshold(scores_NLH, share, LayerScore(score).inactive)
+
+
+def check_share(share: float) -> None:
+    """Raise UserError unless a share of heads is in [0, 1]."""
+    if not 0 <= share <= 1:
+        raise UserError(f"share of heads {share:g}: between 0 and 1")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Scores of one model that `megasink analyze` measured.
+
+    Attributes:
+        folder: what it wrote.
+        scores: score -> [N, L, H].
+        heads: number of heads in each layer.
+        kind: class of the model, or kind of run.
+        weights: hash of the weights.
+    """
+
+    folder: Path
+    scores: dict[str, Scores]
+    heads: list[int]
+    kind: str
+    weights: str
+
+    def check(self, weights: str, heads: Sequence[int]) -> None:
+        """Raise UserError unless the scores are of this very model.
+
+        Args:
+            weights: hash of the model's weights; heads: number in each of its layers.
+        """
+        if list(heads) != self.heads:
+            raise UserError(
+                f"{self.folder} is of another model ({self.kind}, heads by layer {self.heads}, not "
+                f"{list(heads)}): analyze this one"
+            )
+        if weights != self.weights:
+            raise UserError(
+                f"{self.folder} is of other weights ({self.kind}): another model, checkpoint or "
+                "dtype; analyze this one"
+            )
+
+    def threshold(self, score: str, share: float) -> float:
+        """Return the threshold of a score for a share of heads; of `random` it is the share.
+
+        Raises:
+            UserError: the analysis has no such score, or a share outside [0, 1].
+        """
+        check_share(share)
+        if score == RANDOM:
+            return share
+        if score not in self.scores:
+            raise UserError(
+                f"{self.folder} has no {score}: it has {', '.join(sorted(self.scores))}"
+            )
+        return threshold_of(score, share, self.scores[score])
+
+
+def read_calibration(folder: Path) -> Calibration:
+    """Read the scores of an analysis.
+
+    Raises:
+        UserError: the folder holds no analysis, or one without the hash of the weights.
+    """
+    analysis = read_analysis(folder)
+    told = analysis.results
+    if told.run.weights is None:
+        raise UserError(
+            f"{folder} does not tell the weights that it is of: analyze the model again with this "
+            "version"
+        )
+    return Calibration(
+        folder, analysis.by_sample, told.model.heads, told.model.kind, told.run.weights
+    )
+
+
+def measure_scores(
+    open_probe: OpenProbe,
+    score: str,
+    samples: Iterable[Sequence[int]],
+    *,
+    device: torch.device | str = "cpu",
+) -> Scores:
+    """Return [N, L, H]: the scores of token sequences in the unchanged model, run one by one."""
+    change = DynamicChange(LayerScore(score), None, 0)
+    change.keeps_scores = True
+    with open_probe(Observer(), [change]) as probe:
+        for tokens in samples:
+            probe.forward(torch.tensor([list(tokens)], device=device), logits=False)
+        return scores_of(change, probe.heads)
+
+
+def scores_of(change: DynamicChange, heads: Sequence[int]) -> Scores:
+    """Return [N, L, H]: the scores that a change has kept."""
+    count = len(next(iter(change.scores.values()), ()))
+    scores_NLH = np.full((count, len(heads), max(heads)), np.nan)
+    for layer, scores in change.scores.items():
+        scores_NLH[:, layer, : heads[layer]] = torch.stack(scores).cpu().numpy()
+    return scores_NLH

@@ -1,0 +1,68 @@
+"""MLP activations of layer 0 with each of its heads zeroed alone, by t-SNE (P4.6, P4.7).
+
+Shapes: N points (tokens of a few samples).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from megasink.analysis.ablate.measure import facts_of
+from megasink.analysis.ablate.on_texts import Texts
+from megasink.analysis.ablate.points import PointFolder, key_of
+from megasink.analysis.ablate.settings import Setting
+from megasink.analysis.capture.base import ProbedModel
+from megasink.analysis.capture.geometry import read_rows
+from megasink.analysis.capture.sites import PRODUCT
+from megasink.analysis.interventions.record import changes_of
+from megasink.analysis.metrics.geometry import Floats, neighbor_embedding
+from megasink.errors import UserError
+from megasink.progress import tracked
+
+POSITION = "position_N"
+
+
+def activations(
+    model: ProbedModel,
+    on: Texts,
+    settings: Sequence[Setting],
+    weights: str,
+    folder: PointFolder,
+    seed: int,
+) -> dict[str, Floats]:
+    """Return the contents of tsne.npz: label -> t-SNE [N, 2]; and `POSITION`, token positions [N].
+
+    Args:
+        settings: the unchanged model, and each head zeroed.
+        folder: keeps what is computed.
+        seed: of t-SNE.
+
+    Raises:
+        UserError: the model has no such activations, as with experts, or there are too few texts.
+    """
+    found: dict[str, Floats] = {}
+    console = Console(stderr=True)
+    for setting in tracked(settings, "t-SNE", len(settings), "settings", console=console):
+        key = f"tsne-{key_of(facts_of(model, weights, on, setting) | {'seed': seed})}"
+        if not folder.has_arrays(key):
+            folder.write_arrays(key, _embedded(model, on, setting, seed))
+        arrays = folder.read_arrays(key)
+        found[setting.label], found[POSITION] = arrays["points"], arrays["position"]
+    return found
+
+
+def _embedded(model: ProbedModel, on: Texts, setting: Setting, seed: int) -> dict[str, Floats]:
+    def open_probe(observer: Any, changes: Any = ()) -> Any:
+        made = changes_of(setting.interventions)
+        return model.open_probe(observer, [*changes, *made])
+
+    rows = read_rows(open_probe, on.samples, device=model.device)
+    if PRODUCT not in rows.by_site:
+        raise UserError(f"--layer 0: its MLP activations cannot be drawn: {rows.missing[PRODUCT]}")
+    try:
+        embedded = neighbor_embedding(rows.by_site[PRODUCT].astype(np.float64), seed)
+    except ValueError as error:
+        raise UserError(f"--layer 0: {error}: use more or longer texts") from error
+    return {"points": embedded.points, "position": rows.position_N.astype(np.float64)}

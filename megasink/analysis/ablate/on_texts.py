@@ -1,0 +1,137 @@
+"""Points and scores of a sweep on texts: the loss of each text.
+
+Shapes: N samples, L layers, H heads.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+
+from megasink.analysis.ablate.points import PointFolder, TaskScore, TextLoss, key_of, texts_hash
+from megasink.analysis.ablate.settings import statistics_scores
+from megasink.analysis.capture.base import ProbedModel
+from megasink.analysis.capture.changes import HeadChange
+from megasink.analysis.capture.inputs import Sample
+from megasink.analysis.capture.measurements import merge_shards
+from megasink.analysis.capture.ranks import Ranks
+from megasink.analysis.capture.recorder import Recorder
+from megasink.analysis.capture.run import run
+from megasink.analysis.capture.shards import PartialFolder, plan
+from megasink.analysis.interventions.record import Intervention
+from megasink.analysis.metrics.thresholds import Scores
+from megasink.analysis.summary import scores_of
+
+_SEED = 0
+"""Of random scores, which no threshold is taken from."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What every point of a sweep runs on.
+
+    Attributes:
+        samples: texts, as the unchanged model reads them.
+        first: number of tokens before every text that belong to the model.
+        token_bytes: bytes of each token; None if they do not add up to the text.
+    """
+
+    samples: Sequence[Sample]
+    batch_size: int
+    first: int
+    token_bytes: NDArray[np.int32] | None
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a point depends on, beside the model."""
+        return {
+            "texts": texts_hash(self.samples),
+            "batch_size": self.batch_size,
+            "bytes": self.token_bytes is not None,
+        }
+
+    def measure(
+        self,
+        model: ProbedModel,
+        interventions: Sequence[Intervention],
+        changes: Sequence[HeadChange],
+    ) -> tuple[list[TextLoss], dict[str, TaskScore]]:
+        """Return the loss of each text."""
+        recorder = Recorder(model.heads, ())
+        with model.open_probe(recorder, changes) as probe:
+            measurements = run(
+                probe,
+                recorder,
+                [self._changed(sample, interventions, model) for sample in self.samples],
+                batch_size=self.batch_size,
+                device=model.device,
+                token_bytes=self.token_bytes,
+                console=Console(quiet=True),
+            )
+        assert measurements is not None  # one process
+        losses = [
+            TextLoss(
+                sample=found.index,
+                dataset=found.dataset,
+                nats=found.nats,
+                targets=found.targets or 0,
+                bytes=found.bytes,
+                nats_of_bytes=found.nats_of_bytes,
+            )
+            for found in measurements.samples
+        ]
+        return losses, {}
+
+    def _changed(
+        self, sample: Sample, interventions: Sequence[Intervention], model: ProbedModel
+    ) -> Sample:
+        head, tokens = sample.tokens[: self.first], list(sample.tokens[self.first :])
+        for intervention in interventions:
+            tokens = intervention.tokens(tokens, model.tokenizer.bos_token_id)
+        return replace(sample, tokens=(*head, *tokens))
+
+    def scores(
+        self,
+        model: ProbedModel,
+        names: Sequence[str],
+        facts: dict[str, Any],
+        folder: PointFolder,
+        ranks: Ranks,
+    ) -> dict[str, Scores]:
+        """Return the scores of the unchanged model, score -> [N, L, H].
+
+        The processes share the texts. The measurements stay in the folder, so that the same sweep
+        need not run them again.
+        """
+        recorder = Recorder(model.heads, statistics_scores(names), positions=1, columns=1)
+        facts = facts | {"scores": list(recorder.metrics)}
+        partial = PartialFolder(folder.path(f"scores-{key_of(facts)}"), facts)
+        with model.open_probe(recorder) as probe:
+            run(
+                probe,
+                recorder,
+                self.samples,
+                batch_size=self.batch_size,
+                device=model.device,
+                loss=False,
+                partial=partial,
+                ranks=ranks,
+            )
+        if ranks.rank:
+            ranks.await_first("scored")
+        else:
+            ranks.reach("scored")
+        shards = partial.read(len(plan(self.samples, self.batch_size)))
+        return scores_of(merge_shards(shards, model.heads).analysis_values(_SEED))
+
+
+def scored_alike(samples: Sequence[Sample], first: int, bos: int | None) -> list[Sample]:
+    """Return samples whose loss is on the text without its first token.
+
+    These targets are the same whatever an intervention puts in front of them (P4.4).
+    """
+    return [
+        replace(s, scored=len(s.tokens) - first - 1 - (s.tokens[first] == bos)) for s in samples
+    ]

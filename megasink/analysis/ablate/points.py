@@ -1,0 +1,176 @@
+"""Measured points, each in a file named after everything that it depends on.
+
+A sweep that was killed, repeated or extended finds what is already there, whoever measured it.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megasink.analysis.capture.inputs import Sample
+from megasink.analysis.capture.shards import cannot_write, check_shared
+from megasink.atomic import atomic_file, atomic_text
+from megasink.errors import UserError
+from megasink.json_file import read_object
+from megasink.typed_json import from_json, to_json
+
+
+@dataclass(kw_only=True)
+class TextLoss:
+    """The loss of one text.
+
+    Attributes:
+        sample: its index; dataset: the input that it belongs to.
+        nats, targets, bytes, nats_of_bytes: as in `MeasuredSample`; null if infinite or NaN.
+    """
+
+    sample: int
+    dataset: str
+    nats: float | None
+    targets: int
+    bytes: int | None
+    nats_of_bytes: float | None
+
+
+@dataclass(kw_only=True)
+class TaskScore:
+    """The result of one task of lm-eval.
+
+    Attributes:
+        metric: its name there; version: of the task.
+        value, standard_error: in percent.
+        samples: number of questions.
+    """
+
+    metric: str
+    version: str
+    value: float | None
+    standard_error: float | None
+    samples: int
+
+
+@dataclass(kw_only=True)
+class MeasuredPoint:
+    """Contents of one file of the folder points.
+
+    Attributes:
+        facts: everything that the point depends on; its hash is the file's name.
+        zeroed: share of the model's heads that were zeroed (P3.13), and `zeroed_LH` the share of
+            samples in which each head was; null if the intervention does not count them.
+        texts: loss of each text, in order; tasks: task -> its result. One of them is empty.
+    """
+
+    facts: dict[str, Any]
+    zeroed: float | None
+    zeroed_LH: list[list[float | None]] | None
+    texts: list[TextLoss]
+    tasks: dict[str, TaskScore]
+
+
+def key_of(facts: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of the facts."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def texts_hash(samples: Sequence[Sample]) -> str:
+    """Return the SHA-256 of the token ids, the scored targets and the dataset of all samples."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(repr((sample.tokens, sample.scored, sample.dataset)).encode())
+    return digest.hexdigest()
+
+
+class PointFolder:
+    """OUTPUT/points.
+
+    Args:
+        folder: created by `open`.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def open(self) -> None:
+        """Create the folder.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise cannot_write(self._folder, error) from error
+
+    def check_shared(self) -> None:
+        """Raise UserError if another process does not see what the first one created."""
+        check_shared(self._folder)
+
+    def has(self, key: str) -> bool:
+        """Return whether a point is measured."""
+        return self.path(f"{key}.json").is_file()
+
+    def write(self, key: str, point: MeasuredPoint) -> None:
+        """Write a point.
+
+        Raises:
+            UserError: the disk is full or similar; earlier points are kept.
+        """
+        try:
+            atomic_text(self.path(f"{key}.json"), json.dumps(to_json(point), indent=1))
+        except OSError as error:
+            raise cannot_write(self._folder, error) from error
+
+    def read(self, key: str) -> MeasuredPoint:
+        """Read a point.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        path = self.path(f"{key}.json")
+        try:
+            point: MeasuredPoint = from_json(MeasuredPoint, read_object(path), str(path))
+        except UserError as error:
+            raise UserError(f"{error}: delete the file, and the point is measured again") from error
+        return point
+
+    def path(self, name: str) -> Path:
+        """Return where something of this name belongs."""
+        return self._folder / name
+
+    def has_arrays(self, key: str) -> bool:
+        """Return whether arrays of this name are there."""
+        return self.path(f"{key}.npz").is_file()
+
+    def write_arrays(self, key: str, arrays: Mapping[str, NDArray[np.float64]]) -> None:
+        """Write arrays.
+
+        Raises:
+            UserError: as `write`.
+        """
+        try:
+            with atomic_file(self.path(f"{key}.npz")) as file:
+                np.savez_compressed(file, allow_pickle=False, **arrays)
+        except OSError as error:
+            raise cannot_write(self._folder, error) from error
+
+    def read_arrays(self, key: str) -> dict[str, NDArray[np.float64]]:
+        """Read arrays that `write_arrays` wrote.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        path = self.path(f"{key}.npz")
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                return {name: arrays[name] for name in arrays.files}
+        except (OSError, ValueError, EOFError, BadZipFile) as error:
+            raise UserError(
+                f"{path} is damaged ({error}): delete it, and the scores are measured again"
+            ) from error

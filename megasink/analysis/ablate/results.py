@@ -1,0 +1,161 @@
+"""Dataclasses of ablation.json; docs/interventions.md explains them.
+
+Values by layer and head are nested lists, with null for missing heads.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megasink.analysis.results import ModelFacts
+
+ABLATION_FORMAT = 1
+"""Incremented when an entry of ablation.json moves or changes its meaning."""
+
+UNCHANGED, RANDOM = "unchanged", "random"
+"""Rows of the model without interventions, and of the random baseline (P3.9)."""
+
+ALL = "all texts"
+"""Name of all texts together, where there are several datasets."""
+
+
+@dataclass(kw_only=True)
+class AblationValue:
+    """What one point measured on a dataset, on all texts, or in a task.
+
+    Attributes:
+        value: nats per token, or the task's metric in percent; null if infinite or NaN.
+        change: the value minus that of the unchanged model.
+        standard_error: of a loss: that of `change`, by the differences of the same samples; of a
+            task's metric: that of `value`, as lm-eval computes it. Null for a single sample.
+        bits_per_byte: null for tasks, and for tokenizers whose tokens do not map to bytes.
+        samples: number of texts or questions.
+    """
+
+    value: float | None
+    change: float | None
+    standard_error: float | None
+    bits_per_byte: float | None
+    samples: int
+
+
+@dataclass(kw_only=True)
+class AblationPoint:
+    """One setting of the model.
+
+    Attributes:
+        row: a score, "random", "unchanged", or the option that gave the heads.
+        label: unique name of the point, also in points.npz.
+        asked: percentage of heads that the thresholds are set for; null if there are none.
+        seed: of the random baseline.
+        interventions: what was changed, as in a file of interventions.
+        zeroed: percentage of the model's heads that were zeroed: the mean over samples of the mean
+            over layers (P3.13); null if the intervention does not count them.
+        values: dataset or task -> what was measured.
+        key: name of its file in the folder points.
+    """
+
+    row: str
+    label: str
+    asked: float | None
+    seed: int | None
+    interventions: list[dict[str, Any]]
+    zeroed: float | None
+    values: dict[str, AblationValue]
+    key: str
+
+    def number(self, on: str) -> float:
+        """Return the value on a dataset or task; NaN if there is none."""
+        value = self.values[on].value
+        return math.nan if value is None else value
+
+
+Line = dict[float, list[AblationPoint]]
+"""The points of one score by the percentage asked for; several are those of several seeds."""
+
+
+def mean_line(line: Line, on: str) -> tuple[list[float], list[float]]:
+    """Return the percentages of heads zeroed and the values, each the mean over seeds."""
+    x = [float(np.mean([point.zeroed or 0.0 for point in points])) for points in line.values()]
+    return x, [float(np.mean([p.number(on) for p in points])) for points in line.values()]
+
+
+@dataclass(kw_only=True)
+class AblationCurve:
+    """What the points of one score say on one dataset or task.
+
+    Attributes:
+        score: the score, or "random": then of the mean over seeds.
+        on: the dataset or task.
+        auc: area under the curve over its span (P3.16); null if it is infinite.
+        rank: of the AUC among the scores, 1 the best.
+        removable: percentage of heads that can be zeroed, by the published rule (P3.15).
+        never_left: whether no point fell below the level: then at least `measured_to` percent can
+            be zeroed, although the published rule says 0.
+        measured_to: the largest percentage of heads zeroed.
+        auc_by_seed: of the random baseline.
+    """
+
+    score: str
+    on: str
+    auc: float | None
+    rank: int
+    removable: float
+    never_left: bool
+    measured_to: float
+    auc_by_seed: dict[str, float | None]
+
+
+@dataclass(kw_only=True)
+class AblationResults:
+    """Contents of ablation.json.
+
+    Attributes:
+        format: `ABLATION_FORMAT`; megasink, torch: versions.
+        data: the texts; tasks: of lm-eval, with their versions.
+        quantity: what `AblationValue.value` is; higher_is_better: false for a loss.
+        tolerance: how much worse still counts as kept (P3.15): points of a percentage, or a share
+            of the unchanged model's loss.
+        calibration: the analysis or texts that set the thresholds.
+        thresholds: score -> percentage asked for -> threshold (P3.11).
+    """
+
+    format: int
+    megasink: str
+    torch: str
+    model: ModelFacts
+    data: list[str]
+    data_sha256: str | None
+    tasks: dict[str, str]
+    samples: int | None
+    quantity: str
+    higher_is_better: bool
+    tolerance: float
+    calibration: str | None
+    thresholds: dict[str, dict[str, float]]
+    points: list[AblationPoint]
+    curves: list[AblationCurve]
+
+    def of(self, row: str) -> list[AblationPoint]:
+        """Return the points of a row, in the order in which they were measured."""
+        return [point for point in self.points if point.row == row]
+
+    @property
+    def unchanged(self) -> AblationPoint:
+        """The model without interventions."""
+        return self.of(UNCHANGED)[0]
+
+    @property
+    def scores(self) -> list[str]:
+        """The scores with a curve, the random baseline first."""
+        return list(dict.fromkeys(curve.score for curve in self.curves))
+
+    def line(self, score: str) -> Line:
+        """Return the points of a score; at 0 % the random baseline is the unchanged model."""
+        line: Line = {0.0: [self.unchanged]} if score == RANDOM else {}
+        for point in self.of(score):
+            if point.asked is not None:
+                line.setdefault(point.asked, []).append(point)
+        return dict(sorted(line.items()))

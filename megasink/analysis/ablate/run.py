@@ -1,0 +1,188 @@
+"""`megasink ablate`: what a model loses when heads are zeroed (P3.11 to P3.16, P4.7).
+
+Shapes: N samples, L layers, H heads.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from rich.console import Console
+
+from megasink.analysis.ablate.calibration import read_calibration
+from megasink.analysis.ablate.first_layer import activations
+from megasink.analysis.ablate.measure import Ground, facts_of, measured
+from megasink.analysis.ablate.on_texts import Texts, scored_alike
+from megasink.analysis.ablate.points import PointFolder, key_of
+from megasink.analysis.ablate.results import UNCHANGED, AblationResults
+from megasink.analysis.ablate.settings import Setting, Thresholds, settings_of, thresholds_of
+from megasink.analysis.ablate.summary import summarize
+from megasink.analysis.capture.base import ProbedModel
+from megasink.analysis.capture.identity import weights_hash
+from megasink.analysis.capture.ranks import Ranks
+from megasink.analysis.capture.samples import model_samples
+from megasink.analysis.evaluate.tasks_loading import LoadedTasks
+from megasink.analysis.interventions.record import changes_of
+from megasink.analysis.pages.ablation import write_ablation
+from megasink.analysis.run import bytes_by_token
+from megasink.errors import ConfigError, UserError
+from megasink.json_file import read_value
+from megasink.output_folder import results_in
+from megasink.progress import progress
+
+# With more of these a sweep measures what is new, and has all that it had.
+_GROWS = ("--score", "--zeroed", "--seeds", "--heads", "--layer")
+
+
+def ablate(
+    args: argparse.Namespace,
+    model: ProbedModel,
+    ranks: Ranks,
+    tasks: LoadedTasks | None = None,
+) -> AblationResults | None:
+    """Measure every point of a sweep and write the results; arguments as in `analyze`.
+
+    Points that OUTPUT/points holds are not measured again.
+
+    Args:
+        tasks: those of `--task`.
+
+    Returns:
+        contents of ablation.json; None on every process except rank 0.
+
+    Raises:
+        ConfigError: interventions do not fit the model; one message lists every reason.
+        UserError: as `analyze`; the calibration is of another model, or lacks a score.
+    """
+    _check_layer(args, model)
+    on = _ground(args, model, ranks, tasks)
+    weights = weights_hash(model.module)
+    about = facts_of(model, weights, on, Setting(UNCHANGED, UNCHANGED))
+    del about["interventions"]
+    names = (*_GROWS, "--calibration", "--name", "--seed")
+    about |= {name: getattr(args, name.strip("-").replace("-", "_")) for name in names}
+    if args.interventions is not None:
+        about["--interventions"] = read_value(args.interventions)
+    with results_in(
+        args.output,
+        "ablate",
+        about,
+        overwrite=args.overwrite,
+        grows=_GROWS,
+        writes=not ranks.rank,
+    ) as record:
+        return _ablate(args, model, ranks, on, weights, record)
+
+
+def _ablate(
+    args: argparse.Namespace,
+    model: ProbedModel,
+    ranks: Ranks,
+    on: Ground,
+    weights: str,
+    record: Callable[[], None],
+) -> AblationResults | None:
+    folder = PointFolder(args.output / "points")
+    ranks.enter(f"{args.output}/points")
+    if ranks.rank:
+        ranks.await_first("opened")
+        folder.check_shared()
+    else:
+        folder.open()
+        ranks.reach("opened")
+    ranks.enter(f"{args.output}/scores")
+    thresholds = _thresholds(args, model, weights, on, folder, ranks)
+    settings = settings_of(args, model.heads, thresholds)
+    _check_fit(settings, model)
+    if isinstance(on, Texts) and any(i.change() is None for s in settings for i in s.interventions):
+        alike = scored_alike(on.samples, len(model.first), model.tokenizer.bos_token_id)
+        on = replace(on, samples=alike)
+    facts = [facts_of(model, weights, on, setting) for setting in settings]
+    keys = [key_of(each) for each in facts]
+    ranks.enter(f"{args.output}/measuring")
+    distinct = list({key: i for i, key in enumerate(keys)}.values())
+    before = sum(folder.has(keys[i]) for i in distinct)
+    console = Console(stderr=True, quiet=bool(ranks.rank))
+    if before:
+        console.print(f"{before} of {len(distinct)} points are in {args.output}/points")
+    with progress("ablating", len(distinct), "points", before=before, console=console) as tell:
+        for number in ranks.claims(len(distinct)):
+            i = distinct[number]
+            if folder.has(keys[i]):
+                continue
+            folder.write(keys[i], measured(model, on, settings[i], facts[i]))
+            tell(before + ranks.advance(1))
+        ranks.reach("measured")
+        if ranks.rank:
+            return None
+        ranks.await_all("measured", lambda done: tell(before + done))
+    results, arrays = summarize(
+        args, model, settings, keys, [folder.read(key) for key in keys], thresholds
+    )
+    if all(value.value is None for value in results.unchanged.values.values()):
+        raise UserError(
+            f"the {results.quantity} of {args.model}, unchanged, are infinite or NaN: its weights "
+            "hold such values, or it needs a wider dtype (--dtype float32)"
+        )
+    tsne = {}
+    if args.layer == 0 and isinstance(on, Texts):
+        alone = [s for s in settings if s.row in (UNCHANGED, "layer 0")]
+        tsne = activations(model, on, alone, weights, folder, args.seed)
+    record()
+    write_ablation(results, arrays, tsne, args.output)
+    return results
+
+
+def _ground(
+    args: argparse.Namespace, model: ProbedModel, ranks: Ranks, tasks: LoadedTasks | None
+) -> Ground:
+    """Return what every point runs on."""
+    if tasks is not None:
+        from megasink.analysis.ablate.on_tasks import Tasks
+
+        parse = args.parse_special_tokens
+        return Tasks(tuple(args.task), args.limit, args.batch_size, parse, tasks)
+    samples = model_samples(args, model)
+    token_bytes = bytes_by_token(model.tokenizer, ranks)
+    return Texts(samples, args.batch_size, len(model.first), token_bytes)
+
+
+def _check_layer(args: argparse.Namespace, model: ProbedModel) -> None:
+    if args.layer is None:
+        return
+    if args.layer >= len(model.heads):
+        raise UserError(f"--layer {args.layer}: the layers are 0 to {len(model.heads) - 1}")
+    if not model.heads[args.layer]:
+        raise UserError(f"--layer {args.layer}: it has no softmax attention")
+
+
+def _check_fit(settings: Sequence[Setting], model: ProbedModel) -> None:
+    """Check every point before the first one runs."""
+    changes = [change for setting in settings for change in changes_of(setting.interventions)]
+    problems = dict.fromkeys(problem for c in changes for problem in c.problems(model.heads))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _thresholds(
+    args: argparse.Namespace,
+    model: ProbedModel,
+    weights: str,
+    on: Ground,
+    folder: PointFolder,
+    ranks: Ranks,
+) -> Thresholds:
+    """Return the thresholds by the scores of a calibration, or of the texts or tasks themselves."""
+    if not args.score:
+        return {}
+    if args.calibration is None:
+        facts = facts_of(model, weights, on, Setting(UNCHANGED, UNCHANGED))
+        scores, where = on.scores(model, args.score, facts, folder, ranks), str(args.model)
+    else:
+        calibration, where = read_calibration(args.calibration), str(args.calibration)
+        try:
+            calibration.check(weights, model.heads)
+        except UserError as error:
+            raise UserError(f"--calibration {error}") from error
+        scores = calibration.scores
+    return thresholds_of(scores, args.score, args.zeroed, where)

@@ -1,0 +1,136 @@
+"""The points of a sweep: which interventions each one applies.
+
+Shapes: N samples, L layers, H heads.
+"""
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megasink.analysis.ablate.calibration import threshold_of
+from megasink.analysis.ablate.results import RANDOM, UNCHANGED
+from megasink.analysis.interventions import DynamicZeroing, ZeroHeads, parse_heads, read_heads
+from megasink.analysis.interventions.heads import HeadList
+from megasink.analysis.interventions.record import Intervention, read_interventions, to_entry
+from megasink.analysis.metrics import metrics
+from megasink.analysis.metrics.thresholds import Scores
+from megasink.errors import UserError
+
+HEADS, FILE = "--heads", "--interventions"
+
+Thresholds = dict[str, dict[str, float]]
+"""Score -> percentage asked for -> threshold."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One point of a sweep.
+
+    Attributes:
+        row, label, asked, seed: as in `AblationPoint`.
+        interventions: applied in order.
+    """
+
+    row: str
+    label: str
+    interventions: tuple[Intervention, ...] = ()
+    asked: float | None = None
+    seed: int | None = None
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        """The interventions as JSON."""
+        return [to_entry(intervention) for intervention in self.interventions]
+
+
+def statistics_scores(names: Sequence[str]) -> list[str]:
+    """Return the metrics of statistics that the scores are computed from."""
+    registered, found, waiting = metrics(), [], list(names)
+    while waiting:
+        entry = registered[waiting.pop()]
+        if entry.is_derived:
+            waiting += [base for need in entry.needs if (base := need.rpartition("_")[0])]
+        else:
+            found.append(entry.name)
+    return [name for name in registered if name in found]
+
+
+def thresholds_of(
+    scores: Mapping[str, Scores], names: Sequence[str], percents: Sequence[float], where: str
+) -> Thresholds:
+    """Return the thresholds by the published rule (P3.11).
+
+    Args:
+        scores: score -> [N, L, H] of the unchanged model.
+        names: scores to use.
+        percents: of heads to zero.
+        where: the model or calibration, for errors.
+
+    Raises:
+        UserError: a score was not measured.
+    """
+    found: Thresholds = {}
+    for name in names:
+        if name not in scores:
+            raise UserError(
+                f"--score {name}: {where} has no such score; it has {', '.join(scores) or 'none'}"
+            )
+        low, high = metrics()[name].bounds  # rounding may lead beyond them
+        taus = {p: threshold_of(name, p / 100, scores[name]) for p in percents}
+        found[name] = {f"{p:g}": min(max(tau, low), high) for p, tau in taus.items()}
+    return found
+
+
+def settings_of(
+    args: argparse.Namespace, heads: Sequence[int], thresholds: Thresholds
+) -> list[Setting]:
+    """Return every point, the unchanged model first.
+
+    The random baseline zeroes each head of each sample with the probability asked for, whatever
+    the texts (P3.9); at 0 % it is the unchanged model.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    found = [Setting(UNCHANGED, UNCHANGED)]
+    if args.score:
+        for seed in args.seeds:
+            for percent in filter(None, args.zeroed):
+                change = DynamicZeroing(score=RANDOM, threshold=percent / 100, seed=seed)
+                label = f"{RANDOM}/{percent:g}/seed {seed}"
+                found.append(Setting(RANDOM, label, (change,), percent, seed))
+    for score, taus in thresholds.items():
+        for percent, tau in taus.items():
+            change = DynamicZeroing(score=score, threshold=tau)
+            label = f"{score}/{percent}"
+            found.append(Setting(score, label, (change,), float(percent)))
+    if args.heads:
+        chosen = ZeroHeads(**heads_of(args.heads)._asdict())
+        found.append(Setting(HEADS, f"heads {', '.join(args.heads)}", (chosen,)))
+    if args.interventions is not None:
+        changes = tuple(read_interventions(args.interventions))
+        found.append(Setting(FILE, str(args.interventions), changes))
+    if args.layer is not None:
+        found += _single_heads(args.layer, heads)
+    return found
+
+
+def heads_of(words: Sequence[str]) -> HeadList:
+    """Return the heads of --heads: LAYER.HEAD words, or one file of `read_heads`.
+
+    Raises:
+        ValueError: a word of another form.
+        UserError: the file cannot be read.
+    """
+    if len(words) == 1 and Path(words[0]).suffix in (".json", ".csv"):
+        return read_heads(Path(words[0]))
+    return HeadList(parse_heads(words))
+
+
+def _single_heads(layer: int, heads: Sequence[int]) -> Iterator[Setting]:
+    """Yield each head of a layer, zeroed alone (P4.7)."""
+    for head in range(heads[layer]):
+        name = f"{layer}.{head}"
+        yield Setting(f"layer {layer}", f"head {name}", (ZeroHeads(((layer, head),)),))

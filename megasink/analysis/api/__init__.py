@@ -1,0 +1,1 @@
+"""What `import megasink` gives: analyses, models and results for programs and notebooks."""

@@ -1,0 +1,192 @@
+"""The results of an analysis in Python: each metric is an attribute, and draws itself."""
+
+import html
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megasink.analysis import folder as folders
+from megasink.analysis.metrics import Metric, metrics
+from megasink.analysis.pages.analysis_figures import drawings
+from megasink.analysis.pages.style import rendered, styled
+from megasink.analysis.results import Results
+from megasink.errors import nearest, unknown_name
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A drawn figure, which a notebook shows.
+
+    Attributes:
+        figure: of matplotlib; change it as any other.
+    """
+
+    figure: "Figure"
+
+    def save(self, path: str | Path) -> None:
+        """Write a .png, .pdf or .svg file.
+
+        Raises:
+            OSError: the file cannot be written.
+            ValueError: another ending.
+        """
+        with styled():
+            self.figure.savefig(path)
+
+    def _repr_png_(self) -> bytes:
+        with styled():
+            return rendered(self.figure, "png")
+
+
+@dataclass(frozen=True)
+class MetricValues:
+    """A metric of a model.
+
+    Attributes:
+        metric: its definition, unit, axis and source.
+        values: float64 along its axis, such as [layers, heads]; NaN where there is none. The mean
+            over samples, or what the definition says.
+        number: one number that sums it up; a name for a category; None if there is none.
+    """
+
+    metric: Metric
+    values: Floats
+    number: float | str | None
+    _analysis: "Analysis"
+
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        return np.array(self.values, *args, **options)
+
+    def __str__(self) -> str:
+        unit = "" if self.metric.unit == "1" else f" ({self.metric.unit})"
+        return f"{self.metric.title}{unit}: {self.metric.text(self.number) or '-'}"
+
+    def __repr__(self) -> str:
+        shape = " x ".join(map(str, self.values.shape)) or "one number"
+        return f"<{self}; {self.metric.name}, {shape}>"
+
+    def plot(self) -> Plot:
+        """Draw the figure of the report that shows this metric: a curve, or a heatmap of heads.
+
+        Raises:
+            ValueError: the report draws none.
+        """
+        known = {drawing.name for drawing in drawings()}
+        for name in (self.metric.name, self.metric.figure):
+            if self.metric.shown & {"curve", "heatmap"} and name in known:
+                plot = self._analysis.plot(name)
+                if plot is not None:
+                    return plot
+        raise ValueError(f"no figure shows {self.metric.name}: use its values")
+
+
+class Analysis(folders.Analysis):
+    """Everything that was measured of a model: `analysis.sink_rate`, `analysis.importance`, ...
+
+    Every registered metric that the model has is an attribute (`dir(analysis)` lists them), a
+    `MetricValues`. docs/instruments.md defines them.
+
+    Attributes:
+        name: of the model.
+        results: everything as in results.json: of all samples, and of each dataset.
+        by_sample: metric -> [samples, layers, heads], of the scores of inactive heads and of
+            metrics that are compared by distribution.
+    """
+
+    def __getattr__(self, name: str) -> MetricValues:
+        # Called for what is no attribute; copies and pickles ask before there are any.
+        if name.startswith("_") or "results" not in vars(self):
+            raise AttributeError(name)
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(error.args[0]) from None
+
+    def __getitem__(self, name: str) -> MetricValues:
+        """Return a metric by name, such as "sink_rate_0.2", which cannot be an attribute.
+
+        Raises:
+            KeyError: the model does not have it.
+        """
+        if name not in self.results.metrics or name not in metrics():
+            hint = nearest(name, list(self))
+            raise KeyError(
+                f"{self.name} has no metric {name!r}"
+                + (f": did you mean {hint}?" if hint else "; list(analysis) has their names")
+            )
+        found = self.results.metrics[name]
+        return MetricValues(metrics()[name], self.values(name), found.number, self)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the name of every metric."""
+        return (name for name in self.results.metrics if name in metrics())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *(name for name in self if name.isidentifier())]
+
+    @property
+    def summary(self) -> dict[str, float | str | None]:
+        """The numbers of the report's summary: metric -> number."""
+        return {name: self[name].number for name in self if metrics()[name].is_summarized}
+
+    @property
+    def figures(self) -> list[str]:
+        """Names of the figures that `plot` can draw of this analysis."""
+        return [drawing.name for drawing in drawings() if self.plot(drawing.name) is not None]
+
+    def plot(self, figure: str) -> Plot | None:
+        """Draw a figure of the report; None if this model lacks the numbers.
+
+        Args:
+            figure: its name, as in the report's folder figures/.
+
+        Raises:
+            ValueError: no such figure.
+        """
+        known = {drawing.name: drawing for drawing in drawings()}
+        if figure not in known:
+            raise ValueError(unknown_name("the figure", figure, list(known)))
+        drawing = known[figure]
+        with styled():
+            drawn = drawing.draw(self if drawing.by_model else [self])
+        return None if drawn is None else Plot(drawn)
+
+    def __repr__(self) -> str:
+        of = self.results
+        return f"<Analysis of {self.name}: {of.samples} samples, {len(self)} metrics>"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{html.escape(entry.title)}</td><td>{html.escape(entry.unit)}</td>"
+            f"<td>{html.escape(entry.text(number))}</td><td><code>{html.escape(name)}</code></td>"
+            "</tr>"
+            for name, number in self.summary.items()
+            for entry in [metrics()[name]]
+        )
+        return f"<b>{html.escape(repr(self)[1:-1])}</b><table>{rows}</table>"
+
+
+def of_results(results: Results, by_sample: dict[str, Floats], points: Any = None) -> Analysis:
+    """Return the analysis of results that are in memory."""
+    return Analysis(results.model.name, results, by_sample, {}, points or {})
+
+
+def read_analysis(folder: str | Path) -> Analysis:
+    """Read what `megasink analyze`, or `analyze(..., output=folder)`, wrote.
+
+    Raises:
+        UserError: the folder holds no analysis, or one of another format.
+    """
+    return Analysis(**vars(folders.read_analysis(Path(folder))))

@@ -1,0 +1,229 @@
+"""Analyze a model that is in memory, or in a folder."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megasink.analysis.api.analysis import Analysis, of_results, read_analysis
+from megasink.analysis.api.models import HubModel, load_model, load_run
+from megasink.analysis.capture.base import ProbedModel
+from megasink.analysis.capture.geometry import project, read_rows
+from megasink.analysis.capture.identity import weights_hash
+from megasink.analysis.capture.inputs import (
+    SHORTEST,
+    Reader,
+    Sample,
+    data_hash,
+    text_samples,
+)
+from megasink.analysis.capture.models import of_run, of_transformers
+from megasink.analysis.capture.options import BOS, SEQ_LENGTH
+from megasink.analysis.capture.ranks import Ranks
+from megasink.analysis.capture.recorder import Recorder
+from megasink.analysis.capture.run import run
+from megasink.analysis.capture.samples import as_read
+from megasink.analysis.folder import names_by_sample
+from megasink.analysis.results import RunFacts
+from megasink.analysis.run import bytes_by_token
+from megasink.analysis.summary import summarize
+from megasink.analysis.write import write_analysis
+from megasink.data.long_text import BYTE_ORDER_MARK
+from megasink.data.replaced_tokens import replacement
+from megasink.errors import ConfigError, UserError
+from megasink.output_folder import results_in
+
+
+def analyze(
+    model: Any,
+    texts: Sequence[str] | Path | Sequence[Path],
+    *,
+    tokenizer: Any = None,
+    name: str | None = None,
+    seq_length: int | None = None,
+    max_samples: int | None = 100,
+    batch_size: int = 8,
+    bos: str = "auto",
+    parse_special_tokens: bool = False,
+    loss: bool = True,
+    seed: int = 1234,
+    output: str | Path | None = None,
+    overwrite: bool = False,
+) -> Analysis:
+    """Measure a model's attention sinks, heads and hidden states on texts, in one pass.
+
+    As `megasink analyze` does, whose options docs/instruments.md explains. On leaving, the model is
+    bit for bit what it was.
+
+    Args:
+        model: a model of transformers in evaluation mode, what `load_model` or `load_run` returned,
+            or the folder of either kind.
+        texts: strings, each a text; or paths of files, as `megasink analyze --data` takes them.
+        tokenizer: of transformers; required with a bare model of transformers.
+        name: of the model, in tables and figures; default: the folder's, or the class's.
+        seq_length: most tokens of a sequence, BOS included; default: 512, or the model's maximum.
+        max_samples: of the texts, or of each file; None for all.
+        bos: "auto" (as the tokenizer does), "add" or "none".
+        parse_special_tokens: special tokens spelled out in a text become those tokens, as in what a
+            chat template renders; otherwise they are text.
+        loss: also measure the loss.
+        seed: of the projections and the random baselines.
+        output: folder that gets everything that `megasink analyze` writes, the page included.
+        overwrite: replace what the folder holds of other settings.
+
+    Returns:
+        the measurements, one attribute for each metric.
+
+    Raises:
+        ConfigError: a model whose attention megasink cannot read, or options out of their range;
+            one message with every problem.
+        UserError: no text of two tokens, a tokenizer that does not fit, or a broken folder; an
+            `output` that another process writes, or that holds other results.
+
+    Example:
+        >>> import megasink
+        >>> texts = ["A text.", "Another, longer one."]
+        >>> found = megasink.analyze(model, texts, tokenizer=tokenizer)
+        >>> found.sink_rate.number <= 1
+        True
+        >>> found.importance.values.shape  # [layers, heads]
+        (2, 4)
+        >>> plot = found.importance.plot()
+    """
+    problems = [
+        f"{option} {value}: at least {least}"
+        for option, value, least in (
+            ("seq_length", seq_length, SHORTEST),
+            ("max_samples", max_samples, 1),
+            ("batch_size", batch_size, 1),
+        )
+        if value is not None and value < least
+    ]
+    if bos not in BOS:
+        problems.append(f"bos {bos!r}: choose {', '.join(BOS)}")
+    if problems:
+        raise ConfigError(problems)
+    probed = _probed(model, tokenizer, name)
+    length = _length(probed, seq_length)
+    reader = Reader(probed.tokenizer, bos, parse_special_tokens=parse_special_tokens)
+    samples = _samples(probed, reader, texts, length, max_samples, seed)
+    recorder = Recorder(probed.heads)
+    device = probed.device
+    facts: dict[str, Any] = {
+        "inputs": ["natural"],
+        "bos": bos,
+        "seq_length": length,
+        "max_samples": max_samples,
+        "replaced_positions": list(probed.replaced_at) or None,
+        "replaced_with": probed.replaced_with,
+        "seed": seed,
+        "device": str(device),
+    }
+    held: AbstractContextManager[Any] = nullcontext()
+    if output is not None:
+        facts["weights"] = weights_hash(probed.module)
+        about = {"loss": loss, "batch_size": batch_size, "data": data_hash(samples)}
+        about |= probed.facts | facts
+        held = results_in(Path(output), "analyze", about, overwrite=overwrite)
+    with held as record:
+        with torch.no_grad(), probed.open_probe(recorder) as probe:
+            measurements = run(
+                probe,
+                recorder,
+                samples,
+                batch_size=batch_size,
+                device=device,
+                loss=loss,
+                token_bytes=bytes_by_token(probed.tokenizer, Ranks()) if loss else None,
+            )
+        assert measurements is not None
+        geometry = project(read_rows(probed.open_probe, samples, device=device), seed=seed)
+        if output is not None:
+            record()
+            write_analysis(Path(output), measurements, samples, probed.facts, facts, geometry)
+            return read_analysis(output)
+    values = measurements.analysis_values(seed)
+    results = summarize(
+        measurements,
+        values,
+        model=probed.facts,
+        run=RunFacts(**facts, data_sha256=data_hash(samples)),
+        inputs=samples,
+        geometry=geometry.found,
+    )
+    wanted = names_by_sample()
+    by_sample = {n: found.numpy() for n, found in values.by_sample.items() if n in wanted}
+    return of_results(results, by_sample, geometry.arrays)
+
+
+def _probed(model: Any, tokenizer: Any, name: str | None) -> ProbedModel:
+    if isinstance(model, ProbedModel):
+        return model
+    if isinstance(model, str | Path):
+        from megasink.checkpoints.find import is_run
+
+        path = Path(model)
+        if is_run(path):
+            model, name = load_run(path), name or path.resolve().name
+        else:
+            model = load_model(path)
+    if isinstance(model, HubModel):
+        model, own, folder = model
+        tokenizer, name = own if tokenizer is None else tokenizer, name or folder
+    if hasattr(model, "iteration"):
+        return of_run(model, name or f"step {model.iteration}")
+    if tokenizer is None:
+        raise UserError("give the tokenizer too: analyze(model, texts, tokenizer=...)")
+    return of_transformers(model, tokenizer, name or type(model).__name__)
+
+
+def _length(model: ProbedModel, asked: int | None) -> int:
+    most = model.text_positions
+    if asked is None:
+        return SEQ_LENGTH if most is None else min(SEQ_LENGTH, most)
+    if most is not None and asked > most:
+        raise UserError(f"seq_length {asked} is longer than the model's {most} positions")
+    return asked
+
+
+def _samples(
+    model: ProbedModel,
+    reader: Reader,
+    texts: Sequence[str] | Path | Sequence[Path],
+    length: int,
+    most: int | None,
+    seed: int,
+) -> list[Sample]:
+    """Return the texts as the model reads them."""
+    if isinstance(texts, str):
+        raise UserError("texts is one string: give a list of texts, or a Path")
+    given = [texts] if isinstance(texts, Path) else list(texts)
+    if given and all(isinstance(text, Path) for text in given):
+        samples = text_samples(reader, list(map(str, given)), seq_length=length, max_samples=most)
+    else:
+        samples = []
+        for number, text in enumerate(given):
+            pieces = (str(text).removeprefix(BYTE_ORDER_MARK),)
+            tokens = reader.read(pieces, f"text {number}", length)
+            if len(tokens) >= SHORTEST:
+                samples.append(Sample(tuple(tokens), "texts", f"text {number}"))
+        samples = samples[:most]
+    if not samples:
+        raise UserError(f"there is no text of at least {SHORTEST} tokens")
+    if (highest := max(max(sample.tokens) for sample in samples)) >= model.vocabulary:
+        raise UserError(
+            f"the tokenizer gives token {highest}, but the model has {model.vocabulary} tokens: "
+            "give the model's own tokenizer"
+        )
+    found = None
+    if model.replaced_at:
+        found = replacement(
+            model.replaced_at,
+            model.replaced_with or "",
+            seed=seed,
+            tokenizer=model.tokenizer,
+            size=model.vocabulary,
+        )
+    return as_read(model, samples, found)

@@ -1,0 +1,129 @@
+"""Load models for analyses and interventions, and convert runs."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megasink.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from megasink.checkpoints.load import LoadedModel
+
+
+class HubModel(NamedTuple):
+    """A model of transformers and its tokenizer.
+
+    Attributes:
+        model: in evaluation mode.
+        tokenizer: a transformers tokenizer.
+        name: of the folder, for tables and figures.
+    """
+
+    model: "PreTrainedModel"
+    tokenizer: Any
+    name: str
+
+
+def load_model(
+    folder: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    device: str = "cpu",
+    dtype: str = "auto",
+    attn_implementation: str | None = None,
+) -> HubModel:
+    """Load a Hugging Face folder for `analyze` and the interventions; no code in it runs.
+
+    Args:
+        folder: config.json, weights, and the tokenizer.
+        tokenizer: another folder of a tokenizer.
+        dtype: "auto" (as it is stored), "float32" or "bfloat16".
+        attn_implementation: "sdpa" or "eager"; None for the model's own.
+
+    Raises:
+        UserError: missing or broken files, or an attention that megasink cannot read.
+    """
+    from megasink.analysis.capture.load import load
+    from megasink.analysis.capture.options import DTYPES, model_problem
+
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r}: choose {', '.join(DTYPES)}")
+    if problem := model_problem(Path(folder)):
+        raise UserError(problem)
+    given = argparse.Namespace(
+        model=Path(folder),
+        tokenizer=None if tokenizer is None else Path(tokenizer),
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+    )
+    return HubModel(*load(given, device), Path(folder).resolve().name)
+
+
+def load_run(
+    run: str | Path,
+    *,
+    iteration: int | None = None,
+    tokenizer: str | Path | None = None,
+    device: str | None = None,
+) -> "LoadedModel":
+    """Load a checkpoint of a megasink run, of any parallel layout, into this process.
+
+    Needs Megatron-Core. The first call in a process decides whether Megatron runs on the CPU; call
+    it before anything imports megatron.
+
+    Args:
+        run: a run folder, its checkpoint folder, or the folder of one iteration.
+        iteration: the checkpoint; None for the newest.
+        tokenizer: a Hugging Face folder that replaces the run's tokenizer.
+        device: "cpu", or None for the GPU if there is one.
+
+    Raises:
+        UserError: no such run, checkpoint or tokenizer, or they do not match.
+    """
+    from megasink.checkpoints.find import find_checkpoint
+
+    find_checkpoint(Path(run), iteration)  # before the slow imports
+    _prepare(device)
+    from megasink.checkpoints import load
+
+    return load.load_model(run, iteration, tokenizer)
+
+
+def convert_to_hf(
+    run: str | Path,
+    output: str | Path,
+    *,
+    target: str | None = None,
+    iteration: int | None = None,
+    tokenizer: str | Path | None = None,
+) -> Path:
+    """Write a checkpoint of a run as a Hugging Face folder that stock transformers loads.
+
+    The logits are not compared with Megatron's here: `megasink convert-to-hf` does that too.
+
+    Args:
+        output: must be missing or empty.
+        target: architecture; None for the first that fits (docs/convert.md).
+        iteration: the checkpoint; None for the newest.
+        tokenizer: a Hugging Face folder that replaces the run's tokenizer.
+
+    Returns:
+        `output`.
+
+    Raises:
+        UserError: anything that the user can mend; no folder is left behind.
+    """
+    from megasink.convert.to_hf import export, source_of
+
+    export(source_of(Path(run), iteration, tokenizer), Path(output), target)
+    return Path(output)
+
+
+def _prepare(device: str | None) -> None:
+    if device not in (None, "cpu"):
+        raise UserError(f"device {device!r}: give 'cpu', or None for the GPU if there is one")
+    from megasink.upstream.process import prepare_quietly
+
+    prepare_quietly(cpu=device == "cpu")

@@ -1,0 +1,301 @@
+"""What the probes of both kinds of model share: hooks, and what they report to an observer.
+
+Shapes: B rows, T tokens, E hidden size, H heads, D head dim.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from megasink.analysis.capture.changes import ForwardPass, HeadChange, HeadOutputs
+from megasink.analysis.capture.identity import weights_hash
+from megasink.analysis.capture.segments import Segment
+from megasink.analysis.capture.sites import Sites
+from megasink.analysis.capture.statistics import (
+    MAP,
+    AttentionCall,
+    at_least_float32,
+    attention_statistics,
+)
+from megasink.analysis.metrics.registry import ATTENTION
+from megasink.errors import ConfigError, UserError
+
+_PROBED: "WeakSet[torch.nn.Module]" = WeakSet()
+
+
+class Observer:
+    """Receives the statistics; samples are numbered within the batch. This one needs none.
+
+    Tensors may alias memory that the model overwrites later: copy anything you keep.
+
+    Attributes:
+        needs: names of the statistics to capture (`megasink.analysis.metrics.STATISTICS`, `MAP`).
+    """
+
+    needs: Set[str] = frozenset()
+
+    def layer(self, sample: int, layer: int, statistics: dict[str, Tensor]) -> None:
+        """Receive the statistics of one sequence in one block."""
+
+    def state(self, sample: int, half: int, state_TE: Tensor) -> None:
+        """Receive the state x_(half / 2) of one sequence."""
+
+
+class Probe(ABC):
+    """Context manager in which a model passes statistics to an observer, and heads are changed.
+
+    Changes apply one after another, each to what the one before returned; the observer sees the
+    result as what enters the output projection. On leaving, the model is what it was.
+
+    Attributes:
+        model: what is probed.
+        body: the part of it that runs once in every call, without the output layer if possible.
+        heads: H per layer, 0 for a layer without softmax attention.
+        layers: what `_attach` takes.
+        changes: of the heads' outputs; none leaves the logits bit-identical.
+        current: the call of the model that runs, or the last one.
+
+    Raises:
+        ConfigError: the model cannot be probed, or a change does not fit it; one message lists
+            every reason.
+        RuntimeError: another probe is open on the model.
+        UserError: in a call of the model, the outputs of a layer's heads did not come by.
+    """
+
+    model: torch.nn.Module
+    body: torch.nn.Module
+    heads: list[int]
+    layers: list[Any]
+
+    def __init__(
+        self,
+        problems: list[str],
+        observer: Observer,
+        needs: Set[str],
+        changes: Sequence[HeadChange] = (),
+    ):
+        if problems:
+            raise ConfigError(problems)
+        self.observer = observer
+        self.needs = set(needs)
+        self.changes = list(changes)
+        self.current = ForwardPass(0, 0, 0, [])
+        self._calls: dict[int, AttentionCall] = {}
+        self._gates: dict[int, Tensor] = {}
+        self._changed_layers: set[int] = set()
+        self._hooks: list[Any] = []
+        self._entered = False
+
+    def _install(self) -> None:  # noqa: B027  # few probes need it
+        """Prepare the model before hooks are registered; `_uninstall` must undo it."""
+
+    def _uninstall(self) -> None:  # noqa: B027
+        """Undo `_install`, however far it came."""
+
+    @abstractmethod
+    def _output_weight(self, index: int) -> Tensor:
+        """Return [H, D, E]: the output projection of one layer by query head."""
+
+    @abstractmethod
+    def _attach(self, index: int, layer: Any) -> None:
+        """Register read-only hooks on one layer."""
+
+    @abstractmethod
+    def forward(
+        self,
+        input_ids_BT: Tensor,
+        attention_mask_BT: Tensor | None = None,
+        position_ids_BT: Tensor | None = None,
+        *,
+        logits: bool = True,
+    ) -> Any:
+        """Run one batch; the observer has received all statistics when this returns.
+
+        Args:
+            logits: False if nobody reads the logits of the output.
+        """
+
+    @abstractmethod
+    def sites(self) -> Sites:
+        """Return the sites; see `megasink.analysis.capture.sites`."""
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Sequences of the last batch."""
+        return self.current.segments
+
+    @property
+    def reads_attention(self) -> bool:
+        """Whether the observer or a change needs what attention reads."""
+        return bool(self.needs) or any(change.reads_attention for change in self.changes)
+
+    @property
+    def reads_segments(self) -> bool:
+        """Whether the observer or a change needs to know where sequences begin and end."""
+        return self.reads_attention or any(change.reads_segments for change in self.changes)
+
+    def __enter__(self) -> Self:
+        problems = [problem for change in self.changes for problem in change.problems(self.heads)]
+        made_for = {change.weights for change in self.changes} - {None}
+        if made_for and made_for != {weights_hash(self.model)}:
+            problems.append(
+                "an intervention holds values of other weights (another model, checkpoint or "
+                "dtype): measure them again with this one"
+            )
+        if problems:
+            raise ConfigError(problems)
+        if self.model in _PROBED:
+            raise RuntimeError(
+                "another probe or intervention is open on this model: close it first, or pass all "
+                "interventions together (megasink.analysis.interventions)"
+            )
+        _PROBED.add(self.model)
+        self._entered = True
+        try:
+            self._install()
+            for index, layer in enumerate(self.layers):
+                self._attach(index, layer)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self._entered:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._calls.clear()
+        self._gates.clear()
+        self._uninstall()
+        _PROBED.discard(self.model)
+        self._entered = False
+
+    def _begin(self, forward: ForwardPass) -> None:
+        """Start a call of the model."""
+        self.current = forward
+        self._calls.clear()
+        self._gates.clear()
+        self._changed_layers.clear()
+        for change in self.changes:
+            change.begin(forward)
+
+    def _end(self) -> None:
+        """Check that the changes reached every layer in the call that ends."""
+        if not self.changes:
+            return
+        missed = [i for i, h in enumerate(self.heads) if h and i not in self._changed_layers]
+        if missed:
+            raise UserError(
+                f"the outputs of the heads in layers {missed} of {type(self.model).__name__} did "
+                "not come through their output projections: megasink cannot change them"
+            )
+
+    def _changed(self, index: int, out_BQHD: Tensor) -> Tensor | None:
+        """Apply the changes to the outputs of one layer's heads; None if nothing is changed."""
+        call = self._calls.get(index)
+        if call is None and any(change.reads_attention for change in self.changes):
+            raise UserError(
+                f"attention of layer {index} of {type(self.model).__name__} did not come through "
+                "transformers' attention interface: megasink cannot read it"
+            )
+        self._changed_layers.add(index)
+        outputs = HeadOutputs(index, out_BQHD, call, lambda: self._output_weight(index))
+        for change in self.changes:
+            new_BQHD = change.change(self.current, outputs)
+            if new_BQHD is not None:
+                outputs = replace(outputs, out_BQHD=new_BQHD)
+        return None if outputs.out_BQHD is out_BQHD else outputs.out_BQHD
+
+    def _before(self, module: torch.nn.Module, do: Callable[[Any], None]) -> None:
+        def hook(_: Any, args: Any, kwargs: Any) -> None:
+            do(args[0] if args else kwargs["hidden_states"])
+
+        self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _replace(self, module: torch.nn.Module, do: Callable[[Tensor], Tensor | None]) -> None:
+        """Let `do` see a module's first argument, and replace it with what `do` returns, if so."""
+
+        def hook(_: Any, args: Any, kwargs: Any) -> Any:
+            name = None if args else next(iter(kwargs))
+            new = do(args[0] if args else kwargs[name])
+            if new is None:
+                return None
+            return ((new, *args[1:]), kwargs) if args else (args, kwargs | {name: new})
+
+        self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _after(self, module: torch.nn.Module, do: Callable[[Any], None]) -> None:
+        self._hooks.append(module.register_forward_hook(lambda _, args, output: do(output)))
+
+    def _rows(self, batch_BTE: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield [T, E] of each sequence of the batch, without padding."""
+        for sample, (row, start, stop) in enumerate(self.segments):
+            yield sample, at_least_float32(batch_BTE[row, start:stop])
+
+    def _state(self, half: int, state_BTE: Tensor) -> None:
+        for sample, state_TE in self._rows(state_BTE):
+            self.observer.state(sample, half, state_TE)
+
+    def _branch(self, name: str, index: int, branch_BTE: Tensor) -> None:
+        if name in self.needs:
+            for sample, branch_TE in self._rows(branch_BTE):
+                self.observer.layer(sample, index, {name: branch_TE})
+
+    def _report(self, index: int, call: AttentionCall, branch_BTE: Tensor) -> None:
+        """Report one layer's attention once everything about it is known."""
+        wanted = self.needs & {*ATTENTION, MAP}
+        for sample, found in enumerate(attention_statistics(call, self.segments, wanted)):
+            self.observer.layer(sample, index, found)
+        self._branch("attention_branch_TE", index, branch_BTE)
+
+
+class OpenProbe(Protocol):
+    """Creates a probe that reports to the given observer."""
+
+    def __call__(self, observer: Observer, changes: Sequence[HeadChange] = ()) -> Probe:
+        """Return the probe, not yet entered."""
+
+
+@dataclass(frozen=True)
+class ProbedModel:
+    """A loaded model of either kind, ready for probing.
+
+    Attributes:
+        open_probe: creates its probes.
+        module: the model, whose weights are part of an analysis's identity.
+        heads: number of heads in each layer.
+        tokenizer: a transformers tokenizer, or megasink's.
+        vocabulary: number of ids that the model knows.
+        positions: number of positions it was trained with; None for no limit.
+        facts: entries of `ModelFacts`.
+        first: tokens before every sequence, such as a sink token (P2.23).
+        replaced_at, replaced_with: --replace-tokens-at and --replace-tokens-with of its training.
+    """
+
+    open_probe: OpenProbe
+    module: torch.nn.Module
+    heads: list[int]
+    tokenizer: Any
+    vocabulary: int
+    positions: int | None
+    facts: dict[str, Any]
+    first: tuple[int, ...] = ()
+    replaced_at: tuple[int, ...] = ()
+    replaced_with: str | None = None
+
+    @property
+    def text_positions(self) -> int | None:
+        """Number of positions behind `first`; None for no limit."""
+        return None if self.positions is None else self.positions - len(self.first)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.module.parameters()).device

@@ -1,0 +1,93 @@
+"""What may change the outputs of a model's heads while it runs: the seam of
+`megasink.analysis.interventions`.
+
+Shapes: B rows, H query heads, Q tokens of this forward pass, D head dim, E hidden size.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megasink.analysis.capture.segments import Segment
+from megasink.analysis.capture.statistics import AttentionCall
+from megasink.errors import UserError
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """One call of the model.
+
+    Attributes:
+        rows, tokens: B and Q of this call.
+        cached: tokens that each row already has in a key/value cache, padding included.
+        segments: the sequences, numbered over cached and new tokens together; whole rows if
+            nobody asked for them (`HeadChange.reads_segments`).
+        input_ids_BQ: the new tokens; None if the model was given embeddings.
+    """
+
+    rows: int
+    tokens: int
+    cached: int
+    segments: list[Segment]
+    input_ids_BQ: Tensor | None = None
+
+    def check_continues(self, segments: Sequence[Segment]) -> None:
+        """Check that a call with a cache continues the call that ran these sequences.
+
+        Raises:
+            UserError: it does not, so what was decided for them says nothing about its rows.
+        """
+        rows = [segment.row for segment in segments]
+        if rows != list(range(self.rows)):
+            raise UserError(
+                f"this call continues a cache of {self.rows} rows, but heads were chosen for "
+                f"{len(rows)} sequences in {len(set(rows))} rows: run the whole prompts in this "
+                "context first, one in each row"
+            )
+
+
+@dataclass(frozen=True)
+class HeadOutputs:
+    """What the heads of one layer hand to the output projection.
+
+    Attributes:
+        layer: from 0.
+        out_BQHD: after an explicit gate and earlier changes; do not write into it.
+        call: what attention read and wrote; None unless a change or the observer reads attention.
+        output_weight: returns [H, D, E], the output projection by query head.
+    """
+
+    layer: int
+    out_BQHD: Tensor
+    call: AttentionCall | None
+    output_weight: Callable[[], Tensor]
+
+
+class HeadChange(ABC):
+    """Changes the outputs of heads before the output projection, layer after layer.
+
+    Attributes:
+        reads_attention: whether `change` needs `HeadOutputs.call`. Without it a model's attention
+            is left alone, so any kernel will do.
+        reads_segments: whether it needs to know where sequences begin and end; one that reads
+            attention always does.
+        weights: hash of the weights (`megasink.analysis.capture.identity.weights_hash`) of the
+            only model that it is for; None for any.
+    """
+
+    reads_attention: bool = False
+    reads_segments: bool = False
+    weights: str | None = None
+
+    def problems(self, heads: Sequence[int]) -> list[str]:
+        """Return why this change does not fit a model with so many heads in each layer."""
+        return []
+
+    def begin(self, forward: ForwardPass) -> None:  # noqa: B027  # few changes need it
+        """Start one call of the model."""
+
+    @abstractmethod
+    def change(self, forward: ForwardPass, outputs: HeadOutputs) -> Tensor | None:
+        """Return the new outputs [B, Q, H, D], or None to leave them as they are."""

@@ -1,0 +1,216 @@
+"""Convert texts to token sequences for probing; random and repeated tokens (P2.5)."""
+
+import hashlib
+import itertools
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megasink.analysis.metrics.tokens import random_sequences, repeated_sequences
+from megasink.data.corpus import Corpus, Document
+from megasink.data.replaced_tokens import Replacement
+from megasink.data.text_tokenizer import text_tokenizer
+from megasink.data.tokenizer import leading_ids
+from megasink.errors import UserError
+
+SHORTEST = 2
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence to run.
+
+    Attributes:
+        tokens: ids, BOS included.
+        dataset: the input that it belongs to.
+        source: where the text came from.
+        scored: number of targets, counted from the end, that enter the loss; None for all.
+        replaced: places of tokens that are no text, counted from the end (1: the last token). Their
+            targets have no bytes, and enter the loss only.
+    """
+
+    tokens: tuple[int, ...]
+    dataset: str
+    source: str
+    scored: int | None = None
+    replaced: tuple[int, ...] = ()
+
+
+def text_samples(
+    reader: "Reader",
+    inputs: Sequence[str],
+    *,
+    seq_length: int,
+    max_samples: int | None,
+    json_key: str = "text",
+) -> list[Sample]:
+    """Return the first tokens of each document; every input is a dataset, named after its file.
+
+    An input with a single document is instead split into consecutive samples of `seq_length`
+    tokens, and stderr shows their number; if the text starts with BOS, so does each sample.
+
+    Args:
+        inputs: as `Corpus` takes them.
+        seq_length: tokens of a sequence, BOS included; longer documents are cut.
+        max_samples: maximum per input; None for all.
+
+    Raises:
+        UserError: no document has two tokens, or as `Reader.read`.
+    """
+    samples = []
+    for name, source in zip(dataset_names(inputs), inputs, strict=True):
+        found: list[Sample] = []
+        documents = iter(Corpus([source], json_key=json_key))
+        only = next(documents)
+        second = None if max_samples == 1 else next(documents, None)
+        if second is None:
+            found = _cut(reader, only, name, seq_length, max_samples)
+        else:
+            for document in itertools.chain((only, second), documents):
+                tokens = reader.read(document.pieces(), document.source, seq_length)
+                if len(tokens) < SHORTEST:
+                    continue
+                found.append(Sample(tuple(tokens), name, document.source))
+                if len(found) == max_samples:
+                    break
+        if not found:
+            raise UserError(f"{source} has no document of at least {SHORTEST} tokens")
+        samples += found
+    return samples
+
+
+def _cut(
+    reader: "Reader", document: Document, name: str, length: int, most: int | None
+) -> list[Sample]:
+    """Split one document into samples of `length` tokens, dropping the remainder."""
+    wanted = None if most is None else most * length
+    tokens = reader.read(document.pieces(), document.source, wanted)
+    if len(tokens) < SHORTEST:
+        return []
+    lead = reader.lead
+    samples = [Sample(tuple(tokens[:length]), name, document.source)]
+    text, step = tokens[length:], length - len(lead)
+    count = len(text) // step if most is None else min(len(text) // step, most - 1)
+    for i in range(count):
+        piece = (*lead, *text[i * step : (i + 1) * step])
+        samples.append(Sample(piece, name, f"{document.source}, piece {i + 2}"))
+    if count and os.environ.get("RANK", "0") == "0":
+        print(
+            f"megasink: {document.source} is a single text: split into {count + 1} samples of "
+            f"{length} tokens",
+            file=sys.stderr,
+        )
+    return samples
+
+
+class Reader:
+    """Turns texts into the tokens that a model reads, with or without BOS.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        bos: "auto" follows the tokenizer, "add" and "none" override it (P4.3).
+        parse_special_tokens: see `TextTokenizer`.
+
+    Attributes:
+        lead: ids before every text.
+
+    Raises:
+        UserError: the tokenizer has no BOS to add, or adds it twice.
+    """
+
+    def __init__(self, tokenizer: Any, bos: str = "auto", *, parse_special_tokens: bool = False):
+        self._name, self._bos = tokenizer.name_or_path, tokenizer.bos_token_id
+        self._text = text_tokenizer(tokenizer, parse_special_tokens=parse_special_tokens)
+        self.lead: list[int] = [] if bos == "none" else leading_ids(tokenizer)
+        if bos == "add" and self._bos is None:
+            raise UserError(f"--bos add: the tokenizer {self._name} has no BOS token; use auto")
+        if bos == "add" and self.lead[:1] != [self._bos]:
+            self.lead = [self._bos, *self.lead]
+        if self._bos is not None and self.lead.count(self._bos) > 1:
+            raise UserError(
+                f"the tokenizer {self._name} adds its BOS token {self._bos} twice: fix its "
+                "post-processor, or use --bos none"
+            )
+
+    def read(self, pieces: Iterable[str], source: str, most: int | None = None) -> list[int]:
+        """Return the first tokens of a text.
+
+        Args:
+            pieces: the text.
+            source: where it came from, for errors.
+            most: tokens to return; None for all.
+
+        Raises:
+            UserError: the text begins with the BOS that the tokenizer adds, or as `TextTokenizer`.
+        """
+        tokens = list(self.lead)
+        for ids in self._text.stream(pieces, source):
+            if tokens == [self._bos] == ids[:1]:
+                raise UserError(
+                    f"{source} already begins with the BOS token {self._bos}, and the tokenizer "
+                    f"{self._name} adds another: remove it from the texts, or use --bos none"
+                )
+            tokens += ids
+            if most is not None and len(tokens) >= most:
+                break
+        return tokens[:most]
+
+
+def token_samples(
+    kind: str, count: int, length: int, vocabulary: int, seed: int, special: Sequence[int] = ()
+) -> list[Sample]:
+    """Return sequences of random tokens, or of one repeated random token, without BOS (P2.5)."""
+    make = random_sequences if kind == "random" else repeated_sequences
+    made = make(count, length, vocabulary, seed, special)
+    return [Sample(tuple(tokens), kind, f"{kind}:{i}") for i, tokens in enumerate(made)]
+
+
+def with_replaced_tokens(
+    samples: Iterable[Sample], replacement: Replacement | None
+) -> list[Sample]:
+    """Return the samples with tokens replaced; random ones by the sample's number in its dataset.
+
+    Positions count from the first token that a sample has here (P2.15, P2.16).
+    """
+    if replacement is None:
+        return list(samples)
+    counts: Counter[str] = Counter()
+    made = []
+    for sample in samples:
+        tokens = np.array(sample.tokens, dtype=np.int64)
+        replacement.replace(tokens, counts[sample.dataset])
+        counts[sample.dataset] += 1
+        places = tuple(len(tokens) - position for position in replacement.at(len(tokens)))
+        made.append(replace(sample, tokens=tuple(tokens.tolist()), replaced=places))
+    return made
+
+
+def dataset_names(inputs: Sequence[str]) -> list[str]:
+    """Return a short name for each input: its file name, or the whole path for duplicates."""
+    short = [Path(source).name.split(".")[0] or source for source in inputs]
+    return [
+        name if short.count(name) == 1 else source
+        for name, source in zip(short, inputs, strict=True)
+    ]
+
+
+def equal_lengths[T](
+    items: Iterable[T], length: Callable[[T], int], batch_size: int
+) -> Iterator[tuple[T, ...]]:
+    """Yield batches of neighbors of one length, so that nothing is padded."""
+    for _, equal in itertools.groupby(items, key=length):
+        yield from itertools.batched(equal, batch_size)
+
+
+def data_hash(samples: Sequence[Sample]) -> str:
+    """Return the SHA-256 of the token ids of all samples in order."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(",".join(map(str, sample.tokens)).encode() + b"\n")
+    return digest.hexdigest()

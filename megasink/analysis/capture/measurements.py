@@ -1,0 +1,198 @@
+"""Measurements of some samples, and how the shards of an analysis merge.
+
+All measurements go through shards, whether one process runs them, several share them or a killed
+analysis resumes. Sums run over the shards in the order of their numbers, so the result does not
+depend on which process measured a shard, nor when.
+
+Shapes: N samples, L layers, H heads (maximum over layers), K key positions, P token positions,
+S = 2 L + 1 states of the residual stream, E hidden size, B bins.
+"""
+
+import json
+import zipfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megasink.analysis.metrics.registry import FACTS
+from megasink.analysis.metrics.states import mean_cosine
+from megasink.analysis.results import NonFinite
+from megasink.analysis.values import AnalysisValues
+from megasink.atomic import atomic_file
+from megasink.errors import UserError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class MeasuredSample:
+    """Record of one sample.
+
+    Attributes:
+        index: among all samples, in their order.
+        source, dataset: where it came from.
+        tokens: number of tokens run.
+        nats, targets: summed loss and its number of targets; None if not computed.
+        bytes, nats_of_bytes: bytes of text of the targets, and the loss of those that have any;
+            None for a tokenizer whose tokens do not map to bytes.
+    """
+
+    index: int
+    source: str
+    dataset: str
+    tokens: int
+    nats: float | None = None
+    targets: int | None = None
+    bytes: int | None = None
+    nats_of_bytes: float | None = None
+
+
+_FACTS = {f"{f.name}_N": f.name for f in fields(MeasuredSample) if f"{f.name}_N" in FACTS}
+"""Fact that a metric may take -> field name."""
+
+
+@dataclass
+class ShardMeasurements:
+    """Metrics of some samples, and their sums.
+
+    Attributes:
+        values, samples, gate_histogram_LB: as in `Measurements`.
+        unit_sum_SPE, count_SP: sums of `MeanCosine`, by state; E is 0 if no state was seen.
+        non_finite: samples left out of everything above.
+    """
+
+    values: dict[str, Floats]
+    samples: list[MeasuredSample]
+    unit_sum_SPE: Floats
+    count_SP: Ints
+    gate_histogram_LB: Ints
+    non_finite: list[NonFinite]
+
+    def save(self, path: Path) -> None:
+        """Write the shard atomically, without pickles.
+
+        Raises:
+            OSError: the disk is full, or the folder is not writable.
+        """
+        arrays = {f"value/{name}": array for name, array in self.values.items()}
+        lists = {
+            "samples": [asdict(sample) for sample in self.samples],
+            "non_finite": [asdict(entry) for entry in self.non_finite],
+        }
+        with atomic_file(path) as file:
+            np.savez(
+                file,
+                allow_pickle=False,
+                unit_sum_SPE=self.unit_sum_SPE,
+                count_SP=self.count_SP,
+                gate_histogram_LB=self.gate_histogram_LB,
+                lists=np.asarray(json.dumps(lists)),
+                **arrays,
+            )
+
+    @classmethod
+    def load(cls, path: Path) -> "ShardMeasurements":
+        """Read a shard written by `save`.
+
+        Raises:
+            UserError: the file is broken.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                lists = json.loads(str(arrays["lists"]))
+                names = [name for name in arrays.files if name.startswith("value/")]
+                return cls(
+                    {name.removeprefix("value/"): arrays[name] for name in names},
+                    [MeasuredSample(**sample) for sample in lists["samples"]],
+                    arrays["unit_sum_SPE"],
+                    arrays["count_SP"],
+                    arrays["gate_histogram_LB"],
+                    [NonFinite(**entry) for entry in lists["non_finite"]],
+                )
+        except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+            raise UserError(
+                f"{path} cannot be read ({error}): delete it, and its samples will run again"
+            ) from error
+
+
+@dataclass
+class Measurements:
+    """Metrics of the samples of one model.
+
+    Attributes:
+        values: metric of statistics -> float64 [N, ...] along its axis (`diagnostics.AXES`), NaN
+            where a layer, head or position does not exist.
+        samples: in index order.
+        cosine_SP: mean cosine across inputs by state and position (P4.5).
+        gate_histogram_LB: counts of explicit gate scores in `BINS` bins over [0, 1].
+        heads: number of heads in each layer.
+        non_finite: samples that were left out.
+    """
+
+    values: dict[str, Floats]
+    samples: list[MeasuredSample]
+    cosine_SP: Floats
+    gate_histogram_LB: Ints
+    heads: list[int]
+    non_finite: list[NonFinite] = field(default_factory=list)
+
+    def analysis_values(self, seed: int, dataset: str | None = None) -> AnalysisValues:
+        """Return every metric, derived ones included, over all samples or those of one dataset.
+
+        The seed is that of the random baseline.
+        """
+        chosen = [i for i, sample in enumerate(self.samples) if dataset in (None, sample.dataset)]
+        facts: dict[str, Any] = {"seed": seed}
+        for fact, name in _FACTS.items():
+            known = [getattr(self.samples[i], name) for i in chosen]
+            if known and None not in known:
+                facts[fact] = torch.tensor(known, dtype=torch.float64)
+        if dataset is None:
+            facts["cosine_SP"] = torch.from_numpy(self.cosine_SP)
+        values = {name: torch.from_numpy(array[chosen]) for name, array in self.values.items()}
+        return AnalysisValues(values, facts)
+
+
+def merge_shards(shards: Iterable[ShardMeasurements], heads: Sequence[int]) -> Measurements:
+    """Merge all shards, with samples in index order.
+
+    Memory holds the records of every sample once, plus one shard.
+
+    Args:
+        shards: in the order of their numbers, which is the order of summation; at least one.
+    """
+    values: dict[str, list[Floats]] = {}
+    samples: list[MeasuredSample] = []
+    non_finite: list[NonFinite] = []
+    sums: list[Any] = []
+    for shard in shards:
+        for name, array in shard.values.items():
+            values.setdefault(name, []).append(array)
+        samples += shard.samples
+        non_finite += shard.non_finite
+        addends = (shard.unit_sum_SPE, shard.count_SP, shard.gate_histogram_LB)
+        if not sums:
+            sums = [addend.copy() for addend in addends]
+            continue
+        if not sums[0].shape[-1]:  # so far every state was infinite or NaN
+            sums[0] = np.zeros_like(shard.unit_sum_SPE)
+        for total, addend in zip(sums, addends, strict=True):
+            if addend.shape[-1]:
+                total += addend
+    order = sorted(range(len(samples)), key=lambda i: samples[i].index)
+    merged = {name: np.concatenate(values.pop(name))[order] for name in list(values)}
+    unit_sum_SPE, count_SP, histogram_LB = sums
+    return Measurements(
+        merged,
+        [samples[i] for i in order],
+        mean_cosine(torch.from_numpy(unit_sum_SPE), torch.from_numpy(count_SP)).numpy(),
+        histogram_LB,
+        list(heads),
+        sorted(non_finite, key=lambda entry: entry.sample),
+    )

@@ -1,0 +1,254 @@
+"""Capture statistics from a Megatron-Core GPT or hybrid with megasink's attention, unsharded.
+
+Hooks read the inputs and outputs of core attention; without changes the forward pass is unchanged.
+
+Shapes: S = T sequence, B batch, H query heads, G key/value groups, D head dim, E hidden size,
+X = H * D.
+"""
+
+from collections.abc import Callable, Sequence, Set
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.identity_op import IdentityOp
+from torch import Tensor
+
+from megasink.analysis.capture.base import Observer, Probe
+from megasink.analysis.capture.changes import ForwardPass, HeadChange
+from megasink.analysis.capture.megatron_sites import batch_first, megatron_sites, with_bias
+from megasink.analysis.capture.segments import Segment
+from megasink.analysis.capture.sites import Sites
+from megasink.analysis.capture.statistics import AttentionCall
+from megasink.attention.variants import variant
+from megasink.errors import UserError
+from megasink.megatron.core_attention import CoreAttention
+from megasink.megatron.documents import first_values
+
+
+class Logits(NamedTuple):
+    """Output of `MegatronProbe.forward`: logits [B, S, V] over the padded vocabulary."""
+
+    logits: Tensor
+
+
+class MegatronProbe(Probe):
+    """A probe of a Megatron model.
+
+    Args:
+        model: in evaluation mode, whole in this process (see `megasink.checkpoints.load`).
+        observer, needs, changes: see `Probe`.
+
+    Raises:
+        ConfigError: the model is sharded, or its attention is not megasink's.
+    """
+
+    def __init__(
+        self,
+        model: GPTModel | HybridModel,
+        observer: Observer,
+        needs: Set[str],
+        changes: Sequence[HeadChange] = (),
+    ):
+        super().__init__(model_problems(model), observer, needs, changes)
+        self.model: GPTModel | HybridModel = model
+        self.body = model
+        self.layers: list[Any] = list(model.decoder.layers)
+        self.heads = heads_by_layer(model)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids_BT: Tensor,
+        attention_mask_BT: Tensor | None = None,
+        position_ids_BT: Tensor | None = None,
+        *,
+        logits: bool = True,
+    ) -> Logits:
+        """Run sequences of equal length.
+
+        Raises:
+            ValueError: a padding mask is given; batch sequences of equal length instead.
+        """
+        if attention_mask_BT is not None:
+            raise ValueError("a Megatron model takes no padding mask: batch equal lengths")
+        rows, tokens = input_ids_BT.shape
+        if position_ids_BT is None:
+            position_ids_BT = torch.arange(tokens, device=input_ids_BT.device).expand(rows, tokens)
+        return Logits(self.model(input_ids_BT, position_ids_BT, None))
+
+    def _install(self) -> None:
+        self._hooks.append(self.model.register_forward_pre_hook(self._called, with_kwargs=True))
+        self._hooks.append(self.model.register_forward_hook(lambda *_: self._end()))
+
+    def _called(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the sequences of a call of the model, by `forward` or anyone else."""
+        ids_BQ = args[0] if args else kwargs["input_ids"]
+        if kwargs.get("packed_seq_params") is not None:
+            raise UserError("megasink does not read packed documents of a run: run them one by one")
+        context = kwargs.get("inference_context")
+        cached = 0 if context is None else int(context.sequence_len_offset)
+        rows, new = ids_BQ.shape
+        if self.reads_attention and context is not None:
+            raise UserError(
+                "megasink reads attention of whole sequences of a run: generate without an "
+                "intervention that reads it, or export the run (megasink convert-to-hf)"
+            )
+        segments = [Segment(row, 0, cached + new) for row in range(rows)]
+        self._begin(ForwardPass(rows, new, cached, segments, ids_BQ))
+
+    def sites(self) -> Sites:
+        return megatron_sites(self.model)
+
+    def _output_weight(self, index: int) -> Tensor:
+        attention = self.layers[index].self_attention
+        weight_XE = attention.linear_proj.weight.detach().t()
+        heads = self.heads[index]
+        # With multi-head addition (P2.44) all heads share one [D, E].
+        weight_HDE = weight_XE.reshape(
+            -1, attention.hidden_size_per_attention_head, weight_XE.shape[1]
+        )
+        return weight_HDE.expand(heads, -1, -1)
+
+    def _attach(self, index: int, layer: Any) -> None:
+        if "state_TE" in self.needs:
+            self._attach_states(index, layer)
+        mlp = getattr(layer, "mlp", None)
+        if "mlp_branch_TE" in self.needs and not isinstance(mlp, IdentityOp | None):
+            self._after(
+                mlp,
+                lambda out: self._branch("mlp_branch_TE", index, batch_first(with_bias(out))),
+            )
+        if not self.heads[index]:
+            return
+        attention, core = layer.self_attention, layer.self_attention.core_attention
+        self._hooks.append(
+            core.register_forward_hook(
+                lambda _, args, kwargs, out: self._attended(index, core, args, kwargs, out),
+                with_kwargs=True,
+            )
+        )
+        if getattr(attention, "position", None) == "sdpa" and attention.gate is not None:
+            self._after(attention.gate, lambda out: self._gates.update({index: out[1]}))
+        self._replace(attention.linear_proj, lambda gated: self._gated(index, attention, gated))
+        self._after(attention, lambda out: self._finish(index, with_bias(out)))
+
+    def _attach_states(self, index: int, layer: Any) -> None:
+        def keep(half: int) -> Callable[[Any], None]:
+            return lambda output: self._state(half, batch_first(output))
+
+        if index == 0:
+            self._before(layer, keep(0))
+        adds = (getattr(layer, "self_attn_bda", None), getattr(layer, "mlp_bda", None))
+        norms: list[Any] = [getattr(add, "layernorm", None) for add in adds]
+        if self.model.config.post_norm and None not in norms:
+            # Massive activations show only before the norm of the sum (P2.10, P2.42).
+            self._before(norms[0], keep(2 * index + 1))
+            self._before(norms[1], keep(2 * index + 2))
+            return
+        if (middle := getattr(layer, "pre_mlp_layernorm", None)) is not None:
+            self._before(middle, keep(2 * index + 1))
+        else:  # a Mamba layer
+            self._after(layer, keep(2 * index + 1))
+        self._after(layer, keep(2 * index + 2))
+
+    def _attended(
+        self, index: int, core: CoreAttention, args: tuple[Any, ...], kwargs: Any, out_SBX: Tensor
+    ) -> None:
+        named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+        query, key, value = (named[n].permute(1, 2, 0, 3) for n in ("query", "key", "value"))
+        bias = None
+        if core.relative_bias is not None:
+            bias = core.relative_bias(key.shape[2], query.device)
+        scale = query.shape[-1] ** -0.5 if core.softmax_scale is None else core.softmax_scale
+        mlp = core.similarity_mlp
+        self._calls[index] = AttentionCall(
+            query,
+            key,
+            value,
+            _by_head(out_SBX, query.shape[1]),
+            scale=scale,
+            window=core.window,
+            prefix=core.config.prefix_lm_tokens,
+            slot_logit_BHT=core.slot_logit(query),
+            distance_bias_HT=bias,
+            similarity=core.config.attention_similarity,
+            out_scale=core.config.attention_scale_alpha,
+            slot_has_value=_slot_has_value(core, value, query.shape[1]),
+            mlp=None if mlp is None else (mlp.fc1.weight.detach(), mlp.fc2.weight.detach()),
+        )
+
+    def _gated(self, index: int, attention: Any, gated_SBX: Tensor) -> Tensor | None:
+        call = self._calls[index]
+        call.gated_out_BHTD = _by_head(gated_SBX, self.heads[index])
+        gate_SBHC = self._gates.pop(index, None)
+        if gate_SBHC is not None:
+            call.explicit_gate_BHTX = gate_SBHC.permute(1, 2, 0, 3)
+            call.gate_is_importance = attention.counts_heads
+        new_BSHD = self._changed(index, call.gated_out_BHTD.transpose(1, 2))
+        if new_BSHD is None:
+            return None
+        call.gated_out_BHTD = new_BSHD.transpose(1, 2)
+        return new_BSHD.transpose(0, 1).reshape(gated_SBX.shape)
+
+    def _finish(self, index: int, branch_SBE: Tensor) -> None:
+        call = self._calls.pop(index)
+        if not self.needs:
+            return
+        if "output_weight_HDE" in self.needs:
+            call.output_weight_HDE = self._output_weight(index)
+        self._report(index, call, batch_first(branch_SBE))
+
+
+def heads_by_layer(model: GPTModel | HybridModel) -> list[int]:
+    """Return the number of heads of each layer; 0 for a layer of a hybrid without attention."""
+    heads: int = model.config.num_attention_heads
+    return [
+        heads if isinstance(getattr(layer, "self_attention", None), Attention) else 0
+        for layer in model.decoder.layers
+    ]
+
+
+def model_problems(model: GPTModel | HybridModel) -> list[str]:
+    """Return one sentence for each reason that a model cannot be probed."""
+    config, problems = model.config, []
+    for name, flag in (
+        ("tensor_model_parallel_size", "TP"),
+        ("pipeline_model_parallel_size", "PP"),
+        ("context_parallel_size", "CP"),
+    ):
+        size = getattr(config, name, 1)
+        if size > 1:
+            problems.append(f"the model is sharded by {flag} {size}: load it whole in one process")
+    record = variant(config.attention_variant)
+    if record.slot_logit is None:
+        problems.append(
+            f"--attention-variant {record.name}: its record has no slot_logit, so the attention "
+            "weights of its heads are unknown: add one (megasink.attention.variants.Variant)"
+        )
+    if model.training:
+        problems.append("the model is in training mode: call model.eval()")
+    for layer, heads in zip(model.decoder.layers, heads_by_layer(model), strict=True):
+        core = getattr(getattr(layer, "self_attention", None), "core_attention", None)
+        if heads and not isinstance(core, CoreAttention):
+            problems.append(
+                f"layer {layer.layer_number} uses {type(core).__name__}: megasink can only read "
+                "its own core attention (megasink.megatron)"
+            )
+            break
+    return problems
+
+
+def _slot_has_value(core: CoreAttention, value_BGTD: Tensor, heads: int) -> bool:
+    """Return whether the slot adds to the output: the value of a bias, unlike that of a sink."""
+    value_of = core.variant.slot_value
+    own = {added.name: getattr(core, added.name).detach() for added in core.variant.parameters}
+    first = partial(first_values, value_BGTD, heads, tokens=value_BGTD.shape[2])
+    return value_of is None or value_of(core.config, own, first) is not None
+
+
+def _by_head(out_SBX: Tensor, heads: int) -> Tensor:
+    return out_SBX.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)

@@ -1,0 +1,70 @@
+"""MLP activations and normed states of a Megatron model; fused norms are recomputed.
+
+Shapes: S = T sequence, B batch, F intermediate size, E hidden size.
+"""
+
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer.identity_op import IdentityOp
+from torch import Tensor
+
+from megasink.analysis.capture.sites import BLOCKS, PRODUCT, UP, Site, Sites, fused_norm, tensor_of
+
+
+def megatron_sites(model: GPTModel | HybridModel) -> Sites:
+    """Return the sites in the first blocks."""
+    sites = Sites(context=model.config.prefix_lm_tokens)
+    layers: Any = model.decoder.layers
+    _add_mlp(sites, getattr(layers[0], "mlp", None), model.config)
+    for index, layer in enumerate(layers[:BLOCKS]):
+        readers = (("self_attention", "linear_qkv"), ("mlp", "linear_fc1"))
+        norms = ("input_layernorm", "pre_mlp_layernorm")
+        for half, norm_name, (name, linear) in zip(
+            (2 * index, 2 * index + 1), norms, readers, strict=True
+        ):
+            norm = getattr(layer, norm_name, None)
+            reader = getattr(getattr(layer, name, None), linear, None)
+            if not isinstance(norm, IdentityOp | None):
+                sites.found.append(Site(str(half), norm, lambda _, out: batch_first(out)))
+            elif getattr(reader, "layer_norm_weight", None) is not None:
+                assert reader is not None
+                sites.found.append(Site(str(half), reader, _normed_by(reader)))
+            else:
+                sites.lacks_norm(half)
+    return sites
+
+
+def _add_mlp(sites: Sites, mlp: Any, config: Any) -> None:
+    down, up = getattr(mlp, "linear_fc2", None), getattr(mlp, "linear_fc1", None)
+    if down is None or up is None:
+        reason = "block 0 has experts, which have no common activation"
+        if isinstance(mlp, IdentityOp | None):
+            reason = "layer 0 of the hybrid has no FFN"
+        sites.missing[PRODUCT] = sites.missing[UP] = reason
+        return
+    sites.found.append(Site(PRODUCT, down, lambda product, _: batch_first(product)))
+
+    def read_up(_: Tensor, output: tuple[Tensor, Tensor | None]) -> Tensor:
+        linear_SBF = with_bias(output)
+        if config.gated_linear_unit:  # rows are [gate; up]
+            linear_SBF = linear_SBF.chunk(2, -1)[1]
+        return batch_first(linear_SBF)
+
+    sites.found.append(Site(UP, up, read_up))
+
+
+def _normed_by(linear: Any) -> Any:
+    """Recompute the normed state, which TransformerEngine's LayerNormLinear does not expose."""
+    return lambda state_SBE, _: batch_first(fused_norm(linear, state_SBE))
+
+
+def batch_first(output: Any) -> Tensor:
+    """Return [B, S, ...] of what a Megatron module returns, [S, B, ...]."""
+    return tensor_of(output).transpose(0, 1)
+
+
+def with_bias(output: tuple[Tensor, Tensor | None]) -> Tensor:
+    """Return the output of a Megatron linear, which leaves its bias to be added."""
+    return output[0] if output[1] is None else output[0] + output[1]

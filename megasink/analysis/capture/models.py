@@ -1,0 +1,74 @@
+"""Models that are loaded, made ready for probing."""
+
+from typing import TYPE_CHECKING, Any
+
+from megasink.analysis.capture.base import ProbedModel
+from megasink.analysis.capture.loaded import open_probe_on
+from megasink.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from megasink.checkpoints.load import LoadedModel
+
+
+def of_transformers(model: "PreTrainedModel", tokenizer: Any, name: str) -> ProbedModel:
+    """Return a model of transformers, ready for probing.
+
+    Args:
+        model: in evaluation mode, with the attention implementation "sdpa" or "eager".
+        name: for tables and figures.
+
+    Raises:
+        ConfigError: megasink cannot read its attention.
+    """
+    from megasink.analysis.capture.transformers_model import model_problems
+    from megasink.transformers.blocks import blocks_with_attention
+
+    problems = model_problems(model)
+    if problems:
+        raise ConfigError(problems)
+    blocks, config = blocks_with_attention(model), model.config.get_text_config()
+    return ProbedModel(
+        open_probe_on(model),
+        module=model,
+        heads=[config.num_attention_heads if b.attention else 0 for b in blocks],
+        tokenizer=tokenizer,
+        vocabulary=config.vocab_size,
+        positions=getattr(config, "max_position_embeddings", None),
+        facts={
+            "name": name,
+            "kind": type(model).__name__,
+            "attention": model.config._attn_implementation,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "parameters": model.num_parameters(),
+        },
+    )
+
+
+def of_run(loaded: "LoadedModel", name: str, *, yarn: float | None = None) -> ProbedModel:
+    """Return the model of a run, ready for probing.
+
+    Args:
+        name: for tables and figures.
+        yarn: the factor by which its context was stretched when it was loaded.
+    """
+    from megasink.analysis.capture.megatron_model import heads_by_layer
+    from megasink.checkpoints.model_facts import model_facts
+
+    trained = loaded.args
+    facts = model_facts(trained, loaded.model, loaded.iteration, name)
+    if yarn is not None:
+        facts["kind"] += f", YaRN x{yarn:g}"  # part of an analysis's identity
+    return ProbedModel(
+        open_probe_on(loaded.model),
+        module=loaded.model,
+        heads=heads_by_layer(loaded.model),
+        tokenizer=loaded.tokenizer,
+        vocabulary=len(loaded.tokenizer),
+        positions=trained.max_position_embeddings,
+        first=(trained.sink_token_id,) if trained.sink_token else (),
+        replaced_at=tuple(trained.replace_tokens_at or ()),
+        replaced_with=trained.replace_tokens_with,
+        facts=facts,
+    )

@@ -1,0 +1,258 @@
+"""The options of an analysis, and their checks. Neither needs the model, or imports torch for
+what the command line and the file system can tell."""
+
+import argparse
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from megasink.analysis.capture.head_names import parse_head
+from megasink.analysis.capture.replacing import add_replacement_flags, replacement_problems
+from megasink.attention.definitions import MAP_TOKENS
+from megasink.command_line import CommandParser
+from megasink.data.corpus import STDLIB
+from megasink.data.text_tokenizer import add_parse_special_tokens
+from megasink.errors import ConfigError
+from megasink.output_folder import foreign_contents
+from megasink.plugins import add_flag
+
+KINDS = ("natural", "random", "repeated")
+BOS = ("auto", "add", "none")
+DTYPES = ("auto", "float32", "bfloat16")
+SEQ_LENGTH = 512
+"""Default sequence length in tokens, if the model has as many positions."""
+SYNTHETIC = 100
+"""Number of sequences of random and of repeated tokens, as in P2."""
+
+
+def parser(
+    prog: str = "megasink analyze", description: str | None = None
+) -> argparse.ArgumentParser:
+    """Return a parser with the options of every analysis."""
+    parser = model_parser(prog, description)
+    parser.add_argument(
+        "--inputs",
+        nargs="+",
+        choices=KINDS,
+        default=["natural"],
+        help="the texts (natural), random tokens, one repeated token (default: natural)",
+    )
+    add_sequence_flags(parser)
+    parser.add_argument("--positions", type=int, default=64, help="tokens in curves (default: 64)")
+    parser.add_argument("--columns", type=int, default=8, help="keys with a sink rate (default: 8)")
+    parser.add_argument(
+        "--maps",
+        nargs="*",
+        metavar="LAYER.HEAD",
+        help="also draw attention maps and query-key geometry of these heads, such as 3.5 7.2; "
+        "without a value, of the heads with the highest and lowest AWFT and importance",
+    )
+    parser.add_argument(
+        "--map-length",
+        type=int,
+        default=48,
+        help=f"tokens in a map, 2 to {MAP_TOKENS - 1} (default: 48)",
+    )
+    parser.add_argument("--no-loss", dest="loss", action="store_false", help="skip logits and loss")
+    return parser
+
+
+def add_sequence_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the options of how texts become sequences; see `model_samples`."""
+    parser.add_argument(
+        "--seq-length",
+        type=int,
+        help=f"maximum tokens per sequence (default: {SEQ_LENGTH}, or the model's maximum)",
+    )
+    parser.add_argument(
+        "--bos", choices=BOS, default="auto", help="auto follows the tokenizer (default: auto)"
+    )
+    add_replacement_flags(parser)
+
+
+def weights_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options of how a model is loaded, and the output folder."""
+    parser = CommandParser(prog=prog, description=description)
+    parser.add_argument(
+        "model", type=Path, metavar="MODEL", help="Hugging Face model folder, or a run"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="output folder")
+    add_overwrite(parser)
+    parser.add_argument("--name", help="model name in tables and figures (default: the folder's)")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer folder (default: MODEL)")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: the model's")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
+    parser.add_argument(
+        "--attn-implementation", choices=("sdpa", "eager"), help="default: the model's own"
+    )
+    add_parse_special_tokens(parser)
+    parser.add_argument(
+        "--yarn",
+        type=float,
+        metavar="FACTOR",
+        help="stretch the context of a run that has rotary embeddings by YaRN, without training",
+    )
+    add_flag(parser)
+    return parser
+
+
+def add_overwrite(parser: argparse.ArgumentParser) -> None:
+    """Add ``--overwrite``, as every command that writes results has it."""
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace results of other settings in --output"
+    )
+
+
+def model_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the model, text and device options."""
+    parser = weights_parser(prog, description)
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="text, .jsonl(.gz, .zst) or .parquet files, or folders; each one is a dataset",
+    )
+    parser.add_argument("--json-key", default="text", help="JSON key of the text (default: text)")
+    parser.add_argument(
+        "--max-samples", type=int, default=100, help="sequences per dataset (default: 100)"
+    )
+    parser.add_argument("--batch-size", type=int, default=8, help="batch size (default: 8)")
+    parser.add_argument("--seed", type=int, default=1234, help="of random tokens (default: 1234)")
+    return parser
+
+
+def check(args: argparse.Namespace, *, is_run: bool = False) -> None:
+    """Check everything that needs no model.
+
+    Raises:
+        ConfigError: one message with every problem.
+    """
+    settle(args, problems_of(args, is_run=is_run))
+
+
+def settle(args: argparse.Namespace, problems: Sequence[str]) -> None:
+    """Refuse a command line with problems; otherwise resolve the default of ``--device``.
+
+    Raises:
+        ConfigError: one message with every problem.
+    """
+    if problems:
+        raise ConfigError(problems)
+    if args.device is None:
+        import torch
+
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def weights_problems(args: argparse.Namespace, *, is_run: bool) -> list[str]:
+    """Return the problems with the options of `weights_parser`.
+
+    Args:
+        is_run: MODEL is a megasink run, which is known to exist.
+    """
+    problems = []
+    if is_run and args.attn_implementation is not None:
+        problems.append("--attn-implementation applies to Hugging Face models only: remove it")
+    if is_run and args.dtype != "auto":
+        problems.append("--dtype applies to Hugging Face models only: a run keeps its own")
+    if not is_run and args.yarn is not None:
+        problems.append(
+            "--yarn applies to runs only: set rope_parameters in the model's config.json"
+        )
+    elif args.yarn is not None and not 1 < args.yarn < math.inf:
+        problems.append(f"--yarn {args.yarn:g}: a factor of more than 1")
+    if is_run and not args.model.is_dir():
+        problems.append(f"{args.model}: no such folder")
+    if not is_run and (problem := model_problem(args.model)):
+        problems.append(problem)
+    if args.tokenizer is not None and not args.tokenizer.is_dir():
+        problems.append(f"--tokenizer {args.tokenizer} is not a folder")
+    if problem := _folder_problem(args.output):
+        problems.append(f"--output {args.output} {problem}")
+    elif not args.overwrite and (problem := foreign_contents(args.output)):
+        problems.append(problem)
+    if args.device is not None and (problem := _device_problem(args.device)):
+        problems.append(f"--device {args.device}: {problem}")
+    return problems
+
+
+def problems_of(args: argparse.Namespace, *, is_run: bool) -> list[str]:
+    """Return the problems with the options.
+
+    Args:
+        is_run: as in `weights_problems`.
+    """
+    problems = weights_problems(args, is_run=is_run)
+    if "natural" in args.inputs and not args.data:
+        problems.append("no --data: pass text files or folders")
+    if "natural" not in args.inputs and args.data:
+        problems.append("--data requires --inputs natural: add it")
+    problems += [
+        f"--data {path}: no such file or folder"
+        for path in args.data
+        if path != STDLIB and not Path(path).exists()
+    ]
+    for flag, least in (
+        ("max_samples", 1),
+        ("seq_length", 2),
+        ("batch_size", 1),
+        ("positions", 1),
+        ("columns", 1),
+    ):
+        value = getattr(args, flag)
+        if value is not None and value < least:
+            problems.append(f"--{flag.replace('_', '-')} {value}: at least {least}")
+    problems += replacement_problems(args)
+    return problems + map_problems(args.maps or [], args.map_length)
+
+
+def map_problems(heads: Sequence[str], length: int) -> list[str]:
+    """Return the problems with `--maps` and `--map-length` that need no model to find."""
+    problems = []
+    if not 2 <= length < MAP_TOKENS:
+        problems.append(f"--map-length {length}: must be 2 to {MAP_TOKENS - 1}, as maps are S x S")
+    for text in heads:
+        try:
+            parse_head(text)
+        except ValueError as error:
+            problems.append(f"--maps {error}")
+    return problems
+
+
+def _device_problem(name: str) -> str | None:
+    """Return why torch has no such device here."""
+    if name == "cpu":
+        return None
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        return "no such device: use cpu or cuda"
+    there = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= there:
+        return f"this machine has {there or 'no'} CUDA devices: use {'cuda:0' if there else 'cpu'}"
+    return None
+
+
+def model_problem(folder: Path) -> str | None:
+    """Return why a folder cannot be that of a transformers model, or None."""
+    if not folder.is_dir():
+        return f"{folder}: no such folder; models are read from folders, nothing is downloaded"
+    if not (folder / "config.json").is_file():
+        return f"{folder} is not a Hugging Face model folder: it has no config.json"
+    return None
+
+
+def _folder_problem(folder: Path) -> str | None:
+    """Return why a folder, which may not exist yet, cannot be written."""
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        return f"cannot be created: {there} is a file"
+    if not os.access(there, os.W_OK):
+        return f"cannot be written: no permission to write to {there}"
+    return None

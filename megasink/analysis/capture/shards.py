@@ -1,0 +1,155 @@
+"""The shards of an analysis, and the folder that holds the finished ones.
+
+A shard is a few batches. Its measurements are written to OUTPUT/partial once it has run, so that a
+killed analysis resumes where it stopped, and several processes can share one.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megasink.analysis.capture.inputs import Sample, equal_lengths
+from megasink.analysis.capture.measurements import ShardMeasurements
+from megasink.atomic import atomic_text
+from megasink.errors import UserError
+from megasink.output_folder import differences
+
+MOST = 64
+"""Maximum number of shards; each holds the sums of `MeanCosine`, however few its samples."""
+
+Shard = list[list[int]]
+"""Sample indices by batch."""
+
+
+def plan(samples: Sequence[Sample], batch_size: int) -> list[Shard]:
+    """Cut samples into batches of one length, shortest first, and batches into shards.
+
+    The plan depends on nothing else, so every process has the same one, also after a restart.
+    """
+
+    def length(i: int) -> int:
+        return len(samples[i].tokens)
+
+    least = max(batch_size, -(-len(samples) // MOST))
+    shards: list[Shard] = []
+    room = 0
+    order = sorted(range(len(samples)), key=length)
+    for batch in equal_lengths(order, length, batch_size):
+        if room <= 0:
+            shards.append([])
+            room = least
+        shards[-1].append(list(batch))
+        room -= len(batch)
+    return shards
+
+
+class PartialFolder:
+    """The shards of an unfinished analysis.
+
+    Args:
+        folder: OUTPUT/partial.
+        identity: everything that the shards depend on; shards with another identity are rejected.
+        overwrite: delete those instead.
+    """
+
+    def __init__(self, folder: Path, identity: dict[str, Any], *, overwrite: bool = False):
+        self._folder, self._overwrite = folder, overwrite
+        self._identity = json.loads(json.dumps(identity))
+        self._made = False
+
+    def open(self, count: int) -> int:
+        """Create the folder, or take over that of a killed analysis; called by one process.
+
+        Returns:
+            how many of `count` shards are finished.
+
+        Raises:
+            UserError: the folder cannot be written, or holds another analysis.
+        """
+        path = self._folder / "analysis.json"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if path.is_file():
+                self._compare(json.loads(path.read_text()))
+            else:
+                atomic_text(path, json.dumps(self._identity, indent=1))
+                self._made = True
+        except ValueError as error:
+            raise UserError(f"{path} is not JSON ({error}): delete {self._folder}") from error
+        except OSError as error:
+            raise cannot_write(self._folder, error) from error
+        return sum(self.has(number) for number in range(count))
+
+    def check_shared(self) -> None:
+        """Raise UserError if another process does not see what the first one wrote."""
+        check_shared(self._folder / "analysis.json")
+
+    def has(self, number: int) -> bool:
+        """Return whether a shard is finished."""
+        return self._path(number).is_file()
+
+    def write(self, number: int, measured: ShardMeasurements) -> None:
+        """Write a shard.
+
+        Raises:
+            UserError: the disk is full or similar; earlier shards are kept.
+        """
+        try:
+            measured.save(self._path(number))
+        except OSError as error:
+            raise cannot_write(self._folder, error) from error
+
+    def read(self, count: int) -> Iterator[ShardMeasurements]:
+        """Yield all shards in order.
+
+        Raises:
+            UserError: a shard cannot be read.
+        """
+        for number in range(count):
+            yield ShardMeasurements.load(self._path(number))
+
+    def discard(self) -> None:
+        """Delete the folder if this process made it and it holds no shard."""
+        if self._made and not any(self._folder.glob("shard_*")):
+            self.remove()
+
+    def remove(self) -> None:
+        """Delete the folder once the results are written."""
+        shutil.rmtree(self._folder)
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"shard_{number:05d}.npz"
+
+    def _compare(self, before: dict[str, Any]) -> None:
+        different = differences(before, self._identity)
+        if different and self._overwrite:
+            self.remove()
+            self.open(0)
+        elif different:
+            raise UserError(
+                f"{self._folder} holds an unfinished analysis with other settings "
+                f"({'; '.join(different)}): repeat the command that started it, replace it with "
+                "--overwrite, or choose another --output"
+            )
+
+
+def check_shared(path: Path) -> None:
+    """Check that this process sees what another one has created.
+
+    Raises:
+        UserError: it does not.
+    """
+    if not path.exists():
+        raise UserError(
+            f"--output: {path} does not exist on every machine: use a folder that they all share"
+        )
+
+
+def cannot_write(folder: Path, error: OSError) -> UserError:
+    """Return the error for a folder of finished parts that takes no more of them."""
+    return UserError(
+        f"{folder} cannot be written ({error.strerror or error}): free some space or choose "
+        "another --output; what is finished is kept, and the same command resumes from it"
+    )

@@ -1,0 +1,147 @@
+"""Compute the statistics of each sequence in one attention call.
+
+Shapes: B rows, H query heads, G key/value groups, T tokens, D head dim, E hidden size, X 1 or D.
+"""
+
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasink.analysis.capture.segments import Segment, whole_rows
+from megasink.analysis.metrics.maps import attention_maps
+from megasink.analysis.metrics.proxy import proxy_maps, proxy_statistics
+from megasink.analysis.metrics.weights import WeightStatistics, first_weights, weight_statistics
+from megasink.attention import feature_map
+
+_OF_WEIGHTS = {name.replace("_BHT", "_HT"): name for name in WeightStatistics._fields}
+
+MAP = "map_HTS"
+"""Attention weights of at most `MAP_TOKENS` tokens; for observers only, no metric takes them."""
+
+
+@dataclass
+class AttentionCall:
+    """Inputs and outputs of one attention layer.
+
+    Attributes:
+        query_BHTD, key_BGTD, value_BGTD: kernel inputs; the value's head dim may differ.
+        out_BHTD: kernel output.
+        scale, window, prefix, slot_logit_BHT, distance_bias_HT, softcap: as in `weight_statistics`.
+        gated_out_BHTD: input of the output projection; None if it equals `out_BHTD`.
+        explicit_gate_BHTX: explicit gate scores.
+        gate_is_importance: whether its mean is the head's importance; else the softmax gate's mean.
+        output_weight_HDE: output projection weight per query head.
+        similarity: "softmax", or one of P2.30 to P2.36, which have proxy weights (P2.37) and no
+            prefix, slot, bias or softcap.
+        mlp: the two [D, D] weights of the similarity "mlp".
+        out_scale: constant factor of `out_BHTD`, applied after attention.
+        slot_has_value: whether the slot adds a value to the output, as a value bias does and a
+            sink does not.
+    """
+
+    query_BHTD: Tensor
+    key_BGTD: Tensor
+    value_BGTD: Tensor
+    out_BHTD: Tensor
+    scale: float
+    window: int | None = None
+    prefix: int = 0
+    slot_logit_BHT: Tensor | None = None
+    distance_bias_HT: Tensor | None = None
+    softcap: float | None = None
+    gated_out_BHTD: Tensor | None = None
+    explicit_gate_BHTX: Tensor | None = None
+    gate_is_importance: bool = True
+    output_weight_HDE: Tensor | None = None
+    similarity: str = "softmax"
+    mlp: tuple[Tensor, Tensor] | None = None
+    out_scale: float = 1.0
+    slot_has_value: bool = False
+
+
+@torch.no_grad()
+def attention_statistics(
+    call: AttentionCall, segments: list[Segment], needs: Set[str]
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the statistics of each segment, keyed by names of
+    `megasink.analysis.metrics.STATISTICS`.
+
+    Sequences are sliced out before any computation, so padding on either side and the other
+    documents of a pack have no effect.
+
+    Args:
+        needs: names to compute, optionally including `MAP`; inapplicable ones, such as gate
+            statistics without a gate, are left out.
+    """
+    shape = (call.query_BHTD.shape[0], call.query_BHTD.shape[2])
+    of_weights = needs & _OF_WEIGHTS.keys()
+    of_batch = None
+    if of_weights and whole_rows(segments, shape):
+        of_batch = _weights(call, slice(None), slice(None), of_weights)
+    for row, start, stop in segments:
+        cut = slice(start, stop)
+        gated = call.out_BHTD if call.gated_out_BHTD is None else call.gated_out_BHTD
+        found = {
+            "query_HTD": call.query_BHTD[row, :, cut],
+            "key_GTD": call.key_BGTD[row, :, cut],
+            "value_GTD": call.value_BGTD[row, :, cut],
+            "out_HTD": call.out_BHTD[row, :, cut],
+            "gated_out_HTD": gated[row, :, cut],
+        }
+        if call.output_weight_HDE is not None:
+            found["output_weight_HDE"] = call.output_weight_HDE
+        if call.explicit_gate_BHTX is not None:
+            found["explicit_gate_HTX"] = call.explicit_gate_BHTX[row, :, cut]
+        if of_weights:
+            weights, index = of_batch, row
+            if weights is None:
+                weights, index = _weights(call, slice(row, row + 1), cut, of_weights), 0
+            found |= {name: by_row[index] for name, by_row in weights.items()}
+        if MAP in needs:
+            found[MAP] = _map(call, row, cut)
+        if call.explicit_gate_BHTX is not None and call.gate_is_importance:
+            found["gate_HT"] = call.explicit_gate_BHTX[row, :, cut].float().mean(-1)
+        yield {name: at_least_float32(value) for name, value in found.items() if name in needs}
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Return float32 and float64 unchanged, and half precision as float32."""
+    return tensor if tensor.itemsize >= 4 else tensor.float()
+
+
+def _weights(call: AttentionCall, rows: slice, cut: slice, names: set[str]) -> dict[str, Tensor]:
+    """Return at least the named statistics, [B, H, T] each."""
+    query, key, slot, options = _arguments(call, rows, cut)
+    if call.similarity != "softmax":
+        found = proxy_statistics(query, key, **options)
+    elif names == {"first_weight_HT"}:
+        return {"first_weight_HT": first_weights(query, key, slot_logit_BHT=slot, **options)}
+    else:
+        found = weight_statistics(query, key, slot_logit_BHT=slot, **options)
+    return {ours: getattr(found, name) for ours, name in _OF_WEIGHTS.items()}
+
+
+def _map(call: AttentionCall, row: int, cut: slice) -> Tensor:
+    query, key, slot, options = _arguments(call, row, cut)
+    if call.similarity != "softmax":
+        return proxy_maps(query, key, **options)
+    return attention_maps(query, key, slot_logit_HT=slot, **options)
+
+
+def _arguments(
+    call: AttentionCall, rows: slice | int, cut: slice
+) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
+    """Return queries, keys, slot logits and options for some rows of a batch, or for one row."""
+    query, key = call.query_BHTD[rows, :, cut], call.key_BGTD[rows, :, cut]
+    options: dict[str, Any] = {"scale": call.scale, "window": call.window}
+    if call.similarity != "softmax":
+        query, key = (feature_map(x, call.similarity, call.mlp) for x in (query, key))
+        return query, key, None, options | {"similarity": call.similarity}
+    slot = call.slot_logit_BHT
+    if slot is not None:
+        slot = slot.expand(call.query_BHTD.shape[:3])[rows, :, cut]
+    options["prefix"], options["softcap"] = call.prefix, call.softcap
+    return query, key, slot, options | {"distance_bias_HT": call.distance_bias_HT}

@@ -1,0 +1,348 @@
+"""Capture statistics from a transformers model through its attention and mask interfaces.
+
+The model's own attention function runs on its unmodified inputs and mask, so without changes the
+logits are bit-identical; the probe only reads its inputs and outputs. A probe that neither reads
+attention nor needs to know where sequences are leaves the model's attention alone.
+
+Shapes: B rows, T tokens, H query heads, G key/value groups, D head dim, E hidden size.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from megasink.analysis.capture.base import Observer, Probe
+from megasink.analysis.capture.changes import ForwardPass, HeadChange
+from megasink.analysis.capture.segments import Segment, check_mask, segments_of, whole_rows
+from megasink.analysis.capture.sites import Sites, tensor_of
+from megasink.analysis.capture.statistics import AttentionCall
+from megasink.analysis.capture.transformers_sites import transformers_sites
+from megasink.errors import UserError
+from megasink.transformers.blocks import (
+    Block,
+    blocks_with_attention,
+    check_gated,
+    child,
+    eager_function,
+    gate_reader,
+    output_weight,
+)
+
+# Features of megasink's modeling file that the capture supports only in Megatron runs.
+_OF_OUR_OWN = ("needs_scores", "multi_head_addition", "post_norm")
+NAME = "megasink_probe"
+_BASES = ("sdpa", "eager")
+_KINDS = {"full_attention", "sliding_attention", "linear_attention", "conv"}
+
+
+class TransformersProbe(Probe):
+    """A probe of a transformers model.
+
+    Args:
+        model: a transformers decoder in evaluation mode; its attention implementation ("sdpa" or
+            "eager") is kept.
+        observer, needs, changes: see `Probe`; samples are numbered as in `segments`.
+
+    Raises:
+        ConfigError: the model's attention bypasses the interface, or does something that the
+            statistics do not support.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        observer: Observer,
+        needs: Set[str],
+        changes: Sequence[HeadChange] = (),
+    ):
+        reads = bool(needs) or any(change.reads_attention for change in changes)
+        problems = model_problems(model) if reads else []
+        if changes and getattr(model.config, "multi_head_addition", False) and not problems:
+            problems = [
+                f"{type(model).__name__} has multi_head_addition: what enters its output "
+                "projection is the sum of the heads, which cannot be changed one by one"
+            ]
+        super().__init__(problems, observer, needs, changes)
+        self.model: PreTrainedModel = model
+        # OPT calls the decoder in its base model, and never that model itself.
+        self.body: torch.nn.Module = child(model.base_model, ("decoder",)) or model.base_model
+        self._registered = False
+        self._signature = inspect.signature(self.body.forward)
+        self.base: str = model.config._attn_implementation
+        self.layers = blocks_with_attention(model)
+        self._readers = {
+            i: gate_reader(block.attention)
+            for i, block in enumerate(self.layers)
+            if reads and block.attention is not None
+        }
+        heads = model.config.get_text_config().num_attention_heads
+        self.heads = [0 if block.attention is None else heads for block in self.layers]
+        self._index = {id(b.attention): i for i, b in enumerate(self.layers) if b.attention}
+        self._inputs: dict[int, Tensor] = {}
+        self._seen: set[int] = set()
+        self._checked: set[tuple[int, int | None]] = set()
+
+    def _install(self) -> None:
+        if self.reads_attention:
+            if NAME in AttentionInterface._global_mapping:
+                raise RuntimeError("a probe that reads attention is open: close it first")
+            AttentionInterface.register(NAME, self._attend)
+            self._registered = True
+            # Without a mask function of this name transformers makes no mask at all, and attention
+            # turns bidirectional without a word.
+            AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[self.base])
+            self.model.set_attn_implementation(NAME)
+        self._hooks.append(self.body.register_forward_pre_hook(self._called, with_kwargs=True))
+        self._hooks.append(self.body.register_forward_hook(lambda *_: self._end()))
+
+    def _uninstall(self) -> None:
+        if self._registered:
+            self.model.set_attn_implementation(self.base)
+            AttentionInterface._global_mapping.pop(NAME, None)
+            AttentionMaskInterface._global_mapping.pop(NAME, None)
+            self._registered = False
+
+    def _output_weight(self, index: int) -> Tensor:
+        return output_weight(self.layers[index].output, self.heads[index])
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids_BT: Tensor,
+        attention_mask_BT: Tensor | None = None,
+        position_ids_BT: Tensor | None = None,
+        *,
+        logits: bool = True,
+    ) -> Any:
+        """Run the model, without its output layer if `logits` is False, and return its output.
+
+        Args:
+            attention_mask_BT, position_ids_BT: as in the model's forward; padding on one side only.
+
+        Raises:
+            UserError: attention bypassed the interface, used a mask that is neither causal nor
+                sliding-window, or was changed by an unknown gate.
+        """
+        self._seen.clear()
+        model = self.model if logits else self.model.base_model
+        output = model(
+            input_ids_BT,
+            attention_mask=attention_mask_BT,
+            position_ids=position_ids_BT,
+            use_cache=False,
+        )
+        missed = [i for i, heads in enumerate(self.heads) if heads and i not in self._seen]
+        if missed and self.reads_attention:
+            raise UserError(
+                f"attention of layers {missed} of {type(self.model).__name__} did not come through "
+                "transformers' attention interface: megasink cannot read it"
+            )
+        return output
+
+    def _called(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the sequences of a call of the model, by `forward` or anyone else."""
+        given = self._signature.bind_partial(*args, **kwargs).arguments
+        for extra in [name for name, value in given.items() if isinstance(value, dict)]:
+            given = given[extra] | given  # the callable's **kwargs
+        ids_BQ = given.get("input_ids")
+        rows, new = (given["inputs_embeds"] if ids_BQ is None else ids_BQ).shape[:2]
+        cache = given.get("past_key_values")
+        cached = 0 if cache is None else int(cache.get_seq_length())
+        segments = [Segment(row, 0, cached + new) for row in range(rows)]
+        if self.needs or self.reads_segments:
+            mask_BT = given.get("attention_mask")
+            if mask_BT is not None and (not isinstance(mask_BT, Tensor) or mask_BT.dim() != 2):
+                raise UserError("megasink reads sequences from a mask [B, T]: pass one, or none")
+            positions_BT = None if cached else given.get("position_ids")
+            segments = segments_of((rows, cached + new), mask_BT, positions_BT)
+        self._checked.clear()
+        self._begin(ForwardPass(rows, new, cached, segments, ids_BQ))
+
+    def sites(self) -> Sites:
+        return transformers_sites(self.layers)
+
+    def _attend(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention function that transformers calls."""
+        if self.base == "eager":
+            function = eager_function(module)
+        else:
+            function = ALL_ATTENTION_FUNCTIONS[self.base]
+        out_BTHD, weights = function(module, query, key, value, attention_mask, **kwargs)
+        index = self._index.get(id(module))
+        if index is not None:
+            self._check(module, query, key, attention_mask, kwargs)
+            scale, sink = kwargs.get("scaling"), kwargs.get("s_aux")
+            self._calls[index] = AttentionCall(
+                query,
+                key,
+                value,
+                out_BTHD.transpose(1, 2),
+                scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+                window=kwargs.get("sliding_window"),
+                slot_logit_BHT=None if sink is None else sink.detach()[None, :, None],
+                softcap=kwargs.get("softcap"),
+            )
+        return out_BTHD, weights
+
+    def _check(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        mask: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Reject calls that the statistics do not support."""
+        name, cached = type(module).__name__, self.current.cached
+        queries, keys = query.shape[2], key.shape[2]
+        first_key = cached + queries - keys
+        if (self.needs and cached) or (not cached and first_key):
+            raise UserError(
+                f"{name} attends from {queries} queries to {keys} keys: megasink reads whole "
+                "sequences, run them without a cache, or with one that grows (DynamicCache)"
+            )
+        if first_key < 0:
+            raise UserError(
+                f"{name} attends to {keys} keys after {cached + queries} tokens: megasink reads "
+                "caches that grow (DynamicCache), not static ones"
+            )
+        if kwargs.get("position_bias") is not None:
+            raise UserError(f"{name} adds a position bias to its scores: megasink cannot read it")
+        window = kwargs.get("sliding_window")
+        if mask is None:
+            causal = kwargs.get("is_causal")
+            if not (getattr(module, "is_causal", True) if causal is None else causal):
+                raise UserError(f"{name} is not causal: megasink reads decoders")
+            if window is not None and window < keys:
+                raise UserError(f"{name} has a window of {window} and no mask for it")
+            if cached and queries > 1:
+                raise UserError(f"{name} has no mask for {queries} queries after {cached} tokens")
+            if not whole_rows(self.segments, (query.shape[0], cached + queries)):
+                raise UserError(
+                    f"{name} has no mask, although the batch has padding or several documents in a "
+                    "row: run them one by one"
+                )
+        elif (id(mask), window) not in self._checked:
+            problem = check_mask(mask[:, 0], self.segments, window, cached, first_key)
+            if problem:
+                raise UserError(f"megasink does not support the mask of {name}: {problem}")
+            self._checked.add((id(mask), window))
+
+    def _attach(self, index: int, block: Block) -> None:
+        if "state_TE" in self.needs:
+            if index == 0:
+                self._before(block.module, lambda state: self._state(0, state))
+            self._after(block.module, lambda state: self._state(2 * index + 2, state))
+            if block.middle is not None:
+                self._before(block.middle, lambda state: self._state(2 * index + 1, state))
+            if block.parallel and block.attention is not None:
+                self._before(block.module, lambda state: self._inputs.update({index: state}))
+                self._after(
+                    block.attention,
+                    lambda out: self._state(2 * index + 1, self._inputs.pop(index) + out),
+                )
+        if block.mlp is not None and "mlp_branch_TE" in self.needs:
+            self._after(block.mlp, lambda out: self._branch("mlp_branch_TE", index, out))
+        if block.attention is None or block.output is None:
+            return
+        if not self.reads_attention:
+            if self.changes:
+                self._replace(block.output, lambda out: self._gated(index, out))
+            return
+        if (reader := self._readers[index]) is not None:
+            gate, read = reader
+            heads = self.heads[index]
+            self._after(
+                gate, lambda out: self._gates.update({index: read(out, heads).transpose(1, 2)})
+            )
+        self._replace(block.output, lambda gated: self._gated(index, gated))
+        self._after(block.attention, lambda out: self._finish(index, block.output, out))
+
+    def _after(self, module: torch.nn.Module, do: Callable[[Tensor], None]) -> None:
+        super()._after(module, lambda output: do(tensor_of(output)))
+
+    def _branch(self, name: str, index: int, branch_BTE: Tensor) -> None:
+        rows = self.segments[-1].row + 1  # experts flatten them
+        super()._branch(name, index, branch_BTE.reshape(rows, -1, branch_BTE.shape[-1]))
+
+    def _gated(self, index: int, gated_BTX: Tensor) -> Tensor | None:
+        """Store what the output projection reads, the output times a known gate; change it."""
+        if gated_BTX.shape[-1] % self.heads[index]:
+            raise UserError(
+                f"the output projection of layer {index} of {type(self.model).__name__} reads "
+                f"{gated_BTX.shape[-1]} numbers, which are not those of {self.heads[index]} heads"
+            )
+        # Some models flatten rows and tokens.
+        shape = (self.current.rows, self.current.tokens, self.heads[index], -1)
+        gated_BTHD = gated_BTX.reshape(shape)
+        call = self._calls.get(index)
+        if call is not None:
+            self._store(index, call, gated_BTHD.transpose(1, 2))
+        new_BTHD = self._changed(index, gated_BTHD)
+        if new_BTHD is None:
+            return None
+        if call is not None:
+            call.gated_out_BHTD = new_BTHD.transpose(1, 2)
+        return new_BTHD.reshape(gated_BTX.shape)
+
+    def _store(self, index: int, call: AttentionCall, gated_BHTD: Tensor) -> None:
+        gate_BHTX = self._gates.pop(index, None)
+        check_gated(self.layers[index].attention, gated_BHTD, call.out_BHTD, gate_BHTX)
+        if gate_BHTX is not None:
+            call.gated_out_BHTD, call.explicit_gate_BHTX = gated_BHTD, gate_BHTX
+
+    def _finish(self, index: int, output: torch.nn.Module | None, branch_BTE: Tensor) -> None:
+        call = self._calls.pop(index, None)
+        if call is None:
+            return
+        self._seen.add(index)
+        if output is not None and "output_weight_HDE" in self.needs:
+            call.output_weight_HDE = self._output_weight(index)
+        if self.needs:
+            self._report(index, call, branch_BTE)
+
+
+def model_problems(model: PreTrainedModel) -> list[str]:
+    """Return one sentence for each reason that a model cannot be probed."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    if not model._can_set_attn_implementation():
+        return [
+            f"{name}: its attention bypasses transformers' attention interface, so megasink cannot "
+            "read it; models written for AttentionInterface can be read"
+        ]
+    problems = []
+    base = model.config._attn_implementation
+    if base not in _BASES:
+        problems.append(
+            f"{name} runs with attn_implementation {base!r}: load it with {' or '.join(_BASES)}"
+        )
+    if model.training:
+        problems.append(f"{name} is in training mode: call model.eval()")
+    if getattr(config, "is_encoder_decoder", False):
+        problems.append(f"{name} is an encoder-decoder: megasink reads decoders")
+    own = [option for option in _OF_OUR_OWN if getattr(config, option, False)]
+    if own:
+        problems.append(f"{name} has {', '.join(own)}: analyze the run that it was exported from")
+    kinds = set(getattr(config, "layer_types", None) or ()) - _KINDS
+    if kinds:
+        problems.append(f"{name} has layers of kind {', '.join(sorted(kinds))}: not supported")
+    if base == "eager" and getattr(config, "reorder_and_upcast_attn", False):
+        problems.append(
+            f"{name}: reorder_and_upcast_attn uses its own eager attention; load it with "
+            "attn_implementation sdpa"
+        )
+    return problems

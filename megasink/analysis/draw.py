@@ -1,0 +1,48 @@
+"""Write the page, figures and tables of analyses on disk."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megasink.analysis.folder import Analysis, read_analysis, write_tables
+from megasink.analysis.metrics import metrics
+from megasink.analysis.pages.analysis_figures import figures
+from megasink.analysis.pages.analysis_page import page
+from megasink.analysis.pages.comparable import differences, name_apart
+
+
+def write_report(
+    folders: Sequence[Path], output: Path, *, kinds: Sequence[str] = ("png",)
+) -> list[Analysis]:
+    """Write the page and figures of one or several analyses, and return what was read.
+
+    Tables are written for a single analysis only. Analyses of one name get their folder's too.
+
+    Args:
+        kinds: figure file types to write next to the page: "png", "pdf".
+
+    Raises:
+        UserError: a folder holds no analysis, or is given twice.
+    """
+    analyses = [read_analysis(folder) for folder in folders]
+    name_apart(analyses, folders)
+    for difference in differences(analyses):
+        print(f"megasink: warning: the analyses have {difference}", file=sys.stderr)
+    for analysis in analyses:
+        if unknown := sorted(analysis.results.metrics.keys() - metrics().keys()):
+            print(
+                f"megasink: warning: {analysis.name} has metrics that are not registered here: "
+                f"{', '.join(unknown)}; load the module that defines them (--plugin) to see them",
+                file=sys.stderr,
+            )
+    pictures = figures(analyses, kinds)
+    (output / "figures").mkdir(parents=True, exist_ok=True)
+    for old in (*output.glob("figures/*.png"), *output.glob("figures/*.pdf")):
+        old.unlink()  # heads and models that are not on this page
+    for picture in pictures:
+        for kind, content in picture.files.items():
+            (output / "figures" / f"{picture.name}.{kind}").write_bytes(content)
+    (output / "report.html").write_text(page(analyses, pictures))
+    if len(analyses) == 1:
+        write_tables(analyses[0], output / "tables")
+    return analyses

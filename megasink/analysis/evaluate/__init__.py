@@ -1,0 +1,1 @@
+"""Tasks of lm-eval on models whose heads are changed."""

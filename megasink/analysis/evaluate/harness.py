@@ -1,0 +1,180 @@
+"""Scores of a probed model on lm-evaluation-harness's tasks, intervened or not."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+from megasink.analysis.capture.base import Observer, ProbedModel
+from megasink.analysis.capture.changes import HeadChange
+from megasink.analysis.evaluate.tasks_loading import LoadedTasks, load_tasks, quiet
+from megasink.analysis.interventions.record import Intervention, changes_of, to_entry
+from megasink.errors import UserError
+
+BOOTSTRAPS = 1000
+"""Resamples for standard errors that have no formula, such as those of perplexities."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """The value of one metric on one task.
+
+    Attributes:
+        standard_error: None where lm-eval computes none, as for a single document.
+        higher_is_better: None where the task does not say.
+    """
+
+    value: float
+    standard_error: float | None
+    higher_is_better: bool | None
+
+
+@dataclass(frozen=True)
+class TaskScores:
+    """All metrics of one task, or of a group of tasks.
+
+    Attributes:
+        metrics: score by metric; with its filter after a comma where a task has several.
+        documents: evaluated.
+        shots: examples before each question; None for a group.
+        version: of the task's definition, in lm-eval.
+        of: the tasks of a group; empty for a task.
+    """
+
+    metrics: dict[str, Score]
+    documents: int
+    shots: int | None
+    version: str
+    of: list[str]
+
+
+@dataclass(frozen=True)
+class TaskResults:
+    """Scores by task.
+
+    Attributes:
+        tasks: by name, groups included.
+        interventions: as entries of an intervention file.
+        limit: documents per task at most; None for all.
+        unscored: tokens that had nothing before them, as an intervention removed it, and therefore
+            do not count.
+        cut: sequences longer than the model's positions, of which the beginning was cut.
+        lm_eval: its version.
+        samples: every document with its requests, answers and scores by task, if asked for.
+    """
+
+    tasks: dict[str, TaskScores]
+    interventions: list[dict[str, Any]]
+    limit: int | None
+    unscored: int
+    cut: int
+    lm_eval: str
+    samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+
+def evaluate(
+    model: ProbedModel,
+    interventions: Sequence[Intervention],
+    tasks: Sequence[str] | LoadedTasks,
+    *,
+    limit: int | None = None,
+    batch_size: int | str = "auto",
+    num_fewshot: int | None = None,
+    chat_template: bool = False,
+    parse_special_tokens: bool = False,
+    samples: bool = False,
+    changes: Sequence[HeadChange] | None = None,
+) -> TaskResults:
+    """Score a model on tasks, with interventions applied in every forward pass.
+
+    Args:
+        tasks: names as `load_tasks` takes them, found offline; or what it returned, which saves
+            loading them again for the next evaluation.
+        limit: documents of each task, the first ones; None for all.
+        batch_size: sequences of one forward pass; "auto" for as many as fit.
+        num_fewshot: examples before each question, where `tasks` are names.
+        chat_template: put each question into the tokenizer's chat template.
+        parse_special_tokens: see `TextTokenizer`; what a chat template renders always is.
+        samples: keep every document's requests, answers and scores.
+        changes: the interventions' changes, made by the caller who reads what they count; None
+            makes them here.
+
+    Raises:
+        UserError: a task, or an intervention that changes scored tokens; see also `load_tasks`.
+        ConfigError: an intervention does not fit the model.
+    """
+    _check_model(model, chat_template=chat_template)
+    if not isinstance(tasks, LoadedTasks):
+        tasks = load_tasks(tasks, num_fewshot=num_fewshot)
+    import lm_eval
+
+    from megasink.analysis.evaluate.model import HarnessModel
+
+    if changes is None:
+        changes = changes_of(interventions)
+    with quiet(), model.open_probe(Observer(), changes) as probe:
+        parse = parse_special_tokens or chat_template
+        asked = HarnessModel(model, probe, interventions, batch_size, parse_special_tokens=parse)
+        found: Any = lm_eval.evaluate(
+            lm=asked,
+            task_dict=tasks.loaded,
+            limit=limit,
+            bootstrap_iters=BOOTSTRAPS,
+            log_samples=samples,
+            apply_chat_template=chat_template,
+            fewshot_as_multiturn=chat_template,
+            confirm_run_unsafe_code=tasks.runs_code,
+        )
+    return TaskResults(
+        tasks={name: _scores(name, found) for name in found["results"]},
+        interventions=[to_entry(intervention) for intervention in interventions],
+        limit=limit,
+        unscored=asked.unscored,
+        cut=asked.cut,
+        lm_eval=version("lm_eval"),
+        samples=found.get("samples") or {},
+    )
+
+
+def _check_model(model: ProbedModel, *, chat_template: bool) -> None:
+    config = getattr(model.module, "config", None)
+    prefix = getattr(config, "prefix_lm_tokens", 0) or 0
+    if prefix:
+        raise UserError(
+            f"the first {prefix} tokens of the model see each other (--prefix-lm-tokens), so "
+            "scores of tasks would see the tokens that they score: evaluate a causal model"
+        )
+    if model.tokenizer.eos_token_id is None:
+        raise UserError(
+            f"the tokenizer {model.tokenizer.name_or_path} has no end-of-text token, which "
+            "lm-eval puts before texts: set eos_token in tokenizer_config.json"
+        )
+    if chat_template and not getattr(model.tokenizer, "chat_template", None):
+        raise UserError(
+            f"the tokenizer {model.tokenizer.name_or_path} has no chat template: evaluate without "
+            "--chat-template"
+        )
+
+
+def _scores(name: str, found: dict[str, Any]) -> TaskScores:
+    """Return one entry of lm-eval's results, whose keys are "metric,filter"."""
+    entry, better = found["results"][name], found["higher_is_better"].get(name) or {}
+    metrics = {}
+    for key, value in entry.items():
+        metric, comma, kind = key.partition(",")
+        if not comma or metric.endswith("_stderr"):
+            continue
+        error = entry.get(f"{metric}_stderr,{kind}")
+        metrics[metric if kind == "none" else key] = Score(
+            value=float(value),
+            standard_error=float(error) if isinstance(error, int | float) else None,
+            higher_is_better=better.get(metric),
+        )
+    members = found["group_subtasks"].get(name, [])
+    return TaskScores(
+        metrics=metrics,
+        documents=int(entry["sample_len"]),
+        shots=None if members else found["n-shot"].get(name),
+        version=str(found["versions"].get(name)),
+        of=list(members),
+    )

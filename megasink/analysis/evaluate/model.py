@@ -1,0 +1,323 @@
+"""A probed model as lm-evaluation-harness sees one: token scores and greedy text.
+
+lm-eval's own class pads batches on the right and passes no mask; interventions that score heads
+would then read padding. Here every batch has rows of one length, so nothing is padded.
+
+Shapes: B rows, T tokens, N scored tokens, V vocabulary.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from lm_eval import utils
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    has_bos_prefix,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from torch import Tensor
+
+from megasink.analysis.capture.base import Probe, ProbedModel
+from megasink.analysis.interventions.record import Intervention
+from megasink.data.text_tokenizer import text_tokenizer
+from megasink.data.tokenizer import leading_ids
+from megasink.errors import UserError
+from megasink.progress import progress
+
+AUTO = "auto"
+POSITIONS = 2048
+"""Maximum length of a model without a limit, as in lm-eval."""
+NEW_TOKENS = 256
+"""Tokens to generate where a task names no number, as in lm-eval."""
+_LOGITS, _ROWS = 1 << 28, 128  # logits of an automatic batch (1 GiB in float32), and its rows
+
+
+class _Row(NamedTuple):
+    """What the model reads to score a continuation, and the tokens to score at its end."""
+
+    tokens: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
+class HarnessModel(TemplateLM):
+    """Scores continuations and generates text with an open probe.
+
+    Sequences are made as lm-eval makes them (BOS where the tokenizer adds it, cut on the left to
+    the model's positions), except that perplexity tasks score each text after one BOS, not after
+    two. Interventions then change the tokens, and the model's `first` tokens come before all.
+
+    Args:
+        probe: open, of `model`, with the changes of `interventions`.
+        batch_size: rows of a batch, or "auto": as many as fit logits of 1 GiB, fewer where the
+            device's memory is short.
+        parse_special_tokens: see `TextTokenizer`.
+
+    Attributes:
+        unscored: tokens that had nothing before them, as an intervention removed it; they do not
+            count in log-likelihoods.
+        cut: sequences that were cut on the left.
+    """
+
+    def __init__(
+        self,
+        model: ProbedModel,
+        probe: Probe,
+        interventions: Sequence[Intervention],
+        batch_size: int | str,
+        *,
+        parse_special_tokens: bool = False,
+    ):
+        super().__init__()
+        self.model, self.probe, self.tokenizer = model, probe, model.tokenizer
+        self.interventions, self.batch_size = list(interventions), batch_size
+        self.max_length = (model.positions or POSITIONS) - len(model.first)
+        self.unscored = self.cut = 0
+        self._halvings = 0
+        self._leading, self._parses = leading_ids(self.tokenizer), parse_special_tokens
+        self._text = text_tokenizer(self.tokenizer, parse_special_tokens=parse_special_tokens)
+        self._device = model.device
+
+    @property
+    def eot_token_id(self) -> int:
+        token: int = self.tokenizer.eos_token_id
+        return token
+
+    @property
+    def prefix_token_id(self) -> int:
+        """BOS, or the end of a document; it stands before a text without a context."""
+        bos: int | None = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path)
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        return text
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Return ids; by default behind what the tokenizer adds, unless the text begins with it."""
+        if add_special_tokens is None:
+            prefix = self.tokenizer.decode([self.prefix_token_id])
+            add_special_tokens = not (self._parses and has_bos_prefix(string, prefix))
+        return [*(self._leading if add_special_tokens else ()), *self._text.ids(string)]
+
+    def loglikelihood(
+        self, instances: list[Any], disable_tqdm: bool = True
+    ) -> list[tuple[float, bool]]:
+        scores: list[tuple[float, bool]] = super().loglikelihood(instances, disable_tqdm=True)
+        return scores
+
+    def loglikelihood_rolling(self, instances: list[Any], disable_tqdm: bool = True) -> list[float]:
+        pairs: list[tuple[list[int], list[int]]] = []
+        counts = []
+        for (text,) in (instance.args for instance in instances):
+            tokens = self.tok_encode(text)
+            if tokens[:1] == [self.prefix_token_id]:
+                tokens = tokens[1:]  # the windows put it there themselves
+            windows = utils.get_rolling_token_windows(
+                token_list=tokens,
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            before = len(pairs)
+            pairs += map(utils.make_disjoint_window, windows)
+            counts.append(len(pairs) - before)
+        scores = iter(self._scores(pairs))
+        return [sum(score for score, _ in itertools.islice(scores, n)) for n in counts]
+
+    def _loglikelihood_tokens(
+        self, encoded: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        return self._scores([(context, continuation) for _, context, continuation in encoded])
+
+    @torch.no_grad()
+    def _scores(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        """Return the log-likelihood in nats of each continuation, and whether it is the argmax."""
+        rows = [self._row(context, continuation) for context, continuation in pairs]
+        asking: dict[tuple[int, ...], list[int]] = {}  # sequences that several requests share
+        for i, row in enumerate(rows):
+            if row.targets:
+                asking.setdefault(row.tokens, []).append(i)
+        scores: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+        with progress("evaluate", len(rows), "requests") as tell:
+            done = 0
+            for batch, logits_BTV in self._batches(list(asking)):
+                for tokens, logits_TV in zip(batch, logits_BTV, strict=True):
+                    for i in asking[tokens]:
+                        scores[i] = _score(logits_TV, rows[i].targets)
+                        done += 1
+                tell(done)
+        return scores
+
+    def _batches(
+        self, sequences: Sequence[tuple[int, ...]]
+    ) -> Iterator[tuple[list[tuple[int, ...]], Tensor]]:
+        """Yield batches of one length, longest first, with their logits [B, T, V]."""
+        ordered = sorted(sequences, key=lambda tokens: (-len(tokens), tokens))
+        for length, same in itertools.groupby(ordered, key=len):
+            left = list(same)
+            while left:
+                rows = self._rows(length)
+                try:
+                    yield left[:rows], self._logits(left[:rows])
+                except torch.OutOfMemoryError as error:
+                    if self.batch_size != AUTO or rows == 1:
+                        raise UserError(
+                            f"no memory for a batch of {rows} sequences of {length} tokens: lower "
+                            "--batch-size"
+                        ) from error
+                    self._halvings += 1
+                    torch.cuda.empty_cache()
+                    continue
+                left = left[rows:]
+
+    def _rows(self, length: int) -> int:
+        if self.batch_size != AUTO:
+            return int(self.batch_size)
+        fitting = _LOGITS // (self.model.vocabulary * length)
+        return max(1, min(fitting, _ROWS) >> self._halvings)
+
+    def _logits(self, sequences: Sequence[tuple[int, ...]]) -> Tensor:
+        """Return logits [B, T, V] without the rows that pad the vocabulary."""
+        ids_BT = torch.tensor(sequences, device=self._device)
+        logits_BTV: Tensor = self.probe.forward(ids_BT).logits
+        return logits_BTV[..., : self.model.vocabulary]
+
+    def _row(self, context: list[int], continuation: list[int]) -> _Row:
+        if len(continuation) > self.max_length:
+            raise UserError(
+                f"a task scores a continuation of {len(continuation)} tokens, but the model has "
+                f"{self.max_length} positions: choose a model with more, or another task"
+            )
+        tokens = self._read([*context, *continuation], self.max_length + 1)
+        scored = tokens[len(tokens) - len(continuation) :]
+        if scored != continuation:
+            raise UserError(
+                "an intervention changed the tokens that a task scores, or cut them off: it may "
+                "change what comes before them only"
+            )
+        lost = len(continuation) - (len(self.model.first) + len(tokens) - 1)
+        if lost > 0:
+            self.unscored += lost
+        return _Row((*self.model.first, *tokens[:-1]), tuple(continuation[max(lost, 0) :]))
+
+    def _read(self, tokens: list[int], most: int) -> list[int]:
+        """Return the tokens that the model reads instead, the last `most` at most."""
+        if len(tokens) > most:
+            self.cut += 1
+            tokens = tokens[-most:]
+        changed = self._changed(tokens)
+        if len(changed) > most:
+            self.cut += 1
+            changed = self._changed(tokens[len(changed) - most :])
+        return changed
+
+    def _changed(self, tokens: list[int]) -> list[int]:
+        for intervention in self.interventions:
+            tokens = intervention.tokens(tokens, self.tokenizer.bos_token_id)
+        return tokens
+
+    @torch.no_grad()
+    def generate_until(self, instances: list[Any], disable_tqdm: bool = True) -> list[str]:
+        """Return greedy continuations; prompts of equal length and settings share a batch.
+
+        Raises:
+            UserError: a task samples, or asks for more tokens than the model has positions.
+        """
+        eos = self.tokenizer.decode([self.eot_token_id])
+        jobs: dict[tuple[int, int, tuple[str, ...]], list[tuple[int, tuple[int, ...]]]] = {}
+        for i, (text, asked) in enumerate(instance.args for instance in instances):
+            settings: Any = normalize_gen_kwargs(asked, NEW_TOKENS)
+            stops = tuple(handle_stop_sequences(settings.get("until"), eos=eos))
+            new = settings["max_gen_toks"]
+            if settings.get("do_sample"):
+                raise UserError("a task samples its answers: megasink evaluates greedy ones")
+            if new >= self.max_length:
+                raise UserError(
+                    f"a task generates up to {new} tokens, but the model has {self.max_length} "
+                    "positions"
+                )
+            prompt = (*self.model.first, *self._read(self.tok_encode(text), self.max_length - new))
+            jobs.setdefault((len(prompt), new, stops), []).append((i, prompt))
+        texts = [""] * len(instances)
+        with progress("evaluate", len(instances), "answers") as tell:
+            done = 0
+            for (length, new, stops), prompts in sorted(jobs.items(), reverse=True):
+                for batch in itertools.batched(prompts, self._rows(length + new)):
+                    made = self._continued([prompt for _, prompt in batch], new, stops)
+                    for (i, _), text in zip(batch, made, strict=True):
+                        texts[i] = text
+                    done += len(batch)
+                    tell(done)
+        return texts
+
+    def _continued(
+        self, prompts: Sequence[tuple[int, ...]], new: int, stops: Sequence[str]
+    ) -> list[str]:
+        ids_BT = torch.tensor(prompts, device=self._device)
+        # A stop string may begin inside a token and end inside another.
+        most = max(len(self._text.ids(stop)) for stop in stops) + 2
+        stop = _Stop(self.tokenizer, stops, ids_BT.shape[1], len(prompts), most)
+        generate = getattr(self.model.module, "generate", None)
+        if generate is None:
+            out_BT = self._greedy(ids_BT, new, stop)
+        else:
+            out_BT = generate(
+                input_ids=ids_BT,
+                attention_mask=torch.ones_like(ids_BT),
+                max_new_tokens=new,
+                do_sample=False,
+                stopping_criteria=[stop],
+                pad_token_id=self.tokenizer.pad_token_id,
+                use_cache=True,
+            )
+        texts = self.tokenizer.batch_decode(out_BT[:, ids_BT.shape[1] :], skip_special_tokens=True)
+        return [postprocess_generated_text(text, list(stops), None) for text in texts]
+
+    def _greedy(self, ids_BT: Tensor, new: int, stop: "_Stop") -> Tensor:
+        """Continue a run's sequences by whole forward passes, in which every intervention holds."""
+        for _ in range(new):
+            logits_BTV: Tensor = self.probe.forward(ids_BT).logits
+            next_B1 = logits_BTV[:, -1:, : self.model.vocabulary].argmax(-1)
+            ids_BT = torch.cat((ids_BT, next_B1), 1)
+            if stop(ids_BT, None).all():
+                break
+        return ids_BT
+
+
+class _Stop:
+    """Stops a row once its last `most` tokens contain a stop string; see transformers."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str], start: int, rows: int, most: int):
+        self.tokenizer, self.stops, self.start, self.most = tokenizer, stops, start, most
+        self.done = [False] * rows
+
+    def __call__(self, ids_BT: Tensor, scores: Any, **_: Any) -> Tensor:
+        new_BT = ids_BT[:, max(self.start, ids_BT.shape[1] - self.most) :]
+        for row, text in enumerate(self.tokenizer.batch_decode(new_BT)):
+            self.done[row] |= any(stop in text for stop in self.stops)
+        return torch.tensor(self.done, device=ids_BT.device)
+
+
+def _score(logits_TV: Tensor, targets: Sequence[int]) -> tuple[float, bool]:
+    """Return the sum of the targets' log-probabilities after the last tokens, in float32."""
+    logits_NV = logits_TV[-len(targets) :].float()
+    targets_N = torch.tensor(targets, device=logits_NV.device)
+    chosen_N = torch.log_softmax(logits_NV, -1).gather(-1, targets_N[:, None])[:, 0]
+    return float(chosen_N.double().sum()), bool((logits_NV.argmax(-1) == targets_N).all())

@@ -1,0 +1,96 @@
+"""Write an evaluation: scores as JSON with its schema, samples as JSON lines, a table."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megasink.analysis.capture.base import ProbedModel
+from megasink.analysis.evaluate.harness import TaskResults, TaskScores
+from megasink.analysis.pages.results_files import write_json, writing
+from megasink.atomic import atomic_folder
+from megasink.printable import printable
+from megasink.typed_json import to_json
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores of one model on tasks of lm-evaluation-harness.
+
+    Attributes:
+        model: name, kind, attention, dtype, and how far it was trained, where known.
+        tasks, interventions, limit, unscored, cut, lm_eval: see `TaskResults`.
+        batch_size: as asked for, a number or "auto".
+    """
+
+    format: int
+    model: dict[str, Any]
+    tasks: dict[str, TaskScores]
+    interventions: list[dict[str, Any]]
+    limit: int | None
+    batch_size: Any
+    unscored: int
+    cut: int
+    lm_eval: str
+
+
+def write_evaluation(
+    output: Path, results: TaskResults, model: ProbedModel, batch_size: int | str
+) -> Evaluation:
+    """Write evaluation.json, its schema and, if there are any, the samples; print the table.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    shared = {name: getattr(results, name) for name in TaskResults.__dataclass_fields__}
+    del shared["samples"]
+    evaluation = Evaluation(format=FORMAT, model=model.facts, batch_size=batch_size, **shared)
+    with writing(output, kept=False):
+        shutil.rmtree(output / "samples", ignore_errors=True)  # of an earlier evaluation
+        if results.samples:
+            _write_samples(output / "samples", results.samples)
+        write_json(output / "evaluation.json", evaluation)
+    _show(evaluation)
+    print(f"wrote {output}/evaluation.json and its schema{', samples/' * bool(results.samples)}")
+    return evaluation
+
+
+def _write_samples(folder: Path, samples: dict[str, list[dict[str, Any]]]) -> None:
+    with atomic_folder(folder) as partial:
+        for name, entries in samples.items():
+            # Documents hold whatever a dataset holds, such as dates.
+            lines = (json.dumps(to_json(entry), default=str) + "\n" for entry in entries)
+            (partial / f"{name.replace('/', '_')}.jsonl").write_text("".join(lines))
+
+
+def _show(evaluation: Evaluation) -> None:
+    table = Table("task", "shots", "n", "metric", "value", "± s.e.", box=None)
+    for name, task in evaluation.tasks.items():
+        first = True
+        for metric, score in task.metrics.items():
+            error = "" if score.standard_error is None else f"± {score.standard_error:.4f}"
+            better = {True: " ↑", False: " ↓", None: ""}[score.higher_is_better]
+            facts = (name, "" if task.shots is None else str(task.shots), str(task.documents))
+            table.add_row(
+                *(map(printable, facts) if first else ("", "", "")),
+                f"{printable(metric)}{better}",
+                f"{score.value:.4f}" if abs(score.value) < 1e5 else f"{score.value:.4g}",
+                error,
+            )
+            first = False
+    Console(markup=False).print(table)
+    print("n: documents; s.e.: standard error")
+    if evaluation.limit is not None:
+        print(f"The first {evaluation.limit} documents of each task: no score to compare with.")
+    if evaluation.unscored:
+        print(f"{evaluation.unscored} tokens had nothing before them, and do not count.")
+    if evaluation.cut:
+        print(
+            f"{evaluation.cut} sequences were longer than the model's positions: cut on the left."
+        )

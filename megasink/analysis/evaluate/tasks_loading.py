@@ -1,0 +1,259 @@
+"""Find and load lm-evaluation-harness's tasks, without a network unless it is asked for.
+
+lm-eval reads 14,000 YAML files to know its tasks, which takes 20 s. Here a scan of the names (about
+a second) tells the unknown ones at once, and the folders that the known ones need.
+"""
+
+import contextlib
+import difflib
+import importlib.util
+import logging
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megasink.analysis.evaluate.suites import SUITES, expanded
+from megasink.errors import ConfigError, UserError
+from megasink.json_file import read_object
+
+OWN_TASKS = Path(__file__).parent / "tasks"
+"""Tasks that ship with megasink, made from text that ships with Python."""
+
+_FEWSHOT_SEED = 1234
+"""As in lm-eval."""
+# "task: name", "group: name", "tag: name", and entries of lists: a superset of all names.
+_NAMES = re.compile(
+    rb"^(?:[ \t-]*(?:task|group|tag):|[ \t]*-)[ \t]+[\"']?([^\s\"'\[\]]+)", re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class LoadedTasks:
+    """Tasks with their documents, ready for any number of evaluations.
+
+    Attributes:
+        loaded: lm-eval's tasks and groups.
+        runs_code: whether a task may run the code that a model writes.
+    """
+
+    loaded: Any
+    runs_code: bool
+
+
+def load_tasks(
+    names: Sequence[str],
+    *,
+    folders: Sequence[Path] = (),
+    num_fewshot: int | None = None,
+    tokenizer: Path | None = None,
+    allow_download: bool = False,
+    run_generated_code: bool = False,
+) -> LoadedTasks:
+    """Load tasks and their datasets.
+
+    Args:
+        names: of tasks, groups and tags of lm-eval, of megasink's own tasks, or of the papers'
+            suites (`megasink.analysis.evaluate.suites`).
+        folders: more tasks, as YAML files of lm-eval; Python files beside them may run.
+        num_fewshot: examples before each question; None for the suite's or task's own number. A
+            task that fixes it to 0 keeps 0, as in lm-eval.
+        tokenizer: folder of the model's tokenizer, for tasks that make texts of given lengths.
+        allow_download: fetch what the cache of datasets lacks.
+        run_generated_code: allow tasks that run the code that the model writes.
+
+    Raises:
+        UserError: lm-eval is not installed, or a dataset is neither in the cache nor local.
+        ConfigError: names of no task, with close names.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError("lm-evaluation-harness is not installed: pip install 'megasink[eval]'")
+    asked = expanded(names)
+    metadata = {key: value for entry in asked for key, value in entry.metadata.items()}
+    if tokenizer is not None:
+        metadata["tokenizer"] = str(tokenizer)
+    index = _index([entry.task for entry in asked], folders, metadata)
+    entries = [leaf for entry in asked for leaf in _leaves(index, entry.task)]
+    _check_code(entries, tokenizer, run_generated_code)
+    from megasink.analysis.evaluate.offline import offline
+
+    tasks: dict[str, Any] = {}
+    groups: dict[str, Any] = {}
+    for entry in asked:
+        with quiet(), contextlib.nullcontext() if allow_download else offline():
+            found = _load(index, entry.task)
+        if twice := sorted(found["tasks"].keys() & tasks.keys()):
+            raise UserError(f"--tasks names {twice[0]} twice, by itself or in a group")
+        for task in found["tasks"].values():
+            _set_shots(task, entry.shots if num_fewshot is None else num_fewshot)
+        tasks |= found["tasks"]
+        groups |= found["groups"]
+    return LoadedTasks({"tasks": tasks, "groups": groups}, run_generated_code)
+
+
+def _load(index: Any, name: str) -> Any:
+    """Load one task, group or tag with its datasets, and name it in any error."""
+    from datasets.exceptions import DatasetNotFoundError
+
+    from megasink.analysis.evaluate.offline import UnreachableError
+
+    try:
+        return index.load([name])
+    except UserError:
+        raise
+    # Tasks run code of their own, which raises anything; a missing network has many faces.
+    except Exception as error:
+        causes: list[BaseException] = [error]
+        while (cause := causes[-1].__cause__ or causes[-1].__context__) and len(causes) < 20:
+            causes.append(cause)
+        away = (ConnectionError, UnreachableError, DatasetNotFoundError)
+        text = " ".join(str(error).split())
+        if any(isinstance(e, away) or "offline" in str(e).lower() for e in causes):
+            raise UserError(
+                f"the data of task {name} is not on this machine, and nothing is fetched unasked: "
+                "add --allow-download; or evaluate once where there is a network, copy its cache "
+                f"here and set HF_DATASETS_CACHE or HF_HOME to it ({text:.200})"
+            ) from error
+        if any(isinstance(e, ImportError) for e in causes):
+            raise UserError(
+                f"task {name} needs a package that is not installed ({text:.200}): those of the "
+                "suites come with pip install 'megasink[eval-long]'"
+            ) from error
+        raise UserError(f"task {name} cannot be loaded: {text:.400}") from error
+
+
+def _set_shots(task: Any, shots: int | None) -> None:
+    """Set the number of examples as `lm_eval.simple_evaluate` does, with its seed."""
+    own = task.get_config("num_fewshot")
+    if shots is None:
+        shots = own or 0
+    if own != 0:  # a task that fixes 0 has a format of its own
+        task.set_config(key="num_fewshot", value=shots)
+    task.set_fewshot_seed(seed=_FEWSHOT_SEED)
+
+
+def _check_code(entries: Sequence[Any], tokenizer: Path | None, allowed: bool) -> None:
+    """Reject tasks that run what a model writes or brings, before their data load."""
+    unsafe = sorted({e.name for e in entries if (e.cfg or {}).get("unsafe_code")})
+    if unsafe and not allowed:
+        raise UserError(
+            f"{', '.join(unsafe)}: the harness runs the code that the model writes, on this "
+            "machine: add --confirm-run-unsafe-code in a sandbox, or name other tasks"
+        )
+    made = [entry.name for entry in entries if (entry.cfg or {}).get("custom_dataset")]
+    config = None if tokenizer is None else tokenizer / "tokenizer_config.json"
+    # lm-eval loads this tokenizer with trust_remote_code=True.
+    if made and config is not None and config.is_file() and "auto_map" in read_object(config):
+        raise UserError(
+            f"{made[0]} makes its texts with the model's tokenizer, and {config} names code to "
+            "run: remove its auto_map, or name other tasks"
+        )
+
+
+def _index(names: Sequence[str], folders: Sequence[Path], metadata: dict[str, Any]) -> Any:
+    """Return lm-eval's manager of tasks, with the folders that define these names.
+
+    Raises:
+        ConfigError: unknown names.
+    """
+    from lm_eval.tasks import TaskManager
+
+    places = _places()
+    needed: set[Path] = set()
+    own = [OWN_TASKS, *folders]
+    while True:
+        with quiet():
+            index = TaskManager(
+                include_path=[*sorted(needed), *own], include_defaults=False, metadata=metadata
+            )
+        reached = {*names, *(n for name in names for n in _reached(index, name))}
+        missing = {name for name in reached if name not in index.task_index}
+        more = {place for name in missing for place in places.get(name, ())} - needed
+        # A tag may have tasks in more folders than the one that defines it.
+        more |= {
+            place
+            for name in reached - missing
+            if index.task_index[name].yaml_path is None
+            for place in places.get(name, ())
+        } - needed
+        if not more:
+            break
+        needed |= more
+    unknown = [name for name in names if name not in index.task_index]
+    if unknown:
+        known = {*places, *index.task_index}
+        raise ConfigError([_unknown(name, known) for name in unknown])
+    return index
+
+
+def _reached(index: Any, name: str, seen: frozenset[str] = frozenset()) -> Iterator[str]:
+    """Yield the names that a group or tag refers to, at any depth."""
+    entry = index.task_index.get(name)
+    if entry is None or name in seen:
+        return
+    listed = (entry.cfg or {}).get("task") if entry.kind.name == "GROUP" else None
+    members = [*(entry.tags if entry.kind.name == "TAG" else ()), *_named(listed)]
+    for member in members:
+        yield member
+        yield from _reached(index, member, seen | {name})
+
+
+def _named(listed: Any) -> Iterator[str]:
+    """Yield the names in a group's list, whose entries may be groups written out in place."""
+    for member in listed if isinstance(listed, list) else ():
+        if isinstance(member, str):
+            yield member
+        elif isinstance(member.get("task"), list):
+            yield from _named(member["task"])
+        elif name := member.get("group", member.get("task")):
+            yield name
+
+
+def _leaves(index: Any, name: str) -> Iterator[Any]:
+    for member in (name, *_reached(index, name)):
+        entry = index.task_index.get(member)
+        if entry is not None and entry.kind.name in ("TASK", "PY_TASK"):
+            yield entry
+
+
+@cache
+def _places() -> dict[str, set[Path]]:
+    """Return the folders of lm-eval that mention each name as a task, group, tag or member."""
+    spec = importlib.util.find_spec("lm_eval.tasks")
+    assert spec is not None
+    assert spec.origin is not None
+    root = Path(spec.origin).parent
+    found: dict[str, set[Path]] = {}
+    for folder in (path for path in sorted(root.iterdir()) if path.is_dir()):
+        for path in folder.rglob("*.yaml"):
+            for name in _NAMES.findall(path.read_bytes()):
+                found.setdefault(name.decode(), set()).add(folder)
+    return found
+
+
+def _unknown(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, [*SUITES, *known], n=3, cutoff=0.6)
+    hint = f": did you mean {', '.join(near)}?" if near else ""
+    return f"--tasks {name}: no such task, group, tag or suite{hint}"
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what lm-eval and datasets print about every task; their errors are raised."""
+    import lm_eval.api.task
+
+    module: Any = lm_eval.api.task
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets")]
+    before = [logger.level for logger in loggers]
+    bar = module.tqdm
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    module.tqdm = lambda items, **_: items
+    try:
+        yield
+    finally:
+        module.tqdm = bar
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,228 @@
+"""Read a finished analysis from disk, and write its tables as CSV."""
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megasink.analysis.metrics import metrics, metrics_shown
+from megasink.analysis.metrics.registry import AXES
+from megasink.analysis.pages.csv_file import write_csv
+from megasink.analysis.results import FORMAT, MetricResult, Results, SampleResults
+from megasink.errors import UserError
+from megasink.json_file import read_object
+from megasink.typed_json import from_json
+
+TABLE_POSITIONS = 8
+"""Token positions with columns in a table of states."""
+
+INACTIVE_SHARE = "0.15"
+"""Share of heads inactive at the threshold that figures show."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass
+class Analysis:
+    """Contents of a folder written by `megasink analyze`.
+
+    Attributes:
+        name: name of the model.
+        results: results.json.
+        by_sample: metric -> [samples, layers, heads], for inactive-head scores and for metrics
+            compared by distribution.
+        maps: from `megasink.analysis.capture.maps.geometry`; empty without `--maps`.
+        points: geometry.npz, points of tokens by PCA and t-SNE; empty if absent.
+    """
+
+    name: str
+    results: Results
+    by_sample: dict[str, Floats]
+    maps: dict[str, NDArray[Any]] = field(default_factory=dict)
+    points: dict[str, NDArray[Any]] = field(default_factory=dict)
+
+    def has(self, metric: str) -> bool:
+        """Return whether the model has this metric; only gated models have gate metrics."""
+        return metric in self.results.metrics
+
+    def values(self, metric: str, dataset: str | None = None) -> Floats:
+        """Return a metric along its axis, over all samples or one dataset; NaN where missing.
+
+        Raises:
+            UserError: the metric was not measured.
+        """
+        of = self.results if dataset is None else self.results.datasets[dataset]
+        if metric not in of.metrics:
+            raise UserError(f"the analysis of {self.name} has no {metric}: analyze it again")
+        return array(of.metrics[metric].values)
+
+
+def names_by_sample() -> set[str]:
+    """Return the metrics that `Analysis.by_sample` has, of those that were measured."""
+    return {n for n, entry in metrics().items() if entry.inactive or "wasserstein" in entry.shown}
+
+
+def array(nested: Any) -> Floats:
+    """Convert nested lists of results.json to an array, null to NaN."""
+    return np.asarray(nested, dtype=np.float64)
+
+
+def read_analysis(folder: Path) -> Analysis:
+    """Read an analysis folder.
+
+    Raises:
+        UserError: the folder holds no analysis, or one of another format.
+    """
+    path = folder / "results.json"
+    try:
+        content = read_object(path)
+    except UserError as error:
+        raise UserError(f"{folder} holds no analysis: {error}") from error
+    if content.get("format") != FORMAT:
+        raise UserError(
+            f"{path} has format {content.get('format')}, but this version reads {FORMAT}: analyze "
+            "the model again"
+        )
+    try:
+        results: Results = from_json(Results, content, str(path))
+    except UserError as error:
+        raise UserError(f"{error}: analyze the model again") from error
+    if not (folder / "samples.npz").is_file():
+        raise UserError(f"{folder} has no samples.npz: analyze the model again")
+    wanted = names_by_sample()
+    by_sample = {
+        name.removeprefix("metric/"): values
+        for name, values in _arrays(folder / "samples.npz").items()
+        if name.removeprefix("metric/") in wanted
+    }
+    if problem := next(_problems(results, by_sample), None):
+        raise UserError(f"{path}: {problem}: analyze the model again")
+    maps, points = _arrays(folder / "maps.npz"), _arrays(folder / "geometry.npz")
+    return Analysis(results.model.name, results, by_sample, maps, points)
+
+
+def _problems(results: Results, by_sample: dict[str, Floats]) -> Iterator[str]:
+    """Yield what in a file of the right types no analysis can have written."""
+    heads = results.model.heads
+    if len(heads) != results.model.layers:
+        yield f"model.heads has {len(heads)} entries for {results.model.layers} layers"
+    sizes = {"L": len(heads), "H": max(heads, default=0), "S": 2 * len(heads) + 1}
+    for where, of in (
+        ("", results),
+        *((f"datasets.{n}.", of) for n, of in results.datasets.items()),
+    ):
+        for name in of.metrics.keys() & metrics().keys():
+            axis = AXES[metrics()[name].axis][0]
+            try:
+                values = array(of.metrics[name].values)
+            except (TypeError, ValueError):  # names, or rows of different lengths
+                yield f"{where}metrics.{name}.values is no table of numbers"
+                continue
+            fits = len(values.shape) == len(axis)
+            fits &= all(sizes.get(c, n) == n for c, n in zip(axis, values.shape, strict=False))
+            if not fits:
+                yield f"{where}metrics.{name}.values is {values.shape}, not by {axis or 'model'}"
+            elif not np.isfinite(values).any():
+                yield f"{where}metrics.{name}.values has no number"
+    inactive = results.inactive_heads
+    known = {name for name, entry in metrics().items() if entry.inactive}
+    for name in (*inactive.thresholds, *inactive.agreement.scores):
+        if name not in known:
+            yield (
+                f"inactive_heads has the score {name!r}, which is not registered here; load the "
+                "module that defines it (--plugin)"
+            )
+        elif name not in by_sample or name not in results.metrics:
+            yield f"the score {name} has no values of samples"
+        elif INACTIVE_SHARE not in inactive.thresholds.get(name, {}):
+            yield f"inactive_heads.thresholds.{name} has no threshold of {INACTIVE_SHARE}"
+        elif len(inactive.share_by_layer.get(name, ())) != len(heads):
+            yield f"inactive_heads.share_by_layer.{name} is not by layer"
+
+
+def _arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """Read the arrays of a file that may be absent."""
+    if not path.is_file():
+        return {}
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError, EOFError, BadZipFile, zlib.error) as error:
+        raise UserError(f"{path} is damaged ({error}): analyze the model again") from error
+
+
+def write_tables(analysis: Analysis, folder: Path) -> list[Path]:
+    """Write heads.csv, layers.csv, states.csv, scores.csv and datasets.csv.
+
+    The first three have a column for each registered metric of their axis shown in tables.
+
+    Returns:
+        the files written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    results, written = analysis.results, []
+    heads = [(i, head) for i, count in enumerate(results.model.heads) for head in range(count)]
+    tables: dict[str, list[dict[str, Any]]] = {
+        "heads": [{"layer": layer, "head": head} for layer, head in heads],
+        "layers": [{"layer": layer} for layer in range(results.model.layers)],
+        # 0 the embedding, 0.5 after attention of block 0.
+        "states": [{"state": half / 2} for half in range(2 * results.model.layers + 1)],
+        "scores": [
+            {"score": name, **{f"threshold_at_{share}": tau for share, tau in taus.items()}}
+            for name, taus in results.inactive_heads.thresholds.items()
+        ],
+        "datasets": [
+            {"dataset": name, **summary_cells(of)} for name, of in results.datasets.items()
+        ],
+    }
+    for table, column, cells in _columns(analysis, heads):
+        for row, cell in zip(tables[table], cells, strict=True):
+            row[column] = cell
+    for table, rows in tables.items():
+        path = folder / f"{table}.csv"
+        write_csv(path, list(rows[0]) if rows else [], rows)
+        written.append(path)
+    return written
+
+
+def _columns(analysis: Analysis, heads: list[tuple[int, int]]) -> Iterator[tuple[str, str, Any]]:
+    """Yield (table, column, cells) for each metric shown in tables.
+
+    With several datasets, head importance (the load of heads) has a column for each (P0.22).
+    """
+    datasets = list(analysis.results.datasets)
+    for name, entry in metrics_shown("table").items():
+        if not analysis.has(name):
+            continue
+        values = analysis.values(name)
+        if entry.axis == "head":
+            yield "heads", name, [values[head] for head in heads]
+            if len(datasets) > 1 and "heatmap" in entry.shown:
+                for dataset in datasets:
+                    of = analysis.values(name, dataset)
+                    yield "heads", f"{name}_on_{dataset}", [of[head] for head in heads]
+        elif entry.axis in ("layer", "state"):
+            yield f"{entry.axis}s", name, values
+        elif entry.axis in ("layer position", "state position"):
+            for position in range(min(TABLE_POSITIONS, values.shape[1])):
+                table = f"{entry.axis.split()[0]}s"
+                yield table, f"{name}_at_{position}", values[:, position]
+
+
+def summary_cells(of: SampleResults) -> dict[str, Any]:
+    """Return the number of each metric shown in tables; None if not measured."""
+    nothing = MetricResult(None, None)
+    return {
+        "samples": of.samples,
+        "tokens": of.tokens,
+        **{
+            name: of.metrics.get(name, nothing).number
+            for name, entry in metrics().items()
+            if entry.is_summarized
+        },
+    }

@@ -1,0 +1,194 @@
+"""Dynamic head zeroing: heads that look inactive in a sample give zero (P3.8 to P3.13).
+
+Shapes: B rows, Q tokens, N samples, L layers, H query heads, D head dim, T tokens of a sample.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megasink.analysis.capture.changes import ForwardPass, HeadChange, HeadOutputs
+from megasink.analysis.capture.segments import Segment
+from megasink.analysis.capture.statistics import at_least_float32, attention_statistics
+from megasink.analysis.interventions.record import Intervention
+from megasink.analysis.interventions.scores import LayerScore, random_of, takes_outputs_only
+from megasink.errors import UserError
+
+
+@dataclass(frozen=True)
+class DynamicZeroing(Intervention):
+    """Zero the heads whose score crosses a threshold, per call of the model and sample.
+
+    A head of a sample gives 0 to the output projection if its score is strictly above (first-token
+    weights) or below (all others) the threshold. The scores of a layer are those of the model as
+    it runs: the layers below it are already changed. Nothing is renormalized, and the bias of W_O
+    stays. The score covers the whole sequence, which is not causal (P3.12).
+
+    With a key/value cache, the pass without a cache (the prompt) decides the masks, and later
+    passes of the same rows keep them. A prompt that runs in chunks is decided by its first.
+
+    Attributes:
+        score: a registered metric with `inactive` set: the twelve of P3, `lthon_hn`,
+            `circuit_ahon` and its form by layer, `random`, or a plugin's.
+        threshold: absolute; for `random` the share of heads (P3.9).
+        seed: of `random`; the same sample gets the same heads, in any batch.
+
+    Raises:
+        ValueError: an unknown score, or a threshold that the score cannot reach.
+    """
+
+    kind: ClassVar[str] = "dynamic-zeroing"
+    source: ClassVar[str] = "P3.1 to P3.13"
+
+    score: str
+    threshold: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.threshold, bool) or not isinstance(self.threshold, int | float):
+            raise ValueError(f"threshold {self.threshold!r}: a number")
+        if type(self.seed) is not int:
+            raise ValueError(f"seed {self.seed!r}: a whole number")
+        object.__setattr__(self, "threshold", float(self.threshold))
+        low, high = LayerScore(self.score).bounds
+        if not (math.isfinite(self.threshold) and low <= self.threshold <= high):
+            raise ValueError(
+                f"threshold {self.threshold:g}: {self.score} is in [{low:g}, {high:g}]"
+            )
+
+    def change(self) -> "DynamicChange":
+        """Return the change, which counts what it zeroes."""
+        return DynamicChange(LayerScore(self.score), self.threshold, self.seed)
+
+
+class DynamicChange(HeadChange):
+    """See `DynamicZeroing`.
+
+    Attributes:
+        threshold: None measures without zeroing anything.
+        samples: number of samples that were decided.
+        masks: layer -> bool [N, H]: the heads that are zeroed in the samples of the last call that
+            decided, numbered as its segments.
+        keeps_scores: whether `scores` are kept.
+        scores: by layer the scores [H] of every sample, float64, in order.
+    """
+
+    def __init__(self, score: LayerScore, threshold: float | None, seed: int):
+        self._score, self.threshold, self._seed = score, threshold, seed
+        self.reads_attention = not score.is_random and not takes_outputs_only(score.needs)
+        self.reads_segments = True
+        self.samples = 0
+        self.masks: dict[int, Tensor] = {}
+        self.keeps_scores = False
+        self.scores: dict[int, list[Tensor]] = {}
+        self._segments: list[Segment] = []
+        self._zeroed: dict[int, Tensor] = {}
+
+    def begin(self, forward: ForwardPass) -> None:
+        """Start a call; see `HeadChange.begin`.
+
+        Raises:
+            UserError: the call continues a cache, but not of the call that decided.
+        """
+        if not forward.cached:
+            self.masks = {}
+            self._segments = list(forward.segments)
+            self.samples += len(self._segments)
+            if self._score.is_random and forward.input_ids_BQ is None:
+                raise UserError("the random score is drawn by tokens: pass input_ids to the model")
+            return
+        forward.check_continues(self._segments if self.masks else [])
+
+    def change(self, forward: ForwardPass, outputs: HeadOutputs) -> Tensor | None:
+        layer, out_BQHD = outputs.layer, outputs.out_BQHD
+        if not forward.cached:
+            scores_NH = torch.stack(list(self._scores(forward, outputs)))
+            if self.keeps_scores:
+                self.scores.setdefault(layer, []).extend(scores_NH)
+            if self.threshold is None:
+                return None
+            above = self._score.inactive == "above"
+            mask_NH = scores_NH > self.threshold if above else scores_NH < self.threshold
+            self.masks[layer] = mask_NH.to(out_BQHD.device)
+            zeroed_H = self.masks[layer].sum(0)
+            self._zeroed[layer] = self._zeroed.get(layer, 0) + zeroed_H
+        elif self.threshold is None:
+            return None
+        mask_NH = self.masks[layer]
+        if forward.cached or len(self._segments) == forward.rows:
+            # One sequence in each row; what its padding holds does not matter.
+            return out_BQHD.masked_fill(mask_NH[:, None, :, None], 0.0)
+        mask_BQH = torch.zeros(out_BQHD.shape[:3], dtype=torch.bool, device=out_BQHD.device)
+        for mask_H, (row, start, stop) in zip(mask_NH, self._segments, strict=True):
+            mask_BQH[row, start:stop] = mask_H
+        return out_BQHD.masked_fill(mask_BQH[..., None], 0.0)
+
+    @torch.no_grad()
+    def _scores(self, forward: ForwardPass, outputs: HeadOutputs) -> Iterator[Tensor]:
+        """Yield [H] of each sample."""
+        score, heads = self._score, outputs.out_BQHD.shape[2]
+        if score.is_random:
+            assert forward.input_ids_BQ is not None
+            ids = forward.input_ids_BQ.tolist()
+            for row, start, stop in self._segments:
+                yield random_of(ids[row][start:stop], outputs.layer, heads, self._seed)
+            return
+        for statistics in self._statistics(outputs):
+            if missing := score.needs - statistics.keys():
+                raise UserError(
+                    f"{score.name} needs {', '.join(sorted(missing))}, which layer "
+                    f"{outputs.layer} does not have"
+                )
+            yield score.of(statistics)
+
+    def _statistics(self, outputs: HeadOutputs) -> Iterator[dict[str, Tensor]]:
+        """Yield the statistics of each sample, of the outputs as earlier changes left them."""
+        needs, weight_HDE = self._score.needs, None
+        if "output_weight_HDE" in needs:
+            weight_HDE = outputs.output_weight()
+        if self.reads_attention:
+            assert outputs.call is not None
+            gated_BHQD = outputs.out_BQHD.transpose(1, 2)
+            call = replace(outputs.call, gated_out_BHTD=gated_BHQD, output_weight_HDE=weight_HDE)
+            yield from attention_statistics(call, self._segments, needs)
+            return
+        for row, start, stop in self._segments:
+            out_HTD = at_least_float32(outputs.out_BQHD[row, start:stop].transpose(0, 1))
+            found = {"gated_out_HTD": out_HTD}
+            if weight_HDE is not None:
+                found["output_weight_HDE"] = at_least_float32(weight_HDE)
+            yield found
+
+    def forget(self) -> None:
+        """Forget every sample that was decided."""
+        self.samples, self.masks, self.scores, self._zeroed = 0, {}, {}, {}
+
+    @property
+    def share_LH(self) -> NDArray[np.float64]:
+        """[L, H]: share of the samples in which each head was zeroed.
+
+        NaN where there is no head; layers after the last one with attention are left out.
+
+        Raises:
+            ValueError: nothing has run yet.
+        """
+        if not self._zeroed:
+            raise ValueError("no call of the model has run in this context yet")
+        most = max(len(zeroed_H) for zeroed_H in self._zeroed.values())
+        share_LH = np.full((max(self._zeroed) + 1, most), np.nan)
+        for layer, zeroed_H in self._zeroed.items():
+            share_LH[layer, : len(zeroed_H)] = zeroed_H.cpu().numpy() / self.samples
+        return share_LH
+
+    @property
+    def share(self) -> float:
+        """Share of the heads that was zeroed: the mean over samples and layers (P3.13)."""
+        share_LH = self.share_LH
+        present = ~np.isnan(share_LH).all(1)
+        return float(np.nanmean(share_LH[present], 1).mean())

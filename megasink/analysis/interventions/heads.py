@@ -1,0 +1,128 @@
+"""Lists of heads: from the command line, from JSON or CSV files, and checks against a model."""
+
+import csv
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megasink.analysis.capture.head_names import head_problems, parse_head
+from megasink.errors import UserError
+from megasink.json_file import read_value
+
+Heads = tuple[tuple[int, int], ...]
+"""(layer, head) pairs, both from 0."""
+
+
+class HeadList(NamedTuple):
+    """Heads, and the shape of the mask that they were read from.
+
+    The fields are those of `ZeroHeads`: `ZeroHeads(**head_list._asdict())`.
+
+    Attributes:
+        heads: the chosen heads.
+        mask_shape: (layers, heads); None for a list of pairs.
+    """
+
+    heads: Heads
+    mask_shape: tuple[int, int] | None = None
+
+
+def normalized_heads(heads: Iterable[Sequence[int]]) -> Heads:
+    """Return (layer, head) pairs, sorted, each once.
+
+    Raises:
+        ValueError: an entry is not a pair of whole numbers from 0 on.
+    """
+    pairs = set()
+    for entry in heads:
+        pair = tuple(entry) if isinstance(entry, list | tuple | np.ndarray) else (entry,)
+        is_pair = len(pair) == 2 and all(_is_whole(number) for number in pair)
+        if not is_pair or min(pair) < 0:
+            raise ValueError(f"{entry!r} is not [layer, head], two whole numbers from 0 on")
+        pairs.add((int(pair[0]), int(pair[1])))
+    return tuple(sorted(pairs))
+
+
+def _is_whole(number: object) -> bool:
+    """Return whether a number is one of Python or numpy, and neither a truth value."""
+    return type(number) is int or isinstance(number, np.integer)
+
+
+def parse_heads(words: Iterable[str]) -> Heads:
+    """Return the heads of words such as 3.5, which is head 5 of layer 3.
+
+    Raises:
+        ValueError: a word of another form.
+    """
+    return normalized_heads(parse_head(word) for word in words)
+
+
+def heads_by_layer(heads: Heads) -> dict[int, list[int]]:
+    """Return layer -> its heads."""
+    layers: dict[int, list[int]] = {}
+    for layer, head in heads:
+        layers.setdefault(layer, []).append(head)
+    return layers
+
+
+def all_but(layer: int, head: int, heads: Sequence[int]) -> Heads:
+    """Return every head of a layer except one.
+
+    Args:
+        heads: number of heads in each layer of the model.
+
+    Raises:
+        ValueError: the model has no such head.
+    """
+    if problems := head_problems([(layer, head)], heads):
+        raise ValueError(problems[0])
+    return tuple((layer, other) for other in range(heads[layer]) if other != head)
+
+
+def all_heads(heads: Sequence[int]) -> Heads:
+    """Return every head of a model; `heads` is the number of each layer."""
+    return tuple((layer, head) for layer, count in enumerate(heads) for head in range(count))
+
+
+def read_heads(path: Path) -> HeadList:
+    """Read heads from a file.
+
+    JSON is {"heads": [[layer, head], ...]} or {"mask": [[0, 1, ...], ...]}, one row per layer. CSV
+    has a line "layer,head" and one pair per line; without that line it is a mask of 0 and 1.
+
+    Raises:
+        UserError: the file is missing or of another form.
+    """
+    try:
+        if path.suffix == ".json":
+            return _from_json(read_value(path))
+        rows = [row for row in csv.reader(path.read_text().splitlines()) if row]
+        if [word.strip() for word in rows[0]] == ["layer", "head"] if rows else False:
+            pairs = [[int(word) for word in row] for row in rows[1:]]
+            return HeadList(normalized_heads(pairs))
+        return _from_mask([[int(word) for word in row] for row in rows])
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _from_json(found: Any) -> HeadList:
+    if isinstance(found, dict) and len(found) == 1:
+        if isinstance(found.get("heads"), list):
+            return HeadList(normalized_heads(found["heads"]))
+        if isinstance(found.get("mask"), list):
+            return _from_mask(found["mask"])
+    raise ValueError('write {"heads": [[layer, head], ...]} or {"mask": [[0, 1, ...], ...]}')
+
+
+def _from_mask(mask: Any) -> HeadList:
+    if not mask or not all(isinstance(row, list) and len(row) == len(mask[0]) for row in mask):
+        raise ValueError("a mask has one row for each layer, all of one length")
+    other = [value for row in mask for value in row if value not in (0, 1)]
+    if other:
+        raise ValueError(f"a mask holds 0 and 1 only, not {other[0]!r}")
+    chosen = [(l, h) for l, row in enumerate(mask) for h, value in enumerate(row) if value]  # noqa: E741
+    return HeadList(normalized_heads(chosen), (len(mask), len(mask[0])))

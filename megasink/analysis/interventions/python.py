@@ -1,0 +1,219 @@
+"""Interventions as context managers, for a notebook: exported by `megasink`.
+
+Each takes a model that is loaded: of transformers, a Megatron GPTModel (a run's), or a
+`megasink.analysis.capture.base.ProbedModel`. On leaving, also by an exception, the model is bit
+for bit what it was. Contexts on one model do not nest; `intervening` takes several interventions
+at once.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megasink.analysis.ablate.calibration import (
+    check_share,
+    measure_scores,
+    read_calibration,
+    scores_of,
+    threshold_of,
+)
+from megasink.analysis.capture.base import Observer, OpenProbe, Probe
+from megasink.analysis.capture.changes import HeadChange
+from megasink.analysis.capture.identity import weights_hash
+from megasink.analysis.capture.loaded import open_probe_on
+from megasink.analysis.interventions.drain_first_value import DrainFirstValue
+from megasink.analysis.interventions.dynamic_zeroing import DynamicChange, DynamicZeroing
+from megasink.analysis.interventions.heads import Heads, normalized_heads, parse_heads, read_heads
+from megasink.analysis.interventions.record import Intervention
+from megasink.analysis.interventions.scores import RANDOM, LayerScore
+from megasink.analysis.interventions.steer_gates import SteerGates
+from megasink.analysis.interventions.zero_heads import ZeroHeads
+from megasink.errors import UserError
+
+GivenHeads = str | Path | Iterable[Sequence[int] | str]
+"""(layer, head) pairs, words such as "3.5", or a file that `read_heads` reads."""
+
+
+@contextmanager
+def intervening(model: Any, interventions: Sequence[Intervention]) -> Iterator[list[HeadChange]]:
+    """Change a model's heads; each intervention sees what the one before it left.
+
+    Yields:
+        the running changes, in order; that of `DynamicZeroing` counts what it zeroes.
+
+    Raises:
+        ConfigError: an intervention does not fit the model; one message lists every reason.
+        UserError: no such model, or an intervention that changes tokens alone: pass those through
+            its `tokens` before they reach the model.
+        RuntimeError: another context is open on the model.
+    """
+    changes = []
+    for intervention in interventions:
+        change = intervention.change()
+        if change is None:
+            raise UserError(
+                f"{intervention.kind} changes tokens, not the model: call its tokens(ids, bos) and "
+                "run the model on the result"
+            )
+        changes.append(change)
+    with open_probe_on(model)(Observer(), changes):
+        yield changes
+
+
+@contextmanager
+def zero_heads(model: Any, heads: GivenHeads, *, mean: str | Path | None = None) -> Iterator[None]:
+    """Replace what chosen heads write by zero, or by the means of a file; see `ZeroHeads`."""
+    given = str(mean) if mean is not None else None
+    if isinstance(heads, str | Path):
+        intervention = ZeroHeads(**read_heads(Path(heads))._asdict(), mean=given)
+    else:
+        intervention = ZeroHeads(_heads(heads), mean=given)
+    with intervening(model, [intervention]):
+        yield
+
+
+@contextmanager
+def drain_first_value(
+    model: Any, *, threshold: float | None = None, phase: str = "both"
+) -> Iterator[None]:
+    """Set the first token's value to zero; see `DrainFirstValue`."""
+    with intervening(model, [DrainFirstValue(threshold, phase)]):
+        yield
+
+
+@contextmanager
+def steer_gates(
+    model: Any,
+    heads: Iterable[Sequence[int] | str],
+    *,
+    scale: float = 1.0,
+    minimum: float | None = None,
+    maximum: float | None = None,
+) -> Iterator[None]:
+    """Scale or clamp the gate of chosen heads of a gated model; see `SteerGates`."""
+    with intervening(model, [SteerGates(_heads(heads), scale, minimum, maximum)]):
+        yield
+
+
+@contextmanager
+def dynamic_zeroing(
+    model: Any,
+    *,
+    score: str,
+    threshold: float | None = None,
+    quantile: float | None = None,
+    calibration: str | Path | Iterable[Sequence[int]] | None = None,
+    seed: int = 0,
+) -> Iterator[DynamicChange]:
+    """Zero the heads that look inactive in each sample; see `DynamicZeroing`.
+
+    Args:
+        score: such as "awft" or "ahon_ln".
+        threshold: absolute.
+        quantile: instead, the share of all heads, over samples, that the threshold makes inactive
+            in the unchanged model (P3.11).
+        calibration: for `quantile`: a folder of `megasink analyze` of this very model, or token
+            sequences. None runs the first call of the model in the context once more, unchanged,
+            and calibrates with it: the paper calibrates on the data that it evaluates.
+        seed: of the score "random".
+
+    Yields:
+        an object with `share` (P3.13), `share_LH`, `threshold`, and `masks` of the last call.
+
+    Raises:
+        ValueError: an unknown score, not exactly one of `threshold` and `quantile`, or values
+            outside their range.
+        ConfigError, RuntimeError: see `intervening`.
+        UserError: the calibration is of another model.
+    """
+    if (threshold is None) == (quantile is None):
+        raise ValueError("give either threshold or quantile")
+    if calibration is not None and quantile is None:
+        raise ValueError("a calibration sets the threshold of a quantile: give quantile")
+    open_probe, first = open_probe_on(model), False
+    if quantile is not None:
+        check_share(quantile)
+        LayerScore(score)  # an unknown one raises before anything runs
+        if score == RANDOM:
+            threshold = quantile
+        elif calibration is not None:
+            threshold = _calibrated(open_probe, score, quantile, calibration)
+        else:
+            threshold, first = LayerScore(score).bounds[0], True
+    assert threshold is not None
+    change = DynamicZeroing(score, threshold, seed).change()
+    with open_probe(Observer(), [change]) as probe:
+        if first:
+            assert quantile is not None
+            change.threshold = None
+            hook = _calibrate_with_first_call(probe, change, score, quantile)
+            try:
+                yield change
+            finally:
+                hook.remove()
+        else:
+            yield change
+
+
+def _calibrated(
+    open_probe: OpenProbe,
+    score: str,
+    share: float,
+    calibration: str | Path | Iterable[Sequence[int]],
+) -> float:
+    """Return the threshold by an analysis, or by token sequences."""
+    probe = open_probe(Observer())
+    if isinstance(calibration, str | Path):
+        found = read_calibration(Path(calibration))
+        found.check(weights_hash(probe.model), probe.heads)
+        return found.threshold(score, share)
+    device = next(probe.model.parameters()).device
+    samples = [list(map(int, tokens)) for tokens in calibration]
+    if not samples:
+        raise ValueError("a calibration without any token sequence")
+    return threshold_of(score, share, measure_scores(open_probe, score, samples, device=device))
+
+
+def _calibrate_with_first_call(
+    probe: Probe, change: DynamicChange, score: str, share: float
+) -> Any:
+    """Make the first call of the model run twice: unchanged for the threshold, then as asked."""
+    running = False
+
+    def hook(body: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal running
+        if running or change.threshold is not None:
+            return
+        cache = kwargs.get("past_key_values")
+        if kwargs.get("inference_context") is not None or (
+            cache is not None and int(cache.get_seq_length())
+        ):
+            raise UserError(
+                "the first call in this context continues a cache, so it cannot calibrate the "
+                "threshold: run whole prompts first, or pass threshold or calibration"
+            )
+        if "past_key_values" in kwargs:  # the unchanged run must leave no trace
+            kwargs = kwargs | {"past_key_values": None}
+        if "use_cache" in kwargs:
+            kwargs = kwargs | {"use_cache": False}
+        running, change.keeps_scores = True, True
+        try:
+            with torch.no_grad():
+                body(*args, **kwargs)
+            change.threshold = threshold_of(score, share, scores_of(change, probe.heads))
+        finally:
+            running, change.keeps_scores = False, False
+            change.forget()
+
+    return probe.body.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+
+
+def _heads(given: Iterable[Sequence[int] | str]) -> Heads:
+    return normalized_heads(
+        pair
+        for entry in given
+        for pair in (parse_heads([entry]) if isinstance(entry, str) else [entry])
+    )

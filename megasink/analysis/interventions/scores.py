@@ -1,0 +1,135 @@
+"""Scores of one layer's heads, computed while the model runs, by the registry's own functions.
+
+Shapes: N samples, L layers, H heads.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from megasink.analysis.ablate.results import RANDOM
+from megasink.analysis.metrics.head_scores import random_scores
+from megasink.analysis.metrics.registry import Metric, metrics
+
+
+def score_names() -> list[str]:
+    """Return the registered scores of inactive heads."""
+    return [name for name, entry in metrics().items() if entry.inactive]
+
+
+class LayerScore:
+    """A score of inactive heads, of one layer and sample at a time.
+
+    Args:
+        name: a registered metric with `inactive` set.
+
+    Attributes:
+        inactive: "above" or "below".
+        bounds: lowest and highest value that the score can have.
+        needs: the statistics that it takes; empty for the random baseline.
+
+    Raises:
+        ValueError: no such score, or one that other layers or samples enter.
+    """
+
+    def __init__(self, name: str):
+        if name not in score_names():
+            raise ValueError(f"score {name!r} is unknown: choose {', '.join(score_names())}")
+        self.name = name
+        self.entry = metrics([name])[name]
+        assert self.entry.inactive is not None
+        self.inactive: str = self.entry.inactive
+        self.bounds = self.entry.bounds
+        self.is_random = name == RANDOM
+        self.needs: set[str] = set()
+        if self.is_random:
+            return
+        self._of_statistics: dict[str, Metric] = {}
+        self._collect(self.entry)
+        self.needs = {need for entry in self._of_statistics.values() for need in entry.needs}
+        if not _is_of_one_layer(self.entry.name):
+            raise ValueError(
+                f"score {name!r} of a layer depends on other layers or samples, which have not run "
+                "yet when its heads are zeroed"
+            )
+
+    def _collect(self, entry: Metric) -> None:
+        """Find the metrics of statistics that a score is derived from."""
+        if not entry.is_derived:
+            self._of_statistics[entry.name] = entry
+            return
+        for base in _bases(entry):
+            self._collect(base)
+
+    def of(self, statistics: dict[str, Tensor]) -> Tensor:
+        """Return [H], float64, from the statistics of one sample in one layer."""
+        known = {
+            name: entry.compute(**{need: statistics[need] for need in entry.needs}).double()
+            for name, entry in self._of_statistics.items()
+        }
+        return _derived(self.entry, known)
+
+
+def random_of(tokens: Iterable[int], layer: int, heads: int, seed: int) -> Tensor:
+    """Return [H]: uniform scores in [0, 1) of one sample in one layer, float64 (P3.9).
+
+    They depend on the seed, the layer and the tokens of the sample, so that neither the batch nor
+    padding changes them; equal samples have equal scores.
+    """
+    digest = hashlib.sha256(repr((seed, layer, tuple(tokens))).encode()).digest()
+    return random_scores((heads,), int.from_bytes(digest[:8], "big") >> 1)
+
+
+def _bases(entry: Metric) -> list[Metric]:
+    """Return the scores by sample that a score is derived from.
+
+    Raises:
+        ValueError: it takes something else.
+    """
+    names = [need.removesuffix("_NLH") for need in entry.needs]
+    if any(need == name or name not in metrics() for need, name in zip(entry.needs, names)):  # noqa: B905
+        raise ValueError(
+            f"score {entry.name!r} takes {', '.join(entry.needs)}, which are not all known while "
+            "the model runs"
+        )
+    return list(metrics(names).values())
+
+
+def _derived(entry: Metric, known: dict[str, Tensor]) -> Tensor:
+    """Return a score from the metrics of statistics, both of any shape [..., H]."""
+    if not entry.is_derived:
+        return known[entry.name]
+    shape = known[next(iter(known))].shape
+    of = [_derived(base, known) for base in _bases(entry)]
+    if len(shape) == 1:
+        of = [score_H[None, None] for score_H in of]
+    return entry.compute(*of).reshape(shape)
+
+
+@cache
+def _is_of_one_layer(name: str) -> bool:
+    """Return whether a score of a layer and sample needs nothing of the others."""
+    entry = metrics([name])[name]
+    if not entry.is_derived:
+        return True
+    generator = torch.Generator().manual_seed(0)
+    names, waiting = [], [entry]
+    while waiting:
+        of = waiting.pop()
+        names += [] if of.is_derived else [of.name]
+        waiting += _bases(of) if of.is_derived else []
+    whole = {n: torch.rand(2, 3, 4, generator=generator, dtype=torch.float64) for n in names}
+    together = _derived(entry, whole)
+    alone = [
+        [_derived(entry, {n: score[i, j] for n, score in whole.items()}) for j in range(3)]
+        for i in range(2)
+    ]
+    return torch.allclose(together, torch.stack([torch.stack(row) for row in alone]))
+
+
+def takes_outputs_only(needs: set[str]) -> bool:
+    """Return whether statistics are known from the heads' outputs, without reading attention."""
+    return needs <= {"gated_out_HTD", "output_weight_HDE"}

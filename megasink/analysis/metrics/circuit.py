@@ -1,0 +1,124 @@
+"""The P0-sink circuit of P4: where the sink becomes prominent, its center, and its stage.
+
+The paper reads all three from plots. The rules here are operational; check them against the
+curves.
+
+Shapes: L layers, H heads, K leading token positions, P token positions, S states.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+import megasink.analysis.metrics.sinks  # noqa: F401  whose metrics these are made from
+from megasink.analysis.metrics import (
+    sinks,  # noqa: F401  # registers the metrics used here
+    states,  # noqa: F401  # registers the metrics used here
+)
+from megasink.analysis.metrics.registry import metric
+
+NORM_RATIO = 5.0
+ATTENTION = 0.3
+SINK = 0.05
+EARLY = 1 / 3
+
+STAGES = ("none", "broad", "shifted", "forming", "middle", "fixed")
+"""In the order of the checks in `circuit_stage`."""
+
+
+@metric("prominent_after_block", source="P4.15", unit="block", axis="model", number="{:.0f}")
+def prominent_after_block(massive_ratio_S: Tensor, first_token_attention_L: Tensor) -> Tensor:
+    """First block whose output has norm(x_0) > 5 times the others' mean, read with weight > 0.3.
+
+    The first block l whose output has norm(first token) > `NORM_RATIO` * mean norm of the others,
+    and is read by a layer (l + 1 or the next one with attention) that gives the first token more
+    than `ATTENTION` of its weight; NaN if there is none.
+
+    Args:
+        massive_ratio_S: by state (P2.10).
+        first_token_attention_L: mean weight on the first token (P1.31); NaN without attention.
+    """
+    for block, ratio in enumerate(massive_ratio_S[2::2]):
+        readers = first_token_attention_L[block + 1 :]
+        readers = readers[~readers.isnan()]
+        if ratio > NORM_RATIO and len(readers) and readers[0] > ATTENTION:
+            return torch.tensor(float(block))
+    return torch.tensor(math.nan)
+
+
+@metric(
+    "sink_centre",
+    source="P4.24",
+    unit="token",
+    axis="model",
+    shown=("table", "scalar"),
+    title="sink center",
+    number="{:.0f}",
+)
+def sink_centre(alpha_LHK: Tensor) -> Tensor:
+    """Position of the highest mean alpha_k over layers and heads."""
+    return _highest(alpha_LHK.flatten(0, 1))
+
+
+@metric(
+    "sink_centre_by_direction",
+    source="P4.24, P4.5",
+    unit="token",
+    axis="model",
+    title="sink center by direction",
+    number="{:.0f}",
+)
+def sink_centre_by_direction(alpha_LHK: Tensor, cosine_SP: Tensor) -> Tensor:
+    """Position whose states are most aligned across inputs, by the mean cosine over states.
+
+    It need not match `sink_centre`; NaN if fewer than two samples ran.
+    """
+    # Without the embedding, where a BOS always matches itself.
+    return _highest(cosine_SP[1:, : alpha_LHK.shape[2]])
+
+
+def _highest(rows_RK: Tensor) -> Tensor:
+    """Return the column with the highest mean, ignoring NaN; NaN if all entries are NaN."""
+    if bool(rows_RK.isnan().all()):
+        return torch.tensor(math.nan)
+    return rows_RK.nanmean(0).nan_to_num(nan=-math.inf).argmax().double()
+
+
+@metric(
+    "circuit_stage",
+    source="P4.23",
+    unit="stage",
+    axis="model",
+    shown=("table", "scalar"),
+    title="circuit stage",
+    levels=STAGES,
+)
+def circuit_stage(
+    sink_rate_K: Tensor, prominent_after_block: Tensor, first_token_attention_L: Tensor
+) -> Tensor:
+    """Stage of the P0-sink circuit: none, broad, shifted, forming, middle or fixed.
+
+    The stage is a signal of convergence in training:
+
+    - "none": no position's sink rate reaches `SINK`;
+    - "broad": the second highest rate is more than half of the highest: several first tokens;
+    - "shifted": one center, which is not the first token;
+    - "forming": the first token, without a massive norm yet;
+    - "middle": prominent only after the first third of the blocks;
+    - "fixed": prominent within the first third.
+    """
+    rates_K = sink_rate_K.nan_to_num()  # NaN: positions that no sequence reached
+    highest, *others = rates_K.sort(descending=True).values
+    if not highest >= SINK:
+        stage = "none"
+    elif others and others[0] > highest / 2:
+        stage = "broad"
+    elif int(rates_K.argmax()) != 0:
+        stage = "shifted"
+    elif bool(prominent_after_block.isnan()):
+        stage = "forming"
+    else:
+        early = prominent_after_block < EARLY * len(first_token_attention_L)
+        stage = "fixed" if early else "middle"
+    return torch.tensor(float(STAGES.index(stage)))

@@ -1,0 +1,155 @@
+"""Points in a plane: PCA of queries, keys, maps and states, and t-SNE.
+
+Shapes: T tokens, D head dim, M matrices, C components.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.linalg import eigh
+
+from megasink.attention.definitions import MAP_TOKENS
+
+Floats = NDArray[np.float64]
+
+
+class Components(NamedTuple):
+    """The first principal components of some rows.
+
+    Attributes:
+        points: [rows, count] coordinates. Each axis is signed so that the largest-magnitude entry
+            of its direction is positive.
+        explained: [count] shares of the variance.
+    """
+
+    points: Floats
+    explained: Floats
+
+
+def principal_components(rows: Floats, count: int = 2) -> Components:
+    """PCA of centered rows.
+
+    Raises:
+        ValueError: fewer than two rows, or rows that are all equal.
+    """
+    from sklearn.decomposition import PCA  # slow import, needed only for points
+
+    if len(rows) < 2:
+        raise ValueError(f"principal components of {len(rows)} row: two or more are needed")
+    if not np.ptp(rows, axis=0).any():
+        raise ValueError("principal components of rows that are all equal")
+    pca = PCA(min(count, *rows.shape), svd_solver="full")
+    return Components(pca.fit_transform(rows), pca.explained_variance_ratio_)
+
+
+def query_key_components(query_TD: Floats, key_TD: Floats) -> tuple[Floats, Floats, Floats]:
+    """Joint PCA of one head's queries and keys, after rotary embeddings (P0.26).
+
+    A single fit on both, centered at their common mean, so that distances are comparable.
+
+    Returns:
+        points of the queries [T, 2] and of the keys [T, 2], whose first row is k_0, and the
+        explained shares [2].
+    """
+    points, explained = principal_components(np.concatenate([query_TD, key_TD]))
+    return points[: len(query_TD)], points[len(query_TD) :], explained
+
+
+class MapComponents(NamedTuple):
+    """The first principal components of the attention matrices of one input.
+
+    Attributes:
+        points_MC: coordinates of each matrix.
+        explained_C: shares of the variance.
+        images_CTT: the directions, each of norm 1, as matrices, signed so that the
+            largest-magnitude entry is positive.
+    """
+
+    points_MC: Floats
+    explained_C: Floats
+    images_CTT: Floats
+
+
+def attention_map_components(maps_MTT: NDArray[Any], count: int = 2) -> MapComponents:
+    """PCA over attention matrices, each one flattened, minus the mean matrix (P3.27).
+
+    Unlike scikit-learn, which copies the matrices to center them and takes the singular values of
+    [M, T * T], this takes the eigenvectors of the [M, M] Gram matrix, centered afterwards in
+    float64.
+
+    Raises:
+        ValueError: matrices of more than `MAP_TOKENS` tokens, fewer than two, or all equal.
+    """
+    if maps_MTT.shape[-1] > MAP_TOKENS:
+        raise ValueError(
+            f"attention maps of {maps_MTT.shape[-1]} tokens: at most {MAP_TOKENS}, they are S x S"
+        )
+    matrices = len(maps_MTT)
+    if matrices < 2:
+        raise ValueError(f"principal components of {matrices} matrix: two or more are needed")
+    rows = maps_MTT.reshape(matrices, -1)
+    inner_MM = (rows @ rows.T).astype(np.float64)
+    mean_M = inner_MM.mean(0)
+    inner_MM += mean_M.mean() - mean_M[:, None] - mean_M
+    total, count = float(np.trace(inner_MM)), min(count, matrices - 1)
+    # Centered products are differences: equal matrices leave only rounding errors.
+    if not total > 1e-6 * float(np.square(rows, dtype=np.float64).sum()):
+        raise ValueError("principal components of matrices that are all equal")
+    values, vectors = eigh(inner_MM, subset_by_index=[matrices - count, matrices - 1])
+    scale = np.sqrt(np.maximum(values[::-1], 0.0))
+    vectors_MC = vectors[:, ::-1]
+    images = (vectors_MC - vectors_MC.mean(0)).T @ rows / np.maximum(scale, 1e-30)[:, None]
+    sign = np.sign(images[np.arange(count), np.abs(images).argmax(1)])
+    return MapComponents(
+        vectors_MC * scale * sign,
+        scale**2 / total,
+        (images * sign[:, None]).reshape(count, *maps_MTT.shape[1:]),
+    )
+
+
+PERPLEXITY = 30.0
+"""Perplexity of t-SNE, given enough rows; scikit-learn's default, as the paper gives none."""
+
+FEWEST = 8
+"""Minimum number of rows for t-SNE: with fewer there is no neighborhood to preserve."""
+
+
+class Embedding(NamedTuple):
+    """t-SNE of some rows.
+
+    Attributes:
+        points: [rows, 2]; distances within a cluster mean something, axes and signs nothing.
+        perplexity: the perplexity used.
+        divergence: final Kullback-Leibler divergence; nats.
+    """
+
+    points: Floats
+    perplexity: float
+    divergence: float
+
+
+def neighbor_embedding(rows: Floats, seed: int) -> Embedding:
+    """Compute the exact t-SNE of some rows with scikit-learn (P4.6), from their PCA.
+
+    Args:
+        rows: [rows, features]; time grows with the square of their number.
+        seed: for scikit-learn; the same rows and seed give the same points on one machine.
+
+    Raises:
+        ValueError: fewer than `FEWEST` rows, or rows that are all equal.
+    """
+    from sklearn.manifold import TSNE
+    from threadpoolctl import threadpool_limits
+
+    if len(rows) < FEWEST:
+        raise ValueError(f"t-SNE of {len(rows)} rows: {FEWEST} or more are needed")
+    if not np.ptp(rows, axis=0).any():
+        raise ValueError("t-SNE of rows that are all equal")
+    perplexity = min(PERPLEXITY, (len(rows) - 1) / 3)
+    # Exact, as the tree approximation fails for equal rows, which first tokens may have.
+    options = {"perplexity": perplexity, "random_state": seed, "init": "pca", "method": "exact"}
+    with threadpool_limits(1):  # its threads spin, and slow it down many times on busy cores
+        fitted = TSNE(2, **options, n_jobs=1).fit(rows)
+    points = fitted.embedding_.astype(np.float64)
+    return Embedding(points, perplexity, float(fitted.kl_divergence_))

@@ -1,0 +1,160 @@
+"""Streamed statistics of attention weights: tiles of rows, and nothing of size S x S.
+
+The scores of a tile of rows are computed once, and give first-token weights, gates, entropies, sums
+of squares and column sums. That takes one matrix product; kernel calls (a forward with other values
+for the entropy, a backward for the column sums, a forward at twice the scale for the squares) would
+take nine, with cancellation in the entropy. It also supports windows, prefixes, biases and soft
+caps, and leaves the model's own kernel alone.
+
+Shapes: B batch, H query heads, G key/value groups, R heads per group, N = B * G, T tokens, C rows
+of a tile, K columns of a tile, D head dim.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megasink.analysis.metrics.tiles import tiles
+
+
+class WeightStatistics(NamedTuple):
+    """Return value of :func:`weight_statistics`; all but the column sums in the statistics dtype.
+
+    Attributes:
+        first_weight_BHT: A_i0; 0 if a window hides key 0.
+        slot_weight_BHT: weight of the slot; 0 without one.
+        gate_BHT: 1 - slot weight, or 1 - A_i0 without a slot; summed, not subtracted, so that a
+            gate of 1e-20 is not rounded to 0. Row 0 without a slot is exactly 0.
+        entropy_BHT: entropy over keys and slot; nats.
+        square_BHT: sum over the keys of A_ij ** 2.
+        column_sum_BHT: float64; for key j the sum of A_ij over the queries i >= j.
+    """
+
+    first_weight_BHT: Tensor
+    slot_weight_BHT: Tensor
+    gate_BHT: Tensor
+    entropy_BHT: Tensor
+    square_BHT: Tensor
+    column_sum_BHT: Tensor
+
+    @classmethod
+    def room_for(cls, query_BHTD: Tensor, key_BGTD: Tensor) -> "WeightStatistics":
+        """Return zeros, [N, R, T] each."""
+        (batch, heads, tokens, _), groups = query_BHTD.shape, key_BGTD.shape[1]
+        shape = (batch * groups, heads // groups, tokens)
+        dtype = torch.promote_types(query_BHTD.dtype, torch.float32)
+        dtypes = [*[dtype] * 5, torch.float64]
+        return cls(*(torch.zeros(shape, dtype=d, device=query_BHTD.device) for d in dtypes))
+
+    def by_head(self, batch: int) -> "WeightStatistics":
+        """Reshape [N, R, T] to [B, H, T]."""
+        return type(self)(*(x.reshape(batch, -1, x.shape[-1]) for x in self))
+
+
+@torch.no_grad()
+def weight_statistics(
+    query_BHTD: Tensor,
+    key_BGTD: Tensor,
+    *,
+    prefix: int = 0,
+    slot_logit_BHT: Tensor | None = None,
+    **options: Any,
+) -> WeightStatistics:
+    """Compute statistics of A = softmax(scale * q k^T) of causal attention, without A.
+
+    Args:
+        query_BHTD, key_BGTD, prefix, options: see `megasink.analysis.metrics.tiles.tiles`.
+        slot_logit_BHT: broadcastable; the logit of one more key, such as a sink (P0.2).
+
+    Returns:
+        `WeightStatistics`. Takes O(T^2 D) work, and O(T) memory plus two tiles. See
+        `first_weights` for the first field alone.
+
+    Raises:
+        ValueError: shapes that do not fit together, or a prefix with a window.
+    """
+    batch, heads, tokens, _ = query_BHTD.shape
+    found = WeightStatistics.room_for(query_BHTD, key_BGTD)
+    first, slot, gate, entropy, square, column_sum = found
+    slot_NRT = None
+    if slot_logit_BHT is not None:
+        slot_BHT = slot_logit_BHT.to(first.dtype).expand(batch, heads, tokens)
+        slot_NRT = slot_BHT.reshape(first.shape)
+    for n, rows, columns, score_NRCK in tiles(query_BHTD, key_BGTD, prefix=prefix, **options):
+        # Explicit softmax: every statistic is a reduction of these two buffers.
+        highest_NRC = score_NRCK.amax(-1)
+        logit_NRC = None
+        if slot_NRT is not None:
+            logit_NRC = slot_NRT[n, :, rows]
+            highest_NRC = torch.maximum(highest_NRC, logit_NRC)
+        score_NRCK -= highest_NRC[..., None]
+        weight_NRCK = score_NRCK.exp()
+        first_NRC, others_NRC = first_and_others(weight_NRCK, columns)
+        real_NRC = first_NRC + others_NRC
+        total_NRC, open_NRC = real_NRC, others_NRC
+        if logit_NRC is not None:
+            slot_NRC = (logit_NRC - highest_NRC).exp()
+            total_NRC, open_NRC = real_NRC + slot_NRC, real_NRC
+            slot[n, :, rows] = slot_NRC / total_NRC
+        first[n, :, rows] = first_NRC / total_NRC
+        gate[n, :, rows] = open_NRC / total_NRC
+        past_NRCK = weight_NRCK
+        if prefix > rows.start:
+            future_CK = torch.ones(weight_NRCK.shape[2:], dtype=torch.bool, device=first.device)
+            future_CK = future_CK.triu(rows.start - columns.start + 1)
+            past_NRCK = weight_NRCK.masked_fill(future_CK, 0.0)
+        column_sum[n, :, columns] += column_sums(past_NRCK, total_NRC)
+        mean_score_NRC = score_NRCK.mul_(weight_NRCK).sum(-1)
+        if logit_NRC is not None:
+            mean_score_NRC += slot_NRC * (logit_NRC - highest_NRC)
+        entropy[n, :, rows] = (total_NRC.log() - mean_score_NRC / total_NRC).clamp_(min=0.0)
+        square[n, :, rows] = weight_NRCK.square_().sum(-1) / total_NRC.square()
+    return found.by_head(batch)
+
+
+@torch.no_grad()
+def first_weights(
+    query_BHTD: Tensor,
+    key_BGTD: Tensor,
+    *,
+    prefix: int = 0,
+    slot_logit_BHT: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Return A_i0 alone, [B, H, T], as in `weight_statistics` and at a fraction of its cost.
+
+    A_i0 is exp(z_i0 - LSE_i); each tile gives its rows' LSE.
+    """
+    batch, heads, tokens, _ = query_BHTD.shape
+    groups = key_BGTD.shape[1]
+    dtype = torch.promote_types(query_BHTD.dtype, torch.float32)
+    first = query_BHTD.new_zeros((batch * groups, heads // groups, tokens), dtype=dtype)
+    slot_NRT = None
+    if slot_logit_BHT is not None:
+        slot_NRT = slot_logit_BHT.to(dtype).expand(batch, heads, tokens).reshape(first.shape)
+    for n, rows, columns, score_NRCK in tiles(query_BHTD, key_BGTD, prefix=prefix, **options):
+        if columns.start > 0:
+            continue  # a window hides key 0
+        highest_NRC = score_NRCK.amax(-1)
+        if slot_NRT is not None:
+            highest_NRC = torch.maximum(highest_NRC, slot_NRT[n, :, rows])
+        weight_NRCK = score_NRCK.sub_(highest_NRC[..., None]).exp_()
+        first_NRC = weight_NRCK[..., 0].clone()
+        total_NRC = weight_NRCK.sum(-1)
+        if slot_NRT is not None:
+            total_NRC += (slot_NRT[n, :, rows] - highest_NRC).exp()
+        first[n, :, rows] = first_NRC / total_NRC
+    return first.reshape(batch, heads, tokens)
+
+
+def first_and_others(weight_NRCK: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Return [N, R, C] twice: the weight of key 0, and the sum over the other keys of the tile."""
+    if columns.start > 0:
+        return torch.zeros_like(weight_NRCK[..., 0]), weight_NRCK.sum(-1)
+    return weight_NRCK[..., 0].clone(), weight_NRCK[..., 1:].sum(-1)
+
+
+def column_sums(weight_NRCK: Tensor, total_NRC: Tensor) -> Tensor:
+    """Return [N, R, K]: the sum over a tile's rows of weight / total."""
+    return ((1.0 / total_NRC)[..., None, :] @ weight_NRCK).squeeze(-2)

@@ -1,0 +1,255 @@
+"""Figures of an ablation: curves, ranks, masks, and the heads of one layer.
+
+Shapes: L layers, H heads.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megasink.analysis.ablate.results import (
+    ALL,
+    RANDOM,
+    UNCHANGED,
+    AblationResults,
+    mean_line,
+)
+from megasink.analysis.metrics import metrics
+from megasink.analysis.pages.style import (
+    BLUE,
+    GRAY,
+    MAP,
+    PALETTE,
+    VERMILION,
+    even_panels,
+    heatmap,
+    label,
+    panels,
+    short,
+    styled,
+    whole_numbers,
+)
+
+Arrays = Mapping[str, NDArray[np.float64]]
+"""Label of a point -> [L, H], the share of samples in which each head was zeroed, NaN for none; or
+[N, 2], t-SNE."""
+
+_X = "% of heads zeroed"
+_SEVERAL = 8
+"""Panels of curves on the page; the other datasets are in ablation.csv."""
+
+
+def title_of(score: str) -> str:
+    """Return the name of a score in figures and tables."""
+    return "random heads" if score == RANDOM else metrics()[score].title
+
+
+def shown_on(results: AblationResults) -> list[str]:
+    """Return the datasets or tasks, all texts together first."""
+    names = list(results.unchanged.values)
+    return sorted(names, key=lambda name: name != ALL)
+
+
+def kept_level(results: AblationResults, on: str) -> float:
+    """Return the accuracy or loss that still counts as kept (P3.15)."""
+    baseline = results.unchanged.number(on)
+    if results.higher_is_better:
+        return baseline - results.tolerance
+    return baseline * (1 + results.tolerance)
+
+
+@styled()
+def draw_curves(results: AblationResults) -> Any:
+    """Draw accuracy or loss against heads zeroed (Figure 4 of P3); None without scores.
+
+    The band is the range over the seeds of the random baseline.
+    """
+    if not results.scores:
+        return None
+    names = shown_on(results)[:_SEVERAL]
+    bits = results.unchanged.values[names[0]].bits_per_byte
+    count = len(names) + (bits is not None)
+    figure, axes = even_panels(count, 3 if count > 4 else 2, 3.9)
+    for axis, name in zip(axes, names, strict=False):
+        _curves(axis, results, name, lambda point, name=name: point.number(name))
+        axis.axhline(kept_level(results, name), color=GRAY, linestyle=":", linewidth=1)
+        label(axis, short(name, 48), results.quantity, _X)
+    if bits is not None:
+        name = names[0]
+        _curves(axes[-1], results, name, lambda p: _bits(p, name))
+        label(axes[-1], short(name, 48), "bits per byte", _X)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=min(5, len(labels)))
+    return figure
+
+
+def _bits(point: Any, name: str) -> float:
+    bits = point.values[name].bits_per_byte
+    return np.nan if bits is None else bits
+
+
+def _curves(axis: Any, results: AblationResults, name: str, number: Any) -> None:
+    axis.axhline(number(results.unchanged), color=GRAY, linestyle="--", linewidth=1)
+    for score in results.scores:
+        line = results.line(score)
+        x, _ = mean_line(line, name)
+        by_seed = [[number(point) for point in points] for points in line.values()]
+        y = [float(np.mean(values)) for values in by_seed]
+        axis.plot(x, y, label=title_of(score), **_style(score, results))
+        if score == RANDOM:
+            low, high = ([edge(v) for v in by_seed] for edge in (min, max))
+            axis.fill_between(x, low, high, color="black", alpha=0.15, linewidth=0)
+    axis.margins(x=0.02)
+
+
+def _style(score: str, results: AblationResults) -> dict[str, Any]:
+    """Return color and line of a score: as in the paper, a normalized one is dashed."""
+    if score == RANDOM:
+        return {"color": "black", "marker": "o"}
+    bases = dict.fromkeys(map(_base, (s for s in results.scores if s != RANDOM)))
+    color = PALETTE[list(bases).index(_base(score)) % (len(PALETTE) - 1)]
+    if score.endswith("_ln"):
+        return {"color": color, "marker": "^", "linestyle": "--"}
+    if score.endswith("_hn"):
+        return {"color": color, "marker": "*", "linestyle": ":"}
+    return {"color": color, "marker": "o"}
+
+
+def _base(score: str) -> str:
+    return score.removesuffix("_ln").removesuffix("_hn")
+
+
+@styled()
+def draw_ranks(results: AblationResults) -> Any:
+    """Draw the rank of each score by AUC (Figure 3 of P3); None with fewer than two scores."""
+    scores, names = results.scores, shown_on(results)
+    if len(scores) < 2:
+        return None
+    rank = {(curve.on, curve.score): curve.rank for curve in results.curves}
+    table = np.asarray([[rank[name, score] for score in scores] for name in names], dtype=float)
+    height = 1.6 + 0.34 * len(names)
+    figure, ((axis,),) = panels(1, 1, height, width=min(11.0, 3.0 + 0.75 * len(scores)))
+    image = heatmap(axis, table, vmin=1, vmax=len(scores), cmap=f"{MAP}_r")
+    for (row, column), value in np.ndenumerate(table):
+        is_dark = image.norm(value) > 0.5
+        axis.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=9,
+                  color="white" if is_dark else "black")  # fmt: skip
+    axis.set_xticks(range(len(scores)), [title_of(s) for s in scores], rotation=35, ha="right")
+    axis.set_yticks(range(len(names)), [short(name, 30) for name in names])
+    label(axis, "rank by normalized AUC, 1 the best")
+    return figure
+
+
+@styled()
+def draw_masks(results: AblationResults, masks: Arrays) -> Any:
+    """Draw how often each head was zeroed, [layer, head], by score and percentage asked for."""
+    rows = [
+        (score, {p.asked: masks[p.label] for p in results.of(score) if p.asked})
+        for score in results.scores
+        if score != RANDOM
+    ]
+    rows = [(score, of) for score, of in rows if of]
+    if not rows:
+        return None
+    layers, heads = next(iter(rows[0][1].values())).shape
+    tall = min(2.6, max(1.2, 0.1 * layers + 0.7))
+    figure, axes = panels(len(rows), 1, tall * len(rows) + 0.8, sharex=True)
+    gap = np.full((layers, 1), np.nan)
+    for axis, (score, of) in zip(axes[:, 0], rows, strict=True):
+        # One picture side by side, with a blank column between percentages.
+        together = np.concatenate([part for mask in of.values() for part in (mask, gap)][:-1], 1)
+        image = heatmap(axis, together, vmin=0, vmax=1, cmap="magma")
+        label(axis, title_of(score), "layer")
+        middles = np.arange(len(of)) * (heads + 1) + (heads - 1) / 2
+        axis.set_xticks(middles, [f"{asked:g}%" for asked in of], fontsize=8)
+        axis.tick_params(axis="x", length=0)
+    figure.supxlabel("heads, by the percentage of heads that the threshold is set for", fontsize=9)
+    figure.colorbar(image, ax=axes[:, 0], label="share of samples")
+    return figure
+
+
+@styled()
+def draw_single_heads(results: AblationResults) -> Any:
+    """Draw what each head of a layer costs alone (P4.7), with one standard error; None without."""
+    rows = [row for row in dict.fromkeys(p.row for p in results.points) if row.startswith("layer ")]
+    if not rows:
+        return None
+    name = shown_on(results)[0]
+    figure, ((axis,),) = panels(1, 1, 3.4)
+    values = [point.values[name] for point in results.of(rows[0])]
+    change = np.asarray([np.nan if v.change is None else v.change for v in values])
+    error = np.asarray([0.0 if v.standard_error is None else v.standard_error for v in values])
+    axis.bar(range(len(values)), change, yerr=error, color=BLUE, ecolor=GRAY)
+    axis.axhline(0, color="black", linewidth=0.8)
+    label(axis, f"one head of {rows[0]} zeroed: {short(name, 40)}",
+          f"change of {results.quantity}", "head")  # fmt: skip
+    whole_numbers(axis.xaxis)
+    return figure
+
+
+@styled()
+def draw_tsne(tsne: Arrays) -> Any:
+    """Draw the activations of layer 0's MLP, a panel for each head zeroed (Figure 5 of P4)."""
+    if not tsne:
+        return None
+    position = tsne["position_N"]
+    first = position == 0
+    names = [name for name in tsne if name != "position_N"]
+    figure, axes = even_panels(len(names), 5, 2.3)
+    for axis, name in zip(axes, names, strict=True):
+        rest, zero = tsne[name][~first], tsne[name][first]
+        dots = axis.scatter(*rest.T, c=position[~first], cmap=MAP, s=9, alpha=0.85, linewidth=0)
+        axis.scatter(*zero.T, s=36, marker="*", color=VERMILION, ec="black", lw=0.4)
+        label(axis, name if name == UNCHANGED else f"{name} zeroed")
+        axis.set_xticks([])
+        axis.set_yticks([])
+    bar = figure.colorbar(dots, ax=list(axes), label="token position (star: 0)")
+    whole_numbers(bar.ax.yaxis)
+    return figure
+
+
+FIGURES: dict[str, tuple[str, str]] = {
+    "curves": (
+        "Quality against heads zeroed",
+        "Each point zeroes, in every sequence, the heads beyond a threshold (P3.12); across: the "
+        "share that was zeroed (P3.13). Dashed, gray: the unchanged model; dotted: what still "
+        "counts as kept (P3.15). Black: heads zeroed at random (P3.9), the mean and the range "
+        "over seeds.",
+    ),
+    "ranks": (
+        "Ranking of scores",
+        "By the area under the curve, divided by its span of percentages (P3.16).",
+    ),
+    "masks": (
+        "Which heads are zeroed",
+        "Share of the sequences in which a head was zeroed, layer by head, for each percentage "
+        "that the threshold is set for (P3.11). Scores of a layer see the layers below it as they "
+        "are, already zeroed.",
+    ),
+    "single_heads": (
+        "One head at a time",
+        "Change when one head of the layer is zeroed in every sequence (P4.7), and one standard "
+        "error of it, over the texts.",
+    ),
+    "tsne": (
+        "MLP activations of layer 0",
+        "t-SNE of act(gate) up of the first tokens, unchanged and with each head of layer 0 "
+        "zeroed alone (P4.6, P4.7). Every panel is a projection of its own: distances between "
+        "panels mean nothing.",
+    ),
+}
+"""Figure -> (title, caption)."""
+
+
+def draw_all(results: AblationResults, masks: Arrays, tsne: Arrays) -> dict[str, Any]:
+    """Return the figures that the results have something for."""
+    drawn = {
+        "curves": draw_curves(results),
+        "ranks": draw_ranks(results),
+        "masks": draw_masks(results, masks),
+        "single_heads": draw_single_heads(results),
+        "tsne": draw_tsne(tsne),
+    }
+    return {name: figure for name, figure in drawn.items() if figure is not None}

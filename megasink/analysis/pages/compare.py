@@ -1,0 +1,118 @@
+"""Compare runs on one page: smoothed training loss, validation, head imbalance, and a table."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megasink.analysis.pages.curves import EMA, SMOOTHED, mark_spikes, series, smoothed
+from megasink.analysis.pages.spikes import loss_spikes
+from megasink.analysis.pages.style import label, model_colors, panels, save, styled, zoom
+
+COLUMNS = {
+    "steps": "steps",
+    "loss": "lm_loss",
+    "spikes": "spikes",
+    "validation": "valid_lm_loss",
+    "bits/byte": "valid_bits_per_byte",
+    "imbalance": "imbalance",
+}
+"""Column of `summary` -> metric of metrics.jsonl, or a count."""
+
+
+@styled()
+def draw_comparison(
+    runs: dict[str, list[dict[str, Any]]],
+    output: Path,
+    *,
+    x: str = "step",
+    factor: float = EMA,
+    comment: str | None = None,
+) -> None:
+    """Draw the curves of several runs in the same axes (P0.20, P1.41).
+
+    Args:
+        runs: name -> lines of its metrics.jsonl.
+        x: "step" or "tokens".
+        factor: of the exponential moving average of training loss and imbalance.
+        comment: in the file (`megasink.analysis.pages.style.comment_of`).
+    """
+    figure, (axes,) = panels(1, 3, 4.2, width=14)
+    colors = dict(zip(runs, model_colors(len(runs)), strict=True))
+    validation = _validation_key(runs)
+    for name, lines in runs.items():
+        color = colors[name]
+        for axis, key in ((axes[0], "lm_loss"), (axes[2], "imbalance")):
+            where, values = _series(lines, key, x)
+            if not len(values):
+                continue
+            axis.plot(where, values, color=color, alpha=0.2, linewidth=0.7)
+            text = name
+            if key == "lm_loss":
+                text += _plural(mark_spikes(axis, where, values, color))
+            axis.plot(where, smoothed(values, factor), color=color, label=text)
+        where, values = _series(lines, validation, x)
+        axes[1].plot(where, values, "o-", color=color, label=name)
+    bits = validation == "valid_bits_per_byte"
+    titles = (
+        (f"training loss (EMA {factor:g})", "nats per token"),
+        ("validation", "bits per byte" if bits else "nats per token"),
+        (f"head imbalance (EMA {factor:g})", "coefficient of variation"),
+    )
+    for axis, (title, text) in zip(axes, titles, strict=True):
+        label(axis, title, text, x)
+    for axis in axes[:2]:
+        if axis.lines:
+            zoom(axis)
+    # Below the spike marks.
+    axes[0].legend(loc="upper right", bbox_to_anchor=(1, 0.96))
+    save(figure, output, comment)
+
+
+def _plural(spikes: int) -> str:
+    return f" ({spikes} spike{'s' * (spikes != 1)})" if spikes else ""
+
+
+def _validation_key(runs: dict[str, list[dict[str, Any]]]) -> str:
+    """Return bits per byte, comparable across tokenizers, if every validated run has them."""
+    validated = [
+        line for lines in runs.values() for line in lines if line.get("valid_lm_loss") is not None
+    ]
+    whole = bool(validated) and all("valid_bits_per_byte" in line for line in validated)
+    return "valid_bits_per_byte" if whole else "valid_lm_loss"
+
+
+def _series(
+    lines: list[dict[str, Any]], key: str, x: str
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    steps, values = series(lines, key)
+    if x == "step":
+        return steps, values
+    # Evaluation lines hold only their step.
+    tokens = {line["iteration"]: line["tokens"] for line in lines if "tokens" in line}
+    known = np.asarray([step in tokens for step in steps], dtype=bool)
+    return np.asarray([tokens[step] for step in steps[known]], dtype=float), values[known]
+
+
+def summary(lines: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Return the numbers to compare.
+
+    Final values and counts; those of `SMOOTHED` are moving averages (factor `EMA`).
+    """
+    _, loss = series(lines, "lm_loss")
+    _, seconds = series(lines, "seconds")
+    _, tokens = series(lines, "tokens")
+    found: dict[str, float | None] = {
+        "steps": float(len(loss)),
+        "loss": float(smoothed(loss)[-1]),
+        "spikes": float(len(loss_spikes(loss))),
+    }
+    for name in ("validation", "bits/byte", "imbalance"):
+        _, values = series(lines, COLUMNS[name])
+        values = smoothed(values) if COLUMNS[name] in SMOOTHED else values
+        found[name] = float(values[-1]) if len(values) else None
+    per_step = np.diff(tokens, prepend=0.0)
+    speed = len(seconds) == len(per_step) and len(seconds) > 0
+    found["tokens/s"] = float(np.median(per_step / seconds)) if speed else None
+    return found

@@ -1,0 +1,144 @@
+"""The figure of a run: loss, bits per byte, head imbalance, and the importance heatmap."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megasink.analysis.pages.divergence import MovingAverage
+from megasink.analysis.pages.heatmap import draw_importance
+from megasink.analysis.pages.metrics import read_metrics
+from megasink.analysis.pages.spikes import loss_spikes
+from megasink.analysis.pages.style import BLUE, GRAY, VERMILION, label, note, panels, save, styled
+from megasink.errors import UserError
+from megasink.json_file import read_object
+
+EMA = 0.9
+"""Factor of moving averages (P1.41)."""
+SMOOTHED = ("lm_loss", "imbalance")
+"""Metrics whose curves and final values are moving averages."""
+
+
+def smoothed(values: NDArray[np.float64], factor: float = EMA) -> NDArray[np.float64]:
+    """Return the values smoothed by `MovingAverage`.
+
+    As in TensorBoard, non-finite values are kept and do not enter later averages.
+    """
+    average = MovingAverage(factor)  # scipy.signal takes seconds to import
+    return np.asarray([average(value) if np.isfinite(value) else value for value in values])
+
+
+def series(
+    lines: list[dict[str, Any]], key: str
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return (iterations, values) of the numbers under ``key``, the last for each iteration."""
+    found = {line["iteration"]: line[key] for line in lines if line.get(key) is not None}
+    return np.asarray(list(found), dtype=float), np.asarray(list(found.values()), dtype=float)
+
+
+def draw_run(
+    run_dir: Path,
+    output: Path | None = None,
+    lines: list[dict[str, Any]] | None = None,
+    comment: str | None = None,
+) -> Path:
+    """Draw the figure of a run, by default to RUN/curves.png, and return its path.
+
+    Args:
+        lines: of its metrics.jsonl, if they are read already.
+        comment: in the file (`megasink.analysis.pages.style.comment_of`).
+
+    Raises:
+        UserError: as in `read_metrics`.
+    """
+    lines = read_metrics(run_dir) if lines is None else lines
+    output = output or run_dir / "curves.png"
+    _draw(lines, _title(run_dir), output, comment)
+    return output
+
+
+@styled()
+def _draw(lines: list[dict[str, Any]], title: str, output: Path, comment: str | None) -> None:
+    count = 3 + any("valid_bits_per_byte" in line for line in lines)
+    figure, (axes,) = panels(1, count, 4.2, width=14 / 3 * count)
+    _draw_loss(axes[0], lines)
+    if count == 4:
+        _draw_bits_per_byte(axes[1], lines)
+    _draw_imbalance(axes[-2], lines)
+    _draw_importance(figure, axes[-1], lines)
+    figure.suptitle(title, fontsize=11)
+    save(figure, output, comment)
+
+
+def _title(run_dir: Path) -> str:
+    config = run_dir / "config.json"
+    if not config.is_file():
+        return run_dir.name
+    try:
+        a = read_object(config)["arguments"]
+        return (
+            f"{run_dir.name}: {a['attention_variant']} attention, {a['num_layers']} layers, "
+            f"{a['num_attention_heads']} heads, d {a['hidden_size']}, "
+            f"head-balance coefficient {a['head_balance_coeff']:g}"
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{config} does not describe a run ({error!r})") from error
+
+
+def _draw_loss(axis: Any, lines: list[dict[str, Any]]) -> None:
+    steps, loss = series(lines, "lm_loss")
+    axis.plot(steps, loss, color=BLUE, alpha=0.25, linewidth=0.8)
+    axis.plot(steps, smoothed(loss), color=BLUE, label="training (EMA 0.9)")
+    valid_steps, valid = series(lines, "valid_lm_loss")
+    if len(valid):
+        axis.plot(valid_steps, valid, "o-", color=VERMILION, label="validation")
+    mark_spikes(axis, steps, loss, BLUE)
+    label(axis, "language-model loss", "nats per token", "step")
+    axis.legend()
+
+
+def mark_spikes(
+    axis: Any, steps: NDArray[np.float64], loss: NDArray[np.float64], color: Any
+) -> int:
+    """Mark the loss spikes at the upper edge of the axis; return their number."""
+    found = loss_spikes(loss)
+    if found:
+        height = np.full(len(found), 0.97)
+        edge = axis.get_xaxis_transform()  # data along x, the axis itself along y
+        axis.scatter(steps[found], height, marker="v", color=color, s=25, transform=edge)
+    return len(found)
+
+
+def _draw_bits_per_byte(axis: Any, lines: list[dict[str, Any]]) -> None:
+    steps, bits = series(lines, "valid_bits_per_byte")
+    axis.plot(steps, bits, "o-", color=VERMILION)
+    label(axis, f"validation: {bits[-1]:.3f} at step {steps[-1]:.0f}", "bits per byte", "step")
+
+
+def _draw_imbalance(axis: Any, lines: list[dict[str, Any]]) -> None:
+    rows = [line for line in lines if "imbalance_per_layer" in line]
+    label(axis, "head imbalance (CV of head importance)", "coefficient of variation", "step")
+    if not rows:
+        note(axis, "no gates recorded")
+        return
+    steps = np.asarray([row["iteration"] for row in rows], dtype=float)
+    for layer in np.asarray([row["imbalance_per_layer"] for row in rows], dtype=float).T:
+        axis.plot(steps, layer, color=GRAY, alpha=0.35, linewidth=0.8)
+    axis.plot([], [], color=GRAY, alpha=0.6, linewidth=0.8, label="each layer")
+    mean_steps, mean = series(lines, "imbalance")
+    axis.plot(mean_steps, mean, color=BLUE, alpha=0.3, linewidth=0.8)
+    axis.plot(mean_steps, smoothed(mean), color=BLUE, label="mean over layers (EMA 0.9)")
+    axis.set_ylim(bottom=0)
+    axis.legend()
+
+
+def _draw_importance(figure: Any, axis: Any, lines: list[dict[str, Any]]) -> None:
+    rows = [line for line in lines if "importance" in line]
+    title = "head importance (mean gate)"
+    if not rows:
+        label(axis, title)
+        note(axis, "no gates recorded")
+        return
+    importance_LH = np.asarray(rows[-1]["importance"], dtype=float)
+    draw_importance(figure, axis, importance_LH, f"{title}, step {rows[-1]['iteration']}")

@@ -1,0 +1,147 @@
+"""Figures built from the registry: one panel per curve, and a heatmap of heads.
+
+Several models share a panel, or stand side by side.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from megasink.analysis.folder import Analysis, Floats
+from megasink.analysis.metrics import Metric, metrics, metrics_shown
+from megasink.analysis.pages.drawing import Drawing
+from megasink.analysis.pages.style import (
+    MAP,
+    even_panels,
+    heatmap,
+    label,
+    line,
+    log_scale,
+    model_legend,
+    named,
+    share_limit,
+    whole_numbers,
+    wrapped,
+    write_cells,
+)
+
+CURVES = {
+    "sinks": ("Sinks", "Attention sinks"),
+    "values": ("Sinks", "Values, keys and queries by token"),
+    "activations": ("Hidden states", "Largest activations"),
+}
+"""Curve figure -> its section of the page and its title; all others go to "Other metrics"."""
+
+_ABSCISSA = {
+    "head": "layer",
+    "layer": "layer",
+    "state": "layer (half: after attention)",
+    "head column": "key position k",
+    "key": "key position k",
+    "layer position": "token position i",
+    "state position": "token position i",
+}
+_LOGARITHMIC = ("activation", "ratio")
+_READABLE = 160  # maximum number of cells with readable numbers
+
+
+def metric_drawings() -> list[Drawing]:
+    """Return a drawing for each figure that a registered metric names."""
+    curves: dict[str, list[Metric]] = {}
+    for entry in metrics_shown("curve").values():
+        curves.setdefault(entry.figure, []).append(entry)
+    drawings = []
+    for figure, entries in curves.items():
+        section, title = CURVES.get(figure, ("Other metrics", figure.replace("_", " ")))
+        caption = " ".join(f"{e.title}: {_definition(e)}" for e in entries)
+        draw = partial(_draw_curves, entries)
+        caption += " Means over samples; a metric that is 0 for every model has no panel."
+        drawings.append(Drawing(figure, section, title, caption, draw))
+    for entry in metrics_shown("heatmap").values():
+        caption = f"{_definition(entry)} One color scale; layers without attention are blank."
+        draw = partial(_draw_heatmap, entry)
+        drawings.append(Drawing(entry.name, "Heads", entry.title.capitalize(), caption, draw))
+    return drawings
+
+
+def _definition(entry: Metric) -> str:
+    return f"{entry.definition.rstrip('.')} ({entry.source})."
+
+
+def _draw_curves(entries: Sequence[Metric], analyses: Sequence[Analysis]) -> Any:
+    """Draw one panel per metric, except metrics that are 0 for every model (no sink weight)."""
+    shown = [e for e in entries if any(a.has(e.name) and a.values(e.name).any() for a in analyses)]
+    if not shown:
+        return None
+    figure, axes = even_panels(len(shown), 5, 3.2)
+    by_unit: dict[str, list[Any]] = {}
+    for axis, entry in zip(axes, shown, strict=True):
+        for analysis, color, name in named(analyses):
+            if analysis.has(entry.name):
+                x, curve = _curve(entry, analysis.values(entry.name))
+                line(axis, x, curve, color=color, label=name)
+        label(axis, entry.title, "" if entry.unit == "1" else entry.unit, _ABSCISSA[entry.axis])
+        whole_numbers(axis.xaxis)
+        by_unit.setdefault(entry.unit, []).append(axis)
+    for unit, those in by_unit.items():
+        if unit == "share":
+            share_limit(*those)
+        elif unit == "cosine":
+            for axis in those:
+                axis.set_ylim(-1.05, 1.05)
+        elif unit in _LOGARITHMIC:
+            log_scale(*those)
+        elif unit.startswith("L2 norm"):
+            for axis in those:
+                highest = max(np.nanmax(curve.get_ydata()) for curve in axis.lines)
+                axis.set_ylim(0, 1.05 * highest if highest > 0 else 1)
+    model_legend(figure, axes[0], analyses)
+    return figure
+
+
+def _curve(entry: Metric, values: Floats) -> tuple[Any, Any]:
+    """Return x and y of the curve: means over all other axes."""
+    if entry.axis == "head":
+        curve = np.ma.masked_invalid(values).mean(1)
+    elif entry.axis in ("layer", "state", "key"):
+        curve = np.ma.masked_invalid(values)
+    else:
+        curve = np.ma.masked_invalid(values.reshape(-1, values.shape[-1])).mean(0)
+    step = 0.5 if entry.axis == "state" else 1.0
+    return step * np.arange(len(curve)), np.ma.filled(curve, np.nan)
+
+
+def _draw_heatmap(entry: Metric, analyses: Sequence[Analysis]) -> Any:
+    analyses = [analysis for analysis in analyses if analysis.has(entry.name)]
+    if not analyses:
+        return None
+    tables = [analysis.values(entry.name) for analysis in analyses]
+    layers = max(len(table) for table in tables)
+    figure, axes = even_panels(len(analyses), 3, float(np.clip(0.24 * layers + 1.3, 2.8, 8.0)))
+    lowest = float(min(np.nanmin(table) for table in tables))
+    highest = float(max(np.nanmax(table) for table in tables))
+    if entry.unit == "share":  # round down: gates of a balanced model differ little
+        lowest, highest = min(0.9, float(np.floor(10 * lowest) / 10)), 1.0
+    for axis, analysis, table in zip(axes, analyses, tables, strict=True):
+        image = heatmap(axis, table, vmin=lowest, vmax=highest, cmap=MAP)
+        about = "\n".join([wrapped(analysis.name), *_made_of(entry, analysis)])
+        label(axis, about, "layer", "head")
+        if table.size <= _READABLE and len(analyses) <= 3:
+            write_cells(axis, image, table, 6.5 if len(analyses) < 3 else 5.5)
+    bar_label = entry.title if entry.unit == "1" else f"{entry.title}, {entry.unit}"
+    figure.colorbar(image, ax=figure.axes, label=bar_label)
+    return figure
+
+
+def _made_of(entry: Metric, analysis: Analysis) -> list[str]:
+    """Return the numbers derived from this metric, such as head imbalance from importance."""
+    numbers = (
+        f"{made.title} {made.text(analysis.results.metrics[made.name].number)}"
+        for made in metrics().values()
+        if made.needs == (f"{entry.name}_LH",)
+        and "scalar" in made.shown
+        and analysis.has(made.name)
+    )
+    return [", ".join(numbers)]

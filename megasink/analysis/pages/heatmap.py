@@ -1,0 +1,104 @@
+"""The [layer, head] heatmap of head importance.
+
+Shapes: L layers, H query heads.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megasink.analysis.pages.style import (
+    MAP,
+    even_panels,
+    grid,
+    heatmap,
+    label,
+    rendered,
+    styled,
+    write_cells,
+)
+
+# Maximum number of cells with readable numbers.
+_READABLE = 96
+
+
+def draw_importance(
+    figure: Any,
+    axis: Any,
+    importance_LH: NDArray[np.float64],
+    title: str,
+    lowest: float | None = None,
+) -> None:
+    """Draw a heatmap with labels and a color bar on an axis of a matplotlib figure.
+
+    Args:
+        importance_LH: mean gates; NaN, drawn gray, for layers without any.
+        lowest: where the color scale begins; None for the least gate.
+    """
+    lowest = _lowest(importance_LH) if lowest is None else lowest
+    axis.set_facecolor("0.8")
+    image = heatmap(axis, importance_LH, vmin=lowest, vmax=1, cmap=MAP)
+    label(axis, title, "layer", "head")
+    if importance_LH.size <= _READABLE:
+        write_cells(axis, image, importance_LH, 7)
+    figure.colorbar(image, ax=axis, label="closed <- gate -> open")
+
+
+def draw_importances(
+    figure: Any, axes: Iterable[Any], maps: Sequence[tuple[str, NDArray[np.float64]]]
+) -> None:
+    """Draw heatmaps, of a title and [L, H] each, on one color scale."""
+    lowest = min(_lowest(importance_LH) for _, importance_LH in maps)
+    for axis, (title, importance_LH) in zip(axes, maps, strict=True):
+        draw_importance(figure, axis, importance_LH, title, lowest)
+
+
+def _lowest(importance_LH: NDArray[np.float64]) -> float:
+    """Return where a color scale begins: rounded down, so that similar runs mostly share it."""
+    known = importance_LH[np.isfinite(importance_LH)]
+    return min(0.9, float(np.floor(known.min() * 10) / 10)) if known.size else 0.9
+
+
+@styled()
+def importance_pictures(maps: Sequence[tuple[str, NDArray[np.float64]]]) -> bytes:
+    """Return the heatmaps of a model at several times as the bytes of a PNG file.
+
+    Args:
+        maps: title and [L, H] of each; they share a color scale.
+    """
+    heads = maps[0][1].shape[1]
+    return rendered(_figure(maps, min(max(0.34 * heads, 3.2), 9.0) + 1.2))
+
+
+@styled()
+def importance_picture(importance_LH: NDArray[np.float64], title: str) -> NDArray[np.uint8]:
+    """Return the heatmap alone as an image, [height, width, RGB] in 0 to 255."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(_alone(importance_LH, title))
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+@styled()
+def importance_png(importance_LH: NDArray[np.float64], title: str) -> bytes:
+    """Return the heatmap alone as the bytes of a PNG file."""
+    return rendered(_alone(importance_LH, title))
+
+
+def _alone(importance_LH: NDArray[np.float64], title: str) -> Any:
+    heads = importance_LH.shape[1]
+    return _figure([(title, importance_LH)], min(max(0.34 * heads, 4.0), 14.0) + 1.8)
+
+
+def _figure(maps: Sequence[tuple[str, NDArray[np.float64]]], width: float) -> Any:
+    """Return a figure of heatmaps of such a width in inches, on one color scale."""
+    layers = maps[0][1].shape[0]
+    # Cells of about a third of an inch, within a page.
+    height = min(max(0.24 * layers, 2.4), 12.0) + 1
+    _, columns = grid(len(maps), 3)
+    figure, axes = even_panels(len(maps), 3, height, width=columns * width)
+    draw_importances(figure, axes, maps)
+    return figure

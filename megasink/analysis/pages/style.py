@@ -1,0 +1,314 @@
+"""The style of every figure: sizes for a page, and colors safe for color-blind readers.
+
+Figures avoid pyplot and its back ends, so that matplotlib's global state stays untouched (figures
+are also drawn during training). `styled` draws the names of models, datasets and tokens literally,
+dollar signs included.
+"""
+
+import hashlib
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from megasink.analysis.folder import Analysis
+from megasink.errors import UserError
+from megasink.printable import printable
+
+WIDTH = 11.0
+"""Figure width in inches, about 1150 pixels on the page."""
+DPI = 160
+
+# Okabe and Ito (2008), ordered so that neighbors differ in lightness too.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+BLUE, VERMILION, GREEN = PALETTE[:3]
+GRAY = "#6b7280"
+MAP = "viridis"
+DIVERGING = "PuOr_r"
+
+STYLE: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.3,
+    "grid.linewidth": 0.6,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "lines.linewidth": 1.5,
+    "lines.markersize": 3.5,
+    "figure.facecolor": "white",
+    "text.parse_math": False,
+    "pdf.fonttype": 42,
+}
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Apply the style to figures made inside this context or decorated function."""
+    import matplotlib
+
+    with matplotlib.rc_context(STYLE):
+        yield
+
+
+def panels(
+    rows: int,
+    columns: int,
+    height: float,
+    *,
+    width: float = WIDTH,
+    layout: Any = "constrained",
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Return a figure and its axes [rows, columns].
+
+    Args:
+        width, height: total, in inches.
+        layout: matplotlib's; None for a figure of many panels, where a layout takes seconds.
+        options: passed to `Figure.subplots`.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout=layout)
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def grid(count: int, most: int) -> tuple[int, int]:
+    """Return (rows, columns) for `count` panels, evenly, with at most `most` in a row."""
+    rows = math.ceil(count / most)
+    return rows, math.ceil(count / rows)
+
+
+def even_panels(count: int, most: int, height: float, **options: Any) -> tuple[Any, Any]:
+    """Return a figure and its `count` axes, in even rows of at most `most`; the rest stays blank.
+
+    Args:
+        height: of a row, in inches.
+        options: see `panels`.
+    """
+    rows, columns = grid(count, most)
+    figure, axes = panels(rows, columns, height * rows, **options)
+    for axis in axes.flat[count:]:
+        axis.set_axis_off()
+    return figure, axes.flat[:count]
+
+
+def rendered(figure: Any, kind: str = "png", comment: str | None = None) -> bytes:
+    """Render the figure to a file's bytes, "png" or "pdf", without a date."""
+    stream = BytesIO()
+    metadata = {"CreationDate": None} if kind == "pdf" else {"Software": None, "Comment": comment}
+    figure.savefig(stream, dpi=DPI, format=kind, metadata=metadata)
+    return stream.getvalue()
+
+
+def save(figure: Any, path: Path, comment: str | None = None) -> None:
+    """Write the figure as a PNG, creating its folder.
+
+    Args:
+        comment: of `comment_of`.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(rendered(figure, comment=comment))
+
+
+def comment_of(output: Path, line: str, of: Sequence[object], *, overwrite: bool) -> str:
+    """Return the comment in a picture that a command is about to write: what it is of.
+
+    Args:
+        line: the command, with what names its picture.
+        of: all that the picture depends on.
+
+    Raises:
+        UserError: the name does not end in .png; or the file exists, is of something else, and
+            `overwrite` is not set.
+    """
+    if output.suffix.lower() != ".png":
+        raise UserError(f"--output {output}: the picture is a PNG: name it {output.name}.png")
+    digest = hashlib.sha256(repr([*map(str, of)]).encode()).hexdigest()[:12]
+    comment, before = f"megasink {line} ({digest})", None
+    if overwrite or not output.exists():
+        return comment
+    with suppress(OSError, ValueError, SyntaxError), Image.open(output, formats=["PNG"]) as image:
+        before = image.info.get("Comment")
+    if before == comment:
+        return comment
+    known = isinstance(before, str) and before.startswith("megasink ")
+    what = f"is of `{printable(str(before))[:200]}`" if known else "exists, and is not of megasink"
+    raise UserError(f"--output {output} {what}: choose another, or replace it with --overwrite")
+
+
+def model_colors(count: int) -> list[Any]:
+    """Return one color per model: the palette, or a gradient for a series of checkpoints."""
+    import matplotlib
+
+    if count <= len(PALETTE):
+        return list(PALETTE[:count])
+    return list(matplotlib.colormaps[MAP](np.linspace(0.0, 0.9, count)))
+
+
+def position_colors(count: int) -> list[Any]:
+    """Return one color per position: position 0 stands out, the others follow a gradient."""
+    import matplotlib
+
+    scale = matplotlib.colormaps[MAP](np.linspace(0.05, 0.85, max(1, count - 1)))
+    return [VERMILION, *scale][:count]
+
+
+def named(analyses: Sequence[Analysis]) -> list[tuple[Analysis, Any, str]]:
+    """Return each analysis with its color and its legend name."""
+    colors = model_colors(len(analyses))
+    return [
+        (analysis, color, short(analysis.name, 40))
+        for analysis, color in zip(analyses, colors, strict=True)
+    ]
+
+
+def model_legend(figure: Any, axis: Any, analyses: Sequence[Analysis]) -> None:
+    """Put a legend above all panels if there are several models."""
+    handles, labels = axis.get_legend_handles_labels()
+    if len(analyses) > 1 and handles:
+        place = "outside upper left" if figure.get_layout_engine() else "upper left"
+        figure.legend(handles, labels, loc=place, ncols=min(len(handles), 5))
+
+
+def short(name: str, width: int) -> str:
+    """Return a name on one line, with its middle elided if it is long."""
+    name = " ".join(printable(name).split()) or "unnamed"
+    if len(name) <= width:
+        return name
+    return f"{name[: width // 2 - 1]}…{name[-(width // 2) :]}"
+
+
+def wrapped(name: str, width: int = 34) -> str:
+    """Return a name on at most two lines."""
+    return "\n".join(textwrap.wrap(short(name, 2 * width - 2), width)[:2])
+
+
+def label(axis: Any, title: str, ylabel: str = "", xlabel: str = "") -> None:
+    """Set title and axis labels."""
+    axis.set_title(title)
+    axis.set_xlabel(xlabel)
+    axis.set_ylabel(ylabel)
+
+
+def note(axis: Any, text: str) -> None:
+    """Write a note in the middle of an empty axis."""
+    axis.text(0.5, 0.5, text, ha="center", color=GRAY, transform=axis.transAxes)
+
+
+def log_scale(*axes: Any) -> None:
+    """Set logarithmic y axes with plain numbers and common limits."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    lines = [curve.get_ydata() for axis in axes for curve in axis.lines]
+    values = np.concatenate([np.asarray(curve, dtype=float) for curve in lines] or [np.ones(1)])
+    values = values[np.isfinite(values) & (values > 0)]
+    low, high = (values.min() / 1.25, values.max() * 1.25) if len(values) else (0.1, 10.0)
+    for axis in axes:
+        axis.set_yscale("log")
+        axis.set_ylim(low, high)
+        if high / low < 8:
+            axis.yaxis.set_major_locator(MaxNLocator(5))
+        else:
+            steps = (1.0, 2.0, 5.0) if high / low < 200 else (1.0,)
+            axis.yaxis.set_major_locator(LogLocator(subs=steps))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def share_limit(*axes: Any) -> None:
+    """Set y from 0 to the next of 10, 25, 50 and 100% above the curves, for all axes."""
+    highest = max((np.nanmax(curve.get_ydata()) for a in axes for curve in a.lines), default=0.0)
+    top = next((x for x in (0.1, 0.25, 0.5) if highest <= x), 1.0)
+    for axis in axes:
+        axis.set_ylim(-0.03 * top, 1.04 * top)
+
+
+def density(axis: Any, values: Any, edges: Any, color: Any, name: str) -> None:
+    """Draw the step outline of a density over bins, lightly filled."""
+    axis.stairs(values, edges, color=color, linewidth=1.4, label=name)
+    axis.stairs(values, edges, color=color, fill=True, alpha=0.15)
+
+
+def whole_numbers(*axes: Any) -> None:
+    """Place ticks at whole numbers only: layers, heads, positions."""
+    from matplotlib.ticker import MaxNLocator
+
+    for axis in axes:
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def heatmap(axis: Any, table: Any, **options: Any) -> Any:
+    """Draw an image with blank missing cells and whole-number axes."""
+    axis.grid(False)
+    image = axis.imshow(
+        np.ma.masked_invalid(table), aspect="auto", interpolation="nearest", **options
+    )
+    whole_numbers(axis.xaxis, axis.yaxis)
+    return image
+
+
+def write_cells(axis: Any, image: Any, table: Any, size: float) -> None:
+    """Write a table's numbers in its cells, light on dark; small ones drop the leading 0."""
+    for (row, column), value in np.ndenumerate(table):
+        if np.isfinite(value):
+            red, green, blue, _ = image.cmap(image.norm(value))
+            dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
+            text = f"{value:.2f}" if value < 100 else f"{value:.0f}"
+            if size < 6:
+                text = "1" if text == "1.00" else text.removeprefix("0")
+            axis.text(
+                column,
+                row,
+                text,
+                ha="center",
+                va="center",
+                fontsize=size,
+                color="white" if dark else "black",
+            )
+
+
+def line(axis: Any, x: Any, y: Any, **style: Any) -> None:
+    """Draw a curve through the finite points, with markers if they are few."""
+    x, y = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+    there = np.isfinite(y)
+    few = "o" if there.sum() <= 40 else ""
+    axis.plot(x[there], y[there], marker=few, **style)
+
+
+def token_label(text: str) -> str:
+    """Return a token as a label: visible spaces and newlines, a box for missing glyphs."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    for character, shown in (("\n", "↵"), ("\t", "→"), ("\r", "↵"), (" ", "␣")):
+        text = text.replace(character, shown)
+    known = get_font(findfont(FontProperties(family="DejaVu Sans"))).get_charmap()
+    text = "".join(c if ord(c) in known else "▯" for c in text)
+    return text if len(text) <= 14 else f"{text[:12]}…"
+
+
+def zoom(axis: Any) -> None:
+    """Exclude the first tenth of the curves from the scale: all runs start equally high."""
+    tails = [line.get_ydata()[len(line.get_ydata()) // 10 :] for line in axis.lines]
+    values = np.concatenate([np.zeros(0), *(np.asarray(tail, dtype=float) for tail in tails)])
+    values = values[np.isfinite(values)]
+    if len(values) and values.max() > values.min():
+        margin = 0.05 * (values.max() - values.min())
+        axis.set_ylim(values.min() - margin, values.max() + margin)

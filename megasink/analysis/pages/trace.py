@@ -1,0 +1,154 @@
+"""The files of `megasink trace`: every scalar metric, checkpoint by checkpoint."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megasink.analysis.metrics import metrics_shown
+from megasink.analysis.pages import html
+from megasink.analysis.pages.csv_file import write_csv
+from megasink.analysis.pages.style import (
+    BLUE,
+    even_panels,
+    label,
+    log_scale,
+    rendered,
+    styled,
+    whole_numbers,
+)
+from megasink.analysis.results import Results, scalars_of
+from megasink.errors import UserError
+
+_SCALES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+
+
+@dataclass
+class TraceRow:
+    """One checkpoint.
+
+    Attributes:
+        step, tokens: how far it was trained.
+        numbers: scalar metric -> its number; None if not measured.
+    """
+
+    step: int
+    tokens: int
+    numbers: dict[str, float | str | None]
+
+
+def trace_row(results: Results) -> TraceRow:
+    """Build the row of a checkpoint from its results.
+
+    Raises:
+        UserError: the results do not say how far the model was trained.
+    """
+    model = results.model
+    if model.step is None or model.trained_tokens is None:
+        raise UserError(
+            f"the analysis of {model.name} has no step: it is not of a run's checkpoint"
+        )
+    return TraceRow(model.step, model.trained_tokens, scalars_of(results))
+
+
+def write_trace(
+    rows: Sequence[TraceRow], folder: Path, name: str, links: Sequence[str] = ()
+) -> None:
+    """Write trace.csv, trace.png and report.html: every scalar metric by step (P2.11, P4.23).
+
+    Args:
+        name: name of the run.
+        links: relative URLs of the rows' own reports from `folder`; empty if there are none.
+
+    Raises:
+        OSError: the files cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    table = [{"step": row.step, "tokens": row.tokens, **row.numbers} for row in rows]
+    write_csv(folder / "trace.csv", list(table[0]), table)
+    with styled():
+        png = rendered(_draw(rows))
+    (folder / "trace.png").write_bytes(png)
+    (folder / "report.html").write_text(_page(rows, png, name, links))
+
+
+def _measured(rows: Sequence[TraceRow]) -> list[str]:
+    """Return the metrics that at least one row has."""
+    return [name for name in rows[0].numbers if any(r.numbers[name] is not None for r in rows)]
+
+
+def _draw(rows: Sequence[TraceRow]) -> Any:
+    """Draw a panel per metric, against tokens."""
+    names, entries = _measured(rows), metrics_shown("scalar")
+    figure, axes = even_panels(len(names), 4, 2.8)
+    size, unit = _unit(max(row.tokens for row in rows))
+    tokens = [row.tokens / size for row in rows]
+    for axis, name in zip(axes, names, strict=True):
+        entry = entries[name]
+        values = [_ordinate(row.numbers[name], entry.levels) for row in rows]
+        axis.plot(tokens, values, "o-", color=BLUE)
+        ylabel = "" if entry.unit == "1" or entry.levels else entry.unit
+        label(axis, entry.title, ylabel, f"tokens seen{unit}")
+        if entry.levels:
+            axis.set_yticks(range(len(entry.levels)), entry.levels)
+            axis.set_ylim(-0.4, len(entry.levels) - 0.6)
+        elif entry.unit in ("activation", "ratio"):
+            log_scale(axis)
+        elif entry.unit == "share":
+            axis.set_ylim(-0.03, 1.03)
+        elif entry.unit == "token":
+            axis.set_ylim(-0.4, max(3.4, 0.4 + np.nanmax(values)))
+            whole_numbers(axis.yaxis)
+    return figure
+
+
+def _ordinate(number: float | str | None, levels: tuple[str, ...]) -> float:
+    if isinstance(number, str):
+        return float(levels.index(number))
+    return np.nan if number is None else number
+
+
+def _unit(highest: float) -> tuple[float, str]:
+    """Return the divisor of token counts, and its axis label."""
+    for size, letter in _SCALES:
+        if highest >= size:
+            return size, f" ({letter})"
+    return 1.0, ""
+
+
+def _page(rows: Sequence[TraceRow], png: bytes, name: str, links: Sequence[str]) -> str:
+    first, last = rows[0], rows[-1]
+    names, entries = _measured(rows), metrics_shown("scalar")
+    ends = (
+        f"{entries[n].title} from {entries[n].text(first.numbers[n])} to "
+        f"{entries[n].text(last.numbers[n])}"
+        for n in ("sink_rate", "imbalance", "circuit_stage")
+        if n in names
+    )
+    summary = (
+        f"{name}: {len(rows)} checkpoints, from step {first.step:,} to {last.step:,} "
+        f"({last.tokens:,} tokens): {'; '.join(ends)}."
+    )
+    caption = "Against the tokens seen in training. " + " ".join(
+        f"{entries[n].title}: {entries[n].definition.rstrip('.')}"
+        + ("" if entries[n].axis == "model" else f", {entries[n].scalar}")
+        + f" ({entries[n].source})."
+        for n in names
+    )
+    head = ["step", "tokens", *(entries[n].title for n in names)]
+    cells = [
+        [f"{row.step:,}", f"{row.tokens:,}", *(entries[n].text(row.numbers[n]) for n in names)]
+        for row in rows
+    ]
+    parts = [
+        f"<main><h1>{html.escape(name)}: training trace</h1>",
+        html.paragraph(summary),
+        html.figure(png, f"Training trace of {name}", caption),
+        html.heading(2, "Checkpoints"),
+        *([html.paragraph("Each step links to its own report.", "note")] if links else []),
+        html.table(head, cells, links=links),
+        "</main>",
+    ]
+    return html.document(f"megasink: trace of {name}", parts)

@@ -1,0 +1,217 @@
+"""Dataclasses of results.json; docs/instruments.md explains them.
+
+Values by layer, head and so on are nested lists, with null for missing entries.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megasink.analysis.metrics.registry import metrics_shown
+
+FORMAT = 3
+"""Incremented when an entry of results.json moves or changes its meaning."""
+
+
+@dataclass
+class MetricResult:
+    """One metric: its values along its axis, and its summary number (a name for a category)."""
+
+    values: Any
+    number: float | str | None
+
+
+@dataclass(kw_only=True)
+class SampleResults:
+    """Results over some samples.
+
+    Attributes:
+        tokens: total number of tokens.
+        metrics: registered metric -> its result; metrics without any number are absent.
+        sink_positions: token -> share of the heads that have a sink on it (P3.31).
+        spread: metric of the page's first sentence -> standard deviation of its number over
+            samples; empty for one sample.
+    """
+
+    samples: int
+    tokens: int
+    metrics: dict[str, MetricResult]
+    sink_positions: dict[str, float]
+    spread: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class DatasetResults(SampleResults):
+    """Results of one dataset.
+
+    Attributes:
+        score_quantiles: inactive-head score -> its 101 percentiles (P3.23).
+        repeat_rate: n -> share of n-grams whose tokens are equal (P4.14).
+    """
+
+    score_quantiles: dict[str, list[float | None]]
+    repeat_rate: dict[str, float]
+
+
+@dataclass
+class Agreement:
+    """Agreement between scores on which heads are inactive: [score][score] (P3.18, P3.19)."""
+
+    scores: list[str]
+    iou: list[list[float | None]]
+    precision: list[list[float | None]]
+
+
+@dataclass
+class InactiveHeads:
+    """Inactive heads by score.
+
+    Attributes:
+        thresholds: score -> share of heads -> threshold (P3.11).
+        share_by_layer: score -> share of each layer's heads if 15 % of all are inactive (P3.20).
+        quantiles: score -> its 101 percentiles.
+    """
+
+    thresholds: dict[str, dict[str, float]]
+    share_by_layer: dict[str, list[float | None]]
+    quantiles: dict[str, list[float | None]]
+    agreement: Agreement
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """A sample with non-finite values, which is left out of all averages.
+
+    Attributes:
+        sample: index of the sample; source: where it came from.
+        layers: the affected layers; heads: those of the first one.
+    """
+
+    sample: int
+    source: str
+    layers: list[int]
+    heads: list[int]
+
+
+@dataclass(kw_only=True)
+class ModelFacts:
+    """The model, and how far it was trained, if known."""
+
+    name: str = ""
+    kind: str = ""
+    attention: str = ""
+    dtype: str = ""
+    parameters: int | None = None
+    step: int | None = None
+    trained_tokens: int | None = None
+    layers: int
+    heads: list[int]
+
+
+@dataclass(kw_only=True)
+class RunFacts:
+    """Command-line options and inputs of an analysis.
+
+    Attributes:
+        identity: hash of everything that changes a result; only for `megasink analyze`.
+        weights: hash of the model's weights, so that thresholds are not used for another model;
+            only for `megasink analyze`.
+        replaced_positions: positions of every sequence whose tokens were replaced, from 0, not
+            counting a sink token (P2.15, P2.16).
+        replaced_with: "random", or the id of a token.
+        data_sha256: of the token ids of all samples in order.
+    """
+
+    data: list[str] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    bos: str | None = None
+    seq_length: int | None = None
+    max_samples: int | None = None
+    replaced_positions: list[int] | None = None
+    replaced_with: str | None = None
+    seed: int
+    device: str | None = None
+    identity: str | None = None
+    weights: str | None = None
+    data_sha256: str
+
+
+@dataclass(kw_only=True)
+class Results(SampleResults):
+    """Contents of results.json.
+
+    Attributes:
+        format: `FORMAT`; megasink, torch, python: versions.
+        datasets: dataset -> its results.
+        geometry: facts about the points of geometry.npz.
+        average_perplexity, perplexity_of_average_nats: over texts, each counted once (P1.26).
+        gate_histogram: counts of explicit gate scores by layer, in 100 bins over [0, 1] (P1.29).
+    """
+
+    format: int
+    megasink: str
+    torch: str
+    python: str
+    model: ModelFacts
+    run: RunFacts
+    non_finite: list[NonFinite]
+    datasets: dict[str, DatasetResults]
+    inactive_heads: InactiveHeads
+    geometry: dict[str, Any]
+    average_perplexity: float | None = None
+    perplexity_of_average_nats: float | None = None
+    gate_histogram: list[list[int]] | None = None
+
+
+@dataclass(kw_only=True)
+class SweepRow:
+    """One setting of a sweep.
+
+    Attributes:
+        length: text tokens; tokens: sequence tokens, including BOS and copies before the text.
+        bos: "add" or "none".
+        copies: copies of BOS or, without BOS, of the first token of the text.
+        samples: number of samples in the averages.
+        non_finite: sources of the samples left out of them.
+        metrics: as in `SampleResults`, for metrics that are shown somewhere.
+        inactive: score -> share of inactive heads; also by [layer] and by [layer][head].
+    """
+
+    length: int
+    bos: str
+    copies: int
+    samples: int
+    tokens: int
+    non_finite: list[str]
+    metrics: dict[str, MetricResult]
+    inactive: dict[str, float]
+    inactive_by_layer: dict[str, list[float | None]]
+    inactive_by_head: dict[str, list[list[float | None]]]
+
+
+@dataclass(kw_only=True)
+class SweepResults:
+    """Contents of sweep.json.
+
+    Attributes:
+        max_samples: per input; data_sha256: hash of the texts' token ids.
+        replaced_positions, replaced_with: as in `RunFacts`.
+        thresholds: score -> threshold of inactive heads in every row; set by the row `set_by`.
+    """
+
+    format: int
+    megasink: str
+    model: ModelFacts
+    data: list[str]
+    max_samples: int | None
+    data_sha256: str
+    replaced_positions: list[int] | None = None
+    replaced_with: str | None = None
+    set_by: str
+    thresholds: dict[str, float]
+    rows: list[SweepRow]
+
+
+def scalars_of(of: SampleResults) -> dict[str, float | str | None]:
+    """Return the number of each registered scalar metric; None if there is none."""
+    nothing = MetricResult(None, None)
+    return {name: of.metrics.get(name, nothing).number for name in metrics_shown("scalar")}

@@ -1,0 +1,271 @@
+"""`megasink sweep`: one model on the same texts at several lengths, with and without BOS, and with
+its first token repeated (P2.3, P3.24, P4.3, P4.4).
+
+Shapes: R rows of the sweep, N samples, L layers, H heads.
+"""
+
+import argparse
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import megasink
+from megasink.analysis.capture.base import ProbedModel
+from megasink.analysis.capture.identity import identity
+from megasink.analysis.capture.inputs import (
+    Reader,
+    Sample,
+    data_hash,
+    dataset_names,
+    with_replaced_tokens,
+)
+from megasink.analysis.capture.measurements import Measurements
+from megasink.analysis.capture.ranks import Ranks
+from megasink.analysis.capture.recorder import Recorder
+from megasink.analysis.capture.replacing import replacement_for
+from megasink.analysis.capture.run import run
+from megasink.analysis.capture.shards import PartialFolder
+from megasink.analysis.metrics import metrics
+from megasink.analysis.metrics.thresholds import inactive, share_by_layer, threshold
+from megasink.analysis.metrics.tokens import repeated_first_token
+from megasink.analysis.pages.sweep import write_sweep
+from megasink.analysis.results import FORMAT, ModelFacts, SweepResults, SweepRow
+from megasink.analysis.summary import LAYER_SHARE, metric_results, scores_of
+from megasink.analysis.sweep_options import COLUMNS
+from megasink.data.corpus import Corpus
+from megasink.data.replaced_tokens import Replacement
+from megasink.data.tokenizer import leading_ids
+from megasink.errors import UserError
+from megasink.output_folder import results_in
+from megasink.typed_json import to_json
+
+METRICS = ("alpha", "awft", "ahon", "importance", "massive_ratio")
+SCORES = ("awft", "ahon_ln")
+"""Scores whose inactive heads are counted (P3.24)."""
+SEED = 0
+"""Seed of the random baseline, which a sweep does not show."""
+
+
+class Setting(NamedTuple):
+    """One row of a sweep.
+
+    Attributes:
+        length: text tokens; BOS and copies are extra.
+        bos: "add" or "none".
+        copies: copies of BOS or, without BOS, of the first token of the text.
+    """
+
+    length: int
+    bos: str
+    copies: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.length}-{self.bos}-x{self.copies}"
+
+
+def sweep(args: argparse.Namespace, model: ProbedModel, ranks: Ranks) -> SweepResults | None:
+    """Run every combination and write the measurements; arguments as in `analyze`.
+
+    The loss always covers the same tokens: all of the text but its first.
+
+    Returns:
+        contents of sweep.json; None on every process except rank 0.
+
+    Raises:
+        UserError: texts are too short, sequences exceed the positions, or there is no BOS.
+    """
+    tokenizer, positions, first = model.tokenizer, model.positions, model.first
+    settings = settings_of(args, tokenizer)
+    longest = max(s.length + s.copies - (s.bos == "none") for s in settings) + len(first)
+    if positions is not None and longest > positions:
+        raise UserError(
+            f"--lengths {max(args.lengths)} makes sequences of {longest} tokens, counting those "
+            f"before the text, but {args.model} has {positions} positions: use shorter lengths"
+        )
+    contents = contents_of(args, tokenizer)
+    replaced = replacement_for(args, model)
+    about = identity(args, model.module, contents, model.facts, METRICS)
+    about |= {"--max-samples": args.max_samples, "--lengths": args.lengths, "--bos": args.bos}
+    about |= {"--first-token-copies": args.first_token_copies, "--name": args.name}
+    about |= {"replaced": [args.replaced_positions, args.replaced_with]}
+    overwrite, first_rank = args.overwrite, not ranks.rank
+    with results_in(args.output, "sweep", about, overwrite=overwrite, writes=first_rank) as record:
+        measured, partials = [], []
+        for setting in settings:
+            samples = samples_of(setting, contents, first, tokenizer.bos_token_id, replaced)
+            partial, measurements = _measured(args, model, setting, samples, ranks)
+            partials.append(partial)
+            if measurements is not None:
+                measured.append((setting, measurements))
+        if ranks.rank:
+            return None
+        results, arrays = _results(args, model, contents, measured)
+        record()
+        write_sweep(results, arrays, args.output)
+        for partial in partials:
+            partial.remove()
+        (args.output / "partial").rmdir()
+    return results
+
+
+def _measured(
+    args: argparse.Namespace,
+    model: ProbedModel,
+    setting: Setting,
+    samples: Sequence[Sample],
+    ranks: Ranks,
+) -> tuple[PartialFolder, Measurements | None]:
+    """Run the samples of a row; None on every process except rank 0."""
+    recorder = Recorder(model.heads, METRICS, positions=1, columns=COLUMNS)
+    ranks.enter(f"{args.output}/{setting.label}")
+    facts = identity(args, model.module, samples, model.facts, recorder.metrics)
+    folder = args.output / "partial" / setting.label
+    partial = PartialFolder(folder, facts, overwrite=args.overwrite)
+    with model.open_probe(recorder) as probe:
+        measurements = run(
+            probe,
+            recorder,
+            samples,
+            batch_size=args.batch_size,
+            device=model.device,
+            partial=partial,
+            ranks=ranks,
+        )
+    return partial, measurements
+
+
+def _results(
+    args: argparse.Namespace,
+    model: ProbedModel,
+    contents: Sequence[Sample],
+    measured: Sequence[tuple[Setting, Measurements]],
+) -> tuple[SweepResults, dict[str, Any]]:
+    """Return the contents of sweep.json and of sweep.npz."""
+    set_by, thresholds, rows = summarize_sweep(measured)
+    results = SweepResults(
+        format=FORMAT,
+        megasink=megasink.__version__,
+        model=ModelFacts(**model.facts, layers=len(model.heads), heads=model.heads),
+        data=[str(source) for source in args.data],
+        max_samples=args.max_samples,
+        data_sha256=data_hash(contents),
+        replaced_positions=args.replaced_positions,
+        replaced_with=args.replaced_with,
+        set_by=set_by,
+        thresholds=thresholds,
+        rows=rows,
+    )
+    return results, {
+        f"{name}/{setting.label}": measurements.analysis_values(SEED).by_sample[name].numpy()
+        for setting, measurements in measured
+        for name in SCORES
+    }
+
+
+def settings_of(args: argparse.Namespace, tokenizer: Any) -> list[Setting]:
+    """Return each combination once, with "auto" resolved to what the tokenizer does.
+
+    Raises:
+        UserError: BOS requested from a tokenizer that has none.
+    """
+    special = tokenizer.bos_token_id
+    kinds = []
+    for bos in args.bos:
+        if bos == "add" and special is None:
+            raise UserError(
+                f"--bos add: the tokenizer {tokenizer.name_or_path} has no BOS token; use auto"
+            )
+        if bos == "auto":
+            begins = special is not None and leading_ids(tokenizer)[:1] == [special]
+            bos = "add" if begins else "none"
+        kinds.append(bos)
+    combinations = itertools.product(args.lengths, dict.fromkeys(kinds), args.first_token_copies)
+    return [Setting(*combination) for combination in combinations]
+
+
+def contents_of(args: argparse.Namespace, tokenizer: Any) -> list[Sample]:
+    """Return the tokens of texts long enough for every length, cut to the longest, without BOS.
+
+    Raises:
+        UserError: an input has no such text.
+    """
+    longest = max(args.lengths)
+    reader = Reader(tokenizer, "none", parse_special_tokens=args.parse_special_tokens)
+    contents = []
+    for name, source in zip(dataset_names(args.data), args.data, strict=True):
+        count = most = 0
+        for document in Corpus([source], json_key=args.json_key):
+            tokens = reader.read(document.pieces(), document.source, longest)
+            most = max(most, len(tokens))
+            if len(tokens) < longest:
+                continue
+            contents.append(Sample(tuple(tokens), name, document.source))
+            count += 1
+            if count == args.max_samples:
+                break
+        if not count:
+            raise UserError(
+                f"{source} has no text of {longest} tokens (the longest has {most}): use "
+                f"--lengths of at most {most}, or longer texts"
+            )
+    return contents
+
+
+def samples_of(
+    setting: Setting,
+    contents: Sequence[Sample],
+    first: tuple[int, ...],
+    bos: int,
+    replaced: Replacement | None = None,
+) -> list[Sample]:
+    """Return the samples of one sweep row; tokens are replaced where BOS and copies stand too."""
+    made = []
+    for sample in contents:
+        text = sample.tokens[: setting.length]
+        begin = bos if setting.bos == "add" else None
+        tokens = tuple(repeated_first_token(text, setting.copies, begin))
+        made.append(replace(sample, tokens=tokens, scored=setting.length - 1))
+    made = with_replaced_tokens(made, replaced)
+    return [replace(sample, tokens=(*first, *sample.tokens)) for sample in made]
+
+
+def summarize_sweep(
+    measured: Sequence[tuple[Setting, Measurements]],
+) -> tuple[str, dict[str, float], list[SweepRow]]:
+    """Return the label of the row that sets the shared thresholds, the thresholds, and all rows.
+
+    Thresholds mark 15 % of the heads in the first row among the longest texts.
+    """
+    longest = max(measured, key=lambda entry: entry[0].length)
+    reference = longest[1].analysis_values(SEED)
+    thresholds = {
+        name: threshold(scores, LAYER_SHARE, metrics()[name].inactive or "")
+        for name, scores in scores_of(reference).items()
+        if name in SCORES
+    }
+    return longest[0].label, thresholds, [_row(*entry, thresholds) for entry in measured]
+
+
+def _row(setting: Setting, measurements: Measurements, thresholds: dict[str, float]) -> SweepRow:
+    analysis = measurements.analysis_values(SEED)
+    registered = metrics()
+    by_layer, by_head = {}, {}
+    for name, tau in thresholds.items():
+        scores = analysis.by_sample[name].numpy()
+        mask = inactive(scores, tau, registered[name].inactive or "")
+        by_layer[name] = share_by_layer(mask, scores)
+        by_head[name] = mask.mean(0)
+    return SweepRow(
+        **setting._asdict(),
+        samples=len(measurements.samples),
+        tokens=measurements.samples[0].tokens,
+        non_finite=[entry.source for entry in measurements.non_finite],
+        metrics={n: r for n, r in metric_results(analysis).items() if registered[n].shown},
+        inactive={name: float(np.nanmean(shares)) for name, shares in by_layer.items()},
+        inactive_by_layer=to_json(by_layer),
+        inactive_by_head=to_json(by_head),
+    )

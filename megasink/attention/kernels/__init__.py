@@ -1,0 +1,193 @@
+"""The registry of attention kernels and the selection among them."""
+
+import importlib
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from megasink.attention.call import VARIANTS
+from megasink.attention.kernels.aten_cpu import FlashCpuBackend
+from megasink.attention.kernels.base import AttentionRequest, Backend
+from megasink.attention.kernels.cuda import compute_capability, not_on_cuda
+from megasink.attention.kernels.eager import EagerBackend
+from megasink.errors import ConfigError
+
+__all__ = [
+    "AttentionRequest",
+    "Backend",
+    "Choice",
+    "backend_named",
+    "backend_names",
+    "choose_backend",
+    "register_backend",
+]
+
+
+@dataclass(frozen=True)
+class CudaBackend:
+    """A backend for CUDA devices, which is imported when one is asked for.
+
+    Attributes:
+        name: Name of the backend.
+        place: module:class, the module in this package.
+    """
+
+    name: str
+    place: str
+
+
+_REGISTRY: dict[str, Backend | CudaBackend] = {}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The selected backend, and why each other one was not selected.
+
+    Attributes:
+        name: Name of the backend.
+        reasons: Name of another backend -> a clause.
+    """
+
+    name: str
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        others = "; ".join(f"not {name}: {why}" for name, why in self.reasons.items())
+        return f"{self.name} ({others})"
+
+
+def register_backend(backend: Backend | CudaBackend, *, before: str | None = None) -> None:
+    """Register a backend, ahead of `before` in the order in which "auto" tries them."""
+    items = [item for item in _REGISTRY.items() if item[0] != backend.name]
+    names = [name for name, _ in items]
+    items.insert(len(items) if before is None else names.index(before), (backend.name, backend))
+    _REGISTRY.clear()
+    _REGISTRY.update(items)
+    choose_backend.cache_clear()
+
+
+def backend_names() -> tuple[str, ...]:
+    """Return every registered backend, in the order in which "auto" tries them."""
+    return tuple(_REGISTRY)
+
+
+def backend_named(name: str) -> Backend:
+    """Return the backend with this name."""
+    found = _REGISTRY[name]
+    if isinstance(found, CudaBackend):
+        module, kind = found.place.split(":")
+        loaded: Backend = getattr(importlib.import_module(f"{__name__}.{module}"), kind)()
+        _REGISTRY[name] = found = loaded
+    return found
+
+
+@lru_cache(maxsize=256)
+def choose_backend(request: AttentionRequest, requested: str = "auto") -> Choice:
+    """Select the backend for a request.
+
+    Needs no tensor and no device, so a configuration can be rejected before anything is built.
+
+    Args:
+        request: The configuration.
+        requested: "auto" for the first suitable backend, or the name of a required one; a "+" and
+            the name of gate kernels may follow (`gate_kernels.choose_gate_kernels`).
+
+    Raises:
+        ConfigError: No backend, or not the requested one, computes the request exactly; the message
+            gives the reasons and the backend that "auto" would select.
+    """
+    requested = requested.partition("+")[0]
+    problems = _problems_of_any_backend(request)
+    if requested != "auto" and requested not in _REGISTRY:
+        problems.append(
+            f"unknown attention backend {requested!r}: choose auto, {', '.join(_REGISTRY)}"
+        )
+    if problems:
+        raise ConfigError(problems)
+    refusals = {name: _refusal(name, request) for name in _REGISTRY}
+    able = [name for name, refusal in refusals.items() if refusal is None]
+    if not able:
+        lines = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
+        raise ConfigError([f"no attention backend can run {_describe(request)}: {lines}"])
+    if requested != "auto" and requested not in able:
+        raise ConfigError(
+            [
+                f"attention backend {requested!r} cannot run {_describe(request)}: "
+                f"{refusals[requested]}; use {able[0]!r}"
+            ]
+        )
+    name = able[0] if requested == "auto" else requested
+    idle = f"{name} comes first" if requested == "auto" else f"{name} was requested"
+    reasons = {other: refusal or idle for other, refusal in refusals.items() if other != name}
+    return Choice(name, reasons)
+
+
+def _refusal(name: str, request: AttentionRequest) -> str | None:
+    if isinstance(_REGISTRY[name], CudaBackend) and (reason := not_on_cuda(request)):
+        return reason
+    backend = backend_named(name)
+    if request.distance_bias and not backend.takes_distance_bias:
+        return "it adds no bias to the scores"
+    return backend.supports(request)
+
+
+def _problems_of_any_backend(request: AttentionRequest) -> list[str]:
+    """Return the problems that rule out every backend."""
+    problems = []
+    if request.variant not in VARIANTS:
+        problems.append(
+            f"unknown attention variant {request.variant!r}: choose {', '.join(VARIANTS)}"
+        )
+    if request.dropout:
+        problems.append(
+            f"attention dropout {request.dropout} breaks the identity between gate and LSE "
+            "(paper P0.9): set attention dropout to 0"
+        )
+    if not request.dtype.is_floating_point or request.dtype.itemsize < 2:
+        problems.append(
+            f"attention dtype {request.dtype}: use float16, bfloat16, float32 or float64"
+        )
+    if request.window is not None and request.window < 1:
+        problems.append(f"attention window {request.window}: a token sees itself, use 1 or more")
+    if request.window is not None and not request.causal:
+        problems.append("an attention window needs the causal mask")
+    if request.distance_bias and not request.causal:
+        problems.append("a distance bias needs the causal mask")
+    return problems
+
+
+def _describe(request: AttentionRequest) -> str:
+    gradient = " with a gradient through the gate" if request.needs_gate_gradient else ""
+    gradient = (" with a distance bias" if request.distance_bias else "") + gradient
+    return (
+        f"{request.variant} attention in {request.dtype} on {request.device_type}, "
+        f"head dim {request.head_dim}{gradient}"
+    )
+
+
+def at_runtime(request: AttentionRequest, device_index: int | None) -> AttentionRequest:
+    """Return the request with what its CUDA device and PyTorch's settings say filled in."""
+    device = (
+        request.device_type if device_index is None else f"{request.device_type}:{device_index}"
+    )
+    return replace(
+        request,
+        compute_capability=compute_capability(torch.device(device)),
+        deterministic=request.deterministic or torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+# The order in which "auto" tries them: the newest FlashAttention that is installed and supported by
+# the device, PyTorch's own, cuDNN, and eager, which runs anything.
+for _backend in (
+    FlashCpuBackend(),
+    CudaBackend("flash-attn-4", "flash_attention:FlashAttention4Backend"),
+    CudaBackend("flash-attn-3", "flash_attention:FlashAttention3Backend"),
+    CudaBackend("flash-attn-2", "flash_attention:FlashAttention2Backend"),
+    CudaBackend("flash-cuda", "aten_cuda:FlashCudaBackend"),
+    CudaBackend("transformer-engine", "transformer_engine:TransformerEngineBackend"),
+    CudaBackend("cudnn", "aten_cuda:CudnnBackend"),
+    EagerBackend(),
+):
+    register_backend(_backend)

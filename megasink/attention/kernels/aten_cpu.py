@@ -1,0 +1,37 @@
+"""PyTorch's CPU flash kernel."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megasink.attention.call import AttentionCall, BackwardTensors
+from megasink.attention.kernels.base import AttentionRequest, VendorBackend, fp16_reason
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class FlashCpuBackend(VendorBackend):
+    """`aten::_scaled_dot_product_flash_attention_for_cpu`: any float dtype, any head dim, GQA."""
+
+    name = "flash-cpu"
+
+    def supports(self, request: AttentionRequest) -> str | None:
+        """See `Backend.supports`."""
+        if request.device_type != "cpu":
+            return f"it runs on the CPU, not on {request.device_type}"
+        return fp16_reason(request)
+
+    def launch_forward(
+        self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> tuple[Tensor, Tensor]:
+        """See `VendorBackend`."""
+        out_BHTD, lse_BHT = _forward(query, key, value, 0.0, call.causal, scale=call.scale)
+        return out_BHTD, lse_BHT
+
+    def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
+        """See `VendorBackend`."""
+        *inputs, lse_BHT, _ = tensors
+        grads: Sequence[Tensor] = _backward(*inputs, lse_BHT, 0.0, call.causal, scale=call.scale)
+        return grads

@@ -1,0 +1,115 @@
+"""Common requirements of CUDA kernels, and base classes for kernels from optional packages."""
+
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasink.attention.kernels.base import AttentionRequest, VendorBackend, fp16_reason
+
+
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of a CUDA device; None for other devices or no driver."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return _capability(torch.cuda.current_device() if device.index is None else device.index)
+
+
+# Cached: a query costs as much as launching a small kernel.
+_capability = lru_cache(torch.cuda.get_device_capability)
+
+
+def not_on_cuda(request: AttentionRequest) -> str | None:
+    """Return why a kernel for CUDA devices cannot run on the request's device, or None."""
+    if request.device_type != "cuda":
+        return f"it runs on CUDA devices, not on {request.device_type}"
+    return None
+
+
+def cuda_reason(
+    request: AttentionRequest, largest_head_dim: int, capability: tuple[int, int] = (8, 0)
+) -> str | None:
+    """Return why a half-precision kernel (D % 8 == 0, from `capability` on) cannot run, or None."""
+    if reason := not_on_cuda(request):
+        return reason
+    if request.compute_capability is not None and request.compute_capability < capability:
+        needed, found = (".".join(map(str, c)) for c in (capability, request.compute_capability))
+        return f"it needs compute capability {needed} or later, the device has {found}"
+    if request.dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in bfloat16 or float16, not in {request.dtype}"
+    if request.head_dim % 8 or request.head_dim > largest_head_dim:
+        return (
+            f"the head dim must be a multiple of 8 up to {largest_head_dim}, got {request.head_dim}"
+        )
+    return None
+
+
+def package_reason(module: str, package: str) -> str | None:
+    """Return why the module of `package` cannot be imported, or None."""
+    try:
+        import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
+            return f"the package {package} is not installed"
+        return f"{package} does not import: {error}"
+    except Exception as error:  # a binary for another torch or driver may raise anything
+        return f"{package} does not import: {type(error).__name__}: {error}"
+    return None
+
+
+_VECTOR_BYTES = 16
+
+
+def with_whole_vectors(tensor_BHTD: Tensor) -> Tensor:
+    """Return the tensor, copied unless all its rows start at multiples of 16 bytes.
+
+    CUDA kernels load 16 bytes at once. Their hosts check the last stride alone, so other rows end
+    in "misaligned address" on the device.
+    """
+    elements = _VECTOR_BYTES // tensor_BHTD.element_size()
+    rows = zip(tensor_BHTD.shape[:-1], tensor_BHTD.stride()[:-1], strict=True)
+    if tensor_BHTD.data_ptr() % _VECTOR_BYTES or any(n > 1 and step % elements for n, step in rows):
+        return tensor_BHTD.clone(memory_format=torch.contiguous_format)
+    return tensor_BHTD
+
+
+class BTHDLayout(VendorBackend):
+    """FlashAttention's layout [B, T, H, D]: a view if the last dimension is dense and aligned."""
+
+    def lay_out(self, tensor_BHTD: Tensor) -> Tensor:
+        """See `VendorBackend`."""
+        return with_whole_vectors(super().lay_out(tensor_BHTD)).transpose(1, 2)
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """See `VendorBackend`."""
+        return tensor.transpose(1, 2)
+
+
+class PackageBackend(VendorBackend):
+    """A CUDA kernel from an optional package.
+
+    Attributes:
+        package: Name for `pip install`, or the source.
+        module: Module to import, on the first request that would run on it.
+        capability: Lowest supported compute capability.
+        largest_head_dim: D must be a multiple of 8 up to this.
+    """
+
+    package: str
+    module: str
+    capability: tuple[int, int] = (8, 0)
+    largest_head_dim: int = 256
+
+    def supports(self, request: AttentionRequest) -> str | None:
+        """See `Backend.supports`."""
+        return (
+            cuda_reason(request, self.largest_head_dim, self.capability)
+            or (None if self.takes_lse_gradient else fp16_reason(request))
+            or package_reason(self.module, self.package)
+        )
+
+    def load(self) -> Any:
+        """Import the module."""
+        return import_module(self.module)

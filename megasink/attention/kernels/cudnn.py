@@ -1,0 +1,48 @@
+"""What is known of cuDNN's fused attention, for every package that calls it."""
+
+import torch
+from torch import Tensor
+
+from megasink.attention.call import AttentionCall, BackwardTensors, Gradients
+from megasink.attention.kernels.base import AttentionRequest, VendorBackend
+from megasink.attention.kernels.eager import EagerBackend
+
+# torch.backends.cudnn.version() of the first release without that defect.
+HOPPER_SINCE = 92600
+_PLAIN = EagerBackend()
+
+
+def cudnn_reason(request: AttentionRequest) -> str | None:
+    """Return why the loaded cuDNN cannot compute a request, or None."""
+    if request.device_type == "cuda" and not torch.backends.cudnn.is_available():
+        return "this PyTorch has no cuDNN"
+    if request.compute_capability is not None and request.compute_capability[0] == 9:
+        version = torch.backends.cudnn.version() or 0
+        if version < HOPPER_SINCE:
+            return (
+                "on Hopper it needs cuDNN 9.26 (earlier releases give non-finite gradients for "
+                f"unmasked blocks of 64 keys modulo 128), this is {version}"
+            )
+    return None
+
+
+class CudnnKernel(VendorBackend):
+    """A kernel of cuDNN. Small blocks take the eager kernel instead.
+
+    cuDNN refuses a single key. Its backward of a single query gives NaN on Hopper where the LSE is
+    far below 0 (9.25 and 9.26, deterministic or not: github.com/NVIDIA/cudnn-frontend/issues/1072).
+    Eager's temporaries for one of either are no larger than query or key.
+    """
+
+    def forward(
+        self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, call: AttentionCall
+    ) -> tuple[Tensor, Tensor]:
+        """See `Backend.forward`."""
+        compute = _PLAIN.forward if key_BGSD.shape[2] == 1 else super().forward
+        return compute(query_BHTD, key_BGSD, value_BGSD, call)
+
+    def backward(self, tensors: BackwardTensors, call: AttentionCall) -> Gradients:
+        """See `Backend.backward`."""
+        is_single = 1 in (tensors.query_BHTD.shape[2], tensors.key_BGSD.shape[2])
+        compute = _PLAIN.backward if is_single else super().backward
+        return compute(tensors, call)

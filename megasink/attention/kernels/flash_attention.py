@@ -1,0 +1,158 @@
+"""The FlashAttention packages: 2 (flash-attn), 3 (the folder hopper/) and 4 (flash-attn-4).
+
+All take strided [B, T, H, D] and return the natural LSE [B, H, T] in float32. The autograd
+functions of 2 and 3 silently drop its gradient; here it is injected. 4 supports it.
+
+Shapes: B batch, H query heads, T queries, D head dim.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megasink.attention.call import AttentionCall, BackwardTensors
+from megasink.attention.kernels.base import AttentionRequest
+from megasink.attention.kernels.cuda import BTHDLayout, PackageBackend
+
+
+class FlashAttentionBackend(BTHDLayout, PackageBackend):
+    """Code shared by the packages, with sliding window and GQA.
+
+    Attributes:
+        forward_name: Name of the forward function in the module.
+        forward_options: Constant options of the forward function.
+        unbounded: Left and right window size that hides nothing.
+    """
+
+    native_window = True
+    forward_name = "_flash_attn_forward"
+    forward_options: ClassVar[dict[str, Any]] = {}
+    unbounded: int | None = -1
+
+    def launch_forward(
+        self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> tuple[Tensor, Tensor]:
+        """See `VendorBackend`."""
+        forward = getattr(self.load(), self.forward_name)
+        out_BTHD, lse_BHT, *_ = forward(
+            query, key, value, causal=call.causal, **self._shared(call), **self.forward_options
+        )
+        return out_BTHD, lse_BHT
+
+    def _shared(self, call: AttentionCall) -> dict[str, Any]:
+        """Return the options common to forward and backward in every package."""
+        left, right = self.unbounded, self.unbounded
+        if call.window is not None:
+            left, right = call.window - 1, 0  # excluding the token itself
+        return {"softmax_scale": call.scale, "window_size_left": left, "window_size_right": right}
+
+
+class FlashAttention2Backend(FlashAttentionBackend):
+    """FlashAttention 2, for A100 and later.
+
+    Follows v2.8.3, flash_attn/flash_attn_interface.py; parameters unchanged since v2.7.0.
+    """
+
+    name = "flash-attn-2"
+    package = "flash-attn"
+    module = "flash_attn.flash_attn_interface"
+    unused: ClassVar[dict[str, Any]] = {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None}
+    forward_options: ClassVar[dict[str, Any]] = {**unused, "return_softmax": False}
+
+    def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
+        """See `VendorBackend`."""
+        *inputs, lse_BHT, _ = tensors
+        _, *attended, _ = inputs
+        grads = [torch.empty_like(tensor) for tensor in attended]
+        self.load()._flash_attn_backward(
+            *inputs,
+            lse_BHT.contiguous(),
+            *grads,
+            causal=call.causal,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **self._shared(call),
+            **self.unused,
+        )
+        return grads
+
+
+class FlashAttention3Backend(FlashAttentionBackend):
+    """FlashAttention 3, for Hopper only.
+
+    Follows 3.0.0 (August 2026), hopper/flash_attn_interface.py.
+    """
+
+    name = "flash-attn-3"
+    package = "flash_attn_3 (hopper/ of github.com/Dao-AILab/flash-attention)"
+    module = "flash_attn_interface"
+    capability = (9, 0)
+
+    def supports(self, request: AttentionRequest) -> str | None:
+        """See `Backend.supports`."""
+        if request.compute_capability is not None and request.compute_capability >= (10, 0):
+            return "it is written for Hopper, compute capability 9.0"
+        if request.deterministic and request.head_dim > 192:
+            # hopper/flash_bwd_launch_template.h, run_mha_bwd_dispatch: the flag is dropped
+            return f"its backward is deterministic up to head dim 192, got {request.head_dim}"
+        return super().supports(request)
+
+    def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
+        """See `VendorBackend`."""
+        *inputs, lse_BHT, _ = tensors
+        _, *attended, _ = inputs
+        grads = [torch.empty_like(tensor) for tensor in attended]
+        self.load()._flash_attn_backward(
+            *inputs,
+            lse_BHT.contiguous(),
+            is_causal=call.causal,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **self._shared(call),
+            **dict(zip(("dq", "dk", "dv"), grads, strict=True)),
+        )
+        return grads
+
+
+class FlashAttention4Backend(FlashAttentionBackend):
+    """FlashAttention 4 in CuTe, for Hopper and later; without injection, float16 trains too.
+
+    Follows the wheel 4.0.0b36, flash_attn/cute/interface.py. Its own learnable sink is not used:
+    every backend computes the slot, and with it the gate, outside the kernel.
+    """
+
+    name = "flash-attn-4"
+    package = "flash-attn-4"
+    module = "flash_attn.cute.interface"
+    capability = (9, 0)
+    takes_lse_gradient = True
+    forward_name = "_flash_attn_fwd"
+    forward_options: ClassVar[dict[str, Any]] = {"return_lse": True}
+    unbounded = None
+
+    def supports(self, request: AttentionRequest) -> str | None:
+        """See `Backend.supports`."""
+        # Blackwell's backward asserts that there is no dlse at D 256, and lacks D 136 to 248.
+        capability = request.compute_capability
+        if capability is not None and capability >= (10, 0) and request.head_dim > 128:
+            return f"beyond Hopper its head dim goes up to 128, got {request.head_dim}"
+        if capability is not None and capability[0] == 12 and request.deterministic:
+            return "its backward for compute capability 12 is not deterministic"
+        return super().supports(request)
+
+    def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
+        """See `VendorBackend`."""
+        grad_out, query, key, value, out, lse_BHT, lse_grad_BHT = tensors
+        grads: Sequence[Tensor] = self.load()._flash_attn_bwd(
+            query,
+            key,
+            value,
+            out,
+            grad_out,
+            lse_BHT.contiguous(),
+            causal=call.causal,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            dlse=None if lse_grad_BHT is None else lse_grad_BHT.contiguous(),
+            **self._shared(call),
+        )
+        return grads

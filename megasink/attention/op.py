@@ -1,0 +1,257 @@
+"""The op behind every variant: attention over real keys plus one sink slot (docs/maths.md).
+
+An attention kernel (`backends`) computes the keys; gate kernels (`gate_kernels`) add the slot to
+its result, and take the slot's gradients before its backward.
+
+A custom op takes only tensors and scalars, so callers unpack `Slotted`, `AttentionCall` and the
+other records into arguments (`*tensors, *call`), and the op rebuilds them (`from_op`).
+
+Shapes: B batch, H query heads, G key/value groups, T queries, S keys, D head dim; 1 for a dimension
+that broadcasts.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasink.attention.blocks import backward_blocks, forward_blocks
+from megasink.attention.call import (
+    Arriving,
+    AttentionCall,
+    BackwardTensors,
+    Gradients,
+    Results,
+    Slot,
+    Slotted,
+    from_op,
+    op_schema,
+)
+from megasink.attention.first_key import backward_first_key, first_key, forward_first_key
+from megasink.attention.gate_kernels import (
+    BeforeBackward,
+    GateKernels,
+    choose_gate_kernels,
+    gate_kernels_named,
+)
+from megasink.attention.kernels import AttentionRequest, Backend, backend_named, choose_backend
+from megasink.attention.kernels.cuda import compute_capability
+from megasink.attention.layout import empty_in_order_of, in_order_of, statistics_dtype
+
+
+@torch.library.custom_op(
+    "megasink::slot_attention",
+    mutates_args=(),
+    schema=op_schema(Slotted, AttentionCall, outputs=len(Results._fields)),
+)
+def slot_attention_op(*arguments: Any) -> Results:
+    """Run the forward of the op; call it through `megasink.attention.attention`.
+
+    Args:
+        arguments: The fields of `Slotted` and `AttentionCall`.
+    """
+    slotted, call = from_op(arguments, Slotted, AttentionCall)
+    query_BHTD, key_BGSD, value_BGSD, slot_logit, slot_value = slotted
+    kernel, gates = _kernels(query_BHTD, call)
+    if call.slot == Slot.FIRST_KEY:
+        return forward_first_key(kernel, gates, query_BHTD, key_BGSD, value_BGSD, call)
+    out_BHTD, lse_BHT = forward_blocks(kernel, query_BHTD, key_BGSD, value_BGSD, call)
+    if slot_logit is None:
+        lse_BHT = lse_BHT.contiguous()
+        nothing = (lse_BHT.new_empty(0), lse_BHT.new_empty(0))
+        return Results(in_order_of(query_BHTD, out_BHTD), lse_BHT, *nothing)
+    return gates.close_slot(query_BHTD, out_BHTD, lse_BHT, slot_logit, slot_value)
+
+
+@torch.library.custom_op(
+    "megasink::slot_attention_backward",
+    mutates_args=(),
+    schema=op_schema(Arriving, Slotted, Results, AttentionCall, outputs=6),
+)
+def slot_attention_backward_op(*arguments: Any) -> tuple[Tensor, ...]:
+    """Run the backward of the op.
+
+    Args:
+        arguments: The fields of `Arriving`, `Slotted` (with a slot of None if neither of its
+            gradients is needed), `Results` and `AttentionCall`.
+
+    Returns:
+        Gradients of query, key, value, slot_logit, slot_value and distance_bias_HS; each of the
+        last three is empty if its input is None.
+
+    Raises:
+        ConfigError: The kernel does not support an incoming LSE or gate gradient.
+    """
+    records = from_op(arguments, Arriving, Slotted, Results, AttentionCall)
+    return run_backward(*records, lends=False)
+
+
+def run_backward(
+    arriving: Arriving, slotted: Slotted, results: Results, call: AttentionCall, *, lends: bool
+) -> tuple[Tensor, ...]:
+    """Run the backward; see `slot_attention_backward_op`, which writes into none of its arguments.
+
+    Args:
+        lends: Whether gate kernels may write into dO and Y while it runs, and then put them back.
+    """
+    query_BHTD, key_BGSD, value_BGSD, slot_logit, slot_value = slotted
+    has_lse_grad = not (arriving.grad_lse_BHT is None and arriving.grad_gate_BHT is None)
+    if has_lse_grad:
+        call = call._replace(needs_gate_gradient=True)
+    kernel, gates = _kernels(query_BHTD, call)
+    if arriving.grad_out_BHTD is None:
+        arriving = arriving._replace(grad_out_BHTD=torch.zeros_like(results.out_BHTD))
+    lse_BHT, inject = results.lse_BHT, not kernel.takes_lse_gradient
+    if gates.borrows and inject and has_lse_grad:
+        arriving, results = _lent(arriving, slotted, results, lends)
+
+    def to_kernel(before: BeforeBackward) -> BackwardTensors:
+        return BackwardTensors(
+            before.grad_out_BHTD,
+            query_BHTD,
+            key_BGSD,
+            value_BGSD,
+            before.out_BHTD,
+            lse_BHT,
+            before.lse_grad_BHT,
+        )
+
+    grad_logit, grad_slot_value = lse_BHT.new_empty(0), query_BHTD.new_empty(0)
+    if call.slot == Slot.FIRST_KEY:
+        first = first_key(query_BHTD, key_BGSD, value_BGSD, call)
+        with gates.open_first_key(arriving, results, first, call.scale, inject=inject) as before:
+            grads = backward_first_key(kernel, before, to_kernel(before), first, call)
+    else:
+        opened = gates.open_slot(arriving, results, slot_logit, slot_value, inject=inject)
+        with opened as before:
+            grads = backward_blocks(kernel, to_kernel(before), call)
+        grads = Gradients(
+            in_order_of(query_BHTD, grads.query_BHTD),
+            in_order_of(key_BGSD, grads.key_BGSD),
+            in_order_of(value_BGSD, grads.value_BGSD),
+            grads.distance_bias_HS,
+        )
+        grad_logit = grad_logit if before.logit_grad is None else before.logit_grad
+        grad_slot_value = grad_slot_value if before.value_grad is None else before.value_grad
+    *grads_of_inputs, grad_bias_HS = grads
+    grad_bias_HS = lse_BHT.new_empty(0) if grad_bias_HS is None else grad_bias_HS
+    return *grads_of_inputs, grad_logit, grad_slot_value, grad_bias_HS
+
+
+def _lent(
+    arriving: Arriving, slotted: Slotted, results: Results, lends: bool
+) -> tuple[Arriving, Results]:
+    """Return dO and Y for gate kernels to write into: copies unless only they have their memory.
+
+    `out.backward(out.detach())` sends a dO in the memory of Y, and any input may be sent as dO.
+    """
+    storages = [
+        t.untyped_storage()._cdata for t in (*arriving, *slotted, *results) if t is not None
+    ]
+
+    def lent(tensor: Tensor) -> Tensor:
+        alone = storages.count(tensor.untyped_storage()._cdata) == 1  # its own
+        return tensor if lends and alone else tensor.clone()
+
+    assert arriving.grad_out_BHTD is not None
+    arriving = arriving._replace(grad_out_BHTD=lent(arriving.grad_out_BHTD))
+    return arriving, results._replace(out_BHTD=lent(results.out_BHTD))
+
+
+def _kernels(query_BHTD: Tensor, call: AttentionCall) -> tuple[Backend, GateKernels]:
+    request = AttentionRequest(
+        device_type=query_BHTD.device.type,
+        dtype=query_BHTD.dtype,
+        head_dim=query_BHTD.shape[-1],
+        variant="sink" if call.slot == Slot.GIVEN else "vanilla",
+        window=call.window,
+        causal=call.causal,
+        distance_bias=call.distance_bias_HS is not None,
+        needs_gate_gradient=call.needs_gate_gradient,
+        compute_capability=compute_capability(query_BHTD.device),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    kernel = backend_named(choose_backend(request, call.backend).name)
+    return kernel, gate_kernels_named(choose_gate_kernels(request, call.backend).name)
+
+
+@slot_attention_op.register_fake
+def _(*arguments: Any) -> Results:
+    slotted, call = from_op(arguments, Slotted, AttentionCall)
+    query_BHTD = slotted.query_BHTD
+    shape = query_BHTD.shape[:3]
+    lse_BHT = query_BHTD.new_empty(shape, dtype=statistics_dtype(query_BHTD.dtype))
+    gates = [lse_BHT.new_empty(0 if call.slot == Slot.NONE else shape) for _ in range(2)]
+    return Results(empty_in_order_of(query_BHTD), lse_BHT, *gates)
+
+
+@slot_attention_backward_op.register_fake
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    _, slotted, results, call = from_op(arguments, Arriving, Slotted, Results, AttentionCall)
+    lse_BHT, bias_HS = results.lse_BHT, call.distance_bias_HS
+
+    def given(tensor: Tensor | None, like: Tensor) -> Tensor:
+        return like.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape)
+
+    return (
+        *(empty_in_order_of(tensor) for tensor in slotted[:3]),
+        given(slotted.slot_logit, lse_BHT),
+        given(slotted.slot_value, slotted.query_BHTD),
+        given(bias_HS, lse_BHT),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    # Missing gradients stay None, so that their part of the backward is skipped.
+    ctx.set_materialize_grads(False)
+    slotted, call = from_op(inputs, Slotted, AttentionCall)
+    ctx.save_for_backward(*slotted, *output, call.distance_bias_HS)
+    ctx.call = call._replace(distance_bias_HS=None)
+
+
+def _backward(
+    ctx: Any,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    grad_gate: Tensor | None,
+    grad_weight: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    call: AttentionCall = ctx.call
+    if call.slot == Slot.NONE:
+        grad_gate = grad_weight = None
+    if grad_weight is not None:  # p = 1 - G
+        grad_gate = -grad_weight if grad_gate is None else grad_gate - grad_weight
+    arriving = Arriving(grad_out, grad_lse, grad_gate)
+    no_call_grads = dict.fromkeys(AttentionCall._fields)
+    if all(grad is None for grad in arriving):
+        return *(None for _ in Slotted._fields), *no_call_grads.values()
+    wanted, wanted_of_call = from_op(ctx.needs_input_grad, Slotted, AttentionCall)
+    *saved, bias_HS = ctx.saved_tensors
+    slotted, results = from_op(saved, Slotted, Results)
+    if not (wanted.slot_logit or wanted.slot_value):
+        slotted = slotted._replace(slot_logit=None, slot_value=None)
+    call = call._replace(distance_bias_HS=bias_HS)
+    *grads, grad_logit, grad_value, grad_bias_HS = (
+        run_backward(arriving, slotted, results, call, lends=True)
+        if _owns(results.out_BHTD) and _kernels(slotted.query_BHTD, call)[1].borrows
+        else slot_attention_backward_op(*arriving, *slotted, *results, *call)
+    )
+    if wanted_of_call.distance_bias_HS:
+        no_call_grads["distance_bias_HS"] = grad_bias_HS
+    slot_grads = (
+        grad_logit if wanted.slot_logit else None,
+        grad_value if wanted.slot_value else None,
+    )
+    return *grads, *slot_grads, *no_call_grads.values()
+
+
+def _owns(out_BHTD: Tensor) -> bool:
+    """Whether the backward runs as it is called, on one stream: not traced, and not differentiated.
+
+    A compiler may move another reader of dO or Y beside an op, or give them the memory of others.
+    """
+    traced = type(out_BHTD) is not Tensor or torch.compiler.is_compiling()
+    return not (traced or torch.is_grad_enabled())
+
+
+slot_attention_op.register_autograd(_backward, setup_context=_setup_context)

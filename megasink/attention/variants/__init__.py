@@ -1,0 +1,51 @@
+"""Attention variants, one record each. The README shows how to add one, here or in a plugin."""
+
+from megasink.attention.variants import builtin
+from megasink.attention.variants.record import (
+    SINK_WEIGHT,
+    ZERO_GATES,
+    Export,
+    Kernel,
+    Parameter,
+    Variant,
+    always,
+    first_value,
+    never,
+    no_slot,
+    zero_value,
+)
+from megasink.attention.variants.registry import (
+    foreign_options,
+    is_variant,
+    names,
+    of_kind,
+    parameter_names,
+    register,
+    variant,
+    variants,
+)
+
+for _record in builtin.VARIANTS:
+    register(_record)
+
+__all__ = [
+    "SINK_WEIGHT",
+    "ZERO_GATES",
+    "Export",
+    "Kernel",
+    "Parameter",
+    "Variant",
+    "always",
+    "first_value",
+    "foreign_options",
+    "is_variant",
+    "names",
+    "never",
+    "no_slot",
+    "of_kind",
+    "parameter_names",
+    "register",
+    "variant",
+    "variants",
+    "zero_value",
+]

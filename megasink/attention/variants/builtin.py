@@ -1,0 +1,255 @@
+"""The built-in variants, from P0, P1 and P2.
+
+Shapes: B batch, H query heads and G key/value groups of this tensor-parallel rank, T queries,
+S keys, D head dim.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from megasink.attention.variants.record import (
+    SINK_WEIGHT,
+    ZERO_GATES,
+    Export,
+    Kernel,
+    Parameter,
+    Parameters,
+    Variant,
+    always,
+    first_value,
+    no_slot,
+    zero_value,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megasink.attention import AttentionOutput
+
+# Megatron's inference and converters know the sink's parameter under this name.
+SOFTMAX_OFFSET, KEY_BIAS, VALUE_BIAS = "softmax_offset", "key_bias", "value_bias"
+
+
+def _vanilla(
+    config: Any, parameters: Parameters, *tensors: "Tensor", **options: Any
+) -> "AttentionOutput":
+    from megasink.attention import attention
+
+    return attention(*tensors, **options)
+
+
+def _sink(
+    config: Any, parameters: Parameters, *tensors: "Tensor", **options: Any
+) -> "AttentionOutput":
+    from megasink.attention import attention
+
+    return attention(*tensors, variant="sink", sink_H=parameters[SOFTMAX_OFFSET], **options)
+
+
+def _off_by_one(
+    config: Any, parameters: Parameters, *tensors: "Tensor", **options: Any
+) -> "AttentionOutput":
+    from megasink.attention import attention
+
+    return attention(*tensors, variant="off-by-one", **options)
+
+
+def _biased(
+    config: Any, parameters: Parameters, *tensors: "Tensor", **options: Any
+) -> "AttentionOutput":
+    from megasink.attention import biased_attention
+
+    shape = (tensors[0].shape[1], tensors[0].shape[-1])
+    key_bias, value_bias = parameters.get(KEY_BIAS), parameters.get(VALUE_BIAS)
+    if key_bias is not None and value_bias is None:
+        value_bias = _fixed_value(config, key_bias)
+    return biased_attention(
+        *tensors,
+        # A bias shared by all heads of the layer is [D].
+        key_bias_HD=None if key_bias is None else key_bias.expand(shape),
+        value_bias_HD=None if value_bias is None else value_bias.expand(shape),
+        **options,
+    )
+
+
+def _fixed_value(config: Any, like: "Tensor") -> "Tensor | None":
+    """Return v* of --bias-fixed-value (P2.28), [D], with dtype and device of `like` [..., D]."""
+    kind, norm = config.bias_fixed_value, config.bias_fixed_value_norm
+    if kind == "none":
+        return None
+    head_dim = like.shape[-1]
+    if kind == "uniform":
+        return like.new_full((head_dim,), norm * head_dim**-0.5)
+    value_D = like.new_zeros(head_dim)
+    value_D[0] = norm
+    return value_D
+
+
+def _sink_logit(
+    config: Any, parameters: Parameters, query_BHTD: "Tensor", scale: float
+) -> "Tensor":
+    return parameters[SOFTMAX_OFFSET][None, :, None]
+
+
+def _zero_logit(
+    config: Any, parameters: Parameters, query_BHTD: "Tensor", scale: float
+) -> "Tensor":
+    from megasink.attention.layout import statistics_dtype
+
+    return query_BHTD.new_zeros(1, 1, 1, dtype=statistics_dtype(query_BHTD.dtype))
+
+
+def _key_bias_logit(
+    config: Any, parameters: Parameters, query_BHTD: "Tensor", scale: float
+) -> "Tensor":
+    from megasink.attention.layout import row_dot
+
+    bias_HD = parameters[KEY_BIAS].expand(query_BHTD.shape[1], query_BHTD.shape[-1])
+    return scale * row_dot(query_BHTD, bias_HD[None, :, None])
+
+
+def _key_bias_value(
+    config: Any, parameters: Parameters, first_value: Callable[[], "Tensor"]
+) -> "Tensor | None":
+    value_D = _fixed_value(config, parameters[KEY_BIAS])
+    return None if value_D is None else value_D[None, None, None]
+
+
+def _value_bias(parameters: Parameters) -> "Tensor":
+    """Return the value bias as [1, H, 1, D], or [1, 1, D] if shared by all heads."""
+    return parameters[VALUE_BIAS].unsqueeze(-2)[None]
+
+
+def _key_value_bias_value(
+    config: Any, parameters: Parameters, first_value: Callable[[], "Tensor"]
+) -> "Tensor":
+    return _value_bias(parameters)
+
+
+def _value_bias_value(
+    config: Any, parameters: Parameters, first_value: Callable[[], "Tensor"]
+) -> "Tensor":
+    return first_value() + _value_bias(parameters)
+
+
+def _bias(name: str) -> Parameter:
+    """Define a bias per query head, or one [D] for all heads of the layer (P2.29).
+
+    With GQA too: a bias per group would belong to several ranks. The std is from P2's code."""
+
+    def shape(config: Any) -> tuple[int, ...]:
+        width = (config.kv_channels,)
+        return width if config.bias_shared_heads else (config.num_attention_heads, *width)
+
+    return Parameter(
+        name=name, shape=shape, sharded=lambda config: not config.bias_shared_heads, std=0.02
+    )
+
+
+_OFFSET = Parameter(
+    name=SOFTMAX_OFFSET,
+    shape=lambda config: (config.num_attention_heads,),
+    initial=lambda config: config.softmax_offset_init,
+)
+_PLAIN = Kernel(variant="vanilla", gate_gradient=False)
+_SLOT = Kernel(variant="sink", gate_gradient=True)
+_GATE = (
+    *("gate_position", "gate_granularity", "gate_shared_heads"),
+    *("gate_operation", "gate_activation", "gate_input"),
+)
+_FIXED_VALUE = ("bias_fixed_value", "bias_fixed_value_norm")
+
+VARIANTS = (
+    Variant(
+        name="vanilla",
+        description="softmax attention (P0.1)",
+        attend=_vanilla,
+        kernel=_PLAIN,
+        slot_logit=no_slot,
+        slot_value=first_value,
+        dynamic_inference=True,
+        similarity=True,
+        norm_keeps_gate=always,
+        export=Export(modelling_file=True),
+    ),
+    Variant(
+        name="sink",
+        description="one learnable logit per head in the denominator of the softmax (P0.2)",
+        attend=_sink,
+        kernel=_SLOT,
+        slot_logit=_sink_logit,
+        slot_value=zero_value,
+        parameters=(_OFFSET,),
+        logs_slot_logit=True,
+        softmax_type="learnable",
+        dynamic_inference=True,
+        export=Export(sink_tensor=True, modelling_file=True, start=SINK_WEIGHT),
+    ),
+    Variant(
+        name="off-by-one",
+        description="that logit fixed at 0",
+        attend=_off_by_one,
+        kernel=Kernel(variant="off-by-one", gate_gradient=False),
+        slot_logit=_zero_logit,
+        slot_value=zero_value,
+        softmax_type="off-by-one",
+        dynamic_inference=True,
+        export=Export(sink_tensor=True, modelling_file=True),
+    ),
+    Variant(
+        name="gated",
+        description="softmax attention with an explicit gate (P0.3, P1), by default one sigmoid "
+        "per head and token",
+        attend=_vanilla,  # the gate is in megatron/gated_attention.py
+        kernel=_PLAIN,
+        slot_logit=no_slot,
+        slot_value=first_value,
+        explicit_gate=True,
+        norm_keeps_gate=always,
+        options=frozenset(_GATE),
+        export=Export(
+            kinds=("headwise", "elementwise"),
+            kind_option="gate_granularity",
+            modelling_file=True,
+            start=ZERO_GATES,
+        ),
+    ),
+    Variant(
+        name="k-bias",
+        description="one learnable key per head whose value is zero, a sink whose logit depends on "
+        "the query (P2.25)",
+        attend=_biased,
+        kernel=_SLOT,
+        slot_logit=_key_bias_logit,
+        slot_value=_key_bias_value,
+        parameters=(_bias(KEY_BIAS),),
+        # A key with value 0 scales the whole output, like a sink.
+        norm_keeps_gate=lambda config: config.bias_fixed_value != "none",
+        options=frozenset({"bias_shared_heads", *_FIXED_VALUE}),
+        export=Export(modelling_file=True, tensors={KEY_BIAS: KEY_BIAS}),
+    ),
+    Variant(
+        name="kv-bias",
+        description="that key with a learnable value (P2.24)",
+        attend=_biased,
+        kernel=_SLOT,
+        slot_logit=_key_bias_logit,
+        slot_value=_key_value_bias_value,
+        parameters=(_bias(KEY_BIAS), _bias(VALUE_BIAS)),
+        norm_keeps_gate=always,
+        options=frozenset({"bias_shared_heads"}),
+        export=Export(modelling_file=True, tensors={KEY_BIAS: KEY_BIAS, VALUE_BIAS: VALUE_BIAS}),
+    ),
+    Variant(
+        name="v-bias",
+        description="a learnable vector added to each head's output (P2.26)",
+        attend=_biased,
+        kernel=_PLAIN,
+        slot_logit=no_slot,
+        slot_value=_value_bias_value,
+        parameters=(_bias(VALUE_BIAS),),
+        norm_keeps_gate=always,
+        options=frozenset({"bias_shared_heads"}),
+        export=Export(modelling_file=True, tensors={VALUE_BIAS: VALUE_BIAS}),
+    ),
+)

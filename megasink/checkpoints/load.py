@@ -1,0 +1,260 @@
+"""Load a trained model into one process from a run folder or checkpoint, whatever its layout.
+
+Arguments come from the run's config.json and weights from the checkpoint. Neither runs code stored
+in the files (see torch_metadata.py).
+"""
+
+import contextlib
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed.checkpoint import CheckpointException
+
+from megasink import cpu
+from megasink.checkpoints.adapter import base_of, read_adapter
+from megasink.checkpoints.find import Checkpoint, find_checkpoint, stored_shapes
+from megasink.checkpoints.saved_arguments import read_arguments, single_process_arguments
+from megasink.checkpoints.tokenizer import tokenizer_of
+from megasink.checkpoints.without_code import loading_without_code
+from megasink.checkpoints.yarn import with_yarn
+from megasink.errors import UserError
+from megasink.lora.linear import sizes_of
+from megasink.lora.merge import Adapter
+from megasink.lora.targets import LAYERS, is_lora, key_and_layer
+from megasink.megatron.gate_projection import named_parts
+from megasink.megatron.model_of_arguments import model_config
+from megasink.megatron.vocabulary import with_tokens
+
+# In an imported MoE model, the norm before the experts has the names of both layer specs.
+_NORMS = (
+    "decoder.layers.pre_mlp_layernorm.weight",
+    "decoder.layers.mlp.linear_fc1.layer_norm_weight",
+)
+_TWINS = dict([_NORMS, _NORMS[::-1]])
+
+
+class LoadedModel(NamedTuple):
+    """A model loaded by :func:`load_model`.
+
+    Attributes:
+        model: in evaluation mode, in its training dtype, on this process's device.
+        tokenizer: a transformers tokenizer.
+        args: Megatron's arguments.
+        iteration: the step after which the checkpoint was saved.
+    """
+
+    model: GPTModel
+    tokenizer: Any
+    args: Namespace
+    iteration: int
+
+
+def load_model(
+    checkpoint_or_run: str | Path,
+    iteration: int | None = None,
+    tokenizer: str | Path | None = None,
+    *,
+    yarn: float | None = None,
+) -> LoadedModel:
+    """Load all weights of a run, without optimizer states, into this process.
+
+    Uses the existing process group and Megatron parallel state, or creates single-process ones
+    (:func:`single_process` destroys them).
+
+    Args:
+        checkpoint_or_run: a run folder, its checkpoint folder, or the folder of one iteration.
+        iteration: the checkpoint to load; None for the newest.
+        tokenizer: a Hugging Face folder that replaces the run's tokenizer.
+        yarn: stretch the context by this factor, without training; see `with_yarn`.
+
+    Raises:
+        UserError: the run, checkpoint or tokenizer is missing, they do not match, or the run has no
+            plain rotary embedding for YaRN.
+    """
+    checkpoint = find_checkpoint(Path(checkpoint_or_run), iteration)
+    saved = read_arguments(checkpoint.config)
+    loaded_tokenizer = tokenizer_of(saved, tokenizer, checkpoint.config)
+    if loaded_tokenizer is None:
+        raise UserError(
+            f"the run was trained with {saved.get('tokenizer_type')}, which has no text: "
+            "give a Hugging Face folder with --tokenizer"
+        )
+    model, args = load_without_tokenizer(checkpoint, tokens=len(loaded_tokenizer), yarn=yarn)
+    return LoadedModel(model, loaded_tokenizer, args, checkpoint.iteration)
+
+
+def load_without_tokenizer(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype | None = None,
+    tokens: int | None = None,
+    *,
+    yarn: float | None = None,
+) -> tuple[GPTModel, Namespace]:
+    """Load a model as :func:`load_model` does, but no tokenizer. An adapter is merged.
+
+    Args:
+        dtype: torch.float32 to compute in float32; None for the training dtype.
+        tokens: the tokenizer's size, which config.json may not record.
+        yarn: as in `load_model`.
+    """
+    saved = with_tokens(read_arguments(checkpoint.config), tokens)
+    if yarn is not None:
+        saved = with_yarn(saved, yarn)
+    if dtype is torch.float32:
+        saved |= {"bf16": False, "fp16": False}
+    args = single_process_arguments(saved)
+    _make_parallel_state()
+    config = model_config(args)
+    config.finalize()
+    model = config.get_builder_cls()(config).build_model(
+        ProcessGroupCollection.use_mpu_process_groups(), pre_process=True, post_process=True
+    )
+    # As Float16Module does: modules that must stay in float32 handle this themselves.
+    model.to(args.params_dtype)
+    if is_lora(saved):
+        adapter = read_adapter(checkpoint, saved, sizes_of(model.config))
+        load_weights(model, base_of(checkpoint.config))
+        _merge(model, adapter)
+    else:
+        load_weights(model, checkpoint.folder)
+    if not cpu.is_active():
+        model.cuda()
+    return model.eval(), args
+
+
+@torch.no_grad()
+def _merge(model: GPTModel, adapter: Adapter) -> None:
+    """Replace the weights of a whole model by those of the adapted one."""
+    for name, parameter in model.named_parameters():
+        for part_name, part in named_parts(name, parameter):
+            key, layer = key_and_layer(part_name)
+            part.copy_(adapter.merged(key, layer, part))
+
+
+def load_weights(model: GPTModel, folder: Path) -> None:
+    """Copy and reshard the weights of a torch_dist checkpoint into a model.
+
+    dist_checkpointing.load is not used: it unpickles the arguments and states stored with the
+    weights (serialization.py:229, torch's default_planner.py:388).
+
+    Raises:
+        UserError: the checkpoint is corrupt, or belongs to a different model.
+    """
+    groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    missing = load_state(model, model.sharded_state_dict(metadata=groups), folder, whole=True)
+    if missing:
+        raise UserError(f"{folder} does not fit the model: missing {missing}")
+
+
+def load_state(
+    model: GPTModel, state: dict[str, Any], folder: Path, *, whole: bool = False
+) -> list[str]:
+    """Copy and reshard the tensors of a sharded state from a torch_dist checkpoint into a model.
+
+    Args:
+        state: of the model, or a part of it.
+        whole: refuse a checkpoint with weights that are not in `state`.
+
+    Returns:
+        the model's names that `state` did not have.
+
+    Raises:
+        UserError: the checkpoint is corrupt, or belongs to a different model.
+    """
+    stored = stored_shapes(folder)
+    wanted, _, factories = load_preprocess(state)
+    tensors, _ = extract_matching_values(wanted, lambda value: isinstance(value, ShardedTensor))
+    shapes = {t.key: tuple(t.global_shape) for t in nested_values(tensors)}
+    _compare(shapes, stored if whole else {k: stored[k] for k in shapes if k in stored}, folder)
+    try:
+        with loading_without_code():
+            state = TorchDistLoadShardedStrategy().load(tensors, folder)
+    except (OSError, RuntimeError, ValueError, EOFError) as error:
+        raise UserError(f"{folder} cannot be read: {error}") from error
+    except CheckpointException as error:  # torch's BaseException, with each rank's errors
+        kinds = ", ".join(sorted({type(e).__name__ for e, _ in error.failures.values()}))
+        raise UserError(
+            f"{folder} is damaged: its tensors cannot be read ({kinds}); choose another with "
+            "--iteration"
+        ) from error
+    state = apply_factory_merges(state, factories)
+    # Entries that are not tensors are TransformerEngine's FP8 state, which is unused here.
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    if unexpected:
+        raise UserError(f"{folder} does not fit the model: unexpected {unexpected}")
+    return [name for name in missing if not name.endswith("_extra_state")]
+
+
+def _compare(
+    wanted: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]], folder: Path
+) -> None:
+    different = [
+        f"{key} is {list(stored[key])}, not {list(shape)}"
+        for key, shape in wanted.items()
+        if key in stored and stored[key] != shape
+    ]
+    different += [f"{key} is missing" for key in wanted.keys() - stored.keys()]
+    different += [
+        f"{key} is not in the model"
+        for key in stored.keys() - wanted.keys()
+        if _twin(key) not in wanted
+    ]
+    if different:
+        more = f" (and {len(different) - 3} more)" if len(different) > 3 else ""
+        raise UserError(
+            f"{folder} does not match the model in config.json: "
+            f"{'; '.join(sorted(different)[:3])}{more}"
+        )
+
+
+def _twin(key: str) -> str | None:
+    """Return the other name of the norm before experts; None for other weights."""
+    same, layer = key_and_layer(key)
+    twin = _TWINS.get(same)
+    if twin is None or layer is None:
+        return twin
+    return twin.replace(LAYERS, f"{LAYERS}{layer}.")
+
+
+def _make_parallel_state() -> None:
+    """Create a single-process group, without a port, if there is no process group."""
+    if not cpu.is_active() and not torch.cuda.is_available():
+        raise UserError(
+            "no CUDA device: call megasink.cpu.activate() before anything imports megatron"
+        )
+    if not torch.distributed.is_initialized():
+        backend = "gloo" if cpu.is_active() else "nccl"
+        torch.distributed.init_process_group(
+            backend, store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+        tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    size *= parallel_state.get_pipeline_model_parallel_world_size()
+    if size != 1:
+        raise UserError(
+            f"load_model needs a model-parallel size of 1, not {size}: it loads a whole model"
+        )
+
+
+@contextlib.contextmanager
+def single_process() -> Iterator[None]:
+    """Destroy :func:`load_model`'s process group on exit, or gloo may abort the process."""
+    ours = not torch.distributed.is_initialized()
+    try:
+        yield
+    finally:
+        if ours and torch.distributed.is_initialized():
+            parallel_state.destroy_model_parallel()
+            torch.distributed.destroy_process_group()

@@ -1,0 +1,161 @@
+"""Read a run's arguments from its config.json for a single process.
+
+The checkpoint's own arguments are not used: they are pickled, and unpickling can run arbitrary
+code. Only arguments that describe the model are taken, so an untrusted run cannot choose where this
+process writes or which modules it imports.
+"""
+
+import dataclasses
+import enum
+import json
+import re
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megasink.attention.variants import is_variant, names
+from megasink.checkpoints.identity import MODEL
+from megasink.errors import UserError, unknown_name
+from megasink.megatron.arguments import CPU_DEFAULTS, parse_apart
+from megasink.megatron.hybrid_pattern import SUPPORTED, layers_of
+from megasink.plugins import advice
+
+# Layout and compute options: this process keeps its own values. It merges adapters.
+_THIS_PROCESS = frozenset(
+    """
+    rank world_size local_rank data_parallel_size inprocess_active_world_size
+    tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
+    transformer_pipeline_model_parallel_size virtual_pipeline_model_parallel_size
+    num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
+    decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
+    pipeline_model_parallel_layout microbatch_group_size_per_vp_stage
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+    expert_model_parallel_size expert_tensor_parallel_size
+    tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards
+    sequence_parallel overlap_p2p_comm tp_comm_overlap defer_embedding_wgrad_compute
+    recompute_granularity recompute_method recompute_num_layers recompute_modules
+    fine_grained_activation_offloading offload_modules cpu_offloading_num_layers
+    gradient_accumulation_fusion inference_cuda_graph_scope attention_backend
+    gtp_weight_remat_size expert_gtp_weight_remat_size
+    attention_kernel flash_decode perform_initialization unknown_flags run_dir resume cpu
+    lora_rank lora_alpha lora_dropout lora_targets lora_train
+    """.split()
+)
+# Arguments that the model configuration reads under other names (tests/security checks the list),
+# the sink token, what was replaced in the text, and the length of training.
+_OTHER_NAMES = frozenset(
+    """
+    num_experts group_query_attention padded_vocab_size untie_embeddings_and_output_weights
+    position_embedding_type rope_type rotary_base rotary_percent use_rope_scaling
+    rope_scaling_factor rotary_seq_len_interpolation_factor max_position_embeddings
+    swiglu quick_geglu squared_relu init_method_xavier_uniform no_persist_layer_norm
+    fp16_lm_cross_entropy make_vocab_size_divisible_by bias_swiglu_fusion bias_gelu_fusion seed
+    yarn_correction_range_round_to_int
+    variable_seq_lengths sink_token_id global_batch_size
+    replace_tokens_at replace_tokens_with
+    """.split()
+)
+# Also read for a model, but these name files, folders and modules to import.
+_NOT_TAKEN = frozenset(
+    """
+    spec config_logger_dir fp8_quantizer_factory fp4_quantizer_factory kitchen_config_file
+    kitchen_recipe_number te_precision_config_file heterogeneous_layers_config_path
+    mtp_hybrid_override_pattern
+    """.split()
+)
+# A folder, loaded separately (tokenizer.py).
+_TOKENIZER = frozenset({"tokenizer_model"})
+# String values must be names of choices, never a path, module or expression.
+_NAME = re.compile(r"[\w+-]*")
+_LAYERS = "hybrid_layer_pattern"
+# The pattern is taken without its pipeline stages.
+_PATTERN = re.compile(f"[{re.escape(SUPPORTED)}]*")
+# A model trained with TransformerEngine's fused modules or in FP8 runs on Megatron's own modules
+# and in its own dtype on any machine; the checkpoint format is the same.
+_PLAIN_MODULES = {**CPU_DEFAULTS, "fp8": None, "fp4": None}
+_PLAIN_MODULES |= {"fp8_param_gather": False, "fp4_param_gather": False}
+
+
+def read_arguments(config: Path) -> dict[str, Any]:
+    """Read the arguments from a run's config.json.
+
+    Raises:
+        UserError: the file cannot be read, was not written by megasink, or names an attention
+            variant that is not registered.
+    """
+    try:
+        saved = dict(json.loads(config.read_text())["arguments"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(
+            f"{config} is not the configuration of a megasink run ({error!r})"
+        ) from error
+    missing = {"attention_variant", "padded_vocab_size", "ffn_hidden_size"} - set(saved)
+    if missing:
+        raise UserError(f"{config} is not from a megasink run: no {', '.join(sorted(missing))}")
+    if not is_variant(saved["attention_variant"]):
+        unknown = unknown_name("--attention-variant", str(saved["attention_variant"]), names())
+        raise UserError(f"{config}: {unknown}; {advice(saved.get('plugin'))}")
+    return saved
+
+
+def single_process_arguments(saved: Mapping[str, Any]) -> Namespace:
+    """Return Megatron's arguments for the model of :func:`read_arguments`, in one process."""
+    args = parse_apart([])
+    wanted, refused = describing(), []
+    if isinstance(pattern := saved.get(_LAYERS), str):
+        saved = {**saved, _LAYERS: layers_of(pattern)}
+    for name, value in saved.items():
+        # Data types: params_dtype is set below, the others belong to the optimizer.
+        if str(value).startswith("torch."):
+            continue
+        # A name without a default was derived, or is not an argument.
+        if name in wanted and name not in _OTHER_NAMES and not hasattr(args, name):
+            continue
+        if name in wanted and _is_plain(value, _PATTERN if name == _LAYERS else _NAME):
+            setattr(args, name, _typed(getattr(args, name, None), value))
+        elif name in wanted or (name in _NOT_TAKEN and value != vars(args).get(name, value)):
+            refused.append(f"{name} {str(value)[:80]!r}")
+    if refused:
+        print(
+            f"megasink: ignored arguments of the run, which do not describe a model: "
+            f"{', '.join(sorted(refused))}",
+            file=sys.stderr,
+        )
+    vars(args).update(_PLAIN_MODULES)
+    if args.window_size is not None:
+        args.window_size = tuple(args.window_size)
+    args.params_dtype = (
+        torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    )
+    args.perform_initialization = False  # the weights come from the checkpoint
+    args.virtual_pipeline_model_parallel_size = None
+    return args
+
+
+def describing() -> frozenset[str]:
+    """Return the names of the arguments that define a run's model."""
+    from megasink.megatron.config import MegasinkTransformerConfig
+
+    fields = {field.name for field in dataclasses.fields(MegasinkTransformerConfig)}
+    return (_OTHER_NAMES | fields | set(MODEL)) - _THIS_PROCESS - _NOT_TAKEN - _TOKENIZER
+
+
+def _is_plain(value: Any, word: re.Pattern[str] = _NAME) -> bool:
+    if isinstance(value, list):
+        return all(_is_plain(entry, word) for entry in value)
+    if isinstance(value, str):
+        return word.fullmatch(value) is not None
+    return value is None or isinstance(value, bool | int | float)
+
+
+def _typed(default: Any, value: Any) -> Any:
+    """Convert a JSON value to the type that argparse would produce."""
+    if isinstance(default, enum.Enum) and isinstance(value, str):
+        return type(default)[value]
+    if isinstance(default, tuple) and isinstance(value, list):
+        return tuple(value)
+    return value

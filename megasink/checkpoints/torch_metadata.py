@@ -1,0 +1,83 @@
+"""Read the index of a torch_dist checkpoint without running code from it.
+
+torch.distributed.checkpoint pickles ``.metadata``, and unpickling an untrusted file can run
+arbitrary code. Only the classes of that format are allowed here.
+"""
+
+import pickle
+from pathlib import Path, PurePath
+from typing import Any
+
+from megasink.checkpoints.stand_in import StandIn
+from megasink.errors import UserError
+
+_CLASSES_OF_METADATA = {
+    "torch": {"Size"},  # and its dtypes
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},  # Python 3.13
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.planner": {
+        "BytesIOWriteData",
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
+    },
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+}
+# From megatron-core before 0.19; most commands must not import Megatron this early.
+_MEGATRONS = "megatron.core.dist_checkpointing.strategies.torch"
+_CLASSES_OF_MEGATRON = {"MCoreMetadata", "MCoreSavePlan"}
+
+
+def read_metadata(checkpoint: Path) -> Any:
+    """Return torch.distributed.checkpoint's ``Metadata`` of an iter_NNNNNNN folder.
+
+    Raises:
+        UserError: the index is missing or corrupt, names another class, or a file elsewhere.
+    """
+    path = checkpoint / ".metadata"
+    try:
+        with path.open("rb") as file:
+            return load_metadata(file)
+    except Exception as error:  # unpickling random bytes can raise anything
+        raise UserError(f"{path} is broken or untrusted: {error}") from error
+
+
+def load_metadata(file: Any) -> Any:
+    """Return the ``Metadata`` in an open file; see :func:`read_metadata`.
+
+    Raises:
+        Exception: of any type, if the file is corrupt or untrusted.
+    """
+    metadata = _Unpickler(file).load()
+    for entry in (metadata.storage_data or {}).values():
+        # All files of a checkpoint are directly in its folder.
+        if PurePath(entry.relative_path).name != entry.relative_path:
+            raise pickle.UnpicklingError(f"it names the file {entry.relative_path!r}")
+    return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == _MEGATRONS and name in _CLASSES_OF_MEGATRON:
+            return type(name, (StandIn,), {})
+        known = name in _CLASSES_OF_METADATA.get(module, ())
+        if known or (module == "torch" and "." not in name):
+            import torch  # importing it earlier costs every start seconds
+
+            value = super().find_class(module, name)
+            if known or isinstance(value, torch.dtype):
+                return value
+        raise pickle.UnpicklingError(f"it names {module}.{name}")

@@ -1,0 +1,109 @@
+"""The ``megasink`` command: one entry point for every subcommand."""
+
+import argparse
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import megasink
+from megasink import messages, plugins
+from megasink.command_line import CommandParser
+from megasink.errors import Stopped, UserError, unknown_name
+from megasink.extras import require_train
+
+# Each command is a module of `megasink.cli` with a ``main``, imported on demand.
+COMMANDS = {
+    "demo": "sinks form and heads collapse, with the head-balance loss and without; minutes",
+    "data": "text -> tokenizer -> Megatron .bin/.idx",
+    "merge-data": "the parts of a data set that several machines made -> one",
+    "train": "start the ranks of one node and train; every Megatron flag passes through",
+    "recipes": "list the recipes of train --recipe, or show the flags of one, or of a run",
+    "plan": "memory, communication and time of a training run on any number of GPUs, without one",
+    "checkpoints": "list and verify the checkpoints of a run",
+    "finetune": "adapt a Hugging Face model on conversations, and export it again",
+    "generate": "continue a prompt with a trained model",
+    "convert-to-hf": "a checkpoint -> a Hugging Face folder, verified",
+    "convert-from-hf": "a Hugging Face folder -> a run to train on from",
+    "plot": "draw loss, imbalance and head importance of a run",
+    "compare": "curves of several runs on one page, and a table of final numbers",
+    "analyze": "sinks, heads and hidden states of a model, as a report",
+    "ablate": "what a model loses when inactive or chosen heads are zeroed",
+    "sweep": "sinks, inactive heads and loss by length, BOS and repeated first tokens",
+    "evaluate": "scores on tasks of lm-evaluation-harness, with interventions or without",
+    "trace": "the same over the checkpoints of a run, against tokens",
+    "report": "one page about several analyses",
+    "doctor": "what is installed, the kernels that will run, and a self-test of both",
+}
+# Command that went -> what serves instead.
+GONE = {
+    "grid": "the grid is `python -m examples.replicate.grid` in a checkout; Hydra or submitit for "
+    "sweeps of your own",
+}
+# These use no variant, metric or conversion target.
+WITHOUT_PLUGINS = ("demo", "data", "merge-data", "recipes", "checkpoints")
+# These always run Megatron; others need it for runs alone, and say so when they are given one.
+OF_TRAIN = ("demo", "train", "plan", "finetune", "generate", "convert-from-hf")
+# They start processes whose output, with messages of other packages, goes to logs of their own.
+WITH_LOGS = ("demo", "train", "plan", "finetune")
+
+
+def main_of(command: str) -> Callable[[Sequence[str]], int]:
+    """Return the ``main`` of a command in `COMMANDS`."""
+    name = f"megasink.cli.{command.replace('-', '_')}"
+    main: Callable[[Sequence[str]], int] = importlib.import_module(name).main
+    return main
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; user errors print one line to stderr and exit with code 2."""
+    if "_ARGCOMPLETE" in os.environ:
+        from megasink.cli.completion import complete
+
+        complete(COMMANDS, main_of)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    lines = "\n".join(f"  {name:15} {text}" for name, text in COMMANDS.items())
+    parser = CommandParser(
+        prog="megasink",
+        description="Sink and gated attention with head balancing, on Megatron-Core.",
+        epilog=f"commands:\n{lines}\n\nmegasink COMMAND --help shows its flags.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"megasink {megasink.__version__}")
+    parser.add_argument("command", nargs="?", metavar="COMMAND")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
+    try:
+        args = parser.parse_args(argv)
+        if args.command is None:
+            raise UserError(f"give a command: {', '.join(COMMANDS)} (megasink --help)")
+        if args.command in GONE:
+            raise UserError(f"megasink {args.command} is gone: {GONE[args.command]}")
+        if args.command not in COMMANDS:
+            raise UserError(unknown_name("the command", args.command, COMMANDS))
+        if args.command in OF_TRAIN:
+            require_train(f"megasink {args.command}")
+        is_logged = args.command in WITH_LOGS
+        with contextlib.nullcontext() if is_logged else messages.sorting(args.command):
+            if args.command not in WITHOUT_PLUGINS:
+                plugins.load(args.arguments, list_names=args.command == "doctor")
+            return main_of(args.command)(args.arguments)
+    except Stopped as stop:
+        with contextlib.suppress(OSError):  # the terminal was closed
+            print(f"megasink: {stop}", file=sys.stderr, flush=True)
+        return stop.exit_code
+    except UserError as error:
+        print(f"megasink: error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"megasink: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("megasink: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

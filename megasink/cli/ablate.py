@@ -1,0 +1,31 @@
+"""``megasink ablate``: what a model loses when heads are zeroed."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from megasink.analysis.capture.ranks import taking_part
+from megasink.checkpoints.find import is_run
+from megasink.cli.ablate_options import ablate_parser, check_ablate
+from megasink.cli.analyze import measure_model
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Zero heads that look inactive, and measure what the model loses.
+
+    For each score and each percentage of --zeroed, heads beyond a threshold are zeroed in every
+    sequence (P3.12), next to as many random ones. Writes ablation.json, ablation.csv, points.npz,
+    figures and report.html. Every point is kept in OUTPUT/points: a killed sweep goes on, and the
+    next one measures only what is new. torchrun shares the points.
+    """
+    with taking_part() as ranks:
+        args = ablate_parser(main.__doc__).parse_args(argv)
+        is_ours = is_run(args.model)
+        check_ablate(args, is_run=is_ours)
+        from megasink.analysis.ablate.run import ablate
+        from megasink.analysis.evaluate.tasks_loading import load_tasks
+
+        tasks = None
+        if args.task:  # before the model is loaded
+            tasks = load_tasks(args.task, allow_download=args.allow_download)
+        measure_model(args, is_ours, ranks, partial(ablate, tasks=tasks))
+    return 0

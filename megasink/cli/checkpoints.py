@@ -1,0 +1,188 @@
+"""``megasink checkpoints``: list and verify the checkpoints of a run."""
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.filesize import decimal
+
+from megasink.checkpoints.intact import checkpoint_path, iterations
+from megasink.checkpoints.saved import Saved, saved_checkpoints
+from megasink.command_line import CommandParser
+from megasink.errors import ConfigError, UserError
+from megasink.json_file import read_object
+from megasink.json_output import add_json, only_json
+from megasink.printable import say
+from megasink.progress import progress
+from megasink.training.lease import writer_of
+
+_STEP = re.compile(rb'"iteration": (\d{1,18})\b')
+
+
+class _Run(NamedTuple):
+    """A run folder, or a bare folder of checkpoints.
+
+    Attributes:
+        folder: with config.json; None if there is none.
+        checkpoints: with the iter_NNNNNNN folders.
+    """
+
+    folder: Path | None
+    checkpoints: Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """List the checkpoints of a run, and say which of them a resume takes.
+
+    By default only file sizes are checked. --verify reads every checkpoint, also while the run is
+    training.
+    """
+    parser = CommandParser(prog="megasink checkpoints", description=main.__doc__)
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run folder, or its checkpoints")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="verify all checksums; exit code 2 if a checkpoint is damaged",
+    )
+    add_json(parser)
+    args = parser.parse_args(argv)
+    with only_json(args.json) as emit:
+        return _show(_run(args.run), emit, verify=args.verify)
+
+
+def _run(path: Path) -> _Run:
+    """Resolve a run folder, or the folder of its checkpoints.
+
+    Raises:
+        UserError: no such folder, or it has no checkpoint.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path}: no such folder; give a run folder or its checkpoint folder")
+    own = path / "checkpoints"
+    checkpoints = own if own.is_dir() else path
+    folder = next((f for f in (path, path.resolve().parent) if (f / "config.json").is_file()), None)
+    arguments: dict[str, Any] = {}
+    if folder is not None:
+        found = read_object(folder / "config.json").get("arguments")
+        arguments = found if isinstance(found, dict) else {}
+    if not any(checkpoints.glob("iter_*")):
+        elsewhere = arguments.get("save")
+        hint = ""
+        if isinstance(elsewhere, str) and Path(elsewhere).resolve() != own.resolve():
+            hint = f" (the run saved to {elsewhere}: give that)"
+        raise UserError(f"{path} has no checkpoint{hint}")
+    return _Run(folder, checkpoints)
+
+
+def _show(run: _Run, emit: Callable[[Any], None], *, verify: bool) -> int:
+    """Print the checkpoints.
+
+    Args:
+        emit: of `only_json`, for the list.
+
+    Raises:
+        ConfigError: with `verify`, the damaged ones.
+    """
+    with _verifying(run.checkpoints, verify=verify) as tell:
+        saved = saved_checkpoints(run.checkpoints, checksums=verify, tell=tell)
+    tokens = _tokens(run, {one.iteration for one in saved})
+    emit({"checkpoints": _records(saved, tokens), "verified": verify})
+    for line in _lines(saved, tokens, verified=verify):
+        say(line)
+    if run.folder and (writer := writer_of(run.folder)):
+        say(f"the folder is being written to ({writer}): the newest may be unfinished")
+    damaged = [
+        f"step {one.iteration}: {one.problem}" for one in saved if one.problem and not one.is_aside
+    ]
+    if verify and damaged:
+        raise ConfigError(damaged)
+    return 0
+
+
+@contextmanager
+def _verifying(checkpoints: Path, *, verify: bool) -> Iterator[Callable[[Path, int], None]]:
+    """Show how many bytes are verified, and the time left."""
+    if not verify:
+        yield lambda *_: None
+        return
+    folders = [checkpoint_path(checkpoints, step) for step in iterations(checkpoints)]
+    total, read = sum(file.stat().st_size for f in folders for file in f.glob("*.distcp")), 0
+    with progress("verifying", total, "bytes") as told:
+
+        def tell(folder: Path, size: int) -> None:
+            nonlocal read
+            read += size
+            told(read, folder.name)
+
+        yield tell
+
+
+def _newest(saved: list[Saved]) -> int | None:
+    """Return the step that --resume auto takes."""
+    return max((one.iteration for one in saved if one.problem is None), default=None)
+
+
+def _records(saved: list[Saved], tokens: dict[int, int]) -> list[dict[str, Any]]:
+    """Return the checkpoints for JSON."""
+    newest = _newest(saved)
+    return [
+        {
+            "step": one.iteration,
+            "folder": str(one.folder),
+            "tokens": tokens.get(one.iteration),
+            "bytes": one.size,
+            "time": one.time,
+            "problem": one.problem,
+            "resumes": one.problem is None and one.iteration == newest,
+        }
+        for one in saved
+    ]
+
+
+def _lines(saved: list[Saved], tokens: dict[int, int], *, verified: bool) -> Iterator[str]:
+    """Yield one aligned line for each checkpoint, below a heading."""
+    newest = _newest(saved)
+    rows = [("step", "tokens", "size", "saved", "state")]
+    for one in saved:
+        is_next = one.problem is None and one.iteration == newest
+        intact = "verified" if verified else "intact"
+        state = f"damaged: {one.problem}" if one.problem else intact
+        rows.append(
+            (
+                f"{one.iteration:,}",
+                f"{tokens[one.iteration]:,}" if one.iteration in tokens else "-",
+                decimal(one.size),
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(one.time)) if one.time else "-",
+                f"{state}, --resume auto takes it" if is_next else state,
+            )
+        )
+    yield from _aligned(rows, right=3)
+
+
+def _aligned(rows: Sequence[tuple[str, ...]], right: int) -> Iterator[str]:
+    """Yield the rows as lines; the first `right` columns are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        pairs = list(zip(row, widths, strict=True))
+        words = [word.rjust(width) for word, width in pairs[:right]]
+        words += [word.ljust(width) for word, width in pairs[right:]]
+        yield "  ".join(words).rstrip()
+
+
+def _tokens(run: _Run, wanted: set[int]) -> dict[int, int]:
+    """Return how many tokens the run had trained on after some of its steps."""
+    found: dict[int, int] = {}
+    with suppress(OSError), Path(run.folder or "", "metrics.jsonl").open("rb") as file:
+        for line in file:
+            # A run has many more steps than checkpoints: parse the lines of those.
+            step = _STEP.search(line)
+            if step and int(step[1]) in wanted:
+                with suppress(ValueError, TypeError, RecursionError):  # truncated by a kill
+                    tokens = json.loads(line).get("tokens")
+                    if isinstance(tokens, int):
+                        found[int(step[1])] = tokens
+    return found

@@ -1,0 +1,67 @@
+"""``megasink convert-to-hf``: convert a checkpoint to a Hugging Face folder."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from megasink.checkpoints.find import find_checkpoint
+from megasink.cli.convert import not_verified, parser_of, prepare
+from megasink.convert.output import refuse_contents
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert a checkpoint of a run to a Hugging Face folder that stock transformers loads.
+
+    Tensors are converted one by one for any parallel layout, without building the model. Then
+    transformers loads the folder, and its logits are compared with Megatron's. The adapter of a
+    LoRA run is merged, or written alone for peft.
+    """
+    parser = parser_of("convert-to-hf", main)
+    parser.add_argument("run", type=Path, help="a run folder, or a checkpoint folder in it")
+    parser.add_argument("output", type=Path, help="folder to write; must be empty or missing")
+    parser.add_argument(
+        "--target",
+        help="architecture, such as llama; an unknown one lists all; default: the first that fits "
+        "the model",
+    )
+    parser.add_argument("--iteration", type=int, help="checkpoint to convert; default: the newest")
+    parser.add_argument("--tokenizer", type=Path, help="folder; default: the run's")
+    parser.add_argument(
+        "--shard-size", default="5GB", help="maximum size of a safetensors file; default: 5GB"
+    )
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="of a LoRA run: write the adapter alone, in peft's format; default: the merged model",
+    )
+    args = parser.parse_args(argv)
+    # Before the seconds that the imports take; a name costs one of them.
+    if args.target is not None:
+        from megasink.convert.targets import named
+
+        named(args.target)
+    find_checkpoint(args.run, args.iteration)
+    refuse_contents(args.output)
+    from megasink.convert.safetensors_writer import parse_size
+    from megasink.convert.to_hf import export, source_of
+
+    shard_bytes = parse_size(args.shard_size)
+    source = source_of(args.run, args.iteration, args.tokenizer)
+    if args.adapter:
+        from megasink.convert.peft_export import export_adapter
+
+        target = export_adapter(source, args.output, args.target, verify=args.verify)
+        print(f"{args.output}: for peft, on {target.architecture}")
+        return 0
+    convert = partial(export, source, args.output, args.target, shard_bytes=shard_bytes)
+    if not args.verify:
+        target = convert(verify=not_verified)
+    else:
+        prepare(args.cpu)
+        from megasink.checkpoints.load import single_process
+        from megasink.convert.checking import check_export
+
+        with single_process():
+            target = convert(verify=lambda folder: check_export(source, folder, args.target))
+    print(f"{args.output}: {target.architecture}, for transformers {target.since} or later")
+    return 0

@@ -1,0 +1,127 @@
+"""The two runs of ``megasink demo``, and what it tells about them."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from megasink.analysis.pages.curves import read_metrics
+from megasink.atomic import atomic_text
+from megasink.cli.data import main as data
+from megasink.cli.demo_figure import draw_demo
+from megasink.cli.trigger_language import LETTERS, TriggerLanguage, texts_of, write_tokenizer
+from megasink.training.launch import launch
+
+LANGUAGE = TriggerLanguage()
+LENGTH = 62  # letters; with BOS and EOD, a document fills a sample
+# A few more than the steps and the evaluations read.
+DOCUMENTS = 5000
+RUNS = {"no-loss": "0", "loss": "1e-2"}
+"""Run -> --head-balance-coeff."""
+# Two layers of eight heads, which two laptop cores train in half a minute, on two ranks.
+FLAGS = """
+    --num-layers 2 --hidden-size 64 --num-attention-heads 8
+    --seq-length 64 --max-position-embeddings 64
+    --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+    --untie-embeddings-and-output-weights --make-vocab-size-divisible-by 2
+    --micro-batch-size 4 --global-batch-size 8
+    --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-fraction 0.05
+    --attention-variant vanilla --split 95,5,0 --eval-interval 50 --eval-iters 4
+    --analyze-interval 50 --analyze-samples 16 --log-interval 10 --num-workers 0
+"""
+_PROMPT_LETTERS = 8
+
+
+def demonstrate(directory: Path, steps: int) -> None:
+    """Train both runs, and print and draw what became of them.
+
+    Args:
+        directory: to write to.
+        steps: of each run.
+    """
+    began = time.monotonic()
+    console = Console(highlight=False)
+    prefix, tokenizer = directory / "language", directory / "tokenizer"
+    console.print("[bold]1. a language of letters -> tokens[/bold]")
+    _make_data(prefix, tokenizer, max(DOCUMENTS, 9 * steps), console)
+    folder = directory / time.strftime("%Y%m%d-%H%M%S")
+    for number, (name, coeff) in enumerate(RUNS.items(), 2):
+        without = "without" if coeff == "0" else "with"
+        console.print(f"\n[bold]{number}. train {without} the head-balance loss[/bold]")
+        flags = [*FLAGS.split(), "--train-iters", str(steps)]
+        flags += ["--data-path", str(prefix), "--tokenizer-model", str(tokenizer)]
+        launch([*flags, "--head-balance-coeff", coeff], folder / name, 2, steps)
+    console.print("\n[bold]4. results[/bold]")
+    for line in summary(folder):
+        console.print(line, soft_wrap=True, markup=False)
+    console.print("\n[bold]5. a sample of the second model[/bold]")
+    _sample(folder / "loss", console)
+    console.print(f"\ndone in {time.monotonic() - began:.0f} s")
+
+
+def _make_data(prefix: Path, tokenizer: Path, documents: int, console: Console) -> None:
+    text = prefix.with_suffix(".jsonl")
+    texts = list(texts_of(LANGUAGE.sample(documents, LENGTH, seed=1)))
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    # First: by it the next demo knows the folder.
+    atomic_text(text, "".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_tokenizer(tokenizer)
+    console.print(f"  a document: {texts[0]}")
+    console.print(
+        f"  Behind each of {' '.join(LETTERS[: LANGUAGE.triggers])} stands the letter before it; "
+        "every other letter depends on its neighbor alone."
+    )
+    words = [str(text), "--output", str(prefix), "--tokenizer", str(tokenizer), "--overwrite"]
+    data([*words, "--workers", "1"])
+
+
+def summary(folder: Path) -> list[str]:
+    """Draw demo.png, and return lines of text about both runs."""
+    lines = {name: read_metrics(folder / name) for name in RUNS}
+    picture = draw_demo(lines, folder / "demo.png")
+    last = {name: [x for x in of if "lm_loss" in x][-1] for name, of in lines.items()}
+    losses = {
+        name: [x["valid_lm_loss"] for x in of if x.get("valid_lm_loss") is not None][-1:]
+        for name, of in lines.items()
+    }
+    both = ", with the loss ".join
+    first = lines["no-loss"][0]
+    seconds = sorted(x["seconds"] for x in lines["no-loss"] if "lm_loss" in x)
+    per_step = first["tokens"] / first["iteration"]
+    rows: list[tuple[str, Any]] = [
+        ("loss", f"{first['lm_loss']:.3f} -> {last['no-loss']['lm_loss']:.3f} nats per token"),
+        ("speed", f"{per_step / seconds[len(seconds) // 2]:,.0f} tokens/s (median step)"),
+    ]
+    if all(losses.values()):
+        rows.append(("validation", both(f"{of[0]:.3f}" for of in losses.values())))
+    rows += [
+        ("head imbalance", both(f"{x['imbalance']:.3f}" for x in last.values())),
+        ("picture", picture),
+        ("the heads", f"megasink trace {folder}/loss --output {folder}/trace"),
+        ("both runs", f"megasink compare {folder}/no-loss {folder}/loss"),
+        ("TensorBoard", f"tensorboard --logdir {folder}"),
+        ("your own text", "megasink data FILES --output PREFIX --train-tokenizer 32000"),
+    ]
+    return [f"  {name:15} {value}" for name, value in rows]
+
+
+def _sample(run: Path, console: Console) -> None:
+    """Continue the beginning of a new document, and count the triggers it understood."""
+    (prompt,) = texts_of(LANGUAGE.sample(1, _PROMPT_LETTERS, seed=2))
+    # In a separate process, as this one must not become a Megatron rank. On one thread: more do not
+    # speed up single tokens of so small a model.
+    flags = ["--prompt", prompt, "--temperature", "0.7", "--seed", "7"]
+    flags += ["--max-new-tokens", str(LENGTH - _PROMPT_LETTERS)]
+    command = [sys.executable, "-m", "megasink.cli", "generate", str(run), *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    made = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True)
+    text = made.stdout.strip()
+    triggers, copied = LANGUAGE.copies(text)
+    console.print(f"  {escape(text)}")
+    console.print(f"  triggers followed by the letter before them: {copied} of {triggers}")

@@ -1,0 +1,161 @@
+"""``megasink evaluate``: scores on lm-evaluation-harness's tasks, with interventions or without."""
+
+import argparse
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megasink.analysis.capture.options import settle, weights_parser, weights_problems
+from megasink.analysis.capture.ranks import taking_part
+from megasink.analysis.evaluate.suites import ALL
+from megasink.checkpoints.find import is_run
+from megasink.cli.analyze import measure_model
+from megasink.json_output import add_json, only_json
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Score a model on tasks of lm-evaluation-harness, with interventions or without.
+
+    MODEL is a Hugging Face model folder, or a megasink run with checkpoints of any parallel layout.
+    Prints scores with their standard errors and writes evaluation.json. Needs the extra "eval".
+    Datasets are read from their cache (HF_DATASETS_CACHE, HF_HOME); docstrings_choice and
+    docstrings_perplexity ship with megasink.
+    """
+    with taking_part() as ranks, contextlib.ExitStack() as stack:
+        args = _parser(main.__doc__).parse_args(argv)
+        emit = stack.enter_context(only_json(args.json))
+        is_ours = is_run(args.model)
+        interventions = _check(args, is_run=is_ours)
+        from megasink.analysis.capture.identity import weights_hash
+        from megasink.analysis.evaluate.harness import evaluate
+        from megasink.analysis.evaluate.results import write_evaluation
+        from megasink.analysis.evaluate.tasks_loading import load_tasks
+        from megasink.analysis.interventions.record import to_entry
+        from megasink.output_folder import results_in
+
+        tasks = load_tasks(
+            args.tasks,
+            folders=args.task_folder,
+            num_fewshot=args.num_fewshot,
+            tokenizer=args.tokenizer or _tokenizer(args.model),
+            allow_download=args.allow_download,
+            run_generated_code=args.confirm_run_unsafe_code,
+        )
+
+        def measure(args: argparse.Namespace, model: Any, _: Any) -> None:
+            options = ("limit", "batch_size", "chat_template", "parse_special_tokens", "samples")
+            given = {name: getattr(args, name) for name in options}
+            about = {"weights": weights_hash(model.module), **model.facts, **given}
+            about |= {"--tasks": args.tasks, "--num-fewshot": args.num_fewshot}
+            about |= {"--task-folder": args.task_folder, "device": model.device.type}
+            about |= {"--interventions": [to_entry(one) for one in interventions]}
+            with results_in(args.output, "evaluate", about, overwrite=args.overwrite) as record:
+                results = evaluate(model, interventions, tasks, **given)
+                record()
+                emit(write_evaluation(args.output, results, model, args.batch_size))
+
+        measure_model(args, is_ours, ranks, measure)
+    return 0
+
+
+def _tokenizer(model: Path) -> Path:
+    """Return the tokenizer's folder of a model: a run keeps its own."""
+    own = model / "tokenizer"
+    return own if own.is_dir() else model
+
+
+def _parser(description: str | None) -> argparse.ArgumentParser:
+    parser = weights_parser("megasink evaluate", description)
+    suites = ", ".join(f"{suite.row} ({suite.name})" for suite in ALL)
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        required=True,
+        metavar="TASK",
+        help=f"tasks, groups and tags of lm-eval, or the papers' suites: {suites}",
+    )
+    parser.add_argument(
+        "--interventions",
+        type=Path,
+        metavar="FILE",
+        help="JSON list of what to change in the model, applied in order (docs/interventions.md)",
+    )
+    parser.add_argument("--limit", type=int, help="documents of each task (default: all)")
+    parser.add_argument(
+        "--num-fewshot", type=int, help="examples before each question (default: the task's)"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=_batch_size,
+        default="auto",
+        metavar="N",
+        help="sequences at once, or auto: as many as fit (default: auto)",
+    )
+    parser.add_argument(
+        "--chat-template", action="store_true", help="ask in the tokenizer's chat template"
+    )
+    parser.add_argument(
+        "--samples",
+        action="store_true",
+        help="also write every document's requests and answers: samples/TASK.jsonl",
+    )
+    parser.add_argument(
+        "--task-folder",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FOLDER",
+        help="more tasks: lm-eval's YAML files; Python files that they name run",
+    )
+    parser.add_argument(
+        "--allow-download",
+        action="store_true",
+        help="fetch datasets that the cache lacks, and metrics, which are code of the Hub",
+    )
+    parser.add_argument(
+        "--confirm-run-unsafe-code",
+        action="store_true",
+        help="allow tasks that run code which the model writes, such as humaneval",
+    )
+    add_json(parser)
+    return parser
+
+
+def _batch_size(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto") from None
+
+
+def _check(args: argparse.Namespace, *, is_run: bool) -> list[Any]:
+    """Check everything that needs neither lm-eval nor the model; return the interventions.
+
+    Raises:
+        ConfigError: one message with every problem.
+        UserError: the file of interventions is wrong.
+    """
+    problems = weights_problems(args, is_run=is_run)
+    for flag, least in (("limit", 1), ("num_fewshot", 0), ("batch_size", 1)):
+        value = getattr(args, flag)
+        if isinstance(value, int) and value < least:
+            problems.append(f"--{flag.replace('_', '-')} {value}: at least {least}")
+    problems += [
+        f"--task-folder {folder} is not a folder"
+        for folder in args.task_folder
+        if not folder.is_dir()
+    ]
+    if args.interventions is not None and not args.interventions.is_file():
+        problems.append(f"--interventions {args.interventions}: no such file")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        problems.append("megasink evaluate runs in one process: start it without torchrun")
+    settle(args, problems)
+    if args.interventions is None:
+        return []
+    from megasink.analysis.interventions import read_interventions
+
+    return list(read_interventions(args.interventions))

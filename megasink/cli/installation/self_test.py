@@ -1,0 +1,185 @@
+"""Checks of ten seconds: what megasink computes here, against its definition."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasink.attention import attention, choose_backend, reference_attention
+from megasink.attention.kernels import AttentionRequest
+from megasink.cli.installation.kernels import DTYPES
+from megasink.errors import UserError
+from megasink.extras import have_megatron
+from megasink.printable import one_line
+from megasink.upstream.table import TABLE
+
+# Variants of the attention op, and whether each has sink logits.
+_VARIANTS = (("vanilla", False), ("sink", True), ("off-by-one", False))
+_STEP_SECONDS, _COLLECTIVE_SECONDS = 300, 10
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the self-test.
+
+    Attributes:
+        name: What was checked.
+        passed: Whether it is right.
+        detail: What was measured, or what is wrong.
+        seconds: Wall time.
+    """
+
+    name: str
+    passed: bool
+    detail: str
+    seconds: float
+
+
+def checks(device_type: str, head_dim: int, window: int | None) -> Iterator[Check]:
+    """Run the self-test, a check at a time; an error of any kind is a check that failed.
+
+    Args:
+        device_type: "cuda" or "cpu", where attention and the training step run.
+        head_dim: Head dimension of the attention.
+        window: Sliding window in tokens, including the token itself; None for none.
+    """
+    for variant, has_sinks in _VARIANTS:
+        for dtype in DTYPES:
+            name = f"attention {variant} in {str(dtype).removeprefix('torch.')}"
+            yield _check(
+                name,
+                partial(attention_error, device_type, variant, has_sinks, dtype, head_dim, window),
+            )
+    yield _check("gloo, two ranks", sum_over_two_ranks)
+    if have_megatron():
+        yield _check("lines of upstream that patches rest on", upstream_lines)
+        yield _check("a training step in Megatron", training_step)
+
+
+def _check(name: str, run: Callable[[], str]) -> Check:
+    begin = time.perf_counter()
+    try:
+        passed, detail = True, run()
+    except Exception as error:
+        first = str(error) if isinstance(error, UserError | AssertionError) else repr(error)
+        passed, detail = False, one_line(first)
+    return Check(name, passed, detail, time.perf_counter() - begin)
+
+
+def attention_error(
+    device_type: str,
+    variant: str,
+    has_sinks: bool,
+    dtype: torch.dtype,
+    head_dim: int,
+    window: int | None,
+) -> str:
+    """Compare the chosen kernel's output, LSE, gate and gradients with the definition in float64.
+
+    Raises:
+        AssertionError: An error is larger than rounding explains.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device_type, dtype)
+
+    tensors = [drawn(2, heads, 80, head_dim) for heads in (4, 2, 2)]
+    if has_sinks:
+        tensors.append(drawn(4, dtype=torch.float32))
+    weights = (
+        drawn(2, 4, 80, head_dim).double(),
+        drawn(2, 4, 80).double(),
+        drawn(2, 4, 80).double(),
+    )
+
+    def run(of: Callable[..., object], given: list[Tensor]) -> list[Tensor]:
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in given]
+        options = {"sink_H": leaves[3]} if has_sinks else {}
+        results = list(of(*leaves[:3], variant=variant, window=window, **options))  # type: ignore[call-overload]
+        loss = sum((r.double() * w).sum() for r, w in zip(results, weights, strict=True))
+        gradients = torch.autograd.grad(loss, leaves)
+        return [tensor.detach().double() for tensor in (*results, *gradients)]
+
+    names = ("output", "LSE", "gate", "dq", "dk", "dv", "dsink")
+    # Kernels of 16 bits round the weights and the output once or twice, those of 32 bits sum.
+    tolerance = torch.finfo(dtype).eps * (16 if dtype is torch.float32 else 4)
+    errors = {
+        name: float((got - wanted).norm() / wanted.norm())
+        for name, got, wanted in zip(
+            names,
+            run(attention, tensors),
+            run(reference_attention, [tensor.double() for tensor in tensors]),
+            strict=False,
+        )
+    }
+    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else 1e9)
+    request = AttentionRequest(device_type, dtype, head_dim, variant, window)
+    told = f"{choose_backend(request).name}: {worst} is off by {errors[worst]:.1e} of its norm"
+    assert errors[worst] <= tolerance, f"{told}; rounding explains {tolerance:.1e}"
+    return told
+
+
+def sum_over_two_ranks() -> str:
+    """Add a tensor over two gloo ranks, which are threads with a connection of their own.
+
+    Raises:
+        AssertionError: The sum is wrong.
+        Exception: What gloo raises, after 10 s at most.
+    """
+    store = torch.distributed.HashStore()
+    limit = timedelta(seconds=_COLLECTIVE_SECONDS)
+
+    def rank(number: int) -> Tensor:
+        group: Any = torch.distributed.ProcessGroupGloo(store, number, 2, limit)
+        tensor = torch.full((1000,), float(number + 1))
+        group.allreduce([tensor]).wait()
+        return tensor
+
+    with ThreadPoolExecutor(2) as ranks:
+        sums = list(ranks.map(rank, range(2)))
+    assert all(bool((tensor == 3).all()) for tensor in sums), "the sum is wrong"
+    return "all-reduce of 1000 numbers"
+
+
+def upstream_lines() -> str:
+    """Look up the lines of upstream code that megasink's patches depend on.
+
+    Raises:
+        AssertionError: Some are missing.
+    """
+    problems = []
+    for patch in TABLE:
+        try:
+            patch.where()
+        except UserError as error:
+            problems.append(str(error))
+    assert not problems, "; ".join(problems)
+    return f"{len(TABLE)} patches; --patches lists them"
+
+
+def training_step() -> str:
+    """Train a tiny model for a step in a process of its own: the CPU platform stays there.
+
+    Raises:
+        AssertionError: It failed, or took five minutes.
+    """
+    command = [sys.executable, "-W", "ignore", "-m", "megasink.cli.installation.training_step"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_STEP_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"no step in {_STEP_SECONDS} s") from None
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    assert done.returncode == 0, lines[-1] if lines else f"exit code {done.returncode}"
+    before, after = json.loads(lines[-1])
+    assert after < before, f"the loss went from {before} to {after}"
+    return f"loss {before:.4f}, then {after:.4f}"

@@ -1,0 +1,61 @@
+"""``megasink recipes``: list the recipes, or show the flags of one, of a file or of a run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megasink.command_line import CommandParser
+from megasink.errors import UserError
+from megasink.json_output import add_json, as_text
+from megasink.training import recipes
+from megasink.training.flag_file import Flags, toml_lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print one line per recipe, or a TOML file for `megasink train --config`."""
+    parser = CommandParser(
+        prog="megasink recipes",
+        description="List the recipes of megasink train --recipe, or print the flags of one, with "
+        "those of the files that it includes. The flags of a run are those of its last start.",
+    )
+    parser.add_argument(
+        "recipe", nargs="?", metavar="RECIPE", help="a name, a TOML file or a run folder"
+    )
+    add_json(parser)
+    args = parser.parse_args(argv)
+    name = args.recipe
+    if name is None:
+        if args.json:
+            found = {each: recipes.read(each).about for each in recipes.shipped()}
+            print(as_text({"recipes": found}))
+            return 0
+        for each in recipes.shipped():
+            print(f"{each:18} {recipes.read(each).about}")
+        return 0
+    if Path(name).is_dir():
+        about, flags = f"the flags of {name}", _flags_of_run(Path(name))
+    else:
+        from megasink.training.early import known_flags
+
+        recipe = recipes.read(name, known_flags())
+        about, flags = recipe.about, recipe.flags
+    if args.json:
+        print(as_text({"about": about, "flags": flags}))
+        return 0
+    shown: Flags = {"about": about} | flags if about else flags
+    print("\n".join(toml_lines(shown)))
+    return 0
+
+
+def _flags_of_run(run: Path) -> Flags:
+    """Return the flags of a run's last start that a recipe may hold.
+
+    Raises:
+        UserError: the folder holds no run.
+    """
+    from megasink.training.last_start import last_start
+    from megasink.training.replay import flags_of_words
+
+    words = last_start(run).get("command", [])[1:]
+    if not words:
+        raise UserError(f"{run} holds no run: no start is recorded in {run}/starts.jsonl")
+    return flags_of_words(words)

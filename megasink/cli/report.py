@@ -1,0 +1,40 @@
+"""``megasink report``: one page for several analyses."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megasink.analysis.capture.options import add_overwrite
+from megasink.command_line import CommandParser
+from megasink.errors import ConfigError
+from megasink.output_folder import exclusive, results_in
+from megasink.plugins import add_flag
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw one page for several analyses: shared figures, and distances between models."""
+    parser = CommandParser(prog="megasink report", description=main.__doc__)
+    add_flag(parser)
+    parser.add_argument("analyses", type=Path, nargs="+", help="output folders of megasink analyze")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    add_overwrite(parser)
+    parser.add_argument("--pdf", action="store_true", help="also save the figures as PDF")
+    args = parser.parse_args(argv)
+    if problems := [
+        f"{folder} holds no analysis: it has no results.json"
+        for folder in args.analyses
+        if not (folder / "results.json").is_file()
+    ]:
+        raise ConfigError(problems)
+    kinds = ("png", "pdf") if args.pdf else ("png",)
+    from megasink.analysis.draw import write_report
+
+    if args.analyses == [args.output]:  # the page of an analysis, beside its numbers
+        with exclusive(args.output):
+            write_report(args.analyses, args.output, kinds=kinds)
+    else:
+        about = {"analyses": [path.resolve() for path in args.analyses], "--pdf": args.pdf}
+        with results_in(args.output, "report", about, overwrite=args.overwrite) as record:
+            record()
+            write_report(args.analyses, args.output, kinds=kinds)
+    print(f"wrote {args.output}/report.html")
+    return 0

@@ -1,0 +1,13 @@
+"""``megasink train``: start one node's ranks; from the first import, a signal ends in one line."""
+
+from collections.abc import Sequence
+
+from megasink.training.stop import ending_at_once
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start the ranks; see `megasink.training.launch`."""
+    with ending_at_once():
+        from megasink.training.launch import main
+
+        return main(argv)

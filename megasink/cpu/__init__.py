@@ -1,0 +1,108 @@
+"""Run Megatron without CUDA: opt-in, with every rank a gloo process on the CPU.
+
+Megatron-Core asks ``torch.cuda`` for devices, streams, memory and random states, and builds its
+tensors on ``"cuda"``. This package handles those calls on the CPU, so that the unmodified training
+loop runs on a laptop. It has one file per upstream subsystem; patches.py declares every replacement
+with the upstream lines that make it necessary, and ``tests/cpu`` runs that upstream code.
+
+Functions of ``torch.cuda`` are replaced for the whole process: call :func:`activate` in a dedicated
+process, before megatron is imported, and never on a machine with a CUDA device.
+"""
+
+import os
+import sys
+
+from megasink.errors import UserError
+from megasink.upstream.register import active, undo
+
+_active = False
+_DYNAMO = "TORCHDYNAMO_DISABLE"
+_dynamo_before: str | None = None
+
+
+def cuda_present() -> bool:
+    """Whether a CUDA device is present (queried before anything is replaced)."""
+    import torch
+
+    return False if _active else torch.cuda.is_available()
+
+
+def unusable_gpu() -> str | None:
+    """Return why PyTorch cannot use this machine's GPU driver; None if it can or there is none."""
+    import torch
+
+    if cuda_present() or _active or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return None
+    try:
+        torch.cuda.init()
+    except AssertionError:  # PyTorch without CUDA
+        return None
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        nothing_there = ("no NVIDIA driver", "No CUDA GPUs", "forked subprocess")
+        if any(words in reason for words in nothing_there):
+            return None
+        return (
+            f"PyTorch {torch.__version__} cannot use this machine's GPU: {reason} PyTorch for CUDA "
+            "13 needs a driver of 580 or later, or the CUDA forward compatibility package "
+            "(docker/README.md, Drivers)"
+        )
+    return None
+
+
+def is_active() -> bool:
+    """Whether this process runs on the CPU platform."""
+    return _active
+
+
+def describe() -> str:
+    """Return one line for the log that names this process's platform."""
+    if _active:
+        return "platform: CPU (no CUDA device found): gloo ranks, local modules, no fused kernels"
+    return "platform: CUDA"
+
+
+def activate() -> None:
+    """Make Megatron run on the CPU in this process. Idempotent.
+
+    Raises:
+        UserError: a CUDA device is present, or Megatron is already imported.
+    """
+    global _active, _dynamo_before
+    if _active:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        raise UserError(
+            "the CPU platform was requested, but a CUDA device is present: "
+            'hide it (CUDA_VISIBLE_DEVICES="") or run without --cpu'
+        )
+    if "megatron.core.tensor_parallel.random" in sys.modules:
+        raise UserError(
+            "the CPU platform must be activated before megatron is imported: "
+            "call megasink.cpu.activate() first"
+        )
+    from megasink.cpu import cuda_api, devices, patches
+
+    # For child processes, too.
+    _dynamo_before = os.environ.get(_DYNAMO)
+    os.environ[_DYNAMO] = "1"
+    patches.COMPILE.apply(disable=True)
+    cuda_api.install()
+    devices.install()
+    _active = True
+    # These import megatron, which queries torch.cuda at import.
+    from megasink.cpu import megatron_core
+
+    megatron_core.install()
+
+
+def deactivate() -> None:
+    """Undo every replacement (for tests)."""
+    global _active
+    undo(active("platform"))
+    if _active:
+        os.environ.pop(_DYNAMO)
+        os.environ |= {} if _dynamo_before is None else {_DYNAMO: _dynamo_before}
+    _active = False

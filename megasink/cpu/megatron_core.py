@@ -1,0 +1,67 @@
+"""Replace the parts of megatron.core that need CUDA beyond what ``torch.cuda`` can emulate."""
+
+import functools
+import logging
+from typing import Any
+
+import torch
+
+from megasink.cpu import patches
+
+
+def _get_state(
+    device: Any = "cuda", clone: bool = False, graph_safe: bool = False
+) -> torch.Tensor | torch.Generator:
+    if graph_safe:  # upstream's shares the state; callers that fork restore it
+        return torch.default_generator.clone_state()
+    return torch.default_generator.get_state()
+
+
+def _set_state(
+    new_state: torch.Tensor | torch.Generator, device: Any = -1, graph_safe: bool = False
+) -> None:
+    if isinstance(new_state, torch.Generator):
+        new_state = new_state.get_state()
+    torch.default_generator.set_state(new_state)
+
+
+class _DropForkWarning(logging.Filter):
+    """Filter out upstream's warning that the CPU generator moves inside fork(): here it must."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "CPU RNG state changed" not in record.getMessage()
+
+
+def _on_the_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _unpinned_loader() -> type:
+    import torch.utils.data
+
+    loader = torch.utils.data.DataLoader
+
+    @functools.wraps(loader, updated=())
+    class UnpinnedLoader(loader):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs | {"pin_memory": False})
+
+    return UnpinnedLoader
+
+
+def _l2_norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """Normalize the last dimension as flash-linear-attention does (fla/modules/l2norm.py)."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def install() -> None:
+    """Install the replacements. Imports megatron."""
+    from megatron.core.tensor_parallel import random
+
+    patches.RNG_TRACKER.apply(_get_cuda_rng_state=_get_state, _set_cuda_rng_state=_set_state)
+    logger = logging.getLogger(random.__name__)
+    patches.FORK_WARNING.apply(logger, filters=[*logger.filters, _DropForkWarning()])
+    patches.LOADER.apply(DataLoader=_unpinned_loader())
+    patches.EXPERTS.apply(maybe_move_tensor_to_cpu=_on_the_host)
+    patches.DELTA_NET.apply(HAVE_FLA=True, l2norm=_l2_norm)

@@ -1,1 +1,0 @@
-"""Token generation from a trained model."""

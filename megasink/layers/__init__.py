@@ -1,1 +1,0 @@
-"""Megatron modules: attention layers, parameters, sharded state and the model builder."""

@@ -1,0 +1,100 @@
+"""Applies the options of the block around attention to Megatron's layer specs."""
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import L2Norm, LayerNormBuilder
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from megasink.megatron.norm import GainlessRMSNorm
+
+if TYPE_CHECKING:
+    from megasink.megatron.config import MegasinkTransformerConfig
+
+# Checkpoint names of the norms of ResidualAdd: {module of the layer: name in the checkpoint}.
+_NORMS = {
+    "self_attn_bda.layernorm.": "post_self_attn_layernorm.",
+    "mlp_bda.layernorm.": "post_mlp_layernorm.",
+}
+
+
+def with_block_options(
+    block: TransformerBlockSubmodules, config: "MegasinkTransformerConfig"
+) -> TransformerBlockSubmodules:
+    """Return the block spec with the modules required by :class:`BlockOptions`.
+
+    Added norms use the builder of Megatron's final norm. Without such options the spec is
+    unchanged.
+
+    Args:
+        block: Specs of Megatron's TransformerLayer, dense or MoE, local or TransformerEngine.
+    """
+    layers, norm = list(block.layer_specs), block.layer_norm
+    if config.norm_without_gain:
+        layers, norm = [_with_norms(layer, GainlessRMSNorm) for layer in layers], GainlessRMSNorm
+    if config.qk_l2_norm:  # upstream's local spec forgets it (training/models/gpt.py:120)
+        layers = [
+            _with_attention(layer, q_layernorm=L2Norm, k_layernorm=L2Norm) for layer in layers
+        ]
+    if config.add_bias_linear and config.num_moe_experts:
+        from megasink.megatron.expert_biases import with_expert_biases
+
+        layers = [with_expert_biases(layer) for layer in layers]
+    if config.multi_head_addition:
+        from megasink.megatron.head_sum import HeadSumProjection
+
+        layers = [_with_attention(layer, linear_proj=HeadSumProjection) for layer in layers]
+    if config.sandwich_norm or config.post_norm or config.residual_clip is not None:
+        layers = [_with_residual_add(layer, norm, config) for layer in layers]
+    if config.post_norm:
+        layers = [_with_norms(layer, IdentityOp) for layer in layers]
+        norm = None
+    return dataclasses.replace(block, layer_specs=layers, layer_norm=norm)
+
+
+def _changed(layer: ModuleSpec, **submodules: Any) -> ModuleSpec:
+    changed = dataclasses.replace(layer.submodules, **submodules)
+    return dataclasses.replace(layer, submodules=changed)
+
+
+def _with_attention(layer: ModuleSpec, **submodules: Any) -> ModuleSpec:
+    return _changed(layer, self_attention=_changed(layer.submodules.self_attention, **submodules))
+
+
+def _with_residual_add(
+    layer: ModuleSpec, norm: LayerNormBuilder, config: "MegasinkTransformerConfig"
+) -> ModuleSpec:
+    from megasink.megatron.residual import ResidualAdd
+
+    add = ModuleSpec(module=ResidualAdd, params={"config": config, "norm": norm})
+    names = layer.submodules.sharded_state_dict_keys_map | _NORMS
+    return _changed(layer, self_attn_bda=add, mlp_bda=add, sharded_state_dict_keys_map=names)
+
+
+def _with_norms(layer: ModuleSpec, norm: Any) -> ModuleSpec:
+    """Replace the norms before attention and FFN, also where they are fused into the linear layer.
+
+    Args:
+        norm: Builder of a norm without parameters.
+    """
+    linear_qkv = layer.submodules.self_attention.submodules.linear_qkv
+    layer = _with_attention(layer, linear_qkv=_unfused(linear_qkv))
+    mlp = layer.submodules.mlp
+    dense = isinstance(mlp, functools.partial) and "linear_fc1" in vars(mlp.keywords["submodules"])
+    if dense:
+        changed = mlp.keywords["submodules"]
+        changed = dataclasses.replace(changed, linear_fc1=_unfused(changed.linear_fc1))
+        mlp = functools.partial(mlp.func, **mlp.keywords | {"submodules": changed})
+    return _changed(layer, input_layernorm=norm, pre_mlp_layernorm=norm, mlp=mlp)
+
+
+def _unfused(linear: Any) -> Any:
+    """Replace TransformerEngine's fused norm and linear layer by the linear layer alone."""
+    from megatron.core.extensions import transformer_engine
+
+    if linear is getattr(transformer_engine, "TELayerNormColumnParallelLinear", None):
+        return transformer_engine.TEColumnParallelLinear
+    return linear

@@ -1,0 +1,339 @@
+"""The core-attention module inside Megatron's SelfAttention.
+
+Variants are defined by their records (``megasink.attention.variants``). This module has Megatron's
+interface, the parameters and the head counting; other observations are in
+``megatron/head_observer.py``.
+
+Shapes: S sequence, B batch, H query heads and G key/value groups of this tensor-parallel rank,
+T = S tokens, D head dim. Megatron passes [S, B, heads, D] and expects [S, B, H * D]; a row of
+packed documents has B = 1, and in Megatron's format thd is [T, heads, D].
+"""
+
+import copy
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+from megasink.attention import first_key_gate
+from megasink.attention.variants import parameter_names, variant
+from megasink.attention.variants.gates import counts_heads
+from megasink.balance.tracker import SINK
+from megasink.config import COMM_TYPES, visible_tokens
+from megasink.megatron.attend import Attend, attend_alone
+from megasink.megatron.documents import Documents, documents_of, first_values
+from megasink.megatron.head_observer import HeadObserver
+from megasink.megatron.importance import HeadCounter
+from megasink.megatron.optional import position_bias, similarity_mlp
+from megasink.megatron.parameters import ShardedByHeads, StaysFloat32
+from megasink.megatron.statistics import ModelStatistics
+
+if TYPE_CHECKING:
+    from megasink.megatron.config import MegasinkTransformerConfig
+
+
+class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
+    """Attention of any variant, whose gates feed the head-balance loss (P0, P2.23 to P2.38).
+
+    Args:
+        config: Config with ``AttentionOptions``, ``BiasOptions``, ``SimilarityOptions`` and
+            ``head_balance_coeff``.
+        layer_number: 1-based index in the whole model.
+        attn_mask_type: Must be causal.
+        attention_type: Must be "self".
+        cp_comm_type: For context parallelism: "all_gather" (also for None) or "a2a".
+        softmax_scale: Factor of the scores; None for head_dim ** -0.5.
+        pg_collection: Must have the groups ``tp`` and ``cp``.
+        counted: Whether its heads count in the model's statistics and head-balance loss. Not those
+            of multi-token prediction.
+
+    Attributes:
+        variant: The record of ``config.attention_variant``. Each of its parameters is an attribute
+            of the same name for this rank's heads, float32 even if the model runs in bf16;
+            parameters of other variants are None.
+        relative_bias: Module for ``attention_bias_type``; None if there is no bias.
+        similarity_mlp: Weights of the MLP similarity.
+        documents: Documents of the last batch; None if it was not packed.
+        frees_projection: Whether the last forward copied V, so that backward does not keep the
+            projection [q, k, v].
+        observer, attending: Observers of this rank's heads, and of the heads it attends for (a
+            share of them under "a2a").
+
+    Raises:
+        ValueError: Cross attention, a non-causal mask, an unsupported kind of context parallelism,
+            or a prefix under all_gather.
+    """
+
+    def __init__(
+        self,
+        config: "MegasinkTransformerConfig",
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        counted: bool = True,
+    ):
+        if not counted:
+            config = copy.copy(config)
+            config.head_balance_coeff = 0.0
+            layers, heads = config.num_layers, config.num_attention_heads
+            config.statistics = ModelStatistics(layers, heads, config)
+        super().__init__(config=config)
+        if attention_type != "self":
+            raise ValueError(f"attention_type {attention_type!r}: megasink has self attention only")
+        if attn_mask_type != AttnMaskType.causal:
+            raise ValueError(f"attention mask {attn_mask_type}: megasink has the causal mask only")
+        self.config: MegasinkTransformerConfig = config
+        self.layer_number = layer_number
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
+        self.cp_comm_type = cp_comm_type or "all_gather"
+        if self.cp_comm_type not in COMM_TYPES:
+            raise ValueError(
+                f"cp_comm_type {cp_comm_type!r}: context parallelism by {' or '.join(COMM_TYPES)}"
+            )
+        if self.cp_group.size() > 1 and config.prefix_lm_tokens and not self.scatters_heads:
+            raise ValueError("a prefix may lie beyond a rank's chunks: use cp_comm_type 'a2a'")
+        self.softmax_scale = softmax_scale
+        windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        self.window = visible_tokens(config.window_size) if windowed else None
+        self.counted = counted
+        # If an explicit gate defines the head importance, the softmax gate does not.
+        self.counts_heads = counted and not counts_heads(config)
+
+        rank = self.tp_group.rank()
+        self.observer = self.attending = HeadObserver(config, layer_number, rank)
+        if self.scatters_heads:
+            rank = rank * self.cp_group.size() + self.cp_group.rank()
+            self.attending = HeadObserver(config, layer_number, rank)
+        self.head_counter = HeadCounter(
+            config, layer_number, self.tp_group, self.cp_group.size(), pg_collection
+        )
+        self.relative_bias = position_bias(config, self.tp_group)
+        self.documents: Documents | None = None
+        self.frees_projection = False
+        self.variant = variant(config.attention_variant)
+        head_dim = config.kv_channels
+        # Unlike Megatron, which always uses the current CUDA device, honor CPU initialization.
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        for name in parameter_names():
+            self.register_parameter(name, None)
+        for added in self.variant.parameters:
+            shape, value = added.local_shape(config, self.tp_group.size()), added.initial(config)
+            start = torch.full(shape, value, dtype=torch.float32, device=device)
+            parameter = torch.nn.Parameter(start)
+            if added.sharded(config):
+                set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+            self.register_parameter(added.name, parameter)
+        self.similarity_mlp = similarity_mlp(config, head_dim, device)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Compute attention for [S, B, H, D] queries and [S, B, G, D] keys and values.
+
+        Args:
+            attention_mask: Must be None or Megatron's own causal mask; it is not read.
+            packed_seq_params: A `PackedRow` of documents, or their boundaries in thd format:
+                queries, keys and values are then [T, heads, D].
+
+        Returns:
+            [S, B, H * D] in the dtype of the query; [T, 1, H * D] for packed documents.
+
+        Raises:
+            NotImplementedError: An attention bias is given, or see `documents_of`.
+        """
+        if attention_bias is not None:
+            raise NotImplementedError(
+                "an attention bias is not supported by CoreAttention: --attention-bias-type has "
+                "those that depend on the distance alone"
+            )
+        self.documents = documents_of(packed_seq_params, query.shape[0], self.cp_group.size())
+        if query.dim() == 3:
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        self.frees_projection = self._frees_projection(query, key, value)
+        if self.frees_projection:
+            value = value.contiguous()
+        # The first forward of activation recompute has no gradients and is not counted.
+        trains = self.training and torch.is_grad_enabled()
+        counts = self.counts_heads and trains
+        if trains and self.observer.observes and self.variant.logs_slot_logit:
+            logit_1H1 = self.slot_logit(query.permute(1, 2, 0, 3))
+            assert logit_1H1 is not None
+            self.observer.add(SINK, logit_1H1.expand(1, query.shape[2], 1).flatten(), 1)
+        attend = self._softmax if self.config.attention_similarity == "softmax" else self._similar
+        out_SBHD, gate_BHS = self._over_ranks(partial(attend, counts=counts), query, key, value)
+        if self.config.attention_scale_alpha != 1.0:
+            out_SBHD = out_SBHD * self.config.attention_scale_alpha
+        out = out_SBHD.reshape(*out_SBHD.shape[:2], -1)
+        if not counts or gate_BHS is None:
+            return out
+        counted: Tensor = self.head_counter(out, gate_BHS[..., None], self.documents)
+        return counted
+
+    def _frees_projection(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Whether V is all that keeps the projection [q, k, v] for backward, of which it is a view.
+
+        Rotated queries and keys are new tensors, and rotating saves none; a norm saves its input.
+        """
+        config = self.config
+        recomputes = config.recompute_granularity == "selective"
+        if (
+            not (torch.is_grad_enabled() and value.requires_grad)
+            or (config.qk_layernorm or config.qk_l2_norm)
+            or (recomputes and "core_attn" in (config.recompute_modules or ()))
+            or self.cp_group.size() > 1  # what is saved has been gathered
+        ):
+            return False
+        projection, *others = (x.untyped_storage() for x in (value, query, key))
+        alone = all(other._cdata != projection._cdata for other in others)
+        return alone and projection.nbytes() > value.numel() * value.element_size()
+
+    def _over_ranks(
+        self, attend: Attend, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Call `attend` across context-parallel ranks; return [S, B, H, D] and the gate."""
+        if self.cp_group.size() == 1:
+            return attend_alone(attend, query, key, value)
+        from megasink.megatron.context_parallel import (
+            attend_to_gathered_keys,
+            attend_with_scattered_heads,
+        )
+
+        over = attend_with_scattered_heads if self.scatters_heads else attend_to_gathered_keys
+        return over(attend, query, key, value, self.cp_group)
+
+    @property
+    def scatters_heads(self) -> bool:
+        """Whether each context-parallel rank attends for only a share of the heads."""
+        return self.cp_group.size() > 1 and self.cp_comm_type == "a2a"
+
+    def _own_share(self, by_heads: Tensor) -> Tensor:
+        """Return the rows of a tensor [H, ...] for the heads that this rank attends for."""
+        if not self.scatters_heads:
+            return by_heads
+        return by_heads.chunk(self.cp_group.size())[self.cp_group.rank()]
+
+    def _softmax(
+        self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, *, counts: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return output and gate of a softmax-attention variant."""
+        balances = counts and self.config.head_balance_coeff > 0
+        mask: dict[str, Any] = {"window": self.window, "prefix": self.config.prefix_lm_tokens}
+        tokens, longest = query_BHTD.shape[2], key_BGSD.shape[2]
+        counted = None
+        if self.documents is not None:
+            # A context-parallel rank has the keys up to the end of a chunk of queries.
+            mask["cu_seqlens"] = self.documents.until(longest)
+            counted = self.documents.real_in(longest - tokens, longest)
+            longest = self.documents.longest
+        if self.relative_bias is not None:
+            bias_HS = self.relative_bias(longest, query_BHTD.device)
+            mask["distance_bias_HS"] = self._own_share(bias_HS)
+        parameters = {added.name: self._whole(added.name) for added in self.variant.parameters}
+        out_BHTD, lse_BHT, gate_BHT = self.variant.attend(
+            self.config,
+            parameters,
+            query_BHTD,
+            key_BGSD,
+            value_BGSD,
+            **mask,
+            scale=self.softmax_scale,
+            backend=self.config.attention_kernel,
+            with_gate=balances or self.variant.always_gated,
+        )
+        if gate_BHT is None and self.variant.always_gated:
+            raise ValueError(
+                f"attention variant {self.variant.name!r} returned no gate: with a slot it must"
+            )
+        if self.attending.counts_sinks and not self.training:
+            self.attending.softmax_sinks(
+                query_BHTD,
+                key_BGSD,
+                lse_BHT,
+                gate_BHT if self.variant.always_gated else None,
+                scale=self.softmax_scale,
+                window=self.window,
+                distance_bias_HS=mask.get("distance_bias_HS"),
+            )
+        if counts and gate_BHT is None:
+            gate_BHT = first_key_gate(
+                query_BHTD, key_BGSD, lse_BHT, scale=self.softmax_scale, **mask
+            )
+        if counts and self.attending.compares_gradients and gate_BHT is not None:
+            assert self.variant.slot_value is not None  # rejected by the config
+            value_BHTD = self.variant.slot_value(
+                self.config,
+                {name: parameter.detach() for name, parameter in parameters.items()},
+                partial(
+                    first_values, value_BGSD, out_BHTD.shape[1], mask.get("cu_seqlens"), tokens
+                ),
+            )
+            self.attending.output_gradient(out_BHTD, gate_BHT[..., None], value_BHTD, counted)
+        return out_BHTD, gate_BHT
+
+    def slot_logit(self, query_BHTD: Tensor) -> Tensor | None:
+        """Return the slot logit for queries of all of this rank's heads, without gradient.
+
+        Returns:
+            Broadcastable to [B, H, T]; None for a variant without a slot.
+
+        Raises:
+            ValueError: The variant's record does not define it.
+        """
+        if self.variant.slot_logit is None:
+            raise ValueError(f"attention variant {self.variant.name!r} has no slot_logit")
+        scale = query_BHTD.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        own = {added.name: getattr(self, added.name).detach() for added in self.variant.parameters}
+        return self.variant.slot_logit(self.config, own, query_BHTD.detach(), scale)
+
+    def _similar(
+        self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, *, counts: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output and 1 - the proxy weight of key 0 (P2.37), without gradient."""
+        from megasink.attention.similarity import similarity_attention
+
+        mlp = self.similarity_mlp
+        out_BHTD, first_weight_BHT = similarity_attention(
+            query_BHTD,
+            key_BGSD,
+            value_BGSD,
+            similarity=self.config.attention_similarity,
+            normalization=self.config.attention_normalization,
+            mlp=None if mlp is None else mlp.weights(self.tp_group),
+            window=self.window,
+            scale=self.softmax_scale,
+        )
+        if self.attending.counts_sinks and not self.training:
+            self.attending.similarity_sinks(first_weight_BHT)
+        return out_BHTD, 1.0 - first_weight_BHT
+
+    def _whole(self, name: str) -> Tensor:
+        """Return a parameter; gradients of one shared by all heads are summed over the ranks."""
+        parameter: torch.nn.Parameter = getattr(self, name)
+        if getattr(parameter, "tensor_model_parallel", False):
+            return self._own_share(parameter)
+        shared: Tensor = copy_to_tensor_model_parallel_region(parameter, self.tp_group)
+        return shared

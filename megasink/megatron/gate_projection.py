@@ -1,0 +1,177 @@
+"""Gate scores as extra rows at the end of linear_qkv: one GEMM, one gather of the sequence.
+
+If TransformerEngine fuses the norm into linear_qkv, only that layer has the normed hidden state.
+In memory a rank's weight is [its q, k, v rows | its gate rows | padding]. In a checkpoint the gate
+rows are a separate tensor, ``linear_gate.weight``, because rows at the end of each shard would end
+up in the wrong heads when the tensor-parallel size changes.
+
+The padding makes the number of rows a multiple of 8, or of the 16 or 32 that the GEMMs of FP8 need.
+Value is a view of the output of linear_qkv, so that number is the distance between its rows, and
+flash kernels load 16 bytes at once without a check: on a GPU another distance ends in "misaligned
+address". Padding costs at most 7 (FP8: 31) of thousands of rows and keeps the fast GEMMs, which
+need aligned rows too; a copy of the value would read and write it in every layer and leave the GEMM
+slow. The padding is 0, gets no gradient, nothing reads its output, and no torch_dist checkpoint has
+it.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import (
+    ReplicaId,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.fp8_utils import get_fp8_align_size
+from torch import Tensor
+
+from megasink.attention.variants.gates import trailing_rows
+from megasink.errors import UserError
+
+_BF16_ROWS = 8  # fill 16 bytes
+
+
+class _GateRows:
+    """Mixin for a column-parallel linear layer used as linear_qkv.
+
+    Attributes:
+        row_split: Number of rows of this rank's query, key and value; of its gate; and of padding.
+            They are the rows of ``weight`` (and of ``bias``, if any: the gate then has a bias too,
+            as in Megatron's own output gate).
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any):
+        ranks = config.tensor_model_parallel_size
+        mixed, gate = output_size // ranks, trailing_rows(config) // ranks
+        multiple = get_fp8_align_size(config.fp8_recipe) if config.fp8 else _BF16_ROWS
+        self.row_split = (mixed, gate, -(mixed + gate) % multiple)
+        super().__init__(input_size, ranks * sum(self.row_split), config=config, **kwargs)  # type: ignore[call-arg]
+        self._scores: Tensor | None = None
+        for parameter in (self.weight, self.bias):  # type: ignore[attr-defined]
+            if parameter is not None and parameter.numel():
+                parameter.row_split = self.row_split
+                parameter.data[mixed + gate :] = 0.0
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Run the layer; return the output without the gate rows, kept for `take_scores`."""
+        output, bias = super().forward(*args, **kwargs)  # type: ignore[misc]
+        mixed_qkv, self._scores, _ = output.split(self.row_split, dim=-1)
+        return mixed_qkv, bias
+
+    def take_scores(self) -> Tensor:
+        """Return and clear the scores [S, B, gate rows of this rank] of the last forward call."""
+        scores, self._scores = self._scores, None
+        assert scores is not None
+        return scores
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # Megatron would end in a traceback of shapes. Optimizer states have no padding either.
+        mixed, gate, padding = self.row_split
+        stored = state_dict.get(f"{prefix}weight")
+        if padding and stored is not None and len(stored) == mixed + gate:
+            raise UserError(
+                f"the checkpoint has {len(stored)} rows in {prefix}weight, where this version has "
+                f"{len(stored) + padding}: it was saved with --ckpt-format torch before the rows "
+                "of gates were padded. Continue from its weights with megasink convert-to-hf and "
+                "convert-from-hf, or save it as torch_dist with the version that wrote it "
+                "(--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER)"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[misc]
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Return the sharded state: a separate ``linear_gate``, and no padding."""
+        state: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        for name in ("weight", "bias"):
+            whole = state.get(f"{prefix}{name}")
+            if isinstance(whole, ShardedTensor):
+                state[f"{prefix}{name}"] = _two_tensors(whole, self.row_split)
+        return state
+
+
+@functools.cache
+def with_gate_rows(linear: type) -> type:
+    """Return the column-parallel class (Megatron's or TransformerEngine's) with gate rows."""
+    return type(f"GateRows{linear.__name__}", (_GateRows, linear), {"__module__": __name__})
+
+
+def named_parts(
+    name: str, parameter: Tensor, tensor: Tensor | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the named tensors stored in a parameter: two if it has gate rows, else one.
+
+    Padding rows are in none. A parameter with `sections` (megatron/hybrid.py) has one per section.
+
+    Args:
+        name: Name of the parameter in the whole model.
+        tensor: Values, gradient or optimizer state, of the parameter's shape; None for the values.
+
+    Yields:
+        (name, view); ``...linear_gate...`` for the gate rows of ``...linear_qkv...``.
+    """
+    tensor = parameter.data if tensor is None else tensor
+    sections: dict[str, int] | None = getattr(parameter, "sections", None)
+    if sections is not None:
+        for section, part in zip(sections, tensor.split([*sections.values()]), strict=True):
+            yield f"{name}.{section}", part
+        return
+    rows: tuple[int, int, int] | None = getattr(parameter, "row_split", None)
+    if rows is None:
+        yield name, tensor
+        return
+    mixed, gate, _ = tensor.split(rows)
+    yield name, mixed
+    yield _gate_key(name), gate
+
+
+def _gate_key(key: str) -> str:
+    assert "linear_qkv." in key, key
+    return key.replace("linear_qkv.", "linear_gate.")
+
+
+def _two_tensors(whole: ShardedTensor, rows: tuple[int, int, int]) -> ShardedTensorFactory:
+    """Split a sharded tensor with a factory, so that optimizer states are split the same way."""
+    prepended = whole.prepend_axis_num
+    axis = prepended  # axis 0 of the parameter, after the layer axes
+    ranks = whole.axis_fragmentations[axis]
+    rank = whole.global_offset[axis] // whole.local_shape[0]
+    others = [
+        (index, whole.global_offset[index], whole.axis_fragmentations[index])
+        for index in range(prepended)
+    ]
+
+    @torch.no_grad()
+    def build(
+        key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None
+    ) -> list[ShardedTensor]:
+        assert flattened_range is None, "flattened optimizer states have no rows"
+        parts = tensor.split(rows)[:2]
+        return [
+            ShardedTensor.from_rank_offsets(
+                part_key,
+                part,
+                *others,
+                (axis, rank, ranks),
+                replica_id=replica_id,
+                prepend_axis_num=prepended,
+            )
+            for part_key, part in zip((key, _gate_key(key)), parts, strict=True)
+        ]
+
+    @torch.no_grad()
+    def merge(parts: list[Tensor]) -> Tensor:
+        padding = parts[0].new_zeros(rows[2], *parts[0].shape[1:])
+        return torch.cat([*parts, padding])
+
+    return ShardedTensorFactory(
+        whole.key, whole.data, build, merge, whole.replica_id, whole.flattened_range
+    )

@@ -1,0 +1,137 @@
+"""Head importance, statistics and balance gradient from the gates of one layer in Megatron.
+
+Shapes: S sequence, B batch, H query heads of the layer, h those of this tensor-parallel rank,
+T = S tokens, C gates per head and token, 1 or the head dim.
+"""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed import get_process_group_ranks as ranks_of
+
+from megasink.attention import gate_sum
+from megasink.balance.counter import LayerBalance
+from megasink.balance.tracker import BALANCE_GRADIENT
+from megasink.megatron.documents import Documents
+from megasink.megatron.head_observer import HeadObserver
+from megasink.megatron.parameters import StaysFloat32
+
+if TYPE_CHECKING:
+    from megasink.megatron.config import MegasinkTransformerConfig
+
+
+class HeadCounter(StaysFloat32, LayerBalance):
+    """Counts the gates of one layer and attaches the gradient of the head-balance loss.
+
+    Its state is missing from Megatron's own checkpoints, which start with the initial one.
+
+    Args:
+        config: Config with ``head_balance_coeff``, ``head_balance_scope``,
+            ``head_balance_shared_heads`` and ``head_balance_shared_refresh``.
+        layer_number: 1-based index in the whole model.
+        tp_group: Tensor-parallel group.
+        cp_size: Number of context-parallel ranks that share the tokens of a microbatch.
+        groups: Of the model; what it lacks, Megatron's global groups are.
+    """
+
+    def __init__(
+        self,
+        config: "MegasinkTransformerConfig",
+        layer_number: int,
+        tp_group: ProcessGroup,
+        cp_size: int = 1,
+        groups: ProcessGroupCollection | None = None,
+    ):
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        # Heads not of the config of the attention layer: Megatron changes it if groups < ranks.
+        super().__init__(
+            config,
+            config.statistics,
+            layer_number - 1,
+            config.num_attention_heads,
+            tp_group,
+            cp_size,
+            device,
+        )
+        self.config, self._groups = config, groups
+        self._observer = HeadObserver(config, layer_number, tp_group.rank())
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        for name, buffer in self.named_buffers():
+            state_dict.setdefault(prefix + name, buffer)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    # Its counts are Python's, which a compiled graph would take for constants.
+    @torch.compiler.disable
+    def forward(
+        self,
+        out_SBX: Tensor,
+        gate_BHTC: Tensor,
+        documents: Documents | None = None,
+        every_BHTC: Tensor | None = None,
+    ) -> Tensor:
+        """Record the importance of the layer's heads and attach the gradient of the balance loss.
+
+        Call it only if ``self.training and torch.is_grad_enabled()``: the first forward of
+        activation recompute has no gradients and must not be counted.
+
+        Args:
+            out_SBX: Output of the gated heads; its backward also runs that of the loss.
+            gate_BHTC: Gates of this rank's heads, in [0, 1]; a token's gate is the mean over C.
+                Differentiable if the loss is on.
+            documents: Documents of a packed batch, whose padding is not counted.
+            every_BHTC: For an observer, the gate of every element; None if `gate_BHTC` is.
+
+        Returns:
+            A tensor equal to `out_SBX`.
+        """
+        batch, _, tokens, width = gate_BHTC.shape
+        tokens, real_1T = batch * tokens, None
+        # Tokens of the microbatch, on all context-parallel ranks.
+        count = tokens * self.cp_size
+        in_row = None
+        if documents is not None:
+            tokens, real_1T = documents.real_tokens, documents.real_1T
+            count = in_row = documents.real_in_row
+        gate_sum_h = gate_sum(gate_BHTC.squeeze(-1) if width == 1 else gate_BHTC.mean(-1), real_1T)
+        self.record(gate_sum_h, tokens)
+        if not self.config.head_balance_coeff:
+            return out_SBX
+        observe = None
+        if self._observer.compares_gradients:
+            from megasink.attention import gate_slope
+
+            every_BHTC = gate_BHTC if every_BHTC is None else every_BHTC
+            slope_h = gate_sum(gate_slope(every_BHTC), real_1T) / count
+            observe = partial(self._observe, slope_h, tokens)
+        return self.attach(out_SBX, gate_sum_h, tokens, observe, in_row)
+
+    def _observe(self, slope_h: Tensor, tokens: int, sent_h: Tensor) -> None:
+        self._observer.add(BALANCE_GRADIENT, sent_h * slope_h, tokens)
+
+    def targets(self) -> Tensor | None:
+        """Under ``calculate_per_token_loss`` Megatron divides gradients by the global targets."""
+        if not self.config.calculate_per_token_loss:
+            return None
+        return self._statistics.balance.targets
+
+    def importance_group(self) -> ProcessGroup:
+        """Tensor- and context-parallel ranks; in the scope "data-parallel" also the replicas."""
+        name = "tp_dp_cp" if self.config.head_balance_scope == "data-parallel" else "tp_cp"
+        groups = self._groups
+        if not hasattr(groups, name):
+            groups = ProcessGroupCollection.use_mpu_process_groups([name])
+        group: ProcessGroup = getattr(groups, name)
+        ours = self._statistics.heads.group
+        if ours is not None and not {*ranks_of(group)} <= {*ranks_of(ours)}:
+            raise RuntimeError(
+                f"the ranks {ranks_of(group)} would share importances, and the HeadBalance has the "
+                f"group {ranks_of(ours)}: give the model a pg_collection with a {name} of its ranks"
+            )
+        return group

@@ -1,0 +1,133 @@
+"""The options of megasink on a TransformerConfig, and what they change in Megatron's own fields."""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megasink.attention.variants import variant
+from megasink.attention.variants.gates import is_megatrons_output_gate
+from megasink.attention.variants.layers import layers_with_variant
+from megasink.config import TRANSFORMER_OPTIONS
+from megasink.errors import ConfigError
+
+# The function of each FFN activation, and whether the FFN is a gated linear unit.
+FFN_ACTIVATIONS = {
+    "relu": (F.relu, False),
+    "gelu": (F.gelu, False),
+    "silu": (F.silu, False),
+    "reglu": (F.relu, True),
+    "geglu": (F.gelu, True),
+    "swiglu": (F.silu, True),
+}
+# Megatron's flags for T5's bias, which are missing from its own TransformerConfig.
+_RELATIVE = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}
+# What a TransformerConfig and a layer spec alone cannot do, and who does it.
+_ELSEWHERE = {
+    "attention_variant_layers": "a MegasinkTransformerConfig has it",
+    "sinusoidal_position_embedding": "megasink.megatron.model builds it",
+    "embedding_norm": "megasink.megatron.model builds it",
+    "logit_softcap": "megasink.megatron.model builds it",
+    "sink_lr_mult": "give the optimizer a group for core_attention.softmax_offset",
+    "sink_weight_decay": "give the optimizer a group for core_attention.softmax_offset",
+    "head_balance_warmup_iters": "call begin(step, share=...) of the HeadBalance in every step",
+    "head_balance_decay_iters": "call begin(step, share=...) of the HeadBalance in every step",
+}
+
+
+def has_options(config: Any) -> bool:
+    """Return whether a config has the options of megasink."""
+    return hasattr(config, "attention_variant")
+
+
+def give_options(config: Any, options: dict[str, Any]) -> None:
+    """Set the options of megasink on a config of Megatron's own class, in place.
+
+    Args:
+        config: TransformerConfig.
+        options: By name; what is missing has its default.
+
+    Raises:
+        ConfigError: An option is unknown, or has a value that is none of its choices, or is
+            impossible with the others.
+    """
+    fields = {f.name: f for kind in TRANSFORMER_OPTIONS for f in dataclasses.fields(kind)}
+    problems = [f"{name} is no option of megasink" for name in options if name not in fields]
+    for name, value in options.items():
+        choices = fields[name].metadata.get("choices") if name in fields else None
+        if choices and value is not None and value not in choices:
+            problems.append(f"{name} is {value!r}, not one of {', '.join(choices)}")
+    if has_options(config):
+        problems.append(
+            f"{type(config).__name__} has the options of megasink as its fields: set "
+            f"{', '.join(options)} there"
+        )
+    for name in fields.keys() & _ELSEWHERE.keys() & options.keys():
+        if options[name] != fields[name].default:
+            problems.append(f"{name} does nothing in a loop of your own: {_ELSEWHERE[name]}")
+    if config.attention_dropout:
+        problems.append(
+            f"attention_dropout {config.attention_dropout} (Megatron's default is 0.1) breaks the "
+            "identity of gate and log-sum-exp: set it to 0"
+        )
+    if config.multi_latent_attention:
+        problems.append("multi_latent_attention has a core attention of its own: use GQA or MHA")
+    if getattr(config, "cuda_graph_impl", "none") != "none":
+        problems.append(
+            f"cuda_graph_impl {config.cuda_graph_impl!r}: a replayed graph neither counts heads "
+            "nor updates the balance loss: set it to 'none'"
+        )
+    if problems:
+        raise ConfigError(problems)
+    for name, default in _RELATIVE.items():
+        if not hasattr(config, name):
+            setattr(config, name, default)
+    for name, option in fields.items():
+        setattr(config, name, options.get(name, option.default))
+    apply_options(config)
+    check_parameters(config)
+
+
+def apply_options(config: Any) -> None:
+    """Set what the options of a config change in Megatron's own fields.
+
+    Raises:
+        ConfigError: The head-balance loss is on for a similarity without a differentiable gate or a
+            variant without a slot value, or ``attention_variant_layers`` does not fit the number of
+            layers.
+        UserError: The attention variant is not registered.
+    """
+    record = variant(config.attention_variant)
+    # Megatron's inference reads it; megatron/inference_guard.py rejects unsupported models.
+    config.softmax_type = record.softmax_type
+    if config.head_balance_coeff and config.attention_similarity != "softmax":
+        raise ValueError(
+            f"attention_similarity {config.attention_similarity!r} has no gate with a gradient: "
+            "set head_balance_coeff to 0"
+        )
+    if config.head_balance_coeff and record.slot_value is None:
+        raise ValueError(
+            f"attention variant {record.name!r} has no slot_value, against which the gradient "
+            "of the head-balance loss is measured: set head_balance_coeff to 0"
+        )
+    if config.ffn_activation is not None:
+        config.activation_func, config.gated_linear_unit = FFN_ACTIVATIONS[config.ffn_activation]
+        # Megatron's other fused kernels only have the tanh approximation of gelu.
+        config.bias_activation_fusion &= config.ffn_activation == "swiglu"
+    if config.zero_init_outputs:
+        config.output_layer_init_method = torch.nn.init.zeros_
+    if is_megatrons_output_gate(config):
+        config.attention_output_gate = True
+    # Megatron then asks for the config of each layer, and numbers the layers in checkpoints.
+    config.heterogeneous_block_specs = not all(layers_with_variant(config))
+
+
+def check_parameters(config: Any) -> None:
+    """Check that the heads of a variant's parameters divide among the tensor-parallel ranks.
+
+    Raises:
+        ValueError: They do not.
+    """
+    for parameter in variant(config.attention_variant).parameters:
+        parameter.local_shape(config, config.tensor_model_parallel_size)

@@ -1,0 +1,88 @@
+"""Agree on the number of an attempt, under which its ranks meet in torchrun's store.
+
+The store outlives the ranks: torchrun starts others when one fails (``--max-restarts``) and when a
+lost host comes back. Its own count of restarts does not tell the attempts apart: each agent counts
+for itself, a host that comes back from 0, and a changed membership is not counted. Ranks that take
+an earlier attempt's keys for theirs read the addresses of dead ranks, and wait for them.
+"""
+
+import os
+import time
+import uuid
+from datetime import timedelta
+from typing import Any
+
+from megasink.errors import UserError
+from megasink.training.stop import Told
+from megasink.training.waiting import waiting
+
+
+def open_store(timeout: float) -> Any:
+    """Return the store that this attempt's ranks share before process groups exist.
+
+    Args:
+        timeout: seconds for all ranks to come.
+
+    Raises:
+        UserError: a rank did not.
+    """
+    import torch
+
+    master = f"rank 0, whose store is at {os.environ.get('MASTER_ADDR')}"
+    others = f"the other ranks of {os.environ.get('WORLD_SIZE')} to start"
+    with waiting(lambda: others if os.environ.get("RANK") == "0" else master):
+        store, rank, world = next(
+            torch.distributed.rendezvous("env://", timeout=timedelta(seconds=timeout))
+        )
+    with waiting(lambda: f"{_late(store, world)} to start" if rank == 0 else master):
+        Told.attempt = agree(store, rank, world, timeout)
+    return torch.distributed.PrefixStore(Told.attempt, store)
+
+
+def agree(store: Any, rank: int, world: int, timeout: float) -> str:
+    """Wait for all ranks of this attempt, and return the prefix of its keys. Call on every rank.
+
+    Rank 0 opens an attempt, and begins it when all others have joined. A rank may find an attempt
+    of the past first. One that was begun has been joined in the name of every rank, and a rank
+    joins none that was joined in its name before. One that was not begun never will be: its rank 0
+    is gone, because torchrun ends all ranks before it starts others.
+
+    Args:
+        store: with ``add``, ``set``, ``compare_set`` and ``check``; polled, because a wait in it
+            blocks signals.
+        timeout: seconds.
+
+    Raises:
+        UserError: a rank did not join in time.
+    """
+    end = time.monotonic() + timeout
+    pause = max(0.05, world / 2000)  # the store serves every rank
+    run = f"megasink/{world}"  # a job of another size has other ranks
+    if rank == 0:
+        prefix = f"{run}/{store.add(f'{run}/opened', 1)}"
+        while store.add(f"{prefix}/joined", 0) < world - 1:
+            if time.monotonic() > end:
+                raise UserError(f"{_late(store, world)} did not start within {timeout:.0f} s")
+            time.sleep(pause)
+        store.set(f"{prefix}/begun", "1")
+        return prefix
+    seen, joined, myself = 0, "", uuid.uuid4().hex
+    while True:
+        if (number := store.add(f"{run}/opened", 0)) > seen:
+            seen, prefix = number, f"{run}/{number}"
+            if store.compare_set(f"{prefix}/rank {rank}", "", myself) == myself.encode():
+                store.add(f"{prefix}/joined", 1)
+                joined = prefix
+        if joined and store.check([f"{joined}/begun"]):
+            return joined
+        if time.monotonic() > end:
+            raise UserError(f"rank {rank} waited {timeout:.0f} s for all {world} ranks to start")
+        time.sleep(pause)
+
+
+def _late(store: Any, world: int) -> str:
+    """Name the ranks that have not joined the attempt that rank 0 opened last."""
+    prefix = f"megasink/{world}/{store.add(f'megasink/{world}/opened', 0)}"
+    late = [r for r in range(1, world) if not store.check([f"{prefix}/rank {r}"])]
+    names = ", ".join(map(str, late[:8])) + (" ..." if len(late) > 8 else "")
+    return f"rank{'s' * (len(late) > 1)} {names} of {world}"

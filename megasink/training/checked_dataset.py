@@ -1,0 +1,171 @@
+"""Megatron's GPTDataset with errors that name the file and document of damaged data, replaced
+tokens (--replace-tokens-at), and an order that does not depend on the length of the run.
+
+The checks before the first step read a bounded part of a large dataset. This class checks every
+sample when the data loader's workers read it.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.datasets import gpt_dataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.megatron_dataset import _PAD_TOKEN_ID
+from megatron.core.datasets.object_storage_utils import ObjectStorageConfig, is_object_storage_path
+from megatron.training import get_args
+from numpy.typing import NDArray
+
+from megasink.errors import UserError
+from megasink.training.checks.vocabulary import known_ids, replacement_of
+from megasink.training.replacing import replace_in_sample
+from megasink.upstream.epochs import shuffling_each_epoch
+
+_BLOCK = 1 << 16  # bytes of a request to S3; a sample is a few documents in order
+
+
+class _WithoutPadding:
+    """A data set in which every token is text, whatever the tokenizer's padding is.
+
+    Upstream takes the tokenizer's padding for padding wherever it occurs, unless it is EOD too: it
+    replaces the inputs and leaves out the targets (core/datasets/gpt_dataset.py:277). A BOS that is
+    used for padding occurs in text.
+    """
+
+    @property
+    def _pad_token_id(self) -> int:
+        return _PAD_TOKEN_ID  # of what fills the last sample, as upstream where there is no padding
+
+    @_pad_token_id.setter
+    def _pad_token_id(self, of_tokenizer: int) -> None:
+        pass
+
+
+class MockGPTDataset(_WithoutPadding, gpt_dataset.MockGPTDataset):
+    """Upstream's made-up data."""
+
+
+class TextDataset(_WithoutPadding, gpt_dataset.GPTDataset):
+    """Upstream's class with checks, shuffled by epoch.
+
+    The names of cached sample indices contain the class name: Megatron's have another order.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.vocabulary = known_ids(get_args())
+        self.replacement = replacement_of(get_args())
+        super().__init__(*args, **kwargs)
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: Any) -> IndexedDataset:
+        """Read small blocks of objects: upstream's take 256 MiB for every sample, in any order."""
+        if not is_object_storage_path(dataset_path):
+            return gpt_dataset.GPTDataset.build_low_level_dataset(dataset_path, config)
+        storage = ObjectStorageConfig(config.object_storage_cache_path, _BLOCK)
+        return IndexedDataset(dataset_path, mmap=False, object_storage_config=storage)
+
+    def _build_document_sample_shuffle_indices(self) -> Any:
+        if self.config.fast_cache_load or self.config.defer_npy_index_mmap:
+            with self._indices_that_must_exist():
+                return super()._build_document_sample_shuffle_indices()
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            self._remove_damaged_indices()
+        with shuffling_each_epoch(self):
+            return super()._build_document_sample_shuffle_indices()
+
+    def _remove_damaged_indices(self) -> None:
+        """Remove truncated indices: Megatron writes them in place, and a kill cuts them short."""
+        # By name: a search would list a folder of thousands of files once for each dataset.
+        for path in self._index_paths():
+            try:
+                np.load(path, mmap_mode="r", allow_pickle=False)
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError, EOFError):
+                try:
+                    path.unlink()
+                except OSError as error:
+                    raise UserError(f"{path} is damaged: remove it ({error.strerror})") from error
+
+    def _index_paths(self) -> list[Path]:
+        """Return the paths of the indices (core/datasets/gpt_dataset.py:478)."""
+        prefix = self.dataset.path_prefix
+        folder = Path(
+            self.config.path_to_cache or Path(prefix, "cache", f"{type(self).__name__}_indices")
+        )
+        base = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
+        names = ("document", "sample", "shuffle")
+        return [folder / f"{base}-{name}_index.npy" for name in names]
+
+    @contextlib.contextmanager
+    def _indices_that_must_exist(self) -> Iterator[None]:
+        """Explain indices that cannot be read, where flags say that all of them are there."""
+        try:
+            yield
+        except (OSError, ValueError, EOFError) as error:
+            paths = self._index_paths()
+            path = next((p for p in paths if not p.is_file()), paths[0])
+            state = "damaged" if path.is_file() else "missing"
+            raise UserError(
+                f"{path} is {state} ({error}): start once without --dataloader-fast-cache-load and "
+                "--dataloader-defer-npy-index-mmap, with the same data, seed, length and samples"
+            ) from error
+
+    def _query_document_sample_shuffle_indices(
+        self, idx: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], list[int]]:
+        prefix = self.dataset.path_prefix
+        # --dataloader-defer-npy-index-mmap
+        if self.document_index is None:  # type: ignore[has-type]
+            with self._indices_that_must_exist():
+                self.document_index, self.sample_index, self.shuffle_index = (
+                    np.load(path, mmap_mode="r", allow_pickle=False) for path in self._index_paths()
+                )
+        try:
+            sample = super()._query_document_sample_shuffle_indices(idx)
+        except (ValueError, IndexError, OverflowError) as error:
+            raise UserError(
+                f"{prefix}.bin: sample {idx} is incomplete ({error}): create the dataset again and "
+                f"remove {prefix}/cache"
+            ) from error
+        ids, documents, lengths = sample
+        self._refuse_unknown_ids(*sample)
+        if self.replacement is not None:
+            offset = int(self.sample_index[self.shuffle_index[idx]][1])
+            packed = self.config.inter_document_masking
+            replace_in_sample(self.replacement, ids, documents, lengths, offset, packed=packed)
+        return sample
+
+    def _refuse_unknown_ids(
+        self, ids: NDArray[np.int64], documents: NDArray[np.int64], lengths: list[int]
+    ) -> None:
+        if (known := self.vocabulary) is None:
+            return
+        prefix = self.dataset.path_prefix
+        ids = ids[: sum(lengths)]  # padding follows
+        wrong = (ids < 0) | (ids >= known)
+        if wrong.any():
+            at = int(np.flatnonzero(wrong)[0])
+            place = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+            raise UserError(
+                f"{prefix}.bin: document {documents[min(place, len(documents) - 1)]} holds the id "
+                f"{ids[at]:,}, but the vocabulary has {known:,}: create the dataset again, or give "
+                "the tokenizer that it was created with"
+            )
+
+
+def read_batch(data_iterator: Iterator[Any]) -> Any:
+    """Return the next batch, with a data loader worker's error reduced to its one line.
+
+    Raises:
+        UserError: a sample is damaged.
+    """
+    try:
+        return next(data_iterator)
+    except UserError as error:
+        # torch prepends the worker's traceback (torch/_utils.py, ExceptionWrapper.reraise)
+        message = str(error).rpartition("UserError: ")[2].removesuffix("\\n").strip()
+        raise UserError(message) from None

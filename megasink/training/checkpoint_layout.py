@@ -1,0 +1,66 @@
+"""In which form checkpoints hold the distributed optimizer's state: chosen by the memory of hosts.
+
+"Fully reshardable" state loads under any layout: every data-parallel rank gathers the main weights
+and moments of its whole model-parallel shard in float32, on the host, for each save and load
+(core/optimizer/distrib_optimizer.py:1690). "dp_reshardable" state is written as the ranks hold it,
+and loads under another data parallelism alone. Megatron's --distrib-optim-fully-reshardable-mem-
+efficient gathers on one rank for a save, but on every rank for a load.
+"""
+
+import os
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megasink.errors import UserError
+from megasink.training.checks.memory import available
+
+# For each parameter of a rank: at the peak of a save, with gloo (docs/survival.md).
+BYTES = 36
+_SHARE = 0.5
+
+
+def choosing_by_size(args: Namespace) -> Callable[[Any], Any]:
+    """Return a hook for ``pre_wrap_hooks`` that sets --dist-ckpt-optim-fully-reshardable."""
+
+    def choose(models: Any) -> Any:
+        if args.distrib_optim_fully_reshardable_mem_efficient:
+            args.dist_ckpt_optim_fully_reshardable = True
+        if args.dist_ckpt_optim_fully_reshardable is None:
+            args.dist_ckpt_optim_fully_reshardable = _fits(args, models)
+        return models
+
+    return choose
+
+
+def _fits(args: Namespace, models: Any) -> bool:
+    """Whether it fits on every host. Performs one all-reduce."""
+    if not args.use_distributed_optimizer or args.fake_process_group:
+        return True
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed = BYTES * ranks * sum(p.numel() for model in models for p in model.parameters())
+    worst = torch.tensor([needed / max(available(), 1), needed], dtype=torch.float64, device="cuda")
+    torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX)
+    share, most = worst.tolist()
+    if args.rank == 0 and share > _SHARE:
+        print(
+            f"checkpoints: to gather the optimizer's state would take {most / 1e9:.3g} GB of a "
+            f"host's memory, {share:.0%} of what is left: it is saved in shards, which load under "
+            "another data parallelism alone (--dist-ckpt-optim-fully-reshardable insists)",
+            flush=True,
+        )
+    return share <= _SHARE
+
+
+def explained(error: BaseException) -> UserError | None:
+    """Return what to do about a checkpoint of shards under another layout, if that is the error."""
+    if "sharding type dp_reshardable" not in str(error):
+        return None
+    return UserError(
+        "the checkpoint holds the optimizer's state in shards, which load under another data "
+        "parallelism alone: give --tensor-model-parallel-size and --pipeline-model-parallel-size "
+        "as before, with --dist-ckpt-optim-fully-reshardable if the next checkpoint is to load "
+        "under any layout, or go on without the state by --no-load-optim"
+    )

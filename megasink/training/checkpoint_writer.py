@@ -1,0 +1,192 @@
+"""Helper processes for asynchronous checkpoints: they end with their rank, and it ends with them.
+
+With --async-save Megatron hands a checkpoint to a writer process, and gets results through a
+manager, which is another process. Upstream's helpers outlive a rank that is killed (they hold its
+memory, and may still write into the folder of a resumed run), die from a SIGTERM meant for the rank
+(torchrun and Slurm send it to all children of a rank), and leave the rank waiting forever if one of
+them dies.
+"""
+
+import functools
+import multiprocessing
+import multiprocessing.connection
+import os
+import queue
+import signal
+import threading
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.managers import SyncManager
+from typing import Any
+
+from megasink import cpu
+from megasink.training.guard import end, guard
+from megasink.training.stop import SIGNALS
+from megasink.upstream.training import CHECKPOINT_WRITER, PRELOADED_TENSORS, RESULTS_QUEUE
+
+_SECONDS = 1.0  # how often a rank checks its writer
+
+
+def live_with_rank() -> None:
+    """Tie a helper to its rank: end with the rank, and ignore signals. Called first in a helper.
+
+    A helper that outlives its rank might still write into the folder of a resumed run. The rank
+    handles signals: it may have a checkpoint to save.
+    """
+    rank = multiprocessing.parent_process()
+    assert rank is not None
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+    def wait() -> None:
+        rank.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def write(*args: Any) -> None:
+    """Run the writer process, with the arguments of PersistentAsyncCaller's loop."""
+    live_with_rank()
+    if not cpu.cuda_present():
+        cpu.activate()
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    preload = with_own_memory(FileSystemWriterAsync.preload_tensors)
+    PRELOADED_TENSORS.apply(preload_tensors=staticmethod(preload))
+    PersistentAsyncCaller.async_loop(*args)
+
+
+def with_own_memory(preload: Callable[..., Any]) -> Callable[..., Any]:
+    """Make upstream's copy of a checkpoint to the host also copy tensors already on the host.
+
+    Upstream shares those, so the writer would save memory that training is changing. The rank
+    waits for this function.
+    """
+
+    @functools.wraps(preload)
+    def preload_tensors(*args: Any, **kwargs: Any) -> Any:
+        return [
+            (file, key, (data, [(item, t.clone() if t.is_shared() else t) for item, t in tensors]))
+            for file, key, (data, tensors) in preload(*args, **kwargs)
+        ]
+
+    return preload_tensors
+
+
+@contextmanager
+def checkpoint_helpers(args: Namespace) -> Iterator[None]:
+    """Start the checkpoint helpers in Megatron's place, and end them however training ends.
+
+    Without --async-save there are none. Upstream starts a manager even then, only to return results
+    from a function to its caller.
+    """
+    with ExitStack() as stack:
+        results: Any = queue.Queue()
+        if args.async_save:
+            results = stack.enter_context(_started_manager(args)).Queue()
+            stack.enter_context(_started_writer(args))
+        stack.enter_context(RESULTS_QUEUE.replacing(_results_queue=results))
+        yield
+
+
+@contextmanager
+def _without_signals() -> Iterator[None]:
+    """Block signals in processes started in the block, until `live_with_rank` ignores them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _started_manager(args: Namespace) -> Iterator[SyncManager]:
+    # Forked, as upstream does: the manager needs nothing else.
+    manager = SyncManager(ctx=multiprocessing.get_context("fork"))
+    with _without_signals():
+        manager.start(live_with_rank)
+    process = manager._process  # type: ignore[attr-defined]
+    try:
+        with _watched(lambda: process, f"the helper of rank {args.rank}'s checkpoint writer", args):
+            yield manager
+    finally:
+        manager.shutdown()
+
+
+@contextmanager
+def _started_writer(args: Namespace) -> Iterator[None]:
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    upstream = PersistentAsyncCaller.schedule_async_call
+
+    def schedule(self: Any, *call: Any) -> None:
+        # The rank waits until the writer has copied its tensors. A writer that ended after the
+        # last step is restarted for the checkpoint after it.
+        with guard.bounded("handing a checkpoint to its writer"), _without_signals():
+            upstream(self, *call)
+
+    with CHECKPOINT_WRITER.replacing(async_loop=staticmethod(write), schedule_async_call=schedule):
+        try:
+            # initialize_megatron then starts none: upstream's "forkserver", which forks writers on
+            # demand, would die from a SIGTERM, and the writer's exit code would be lost.
+            with _without_signals():
+                PersistentAsyncCaller._get_process(
+                    args.rank, "spawn", args.async_ckpt_cpu_priority, args.async_ckpt_io_priority
+                )
+            name = f"the checkpoint writer of rank {args.rank}"
+            with _watched(lambda: PersistentAsyncCaller._persistent_process, name, args):
+                yield
+        finally:
+            if writer := PersistentAsyncCaller._persistent_process:  # training ended in an error
+                _abort(writer)
+
+
+def _abort(writer: Any) -> None:
+    from megatron.core.dist_checkpointing.strategies.async_utils import (
+        AsyncCallsQueue,
+        PersistentAsyncCaller,
+    )
+
+    caller = AsyncCallsQueue._persistent_caller or PersistentAsyncCaller()
+    queues = (caller._persistent_queue, caller._persistent_preload_q)
+    caller.process = writer
+    caller.close(abort=True)
+    AsyncCallsQueue._persistent_caller = None
+    for queue_to_writer in queues:
+        # Otherwise Python waits at exit until the queue has been read.
+        queue_to_writer.cancel_join_thread()
+
+
+@contextmanager
+def _watched(helper: Callable[[], Any], name: str, args: Namespace) -> Iterator[None]:
+    """End this rank when its helper dies or is stopped: upstream would wait forever.
+
+    Args:
+        helper: returns the current process, or None once it was asked to end.
+    """
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.is_set():
+            process = helper()
+            if process is None:
+                ended.wait(_SECONDS)
+            elif multiprocessing.connection.wait([process.sentinel], _SECONDS):
+                ended.wait(_SECONDS)  # a helper that was asked to end is cleared at once
+                if helper() is process and not ended.is_set():
+                    end(
+                        f"{name} (process {process.pid}) ended, so the checkpoint that it was "
+                        "writing is lost (was it killed for lack of memory?); earlier ones in "
+                        f"{args.save} are intact"
+                    )
+
+    with guard.helping(lambda: getattr(helper(), "pid", None), name):
+        threading.Thread(target=watch, daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()

@@ -1,0 +1,170 @@
+"""Checks for datasets and tokenizers that are not given, or do not exist."""
+
+import os
+import socket
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megasink.data.object_store import is_stored, url_problem
+from megasink.errors import UserError
+from megasink.flags import flag_of
+from megasink.json_file import read_object
+from megasink.training.checks.blends import blends, named_prefixes, parts
+
+_SHOWN = 8
+_PLACES = (
+    *("run_dir", "save", "load", "pretrained_checkpoint", "data_cache_path", "tensorboard_dir"),
+    *("wandb_save_dir", "object_storage_cache_path", "non_persistent_global_ckpt_dir"),
+)
+# Options of reading data sets: made-up data would ignore them.
+_OF_FILES = (
+    "per_dataset_sequences_path",
+    "dataloader_fast_cache_load",
+    "dataloader_defer_npy_index_mmap",
+)
+
+
+def problems(args: Namespace) -> Iterator[str]:
+    """Yield one message per problem. Imports neither torch nor Megatron."""
+    yield from _place_problems(args)
+    yield from _source_problems(args)
+    yield from _cache_problems(args)
+    # One rank of each node: files may be local to a node, and every rank of a large job would ask
+    # the file system for every file.
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        yield from _presence_problems(args)
+    folder = args.tokenizer_model
+    if args.tokenizer_type == "HuggingFaceTokenizer":
+        if not folder:
+            yield "no tokenizer: give --tokenizer-model FOLDER (a Hugging Face folder)"
+        elif not Path(folder).is_dir():
+            yield f"--tokenizer-model {folder}: no such folder"
+
+
+def _place_problems(args: Namespace) -> Iterator[str]:
+    """Report URLs of object stores where only file systems are read and written."""
+    for name in _PLACES:
+        value = getattr(args, name, None)
+        if value and is_stored(value):
+            yield (
+                f"{flag_of(name)} is in an object store: give a folder (aws s3 sync or rclone "
+                "copies checkpoints there)"
+            )
+
+
+def stored_problems(args: Namespace, prefixes: Sequence[str]) -> Iterator[str]:
+    """Report what keeps Megatron from reading data sets in object stores; each is a URL.
+
+    It only asserts, after the model is built (core/datasets/gpt_dataset.py:180,
+    indexed_dataset.py:710).
+    """
+    yield from dict.fromkeys(filter(None, map(url_problem, prefixes)))
+    first = f"{prefixes[0].partition('://')[0]}:// data"
+    if args.object_storage_cache_path is None:
+        yield (
+            f"{first} needs --object-storage-cache-path FOLDER, where the indices are downloaded to"
+        )
+    if args.mmap_bin_files:
+        yield f"{first} needs --no-mmap-bin-files: objects cannot be mapped"
+    if any(prefix.startswith("msc://") for prefix in prefixes) and not args.enable_msc:
+        yield "msc:// data needs --enable-msc"
+    for name in ("per_dataset_sequences_path", "dataloader_fast_cache_load"):
+        if getattr(args, name):  # core/datasets/gpt_dataset.py:179
+            yield f"{flag_of(name)} with {first}, for which Megatron ignores it: drop it"
+
+
+def _source_problems(args: Namespace) -> Iterator[str]:
+    per_split = [f"{split}_data_path" for split in ("train", "valid", "test")]
+    names = ["mock_data", "data_path", "data_args_path", *per_split, "per_split_data_args_path"]
+    given = [name for name in names if getattr(args, name)]
+    if not given:
+        yield "no training data: give --data-path PREFIX (made by megasink data)"
+    if len(given) > 1 and not set(given) <= set(per_split):
+        yield f"{' and '.join(map(flag_of, given))}: choose one"
+    by_part = not {*per_split, "per_split_data_args_path"}.isdisjoint(given)
+    if args.split and by_part:
+        yield f"--split {args.split} with {flag_of(given[-1])}, which gives each part its own data"
+    trains, *_ = parts(args)
+    if given and not trains and not args.skip_train:
+        what = f"{flag_of(given[-1])} alone" if by_part else f"--split {args.split}"
+        yield f"{what} leaves no data for training: give it some, or --skip-train"
+    if args.data_args_path and not args.split:
+        yield "--data-args-path without --split: give three weights, such as --split 99,1,0"
+    if args.object_storage_cache_path and not any(map(is_stored, named_prefixes(args))):
+        yield "--object-storage-cache-path without s3:// or msc:// data: drop it"
+    if args.mock_data:
+        for name in _OF_FILES:
+            if getattr(args, name):
+                yield f"{flag_of(name)} with --mock-data, which reads no files: drop one"
+
+
+def _cache_problems(args: Namespace) -> Iterator[str]:
+    """Megatron asserts these after the model is built (blended_megatron_dataset_config.py:101)."""
+    for name in ("dataloader_fast_cache_load", "dataloader_defer_npy_index_mmap"):
+        if getattr(args, name) and args.data_cache_path is None:
+            yield (
+                f"{flag_of(name)} needs --data-cache-path, with the sample indices that a start "
+                "without it has written there"
+            )
+    if args.dataloader_fast_cache_load and (args.data_path or args.data_args_path):
+        yield (
+            "--dataloader-fast-cache-load with --data-path or --data-args-path: Megatron takes it "
+            "only with data for each part: give --train-data-path and --valid-data-path, or "
+            "--per-split-data-args-path"
+        )
+
+
+def _presence_problems(args: Namespace) -> Iterator[str]:
+    """Report words that are no blend, and datasets whose files are missing."""
+    rank = os.environ.get("RANK", "0")
+    where = "" if rank == "0" else f" on {socket.gethostname()}"
+    for blend in blends(args):
+        if blend.problem:
+            yield blend.problem
+        stored = [p for p in blend.prefixes if is_stored(p)]
+        if stored:
+            yield from stored_problems(args, stored)
+        absent = {p: missing_files(p) for p in blend.prefixes if not is_stored(p)}
+        absent = {prefix: files for prefix, files in absent.items() if files}
+        for prefix, files in list(absent.items())[:_SHOWN]:
+            text = f"{blend.flag} {prefix}: {' and '.join(files)} not found{where}"
+            stem, dot, suffix = prefix.rpartition(".")
+            meant = dot and suffix in ("bin", "idx") and not missing_files(stem)
+            yield f"{text}: give the prefix of both, {stem}" if meant else text
+        if len(absent) > _SHOWN:
+            yield (
+                f"{blend.flag}: {len(absent)} of {len(blend.prefixes)} datasets are not "
+                f"complete{where}; the first {_SHOWN} are above"
+            )
+    yield from _sequences_problems(args)
+
+
+def _sequences_problems(args: Namespace) -> Iterator[str]:
+    """Report a file of --per-dataset-sequences-path that does not have every dataset."""
+    path = args.per_dataset_sequences_path
+    if path is None:
+        return
+    flag = f"--per-dataset-sequences-path {path}"
+    try:
+        counts = read_object(Path(path))
+    except UserError as error:
+        yield f"--per-dataset-sequences-path: {error}"
+        return
+    wrong = [p for p in named_prefixes(args) if not _pair(counts, p)]
+    if wrong:
+        yield (
+            f"{flag} has no pair of sequences and document boundaries for {wrong[0]}"
+            f"{f' and {len(wrong) - 1} others' if wrong[1:] else ''}: make it again, or drop it"
+        )
+
+
+def _pair(counts: dict[str, object], prefix: str) -> bool:
+    found = counts.get(prefix)
+    return isinstance(found, list) and [type(count) for count in found] == [int, int]
+
+
+def missing_files(prefix: str) -> list[str]:
+    """Return the missing files of a dataset."""
+    files = [prefix + suffix for suffix in (".bin", ".idx")]
+    return [path for path in files if not Path(path).is_file()]

@@ -1,0 +1,162 @@
+"""Checks of dataset contents, before anything is built."""
+
+import contextlib
+from argparse import Namespace
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megasink.data.index import (
+    ENTRIES,
+    counts_problem,
+    data_problem,
+    has_tokens,
+    sequence_lengths,
+)
+from megasink.data.object_store import is_stored
+from megasink.data.output import LOSS_MASK
+from megasink.data.sidecar import mismatch, read_sidecar
+from megasink.errors import UserError
+from megasink.json_file import read_object
+from megasink.printable import say
+from megasink.training.checks.blends import DEFAULT_SPLIT, Blend, named_prefixes
+from megasink.training.checks.data import missing_files
+from megasink.training.checks.vocabulary import (
+    known_ids,
+    tokenizer_identity,
+    transformers_tokenizer,
+)
+
+_TOTAL = 1 << 24  # entries and tokens of all datasets that are checked
+_LEAST = 1 << 12
+_THREADS = 16  # a file system answers several at once; they wait more than they compute
+
+
+def problems(args: Namespace) -> Iterator[str]:
+    """Yield one message per problem. Reads sizes, and at most 50 MB of each dataset.
+
+    Once per job, on rank 0: the files of a large job are many, and what is in them does not depend
+    on the rank. Of many datasets less is read of each, so that the start does not grow with them.
+    """
+    if args.mock_data:
+        return
+    if args.rank:
+        return
+    named = named_prefixes(args)
+    if stored := sum(map(is_stored, named)):
+        say(f"data: {stored} of {len(named)} data sets are in object stores, and not checked")
+    found = {p: blend for p, blend in named.items() if not (is_stored(p) or missing_files(p))}
+    check = _Check(args, min(ENTRIES, max(_LEAST, _TOTAL // max(len(found), 1))))
+    with ThreadPoolExecutor(_THREADS) as threads:
+        answers = threads.map(check, found.items())
+        for blend, texts in zip(found.values(), answers, strict=True):
+            yield from (f"{blend.flag} {text}" for text in texts)
+
+
+class _Check:
+    """What is the same for all datasets of a command line."""
+
+    def __init__(self, args: Namespace, entries: int):
+        self.split, self.entries = args.split, entries
+        self.ids, self.tokenizer = known_ids(args), args.tokenizer_model
+        try:
+            self.sha256 = tokenizer_identity(args)
+        except UserError:
+            self.sha256 = None  # `vocabulary` reports why
+        self.counts: dict[str, Any] = {}
+        if args.per_dataset_sequences_path:
+            with contextlib.suppress(UserError):  # `data` reports it
+                self.counts = read_object(Path(args.per_dataset_sequences_path))
+        # What Megatron takes for the type of the tokens then (core/datasets/gpt_dataset.py:92).
+        self.dtype = "int32" if _vocabulary(args) > 1 << 16 else "uint16"
+
+    def __call__(self, item: tuple[str, Blend]) -> list[str]:
+        """Return one message per problem of a dataset, without the flag that names it."""
+        prefix, blend = item
+        found = (
+            data_problem(prefix, self.ids, self.entries),
+            self.sha256 and mismatch(prefix, self.sha256, self.tokenizer),
+            _mask_problem(prefix),
+            self._counts_problem(prefix),
+        )
+        texts = [f"{prefix}: {problem}" for problem in found if problem]
+        lengths = sequence_lengths(prefix)
+        if lengths is None:
+            return texts  # `data_problem` reports the error
+        if blend.is_split:
+            texts += (f"{prefix}: {text}" for text in _empty_parts(lengths, self.split))
+        elif not has_tokens(lengths):
+            texts.append(f"{prefix}: none of its {len(lengths):,} documents has a token")
+        return texts
+
+    def _counts_problem(self, prefix: str) -> str | None:
+        counts = self.counts.get(prefix)
+        if not isinstance(counts, list) or len(counts) != 2:
+            return None
+        problem = counts_problem(prefix, (*counts, self.dtype))
+        return problem and f"{problem}, as --per-dataset-sequences-path and the vocabulary have it"
+
+
+def _vocabulary(args: Namespace) -> int:
+    """Return the vocabulary size of Megatron's tokenizer, which may exceed what is in use."""
+    tokenizer = None
+    with contextlib.suppress(UserError):
+        tokenizer = transformers_tokenizer(args)
+    return len(tokenizer) if tokenizer is not None else args.vocab_size or 0
+
+
+def _mask_problem(prefix: str) -> str | None:
+    """Return why the loss mask of chat data is not that of its tokens."""
+    mask = prefix + LOSS_MASK
+    if read_sidecar(prefix).get("kind") != "chat" or missing_files(mask):
+        return None  # `chat` reports missing files
+    if problem := data_problem(mask, None):
+        return problem
+    lengths, masked = sequence_lengths(prefix), sequence_lengths(mask)
+    if lengths is None or masked is None or np.array_equal(lengths, masked):
+        return None
+    return f"{mask}.idx has other conversations than {prefix}.idx: make the data set again"
+
+
+def _empty_parts(lengths: NDArray[Any], given: str | None) -> Iterator[str]:
+    """Report parts of a split without a document: Megatron counts their epochs in an endless loop.
+
+    gpt_dataset.py:694 adds the tokens of one epoch, here 0, until there are enough.
+    """
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+
+    documents = len(lengths)
+    split = given or DEFAULT_SPLIT
+    try:
+        parts = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    except (AssertionError, ValueError, ZeroDivisionError):
+        yield f"--split {split}: give three weights: train, validation, test"
+        return
+    empty = [
+        name
+        for name, part in zip(("training", "validation", "test"), parts, strict=True)
+        if part is not None
+        and not has_tokens(lengths[round(part[0] * documents) : round(part[1] * documents)])
+    ]
+    if empty:
+        whose = "" if given else " (Megatron's default)"
+        yield (
+            f"--split {split}{whose} leaves none of its {documents} documents for "
+            f"{' and '.join(empty)}: give each part that you want at least one, and 0 to the "
+            f"others, such as --split {_split_that_fits(documents)}"
+        )
+
+
+def _split_that_fits(documents: int) -> str:
+    """Suggest the smallest validation share that holds a document and leaves one for training."""
+    for percent in (1, 5, 10, 20, 30, 50):
+        if 0 < round((100 - percent) / 100 * documents) < documents:
+            return f"{100 - percent},{percent},0"
+    return "1,0,0"

@@ -1,0 +1,28 @@
+"""Checks for options that need a missing device, or fused kernels that are not installed."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+from megasink import cpu
+from megasink.flags import flag_of
+from megasink.upstream import fused
+
+_ABSENT = "needs CUDA, but no CUDA device is present"
+# Parts of the trainer that call the CUDA driver directly.
+_NEED_CUDA = ("profile", "record_memory_history", "log_straggler", "gpu_sniff_test_interval")
+
+
+def problems(args: Namespace) -> Iterator[str]:
+    if cpu.is_active():
+        if args.distributed_backend != "gloo":
+            yield (
+                f"--distributed-backend {args.distributed_backend} {_ABSENT}: drop the flag (gloo "
+                "is used) or run on a GPU machine"
+            )
+        if args.transformer_impl == "transformer_engine":
+            yield f"--transformer-impl transformer_engine {_ABSENT}: use local"
+        for name in _NEED_CUDA:
+            if getattr(args, name):
+                yield f"{flag_of(name)} {_ABSENT}: drop the flag"
+        return
+    yield from fused.problems(args)

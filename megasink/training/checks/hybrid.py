@@ -1,0 +1,136 @@
+"""Checks of hybrid models (--hybrid-layer-pattern)."""
+
+import importlib.util
+from argparse import Namespace
+from collections.abc import Iterator
+
+from megasink.flags import flag_of
+from megasink.megatron.hybrid_pattern import (
+    ATTENTION,
+    DELTA_NET,
+    EXPERTS,
+    LATENT,
+    MAMBA,
+    PREDICTION,
+    RECURRENT,
+    STAGE,
+    SUPPORTED,
+    layers_of,
+)
+
+_FLAG = "--hybrid-layer-pattern"
+# Megatron's flags for what the pattern says, and what a HybridModel or its spec ignores:
+# (attribute, default, what to do).
+_WITHOUT = (
+    ("num_layers_per_virtual_pipeline_stage", None, "give more stages between |"),
+    ("num_virtual_stages_per_pipeline_rank", None, "give more stages between |"),
+    ("pipeline_model_parallel_layout", None, "mark the stages with |"),
+    ("decoder_first_pipeline_num_layers", None, "mark the stages with |"),
+    ("decoder_last_pipeline_num_layers", None, "mark the stages with |"),
+    ("account_for_embedding_in_pipeline_split", False, "mark the stages with |"),
+    ("account_for_loss_in_pipeline_split", False, "mark the stages with |"),
+    ("moe_layer_freq", 1, "layers with experts are those marked E"),
+    ("use_rope_scaling", False, "Megatron's HybridModel ignores it: use yarn"),
+    ("use_transformer_engine_op_fuser", False, "the halves of a layer are built apart"),
+    ("use_grouped_gemm_for_dense_mlp", False, "not supported"),
+    ("lora_rank", 0, "LoRA of hybrid models is not supported"),
+)
+
+
+def count_layers(args: Namespace) -> None:
+    """Set ``args.num_layers`` by the pattern, and the pattern by its deprecated flag."""
+    if args.hybrid_layer_pattern is None and args.hybrid_override_pattern is not None:
+        args.hybrid_layer_pattern, args.hybrid_override_pattern = args.hybrid_override_pattern, None
+    if args.hybrid_layer_pattern is not None and args.num_layers is None:
+        args.num_layers = len(layers_of(args.hybrid_layer_pattern)) or None
+
+
+def problems(args: Namespace) -> Iterator[str]:
+    pattern = args.hybrid_layer_pattern
+    if pattern is None:
+        return
+    if args.hybrid_override_pattern is not None:
+        yield f"{_FLAG} and --hybrid-override-pattern: the second is the old name; drop it"
+    layers = layers_of(pattern)
+    if PREDICTION in pattern:
+        yield f"{_FLAG} {pattern}: multi-token prediction (/) is not supported"
+    if latent := set(layers) & set(LATENT):
+        symbols = "".join(sorted(latent))
+        yield f"{_FLAG} {pattern}: sinks in latent attention ({symbols}) are not supported"
+    if unknown := set(layers) - set(SUPPORTED) - set(LATENT):
+        yield (
+            f"{_FLAG} {pattern}: no layer is called {' or '.join(sorted(unknown))}; there are "
+            "* attention, - FFN, E experts, M Mamba, G gated delta-net"
+        )
+    elif ATTENTION not in layers:
+        yield f"{_FLAG} {pattern!r} has no attention (*), in which sinks and gates are"
+    if args.num_layers is not None and args.num_layers != len(layers):
+        yield (
+            f"--num-layers {args.num_layers}, but {_FLAG} {pattern} has {len(layers)} layers "
+            "(an FFN is one of them): drop --num-layers"
+        )
+    if bool(args.num_experts) != (EXPERTS in layers):
+        yield (
+            f"{_FLAG} {pattern} has layers with experts (E), but there is no --num-experts"
+            if EXPERTS in layers
+            else f"--num-experts {args.num_experts}, but {_FLAG} {pattern} has no layer E"
+        )
+    for name, default, advice in _WITHOUT:
+        if getattr(args, name, default) not in (default, None):
+            yield f"{_FLAG} with {flag_of(name)}: {advice}"
+    yield from _stages(args, pattern)
+    yield from _recurrent(args, layers)
+
+
+def _stages(args: Namespace, pattern: str) -> Iterator[str]:
+    stages, ranks = pattern.count(STAGE) + 1, args.pipeline_model_parallel_size
+    if ranks < 1:
+        return  # reported elsewhere
+    if stages == 1 < ranks or stages % ranks or stages > ranks == 1:
+        yield (
+            f"{_FLAG} {pattern} has {stages} stage{'s' * (stages > 1)} between |, but "
+            f"--pipeline-model-parallel-size is {ranks}: give as many, or a multiple for virtual "
+            "stages"
+            if ranks > 1
+            else f"{_FLAG} {pattern} has {stages} pipeline stages: give "
+            f"--pipeline-model-parallel-size, or drop {STAGE}"
+        )
+        return
+    least = 2 if args.overlap_p2p_comm else 3
+    if stages > ranks and ranks < least:
+        yield (
+            f"{_FLAG} {pattern} has virtual stages, which need --pipeline-model-parallel-size "
+            f"{least} or more, not {ranks}"
+        )
+
+
+def _recurrent(args: Namespace, layers: str) -> Iterator[str]:
+    found = [name for symbol, name in RECURRENT.items() if symbol in layers]
+    if found and args.dataloader_inter_document_masking:
+        yield (
+            f"{' and '.join(found)} layers with packed documents "
+            "(--dataloader-inter-document-masking, chat data): their state would run from one "
+            "document into the next; drop one of the two"
+        )
+    if MAMBA in layers and args.cpu:
+        yield f"{RECURRENT[MAMBA]} layers (M) run on CUDA kernels alone: there is no --cpu for them"
+    elif MAMBA in layers and not _installed("mamba_ssm", "causal_conv1d", "einops"):
+        yield (
+            f"{RECURRENT[MAMBA]} layers (M) need packages that are not installed: "
+            "pip install mamba-ssm causal-conv1d einops"
+        )
+    if DELTA_NET in layers and args.cpu:
+        if not args.deterministic_mode:
+            yield (
+                f"{RECURRENT[DELTA_NET]} layers (G) run on a CPU only with --deterministic-mode, "
+                "which takes Megatron's torch code in place of Triton kernels: add it"
+            )
+    elif DELTA_NET in layers and not _installed("fla"):
+        yield (
+            f"{RECURRENT[DELTA_NET]} layers (G) need a package that is not installed: "
+            "pip install flash-linear-attention"
+        )
+
+
+def _installed(*packages: str) -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in packages)

@@ -1,0 +1,95 @@
+"""Checks of monitoring during training."""
+
+import importlib.util
+from argparse import Namespace
+from collections.abc import Iterator
+
+from megasink.attention.definitions import SINK_TOKENS
+from megasink.flags import flag_of
+from megasink.training.checks.blends import parts
+
+
+def problems(args: Namespace) -> Iterator[str]:
+    if args.head_heatmap_interval < 0:
+        yield f"--head-heatmap-interval {args.head_heatmap_interval} is negative: use 0 for never"
+    nats = args.stop_on_divergence
+    if nats is not None and not nats > 0:
+        yield f"--stop-on-divergence {nats:g}: use a number of nats above 0, such as 1"
+    yield from _wandb(args)
+    _, validates, _ = parts(args)
+    for name in ("log_sink_rate", "analyze_interval"):
+        if getattr(args, name) and not validates:
+            yield f"{flag_of(name)} without validation data: give it some, such as --split 99,1,0"
+    if args.log_sink_rate:
+        yield from _sink_rate(args)
+    if args.analyze_interval:
+        yield from _analysis(args)
+
+
+def _wandb(args: Namespace) -> Iterator[str]:
+    """Report problems that the last rank would meet when it opens W&B."""
+    if not args.wandb_project:
+        for name in ("entity", "exp-name"):
+            if getattr(args, f"wandb_{name.replace('-', '_')}"):
+                yield f"--wandb-{name} without --wandb-project logs nothing: add it"
+        return
+    if not args.wandb_exp_name:
+        yield f"--wandb-project {args.wandb_project} needs --wandb-exp-name"
+    if importlib.util.find_spec("wandb") is None:
+        yield (
+            f"--wandb-project {args.wandb_project}: wandb is not installed: pip install wandb, or "
+            "drop the flag (TensorBoard is always written)"
+        )
+
+
+def _analysis(args: Namespace) -> Iterator[str]:
+    """Report what an analysis during training does not support."""
+    interval, evaluations = args.analyze_interval, args.eval_interval
+    if interval < 0:
+        yield f"--analyze-interval {interval} is negative: use 0 for never"
+        return
+    if args.run_dir is None:
+        yield "--analyze-interval without --run-dir: name a folder for the analyses"
+    if not args.eval_iters:
+        yield "--analyze-interval without evaluations: use --eval-iters 1 or more"
+    if not evaluations or interval % evaluations:
+        yield f"--analyze-interval {interval} is not a multiple of --eval-interval {evaluations}"
+    if args.analyze_samples < 1:
+        yield f"--analyze-samples {args.analyze_samples}: use 1 or more"
+    for flag in ("multiple-validation-sets", "reset-position-ids"):
+        if getattr(args, flag.replace("-", "_")):
+            yield f"--analyze-interval and --{flag}: drop one of the two"
+    for kind in ("tensor-model", "pipeline-model", "context", "expert-model"):
+        size = getattr(args, f"{kind.replace('-', '_')}_parallel_size")
+        if size > 1:
+            yield (
+                f"--analyze-interval with --{kind}-parallel-size {size}: no rank has the whole "
+                "model; analyze its checkpoints with megasink trace, which reads any layout"
+            )
+
+
+def _sink_rate(args: Namespace) -> Iterator[str]:
+    """Report models without a Sink^0.3_1, or with a different one than P2's."""
+    length, prefix, flag = args.seq_length, args.prefix_lm_tokens, "--log-sink-rate with"
+    if length and length < SINK_TOKENS:
+        yield (
+            f"{flag} --seq-length {length}: the rate is measured over {SINK_TOKENS} tokens; use at "
+            "least as many"
+        )
+    if args.dataloader_inter_document_masking:
+        yield (
+            f"{flag} --dataloader-inter-document-masking: documents vary in length; drop one of "
+            "the two"
+        )
+    if args.sink_token:
+        yield f"{flag} --sink-token: the first token is not part of the text; drop one of the two"
+    if prefix > SINK_TOKENS:
+        yield (
+            f"{flag} --prefix-lm-tokens {prefix}: the first {SINK_TOKENS} tokens see later ones; "
+            f"use at most {SINK_TOKENS}"
+        )
+    if args.context_parallel_size > 1:
+        yield (
+            f"{flag} --context-parallel-size {args.context_parallel_size}: only one rank has the "
+            "first tokens; use 1"
+        )

@@ -1,0 +1,248 @@
+"""Build Megatron's datasets from arguments, and read a batch on each rank.
+
+Shapes: B microbatch, S sequence, s = S / cp tokens per context-parallel rank; s = S in a packed
+batch, which `megasink.training.packing` splits.
+"""
+
+import contextlib
+import functools
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.msc_utils import MultiStorageClientFeature
+from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.training import get_args, get_tokenizer
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+from torch import Tensor
+
+from megasink.data.token_bytes import token_bytes
+from megasink.data.tokenizer import load_tokenizer
+from megasink.errors import UserError
+from megasink.json_file import read_object
+from megasink.training.chat_dataset import ChatDataset
+from megasink.training.checked_dataset import MockGPTDataset, TextDataset, read_batch
+from megasink.training.packing import boundaries
+from megasink.training.replacing import text_targets
+from megasink.training.sink_token import with_sink_token
+
+_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+# Keys that --dataloader-inter-document-masking adds; every pipeline stage needs them.
+_PACKED = ("cu_seqlens", "max_seqlen")
+_TARGETS = "targets"
+_TEXT_TARGETS = "text_targets"
+_UNUSED = ("attention_mask", "cu_seqlens_padded", "local_cp_size", "hybrid_cp_group")
+
+
+def dataset_config(args: Namespace) -> GPTDatasetConfig:
+    """Return the options of Megatron's GPTDataset; the kernels apply attention masks.
+
+    As upstream's core_gpt_dataset_config_from_args (pretrain_gpt.py). Every field of the dataclass
+    that a flag sets is here: a field left out would ignore its flag in silence.
+    """
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    counts = args.per_dataset_sequences_path
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=get_tokenizer(),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=False,
+        inter_document_masking=args.dataloader_inter_document_masking,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        object_storage_cache_path=args.object_storage_cache_path,
+        sequences_per_dataset=None if counts is None else read_object(Path(counts)),
+        data_parallel_size=args.data_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        sequence_parallel_size=args.tensor_model_parallel_size if args.sequence_parallel else 0,
+        hybrid_context_parallel=args.hybrid_context_parallel,
+    )
+
+
+def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
+    """Build the (train, validation, test) datasets, of so many samples each, for ``pretrain``."""
+    args = get_args()
+
+    def built_here() -> bool:
+        return bool(mpu.get_tensor_model_parallel_rank() == 0 and _reads(args, vp_stage))
+
+    text = MockGPTDataset if args.mock_data else TextDataset
+    kind = ChatDataset if args.chat_data else text
+    builder = BlendedMegatronDatasetBuilder(kind, samples, built_here, dataset_config(args))
+    with reading_stores(args):
+        return builder.build()
+
+
+@contextlib.contextmanager
+def reading_stores(args: Namespace) -> Iterator[None]:
+    """Let datasets that are built in the block use multi-storage-client, as --enable-msc asks.
+
+    Nothing else: Megatron would also write and read checkpoints through it, in files too, with
+    another reader than the one that is kept from running code in them
+    (core/dist_checkpointing/strategies/torch.py:905).
+    """
+    if args.enable_msc:
+        MultiStorageClientFeature.enable()
+    try:
+        yield
+    finally:
+        MultiStorageClientFeature.disable()
+
+
+# Megatron reads this: every rank calls the provider, which builds where needed.
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+
+
+def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict[str, Any]:
+    """Return this rank's microbatch: tensor-parallel rank 0 reads and broadcasts it.
+
+    Returns:
+        tokens, labels, position_ids [B, s] int64 and loss_mask [B, s] float32, with the s tokens of
+        this context-parallel rank; None for what this pipeline stage does not need. targets [],
+        the sum of the loss mask over all S tokens; None if unused. text_targets [B, s] bool on the
+        last stage with --replace-tokens-at, False for replaced tokens; otherwise None. With
+        --dataloader-inter-document-masking also max_seqlen [B] and cu_seqlens [B, S + 2] int32 (see
+        `boundaries`) on every stage, and host_cu_seqlens, the same on the host: None where another
+        rank has read it.
+    """
+    args = get_args()
+    packed = args.dataloader_inter_document_masking
+    ends_here = is_first_or_last_pipeline_stage(vp_stage)
+    if not _reads(args, vp_stage):
+        return dict.fromkeys((*_KEYS, _TARGETS, _TEXT_TARGETS))
+    batch: dict[str, Any] = dict.fromkeys(_KEYS + _PACKED + _UNUSED)
+    targets = host_cu_seqlens = None
+    if mpu.get_tensor_model_parallel_rank() == 0:
+        assert data_iterator is not None
+        read = read_batch(data_iterator)
+        if packed:  # a copy: Megatron may run the same batch again
+            read = read | {"cu_seqlens": boundaries(read)}
+        # All of it, even if a middle virtual stage needs only the boundaries: Megatron broadcasts
+        # by the rank's pipeline stage, not the virtual stage.
+        keys = _KEYS + _PACKED if packed else _KEYS
+        batch |= {key: read[key].cuda(non_blocking=True) for key in keys}
+        host_cu_seqlens = read["cu_seqlens"] if packed else None
+        if args.prefix_lm_tokens:
+            batch["loss_mask"] = without_prefix(batch["loss_mask"], args.prefix_lm_tokens)
+        if args.sink_token:
+            batch = with_sink_token(batch, args.sink_token_id)
+        targets = batch["loss_mask"].sum()
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=packed,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=False,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=1,  # a larger one would make the host wait for padded boundaries, which are absent
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=bool(args.mtp_num_layers) and mpu.is_pipeline_last_stage(),
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    batch[_TEXT_TARGETS] = None
+    if mpu.is_pipeline_last_stage():
+        targets = batch["loss_mask"].sum()
+        if args.replace_tokens_at:
+            batch[_TEXT_TARGETS] = text_targets(
+                args.replace_tokens_at,
+                batch["loss_mask"],
+                batch["cu_seqlens"] if packed else None,
+                sink_token=args.sink_token,
+            )
+    elif counts_targets(args):
+        targets = _from_first_tensor_parallel_rank(targets)
+    if not ends_here:
+        batch |= dict.fromkeys(_KEYS)
+    if not packed:
+        batch = get_batch_on_this_cp_rank(
+            batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
+        )
+    return batch | {_TARGETS: targets, "host_cu_seqlens": host_cu_seqlens}
+
+
+def counts_targets(args: Namespace) -> bool:
+    """Whether every pipeline stage needs the number of targets in a microbatch.
+
+    The head-balance loss scales its gradient by this number when Megatron divides every gradient by
+    the global batch's number; otherwise only the last stage would know it.
+    """
+    return bool(args.calculate_per_token_loss and args.head_balance_coeff)
+
+
+def _reads(args: Namespace, vp_stage: int | None) -> bool:
+    """Whether a (virtual) pipeline stage reads the data."""
+    everywhere = args.dataloader_inter_document_masking or counts_targets(args)
+    return bool(everywhere or is_first_or_last_pipeline_stage(vp_stage))
+
+
+def _from_first_tensor_parallel_rank(number: Tensor | None) -> Tensor:
+    """Broadcast a float32 scalar from tensor-parallel rank 0."""
+    if number is None:
+        number = torch.empty((), device=torch.cuda.current_device())
+    group = mpu.get_tensor_model_parallel_group()
+    if group.size() > 1:
+        source = mpu.get_tensor_model_parallel_src_rank()
+        torch.distributed.broadcast(number, source, group=group)
+    return number
+
+
+def without_prefix(loss_mask: Tensor, prefix: int) -> Tensor:
+    """Return the [B, S] loss mask of a prefix language model: only targets after the prefix.
+
+    P2.18: the target of position i is token i + 1 (0-based), so positions before prefix - 1 do not
+    count. Every sum of the loss uses this mask, bits per byte included.
+    """
+    inside = torch.arange(loss_mask.shape[1], device=loss_mask.device) < prefix - 1
+    return loss_mask.masked_fill(inside, 0.0)
+
+
+def bytes_per_token(args: Namespace) -> Any:
+    """Return an array of the bytes of text per token id; None if the tokenizer tells none.
+
+    One over letters, numbers or proteins does not: a run on it reports its loss per token alone.
+    """
+    if args.tokenizer_type != "HuggingFaceTokenizer":
+        return None
+    return _bytes_per_token(args.tokenizer_model, args.rank)
+
+
+@functools.cache
+def _bytes_per_token(folder: str, rank: int) -> Any:
+    try:
+        return token_bytes(load_tokenizer(folder))
+    except UserError as error:
+        if rank == 0:
+            print(f"megasink: {error}; losses are reported per token only", flush=True)
+        return None
+
+
+def token_byte_table() -> Tensor | None:
+    """Return `bytes_per_token` as [V] int64, padded with 0 (P0.18)."""
+    args = get_args()
+    if (table := bytes_per_token(args)) is None:
+        return None
+    rows = torch.zeros(args.padded_vocab_size, dtype=torch.long)
+    rows[: len(table)] = torch.from_numpy(table).long()
+    return rows.cuda()

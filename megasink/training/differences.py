@@ -1,0 +1,68 @@
+"""How a run's arguments differ from those that a config.json holds."""
+
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megasink.checkpoints.identity import plain, same
+from megasink.checkpoints.tokenizer import same_tokenizer
+from megasink.data.object_store import is_stored
+from megasink.flags import flag_of
+
+
+def differences_of(
+    config: Path,
+    saved: dict[str, Any],
+    args: Namespace,
+    names: Sequence[str],
+    *,
+    finetune: bool = False,
+) -> list[str]:
+    """Describe how the arguments differ from those in a config.json."""
+    before = {**saved["arguments"], **saved.get("identity", {})}
+    now = {name: plain(getattr(args, name)) for name in names if hasattr(args, name)}
+
+    if saved.get("cwd") and "data_path" in before and "data_path" in now:
+        before["data_path"] = _absolute(before["data_path"], saved["cwd"])
+        now["data_path"] = _absolute(now["data_path"], str(Path.cwd()))
+
+    def agree(name: str) -> bool:
+        if name == "tokenizer_model":
+            return same_tokenizer(config, before[name], now[name])
+        return same(name, before[name], now[name], finetune=finetune)
+
+    def said(name: str) -> str:
+        if before[name] == now[name]:
+            return f"{name} {now[name]!r} has changed since"
+        return f"{name} {before[name]!r} -> {now[name]!r}"
+
+    return [said(name) for name in now if name in before and not agree(name)]
+
+
+def _absolute(paths: list[str] | None, start: str) -> list[str] | None:
+    """Make the paths of data prefixes absolute; weights between them are kept."""
+    return paths and [p if is_stored(p) else os.path.normpath(Path(start, p)) for p in paths]
+
+
+def redrawn(saved: dict[str, Any], args: Namespace) -> str | None:
+    """Report what changes an order that training/datasets/data_samplers.py:357 draws from it."""
+    if "cyclic" not in (saved.get("dataloader_type"), args.dataloader_type):
+        return None
+    length = "train_samples" if args.train_samples else "train_iters"
+    given = {"dataloader_type": args.dataloader_type or "single", length: getattr(args, length)}
+    sizes = (
+        "micro_batch_size",
+        *(f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context")),
+    )
+    given |= {name: getattr(args, name) for name in sizes}
+    before = [f"{flag_of(n)} {saved[n]}" for n in given if n in saved and saved[n] != given[n]]
+    if saved.get("world_size") != args.world_size:
+        before.append(f"{saved.get('world_size')} ranks")
+    if not before:
+        return None
+    return (
+        "--dataloader-type cyclic draws the order of samples from length and layout of the run: go "
+        f"on with {', '.join(before)}, or start a new run with --dataloader-type single"
+    )

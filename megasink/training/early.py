@@ -1,0 +1,124 @@
+"""Read a training command line before importing Megatron, which takes seconds.
+
+Nothing is refused here that a rank would accept: flags come from the table of Megatron's flags
+(flag_table.py), and the ranks check what depends on the device, kernels or file contents.
+"""
+
+import argparse
+import math
+from argparse import Namespace
+from collections.abc import Sequence
+
+from megasink import cpu
+from megasink.command_line import Reading
+from megasink.errors import ConfigError
+from megasink.flags import add_options
+from megasink.megatron.arguments import CPU_DEFAULTS, DEFAULTS, read_flags
+from megasink.training import checks, recipes
+from megasink.training.checks.chat import recognize
+from megasink.training.checks.hybrid import count_layers
+from megasink.training.flag_table import add_flags, read_table
+
+_SIZES = ("tensor_model", "pipeline_model", "context")
+
+
+def read(flags: Sequence[str]) -> Namespace:
+    """Parse a rank's flags, with their defaults.
+
+    Without a table for the installed Megatron: only megasink's flags, and the Megatron flags that
+    the launcher uses.
+
+    Raises:
+        ConfigError: the flags cannot be parsed.
+    """
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    table = read_table()
+    if table is None or {"-h", "--help"} & set(flags):
+        add_options(parser)
+        parser.add_argument("--train-iters", type=int)
+        for kind in _SIZES:
+            name = f"--{kind.replace('_', '-')}-parallel-size"
+            parser.add_argument(name, type=int, default=1)
+        return Reading(parser, flags).namespace
+    opaque = add_flags(parser, table)
+    parser.set_defaults(**DEFAULTS)
+    add_options(parser)
+    args = read_flags(parser, flags)
+    # Kitchen's flags exist only if that package is installed.
+    args.flag_problems = [text for text in args.flag_problems if "kitchen" not in text]
+    unset = vars(parser.parse_args([]))
+    for name in (*opaque, *(name for name in CPU_DEFAULTS if getattr(args, name) == unset[name])):
+        setattr(args, name, unset[name] if name in opaque else None)
+    return args
+
+
+def expanded(argv: Sequence[str]) -> list[str]:
+    """Return a command line with the flags of its files in the place of --recipe and --config.
+
+    Everything that starts a run from words calls this before anything else reads them.
+
+    Raises:
+        ConfigError: a recipe has problems; lists all of them.
+        UserError: a recipe is not found, or is not TOML.
+    """
+    if not any(word.partition("=")[0] in recipes.FLAGS for word in argv):
+        return list(argv)
+    return recipes.expanded(argv, known_flags())
+
+
+def known_flags() -> recipes.Known:
+    """Return all flags; none without a table for the installed Megatron."""
+    table = read_table()
+    if table is None:
+        return {}
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    add_flags(parser, table)
+    add_options(parser)
+    actions = parser._option_string_actions.items()
+    return {name: action.nargs for name, action in actions if name.startswith("--")}
+
+
+def add_all(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags of training to a command's parser, in the place of its own of the same name."""
+    parser.conflict_handler = parser._optionals.conflict_handler = "resolve"
+    add_flags(parser, read_table() or [])
+    add_options(parser)
+    return parser
+
+
+def refuse(args: Namespace, ranks: int | None) -> None:
+    """Refuse flags from `read` that are wrong on any device.
+
+    Args:
+        ranks: processes of the run; None to derive the number from the flags.
+
+    Raises:
+        ConfigError: lists every problem.
+    """
+    if not hasattr(args, "flag_problems"):
+        return
+    args.rank, args.world_size = 0, ranks or replica_ranks(args)
+    recognize(args)
+    count_layers(args)
+    problems = checks.early_problems(args)
+    if problems:
+        raise ConfigError(problems)
+
+
+def replica_ranks(args: Namespace) -> int:
+    """Return the number of ranks per model replica; 1 if the flags are wrong."""
+    return math.prod(getattr(args, f"{kind}_parallel_size") for kind in _SIZES) or 1
+
+
+def default_ranks(args: Namespace) -> int:
+    """Return the ranks to start here: one per CUDA device, or else one model replica."""
+    return cuda_devices(args) or replica_ranks(args)
+
+
+def cuda_devices(args: Namespace) -> int:
+    """Return the number of CUDA devices that the ranks would use."""
+    if args.cpu:
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if cpu.cuda_present() else 0

@@ -1,0 +1,150 @@
+"""Explain in one line how Megatron, torch or the system ended a run."""
+
+import contextlib
+import errno
+import os
+import shutil
+import time
+import traceback
+from argparse import Namespace
+from pathlib import Path
+
+from megasink.errors import Stopped, UserError
+from megasink.training import heartbeat
+from megasink.training.rank_logs import NOT_FINITE
+from megasink.training.stop import Told, again, left
+from megasink.training.waiting import is_first_here
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+_EVENTS = ("tensorboard.", "torch.utils.tensorboard.")
+_LITTLE = 1 << 20  # bytes that are left on a file system which is full
+_first: bool | None = None
+
+
+def speaks() -> bool:
+    """Whether this rank prints the line: the first with an error, or else the first of its host."""
+    return is_first_here() if _first is None else _first
+
+
+def wait_for_first(seconds: float = 30.0) -> None:
+    """Let the first rank here report an error that every rank meets, before this rank ends.
+
+    torchrun stops that rank as soon as another one ends, and on a busy machine it may be the
+    slower one. It stops this rank in turn once that rank has spoken; an error that the first rank
+    does not meet is this rank's to report.
+    """
+    global _first
+    if _first is None and not speaks():
+        time.sleep(seconds)
+        _first = True
+
+
+def tell(error: BaseException) -> None:
+    """Let the other hosts know why this rank ends, if it does not end because of another one."""
+    if not heartbeat.is_lost_connection(error):
+        heartbeat.tell(str(error) if isinstance(error, UserError) else f"{_named(error)}")
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def explained(error: BaseException, args: Namespace) -> BaseException:
+    """Replace an error with one that the user can act on, or return it unchanged.
+
+    Call before the process groups are closed: after that, other ranks fail too.
+    """
+    global _first
+    if isinstance(error, SystemExit) and not error.code and Told.signal:
+        _first = os.environ.get("RANK", "0") == "0"
+        done = f" after step {Told.step}, which is saved" if args.save else ""
+        return Stopped(Told.signal, f"{done}; {left(Told.run_dir)}")
+    if isinstance(error, SystemExit) and not error.code:
+        return error
+    _first = heartbeat.first_to_speak()
+    if heartbeat.is_lost_connection(error):
+        if Told.signal:  # another rank got it, too, and has left
+            return Stopped(Told.signal, f" while {Told.phase}; {left(Told.run_dir)}")
+        return _lost(error)
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        explanation: BaseException = UserError(_not_written(error, args))
+    else:
+        explanation = _of_megatron(error, args)
+    tell(explanation)
+    return explanation
+
+
+def _lost(error: BaseException) -> BaseException:
+    """Explain which rank could not be reached, and why."""
+    if not _first:
+        return UserError("another rank has reported the error")
+    if words := heartbeat.words():
+        return UserError(f"{words}; {left(Told.run_dir)}")
+    if missing := heartbeat.missing_ranks():
+        return UserError(f"{missing}; {left(Told.run_dir)}")
+    if where := heartbeat.where():
+        error.add_note(f"megasink: every rank responds: {where}")
+    return error
+
+
+def _not_written(error: OSError, args: Namespace) -> str:
+    """Explain a failed write: the file, the free space, and the newest intact checkpoint."""
+    path, folder = error.filename, Path(args.run_dir or args.save or ".")
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    modules = [frame.f_globals.get("__name__", "") for frame in frames]
+    if path is None and any(module.startswith(_EVENTS) for module in modules):
+        path, folder = args.tensorboard_dir, Path(args.tensorboard_dir)
+    free, shm = "", Path("/dev/shm")
+    if path is None and shm.is_dir() and shutil.disk_usage(shm).free < _LITTLE:
+        path = folder = shm  # semaphores and the data loader's batches
+    with contextlib.suppress(OSError):
+        free = f" ({shutil.disk_usage(folder).free / 1e9:.1f} GB free there)"
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    return f"{path or 'a file of the run'} could not be written{free}: {reason}; {_intact(args)}"
+
+
+def _intact(args: Namespace) -> str:
+    from megasink.checkpoints.intact import newest_intact
+
+    with contextlib.suppress(UserError, TypeError):
+        iteration = newest_intact(Path(args.save))[0]
+        then = again("use --resume")
+        return f"the checkpoint of step {iteration} is intact: free some space and {then}"
+    return "there is no intact checkpoint yet: free some space and start again"
+
+
+def _of_megatron(stop: BaseException, args: Namespace) -> BaseException:
+    from megasink.training import checkpoint_layout
+
+    # torch's checkpoint exception; during loading no step has run yet.
+    if type(stop).__name__ == "CheckpointException" and args.save and args.curr_iteration:
+        reason = [line for line in str(stop).splitlines() if line.strip()][-1]
+        free = shutil.disk_usage(args.save).free / 1e9
+        return UserError(
+            f"a checkpoint could not be written to {args.save} ({free:.1f} GB free there): "
+            f"{reason}; {_intact(args)}"
+        )
+    if isinstance(stop, SystemExit | AssertionError) and "OptimizerParamScheduler" in str(stop):
+        return UserError(
+            f"the checkpoint was trained with another schedule ({stop}): add "
+            "--override-opt-param-scheduler to use the new one, or "
+            "--use-checkpoint-opt-param-scheduler to keep the old one"
+        )
+    if of_layout := checkpoint_layout.explained(stop):
+        return of_layout
+    if isinstance(stop, ValueError) and "('optimizer', 'param_groups')" in str(stop):
+        return UserError(
+            f"the optimizer of the checkpoint divides the parameters otherwise ({stop}): give "
+            "--sink-lr-mult, --sink-weight-decay, --decay-all-parameters, --embedding-lr and "
+            "--output-lr as before, or go on without its moments by --no-load-optim"
+        )
+    if isinstance(stop, AssertionError) and "value from checkpoint" in str(stop):
+        return UserError(f"--load {args.load} is a checkpoint of a different model: {stop}")
+    # core/rerun_state_machine.py:37,40: a result was NaN or Inf.
+    if not isinstance(stop, SystemExit) or stop.code not in (16, 17):
+        return stop
+    saved = f"; the weights before that step are saved in {args.save}" if args.save else ""
+    return UserError(
+        f"step {args.curr_iteration + 1}: {NOT_FINITE}, also when the step "
+        f"was repeated{saved}. Resume with a lower --lr, or check the data of that step"
+    )

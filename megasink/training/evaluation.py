@@ -1,0 +1,108 @@
+"""Comparable evaluations: always on the same samples, and once per step.
+
+Megatron continues through the validation set from one evaluation to the next, in an order that
+depends on --train-iters, and evaluates the last step again after training. Here every evaluation
+uses the first --eval-iters global batches, regardless of history, layout or length of the run.
+Without validation data there is none.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.datasets.utils import Split
+from megatron.training import get_args, training
+
+from megasink.training.checks.blends import parts
+from megasink.upstream.training import EVALUATION
+
+
+class FixedBatches:
+    """A restartable iterator over the batches of a data loader with a fixed order."""
+
+    def __init__(self, loader: Any):
+        self._loader = loader
+        self._batches: Iterator[Any] = iter(())
+        self._begun = True
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> "FixedBatches":
+        self.restart()
+        return self
+
+    def __next__(self) -> Any:
+        self._begun = True
+        return next(self._batches)
+
+    def restart(self) -> None:
+        """Return to the first batch."""
+        if self._begun:  # otherwise workers would read it twice
+            self._batches, self._begun = iter(self._loader), False
+
+
+@contextlib.contextmanager
+def comparable_evaluations() -> Iterator[None]:
+    """Make Megatron's training loop evaluate on fixed batches."""
+    original = EVALUATION.originals()
+    evaluation_call = inspect.signature(original["evaluate_and_print_results"])
+    fixed: list[FixedBatches] = []
+    evaluated: int | None = None
+    validates: bool | None = None
+
+    def get_train_valid_test_num_samples() -> tuple[int, int | None, int]:
+        train, valid, test = original["get_train_valid_test_num_samples"]()
+        # The test set's number covers one evaluation.
+        return train, None if valid is None else test, test
+
+    def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
+        args, build = get_args(), original["build_pretraining_data_loader"]
+        order = args.dataloader_type
+        if dataset is None or order == "external":
+            return build(dataset, consumed_samples)
+        evaluates = _split(dataset) in (Split.valid, Split.test)
+        if evaluates:
+            args.dataloader_type, consumed_samples = "single", 0  # not shuffled
+        try:
+            loader = build(dataset, consumed_samples)
+        finally:
+            args.dataloader_type = order
+        # Each pass draws a seed for the workers. On a CPU this would use dropout's generator, whose
+        # state a resumed run must reproduce.
+        loader.generator = torch.Generator()
+        if not evaluates:
+            return loader
+        fixed.append(FixedBatches(loader))
+        return fixed[-1]
+
+    @functools.wraps(training.evaluate_and_print_results)
+    def evaluate_and_print_results(prefix: str, *args: Any, **kwargs: Any) -> Any:
+        nonlocal evaluated, validates
+        if not prefix.endswith("on test set"):
+            if validates is None:
+                _, validates, _ = parts(get_args())
+            if not validates:  # Megatron would evaluate on the data loader None (training.py:4584)
+                return None
+            iteration = evaluation_call.bind(prefix, *args, **kwargs).arguments["iteration"]
+            if iteration == evaluated:
+                return None
+            evaluated = iteration
+        for batches in fixed:
+            batches.restart()
+        return original["evaluate_and_print_results"](prefix, *args, **kwargs)
+
+    with EVALUATION.replacing(
+        get_train_valid_test_num_samples=get_train_valid_test_num_samples,
+        build_pretraining_data_loader=build_pretraining_data_loader,
+        evaluate_and_print_results=evaluate_and_print_results,
+    ):
+        yield
+
+
+def _split(dataset: Any) -> Any:
+    """Return a dataset's split: blends and single datasets name it differently."""
+    return getattr(dataset, "split", None) or getattr(dataset, "index_split", None)

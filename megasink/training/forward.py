@@ -1,0 +1,135 @@
+"""The forward step: model, loss, and validation's sums for bits per byte.
+
+Shapes: B microbatch, S sequence, V vocabulary.
+"""
+
+import functools
+import math
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.training import get_args, get_timers
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+from torch import Tensor
+
+from megasink.balance.share import share_of_step
+from megasink.balance.step import LossStep
+from megasink.training.dataset import get_batch, token_byte_table
+from megasink.training.packing import enter_stage, leave_stage, pack
+from megasink.training.series import is_observed
+
+LM_LOSS = "lm loss"
+BITS_PER_BYTE = "bits per byte"
+
+LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
+
+
+def forward_step(
+    data_iterator: Iterator[Any] | None, model: GPTModel
+) -> tuple[Tensor, LossFunction]:
+    """Run one microbatch through this pipeline stage, for Megatron's ``pretrain``."""
+    timers, args = get_timers(), get_args()
+    statistics = get_model_config(model).statistics
+    if model.training:
+        begin_step(statistics, args)
+    timers("batch-generator", log_level=2).start()
+    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    packed = pack(batch)
+    timers("batch-generator").stop()
+    if batch["targets"] is not None:
+        statistics.balance.set_targets(batch["targets"])
+    if packed is not None:
+        # Megatron's throughput then counts what attention actually computes.
+        update_seqlen_stats_from_cu_seqlens(packed.cu_seqlens_q)
+        enter_stage(model)
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        None,
+        labels=batch["labels"],
+        packed_seq_params=packed,
+        # Read by the losses of multi-token prediction alone.
+        loss_mask=batch["loss_mask"],
+    )
+    if packed is not None and not get_attr_wrapped_model(model, "post_process"):
+        output = leave_stage(output, args.micro_batch_size)
+    output = statistics.balance.keep_targets(output)
+    of_batch = (batch["labels"], batch["loss_mask"], batch["targets"], batch["text_targets"])
+    return output, functools.partial(loss_func, *of_batch, model.training)
+
+
+def begin_step(balance: LossStep, args: Namespace) -> None:
+    """Begin the step of the head-balance loss; further microbatches of a step change nothing."""
+    step = args.curr_iteration
+    warmup, decay = args.head_balance_warmup_iters, args.head_balance_decay_iters
+    share = share_of_step(step, warmup, decay, args.train_iters)
+    balance.begin(step, observe=is_observed(args, step + 1), share=share)
+
+
+def loss_func(
+    labels: Tensor,
+    loss_mask: Tensor,
+    targets: Tensor,
+    text_targets: Tensor | None,
+    training: bool,
+    token_losses: Tensor,
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return the summed loss of a microbatch.
+
+    Args:
+        labels: [B, S] int64 targets, like the rest local to this context-parallel rank.
+        loss_mask: [B, S] float32, 1 for targets that count.
+        targets: scalar, number of such targets on all context-parallel ranks.
+        text_targets: [B, S] bool, False for replaced tokens; None if all are text.
+        training: False in evaluation, which also sums bits per byte.
+        token_losses: [B, S] nats per target.
+
+    Returns:
+        (sum of nats, number of targets as int32, {name: [numerator, denominator]}): Megatron sums
+        the pairs over microbatches and ranks, and divides to get token-weighted means.
+    """
+    mask = loss_mask.view(-1).float()
+    losses = token_losses.view(-1).float()
+    loss = torch.sum(losses * mask)
+    count = mask.sum().detach().to(torch.int)
+    _refuse_nan(loss)
+    report = {LM_LOSS: torch.stack([loss.detach(), count.float()])}
+    if not training and (table := _byte_table()) is not None:
+        size = table[labels.view(-1)].float() * mask
+        if text_targets is not None:
+            size = size * text_targets.reshape(-1)
+        # Special and replaced tokens have no bytes: neither nats nor bytes count (P0.18).
+        nats = (losses.detach() * mask * (size > 0)).sum()
+        report[BITS_PER_BYTE] = torch.stack([nats / math.log(2), size.sum()])
+    args = get_args()
+    if args.context_parallel_size > 1 and not args.calculate_per_token_loss:
+        # Megatron divides by the count and averages over context-parallel ranks. With masked
+        # targets, counts differ between ranks: the mean of their means is not the mean.
+        return loss * args.context_parallel_size, targets.to(torch.int), report
+    return loss, count, report
+
+
+@functools.cache
+def _byte_table() -> Tensor | None:
+    return token_byte_table()
+
+
+def _refuse_nan(loss: Tensor) -> None:
+    """Run Megatron's NaN check before the loss is reduced, so that the error names the rank.
+
+    One check for NaN and Inf: each makes the host wait for the microbatch.
+    """
+    if not get_args().check_for_nan_in_loss_and_grad:
+        return
+    get_rerun_state_machine().validate_result(
+        result=loss,
+        rejection_func=lambda result: ~torch.isfinite(result),
+        message="found NaN or Inf in local forward loss calculation",
+        tolerance=0.0,
+        fatal=True,
+    )

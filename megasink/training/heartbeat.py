@@ -1,0 +1,283 @@
+"""Heartbeats: each rank reports its progress every few seconds, so a silent rank can be named.
+
+Collectives fail after --distributed-timeout-minutes without saying which rank is missing or why,
+and some waits have no timeout. Heartbeats are kept in the rendezvous store. Each rank monitors only
+the next one, so that the cost does not grow with the number of ranks.
+"""
+
+import contextlib
+import json
+import os
+import re
+import socket
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+from megasink.training import collectives
+from megasink.training.guard import HAS_ENDED, Clock, end, guard, state_of
+from megasink.training.stop import Told
+from megasink.training.waiting import is_first_here, on_several_hosts
+
+SECONDS = 2.0  # between two beats in a small run
+_LEAVE_SECONDS = 5.0  # for a beat in progress, or the first one
+_WORDS_SECONDS = 5.0  # for this rank to end by itself when another one has said why it ends
+ENDED = "ended"
+# Messages of torch's communication libraries when a rank is gone or does not respond.
+_LOST = re.compile(
+    r"gloo/transport|gloo::|connection (was )?(closed|reset|refused) by|timed out (waiting|after) "
+    r"|broken pipe|NCCL (error|watchdog)|TCPStore|socketStartConnect",
+    re.I,
+)
+
+
+class Heartbeat:
+    """Send this rank's heartbeats, and read those of the others.
+
+    Args:
+        store: shared by the ranks, with ``set``, ``get``, ``check`` and ``add``. It needs its own
+            connection, because another thread may block in torch's.
+        interval: seconds between two beats.
+    """
+
+    def __init__(self, store: Any, rank: int, world: int, interval: float = SECONDS):
+        self._store, self._rank, self._world, self._interval = store, rank, world, interval
+        self._count = 0
+        self._clock = Clock(interval)
+        self._last_place: tuple[int | None, str] | None = None
+        self._seen: tuple[int, float] = (0, 0.0)  # the next rank's last beat, and when it arrived
+        self._words, self._heard = "", 0.0  # why a rank ends, and when that arrived
+
+    def beat(self) -> None:
+        """Send this rank's state to the others."""
+        self._count += 1
+        beat: dict[str, Any] = {"count": self._count, "step": Told.step, "phase": Told.phase}
+        beat |= {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+        place = (Told.step, Told.phase)
+        if place == self._last_place:  # no progress since: cheap where steps are short
+            beat["collective"] = collectives.under_way()
+        self._last_place = place
+        self._store.set(str(self._rank), json.dumps(beat))
+
+    def tell(self, words: str) -> None:
+        """Let the others know why this rank ends, unless another one has ended before."""
+        rank = f"rank {self._rank} on {socket.gethostname()}"
+        self._store.compare_set(f"{Told.attempt}/words", "", f"{rank}: {words}")
+
+    def words(self) -> str:
+        """Return why a rank has ended; empty if none has said so."""
+        if not self._words and self._store.check([f"{Told.attempt}/words"]):
+            self._words = self._store.get(f"{Told.attempt}/words").decode()
+            self._heard = self._clock.seconds
+        return self._words
+
+    def ended_elsewhere(self) -> str | None:
+        """Describe a rank that has ended, if this one does not notice by itself."""
+        waited = self._clock.seconds - self._heard
+        return self._words if self.words() and waited > _WORDS_SECONDS else None
+
+    def silent_next(self, timeout: float) -> str | None:
+        """Describe the next rank if it has been silent for longer than `timeout`."""
+        now = self._clock()
+        neighbour = (self._rank + 1) % self._world
+        beat = self._beat_of(neighbour)
+        count = beat["count"] if beat else 0
+        if count != self._seen[0] or (beat and beat["phase"] == ENDED):
+            self._seen = (count, now)
+        if now - self._seen[1] <= timeout:
+            return None
+        return self._describe(neighbour, beat)
+
+    def missing(self) -> str | None:
+        """Describe ranks that are gone, stopped or silent, after a lost connection."""
+        before = {rank: self._beat_of(rank) for rank in range(self._world) if rank != self._rank}
+        known: dict[int, dict[str, Any] | None] = {
+            rank: beat
+            for rank, beat in before.items()
+            if beat and beat["host"] == socket.gethostname() and state_of(beat["pid"])
+        }
+        if not known:
+            time.sleep(2 * self._interval + 1)
+            known = {rank: beat for rank, beat in before.items() if beat == self._beat_of(rank)}
+        texts = [self._describe(rank, known[rank]) for rank in list(known)[:4]]
+        more = f" and {len(known) - 4} more ranks" if len(known) > 4 else ""
+        return "; ".join(texts) + more or None
+
+    def where(self) -> str:
+        """Describe the state of the first 8 ranks, in one line."""
+        beats = ((rank, self._beat_of(rank)) for rank in range(min(self._world, 8)))
+        return ", ".join(f"rank {rank} {_place(beat)}" for rank, beat in beats if beat)
+
+    def first_here(self) -> bool:
+        """Whether this rank is the first of its host and attempt to report an error."""
+        return bool(self._store.add(f"{Told.attempt}/said on {socket.gethostname()}", 1) == 1)
+
+    def _beat_of(self, rank: int) -> dict[str, Any] | None:
+        if not self._store.check([str(rank)]):
+            return None
+        beat: dict[str, Any] = json.loads(self._store.get(str(rank)))
+        return beat
+
+    def _describe(self, rank: int, beat: dict[str, Any] | None) -> str:
+        if beat is None:
+            return f"rank {rank} never reported: did it start?"
+        here = beat["host"] == socket.gethostname()
+        state = state_of(beat["pid"]) if here else None
+        ago = max(0.0, time.time() - beat["time"])
+        text = f"rank {rank} (process {beat['pid']} on {beat['host']})"
+        if state == HAS_ENDED:
+            return f"{text} has ended, last seen {_place(beat)}: see its log, or dmesg"
+        text += f" has not responded for {ago:.0f} s, last seen {_place(beat)}"
+        return f"{text}: it {state}" if state else text
+
+
+_heart: Heartbeat | None = None
+_thread: threading.Thread | None = None
+_explaining = False  # the main thread has met an error, and reports it or leaves that to another
+_leaving = threading.Event()
+
+
+def start() -> None:
+    """Start the heartbeat thread, if there is more than one rank. Imports torch."""
+    global _thread
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _thread = threading.Thread(target=_live, name="heartbeat", daemon=True)
+        _thread.start()
+
+
+def _live() -> None:
+    global _heart
+    # If torchrun does not host the store, rank 0 opens it where the ranks meet.
+    while os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and not Told.attempt:
+        if _leaving.wait(0.2):
+            return
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    _heart = heart = Heartbeat(_connect(), rank, world, max(SECONDS, world / 200))
+    silent, clock = 0.0, Clock(heart._interval)
+    # A call to a store that is cut off blocks for a minute, which `clock` takes for a stop of this
+    # process; the guard's clock goes on.
+    answer = f"an answer of {os.environ['MASTER_ADDR']}, where the ranks' store is"
+    answer += f" (is {socket.gethostname()} cut off from it?),"
+    while not _leaving.is_set():
+        try:
+            with guard.bounded(answer):
+                heart.beat()
+                text = heart.silent_next(guard.timeout) or heart.ended_elsewhere()
+                if text and not _explaining and not heart.first_here():
+                    time.sleep(1.0)  # the other rank is reporting it
+                    os._exit(2)
+            if text and not _explaining:
+                waits = collectives.under_way()
+                end(f"{text}; rank {rank} waits in {waits}" if waits else text)
+            silent = clock()
+        except RuntimeError as error:  # from torch: the store does not respond
+            if clock() - silent > guard.timeout:
+                host = os.environ["MASTER_ADDR"]
+                what = (str(error).splitlines() or [type(error).__name__])[0]
+                end(f"the store shared by the ranks, on {host}, is gone ({what})")
+        _leaving.wait(heart._interval)
+
+
+def _connect() -> Any:
+    import torch.distributed as dist
+
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+    )
+    # For all attempts: a beat of an earlier one is overwritten, or tells what became of its rank.
+    return dist.PrefixStore("megasink/beats", store)
+
+
+def farewell() -> bool:
+    """Announce that this rank is done, and end its thread.
+
+    Returns:
+        whether the thread has ended. A thread inside the store at interpreter exit aborts the
+        process: it cannot take the GIL again, and is unwound through C++.
+    """
+    Told.phase = ENDED
+    _leaving.set()
+    if _thread is None:
+        return True
+    _thread.join(_LEAVE_SECONDS)
+    if _thread.is_alive():
+        return False
+    if _heart is not None:
+        with contextlib.suppress(RuntimeError):
+            _heart.beat()
+    return True
+
+
+def first_to_speak() -> bool:
+    """Whether this rank reports why the run ends: the first of its host that has an error."""
+    global _explaining
+    _explaining = True
+    end = time.monotonic() + _LEAVE_SECONDS
+    while _heart is None and _thread and Told.attempt and time.monotonic() < end:
+        time.sleep(0.1)
+    if _heart is None:  # the ranks have not met: all fail alike
+        return is_first_here()
+    try:
+        return _heart.first_here()
+    except RuntimeError:
+        return True
+
+
+def tell(words: str) -> None:
+    """Let the other ranks know why this one ends."""
+    with contextlib.suppress(RuntimeError):
+        if _heart is not None:
+            _heart.tell(words)
+
+
+def linger() -> None:
+    """Let other hosts read why the ranks end: the store may end with this one."""
+    if _heart is not None and os.environ["RANK"] == "0" and on_several_hosts():
+        time.sleep(2 * _heart._interval + 1)
+
+
+def words() -> str:
+    """Return why another rank ended; waits a moment for it. Empty if nothing is known."""
+    end = time.monotonic() + 2 * SECONDS
+    while _heart is not None and time.monotonic() < end:
+        with contextlib.suppress(RuntimeError):  # what the thread has heard is kept
+            _heart.words()
+        if _heart._words:
+            return _heart._words
+        time.sleep(0.2)
+    return ""
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether a torch error means that another rank could not be reached."""
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        seen.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return any(_LOST.search(str(cause)) for cause in seen)
+
+
+def missing_ranks() -> str | None:
+    """Describe ranks that are gone, stopped or silent; None if all respond or nothing is known."""
+    with contextlib.suppress(RuntimeError):
+        return _heart.missing() if _heart else None
+    return None
+
+
+def where() -> str:
+    """Describe the state of every rank; empty if nothing is known."""
+    with contextlib.suppress(RuntimeError):
+        return _heart.where() if _heart else ""
+    return ""
+
+
+def _place(beat: dict[str, Any]) -> str:
+    step = f"after step {beat['step']}, " if beat["step"] is not None else ""
+    collective = f", in {beat['collective']}" if beat.get("collective") else ""
+    return f"{step}{beat['phase']}{collective}"

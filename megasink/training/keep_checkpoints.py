@@ -1,0 +1,128 @@
+"""Never overwrite an intact checkpoint, nor delete the one before a damaged one."""
+
+import functools
+import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megasink.checkpoints.find import newest_checkpoint
+from megasink.checkpoints.intact import checkpoint_path, damage
+from megasink.checkpoints.saved import delete
+from megasink.printable import say
+from megasink.upstream.training import RETAINED_CHECKPOINTS, WHOLE_CHECKPOINTS
+
+
+@contextmanager
+def keeping_whole_checkpoints(*, checksums: bool) -> Iterator[None]:
+    """Make Megatron's training loop skip saving an iteration whose checkpoint is intact.
+
+    Megatron saves an iteration again if the next step gives NaN or Inf
+    (core/rerun_state_machine.py:411), over the first files: a kill or a full disk during that save
+    would destroy the newest good checkpoint. And with --save-retain-interval it deletes the
+    checkpoint before, whatever has become of the new one, which is checked here first.
+
+    Args:
+        checksums: verify those of the new one before deleting: in the background, as deleting is.
+    """
+    import torch
+    from megatron.training import get_args, training
+    from megatron.training.async_utils import maybe_finalize_async_save
+
+    save = training.save_checkpoint
+
+    def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
+        options = get_args()
+        path = checkpoint_path(Path(options.save), iteration)
+        # Broadcast, because the file system may show rank 0's folder to other ranks later.
+        device = torch.cuda.current_device()
+        is_intact = torch.tensor([path.is_dir()], dtype=torch.int32, device=device)
+        torch.distributed.broadcast(is_intact, 0)
+        if is_intact.item() and not kwargs.get("non_persistent_ckpt"):
+            maybe_finalize_async_save(blocking=True)
+            if options.rank == 0:
+                is_intact.fill_(damage(path) is None)
+            torch.distributed.broadcast(is_intact, 0)
+            if is_intact.item():
+                if options.rank == 0:
+                    say(f"megasink: keeping the intact checkpoint of step {iteration}")
+                return None
+        return save(iteration, *args, **kwargs)
+
+    # With --async-save upstream deletes in a process that it forks, else in a thread.
+    ended = multiprocessing.get_context("fork").Event()
+    retain = functools.partial(
+        delete_previous, checksums=checksums, has_ended=ended.is_set, lower=_lower_priority
+    )
+    with (
+        WHOLE_CHECKPOINTS.replacing(save_checkpoint=save_checkpoint),
+        RETAINED_CHECKPOINTS.replacing(_async_delete_checkpoint_impl=retain),
+    ):
+        try:
+            yield
+        finally:
+            ended.set()
+
+
+class _EndedError(Exception):
+    """Training has ended, and does not wait for the rest of a verification."""
+
+
+def delete_previous(
+    save_path: str,
+    iteration_to_delete: int,
+    log_progress: bool = False,
+    lower_priority: bool = False,
+    cpu_priority: int | None = None,
+    io_priority: int | None = None,
+    *,
+    checksums: bool,
+    has_ended: Callable[[], bool],
+    lower: Callable[[int | None, int | None], None],
+) -> None:
+    """Delete a checkpoint that --save-retain-interval does not keep, once a newer one is intact.
+
+    Called as Megatron's function of this name is (training/checkpointing.py:1142), with the newer
+    checkpoint in the tracker file.
+
+    Args:
+        checksums: verify those of the newer one; else sizes only.
+        has_ended: whether training has ended: then the checkpoint stays, as its successor is not
+            verified.
+        lower: sets the priority of a process that upstream has forked for this.
+    """
+    if lower_priority:
+        lower(cpu_priority, io_priority)
+    folder = Path(save_path)
+    newest = newest_checkpoint(folder)
+
+    def tell(_: int) -> None:
+        if has_ended():
+            raise _EndedError
+
+    try:
+        problem: str | None = "there is none"
+        if newest is not None and newest != iteration_to_delete:
+            problem = damage(checkpoint_path(folder, newest), checksums=checksums, tell=tell)
+        if problem is not None:
+            say(
+                f"megasink: warning: the checkpoint of step {newest} is damaged ({problem}): "
+                f"keeping that of step {iteration_to_delete}"
+            )
+            return
+        if delete(checkpoint_path(folder, iteration_to_delete)) and log_progress:
+            from megatron.training.checkpointing import append_to_progress_log
+
+            note = f"Deleted checkpoint\tIteration: {iteration_to_delete}"
+            append_to_progress_log(save_path, note, barrier=False)
+    except _EndedError:
+        say(f"megasink: keeping the checkpoint of step {iteration_to_delete}: training has ended")
+    except OSError as error:  # the run does not depend on it
+        say(f"megasink: the checkpoint of step {iteration_to_delete} cannot be deleted ({error})")
+
+
+def _lower_priority(cpu_priority: int | None, io_priority: int | None) -> None:
+    from megatron.core.dist_checkpointing.strategies.async_utils import _set_process_qos
+
+    _set_process_qos(cpu_priority=cpu_priority, io_priority=io_priority)

@@ -1,0 +1,63 @@
+"""Read a run's last start from its folder, and where it will resume."""
+
+import json
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megasink.checkpoints.intact import newest_intact
+from megasink.errors import UserError
+from megasink.training.early import cuda_devices, replica_ranks
+from megasink.training.flag_file import named_values
+from megasink.training.run_dir import has_finished_step
+
+
+def from_where(run_dir: Path) -> str | None:
+    """Describe where the ranks will start with --resume, and the damage to newer checkpoints.
+
+    None without an intact one: --resume auto starts at step 0, --resume reports an error.
+    """
+    try:
+        step, damaged = newest_intact(run_dir / "checkpoints")
+    except UserError:
+        return None
+    skipped = [f"; the checkpoint of step {at} is damaged: {why}" for at, why in damaged.items()]
+    return f"continuing from step {step}{''.join(skipped)}"
+
+
+def last_start(run_dir: Path) -> dict[str, Any]:
+    """Return the last record of starts.jsonl; empty if there is none."""
+    starts = run_dir / "starts.jsonl"
+    lines = starts.read_text(errors="replace").splitlines() if starts.is_file() else []
+    for line in reversed(lines):
+        with suppress(ValueError, TypeError, RecursionError):  # truncated by a kill
+            start = dict(json.loads(line))
+            words, ranks = start.get("command", []), start.get("world_size", 0)
+            if isinstance(words, list) and {*map(type, words)} <= {str} and type(ranks) is int:
+                return start
+    return {}  # the ranks will report that there is no run
+
+
+def flags_of_last_start(run_dir: Path, given: Sequence[str] = ()) -> list[str]:
+    """Return the flags of the last start, to prepend to `given` on resume."""
+    words = last_start(run_dir).get("command", [])[1:]
+    kept = [flag for flag in named_values(words) if flag[0] not in ("run-dir", "resume")]
+    repeated = list(named_values(given))
+    if repeated and kept[-len(repeated) :] == repeated:
+        kept = kept[: -len(repeated)]  # the same command line again, as schedulers do
+    elif repeated and not has_finished_step(run_dir):
+        kept = []  # a corrected command line after a failed start
+    return [word for name, values in kept for word in (f"--{name}", *values)]
+
+
+def ranks_of_last_start(run_dir: Path, args: Namespace) -> int | None:
+    """Return the last start's rank count, if it was one machine and these flags allow it here."""
+    last = last_start(run_dir)
+    ranks = last.get("world_size", 0)
+    if not ranks or last.get("local_world_size", ranks) != ranks:
+        return None
+    if 0 < cuda_devices(args) < ranks:
+        return None
+    return None if ranks % replica_ranks(args) else ranks

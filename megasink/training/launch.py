@@ -1,0 +1,223 @@
+"""``megasink train``: start the ranks of this node through torchrun and show their progress."""
+
+import argparse
+import inspect
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megasink import plugins
+from megasink.command_line import Reading
+from megasink.errors import ConfigError, Stopped, UserError
+from megasink.flags import add_options
+from megasink.printable import say
+from megasink.progress import progress
+from megasink.run_options import RESUME
+from megasink.training import early
+from megasink.training.checks.memory import MARK
+from megasink.training.last_start import flags_of_last_start, from_where, ranks_of_last_start
+from megasink.training.lease import clear, wait_until_expired
+from megasink.training.metrics_file import NewLines
+from megasink.training.rank_logs import marked, raised, said
+from megasink.training.ranks import Ranks
+from megasink.training.replay import replayed
+from megasink.training.run_dir import folder_problem
+from megasink.training.stop import FOR_TORCHRUN, SIGNALS, left, name_of
+
+_SMALL = 1 << 16  # bytes; a disk with less free space is full
+# Keys of metrics.jsonl on the progress line, and what they are called there.
+_SHOWN = {
+    "lm_loss": "loss",
+    "imbalance": "imbalance",
+    "valid_lm_loss": "validation loss",
+    "valid_bits_per_byte": "bits per byte",
+    "test_lm_loss": "test loss",
+    "test_bits_per_byte": "bits per byte",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train on this machine: one rank per CUDA device, or gloo ranks on the CPU.
+
+    Accepts all of Megatron's pre-training flags and the megasink flags below; --full-help lists
+    every flag. --resume reuses the flags of the run's last start. For several nodes use torchrun,
+    as examples/pretrain_gpt_sink.sh does.
+    """
+    parser = _parser()
+    parser.add_argument("--run-dir")
+    parser.add_argument("--resume", nargs="?", const="newest", choices=RESUME)
+    read = Reading(parser, early.expanded(sys.argv[1:] if argv is None else argv))
+    args, flags = read.namespace, read.unknown
+    if read.problems:
+        raise ConfigError(read.problems)
+    if {"-h", "--help"} & set(flags):
+        parser = _parser()
+        add_options(parser)
+        parser.print_help()
+        parser.exit()
+    if args.full_help:
+        return subprocess.run(
+            [sys.executable, "-m", "megasink.training", *plugins.flags(flags), "--help"],
+            check=False,
+        ).returncode
+    if args.resume and args.run_dir is None:
+        raise UserError("--resume needs --run-dir")
+    run_dir = Path(args.run_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
+    # Also checked here, so that a refused start leaves nothing in the folder.
+    if problem := folder_problem(run_dir, resume=args.resume):
+        raise UserError(problem)
+    if args.ranks is not None and args.ranks < 1:
+        raise UserError(f"--ranks {args.ranks}: use 1 or more")
+    if args.resume:
+        before = replayed(flags_of_last_start(run_dir, flags), flags, run_dir)
+        flags = [*before, *flags, "--resume", args.resume]
+    options = early.read(["--run-dir", str(run_dir), *flags])
+    ranks = args.ranks
+    if args.resume and ranks is None:
+        ranks = ranks_of_last_start(run_dir, options)
+    # Also checked here: the ranks take seconds to report it.
+    early.refuse(options, ranks)
+    wait_until_expired(run_dir, say)
+    if args.resume and not options.verify_checkpoint:
+        where = from_where(run_dir)
+        if where or args.resume == "auto":
+            say(f"run {run_dir}: {where or 'no intact checkpoint, starting at step 0'}")
+    ranks = early.default_ranks(options) if ranks is None else ranks
+    try:
+        return launch(flags, run_dir, ranks, options.train_iters)
+    finally:
+        clear(run_dir)  # left by a killed rank
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megasink train",
+        usage="megasink train [--recipe NAME ...] [--ranks N] [--run-dir FOLDER] FLAGS",
+        description=inspect.cleandoc(main.__doc__ or ""),
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        help="processes to start; default: as many as the run had (--resume), else one per CUDA "
+        "device, else one per tensor x pipeline x context rank",
+    )
+    parser.add_argument("--full-help", action="store_true", help="list every flag and exit")
+    return parser
+
+
+def launch(flags: Sequence[str], run_dir: Path, ranks: int, steps: int | None) -> int:
+    """Run the ranks to completion, with a progress bar (or lines, without a terminal); return 0.
+
+    Args:
+        flags: Megatron's and megasink's flags, without ``--run-dir``.
+        ranks: processes on this machine.
+        steps: --train-iters; None if the length is given differently.
+
+    Raises:
+        Stopped: a signal ended the run.
+        UserError: a rank failed; with the rank's message, or the location of its log.
+    """
+    logs = run_dir / "logs" / time.strftime("%Y%m%d-%H%M%S")
+    console = Console()
+    say(f"run {run_dir}: {ranks} ranks, logs in {logs}")
+    arguments = ["--standalone", "--local-addr=127.0.0.1", FOR_TORCHRUN]
+    arguments += [f"--nproc-per-node={ranks}", f"--log-dir={logs}", "--redirects=3"]
+    arguments += ["-m", "megasink.training", "--run-dir", str(run_dir), *flags]
+    new_lines = NewLines(run_dir / "metrics.jsonl")
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--run-dir {run_dir} cannot be written: {error.strerror}") from error
+    with Ranks(arguments, logs, console) as running:
+        code = _follow(running, new_lines, steps, console, logs)
+    if code:
+        failure = _failure(running, logs, run_dir, code)
+        if not (run_dir / "config.json").is_file():
+            # Refused before the run began: restore the folder.
+            shutil.rmtree(logs)
+            for folder in (logs.parent, run_dir):
+                if folder.is_dir() and not any(folder.iterdir()):
+                    folder.rmdir()
+        raise failure
+    return 0
+
+
+def _failure(running: Ranks, logs: Path, run_dir: Path, code: int) -> UserError:
+    """Explain what ended the ranks: a signal to us, a signal to one of them, or an error."""
+    if running.told:
+        # A rank's own message takes precedence: it may have failed to save.
+        told, message = running.told[0], said(logs)
+        twice = " twice" if running.pressed_again else ""
+        return Stopped(told, f"{twice}; {message or left(run_dir)}")
+    if code < 0:
+        return UserError(f"torchrun was killed by {name_of(-code)}; {left(run_dir)}")
+    if killed := _killed(logs):
+        return UserError(f"{killed}; {left(run_dir)}")
+    if message := said(logs):
+        return UserError(message)
+    if failed := raised(logs):
+        # Takes precedence over signals that torchrun then sent to the others.
+        path, line = failed
+        where = f"rank {path.parent.name} failed"
+        return UserError(f"{where}: {line} (log: {path}); {left(run_dir)}")
+    for log in sorted(logs.rglob("stderr.log")):
+        for number in SIGNALS:
+            if f"megasink: stopped by {name_of(number)}" in log.read_text(errors="replace"):
+                return Stopped(number, f" (sent to a rank); {left(run_dir)}")
+    if shutil.disk_usage(logs).free < _SMALL:
+        # There was no space for the ranks' messages either.
+        return UserError(f"the disk with {logs} is full: free some space and use --resume")
+    return UserError(f"the ranks ended with exit code {code}; logs in {logs}; {left(run_dir)}")
+
+
+def _killed(logs: Path) -> str | None:
+    """Find the rank that a signal ended first in torchrun's log; torchrun then ended the others."""
+    text = (logs / "torchrun.log").read_text(errors="replace")
+    # The table of failures; other ranks may have seen the lost connection before torchrun did.
+    row = r"rank +: (\d+) \(local_rank: \d+\)\s+exitcode +: -(\d+) \(pid: (\d+)\)"
+    for rank, number, pid in re.findall(row, text):
+        if int(number) == signal.SIGTERM or f"Unable to shutdown process {pid} " in text:
+            continue  # sent by torchrun itself
+        name = name_of(int(number))
+        why = " (out of memory? see dmesg)" if name == "SIGKILL" else ""
+        return f"rank {rank} was killed by {name}{why}"
+    return None
+
+
+def _follow(
+    running: Ranks, new_lines: NewLines, total: int | None, console: Console, logs: Path
+) -> int:
+    """Show new lines of metrics.jsonl until the ranks end; return torchrun's exit code."""
+    is_starting = True
+    with progress("training", total, "steps", console=console, every=10.0) as tell:
+        tell(0, "starting")
+        while True:
+            code = running.poll()
+            if is_starting and (memory := marked(logs, MARK)):
+                is_starting = False
+                say(memory)
+            for line in new_lines():
+                step, is_starting = line["iteration"], False
+                try:
+                    tell(step, _shown(line), now="valid_lm_loss" in line or step == total)
+                except OSError:
+                    running.closed_terminal()
+            if code is not None:
+                return code
+            time.sleep(0.2)
+
+
+def _shown(line: dict[str, Any]) -> str:
+    """Return the values of a line of metrics.jsonl that the progress line shows."""
+    given = {key: label for key, label in _SHOWN.items() if line.get(key) is not None}
+    return "  ".join(f"{label} {line[key]:.4f}" for key, label in given.items())

@@ -1,0 +1,287 @@
+"""The lease of a run folder: only one trainer at a time writes to it.
+
+RUN/lease.json names its owner, rank 0 of the trainer, and exists while that rank trains. The owner
+touches it every 15 seconds. The last beat is the file's modification time by the file server's
+clock, so clocks of different hosts are never compared. A dead owner's lease expires immediately on
+the owner's host, and on other hosts 120 seconds after its last beat: file attributes on NFS may be
+60 seconds old.
+
+An owner that stalled for longer (a suspended machine, an unavailable file server) finds at its next
+beat that its lease was taken over, and ends.
+"""
+
+import atexit
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megasink.errors import UserError
+from megasink.printable import printable, say
+from megasink.training.stop import write_to_stderr
+
+LEASE = "lease.json"
+BEAT_SECONDS = 15.0
+EXPIRY_SECONDS = 120.0
+_SAY_SECONDS = 30.0
+_TRAINER = "another trainer"
+
+
+class _Seen(NamedTuple):
+    """A lease on disk: its owner, inode, and last beat."""
+
+    owner: dict[str, Any]
+    file: int
+    beat: int  # nanoseconds of the file server's clock
+
+
+class Lease:
+    """The lease of a run folder, held until `release` or process exit.
+
+    Args:
+        folder: the run folder; created if missing.
+        say: reports progress while another host's lease expires.
+        holder: what a second process is told that the folder is in use by.
+
+    Raises:
+        UserError: a live trainer holds the lease, or the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None] = say, *, holder: str = _TRAINER):
+        self._path = folder / LEASE
+        self._owner = _machine() | {
+            "holder": holder,
+            "pid": os.getpid(),
+            "started": _start(os.getpid()),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+            "token": secrets.token_hex(8),
+        }
+        self._released = threading.Event()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            while not self._create():
+                if (dead := wait_until_expired(folder, say)) is not None:
+                    _remove(self._path, dead)
+        except OSError as error:
+            raise UserError(f"--run-dir {folder} cannot be written: {error.strerror}") from error
+        self._beats = threading.Thread(target=self._beat, name="lease", daemon=True)
+        self._beats.start()
+        atexit.register(self.release)
+
+    def release(self) -> None:
+        """Release the folder. Does nothing the second time, or in a child of the owner."""
+        if self._released.is_set() or os.getpid() != self._owner["pid"]:
+            return
+        self._released.set()
+        atexit.unregister(self.release)
+        self._beats.join()
+        with contextlib.suppress(OSError):
+            if self._is_mine():
+                self._path.unlink()
+
+    def _create(self) -> bool:
+        """Try to create the lease. Linking a complete file is atomic, even on NFS."""
+        text = json.dumps(self._owner) + "\n"
+        own = self._path.with_name(f"lease.{self._owner['token']}")
+        try:
+            own.write_text(text)
+            try:
+                os.link(own, self._path)
+            except FileExistsError:
+                # If the file server's reply was lost, a successful link looks refused.
+                return own.stat().st_nlink == 2
+            except OSError:  # no hard links on this file system
+                with contextlib.suppress(FileExistsError), self._path.open("x") as file:
+                    file.write(text)
+                    return True
+                return False
+        finally:
+            own.unlink(missing_ok=True)
+        return True
+
+    def _is_mine(self) -> bool:
+        seen = _read(self._path)
+        return seen is not None and seen.owner.get("token") == self._owner["token"]
+
+    def _beat(self) -> None:
+        while not self._released.wait(BEAT_SECONDS):
+            with contextlib.suppress(OSError):  # file server unavailable: retry at the next beat
+                if not self._is_mine() and not self._create():
+                    self._end()
+                os.utime(self._path)
+
+    def _end(self) -> None:
+        """Exit without saving: another trainer now writes to the folder."""
+        seen = _read(self._path)
+        write_to_stderr(
+            f"megasink: error: {self._path.parent} was taken over by "
+            f"{_name(seen.owner if seen else {})} while this trainer was stalled: it ends here"
+        )
+        os._exit(2)
+
+
+def wait_until_expired(folder: Path, say: Callable[[str], None] = say) -> _Seen | None:
+    """Wait until a dead owner's lease expires; return it, or None if there is no lease.
+
+    Raises:
+        UserError: the owner is alive, or the folder cannot be read.
+    """
+    try:
+        return _expired(folder, say)
+    except OSError as error:
+        raise UserError(f"--run-dir {folder} cannot be used: {error.strerror}") from error
+
+
+def _expired(folder: Path, say: Callable[[str], None]) -> _Seen | None:
+    path = folder / LEASE
+    first = _read(path)
+    if first is None or _is_dead(first.owner):
+        return first
+    if _on_this_machine(first.owner):
+        raise UserError(_taken(folder, first.owner))
+    end = time.monotonic() + EXPIRY_SECONDS - _age(path, first)
+    said = -_SAY_SECONDS
+    while (left := end - time.monotonic()) > 0:
+        if time.monotonic() - said >= _SAY_SECONDS:
+            said = time.monotonic()
+            say(
+                f"megasink: {folder} is leased to {_name(first.owner)} on another machine: "
+                f"continuing in {left:.0f} s if it shows no sign of life"
+            )
+        time.sleep(min(left, 0.5))
+        seen = _read(path)
+        if seen is None:
+            return None
+        if seen != first:
+            raise UserError(_taken(folder, seen.owner))
+    return first
+
+
+def writer_of(folder: Path) -> str | None:
+    """Describe the process that writes to a run folder, without waiting; None if there is none.
+
+    A lease of another machine counts until it expires.
+    """
+    path = folder / LEASE
+    with contextlib.suppress(OSError):
+        seen = _read(path)
+        # The clocks of two machines may differ by more, which only changes what is reported.
+        age = 0.0 if seen is None else time.time() - seen.beat / 1e9
+        is_expired = age > EXPIRY_SECONDS and not (seen and _on_this_machine(seen.owner))
+        if seen and not is_expired and not _is_dead(seen.owner):
+            return _name(seen.owner)
+    return None
+
+
+def clear(folder: Path) -> None:
+    """Remove the lease of an owner that died on this machine without releasing it."""
+    path = folder / LEASE
+    with contextlib.suppress(OSError):
+        seen = _read(path)
+        if seen is not None and _is_dead(seen.owner):
+            _remove(path, seen)
+
+
+def is_part_of_a_lease(name: str) -> bool:
+    """Whether a file in a run folder is a lease, or a temporary file of one."""
+    return name.startswith("lease.")
+
+
+def _read(path: Path) -> _Seen | None:
+    try:
+        # Opening a file queries the file server; attributes alone may come from a cache.
+        with path.open("rb") as file:
+            status, text = os.fstat(file.fileno()), file.read(1 << 16)
+    except FileNotFoundError:
+        return None
+    owner: dict[str, Any] = {}
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        owner = dict(json.loads(text))
+    return _Seen(owner, status.st_ino, status.st_mtime_ns)
+
+
+def _remove(path: Path, dead: _Seen) -> None:
+    """Remove an expired lease, unless another trainer has taken it over."""
+    with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
+        with contextlib.suppress(OSError):  # no file locks: owners find out at their next beat
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if _read(path) == dead:
+            path.unlink()
+
+
+def _age(path: Path, seen: _Seen) -> float:
+    """Return the seconds since the last beat, by the file server's clock."""
+    probe = path.with_name(f"lease.{secrets.token_hex(8)}")
+    try:
+        probe.touch()
+        return max(0.0, (probe.stat().st_mtime_ns - seen.beat) / 1e9)
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _machine() -> dict[str, Any]:
+    """Identify the scope of process ids: each container on a host has its own."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        boot = namespace = ""
+    return {"host": socket.gethostname(), "boot": boot, "namespace": namespace}
+
+
+def _on_this_machine(owner: dict[str, Any]) -> bool:
+    here = _machine()
+    return bool(here["boot"]) and all(owner.get(name) == here[name] for name in here)
+
+
+def _is_dead(owner: dict[str, Any]) -> bool:
+    """Whether the owner was a process of this machine and has ended."""
+    if not _on_this_machine(owner):
+        return False
+    pid = int(owner.get("pid", 0))
+    started = _start(pid)
+    if started is None and _is_hidden(pid):
+        return False
+    return started != owner.get("started")
+
+
+def _start(pid: int) -> int | None:
+    """Return a process's start time in ticks since boot; None if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])  # a zombie holds nothing
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether a process exists but is hidden from /proc: another user's, under hidepid."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return not Path(f"/proc/{pid}").exists()
+    except OSError:
+        pass
+    return False
+
+
+def _name(owner: dict[str, Any]) -> str:
+    if not owner:
+        return "an unknown trainer"
+    text = f"process {owner.get('pid')} on {owner.get('host')}, since {owner.get('since')}"
+    return printable(text, keep="")[:200]  # the file is untrusted
+
+
+def _taken(folder: Path, owner: dict[str, Any]) -> str:
+    holder = printable(str(owner.get("holder", _TRAINER)), keep="")[:50]
+    return (
+        f"--run-dir {folder} is in use by {holder} ({_name(owner)}): wait until it "
+        "ends, or choose another folder"
+    )

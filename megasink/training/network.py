@@ -1,0 +1,119 @@
+"""The address and the interface by which this host reaches the others of its job.
+
+torchrun and gloo ask what the host's own name resolves to. That is a loopback address on many
+systems (Debian's /etc/hosts has 127.0.1.1), or nothing at all: the other hosts then connect to
+themselves, and wait. The kernel's routes give the answer that they need.
+
+``python -m megasink.training.network MASTER_ADDR`` prints what examples/pretrain_gpt_sink.sh hands
+to
+torchrun: this host's address, and whether it is the one that the others meet at (1 or 0).
+"""
+
+import contextlib
+import ipaddress
+import socket
+import sys
+import time
+from collections.abc import MutableMapping, Sequence
+
+from megasink.errors import UserError
+from megasink.training.waiting import on_several_hosts
+
+# Any address outside (RFC 5737): the route to it is the default one. Nothing is sent.
+_OUTSIDE = "192.0.2.1"
+_SECONDS = 30.0  # a cluster may publish the name of a node only when it runs
+
+
+def own_address(master: str) -> tuple[str, bool]:
+    """Find the address by which the other hosts reach this one.
+
+    Args:
+        master: name or address of the host where torchrun's agents meet.
+
+    Returns:
+        the address, and whether this host is `master`.
+
+    Raises:
+        UserError: `master` is unknown, or there is no route to it.
+    """
+    try:
+        there = _resolved(master)
+    except OSError as error:
+        raise UserError(f"MASTER_ADDR {master}: {error.strerror}") from error
+    try:
+        here = _source(there)
+        own = here == there or _is_loopback(there)
+        return (_source(_OUTSIDE) if _is_loopback(here) else here), own
+    except OSError as error:
+        why = f"there is no route from this host ({error.strerror})"
+        if _is_loopback(there):
+            why = f"this host takes that for {there}, and has no route to others"
+        raise UserError(
+            f"MASTER_ADDR {master}: {why}; set it to the first node's address on the network "
+            "between the nodes"
+        ) from error
+
+
+def choose_gloo_interface(environment: MutableMapping[str, str]) -> None:
+    """Set GLOO_SOCKET_IFNAME where gloo would listen on the loopback interface.
+
+    Does nothing in a job of one host, where the variable is set, or where the host's name resolves
+    to an address that others can reach.
+
+    Args:
+        environment: torchrun's variables of this rank; changed in place.
+    """
+    if not on_several_hosts(environment) or "GLOO_SOCKET_IFNAME" in environment:
+        return
+    with contextlib.suppress(OSError):
+        if not _is_loopback(_resolved(socket.gethostname())):
+            return
+    with contextlib.suppress(UserError):
+        if name := _interface(own_address(environment["MASTER_ADDR"])[0]):
+            environment["GLOO_SOCKET_IFNAME"] = name
+
+
+def _resolved(host: str) -> str:
+    return str(socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0][4][0])
+
+
+def _source(there: str) -> str:
+    """Return the address from which the kernel would send to `there`; nothing is sent."""
+    family, kind, _, _, address = socket.getaddrinfo(there, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as route:
+        route.connect(address)
+        return str(route.getsockname()[0])
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _interface(address: str) -> str | None:
+    import psutil
+
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            return str(name)
+    return None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the address of this host, and 1 if it is the master, else 0."""
+    end = time.monotonic() + _SECONDS
+    while True:
+        try:
+            address, own = own_address(argv[0])
+            break
+        except UserError as error:
+            if time.monotonic() < end:
+                time.sleep(1.0)
+                continue
+            print(f"megasink: error: {error}", file=sys.stderr)
+            return 2
+    print(address, int(own))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,294 @@
+"""Write a run's metrics after every step and every evaluation; series.py defines the records.
+
+Megatron 0.19 has no per-step callback. It calls ``training_log`` on every rank after every step and
+``evaluate`` for every evaluation (megatron/training/training.py:3985,4408). Both are wrapped, not
+changed.
+
+The values of a step reach the host by a copy that nobody waits for, and are written one step later,
+or when the copy is done. They are written at once in a step that is logged or drawn, and before an
+evaluation, a checkpoint and the end: what a checkpoint has trained is in metrics.jsonl.
+"""
+
+import contextlib
+import functools
+import inspect
+import time
+from collections import deque
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer, training
+from torch import Tensor
+
+from megasink.analysis.pages.divergence import Divergence
+from megasink.analysis.pages.heatmap import importance_picture
+from megasink.analysis.pages.spikes import SpikeCounter
+from megasink.megatron.statistics import ModelStatistics
+from megasink.training import series
+from megasink.training.divergence import stop_if_diverged
+from megasink.training.forward import BITS_PER_BYTE, LM_LOSS
+from megasink.training.live_analysis import LiveAnalysis
+from megasink.training.metrics_file import MetricsFile
+from megasink.upstream.training import OBSERVER
+
+BALANCE_LOSS = "head balance loss"
+IMBALANCE = "head imbalance"
+HEATMAP = "head importance"
+
+
+class Observer:
+    """Write the metrics of each step. The last rank owns the writers, as in Megatron.
+
+    Args:
+        statistics: the model's ``config.statistics``.
+        metrics: path of metrics.jsonl; None to write none. On resume, lines of repeated steps are
+            dropped.
+        live: the analyses of --analyze-interval, or None.
+    """
+
+    def __init__(
+        self, statistics: ModelStatistics, metrics: Path | None, live: LiveAnalysis | None = None
+    ):
+        args = get_args()
+        self._statistics = statistics
+        self._owner = args.rank == args.world_size - 1
+        self._file = MetricsFile(metrics if self._owner else None)
+        self._live = live
+        self._opened = False
+        self._spikes, self._divergence = SpikeCounter(), Divergence()
+        self._clock = time.perf_counter()
+        self._mean_seconds: float | None = None
+        self._iteration, self._split = 0, "valid"
+        self._known: list[dict[str, Any]] = []
+        # Steps that are not written yet, oldest first: the part that the host knows, the rest.
+        self._waiting: deque[tuple[dict[str, Any], series.StepValues]] = deque()
+        self._counts_heads: bool | None = None  # not known before the first step
+
+    def step(self, call: dict[str, Any]) -> None:
+        """Add a step's statistics to the losses in ``training_log``'s arguments, and write them.
+
+        Raises:
+            UserError: the run has diverged; raised on every rank.
+        """
+        args = get_args()
+        self._iteration = int(call["iteration"])
+        balance = self._statistics
+        balance.commit_skipped()
+        # --iterations-to-skip has steps without a forward pass.
+        statistics = balance.last if balance.last_number == self._iteration - 1 else None
+        logs = series.is_observed(args, self._iteration)
+        if self._owner:
+            losses = call["loss_dict"]
+            self._open()
+            self._write_ready()
+            values = series.StepValues(losses.get(LM_LOSS), statistics)
+            self._waiting.append((self._record(call), values))
+            if self._counts_heads is None and statistics is not None:
+                self._counts_heads = values.read()[1] is not None  # the model's, in every step
+            if statistics is not None and self._counts_heads:
+                # Megatron then prints and writes these like the language model loss.
+                losses[BALANCE_LOSS] = statistics.balance_loss.reshape(1)
+                losses[IMBALANCE] = statistics.imbalance.reshape(1)
+            if logs or self._draws(self._iteration):
+                self.flush()
+        if logs and args.stop_on_divergence is not None:
+            stop_if_diverged(self._divergence, args.stop_on_divergence, self._iteration, args.save)
+
+    def flush(self) -> None:
+        """Write the steps that are not written yet; wait for their values."""
+        while self._waiting:
+            self._write(*self._waiting.popleft())
+
+    def _write_ready(self) -> None:
+        while self._waiting and self._waiting[0][1].are_here:
+            self._write(*self._waiting.popleft())
+
+    def _write(self, record: dict[str, Any], values: series.StepValues) -> None:
+        """Complete the record of a step by its values, and write it."""
+        iteration, logs = record["iteration"], series.is_observed(get_args(), record["iteration"])
+        record["lm_loss"], read = values.read()
+        if record["lm_loss"] is not None and not record["skipped"]:
+            self._follow(iteration, record["lm_loss"])
+        if read is not None:
+            record |= series.head_record(read, details=logs)
+            self._draw(iteration, read.importance_LH)
+        if logs:
+            record["loss_spikes"] = self._spikes.count
+            self._write_scalars(iteration, series.head_scalars(record))
+            self._print(record)
+        self._file.write(record)
+
+    def start_evaluation(self, split: str, iteration: int) -> None:
+        """Prepare to evaluate "valid" or "test". Its step may have run before this start."""
+        self.flush()
+        self._split, self._iteration = split, iteration
+        self._statistics.sinks.collects = get_args().log_sink_rate
+
+    def evaluation(self, losses: dict[str, Any] | None) -> None:
+        """Write an evaluation's loss, bits per byte and attention sinks."""
+        split = self._split
+        record: dict[str, Any] = {"iteration": self._iteration}
+        sinks: dict[str, Any] = {}
+        if self._statistics.sinks.collects:
+            sinks = series.sink_record(split, *self._statistics.sinks.finish())
+        if not self._owner or not losses:
+            return
+        record[f"{split}_lm_loss"] = series.number(losses.get(LM_LOSS))
+        if BITS_PER_BYTE in losses:
+            record[f"{split}_bits_per_byte"] = series.number(losses[BITS_PER_BYTE])
+        self._open()
+        record |= sinks
+        if record not in self._known:  # resuming a finished run evaluates it again
+            self._file.write(record)
+        if sinks:
+            scalars = series.sink_scalars(sinks, split)
+            self._write_scalars(self._iteration, scalars)
+            text = " | ".join(f"{name} {value:.2f}%" for name, value in scalars.items())
+            print(f"megasink: {text}", flush=True)
+
+    def analyze(self, model: Any, iteration: int) -> None:
+        """Analyze the model after an evaluation, if requested."""
+        if self._live is None or (results := self._live(model, iteration)) is None:
+            return
+        self._open()
+        self._file.write({"iteration": iteration} | series.analysis_record(results))
+        self._write_scalars(iteration, series.analysis_scalars(results))
+        print(f"megasink: analysis of step {iteration}: {series.in_one_line(results)}", flush=True)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Write what is left, close metrics.jsonl and flush TensorBoard.
+
+        Args:
+            failed: An error has ended the run; the device may be broken, and what it still holds is
+                given up then.
+        """
+        try:
+            with contextlib.suppress(*(RuntimeError,) * failed):
+                self.flush()
+        finally:
+            self._waiting.clear()
+            self._file.close()
+            if writer := get_tensorboard_writer():
+                writer.flush()
+
+    def _record(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Return the part of the record that every step has, and that the host knows."""
+        args = get_args()
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        return {
+            "iteration": self._iteration,
+            "lm_loss": None,
+            "learning_rate": call["learning_rate"],
+            "grad_norm": series.number(call["grad_norm"]),
+            "skipped": int(call["skipped_iter"]),
+            "consumed_samples": args.consumed_train_samples,
+            "tokens": args.consumed_train_samples * args.seq_length,
+            "seconds": seconds,
+        }
+
+    def _open(self) -> None:
+        """Open metrics.jsonl, and replay its losses."""
+        if self._opened:
+            return
+        self._opened = True
+        for before in self._file.open(get_args().iteration):
+            if before.get("lm_loss") is not None and not before.get("skipped"):
+                self._follow(before["iteration"], before["lm_loss"])
+            elif before["iteration"] == self._iteration:
+                self._known.append(before)
+
+    def _follow(self, iteration: int, lm_loss: float) -> None:
+        self._spikes(lm_loss)
+        self._divergence.add(iteration, lm_loss)
+
+    def _draws(self, iteration: int) -> bool:
+        """Whether a heatmap of the step is due, and a writer exists."""
+        args, interval = get_args(), get_args().head_heatmap_interval
+        if not interval or (iteration % interval and iteration != args.train_iters):
+            return False
+        return bool(get_tensorboard_writer() or get_wandb_writer())
+
+    def _draw(self, iteration: int, importance_LH: Tensor) -> None:
+        """Draw the heatmap of a tensor on the host, if it is due."""
+        if not self._draws(iteration):
+            return
+        title = f"head importance (mean gate), step {iteration}"
+        picture = importance_picture(importance_LH.numpy().astype(np.float64), title)
+        if writer := get_tensorboard_writer():
+            writer.add_image(HEATMAP, picture, iteration, dataformats="HWC")
+        if wandb := get_wandb_writer():
+            wandb.log({HEATMAP: wandb.Image(picture)}, iteration)
+
+    def _write_scalars(self, iteration: int, scalars: dict[str, float]) -> None:
+        if writer := get_tensorboard_writer():
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, iteration)
+        if scalars and (wandb := get_wandb_writer()):
+            wandb.log(scalars, iteration)
+
+    def _print(self, record: dict[str, Any]) -> None:
+        args = get_args()
+        seconds = record["seconds"]
+        mean = seconds if self._mean_seconds is None else 0.7 * self._mean_seconds + 0.3 * seconds
+        self._mean_seconds = mean
+        left = mean * (args.train_iters - record["iteration"])
+        parts = [f"megasink: step {record['iteration']}/{args.train_iters}"]
+        if record["lm_loss"] is not None:
+            parts.append(f"lm loss {record['lm_loss']:.4f}")
+        if "imbalance" in record:
+            parts.append(f"imbalance {record['imbalance']:.4f}")
+            cells = ("-" if cv is None else f"{cv:.3f}" for cv in record["imbalance_per_layer"])
+            parts.append(f"by layer {' '.join(cells)}")
+        parts.append(f"{args.global_batch_size * args.seq_length / mean:,.0f} tokens/s")
+        parts.append(f"eta {timedelta(seconds=int(left))}")
+        print(" | ".join(parts), flush=True)
+
+
+@contextlib.contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Call the observer on every step and evaluation of Megatron's training loop."""
+    originals = OBSERVER.originals()
+    step_call = inspect.signature(training.training_log)
+    evaluation_call = inspect.signature(training.evaluate_and_print_results)
+
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        observer.step(step_call.bind(*args, **kwargs).arguments)
+        return originals["training_log"](*args, **kwargs)
+
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        result = originals["evaluate"](*args, **kwargs)
+        observer.evaluation(result[0])
+        return result
+
+    @functools.wraps(training.evaluate_and_print_results)
+    def evaluate_and_print_results(prefix: str, *args: Any, **kwargs: Any) -> Any:
+        call = evaluation_call.bind(prefix, *args, **kwargs).arguments
+        split = "test" if prefix.endswith("on test set") else "valid"
+        iteration = int(call["iteration"])
+        observer.start_evaluation(split, iteration)
+        result = originals["evaluate_and_print_results"](prefix, *args, **kwargs)
+        if split == "valid":
+            observer.analyze(call["model"], iteration)
+        return result
+
+    def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
+        observer.flush()
+        return originals["save_checkpoint_and_time"](*args, **kwargs)
+
+    try:
+        with OBSERVER.replacing(
+            training_log=training_log,
+            evaluate=evaluate,
+            evaluate_and_print_results=evaluate_and_print_results,
+            save_checkpoint_and_time=save_checkpoint_and_time,
+        ):
+            yield
+    except Exception:
+        observer.close(failed=True)
+        raise
+    finally:
+        observer.close()

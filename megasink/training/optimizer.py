@@ -1,0 +1,126 @@
+"""Learning rates and weight decay of sinks, embedding and output in Megatron's groups.
+
+``get_megatron_optimizer`` of Megatron 0.19 takes ``config_overrides``, but the training loop has no
+hook to set them: they come from ``get_megatron_optimizer_config``, which documents that users may
+extend its result. That function is wrapped, not changed.
+"""
+
+import contextlib
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.optimizer import OptimizerConfig, ParamKey
+from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+from megatron.training import training
+from torch.nn import Parameter
+
+from megasink.attention.variants import parameter_names
+from megasink.upstream.training import OPTIMIZER_GROUPS
+
+Overrides = dict[ParamKey, ParamGroupOverride]
+# What get_standard_config_overrides says of vectors (megatron/core/optimizer/__init__.py:118)
+_EXEMPT = ParamGroupOverride(wd_mult=0.0)
+
+
+def with_sink_parameters(
+    overrides: Overrides,
+    config: OptimizerConfig,
+    lr_mult: float,
+    weight_decay: float,
+    *,
+    decay_all: bool = False,
+) -> Overrides:
+    """Return the overrides with a separate group for the sink parameters.
+
+    Without a multiplier or weight decay, the group is the same as that of other vectors.
+
+    Args:
+        overrides: Megatron's standard overrides, which exempt vectors from weight decay.
+        config: holds ``lr`` and ``min_lr``.
+        lr_mult: factor on both.
+        weight_decay: absolute and constant.
+        decay_all: the other vectors decay like matrices (P2.17).
+    """
+    if decay_all:
+        overrides = {k: v for k, v in overrides.items() if v != _EXEMPT}
+    # Two values for wd_mult would conflict: the standard keys must not match sink parameters.
+    others: Overrides = {
+        _key(f"{index}-but-sinks", key): value
+        for index, (key, value) in enumerate(overrides.items())
+    }
+    ours = ParamGroupOverride(wd_mult=0.0)
+    if weight_decay:
+        ours = ParamGroupOverride(wd_mult=1.0, start_wd=weight_decay, end_wd=weight_decay)
+    if lr_mult != 1.0:
+        ours["max_lr"] = config.lr * lr_mult
+        ours["min_lr"] = (config.min_lr or 0.0) * lr_mult
+    return {**others, _key("sinks", None): ours}
+
+
+def with_end_rates(
+    overrides: Overrides, config: OptimizerConfig, embedding: float | None, output: float | None
+) -> Overrides:
+    """Return the overrides with learning rates of their own for both ends of the model.
+
+    Both are one group under Megatron's --decoupled-lr. P0's models, nanochat's, are trained at
+    rates 50 times apart.
+
+    Args:
+        overrides: From Megatron, without --decoupled-lr.
+        config: Holds ``lr`` and ``min_lr``, whose ratio the rates keep.
+        embedding, output: Maximum of the token embedding's rate, and of the output layer's; None
+            for that of the others.
+    """
+    found = dict(overrides)
+    lowest = (config.min_lr or 0.0) / config.lr if config.lr else 0.0
+    for name, rate in (("embedding.word_embeddings", embedding), ("output_layer", output)):
+        if rate is not None:
+            key = ParamKey(with_name_predicate=_weight_of(name))
+            found[key] = ParamGroupOverride(max_lr=rate, min_lr=rate * lowest)
+    return found
+
+
+def _weight_of(module: str) -> ParamWithNamePredicate:
+    """Match the weight of a module of the model, wrapped or not."""
+
+    def matches(_: Parameter, name: str) -> bool:
+        return f".{name}".endswith(f".{module}.weight")
+
+    return ParamWithNamePredicate(name=f"rate-of-{module}", fn=matches)
+
+
+def _key(name: str, inner: ParamKey | None) -> ParamKey:
+    """Match the sink parameters, or the parameters that `inner` matches except them."""
+    endings = tuple(f"core_attention.{name}" for name in parameter_names())
+
+    def matches(parameter: Parameter, parameter_name: str) -> bool:
+        if inner is None:
+            return parameter_name.endswith(endings)
+        return inner.matches(parameter, parameter_name) and not parameter_name.endswith(endings)
+
+    return ParamKey(with_name_predicate=ParamWithNamePredicate(name=name, fn=matches))
+
+
+@contextlib.contextmanager
+def grouping_sink_parameters() -> Iterator[None]:
+    """Apply the flags about parameter groups in Megatron's loop.
+
+    --sink-lr-mult, --sink-weight-decay, --decay-all-parameters, --embedding-lr and --output-lr.
+    """
+    original = training.get_megatron_optimizer_config
+
+    def get_megatron_optimizer_config(args: Namespace) -> tuple[OptimizerConfig, Any]:
+        config, overrides = original(args)
+        overrides = with_sink_parameters(
+            overrides,
+            config,
+            args.sink_lr_mult,
+            args.sink_weight_decay,
+            decay_all=args.decay_all_parameters,
+        )
+        return config, with_end_rates(overrides, config, args.embedding_lr, args.output_lr)
+
+    with OPTIMIZER_GROUPS.replacing(get_megatron_optimizer_config=get_megatron_optimizer_config):
+        yield

@@ -1,0 +1,220 @@
+"""The entry point of each rank: arguments, model configuration, Megatron's ``pretrain``."""
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+import warnings
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megasink import cpu, plugins
+from megasink.errors import ConfigError, Stopped, UserError
+from megasink.training import collectives, early, heartbeat, hosts, network, stop
+from megasink.training.endings import explained, speaks, tell, wait_for_first
+from megasink.training.guard import guard
+from megasink.training.stop import Told
+from megasink.upstream import fused
+from megasink.upstream.process import prepare_process
+
+# Limit for a rank's shutdown.
+_END_SECONDS = 60.0
+
+
+def pretrain(argv: Sequence[str]) -> None:
+    """Train. Call on every rank, with torchrun's environment variables.
+
+    Raises:
+        UserError: the configuration, the data or the checkpoint is wrong.
+    """
+    prepare_process(argv)
+    network.choose_gloo_interface(os.environ)
+    collectives.record()
+    if guard.is_looking:
+        heartbeat.start()
+    from megasink.training import arguments
+    from megasink.training.checks import memory
+    from megasink.training.start import starting
+
+    args, identity = arguments.parse(argv)
+    if problems := list(memory.problems(args)):
+        raise ConfigError(problems)
+    guard.timeout = 60.0 * args.distributed_timeout_minutes
+    if args.rank == 0:
+        print(cpu.describe(), flush=True)
+    with starting(args, identity) as store:
+        train(args, store)
+
+
+def train(args: Namespace, store: Any) -> None:
+    """Train with validated arguments, and close the process groups."""
+    import torch
+    from megatron.training.global_vars import set_global_variables
+
+    try:
+        set_global_variables(args)
+        _run(args, store)
+    except BaseException as error:
+        explanation = explained(error, args)
+        if explanation is error:
+            raise
+        raise explanation from error
+    finally:
+        with guard.bounded("the end of the process", _END_SECONDS):
+            _end_loader_workers()
+            # Otherwise gloo sometimes aborts a process at exit.
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+
+
+def _end_loader_workers() -> None:
+    """Kill data loader workers, so that Python can exit.
+
+    The workers ignore SIGTERM, which is meant for their rank
+    (megatron/training/datasets/data_samplers.py:94). At exit, multiprocessing sends them SIGTERM
+    and then waits for them, so a failed rank would never end.
+    """
+    # torch's own handler raises an error if a worker was killed.
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for child in multiprocessing.active_children():
+        child.kill()
+        child.join()
+    signal.signal(signal.SIGCHLD, before)
+
+
+def _run(args: Namespace, store: Any) -> None:
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain as megatron_pretrain
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    from megasink.analysis.pages.curves import draw_run
+    from megasink.checkpoints.without_code import loading_without_code
+    from megasink.megatron.model_of_arguments import model_config
+    from megasink.training.arguments import refusals_of_megatron
+    from megasink.training.checkpoint_layout import choosing_by_size
+    from megasink.training.checkpoint_writer import checkpoint_helpers
+    from megasink.training.checks import chat
+    from megasink.training.checks.attention import kernel_choices
+    from megasink.training.dataset import datasets_provider
+    from megasink.training.evaluation import comparable_evaluations
+    from megasink.training.foreign import accepting_megatrons_checkpoints
+    from megasink.training.forward import forward_step
+    from megasink.training.keep_checkpoints import keeping_whole_checkpoints
+    from megasink.training.live_analysis import LiveAnalysis
+    from megasink.training.lora_base import describe, take_base
+    from megasink.training.matrix_shards import laying_out_matrices
+    from megasink.training.observer import Observer, observing
+    from megasink.training.optimizer import grouping_sink_parameters
+    from megasink.training.phases import agreeing_on_signals, following_phases
+    from megasink.training.series import is_observed
+
+    if args.rank == 0 and not cpu.is_active():
+        print(fused.describe(), flush=True)
+    if args.rank == 0 and args.attention_similarity != "softmax":
+        print(f"attention: {args.attention_similarity} similarity, in chunks of rows", flush=True)
+    elif args.rank == 0:
+        for title, choice in kernel_choices(args).items():
+            print(f"attention: {title} on {choice}", flush=True)
+    if args.rank == 0 and args.chat_data:
+        print(chat.description(), flush=True)
+    with refusals_of_megatron():
+        model = model_config(args)
+        if args.lora_rank:
+            if args.rank == 0:
+                print(describe(args), flush=True)
+            model.pre_wrap_hooks.append(take_base(args))
+        model.pre_wrap_hooks.append(choosing_by_size(args))
+        container = pretrain_cfg_container_from_args(args, model)
+    metrics = Path(args.run_dir, "metrics.jsonl") if args.run_dir else None
+    live = LiveAnalysis(args) if args.analyze_interval else None
+    provider = datasets_provider if live is None else live.listening(datasets_provider)
+    seams = (
+        loading_without_code(),
+        observing(Observer(model.transformer.statistics, metrics, live)),
+        comparable_evaluations(),
+        grouping_sink_parameters(),
+        laying_out_matrices(args),
+        accepting_megatrons_checkpoints(),
+        checkpoint_helpers(args),
+        keeping_whole_checkpoints(checksums=args.verify_checkpoint),
+        following_phases(args),
+        # A step that is logged waits for the device anyway, as the last one is.
+        agreeing_on_signals(
+            lambda: Told.signal,
+            stop.all_told,
+            waits=lambda: is_observed(args, args.curr_iteration + 1),
+        ),
+    )
+    with contextlib.ExitStack() as stack:
+        for seam in seams:
+            stack.enter_context(seam)
+        kind = ModelType.encoder_or_decoder
+        megatron_pretrain(container, provider, kind, forward_step, store=store)
+    # The rank that wrote the metrics has all of them.
+    if args.run_dir and args.rank == args.world_size - 1:
+        print(f"picture: {draw_run(Path(args.run_dir))}", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one rank. Errors that the user can fix are one line on stderr.
+
+    Does not return after an error: Python's exit handlers might wait forever for other ranks or
+    helpers.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    stop.listen()
+    guard.start()
+    if os.environ.get("RANK", "0") != "0":
+        warnings.simplefilter("ignore")
+    code = 0
+    try:
+        hosts.refuse_another_world()
+        plugins.load(argv)
+        argv = early.expanded(argv)
+        flags = early.read(argv)
+        Told.run_dir = flags.run_dir and Path(flags.run_dir)
+        early.refuse(flags, int(os.environ.get("WORLD_SIZE", "1")))
+        pretrain(argv)
+    except Stopped as error:
+        code = error.exit_code
+        _say(f"megasink: {error}")
+    except UserError as error:
+        code = 2
+        _end(error, f"megasink: error: {error}")
+    except SystemExit as error:  # from Megatron, for example at --exit-interval
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            _say(error.code)
+    except Exception as error:
+        code = 1
+        traceback.print_exc()
+        _end(error, f"megasink: {stop.left(Told.run_dir)}")
+    if code or not heartbeat.farewell():
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    atexit.register(guard.bound, "the end of the process", _END_SECONDS)
+    return 0
+
+
+def _end(error: Exception, line: str) -> None:
+    """Say once per host why the ranks end, and tell the other hosts."""
+    speaking = speaks()
+    _say(line)
+    if not hosts.tell(error) and not speaking and isinstance(error, UserError):
+        wait_for_first()
+        _say(line)
+    if Told.begun:
+        tell(error)
+        heartbeat.linger()
+
+
+def _say(line: str) -> None:
+    if speaks():
+        stop.write_to_stderr(line)

@@ -1,0 +1,219 @@
+"""Recipes and configuration files: flags of `megasink train` (docs/recipes.md).
+
+A file is TOML: flags by flat name (megasink.training.flag_file), and two keys of its own.
+``include`` names one file whose flags come first; ``about`` says in a line what the file is for.
+``--recipe A B`` takes the flags of A, then of B, then those of the command line: the last value of
+a flag counts, ``false`` drops a flag of an earlier file, and of flags that exclude each other the
+last one stays. ``--config`` is another name of ``--recipe``; a run folder is the file of its last
+start.
+"""
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megasink.errors import ConfigError, UserError, nearest, unknown_name
+from megasink.training.flag_file import Flags, flag_words, form_problems, read_toml, refused
+
+FLAGS, EXPANDED = ("--recipe", "--config"), "--expanded-recipe"
+OF_RUN = "config.toml"
+"""The flags of a run's last start, in its folder."""
+KEYS = ("about", "include")
+# Not in a file: a plugin is code, and the others belong to one start of one run.
+_ON_THE_COMMAND_LINE = set("plugin ranks run-dir resume recipe config expanded-recipe".split())
+# Of each set a command line may hold one: a later one replaces the earlier others.
+_ONE_OF = (
+    {"train-iters", "train-samples"},
+    {"lr-warmup-fraction", "lr-warmup-iters", "lr-warmup-samples"},
+    {"lr-wsd-decay-fraction", "lr-wsd-decay-iters", "lr-wsd-decay-samples"},
+    {"swiglu", "squared-relu", "quick-geglu", "openai-gelu", "ffn-activation"},
+    {"qk-layernorm", "qk-l2-norm"},
+    {"data-path", "train-data-path", "mock-data"},
+)
+_FOLDER = Path(__file__).parent
+
+Known = Mapping[str, int | str | None]
+"""Flags with their dashes, and argparse's `nargs` of each: 0 for a switch."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A file with the files that it includes.
+
+    Attributes:
+        name: as it was named.
+        about: its own line; "" without one.
+        flags: its own over those it includes; false where a flag is dropped.
+    """
+
+    name: str
+    about: str
+    flags: Flags
+
+    @property
+    def label(self) -> str:
+        """The name and the start of the SHA-256 of the flags, for a run's records."""
+        digest = hashlib.sha256(json.dumps(self.flags).encode()).hexdigest()
+        return f"{self.name}@{digest[:12]}"
+
+
+def shipped() -> list[str]:
+    """Return the names of the recipes in this package, without the files they only include."""
+    return [path.stem for path in sorted(_FOLDER.glob("*.toml")) if "about" in read_toml(path)]
+
+
+def read(name: str, known: Known | None = None) -> Recipe:
+    """Read a recipe.
+
+    Args:
+        name: of a shipped recipe, or a path.
+        known: all flags; empty to accept any.
+
+    Raises:
+        ConfigError: lists every problem of the file and of those that it includes.
+        UserError: there is no such recipe, or a file is not TOML.
+        OSError: a file cannot be read.
+    """
+    files, problems = [_path(name, Path())], list[str]()
+    contents = [read_toml(files[0])]
+    while (include := contents[-1].get("include")) is not None:
+        if not isinstance(include, str) or not include:
+            problems.append(f"{files[-1]}: include is {include!r}: give one name or path")
+            break
+        path = _path(include, files[-1].parent)
+        if any(path.samefile(other) for other in files):
+            problems.append(f"{files[-1]}: include {include!r} comes back to a file before it")
+            break
+        files.append(path)
+        contents.append(read_toml(path))
+    flags: Flags = {}
+    for path, content in zip(reversed(files), reversed(contents), strict=True):
+        about = content.get("about", "")
+        if not isinstance(about, str):
+            problems.append(f"{path}: about is {about!r}: give a string")
+        own = {key: value for key, value in content.items() if key not in KEYS}
+        problems += [f"{path}: {text}" for text in _problems(own, known or {})]
+        flags = (
+            _without_rivals(flags, [key for key, value in own.items() if value is not False]) | own
+        )
+    if problems:
+        raise ConfigError(problems)
+    return Recipe(name, contents[0].get("about", ""), flags)
+
+
+def expanded(argv: Sequence[str], known: Known | None = None) -> list[str]:
+    """Replace ``--recipe`` and ``--config`` by the flags they stand for, before the other flags.
+
+    ``--expanded-recipe`` says where they come from; it has no effect. ``--NAME=false`` drops a
+    switch of the files. A command line that names no file is returned as it is.
+
+    Args:
+        argv: of `megasink train`.
+        known: as for `read`.
+
+    Raises:
+        ConfigError, UserError, OSError: as `read` does; also for flags that no file may set
+            (megasink.training.flag_file) and that the command line does not set itself.
+    """
+    names, others = _split(argv)
+    if names is None:
+        return list(argv)
+    recipes = [read(name, known) for name in names]
+    unsafe = {
+        name: f"{recipe.name}: {text} is not taken from a file, for safety: give it on the command "
+        "line if you want it, or another value"
+        for recipe in recipes
+        for name, text in refused(flag_words(recipe.flags)).items()
+    }
+    said = {word[2:].partition("=")[0] for word in others if word.startswith("--")}
+    if problems := [text for name, text in unsafe.items() if name not in said]:
+        raise ConfigError(problems)
+    flags: Flags = {}
+    for recipe in recipes:
+        given = [name for name, value in recipe.flags.items() if value is not False]
+        own = {name: value for name, value in recipe.flags.items() if name not in unsafe}
+        flags = _without_rivals(flags, given) | own
+    switches = [*unsafe, *(name for name, value in flags.items() if value is True)]
+    dropped = {f"--{name}=false": name for name in switches}
+    flags |= dict.fromkeys((dropped[word] for word in others if word in dropped), False)
+    others = [word for word in others if word not in dropped]
+    here = [word[2:].partition("=")[0] for word in others if word.startswith("--")]
+    flags = _without_rivals(flags, here)
+    labels = [recipe.label for recipe in recipes]
+    # A command's first words, such as MODEL, would else be taken for the last flag's value.
+    first = list(itertools.takewhile(lambda word: not word.startswith("-"), others))
+    return [*first, EXPANDED, *labels, *flag_words(flags), *others[len(first) :]]
+
+
+def _without_rivals(flags: Flags, given: Collection[str]) -> Flags:
+    """Drop flags that exclude one of those given after them."""
+    rivals = {name for names in _ONE_OF if not names.isdisjoint(given) for name in names}
+    return {name: value for name, value in flags.items() if name not in rivals - {*given}}
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
+    """Return the values of --recipe and --config, None without both, and the other words."""
+    named: dict[str, list[str]] = {}
+    others: list[str] = []
+    taking: list[str] | None = None
+    for word in argv:
+        flag, equals, value = word.partition("=")
+        if flag in FLAGS:
+            if flag in named:
+                raise ConfigError(
+                    [f"{flag} is given twice: name all files after one, the last one counts most"]
+                )
+            taking = named[flag] = [value] if equals else []
+        elif taking is not None and not word.startswith("-"):
+            taking.append(word)
+        else:
+            taking = None
+            others.append(word)
+    if empty := [flag for flag, names in named.items() if not any(names)]:
+        values = f"a file, or {', '.join(shipped())}"
+        raise ConfigError([f"{flag} needs a value: {values}" for flag in empty])
+    return [name for names in named.values() for name in names] if named else None, others
+
+
+def _path(name: str, folder: Path) -> Path:
+    """Find a recipe: the path from `folder`, the name of a shipped one, or a run folder."""
+    path = folder / name
+    if path.is_dir() and (path / OF_RUN).is_file():
+        return path / OF_RUN
+    if path.is_file():
+        return path
+    if re.fullmatch(r"[\w.-]+", name) and (_FOLDER / f"{name}.toml").is_file():
+        return _FOLDER / f"{name}.toml"
+    if "/" in name or name.endswith(".toml"):
+        if path.is_dir():
+            raise UserError(
+                f"{path} holds no {OF_RUN}: `megasink recipes {path} > FILE` makes one of a run"
+            )
+        raise UserError(f"the recipe {path} does not exist")
+    raise UserError(unknown_name("the recipe", name, shipped()) + ", or give the path of a file")
+
+
+def _problems(flags: Flags, known: Known) -> list[str]:
+    problems = []
+    for name, value in flags.items():
+        if name in _ON_THE_COMMAND_LINE:
+            problems.append(f"{name}: give it on the command line instead")
+        elif isinstance(value, dict):
+            problems.append(f"{name} is a table: give flags at the top, such as num-layers = 2")
+        elif known and f"--{name}" not in known and not name.startswith("-"):
+            meant = nearest(f"--{name}", (*known, *(f"--{key}" for key in KEYS)))
+            hint = f": did you mean {meant.removeprefix('--')}?" if meant else ""
+            problems.append(f"{name} is no flag of megasink train{hint}")
+        else:
+            wrong = [f"{name}{text}" for text in form_problems(name, value)]
+            takes, is_switch = known.get(f"--{name}", "?"), type(value) is bool
+            if not wrong and takes == 0 and not is_switch:
+                wrong = [f"{name} is {value!r}, but it is a switch: give true or false"]
+            elif not wrong and value is True and takes not in (0, "?", "*"):
+                wrong = [f"{name} is true, but it takes a value"]
+            problems += wrong
+    return problems

@@ -1,0 +1,342 @@
+"""The run folder: its configuration, its files, and who may write to it.
+
+RUN/config.toml       the flags of the last start, which `megasink train --config` takes
+RUN/config.json       every resolved argument, the run's identity as given, versions, git hash
+RUN/starts.jsonl      one line per start: time, command line, layout, versions
+RUN/metrics.jsonl     one line per step, one per evaluation
+RUN/checkpoints/      torch_dist checkpoints
+RUN/tensorboard/
+RUN/logs/             output of every rank, if started by ``megasink train``
+RUN/tokenizer/        a copy of the tokenizer files
+RUN/lease.json        the trainer that is writing to the folder
+RUN/analysis/         analyses during training (--analyze-interval)
+RUN/curves.png        loss, imbalance and head importance
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import megasink
+from megasink.atomic import atomic_text
+from megasink.checkpoints import carried
+from megasink.checkpoints.find import newest_checkpoint
+from megasink.checkpoints.identity import MODEL, plain
+from megasink.checkpoints.intact import TRACKER, go_back_to_intact, iterations, newest_intact
+from megasink.checkpoints.tokenizer import OWN, copy_tokenizer
+from megasink.data.object_store import is_stored
+from megasink.errors import UserError
+from megasink.json_file import read_object
+from megasink.lora.targets import BASE
+from megasink.lora.targets import OPTIONS as LORA
+from megasink.printable import printable
+from megasink.training import lora_base
+from megasink.training.differences import differences_of, redrawn
+from megasink.training.flag_file import toml_lines
+from megasink.training.lease import is_part_of_a_lease
+from megasink.training.recipes import OF_RUN
+from megasink.training.replay import flags_of_words
+from megasink.upstream.versions import versions
+
+LIVE = "analysis"
+"""Folder of the --analyze-interval analyses in a run."""
+# The model, data and loss define a run; layout, length and learning rate may change on resume.
+IDENTITY = (
+    *MODEL,
+    "head_balance_coeff",
+    "head_balance_scope",
+    "data_path",
+    "split",
+    "replace_tokens_at",
+    "replace_tokens_with",
+    "seed",
+    "global_batch_size",
+    "bf16",
+    "fp16",
+    *LORA,
+)
+
+
+def problems(args: Namespace) -> list[str]:
+    """Return the problems that prevent a start or resume in ``args.run_dir``."""
+    if args.run_dir is None:
+        alone = ["--resume needs --run-dir"] if args.resume else []
+        return alone + _checkpoint_problems(args)
+    folder = Path(args.run_dir)
+    if problem := _other_contents(folder):
+        return [problem]
+    config = folder / "config.json"
+    if config.is_file() and has_finished_step(folder):
+        try:
+            saved = read_object(config)
+            problem = _elsewhere(saved, args) or redrawn(saved["arguments"], args)
+            if args.resume and problem:
+                return [problem]
+            differences = differences_of(config, saved, args, IDENTITY)
+        except UserError as error:
+            return [f"{error}: choose another --run-dir"]
+        except (ValueError, KeyError, TypeError) as error:
+            return [f"{config} cannot be read ({error}): choose another --run-dir"]
+        if differences:
+            return [
+                f"--run-dir {folder} holds a run with another configuration "
+                f"({'; '.join(differences)}): choose another folder or the same flags"
+            ]
+    if problem := folder_problem(folder, resume=args.resume):
+        return [problem]
+    if not args.resume:
+        return _checkpoint_problems(args)
+    try:
+        newest_intact(folder / "checkpoints")
+    except UserError as error:
+        return [str(error)] if args.resume != "auto" else _checkpoint_problems(args)
+    return []
+
+
+def folder_problem(folder: Path, *, resume: str | None) -> str | None:
+    """Return why no run can start, or resume, in a folder; None if one can.
+
+    Args:
+        resume: ``args.resume``. With "auto" the folder may or may not hold a run.
+    """
+    if is_stored(folder):
+        return (
+            f"--run-dir {folder} is in an object store: give a folder (aws s3 sync or rclone "
+            "copies it there)"
+        )
+    if folder.exists() and not folder.is_dir():
+        return f"--run-dir {folder} is a file: give a folder"
+    if problem := _other_contents(folder):
+        return problem
+    if not (folder / "config.json").is_file():
+        if resume == "newest":
+            return f"--resume: {folder} holds no run: drop --resume to start one there"
+        # Left by a start that ended before it wrote config.json.
+        left = {p.name for p in folder.glob("*") if not is_part_of_a_lease(p.name)}
+        if left - {"logs", "tensorboard", "wandb", "config.json.partial"}:
+            return f"--run-dir {folder} is not empty and holds no run: choose another folder"
+        return None
+    if resume == "auto":
+        return None
+    if not has_finished_step(folder):
+        if resume:
+            return f"--resume: the run in {folder} has finished no step: drop --resume to start it"
+        return None
+    saved = iterations(folder / "checkpoints")
+    if not resume:
+        flag = "--resume" if saved else "--resume auto (without a checkpoint it starts at step 0)"
+        return f"--run-dir {folder} already holds a run: add {flag} or choose another folder"
+    if not saved:
+        return (
+            f"--resume: {folder}/checkpoints has no finished checkpoint: use --resume auto to "
+            "start at step 0"
+        )
+    return None
+
+
+def _other_contents(folder: Path) -> str | None:
+    """Return what a folder with a config.json holds in the place of a run; None for a run."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        config = read_object(path)
+    except UserError as error:
+        return f"{error}: choose another --run-dir"
+    if "converted_from" in config:
+        return (
+            f"--run-dir {folder} holds a model converted from Hugging Face: choose another "
+            f"folder, and add --load {folder}/checkpoints --finetune"
+        )
+    if not isinstance(config.get("arguments"), dict):
+        return f"--run-dir {folder}: its config.json is not of a run: choose another folder"
+    return None
+
+
+def has_finished_step(folder: Path) -> bool:
+    """Whether the run in a folder finished a step or a checkpoint; if not, the folder is free."""
+    if iterations(folder / "checkpoints"):
+        return True
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file():
+        return False
+    with metrics.open(errors="replace") as file:
+        return file.readline().endswith("\n")
+
+
+def _elsewhere(saved: dict[str, Any], args: Namespace) -> str | None:
+    """Report data that is missing because its path is relative to another folder."""
+    before, here = saved.get("cwd"), str(Path.cwd())
+    if before is None or before == here:
+        return None
+    for prefix in args.data_path or []:
+        there = Path(before, prefix)
+        if not Path(f"{prefix}.idx").is_file() and Path(f"{there}.idx").is_file():
+            return (
+                f"--data-path {prefix} is relative to {before}, where the run was started, not to "
+                f"{here}: cd there, or give --data-path {there}"
+            )
+    return None
+
+
+def _checkpoint_problems(args: Namespace) -> list[str]:
+    """Report a ``--load`` that is not a checkpoint of this architecture."""
+    if not (load := args.load):
+        return []
+    if newest_checkpoint(Path(load)) is None:
+        return [f"--load {load}: no finished checkpoint there (no {TRACKER})"]
+    config = Path(load).parent / "config.json"
+    if not config.is_file():
+        return []  # not a run folder: Megatron compares its saved arguments
+    try:
+        saved, names = read_object(config), MODEL
+    except UserError as error:
+        return [f"--load {load}: {error}"]
+    if "converted_from" in saved:
+        if not args.finetune:
+            return [
+                f"--load {load} was converted from Hugging Face and has no optimizer state: "
+                "add --finetune"
+            ]
+        # Data and tokenizer may differ from those of the original model.
+        names = tuple(name for name in MODEL if name in saved["identity"])
+    differences = differences_of(config, saved, args, names, finetune=args.finetune)
+    if not differences:
+        return []
+    hint = ""
+    if not differences_of(config, saved, args, names, finetune=True):
+        hint = " (--finetune allows another context)"
+    return [f"--load {load} is a checkpoint of a different model: {'; '.join(differences)}{hint}"]
+
+
+def use_own_tokenizer(args: Namespace) -> None:
+    """On resume, use the run's copy of the tokenizer if the original is not found."""
+    given = args.tokenizer_model
+    if not (args.run_dir and args.resume and args.tokenizer_type == "HuggingFaceTokenizer"):
+        return
+    own = Path(args.run_dir, OWN)
+    if given is not None and own.is_dir() and not Path(given).is_dir():
+        args.tokenizer_model = str(own)
+
+
+def set_paths(args: Namespace) -> None:
+    """Point Megatron's path options into the run folder, unless given."""
+    if args.run_dir is None:
+        return
+    folder = Path(args.run_dir)
+    args.save = args.save or str(folder / "checkpoints")
+    args.tensorboard_dir = args.tensorboard_dir or str(folder / "tensorboard")
+    # Megatron's default is inside --save.
+    args.wandb_save_dir = args.wandb_save_dir or str(folder / "wandb")
+    args.data_cache_path = args.data_cache_path or str(folder / "data-cache")
+    if args.save_interval is None:
+        args.save_interval = args.train_iters
+
+
+def go_on(args: Namespace) -> None:
+    """Make Megatron resume from the run's newest checkpoint. Call on every rank."""
+    if args.load:
+        # These applied to the checkpoint that the run started from.
+        args.no_load_optim = args.no_load_rng = None
+        args.ckpt_step = None
+    args.finetune = False
+    args.load = str(Path(args.run_dir, "checkpoints"))
+    # Otherwise Megatron only warns and starts over if the checkpoint does not load.
+    args.exit_on_missing_checkpoint = True
+
+
+def write_start(args: Namespace, identity: dict[str, Any]) -> int | None:
+    """Record this start. Call on the rank that owns the folder, after validation.
+
+    Args:
+        identity: the arguments as given, before Megatron derived others.
+
+    Returns:
+        the step that the run resumes from; None if it starts at step 0.
+
+    Raises:
+        UserError: no checkpoint is intact, or the folder cannot be written.
+    """
+    folder = Path(args.run_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        resumed_from = None
+        if args.resume:
+            resumed_from = go_back_to_intact(
+                folder / "checkpoints",
+                checksums=args.verify_checkpoint,
+                or_start=args.resume == "auto",
+            )
+        if resumed_from is not None:
+            go_on(args)
+        _write_config(folder, args, identity, resumed_from)
+        _keep_tokenizer(folder, args, new=resumed_from is None)
+    except OSError as error:
+        raise UserError(f"--run-dir {folder} cannot be written: {error.strerror}") from error
+    return resumed_from
+
+
+def _keep_tokenizer(folder: Path, args: Namespace, *, new: bool) -> None:
+    """Copy the tokenizer into the run; a new run replaces the copy of an earlier start."""
+    given = args.tokenizer_type == "HuggingFaceTokenizer" and Path(args.tokenizer_model)
+    own = folder / OWN
+    if new and own.is_dir() and not (given and given.resolve() == own.resolve()):
+        shutil.rmtree(own)
+    if given:
+        copy_tokenizer(given, folder)
+
+
+def _write_config(
+    folder: Path, args: Namespace, identity: dict[str, Any], resumed_from: int | None
+) -> None:
+    config = {
+        "arguments": {name: plain(value) for name, value in sorted(vars(args).items())},
+        "identity": identity,
+        "cwd": str(Path.cwd()),
+        "seed": args.seed,
+        "versions": {"megasink": megasink.__version__} | versions(),
+        "git": git_hash(),
+        **({BASE: lora_base.base_of(args)} if args.lora_rank else {}),
+        **carried.entry(args, folder, resumed=resumed_from is not None),
+    }
+    atomic_text(folder / "config.json", json.dumps(config, indent=1) + "\n")
+    start = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "world_size": args.world_size,
+        "local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)),
+        "resumed_from": resumed_from,
+        "versions": config["versions"],
+        "git": config["git"],
+    }
+    with (folder / "starts.jsonl").open("a") as file:
+        file.write(json.dumps(start) + "\n")
+    flags = {"about": f"the flags of {printable(folder.name)}"} | flags_of_words(sys.argv[1:])
+    text = "".join(f"{line}\n" for line in toml_lines(flags))
+    # A path that is not UTF-8 has no form in TOML: the file is refused when it is read.
+    atomic_text(folder / OF_RUN, text.encode(errors="backslashreplace").decode())
+
+
+def identity_of(args: Namespace) -> dict[str, Any]:
+    """Return the arguments that identify a run, as given."""
+    return {name: plain(getattr(args, name)) for name in IDENTITY if hasattr(args, name)}
+
+
+def git_hash() -> str | None:
+    """Return the checkout's commit, '+dirty' with local changes; None outside a checkout."""
+    git = ["git", "-C", str(Path(megasink.__file__).parent)]
+    commands = ([*git, "rev-parse", "HEAD"], [*git, "status", "--porcelain", "-uno"])
+    try:
+        commit, state = (
+            subprocess.run(one, capture_output=True, text=True, check=True).stdout.strip()
+            for one in commands
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit + ("+dirty" if state else "")

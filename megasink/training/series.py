@@ -1,0 +1,205 @@
+"""Build the records of metrics.jsonl, and the TensorBoard and W&B scalars derived from them.
+
+Scalars come only from the records, so TensorBoard and W&B show nothing that metrics.jsonl lacks.
+docs/observing.md defines each.
+
+Shapes: L layers, H query heads.
+"""
+
+import math
+from argparse import Namespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megasink.analysis.metrics import metrics_shown
+from megasink.analysis.results import Results, scalars_of
+from megasink.balance import tracker
+from megasink.training.host_copy import HostCopy
+
+RATIO = "balance_gradient_ratio"
+
+
+def is_observed(args: Namespace, iteration: int) -> bool:
+    """Whether to record a step's details: every --log-interval steps, and the last step."""
+    return bool(iteration % args.log_interval == 0 or iteration == args.train_iters)
+
+
+class StepValues:
+    """The values of a step, on their way to the host in one copy.
+
+    Args:
+        lm_loss: One element; None on a rank that has no loss.
+        statistics: On the device; None if the step had none.
+    """
+
+    def __init__(self, lm_loss: Tensor | None, statistics: tracker.HeadStatistics | None):
+        tensors = [] if lm_loss is None else [lm_loss]
+        if statistics is not None:
+            tensors += [
+                statistics.importance_LH,
+                statistics.imbalance_L,
+                statistics.imbalance,
+                statistics.balance_loss,
+                *statistics.series.values(),
+            ]
+        self._has_loss = lm_loss is not None
+        self._series = None if statistics is None else [*statistics.series]
+        self._shapes = [tensor.shape for tensor in tensors]
+        self._copy: HostCopy | None = None
+        if tensors:
+            flat = [tensor.detach().flatten().double() for tensor in tensors]
+            self._copy = HostCopy(torch.cat(flat))
+
+    @property
+    def are_here(self) -> bool:
+        """Whether `read` returns without waiting for the device."""
+        return self._copy is None or self._copy.is_here
+
+    def read(self) -> tuple[float | None, tracker.HeadStatistics | None]:
+        """Return the loss, and the statistics in float64; None if no layer recorded any."""
+        if self._copy is None:
+            return None, None
+        parts = self._copy.read().split([shape.numel() for shape in self._shapes])
+        read = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        loss = float(read.pop(0)) if self._has_loss else None
+        if self._series is None or not _recorded(read[0]):
+            return loss, None
+        series = dict(zip(self._series, read[4:], strict=True))
+        return loss, tracker.HeadStatistics(read[0], read[1], read[2], read[3], series)
+
+
+def head_record(statistics: tracker.HeadStatistics, *, details: bool) -> dict[str, Any]:
+    """Return the head metrics of a step's record; `details` only on observed steps.
+
+    Args:
+        statistics: on the host.
+    """
+    record: dict[str, Any] = {
+        "balance_loss": number(statistics.balance_loss),
+        "imbalance": number(statistics.imbalance),
+        "imbalance_per_layer": rounded(statistics.imbalance_L),
+    }
+    if not details:
+        return record
+    record["importance"] = rounded(statistics.importance_LH)
+    series = {name: values for name, values in statistics.series.items() if _recorded(values)}
+    if tracker.SINK in series:
+        record["softmax_offset"] = rounded(series[tracker.SINK])
+    if (gate_LH := series.get(tracker.GATE)) is not None:
+        # As many heads as the gate has: the groups for a key or value gate, one for the output.
+        record["explicit_gate"] = rounded(gate_LH[:, ~gate_LH.isnan().all(0)])
+    # A step that fp16's loss scale skips has gradients of NaN: nothing to compare with.
+    if {tracker.BALANCE_GRADIENT, tracker.OTHER_GRADIENT} <= series.keys():
+        balance_LH, other_LH = series[tracker.BALANCE_GRADIENT], series[tracker.OTHER_GRADIENT]
+        record[RATIO] = number(_ratio(balance_LH.flatten(), other_LH.flatten()))
+        record[f"{RATIO}_per_layer"] = rounded(_ratio(balance_LH, other_LH))
+    return record
+
+
+def sink_record(
+    prefix: str, first_key_LH: Tensor, slot_LH: Tensor
+) -> dict[str, float | list[Any] | None]:
+    """Return Sink^0.3 of "valid" or "test" in percent, over all heads and per layer (P2.2).
+
+    Args:
+        first_key_LH, slot_LH: fraction of sequences; NaN where nothing was recorded.
+    """
+    record: dict[str, float | list[Any] | None] = {}
+    for name, rate_LH in (("first_key", first_key_LH), ("slot", slot_LH)):
+        if _recorded(rate_LH):
+            record[f"{prefix}_sink_rate_{name}"] = number(100 * rate_LH.nanmean())
+            record[f"{prefix}_sink_rate_{name}_per_layer"] = rounded(100 * rate_LH.mean(1))
+    return record
+
+
+def head_scalars(record: dict[str, Any]) -> dict[str, float]:
+    """Return {name in TensorBoard and W&B: value} for a record with details.
+
+    Megatron itself writes the totals among its losses.
+    """
+    scalars = {}
+    for key, name in (("loss_spikes", "loss spikes"), (RATIO, "balance gradient ratio")):
+        if record.get(key) is not None:
+            scalars[name] = float(record[key])
+    for key, name in (
+        ("imbalance_per_layer", "head imbalance"),
+        (f"{RATIO}_per_layer", "balance gradient ratio"),
+    ):
+        for layer, value in enumerate(record.get(key, ())):
+            if value is not None:
+                scalars[f"{name} by layer/{layer}"] = value
+    for key, name in (
+        ("importance", "head importance"),
+        ("softmax_offset", "softmax offset"),
+        ("explicit_gate", "explicit gate"),
+    ):
+        for layer, row in enumerate(record.get(key, ())):
+            values = [value for value in row if value is not None]
+            if not values:
+                continue
+            scalars[f"{name} mean by layer/{layer}"] = sum(values) / len(values)
+            scalars[f"{name} min by layer/{layer}"] = min(values)
+            scalars[f"{name} max by layer/{layer}"] = max(values)
+    return scalars
+
+
+def sink_scalars(record: dict[str, Any], split: str) -> dict[str, float]:
+    """Return {name: value} for the result of :func:`sink_record`, in percent."""
+    prefix, word = f"{split}_sink_rate_", "validation" if split == "valid" else split
+    return {
+        f"sink rate {key.removeprefix(prefix).replace('_', ' ')} {word}": value
+        for key, value in record.items()
+        if key.startswith(prefix) and isinstance(value, float)
+    }
+
+
+def analysis_record(results: Results) -> dict[str, float | str | None]:
+    """Return the scalar metrics of an analysis during training, for metrics.jsonl."""
+    return {f"analysis_{name}": number for name, number in scalars_of(results).items()}
+
+
+def analysis_scalars(results: Results) -> dict[str, float]:
+    """Return {name in TensorBoard and W&B: value}; a category is its index among the levels."""
+    entries = metrics_shown("scalar")
+    return {
+        f"analysis/{name.replace('_', ' ')}": float(
+            entries[name].levels.index(number) if isinstance(number, str) else number
+        )
+        for name, number in scalars_of(results).items()
+        if number is not None
+    }
+
+
+def in_one_line(results: Results) -> str:
+    """Format the available scalar metrics in one line, by title."""
+    entries = metrics_shown("scalar")
+    numbers = {name: number for name, number in scalars_of(results).items() if number is not None}
+    return " | ".join(f"{entries[n].title} {entries[n].text(v)}" for n, v in numbers.items())
+
+
+def _ratio(balance: Tensor, other: Tensor) -> Tensor:
+    """Return the ratio of norms over the last dimension; NaN where the other gradient is 0."""
+    other_norm = other.double().norm(dim=-1)
+    return (balance.double().norm(dim=-1) / other_norm).where(other_norm > 0, math.nan)
+
+
+def _recorded(values: Tensor) -> bool:
+    return not bool(values.isnan().all())
+
+
+def number(value: Any) -> float | None:
+    """Convert to a float for JSON; None if missing or not finite."""
+    if value is None:
+        return None
+    result = float(value)
+    return result if math.isfinite(result) else None
+
+
+def rounded(tensor: Tensor) -> list[Any]:
+    """Convert to nested lists for JSON, with six digits: enough for a gate mean, half the bytes."""
+    if tensor.dim() > 1:
+        return [rounded(row) for row in tensor.cpu()]
+    values = tensor.double().tolist()
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]

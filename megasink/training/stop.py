@@ -1,0 +1,181 @@
+"""Signals that end training: immediately if there is nothing to save, else after a checkpoint.
+
+Python runs signal handlers only when the main thread executes Python code, so a rank that waits in
+a collective, or for another rank to build datasets, would not react. A thread receives every signal
+immediately instead, through the interpreter's wakeup pipe.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megasink.errors import Stopped
+from megasink.training.waiting import on_several_hosts
+
+# End of a job, Ctrl-C, closed terminal, a scheduler's warning (sbatch --signal USR1).
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+# A step that takes longer than this after a signal is given up where nothing is lost with it.
+STEP_SECONDS = 10.0
+# torchrun dies of a signal that it does not know, and Slurm sends to every process of a step.
+FOR_TORCHRUN = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
+class Told:
+    """The signal that this rank received, and its progress.
+
+    Attributes:
+        signal: the first signal that any rank received, or 0.
+        saves: whether the training loop checks for it after each step, and saves a checkpoint.
+        phase: what the rank is doing, in words.
+        step: the last step that this rank finished.
+        run_dir: the run folder, or None.
+        by: the signals after which the training loop saves; others end the rank immediately.
+        release: releases the run folder.
+        begun: whether rank 0 has decided that the run begins: before, it tells why not.
+        attempt: the prefix of this attempt's keys in the ranks' store, once they have agreed on it.
+    """
+
+    signal = 0
+    saves = False
+    phase = "starting"
+    step: int | None = None
+    run_dir: Path | None = None
+    by: Sequence[int] = SIGNALS
+    release: Callable[[], None] | None = None
+    begun = False
+    attempt = ""
+
+
+def left(run_dir: Path | None) -> str:
+    """Describe what is saved of a run, and how to resume it."""
+    if run_dir is None:
+        return "there is no --run-dir to resume from"
+    if (newest := _newest(run_dir)) is None:
+        how = again("restart with --resume auto")
+        return f"no checkpoint was saved yet (--save-interval): {how}"
+    with_what = f": megasink train --run-dir {run_dir} --resume"
+    if on_several_hosts():
+        with_what = " the same command on every host"
+    return f"resume from step {newest} with{with_what}"
+
+
+def again(advice: str) -> str:
+    """Return how to start again: as advised on one host, else the same command on each."""
+    return "start the same command on every host" if on_several_hosts() else advice
+
+
+def _newest(run_dir: Path | None) -> int | None:
+    """Return the step of the newest checkpoint of a run, or None."""
+    if run_dir is None:
+        return None
+    tracker = run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
+    try:
+        return int(tracker.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def name_of(number: int) -> str:
+    """Return a signal's name: Ctrl-C is SIGINT."""
+    return signal.Signals(number).name
+
+
+def listen() -> None:
+    """Start handling the signals that end a rank.
+
+    Ignored signals (``nohup``) stay ignored. Call once, in the main thread, as early as possible:
+    importing Megatron takes seconds.
+    """
+    receiving, sending = os.pipe()
+    os.set_blocking(sending, False)
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: None)  # without it the process would end
+    signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
+    # Forked processes share the pipe.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    threading.Thread(target=_hear, args=(receiving,), name="signals", daemon=True).start()
+
+
+def training_begins(exit_signal: int) -> None:
+    """Save on signals from now on."""
+    Told.by = tuple({*SIGNALS, exit_signal} - ({signal.SIGTERM} - {exit_signal}))
+    Told.saves = True
+
+
+def training_ended() -> None:
+    """End immediately on signals from now on: everything is saved."""
+    Told.saves, Told.phase = False, "ending"
+    if Told.signal:
+        leave(Told.signal)
+
+
+def all_told(number: int) -> None:
+    """Record a signal that some rank received: the loop saves and ends."""
+    Told.signal = number
+
+
+def leave(number: int) -> NoReturn:
+    """End this process immediately."""
+    if os.environ.get("RANK", "0") == "0":
+        text = f"stopped by {name_of(number)} while {Told.phase}; {left(Told.run_dir)}"
+        write_to_stderr(f"megasink: {text}")
+    if Told.release is not None:
+        # In a thread: an unavailable file server must not block the exit.
+        giving_back = threading.Thread(target=Told.release, daemon=True)
+        giving_back.start()
+        giving_back.join(5.0)
+    os._exit(Stopped.code_of(number))
+
+
+def write_to_stderr(line: str) -> None:
+    """Write a line to stderr from any thread, even if stderr is closed."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode())
+
+
+@contextlib.contextmanager
+def ending_at_once() -> Iterator[None]:
+    """End the launcher with one line on a signal, before it has started anything.
+
+    A KeyboardInterrupt during an import could be caught by the imported module.
+    """
+
+    def end(number: int, frame: Any) -> None:
+        write_to_stderr(f"megasink: stopped by {name_of(number)} before any rank was started")
+        os._exit(Stopped.code_of(number))
+
+    before = {
+        number: signal.signal(number, end)
+        for number in SIGNALS
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _give_up_step(number: int) -> None:
+    """End a rank that is still in its first step, or in the first since a checkpoint."""
+    if Told.saves and (Told.step is None or Told.step == _newest(Told.run_dir)):
+        leave(number)
+
+
+def _hear(receiving: int) -> None:
+    while True:
+        for number in os.read(receiving, 64):
+            if Told.saves and number in Told.by:
+                if not Told.signal:
+                    Told.signal = number
+                    waiting = threading.Timer(STEP_SECONDS, _give_up_step, (number,))
+                    waiting.daemon = True
+                    waiting.start()
+            elif number in SIGNALS and not sys.is_finalizing():
+                leave(number)

@@ -1,0 +1,38 @@
+"""Process setup that must run before Megatron is imported."""
+
+import logging
+import os
+import warnings
+from collections.abc import Sequence
+
+from megasink import cpu, messages
+from megasink.errors import UserError
+from megasink.upstream.mends import mend_upstream
+from megasink.upstream.versions import check_versions
+
+
+def prepare_process(argv: Sequence[str]) -> None:
+    """Choose the platform and make Megatron importable. Every rank calls this first.
+
+    Raises:
+        UserError: Installed versions are incompatible, or there is a GPU that PyTorch cannot use.
+    """
+    if "--cpu" in argv:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    check_versions()
+    # A dozen Megatron modules emit this warning on import.
+    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*not installed")
+    if not cpu.cuda_present():
+        reason = cpu.unusable_gpu()
+        if reason is not None:
+            raise UserError(f"{reason}; to run on the CPU instead, set CUDA_VISIBLE_DEVICES=''")
+        cpu.activate()
+    mend_upstream()
+
+
+def prepare_quietly(*, cpu: bool) -> None:
+    """Call `prepare_process` where warnings and Megatron's messages go to a log, or nowhere."""
+    if not messages.is_sorting():
+        warnings.simplefilter("ignore")
+        logging.getLogger("megatron").setLevel(logging.ERROR)
+    prepare_process(["--cpu"] if cpu else [])

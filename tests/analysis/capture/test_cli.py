@@ -1,0 +1,300 @@
+"""`megasink analyze` and `megasink report`, from a folder to a page."""
+
+import base64
+import csv
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from megasink.analysis import draw as pages
+from megasink.analysis.capture.inputs import Reader, dataset_names
+from megasink.analysis.capture.options import check, parser
+from megasink.analysis.metrics.distances import wasserstein
+from megasink.analysis.pages import analysis_figures
+from megasink.analysis.pages.analysis_page import _in_words
+from megasink.analysis.results import MetricResult, SampleResults
+from megasink.cli import main
+from megasink.data.corpus import Corpus
+from megasink.data.tokenizer import train_tokenizer
+from megasink.errors import ConfigError, UserError
+from tests.analysis.capture.tiny_models import tiny_model
+
+NAMES = {"llama": "llama", "gpt-oss": "<script>alert(1)</script> & $x_{"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two models with a tokenizer, and texts."""
+    root = tmp_path_factory.mktemp("analyze")
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    texts = readme.split("\n## ")[:3]
+    (root / "lines.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    (root / "prose.txt").write_text("One text, in which nothing stands twice. One text.")
+    train_tokenizer(list(Corpus([root / "lines.jsonl"])), 400, root / "tokenizer")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(root / "tokenizer")
+    for name in ("llama", "gpt-oss"):
+        tiny_model(name, vocab_size=len(tokenizer)).save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    return root
+
+
+@pytest.fixture(scope="module")
+def analyzed(folder):
+    draw = pages.figures
+    for name in ("llama", "gpt-oss"):
+        if name == "gpt-oss":  # its figures are drawn on the common page
+            pages.figures = lambda analyses, kinds: []
+        command = f"analyze {folder}/{name} --data {folder}/lines.jsonl {folder}/prose.txt"
+        command += f" --output {folder}/out/{name} --seq-length 24 --max-samples 2 --batch-size 3"
+        command += " --inputs natural repeated --device cpu"
+        command += " --map-length 16 --maps" + (" 1.3" if name == "gpt-oss" else "")
+        try:
+            assert main([*command.split(), "--name", NAMES[name]]) == 0
+        finally:
+            pages.figures = draw
+    return folder / "out"
+
+
+def test_an_analysis_is_whole(analyzed, folder):
+    found = json.loads((analyzed / "llama" / "results.json").read_text())
+    assert found["format"] == 3
+    metrics = {name: result["values"] for name, result in found["metrics"].items()}
+    assert list(found["datasets"]) == ["lines", "prose", "repeated"]
+    assert [d["samples"] for d in found["datasets"].values()] == [2, 1, 2]
+    assert found["samples"] == 5
+    assert found["tokens"] == 5 * 24
+    assert found["run"]["seed"] == 1234
+    assert re.fullmatch("[0-9a-f]{64}", found["run"]["data_sha256"])
+    assert found["model"]["kind"] == "LlamaForCausalLM"
+    assert metrics["bits_per_byte"] > 0
+    assert np.asarray(metrics["importance"]).shape == (2, 4)
+    with (analyzed / "llama" / "tables" / "heads.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 8
+    for row in rows:
+        expected = metrics["importance"][int(row["layer"])][int(row["head"])]
+        assert float(row["importance"]) == expected
+        of_prose = found["datasets"]["prose"]["metrics"]["importance"]["values"]
+        expected = of_prose[int(row["layer"])][int(row["head"])]
+        assert float(row["importance_on_prose"]) == expected
+    for table in ("layers", "states", "scores", "datasets"):
+        lines = (analyzed / "llama" / "tables" / f"{table}.csv").read_text().splitlines()
+        assert len(lines) == 1 + {"layers": 2, "states": 5, "scores": 16, "datasets": 3}[table]
+    arrays = np.load(analyzed / "llama" / "samples.npz")
+    assert arrays["metric/ahon_ln"].shape == (5, 2, 4)
+    geometry = np.load(analyzed / "llama" / "geometry.npz")
+    assert geometry["mlp0_tsne_N2"].shape == geometry["normed_pca_N2"].shape == (5 * 8, 2)
+    assert geometry["normed_state_S"].tolist() == found["geometry"]["normed"]["states"]
+    assert found["geometry"]["mlp0"]["perplexity"] == 13.0
+    assert arrays["source"][0] == f"{folder}/lines.jsonl:1"
+
+
+def test_the_page_holds_everything_itself(analyzed):
+    page = (analyzed / "llama" / "report.html").read_text()
+    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
+    files = {p.name: p.read_bytes() for p in (analyzed / "llama" / "figures").iterdir()}
+    assert {base64.b64decode(p) for p in pictures} == set(files.values())
+    assert {"importance.png", "norms.png", "scores.png", "layer_maps.png"} <= set(files)
+    arrays = np.load(analyzed / "llama" / "maps.npz")
+    assert {f"head_{layer}.{head}.png" for layer, head in arrays["head_C2"]} <= set(files)
+    assert all("highest" in why or "lowest" in why for why in arrays["why_C"])
+    assert arrays["map_CTS"].shape[1:] == (16, 17)
+    assert "http" not in re.sub(r"base64,[^\"]+", "", page).replace("http-equiv", "")
+    found = json.loads((analyzed / "llama" / "results.json").read_text())
+    number = {name: result["number"] for name, result in found["metrics"].items()}
+    assert f"<td>{number['imbalance']:.3f}</td>" in page
+    # Texts and repeated tokens are two things, and the texts come first.
+    words = [re.search(f"<p>llama on {name}, [^<]+", page)[0] for name in found["datasets"]]
+    for text, of in zip(words, found["datasets"].values(), strict=True):
+        share = of["metrics"]["sink_rate"]["number"]
+        assert f"{of['samples']} sample" in text
+        assert " of 24 tokens: " in text
+        spread = of["spread"].get("sink_rate")
+        shown = "" if spread is None else f" (± {100 * spread:.1f} over samples)"
+        assert f"{100 * share:.1f}% of the heads{shown} have" in text
+        assert "`megasink ablate` measures" in text
+        assert "With fewer than 16 samples or 64 tokens these numbers say little" in text
+    assert [bool(of["spread"]) for of in found["datasets"].values()] == [True, False, True]
+    anchors = set(re.findall(r'href="#([^"]+)"', page))
+    assert anchors == set(re.findall(r'<h[23] id="([^"]+)"', page))
+    assert len(re.findall('<img alt="[^"]+:', page)) == len(pictures)
+
+
+def test_two_models_on_one_page(analyzed, tmp_path, capsys, monkeypatch):
+    some = [
+        d for d in analysis_figures.drawings() if d.name in ("importance", "layer_maps", "head")
+    ]
+    monkeypatch.setattr(analysis_figures, "drawings", lambda: some)
+    folders = f"{analyzed}/llama {analyzed}/gpt-oss"
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "head_9.9.png").write_bytes(b"of an earlier report")
+    assert main(f"report {folders} --output {tmp_path} --pdf --overwrite".split()) == 0
+    names = {path.stem for path in (tmp_path / "figures").glob("*.png")}
+    assert "head_9.9" not in names
+    assert names == {path.stem for path in (tmp_path / "figures").glob("*.pdf")}
+    page = (tmp_path / "report.html").read_text()
+    arrays = [
+        np.load(analyzed / name / "samples.npz")["metric/awft"] for name in ("llama", "gpt-oss")
+    ]
+    assert f"<td>{wasserstein(*arrays):.4f}</td>" in page
+    assert not (tmp_path / "tables").exists()
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; $x_{" in page
+    assert (tmp_path / "figures" / "layer_maps_2.png").is_file()
+    assert (tmp_path / "figures" / "head_1.3_2.png").is_file()
+    assert main(f"report {tmp_path} --output {tmp_path}".split()) == 2
+    assert "holds no analysis" in capsys.readouterr().err
+
+
+def test_analyses_that_do_not_compare_say_so(analyzed, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(pages, "figures", lambda analyses, kinds: [])
+    shutil.copytree(analyzed / "llama", tmp_path / "longer")
+    path = tmp_path / "longer" / "results.json"
+    found = json.loads(path.read_text())
+    found["run"] |= {"seq_length": 48, "data": ["other.txt"], "data_sha256": "0"}
+    path.write_text(json.dumps(found))
+    command = f"report {analyzed}/llama {tmp_path}/longer --output {tmp_path}/out"
+    assert main(command.split()) == 0
+    said = capsys.readouterr().err
+    page = (tmp_path / "out" / "report.html").read_text()
+    for words in ("different sequence lengths (--seq-length)", "different texts (--data)"):
+        assert f"megasink: warning: the analyses have {words}" in said
+        assert words in page
+    assert 'class="warning"' in page
+    # The same samples, and other tokenizers alone, are nothing to say.
+    assert main(f"report {analyzed}/llama {analyzed}/gpt-oss --output {tmp_path}/two".split()) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_two_analyses_of_one_name_are_told_apart(analyzed, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(pages, "figures", lambda analyses, kinds: [])
+    shutil.copytree(analyzed / "llama", tmp_path / "other")
+    path = tmp_path / "other" / "results.json"
+    found = json.loads(path.read_text())
+    found["metrics"]["imbalance"]["number"] = 7.125
+    path.write_text(json.dumps(found))
+    command = f"report {analyzed}/llama {tmp_path}/other --output {tmp_path}/out"
+    assert main(command.split()) == 0
+    page = (tmp_path / "out" / "report.html").read_text()
+    head = "<th>llama (llama)</th><th>llama (other)</th>"
+    assert head in re.sub(r"</?tr>|\n| scope=\"col\"", "", page)
+    assert "<td>7.125</td>" in page
+    assert "llama (other): prose" in page
+    capsys.readouterr()
+    twice = f"report {analyzed}/llama {analyzed}/llama --output {tmp_path}/twice"
+    assert main(twice.split()) == 2
+    assert "an analysis is given twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda r: r["inactive_heads"]["thresholds"].update(mine={"0.15": 1.0}), "score 'mine'"),
+        (lambda r: r["inactive_heads"]["agreement"]["scores"].append("mine"), "score 'mine'"),
+        (lambda r: r["inactive_heads"]["thresholds"]["awft"].clear(), "no threshold of 0.15"),
+        (lambda r: r["inactive_heads"]["share_by_layer"]["awft"].pop(), "awft is not by layer"),
+        (lambda r: r["metrics"]["sink_rate"].update(values=[None]), "sink_rate.values has no"),
+        (lambda r: r["metrics"]["importance"].update(values=[[1, 2], [3]]), "no table of numbers"),
+        (lambda r: r["metrics"]["importance"].update(values=[[None]]), "is (1, 1), not by LH"),
+        (
+            lambda r: r["datasets"]["prose"]["metrics"]["awft"].update(values="x"),
+            "datasets.prose.metrics.awft.values is no table of numbers",
+        ),
+        (lambda r: r["model"]["heads"].pop(), "model.heads has 1 entries for 2 layers"),
+        (lambda r: r["datasets"]["lines"]["metrics"].pop("sink_centre"), "has no sink_centre"),
+    ],
+)
+def test_what_no_analysis_writes_is_refused(analyzed, tmp_path, capsys, monkeypatch, change, said):
+    monkeypatch.setattr(pages, "figures", lambda analyses, kinds: [])
+    shutil.copytree(analyzed / "llama", tmp_path / "damaged")
+    path = tmp_path / "damaged" / "results.json"
+    found = json.loads(path.read_text())
+    change(found)
+    path.write_text(json.dumps(found))
+    assert main(f"report {tmp_path}/damaged --output {tmp_path}/out".split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_a_sentence_of_enough_data_has_no_reserve():
+    of = {"sink_rate": 0.5, "first_token_attention": 0.4, "circuit_stage": "none"}
+    of |= {"sink_centre": 0.0, "imbalance": 0.1}
+    metrics = {name: MetricResult(None, number) for name, number in of.items()}
+    metrics["importance"] = MetricResult([[0.2, 0.8]], 0.5)
+    spread = {"sink_rate": 0.125}
+    for samples, tokens, little in ((16, 64, False), (15, 64, True), (16, 63, True)):
+        results = SampleResults(
+            samples=samples,
+            tokens=samples * tokens,
+            metrics=metrics,
+            sink_positions={},
+            spread=spread,
+        )
+        text = _in_words("model", results)
+        assert "50.0% of the heads (± 12.5 over samples) have" in text
+        assert ("say little about the model" in text) == little
+
+
+def test_maps_of_an_earlier_analysis_do_not_stay(analyzed, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "figures", lambda analyses, kinds: [])
+    (tmp_path / "maps.npz").write_bytes(b"old")
+    command = f"analyze {folder}/llama --data {folder}/prose.txt --output {tmp_path} --no-loss"
+    assert main([*command.split(), "--seq-length", "24", "--device", "cpu", "--overwrite"]) == 0
+    assert not (tmp_path / "maps.npz").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--data {0}/nothing", "nothing"),
+        ("--maps 0.4", "--maps: head 0.4: layer 0 has heads 0 to 3"),
+        ("--bos add", "has no BOS token; use auto"),
+        ("--attn-implementation sdpa", "scaled_dot_product_attention"),
+    ],
+)
+def test_bad_input_is_named(folder, tmp_path, capsys, flags, problem):
+    name = "gpt-oss" if "sdpa" in flags else "llama"  # sdpa would drop its sinks
+    command = f"analyze {folder}/{name} --data {folder}/prose.txt --output {tmp_path} "
+    command += "--seq-length 24 --device cpu " + flags.format(folder)
+    assert main(command.split()) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_problems_of_the_command_line_come_together(tmp_path):
+    args = parser().parse_args(
+        f"{tmp_path} --output {tmp_path} --seq-length 1 --batch-size 0 --tokenizer none "
+        "--maps 3 1.2 --map-length 999".split()
+    )
+    with pytest.raises(ConfigError) as error:
+        check(args)
+    parts = ("no config.json", "no --data", "--seq-length 1", "--batch-size 0", "--tokenizer")
+    for part in (*parts, "--maps 3: write a head as LAYER.HEAD", "--map-length 999"):
+        assert sum(part in problem for problem in error.value.problems) == 1
+
+
+class Doubled:
+    """A tokenizer that puts BOS twice."""
+
+    bos_token_id, name_or_path = 7, "doubled"
+
+    def encode(self, text, add_special_tokens=True, split_special_tokens=True):
+        return ([7, 7] if add_special_tokens else []) + [10 + len(w) for w in text.split()]
+
+
+def test_bos_is_added_once():
+    def ids(tokenizer, bos):
+        return Reader(tokenizer, bos).read(("a", " text"), "a.txt")
+
+    with pytest.raises(UserError, match="adds its BOS token 7 twice"):
+        ids(Doubled(), "auto")
+    assert ids(Doubled(), "none") == [11, 14]
+    once = Doubled()
+    once.encode = lambda text, **_: [10 + len(w) for w in text.split()]
+    assert ids(once, "auto") == [11, 14]
+    assert ids(once, "add") == [7, 11, 14]
+    assert dataset_names(["a/x.txt", "b/y.txt", "c/x.txt"]) == ["a/x.txt", "y", "c/x.txt"]

@@ -1,0 +1,296 @@
+"""`megasink ablate` on texts: every point against the model zeroed by hand.
+
+Shapes: N samples, T tokens, L layers, H heads, D head dim.
+"""
+
+import csv
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megasink.analysis.ablate import first_layer
+from megasink.analysis.ablate.curves import highest_loss, normalized_auc, removable
+from megasink.analysis.ablate.results import ALL
+from megasink.analysis.capture.transformers_model import TransformersProbe
+from megasink.analysis.metrics.geometry import Embedding
+from megasink.analysis.metrics.thresholds import published_quantile
+from megasink.analysis.pages import ablation
+from megasink.cli import main
+from megasink.errors import UserError
+from tests.analysis.interventions.ablating import (
+    HEADS,
+    LENGTH,
+    PERCENTS,
+    TEXTS,
+    command,
+    count_forwards,
+    make_folder,
+    results_of,
+)
+from tests.distributed.layout import Layout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("ablate"))
+
+
+FLAGS = ("--score", "ahon_ln", "--heads", "0.1", "1.2", "--layer", "1")
+
+
+@pytest.fixture(scope="module")
+def swept(folder):
+    assert main(command(folder, folder / "out", *FLAGS)) == 0
+    return folder / "out"
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    monkeypatch.setattr(ablation, "draw_all", lambda *_: {})
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    return count_forwards(monkeypatch)
+
+
+class ByHand:
+    """The model with hooks of our own in front of its output projections."""
+
+    def __init__(self, folder):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.model = AutoModelForCausalLM.from_pretrained(folder / "llama")
+        tokenizer = AutoTokenizer.from_pretrained(folder / "llama")
+        self.samples = [tokenizer.encode(text)[:LENGTH] for text in TEXTS]
+        self.choose = None
+        for layer, block in enumerate(self.model.model.layers):
+            block.self_attn.o_proj.register_forward_pre_hook(
+                lambda _, args, layer=layer: self._zero(layer, args[0])
+            )
+
+        first = self.model.model.layers[0].mlp.down_proj
+        first.register_forward_pre_hook(lambda _, args: self.activations.append(args[0][0]))
+
+    def _zero(self, layer, out_1TX):
+        out_THD = out_1TX[0].unflatten(-1, (HEADS, -1))
+        norm_H = out_THD.norm(dim=-1).mean(0)
+        score_H = norm_H / norm_H.mean()
+        self.scores.append(score_H.tolist())
+        zeroed_H = torch.tensor([self.choose(layer, h, score_H[h]) for h in range(HEADS)])
+        self.masks.append(zeroed_H.tolist())
+        return (out_THD * ~zeroed_H[:, None]).flatten(1)[None]
+
+    @torch.no_grad()
+    def run(self, choose):
+        """Nats [N] and targets [N], scores and masks [N, L, H]."""
+        self.choose, self.scores, self.masks, self.activations = choose, [], [], []
+        nats, targets = [], []
+        for tokens in self.samples:
+            ids = torch.tensor([tokens])
+            log_TV = self.model(ids, use_cache=False).logits[0].double().log_softmax(-1)
+            nats.append(-float(log_TV[:-1].gather(1, ids[0, 1:, None]).sum()))
+            targets.append(len(tokens) - 1)
+        shape = (len(TEXTS), -1, HEADS)
+        found = (np.asarray(self.scores).reshape(shape), np.asarray(self.masks).reshape(shape))
+        return np.asarray(nats), np.asarray(targets), *found
+
+
+@pytest.fixture(scope="module")
+def by_hand(folder):
+    return ByHand(folder)
+
+
+def never(layer, head, score):
+    return False
+
+
+def test_the_thresholds_are_published_quantiles(swept, by_hand):
+    found = results_of(swept)
+    _, _, scores, _ = by_hand.run(never)
+    for percent in PERCENTS:
+        expected = published_quantile(scores, percent / 100)
+        assert found.thresholds["ahon_ln"][str(percent)] == pytest.approx(expected, rel=1e-5)
+
+
+def test_every_point_equals_the_model_zeroed_by_hand(swept, by_hand):
+    found = results_of(swept)
+    masks = np.load(swept / "points.npz")
+    before, targets, _, _ = by_hand.run(never)
+    rules = {"unchanged": never, "heads 0.1, 1.2": lambda at, h, _: (at, h) in {(0, 1), (1, 2)}}
+    for head in range(HEADS):
+        rules[f"head 1.{head}"] = lambda at, h, _, head=head: (at, h) == (1, head)
+    for percent, tau in found.thresholds["ahon_ln"].items():
+        # A threshold is one of the scores; by hand, that score may differ by its rounding.
+        rules[f"ahon_ln/{percent}"] = lambda at, h, score, tau=tau: score < tau * (1 - 1e-6)
+    seen = set()
+    for point in found.points:
+        if point.row == "random":
+            continue
+        nats, _, _, mask = by_hand.run(rules[point.label])
+        for on, chosen in (("first", [0, 1]), ("second", [2]), (ALL, [0, 1, 2])):
+            value, size = point.values[on], targets[chosen].sum()
+            assert value.value == pytest.approx(nats[chosen].sum() / size, rel=1e-5)
+            change = (nats - before)[chosen].sum() / size
+            assert value.change == pytest.approx(change, abs=1e-5)
+            assert value.samples == len(chosen)
+        seen.add(round(point.values[ALL].value, 5))
+        if point.row == "ahon_ln":
+            assert point.zeroed == pytest.approx(100 * mask.mean())
+            np.testing.assert_allclose(masks[point.label], mask.mean(0))
+            # Layer 1 is scored after layer 0 lost heads, so this is near the share, not equal.
+            assert point.zeroed == pytest.approx(point.asked, abs=13)
+    assert len(seen) >= 7
+
+
+def test_standard_errors_are_of_paired_differences(swept, by_hand):
+    before, targets, _, _ = by_hand.run(never)
+    nats, _, _, _ = by_hand.run(lambda at, h, _: (at, h) in {(0, 1), (1, 2)})
+    (point,) = results_of(swept).of("--heads")
+    lost = nats - before
+    ratio = lost.sum() / targets.sum()
+    error = math.sqrt(((lost - ratio * targets) ** 2).sum() / 2 * 3) / targets.sum()
+    assert point.values[ALL].standard_error == pytest.approx(error, rel=1e-3)
+    assert point.values["second"].standard_error is None
+
+
+def test_the_summary_has_the_loss_without_the_heads_given(swept):
+    results = results_of(swept)
+    (point,) = results.of("--heads")
+    value, before = point.values[ALL].value, results.unchanged.values[ALL].value
+    page = (swept / "report.html").read_text()
+    assert f"unchanged. heads 0.1, 1.2: {value:.4f} ({value - before:+.4f})." in page
+
+
+def test_the_random_baseline(swept):
+    found = results_of(swept)
+    points = found.of("random")
+    assert [(p.seed, p.asked) for p in points] == [(s, p) for s in (4, 5) for p in PERCENTS[1:]]
+    masks = np.load(swept / "points.npz")
+    assert not np.array_equal(masks["random/30/seed 4"], masks["random/30/seed 5"])
+    for point in points:
+        assert point.zeroed == pytest.approx(100 * masks[point.label].mean())
+    assert len({point.values[ALL].value for point in points}) > 2
+
+
+def test_curves_follow_from_the_points(swept):
+    found = results_of(swept)
+    for on in ("first", "second", ALL):
+        curves = {curve.score: curve for curve in found.curves if curve.on == on}
+        baseline = found.unchanged.values[on].value
+        lines = {
+            "ahon_ln": [(p.zeroed, p.values[on].value) for p in found.of("ahon_ln")],
+            "random": [(0.0, baseline)],
+        }
+        for percent in PERCENTS[1:]:
+            of = [p for p in found.of("random") if p.asked == percent]
+            means = ([p.zeroed for p in of], [p.values[on].value for p in of])
+            lines["random"].append(tuple(map(np.mean, means)))
+        for score, line in lines.items():
+            x, y = zip(*line, strict=True)
+            curve = curves[score]
+            assert curve.auc == pytest.approx(normalized_auc(x, y))
+            level = highest_loss(baseline)
+            expected = removable(x, y, level, higher_is_better=False)
+            assert curve.removable == pytest.approx(expected.percent)
+            assert curve.never_left == expected.never_left
+            assert curve.measured_to == pytest.approx(max(x))
+        better = min(curves.values(), key=lambda curve: curve.auc)
+        assert better.rank == 1
+        assert sorted(curve.rank for curve in curves.values()) == [1, 2]
+        assert list(curves["random"].auc_by_seed) == ["4", "5"]
+
+
+def test_the_files(swept):
+    found = results_of(swept)
+    with (swept / "ablation.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == 3 * len(found.points)
+    for line in lines:
+        (point,) = (p for p in found.points if p.label == line["label"])
+        assert float(line["value"]) == point.values[line["on"]].value
+        assert float(line["bits_per_byte"]) == point.values[line["on"]].bits_per_byte
+    for name in ("curves", "ranks", "masks", "single_heads"):
+        assert (swept / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    html = (swept / "report.html").read_text()
+    assert html.count("<img ") == 4
+    assert "http" not in html.replace("http-equiv", "")
+    schema = json.loads((swept / "ablation.schema.json").read_text())
+    assert set(schema["required"]) == set(json.loads((swept / "ablation.json").read_text()))
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_activations_of_layer_0_with_each_head_zeroed(folder, tmp_path, by_hand, monkeypatch):
+    """The rows that t-SNE gets, in its place; and nothing runs again."""
+    rows = []
+
+    def kept(rows_NX, seed):
+        rows.append(rows_NX)
+        return Embedding(rows_NX, 1.0, 0.0)
+
+    monkeypatch.setattr(first_layer, "neighbor_embedding", kept)
+    for _ in range(2):
+        assert main(command(folder, tmp_path, "--layer", "0")) == 0
+    assert len(rows) == 1 + HEADS
+    with np.load(tmp_path / "tsne.npz") as arrays:
+        found = dict(arrays)
+    np.testing.assert_array_equal(found.pop("position_N"), np.tile(np.arange(8), 3))
+    assert list(found) == ["unchanged", *(f"head 0.{head}" for head in range(HEADS))]
+    for number, points in enumerate(found.values()):
+        by_hand.run(lambda layer, head, _, n=number: (layer, head + 1) == (0, n))
+        expected = torch.cat([product_TX[:8] for product_TX in by_hand.activations])
+        np.testing.assert_allclose(points, expected, rtol=1e-4, atol=1e-6)
+    assert not np.allclose(found["unchanged"], found["head 0.1"])
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_points_are_measured_once(folder, swept, tmp_path, forwards):
+    """Repeated, extended, and killed after some points."""
+    points = len(results_of(swept).points)
+    assert main(command(folder, swept, *FLAGS)) == 0
+    assert not forwards
+    assert main(command(folder, tmp_path, "--score", "ahon_ln")) == 0
+    some = 1 + 2 * 2 + len(PERCENTS)
+    assert len(forwards) == some + 1  # one more for the thresholds
+    forwards.clear()
+    assert main(command(folder, tmp_path, *FLAGS)) == 0
+    assert len(forwards) == points - some
+    ours, theirs = ((path / "ablation.json").read_text() for path in (tmp_path, swept))
+    assert ours == theirs
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_killed_sweep_goes_on(folder, swept, tmp_path, forwards, monkeypatch):
+    count = len(results_of(swept).points)
+    with monkeypatch.context() as patch:
+        forward = TransformersProbe.forward
+
+        def failing(probe, *args, **kwargs):
+            if len(forwards) == 6:  # within the sixth point
+                raise UserError("the machine is gone")
+            return forward(probe, *args, **kwargs)
+
+        patch.setattr(TransformersProbe, "forward", failing)
+        assert main(command(folder, tmp_path, *FLAGS)) == 2
+    assert not (tmp_path / "ablation.json").exists()
+    assert len(list((tmp_path / "points").glob("*.json"))) == 5
+    assert main(command(folder, tmp_path, *FLAGS)) == 0
+    assert len(forwards) == count + 1
+    for name in ("ablation.json", "ablation.csv"):
+        assert (tmp_path / name).read_text() == (swept / name).read_text()
+
+
+def test_two_processes_share_the_points(folder, swept, pool, tmp_path):
+    arguments = {
+        "command": " ".join(command(folder, tmp_path / "out", *FLAGS)),
+        "store": str(tmp_path / "store"),
+    }
+    assert pool.run("tests.analysis.interventions.tasks:ablated", Layout(dp=2), **arguments) == [
+        0,
+        0,
+    ]
+    for name in ("ablation.json", "ablation.csv"):
+        assert (tmp_path / "out" / name).read_text() == (swept / name).read_text()

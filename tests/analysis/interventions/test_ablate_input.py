@@ -1,0 +1,130 @@
+"""`megasink ablate`: thresholds of an analysis, and what is refused."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megasink.analysis import draw as pages
+from megasink.analysis.pages import ablation
+from megasink.cli import main
+from tests.analysis.capture.tiny_models import tiny_model
+from tests.analysis.interventions.ablating import (
+    LENGTH,
+    command,
+    count_forwards,
+    make_folder,
+    results_of,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("ablate"))
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    monkeypatch.setattr(ablation, "draw_all", lambda *_: {})
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    return count_forwards(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def analysis(folder):
+    """An analysis of the model on the same texts."""
+    texts = f"{folder}/first.jsonl {folder}/second.jsonl"
+    flags = f"--seq-length {LENGTH} --output {folder}/analysis --device cpu --no-loss"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pages, "figures", lambda analyses, kinds: [])
+        assert main(f"analyze {folder}/llama --data {texts} {flags}".split()) == 0
+    return folder / "analysis"
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_calibration_sets_the_same_thresholds(folder, analysis, tmp_path, forwards):
+    assert main(command(folder, tmp_path / "own", "--score", "ahon_ln", "--zeroed", "0", "10")) == 0
+    forwards.clear()
+    flags = ("--score", "ahon_ln", "--calibration", str(analysis), "--max-samples", "1")
+    assert main(command(folder, tmp_path / "given", *flags, "--zeroed", "0", "10")) == 0
+    found = results_of(tmp_path / "given")
+    assert found.thresholds == results_of(tmp_path / "own").thresholds
+    assert found.calibration == str(analysis)
+    assert len(forwards) == len(found.points)
+
+
+@pytest.mark.parametrize(
+    ("flags", "problems"),
+    [
+        (
+            "--score awft ahon-ln --zeroed 5 101 --seeds 1 1",
+            [
+                "'ahon-ln' is unknown",
+                "did you mean ahon_ln?",
+                "--zeroed 101: a percentage",
+                "--seeds 1 1: a value is repeated",
+            ],
+        ),
+        ("--heads 3 --layer -1", ["--heads 3: write a head as LAYER.HEAD", "numbered from 0"]),
+        ("--heads 0.4 2.0", ["head 0.4: layer 0 has heads 0 to 3", "model has layers 0 to 1"]),
+        ("--heads missing.json", ["--heads missing.json cannot be read (No such file"]),
+        ("--score random", ["--score random: it is always measured"]),
+        ("--layer 2", ["--layer 2: the layers are 0 to 1"]),
+        ("--interventions missing.json", ["missing.json cannot be read (No such file"]),
+        ("--calibration .", ["--calibration: . holds no analysis"]),
+        ("--heads 0.1 --calibration .", ["--calibration sets the thresholds of --score"]),
+        (
+            "--heads 0.1 --zeroed 10 --seeds 1",
+            ["--zeroed applies to --score: add it", "--seeds applies to --score: add it"],
+        ),
+        ("--seq-length 65", ["--seq-length 65 is longer than the 64 positions"]),
+    ],
+)
+def test_bad_input_is_named(folder, tmp_path, capsys, flags, problems):
+    base = f"ablate {folder}/llama --data {folder}/first.jsonl --output {tmp_path}/out --device cpu"
+    assert main(f"{base} {flags}".split()) == 2
+    said = capsys.readouterr().err
+    for problem in problems:
+        assert problem in said
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_there_must_be_texts_and_a_folder_to_write(folder, tmp_path, capsys):
+    assert main(f"ablate {folder}/llama --output {tmp_path}/out --device cpu".split()) == 2
+    assert "no --data: pass text files or folders" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(command(folder, tmp_path / "file" / "out")) == 2
+    assert "cannot be created" in capsys.readouterr().err
+
+
+def test_a_calibration_of_another_model(folder, analysis, tmp_path, capsys):
+    other = tmp_path / "other"
+    model = tiny_model("llama", vocab_size=330)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+    model.save_pretrained(other)
+    flags = f"--tokenizer {folder}/llama --data {folder}/first.jsonl --output {tmp_path}/out"
+    flags += f" --calibration {analysis} --score awft --device cpu"
+    assert main(f"ablate {other} {flags}".split()) == 2
+    assert (
+        f"--calibration {analysis} is of other weights (LlamaForCausalLM)"
+        in capsys.readouterr().err
+    )
+    assert not list((tmp_path / "out").rglob("*.json"))
+
+
+def test_a_model_whose_own_loss_is_nan_is_refused(folder, tmp_path, capsys):
+    shutil.copytree(folder / "llama", tmp_path / "nan")
+    path = tmp_path / "nan" / "model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.1.self_attn.v_proj.weight"][3] = torch.nan
+    save_file(weights, path, {"format": "pt"})
+    flags = f"--data {folder}/first.jsonl --output {tmp_path}/out --device cpu --heads 0.1"
+    assert main(["ablate", str(tmp_path / "nan"), *flags.split()]) == 2
+    assert "the nats per token of" in (said := capsys.readouterr().err)
+    assert "unchanged, are infinite or NaN: its weights hold such values" in said
+    assert not (tmp_path / "out" / "ablation.json").exists()

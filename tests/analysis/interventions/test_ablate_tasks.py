@@ -1,0 +1,132 @@
+"""`megasink ablate --task`: accuracy in a task of lm-evaluation-harness, by megasink's own.
+
+Shapes: N requests, L layers, H heads.
+"""
+
+import json
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from megasink.analysis.ablate import on_tasks
+from megasink.analysis.ablate.curves import lowest_accuracy, normalized_auc, removable
+from megasink.analysis.ablate.results import AblationResults
+from megasink.analysis.evaluate import harness
+from megasink.analysis.metrics.thresholds import published_quantile
+from megasink.analysis.pages import ablation
+from megasink.cli import main
+from megasink.data.corpus import Corpus
+from megasink.data.tokenizer import train_tokenizer
+from megasink.typed_json import from_json
+from tests.analysis.capture.tiny_models import tiny_model
+
+TASK, LIMIT = "docstrings_choice", 8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model with room for the questions."""
+    root = tmp_path_factory.mktemp("tasks")
+    (root / "text.txt").write_text("Return the name of a file, or None if it is not a file. " * 9)
+    train_tokenizer(list(Corpus([root / "text.txt"])), 330, root / "tokenizer")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(root / "tokenizer")
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 512}
+    tiny_model("llama", **sizes).save_pretrained(root / "model")
+    tokenizer.save_pretrained(root / "model")
+    return root / "model"
+
+
+def command(model, output):
+    flags = "--score ahon --zeroed 0 30 --seeds 1 --heads 0.1 --batch-size 4 --device cpu"
+    return f"ablate {model} --task {TASK} --limit {LIMIT} {flags} --output {output}".split()
+
+
+@pytest.fixture(scope="module")
+def swept(model):
+    """The folder, and what every evaluation was asked for and found."""
+    asked = []
+
+    def kept(*args, **kwargs):
+        found = harness.evaluate(*args, samples=True, **kwargs)
+        asked.append((args[1], found))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(on_tasks, "evaluate", kept)
+        assert main(command(model, model.parent / "out")) == 0
+    return model.parent / "out", asked
+
+
+def results_of(output):
+    return from_json(AblationResults, json.loads((output / "ablation.json").read_text()), "it")
+
+
+def test_points_are_accuracies_under_the_interventions(swept):
+    output, asked = swept
+    found = results_of(output)
+    assert found.tasks == {TASK: "1.0"}
+    assert found.higher_is_better
+    _, *points = asked  # the first one measured the scores
+    assert len(points) == len(found.points) == 5
+    for point, (interventions, of) in zip(found.points, points, strict=True):
+        assert point.interventions == json.loads(json.dumps(of.interventions))
+        assert len(interventions) == len(point.interventions) == (point.row != "unchanged")
+        right = [document["acc"] for document in of.samples[TASK]]
+        assert len(right) == point.values[TASK].samples == LIMIT
+        assert point.values[TASK].value == pytest.approx(100 * np.mean(right))
+        error = np.std(right, ddof=1) / np.sqrt(LIMIT)
+        assert point.values[TASK].standard_error == pytest.approx(100 * error)
+
+
+def test_thresholds_are_of_the_requests_of_the_task(swept):
+    output, _ = swept
+    (path,) = (output / "points").glob("scores-*.npz")
+    with np.load(path) as arrays:
+        scores_NLH = arrays["ahon"]
+    assert scores_NLH.shape == (4 * LIMIT, 2, 4)  # four answers to each question
+    found = results_of(output)
+    for percent, tau in found.thresholds["ahon"].items():
+        assert tau == pytest.approx(published_quantile(scores_NLH, float(percent) / 100))
+    at_30 = found.of("ahon")[1]
+    assert at_30.zeroed == pytest.approx(30, abs=10)
+
+
+def test_curves_lose_percentage_points(swept):
+    found = results_of(swept[0])
+    level = lowest_accuracy(found.unchanged.values[TASK].value)
+    lines = {"random": [found.unchanged, *found.of("random")], "ahon": found.of("ahon")}
+    for curve in found.curves:
+        x = [point.zeroed or 0.0 for point in lines[curve.score]]
+        y = [point.values[TASK].value for point in lines[curve.score]]
+        assert curve.auc == pytest.approx(normalized_auc(x, y))
+        assert curve.removable == pytest.approx(removable(x, y, level).percent)
+    best = max(found.curves, key=lambda curve: curve.auc)
+    assert best.rank == 1
+
+
+def test_a_repeated_sweep_asks_nothing(model, swept, monkeypatch):
+    output, _ = swept
+    before = (output / "ablation.json").read_text()
+    monkeypatch.setattr(on_tasks, "evaluate", lambda *args, **kwargs: pytest.fail("asked again"))
+    monkeypatch.setattr(ablation, "draw_all", lambda *_: {})
+    assert main(command(model, output)) == 0
+    assert (output / "ablation.json").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--task docstrings_chioce", "did you mean docstrings_choice"),
+        ("--task docstrings_perplexity --limit 2", "and no accuracy: pass its texts as --data"),
+        ("--task mmlu", "not on this machine, and nothing is fetched unasked"),
+        (f"--task {TASK} --data README.md", "--task and --data: choose one"),
+        (f"--task {TASK} --limit 0", "--limit 0: at least 1"),
+        ("--data README.md --limit 3", "--limit applies to --task"),
+    ],
+)
+def test_bad_input_is_named(model, tmp_path, capsys, flags, problem):
+    command = f"ablate {model} {flags} --output {tmp_path}/out --heads 0.1 --device cpu"
+    assert main(command.split()) == 2
+    assert problem in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.json"))

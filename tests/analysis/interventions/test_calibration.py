@@ -1,0 +1,115 @@
+"""Thresholds from an analysis, and the t-SNE under ablation."""
+
+import numpy as np
+import pytest
+import torch
+
+from megasink import dynamic_zeroing
+from megasink.analysis.ablate.calibration import measure_scores, read_calibration
+from megasink.analysis.capture.identity import weights_hash
+from megasink.analysis.capture.inputs import Sample
+from megasink.analysis.capture.recorder import Recorder
+from megasink.analysis.capture.run import run
+from megasink.analysis.capture.transformers_model import TransformersProbe
+from megasink.analysis.metrics.thresholds import threshold
+from megasink.analysis.metrics.weights import first_weights, weight_statistics
+from megasink.analysis.write import write_numbers
+from megasink.errors import UserError
+from tests.analysis.capture.tiny_models import VOCABULARY, tiny_model
+
+SCORES = ("awft", "ahon_ln", "lthon_hn")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def samples():
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(3, VOCABULARY, (6, 9), generator=generator)
+    return [Sample(tuple(row.tolist()), "d", f"s{i}") for i, row in enumerate(ids)]
+
+
+def opener(model):
+    return lambda observer, changes=(): TransformersProbe(model, observer, observer.needs, changes)
+
+
+@pytest.fixture(scope="module")
+def folder(model, samples, tmp_path_factory):
+    recorder = Recorder([4, 4], ["awft", "ahon", "lthon"])
+    with opener(model)(recorder) as probe:
+        measured = run(probe, recorder, samples, batch_size=3, loss=False)
+    output = tmp_path_factory.mktemp("analysis")
+    facts = {"kind": "LlamaForCausalLM", "name": "tiny"}
+    options = {"seed": 0, "weights": weights_hash(model)}
+    write_numbers(output, measured, samples, facts, options)
+    return output
+
+
+def test_an_analysis_sets_thresholds(model, samples, folder):
+    calibration = read_calibration(folder)
+    calibration.check(weights_hash(model), [4, 4])
+    for score in SCORES:
+        here = measure_scores(opener(model), score, [sample.tokens for sample in samples])
+        np.testing.assert_allclose(here, calibration.scores[score], rtol=1e-5)
+        side = "above" if score == "awft" else "below"
+        tau = calibration.threshold(score, 0.25)
+        assert tau == threshold(calibration.scores[score], 0.25, side)
+        ids = torch.tensor([sample.tokens for sample in samples])
+        with (
+            torch.no_grad(),
+            dynamic_zeroing(model, score=score, quantile=0.25, calibration=folder) as zeroed,
+        ):
+            model(ids, use_cache=False)
+        assert zeroed.threshold == tau
+        assert 0 < zeroed.share < 0.6
+    assert calibration.threshold("random", 0.25) == 0.25
+
+
+def test_calibrations_of_another_model_are_refused(model, folder, tmp_path):
+    other = tiny_model("llama")
+    with torch.no_grad():
+        other.lm_head.weight[0, 0] += 1.0
+    with pytest.raises(UserError, match="is of other weights"):
+        read_calibration(folder).check(weights_hash(other), [4, 4])
+    with pytest.raises(UserError, match="is of another model"):
+        read_calibration(folder).check(weights_hash(model), [4, 4, 4])
+    with pytest.raises(UserError, match="is of other weights"):
+        dynamic_zeroing(other, score="awft", quantile=0.1, calibration=folder).__enter__()
+    for score, share, problem in (("aeqd", 0.1, "has no aeqd"), ("awft", 1.1, "share of heads")):
+        with pytest.raises(UserError, match=problem):
+            read_calibration(folder).threshold(score, share)
+    with pytest.raises(UserError, match="holds no analysis"):
+        read_calibration(tmp_path)
+    for name in ("results.json", "samples.npz"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    text = (tmp_path / "results.json").read_text()
+    (tmp_path / "results.json").write_text(text.replace(weights_hash(model), "null", 1))
+    told = (tmp_path / "results.json").read_text().replace('"null"', "null")
+    (tmp_path / "results.json").write_text(told)
+    with pytest.raises(UserError, match="does not tell the weights"):
+        read_calibration(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window": 3},
+        {"prefix": 4},
+        {"softcap": 2.0},
+        {"slot_logit_BHT": torch.linspace(-4, 4, 4)[None, :, None]},
+        {"slot_logit_BHT": torch.full((1, 4, 1), 60.0), "window": 5},
+        {"distance_bias_HT": torch.linspace(-3, 3, 44).reshape(4, 11)},
+    ],
+)
+def test_first_weights_are_those_of_all_statistics(options):
+    generator = torch.Generator().manual_seed(6)
+    query = torch.randn(2, 4, 11, 8, generator=generator) * 3
+    key = torch.randn(2, 2, 11, 8, generator=generator) * 3
+    expected = weight_statistics(query, key, scale=0.5, **options).first_weight_BHT
+    actual = first_weights(query, key, scale=0.5, **options)
+    torch.testing.assert_close(actual, expected, atol=0.0, rtol=1e-5)
+    assert actual[:, :, 0].max() > 0

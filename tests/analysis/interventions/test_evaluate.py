@@ -1,0 +1,223 @@
+"""`megasink evaluate`: what it writes, the tasks that ship, the papers' suites, bad input."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from megasink.analysis.evaluate import suites
+from megasink.analysis.evaluate import tasks_loading as task_loading
+from megasink.analysis.evaluate.results import Evaluation
+from megasink.analysis.evaluate.tasks_loading import OWN_TASKS, load_tasks
+from megasink.cli import evaluate, main
+from megasink.errors import ConfigError, UserError
+from megasink.typed_json import from_json
+from tests.analysis.capture.tiny_models import save_with_tokenizer
+from tests.analysis.interventions.harness_tasks import CHOICES, write_tasks
+from tests.test_packaging import project
+
+pytest.importorskip("lm_eval", reason="the extra eval is not installed")
+
+OWN = ("docstrings_choice", "docstrings_perplexity")
+
+
+def items(name):
+    return json.loads((OWN_TASKS / f"{name}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("evaluate")
+    texts = [item["text"] for item in items("docstrings_perplexity")[:20]]
+    save_with_tokenizer(root, "llama", texts, max_position_embeddings=256)
+    write_tasks(root / "tasks")
+    heads = [{"kind": "zero-heads", "heads": [[0, 1], [1, 2]]}]
+    (root / "heads.json").write_text(json.dumps(heads))
+    return root
+
+
+def run(root, *flags):
+    command = ["evaluate", f"{root}/llama", "--output", f"{root}/out", "--device", "cpu"]
+    return main([*command, *map(str, flags)])
+
+
+def written(root):
+    return from_json(Evaluation, json.loads((root / "out/evaluation.json").read_text()), "it")
+
+
+def test_an_evaluation_is_whole(root, capsys):
+    assert run(root, "--tasks", *OWN, "--limit", 12, "--samples") == 0
+    plain, said = written(root), capsys.readouterr().out
+    assert set(plain.tasks) == set(OWN)
+    assert "docstrings_choice" in said
+    assert "The first 12 documents of each task" in said
+    choice, text = (plain.tasks[name] for name in OWN)
+    assert (choice.documents, choice.shots, choice.version) == (12, 0, "1.0")
+    assert choice.metrics["acc"].standard_error > 0
+    assert 0 < text.metrics["bits_per_byte"].value < 20
+    lines = (root / "out/samples/docstrings_choice.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    assert [entry["doc"] for entry in entries] == items("docstrings_choice")[:12]
+    right = [entry["acc"] for entry in entries]
+    assert sum(right) / 12 == choice.metrics["acc"].value
+    schema = json.loads((root / "out/evaluation.schema.json").read_text())
+    assert set(schema["required"]) == set(json.loads((root / "out/evaluation.json").read_text()))
+
+    flags = ("--interventions", root / "heads.json", "--task-folder", root / "tasks", "--json")
+    other = ("--tasks", OWN[1], "text", "--limit", 12, *flags, "--batch-size", 2)
+    before = (root / "out/evaluation.json").read_bytes()
+    assert run(root, *other) == 2
+    assert "holds results of other settings (batch_size auto -> 2; " in capsys.readouterr().err
+    assert (root / "out/evaluation.json").read_bytes() == before
+    assert run(root, *other, "--overwrite") == 0
+    zeroed = written(root)
+    told = json.loads(capsys.readouterr().out)
+    assert told == json.loads((root / "out/evaluation.json").read_text())
+    assert not (root / "out/samples").exists(), "of the evaluation before"
+    (entry,) = zeroed.interventions
+    assert (entry["kind"], entry["heads"]) == ("zero-heads", [[0, 1], [1, 2]])
+    assert zeroed.tasks[OWN[1]].metrics != text.metrics
+    assert zeroed.tasks["text"].documents == 3
+
+
+def test_the_tasks_that_ship():
+    choices, texts = items("docstrings_choice"), items("docstrings_perplexity")
+    assert (len(choices), len(texts)) == (300, 60)
+    assert all(len(set(item["choices"])) == 4 for item in choices)
+    answers = [item["answer"] for item in choices]
+    assert all(50 < answers.count(i) < 100 for i in range(4)), "no position is the answer"
+    # Length alone finds few answers: chance is 75.
+    longest = [max(range(4), key=lambda i: len(item["choices"][i])) for item in choices]
+    assert sum(a == b for a, b in zip(answers, longest, strict=True)) < 110
+    assert all(300 <= len(item["text"]) <= 1500 for item in texts)
+    assert (
+        "tasks/*"
+        in project()["tool"]["setuptools"]["package-data"]["megasink.analysis.interventions"]
+    )
+
+
+def test_every_task_of_the_suites_is_in_lm_evals_registry():
+    for suite in suites.ALL:
+        names = [part.task for part in suite.parts]
+        index = task_loading._index(names, (), {})
+        assert all(index.task_index[name].name == name for name in names)
+        for part in suite.parts:
+            leaves = list(task_loading._leaves(index, part.task))
+            assert leaves, part.task
+            assert all((entry.cfg or {}).get("metric_list") for entry in leaves)
+    mmlu = task_loading._index(["mmlu"], (), {})
+    assert len(list(task_loading._leaves(mmlu, "mmlu"))) == 57
+
+
+def test_the_docs_have_the_suites():
+    docs = "".join(path.read_text() for path in (Path(__file__).parents[3] / "docs").glob("*.md"))
+    for suite in suites.ALL:
+        tasks = ", ".join(f"`{part.task}` ({part.metric})" for part in suite.parts)
+        shots = {part.shots for part in suite.parts}
+        known = "the tasks' own" if shots == {None} else ", ".join(map(str, sorted(shots)))
+        assert f"| {suite.row} `{suite.name}` | {tasks} | {known} | {suite.notes} |" in docs
+    row = ", ".join(suite.row for suite in suites.ALL)
+    assert f"| {row} | benchmark suites" in docs
+
+
+def test_a_suite_is_its_tasks_with_its_shots():
+    found = suites.expanded(["P3.17", "piqa-winogrande", "boolq"])
+    assert [(entry.task, entry.shots) for entry in found] == [
+        ("piqa", 0),
+        ("winogrande", 5),
+        ("boolq", None),
+    ]
+    lengths = suites.expanded(["P1.38"])[0].metadata["max_seq_lengths"]
+    assert (lengths[0], lengths[-1]) == (4096, 131072)
+
+
+def test_shots(root):
+    tasks = load_tasks(["choice", OWN[0]], folders=[root / "tasks"], num_fewshot=2).loaded["tasks"]
+    assert tasks["choice"].get_config("num_fewshot") == 2
+    assert tasks[OWN[0]].get_config("num_fewshot") == 0, "fixed by the task"
+
+
+@pytest.mark.parametrize(
+    ("flags", "phrases"),
+    [
+        (["--tasks", "docstring_choice", "pica"], ["2 problems", "docstrings_choice?", "piqa"]),
+        (["--tasks", "hellaswag"], ["hellaswag is not on this", "--allow-download", "HF_HOME"]),
+        (["--tasks", "P0.19"], ["humaneval", "--confirm-run-unsafe-code"]),
+        (["--tasks", OWN[0], OWN[0], "choice", "choices"], ["choices: no such task"]),
+        (["--tasks", OWN[0], "--limit", "0", "--batch-size", "0"], ["--limit 0", "--batch-size 0"]),
+        (["--tasks", OWN[0], "--batch-size", "all"], ["--batch-size: 'all' is neither"]),
+        (["--tasks", OWN[0], "--interventions", "{0}/none.json"], ["{0}/none.json: no such file"]),
+        (["--tasks", OWN[0], "--interventions", "{0}/wrong.json"], ["kind 'zero-head' is unknown"]),
+        (["--tasks", OWN[0], "--task-folder", "{0}/none"], ["{0}/none is not a folder"]),
+        (["--tasks", "broken", "--task-folder", "{0}/broken"], ["task broken cannot be loaded"]),
+        (["--tasks", "lacking", "--task-folder", "{0}/broken"], ["megasink[eval-long]"]),
+    ],
+)  # fmt: skip
+def test_bad_input_is_answered_before_the_model_loads(root, flags, phrases, capsys, monkeypatch):
+    opened = "megasink.analysis.capture.cli.open_transformers"
+    monkeypatch.setattr(opened, lambda *_: pytest.fail("the model is loaded"))
+    (root / "wrong.json").write_text('[{"kind": "zero-head"}]')
+    (root / "broken").mkdir(exist_ok=True)
+    broken = "task: broken\ncustom_dataset: !function items.nothing\ntest_split: test\n"
+    (root / "broken" / "broken.yaml").write_text(broken)
+    lacking = broken.replace("broken", "lacking").replace("items", "others")
+    (root / "broken" / "lacking.yaml").write_text(lacking)
+    (root / "broken" / "items.py").write_text("def nothing(**_): raise ValueError('no data')")
+    (root / "broken" / "others.py").write_text("import no_such_package_at_all")
+    (root / "out").mkdir(exist_ok=True)
+    before = sorted(root.rglob("*"))
+    capsys.readouterr()
+    lookup = socket.getaddrinfo
+    assert run(root, *(flag.replace("{0}", str(root)) for flag in flags)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("megasink: error: ")
+    for phrase in phrases:
+        assert phrase.replace("{0}", str(root)) in said
+    assert [p for p in sorted(root.rglob("*")) if "__pycache__" not in p.parts] == [
+        p for p in before if "__pycache__" not in p.parts
+    ]
+    assert socket.getaddrinfo is lookup
+
+
+def test_tasks_that_fetch_in_their_own_code_are_offline_too(tmp_path):
+    (tmp_path / "fetching.yaml").write_text(
+        "task: fetching\ncustom_dataset: !function items.fetch\ntest_split: test\n"
+    )
+    (tmp_path / "items.py").write_text(
+        "import urllib.request\n"
+        "def fetch(**_): return urllib.request.urlopen('https://example.com/data.json')\n"
+    )
+    with pytest.raises(UserError, match="fetching is not on this machine"):
+        load_tasks(["fetching"], folders=[tmp_path])
+
+
+def test_tokenizers_with_code_make_no_texts(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": "x.X"}}')
+    with pytest.raises(UserError, match="names code to run"):
+        load_tasks(["niah_single_1"], tokenizer=tmp_path)
+
+
+def test_without_lm_eval(monkeypatch):
+    monkeypatch.setattr(task_loading.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'megasink\[eval\]'"):
+        load_tasks([OWN[0]])
+
+
+def test_one_process(root, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    args = evaluate._parser(None).parse_args(
+        [f"{root}/llama", "--output", f"{root}/out", "--tasks", OWN[0], "--device", "cpu"]
+    )
+    with pytest.raises(ConfigError, match="in one process"):
+        evaluate._check(args, is_run=False)
+
+
+def test_the_same_task_twice(root):
+    both = "group: both\ntask:\n  - choice\n  - text\n"
+    (root / "tasks" / "both.yaml").write_text(both)
+    with pytest.raises(UserError, match="names choice twice"):
+        load_tasks(["choice", "both"], folders=[root / "tasks"])
+    loaded = load_tasks(["both"], folders=[root / "tasks"]).loaded
+    assert set(loaded["tasks"]) == {"choice", "text"}
+    assert len(loaded["tasks"]["choice"].test_docs()) == len(CHOICES)

@@ -1,0 +1,40 @@
+"""The one writer of results: JSON with its schema, arrays that come and go, a full disk."""
+
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from megasink.analysis.pages.results_files import write_arrays, write_json, writing
+from megasink.errors import UserError
+
+
+@dataclass
+class Found:
+    """What was found."""
+
+    rate: float
+
+
+def test_a_schema_stands_beside_the_results(tmp_path):
+    write_json(tmp_path / "found.json", Found(float("nan")))
+    assert json.loads((tmp_path / "found.json").read_text()) == {"rate": None}
+    schema = json.loads((tmp_path / "found.schema.json").read_text())
+    assert schema["required"] == ["rate"]
+
+
+def test_arrays_of_an_earlier_command_go(tmp_path):
+    path = tmp_path / "maps.npz"
+    write_arrays(path, {"a": np.arange(3)})
+    with np.load(path) as arrays:
+        assert arrays["a"].tolist() == [0, 1, 2]
+    write_arrays(path, {})
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_full_disk_is_told(tmp_path, kept):
+    with pytest.raises(UserError, match="No space left") as told, writing(tmp_path, kept=kept):
+        raise OSError(28, "No space left on device")
+    assert ("without measuring again" in str(told.value)) == kept

@@ -1,0 +1,90 @@
+"""The tests' side of tests/plan/hollow/server.py."""
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Self
+
+from megasink.plan.hollow import environment
+
+ROOT = Path(__file__).resolve().parents[3]
+SECONDS = 120.0
+"""Longest that a task may take; a process that starts alone takes 15 s."""
+
+
+class Server:
+    """Starts with the first task, and ends with the session."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="hollow-")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            assert self._process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+            self._process.wait()
+        self._folder.cleanup()
+
+    def run(self, task: str, **arguments: Any) -> Any:
+        """Run ``module:function`` of tests.plan.hollow with these arguments, in a fork.
+
+        Returns:
+            what it returned, through JSON.
+
+        Raises:
+            AssertionError: it ended in an error; with the end of what it printed.
+        """
+        if self._process is None:
+            self._process = self._start()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        request = {"task": task, "arguments": arguments}
+        with contextlib.suppress(BrokenPipeError):  # then there is no answer either
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            if not selector.select(SECONDS):
+                self._process.kill()  # and with it its fork
+                self._process = None
+                raise AssertionError(f"{task} took longer than {SECONDS:.0f} s: {self._said()}")
+        answer = self._process.stdout.readline()
+        assert answer, f"the server has ended: {self._said()}"
+        if answer.strip() != "0":
+            raise AssertionError(f"{task} ended with {answer.strip()}: {self._said()}")
+        return json.loads(self._path("result").read_text())
+
+    def _start(self) -> "subprocess.Popen[str]":
+        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        with self._path("log").open("w") as log:
+            return subprocess.Popen(
+                [
+                    sys.executable,
+                    "-W",
+                    "ignore",
+                    "-m",
+                    "tests.plan.hollow.server",
+                    self._folder.name,
+                ],
+                env=os.environ | own | environment(),
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+
+    def _path(self, name: str) -> Path:
+        return Path(self._folder.name, name)
+
+    def _said(self) -> str:
+        return self._path("log").read_text(errors="replace")[-4000:]

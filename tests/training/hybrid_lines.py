@@ -1,0 +1,47 @@
+"""Command lines of hybrid models: the tables of test_checks.py."""
+
+from tests.training.command_lines import MOCK, accepted, refused
+
+LAYERS = MOCK[2:]  # their number is that of the pattern
+PACKED = "--dataloader-inter-document-masking"
+DELTA_NET = f"{PACKED} --cpu --hybrid-layer-pattern GM*"
+
+REFUSED = refused(
+    LAYERS,
+    f"""
+hybrid-symbols: --hybrid-layer-pattern M-x/MM --num-layers 5
+  ! no layer is called x; there are * attention
+  ! multi-token prediction (/) is not supported
+  ! --num-layers 5, but --hybrid-layer-pattern M-x/MM has 3 layers
+hybrid-without-attention: --hybrid-layer-pattern=EE --num-experts 4
+  ! 'EE' has no attention (*), in which sinks and gates are
+hybrid-latent: --hybrid-override-pattern +-D- --num-experts 4 --moe-layer-freq 2
+  ! sinks in latent attention (+D) are not supported
+  ! --num-experts 4, but --hybrid-layer-pattern +-D- has no layer E
+  ! --hybrid-layer-pattern with --moe-layer-freq: layers with experts are those marked E
+hybrid-experts: --hybrid-layer-pattern *E|*E --lora-rank 2 --disable-bias-linear
+    --pretrained-checkpoint nowhere
+  ! has layers with experts (E), but there is no --num-experts
+  ! --hybrid-layer-pattern with --lora-rank
+  ! has 2 pipeline stages: give --pipeline-model-parallel-size, or drop |
+hybrid-stages: --hybrid-layer-pattern *-*- --pipeline-model-parallel-size 2
+    --num-virtual-stages-per-pipeline-rank 2 --use-rope-scaling
+  ! has 1 stage between |, but --pipeline-model-parallel-size is 2
+  ! with --num-virtual-stages-per-pipeline-rank: give more stages between |
+  ! with --use-rope-scaling: Megatron's HybridModel ignores it
+hybrid-recurrent: {DELTA_NET}
+  ! Mamba and gated delta-net layers with packed documents
+  ! Mamba layers (M) run on CUDA kernels alone
+  ! gated delta-net layers (G) run on a CPU only with --deterministic-mode
+""",
+)
+ACCEPTED = accepted(
+    LAYERS,
+    """
+hybrid: --hybrid-layer-pattern *-*-
+hybrid-old-name: --hybrid-override-pattern *-*- --num-layers 4
+hybrid-virtual-stages: --hybrid-layer-pattern *-|*-|*-|*- --pipeline-model-parallel-size 2
+hybrid-moe: --hybrid-layer-pattern *E --num-experts 4 --disable-bias-linear
+hybrid-delta-net: --hybrid-layer-pattern G-*- --cpu --deterministic-mode
+""",
+)

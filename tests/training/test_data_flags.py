@@ -1,0 +1,206 @@
+"""No flag of Megatron's about data is ignored: it reaches the datasets, or it is refused."""
+
+import argparse
+import dataclasses
+import json
+from argparse import Namespace
+
+import numpy as np
+import pytest
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.training.arguments import _add_data_args
+
+from megasink.errors import ConfigError
+from megasink.json_file import read_object
+from megasink.training import dataset, early
+from megasink.training.checks import data_files
+from megasink.training.early import refuse
+from tests.training.command_lines import MODEL
+
+NO_FLAG = {"drop_last_partial_validation_sequence", "add_extra_token_to_sequence"}
+# Read in other places than the datasets, each by its own line.
+ELSEWHERE = {
+    "phase_transition_iterations": "megasink/training/phases.py",
+    "mock_data": "the kind of dataset",
+    "encoder_seq_length": "another name of seq_length",
+    "num_workers": "the data loader",
+    "create_attention_mask_in_dataloader": "always off: kernels apply masks",
+    "fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix": "of --fim-data",
+    "fim_prefix_token fim_middle_token fim_suffix_token fim_pad_token": "of --fim-data",
+    "fim_eod_token": "of --fim-data",
+}
+DATA_FLAGS = _add_data_args(argparse.ArgumentParser())._actions[1:]
+
+
+@pytest.fixture
+def config_of(monkeypatch):
+    """The fields that reach the dataclass, of a command line."""
+    monkeypatch.setattr(dataset, "GPTDatasetConfig", lambda **fields: fields)
+    monkeypatch.setattr(dataset, "get_tokenizer", lambda: None)
+
+    def fields_of(args: Namespace) -> dict:
+        args.data_parallel_size = 1
+        return dataset.dataset_config(args)
+
+    return fields_of
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    return write(tmp_path / "a", [[1, 2, 3], [4, 5]])
+
+
+def write(path, documents, dtype=np.uint16):
+    builder = IndexedDatasetBuilder(f"{path}.bin", dtype=dtype)
+    for document in documents:
+        builder.add_document(np.array(document), [len(document)])
+    builder.finalize(f"{path}.idx")
+    return str(path)
+
+
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "255"]
+
+
+def problems(*flags: str) -> list[str]:
+    """What the command line is refused for before any rank starts."""
+    try:
+        refuse(early.read([*MODEL, *NULL, *flags]), 1)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def rank_problems(*flags: str) -> list[str]:
+    args = early.read([*MODEL, *NULL, *flags])
+    args.rank = 0
+    return list(data_files.problems(args))
+
+
+def test_every_field_of_upstreams_dataclass_is_given(config_of):
+    given = set(config_of(early.read([*MODEL, "--mock-data"])))
+    fields = {field.name for field in dataclasses.fields(GPTDatasetConfig) if field.init}
+    assert given == fields - NO_FLAG
+
+
+@pytest.mark.parametrize("action", DATA_FLAGS, ids=lambda action: action.dest)
+def test_every_flag_about_data_is_passed_on_or_refused(config_of, action, tmp_path, monkeypatch):
+    args = early.read([*MODEL, *NULL])
+    args.rank, args.world_size = 0, 1
+    before = config_of(args)
+    value = _other_value(action, tmp_path)
+    assert value != action.default
+    setattr(args, action.dest, value)
+    if any(action.dest in names.split() for names in ELSEWHERE):
+        return
+    if config_of(args) != before:
+        return
+    flags = [name for name in action.option_strings if name.startswith("--")]
+    refused = early.checks.early_problems(args)
+    assert any(flag in problem for flag in flags for problem in refused), refused
+
+
+def _other_value(action, folder):
+    if action.nargs == 0:
+        return action.const
+    if action.dest.endswith("_args_path"):
+        parts = folder / "parts"
+        split = '{"train": "b", "valid": null, "test": null}'
+        parts.write_text(split if "split" in action.dest else "b")
+        return str(parts)
+    if action.dest == "per_dataset_sequences_path":
+        (folder / "counts").write_text('{"b": [1, 2]}')
+        return str(folder / "counts")
+    if action.nargs == "*":
+        return ["b"]
+    return "other" if action.type in (None, str) else (action.default or 0) + 1
+
+
+def test_all_problems_of_blends_are_in_one_message(prefix, tmp_path):
+    lists = tmp_path / "parts.json"
+    split = {"train": f"1 {prefix} 0 {prefix}b", "valid": [0.5, prefix, 0.5], "test": 7}
+    lists.write_text(json.dumps(split))
+    found = problems("--per-split-data-args-path", str(lists))
+    flag = f"--per-split-data-args-path {lists}"
+    assert found == [
+        f"{flag}, train: the weight of {prefix}b is not above 0",
+        f"{flag}, train {prefix}b: {prefix}b.bin and {prefix}b.idx not found",
+        f"{flag}, valid: 0.5 is a number among 3 words that are not pairs of weight and prefix: "
+        "give every prefix a weight before it, or none",
+        f"{flag}: 'test' is neither a list of weights and prefixes nor null",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--data-args-path", "nowhere", "--split", "1,0,0"], "nowhere: no such file"),
+        (["--per-split-data-args-path", "nowhere"], "nowhere cannot be read (No such file"),
+        (["--data-path", "{}"] * 1 + ["--train-data-path", "{}"], "choose one"),
+        (["--train-data-path", "{}", "--split", "1,0,0"], "--split 1,0,0 with --train-data-path"),
+        (["--data-path"], "no training data"),
+        (["--data-path", "{}.bin"], "{0}.bin.idx not found: give the prefix of both, {0}"),
+        (["--mock-data", "--split", "0,90,10"], "--split 0,90,10 leaves no data for training"),
+        (["--valid-data-path", "{}"], "--valid-data-path alone leaves no data for training"),
+        (["--data-path", "2", "{}", "x", "{}"], "2 is a number among 4 words"),
+        (["--data-path", "nan", "{}"], "the weight of {} is not above 0"),
+        (["--data-path", "s3://bucket/a"], "s3:// data needs --object-storage-cache-path FOLDER"),
+        (["--data-path", "{}", "--object-storage-cache-path", "c"], "--object-storage-cache-path"),
+        (["--data-path", "{}", "--mask-prob", "0.3"], "--mask-prob: Megatron's GPT datasets ign"),
+        (["--train-data-path", "{}", "--dataloader-fast-cache-load"], "needs --data-cache-path"),
+        (["--data-path", "{}", "--per-dataset-sequences-path", "no"], "no cannot be read"),
+        (
+            ["--data-path", "{}", "--data-cache-path", "c", "--dataloader-fast-cache-load"],
+            "--dataloader-fast-cache-load with --data-path",
+        ),
+        (["--mock-data", "--dataloader-fast-cache-load"], "with --mock-data, which reads no"),
+    ],
+)
+def test_what_is_refused_at_the_command_line(prefix, flags, says):
+    found = problems(*(flag.format(prefix) for flag in flags))
+    assert any(says.format(prefix) in problem for problem in found), found
+
+
+def test_of_many_missing_data_sets_some_are_named(tmp_path):
+    found = problems("--data-path", *(str(tmp_path / f"p{n}") for n in range(101)))
+    assert len(found) == 9
+    assert found[-1] == "--data-path: 101 of 101 datasets are not complete; the first 8 are above"
+
+
+def test_counts_of_sequences_are_compared_with_the_index(prefix, tmp_path):
+    counts = tmp_path / "counts.json"
+    flags = ["--train-data-path", prefix, "--per-dataset-sequences-path", str(counts)]
+    counts.write_text(json.dumps({prefix: [2, 3]}))
+    assert rank_problems(*flags) == []
+    counts.write_text(json.dumps({prefix: [3, 4]}))
+    (problem,) = rank_problems(*flags)
+    assert "has 2 sequences, 3 document boundaries and tokens of uint16, not 3 sequ" in problem
+    # Megatron takes the type of the tokens from the vocabulary then, not from the header.
+    write(tmp_path / "a", [[1, 2, 3], [4, 5]], np.int32)
+    counts.write_text(json.dumps({prefix: [2, 3]}))
+    (problem,) = rank_problems(*flags)
+    assert "tokens of int32, not 2 sequences, 3 document boundaries and tokens of uint16" in problem
+    counts.write_text("{}")
+    (problem,) = problems(*flags)
+    assert f"has no pair of sequences and document boundaries for {prefix}" in problem
+    assert read_object(counts) == {}
+
+
+def test_a_part_without_a_token_is_refused(tmp_path):
+    empty = write(tmp_path / "empty", [[], []])
+    (problem,) = rank_problems("--train-data-path", empty)
+    assert problem == f"--train-data-path {empty}: none of its 2 documents has a token"
+
+
+def test_contents_are_read_once_per_job_and_the_tokenizer_is_hashed_once(monkeypatch, prefix):
+    args = early.read([*MODEL, *NULL, "--data-path", prefix, "--split", "1,0,0"])
+    monkeypatch.setattr(data_files, "data_problem", lambda *_: pytest.fail("read"))
+    args.rank = 1
+    assert list(data_files.problems(args)) == []
+    # Presence is looked at by one rank of each node.
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert problems("--data-path", "nowhere") == []
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("RANK", "8")
+    (problem,) = problems("--data-path", "nowhere")
+    assert "nowhere.bin and nowhere.idx not found on " in problem

@@ -1,0 +1,172 @@
+"""`megasink train` with two ranks: told to stop, then robbed of one, then to the end to the bit."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import forkserver
+from tests.forkserver import HANG_SECONDS
+from tests.runs import resumed_from
+from tests.training.six_steps import FLAGS
+
+STEPS = 100
+LONG = [*FLAGS, "--train-iters", str(STEPS), "--save-interval", "20", "--num-workers", "1"]
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    nursery = forkserver.nested()
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture
+def start(nursery, tmp_path):
+    """Start the launcher; nothing of it is left after the test."""
+    begun = []
+
+    def run(*flags, stdout=None):
+        stderr = tmp_path / f"stderr-{len(begun)}"
+        begun.append(stderr)
+        argv = ["megasink.cli", "train", *flags]
+        return nursery.start(argv, stdout=stdout, stderr=stderr, tree=True), stderr
+
+    yield run
+    for process in nursery.left():
+        process.kill()
+
+
+def ranks_of(launcher):
+    """The ranks: children of torchrun, which is the child of the launcher; leaders of sessions."""
+    (torchrun,) = psutil.Process(launcher).children()
+    return sorted(
+        (child for child in torchrun.children() if os.getsid(child.pid) == child.pid),
+        key=lambda child: child.pid,
+    )
+
+
+def gone(nursery):
+    """Whether everything has ended, soon: less than any timeout of torch or torchrun."""
+    deadline, empty = time.monotonic() + 100, 0
+    while empty < 5 and time.monotonic() < deadline:
+        # A single look misses processes whose parent has ended while it was made.
+        empty = 0 if nursery.left() else empty + 1
+        time.sleep(0.05)
+    return empty == 5
+
+
+def steps(run):
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    lines = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [line for line in lines if "lm_loss" in line]
+
+
+def wait_for_step(nursery, run, number, errors):
+    deadline = time.monotonic() + HANG_SECONDS
+    while not (trained := steps(run)) or trained[-1]["iteration"] < number:
+        assert nursery.left(), errors.read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def last_line(errors):
+    (line,) = [line for line in errors.read_text().splitlines() if line.startswith("megasink: ")]
+    return line
+
+
+def test_sigterm_then_a_killed_rank_then_the_end(start, nursery, pool, tmp_path):
+    run, whole = tmp_path / "run", tmp_path / "whole"
+
+    process, errors = start("--ranks", "2", "--run-dir", str(run), *LONG)
+    wait_for_step(nursery, run, 25, errors)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(HANG_SECONDS) == 128 + signal.SIGTERM
+    stopped = re.search(
+        r"stopped by SIGTERM; resume from step (\d+) with: (.*)", errors.read_text()
+    )
+    saved = int(stopped[1])
+    assert saved >= 25
+    assert steps(run)[-1]["iteration"] == saved  # no step is lost
+    assert stopped[2] == f"megasink train --run-dir {run} --resume"
+
+    assert not (run / "lease.json").exists()
+
+    process, errors = start("--run-dir", str(run), "--resume")  # with as many ranks again
+    newest = (saved // 20 + 1) * 20
+    wait_for_step(nursery, run, newest + 5, errors)  # not while it is written
+    ranks_of(process.pid)[1].send_signal(signal.SIGKILL)
+    # The other rank does not wait for --distributed-timeout-minutes.
+    assert process.wait(300) == 2
+    error = last_line(errors)
+    assert "rank 1 was killed by SIGKILL" in error
+    assert f"resume from step {newest} with: megasink train" in error
+    assert gone(nursery)
+    assert not (run / "lease.json").exists()
+
+    for folder, flags in ((run, ["--resume"]), (whole, [])):
+        pool.train([*LONG, "--run-dir", str(folder), *flags], 2)
+    assert resumed_from(run) == [None, saved, newest]
+    names = ("iteration", "lm_loss", "balance_loss", "grad_norm")
+    found, expected = ([[s[name] for name in names] for s in steps(f)] for f in (run, whole))
+    assert len(expected) == STEPS
+    assert found == expected
+
+
+def test_when_the_launcher_is_killed_all_ends_within_seconds(start, nursery, tmp_path):
+    process, errors = start("--ranks", "2", "--run-dir", str(tmp_path / "run"), *LONG)
+    wait_for_step(nursery, tmp_path / "run", 2, errors)
+    process.kill()
+    assert process.wait(HANG_SECONDS) == -signal.SIGKILL
+    assert gone(nursery), [(p.pid, p.ppid(), p.name(), p.threads()) for p in nursery.left()]
+
+
+@pytest.mark.parametrize("moment", ["start", "torchrun", "ranks"])
+def test_ctrl_c_in_a_start_ends_it_at_once(start, nursery, tmp_path, moment):
+    """A terminal's Ctrl-C: to all that the launcher has in its own process group."""
+    process, errors = start("--ranks", "2", "--run-dir", str(tmp_path / "run"), *LONG)
+
+    def reached():
+        if moment == "start":  # it catches SIGHUP
+            return int(re.search(r"SigCgt:\s(\w+)", status.read_text())[1], 16) & 1
+        torchrun = psutil.Process(process.pid).children()
+        return torchrun if moment == "torchrun" else torchrun and torchrun[0].children()
+
+    status = Path(f"/proc/{process.pid}/status")
+    deadline = time.monotonic() + HANG_SECONDS
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(300) == 128 + signal.SIGINT
+    assert last_line(errors).startswith("megasink: stopped by SIGINT")
+    assert gone(nursery), nursery.left()
+
+
+def test_a_closed_terminal_saves_the_step(start, nursery, tmp_path):
+    run = tmp_path / "run"
+    ours, theirs = os.openpty()
+    flags = ("--ranks", "2", "--run-dir", str(run), *LONG)
+    process, errors = start(*flags, stdout=Path(os.ttyname(theirs)))
+    os.close(theirs)
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, ours)
+        os.set_blocking(ours, False)
+        deadline = time.monotonic() + HANG_SECONDS
+        while not steps(run) and time.monotonic() < deadline:
+            with contextlib.suppress(BlockingIOError, OSError):
+                os.read(ours, 1 << 16)
+            assert nursery.left(), errors.read_text()
+            time.sleep(0.05)
+    assert process.wait(300) == 128 + signal.SIGHUP
+    saved = steps(run)[-1]["iteration"]
+    (log,) = run.glob("logs/*/launcher.log")  # nobody could read it elsewhere
+    assert f"megasink: stopped by SIGHUP; resume from step {saved} with: " in log.read_text()
+    assert gone(nursery), nursery.left()

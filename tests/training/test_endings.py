@@ -1,0 +1,34 @@
+"""Which rank reports an error that every rank meets."""
+
+import pytest
+
+from tests.forkserver import server
+
+# Rank 0 may be slower to meet the error than the others.
+RANKS = """
+import os, sys, time
+from megasink.errors import UserError
+from megasink.training import endings, pretrain
+rank = os.environ["RANK"]
+def fail(argv):
+    time.sleep(2.0 if rank == "0" else 0.0)
+    if rank in sys.argv[1]:
+        raise UserError("the data is one document")
+    time.sleep(60.0)
+pretrain.pretrain = fail
+pretrain.early.refuse = lambda *_: None
+if sys.argv[1] == "1":
+    pretrain.wait_for_rank_0 = lambda: endings.wait_for_rank_0(0.5)
+pretrain.main([])
+"""
+
+
+@pytest.mark.parametrize("failing", ["01", "1"])
+def test_an_error_is_reported_whichever_rank_is_first(failing, tmp_path):
+    """Both ranks meet it, the second one earlier; or only the second one does."""
+    entry = tmp_path / "entry.py"
+    entry.write_text(RANKS)
+    torchrun = ["torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    result = server().run([*torchrun, str(entry), failing], tree=True)
+    assert result.returncode == 1
+    assert result.stderr.count("megasink: error: the data is one document") == 1, result.stderr

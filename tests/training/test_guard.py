@@ -1,0 +1,118 @@
+"""What a rank does not wait for, in a process that stands for a rank."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.distributed.pool import ROOT
+
+BOUNDED = """
+with guard.bounded("handing over", 1.0):
+    time.sleep(100)
+"""
+STOPPED = """
+command = [sys.executable, "-S", "-c", "import time; time.sleep(100)"]
+helper = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+os.kill(helper.pid, signal.SIGSTOP)
+guard.timeout = 1.0
+with guard.helping(lambda: helper.pid, "the writer"):
+    time.sleep(100)
+"""
+PARENT = """
+if os.fork():
+    time.sleep(1)
+    os._exit(0)
+guard.start()
+time.sleep(100)
+"""
+WAITING = """
+stop.listen()
+stop.Told.run_dir = Path("r")
+print("listening", flush=True)
+lock = threading.Lock()
+lock.acquire()
+lock.acquire()
+"""
+LONG_STEP = """
+stop.STEP_SECONDS = 0.3
+stop.listen()
+stop.Told.run_dir, stop.Told.step = Path(sys.argv[1]), int(sys.argv[2]) or None
+stop.training_begins(signal.SIGTERM)
+stop.Told.phase = "training"
+print("listening", flush=True)
+time.sleep(2)
+print("the step is done", stop.Told.signal, flush=True)
+"""
+PREFIX = """
+import os, signal, subprocess, sys, threading, time
+from pathlib import Path
+from megasink.training import stop
+from megasink.training.guard import guard
+"""
+
+
+def start(body, *arguments):
+    return subprocess.Popen(
+        [sys.executable, "-c", PREFIX + body, *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "RANK": "0"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("guard.start()" + BOUNDED, "handing over took longer than 1 s"),
+        ("guard.start()" + STOPPED, "is stopped (kill -CONT "),
+    ],
+)
+def test_a_wait_without_end_ends_in_one_line(body, words):
+    process = start(body)
+    _, errors = process.communicate(timeout=1200)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # the helper
+    assert process.returncode == 2
+    (line,) = errors.splitlines()
+    assert line.startswith("megasink: error: rank 0 ended: ")
+    assert words in line
+
+
+def test_a_rank_ends_when_what_started_it_has_gone():
+    process = start(PARENT)
+    _, errors = process.communicate(timeout=1200)  # until the last has closed its error stream
+    assert "is gone; " in errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_a_rank_that_waits(number):
+    """The main thread is not needed for it."""
+    process = start(WAITING)
+    assert process.stdout.readline() == "listening\n"
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=1200)
+    assert process.returncode == 128 + number
+    (line,) = errors.splitlines()
+    assert line.startswith(f"megasink: stopped by {number.name} while starting; no checkpoint")
+
+
+@pytest.mark.parametrize(("step", "is_lost"), [("0", False), ("4", False), ("5", True)])
+def test_a_signal_ends_a_long_step_unless_an_earlier_one_would_be_lost(tmp_path, step, is_lost):
+    """The first step of a run, the first after the checkpoint of step 4, the second after it."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
+    process = start(LONG_STEP, str(tmp_path), step)
+    assert process.stdout.readline() == "listening\n"
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=1200)
+    assert output == ("the step is done 15\n" if is_lost else "")
+    assert process.returncode == (0 if is_lost else 128 + signal.SIGTERM)
+    assert is_lost or errors.startswith(
+        "megasink: stopped by SIGTERM while training; resume from step 4 with: "
+    )

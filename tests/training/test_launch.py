@@ -1,0 +1,269 @@
+"""What the launcher works out by itself."""
+
+import argparse
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from megasink.errors import UserError
+from megasink.flags import escaped
+from megasink.run_options import OPTIONS
+from megasink.training import early, last_start, launch
+from megasink.training.lease import Lease
+from megasink.training.metrics_file import NewLines
+from tests.training.command_lines import MOCK
+
+
+def test_ranks_follow_the_layout():
+    assert early.default_ranks(early.read(["--cpu"])) == 1
+    flags = ["--cpu", "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size=3"]
+    assert early.default_ranks(early.read(flags)) == 6
+    assert early.default_ranks(early.read([*flags, "--context-parallel-size=2"])) == 12
+
+
+def test_the_last_value_of_a_flag_counts():
+    flags = ["--train-iters", "5", "--lr", "1", "--train-iters=9"]
+    assert early.read(flags).train_iters == 9
+    assert early.read(["--lr", "5"]).train_iters is None
+
+
+def test_resume_repeats_the_flags_of_the_last_start(tmp_path):
+    commands = [
+        ["x.py", "--run-dir", "r", "--num-layers", "1"],
+        ["x.py", "--run-dir", "r", "--num-layers", "2", "--resume"],
+    ]
+    (tmp_path / "starts.jsonl").write_text(
+        "".join(json.dumps({"command": c}) + "\n" for c in commands)
+    )
+    assert last_start.flags_of_last_start(tmp_path) == ["--num-layers", "2"]
+    assert last_start.flags_of_last_start(tmp_path / "nothing") == []
+
+
+def write_start(folder, command, **ranks):
+    line = {"command": ["x.py", "--run-dir=r", *command], **ranks}
+    (folder / "starts.jsonl").write_text(json.dumps(line) + "\n" + '{"command": ["cut')
+    (folder / "metrics.jsonl").write_text('{"iteration": 1}\n')
+
+
+def test_resume_auto_is_no_flag_of_the_last_start(tmp_path):
+    write_start(tmp_path, ["--lr", "1", "--resume", "auto", "--seed", "2", "--resume=auto"])
+    assert last_start.flags_of_last_start(tmp_path) == ["--lr", "1", "--seed", "2"]
+    # The same line once more does not grow.
+    assert last_start.flags_of_last_start(tmp_path, ["--lr", "1", "--seed", "2"]) == []
+    assert last_start.flags_of_last_start(tmp_path, ["--seed", "2"]) == ["--lr", "1"]
+    assert last_start.flags_of_last_start(tmp_path, ["--lr", "3"]) == ["--lr", "1", "--seed", "2"]
+    (tmp_path / "metrics.jsonl").unlink()  # it failed at step 1: the corrected line stands alone
+    assert last_start.flags_of_last_start(tmp_path, ["--lr", "3"]) == []
+
+
+def test_auto_says_from_where(tmp_path, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(launch, "launch", lambda *given: started.append(given) or 0)
+    assert (
+        launch.main(["--run-dir", str(tmp_path / "run"), *MOCK, "--cpu", "--resume", "auto"]) == 0
+    )
+    assert "no intact checkpoint, starting at step 0" in capsys.readouterr().out
+    assert started == [([*MOCK, "--cpu", "--resume", "auto"], tmp_path / "run", 1, 4)]
+
+
+@pytest.mark.parametrize("how", [["--resume"], ["--resume", "auto"]])
+def test_a_resume_names_the_damaged_checkpoints_that_it_skips(tmp_path, monkeypatch, capsys, how):
+    monkeypatch.setattr(launch, "launch", lambda *_: 0)
+    monkeypatch.setattr(last_start, "newest_intact", lambda _: (30, {40: "a.distcp is missing"}))
+    write_start(tmp_path, MOCK)
+    (tmp_path / "config.json").write_text('{"arguments": {}}')
+    (tmp_path / "checkpoints" / "iter_0000030").mkdir(parents=True)
+    assert launch.main(["--run-dir", str(tmp_path), *MOCK, "--cpu", *how]) == 0
+    said = "continuing from step 30; the checkpoint of step 40 is damaged: a.distcp is missing"
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_resume_asks_for_the_folder():
+    for flags in (["--resume"], ["--resume", "auto"]):
+        with pytest.raises(UserError, match="--resume needs --run-dir"):
+            launch.main(["--cpu", *flags])
+
+
+def test_resume_starts_as_many_ranks_as_the_run_had(tmp_path):
+    def ranks(*flags):
+        return last_start.ranks_of_last_start(tmp_path, early.read(["--cpu", *flags]))
+
+    assert ranks() is None
+    write_start(tmp_path, [], world_size=4, local_world_size=4)
+    assert ranks() == 4
+    assert ranks("--tensor-model-parallel-size", "2") == 4
+    assert ranks("--tensor-model-parallel-size", "3") is None
+    write_start(tmp_path, [], world_size=4)  # of a version that did not write the other
+    assert ranks() == 4
+    write_start(tmp_path, [], world_size=16, local_world_size=8)  # two nodes
+    assert ranks() is None
+
+
+@pytest.mark.parametrize("flags", [[], ["--resume"], ["--resume", "auto"]])
+def test_a_second_trainer_is_refused_before_it_starts(flags, tmp_path):
+    first = Lease(tmp_path / "run")
+    (tmp_path / "run" / "config.json").write_text('{"arguments": {}}')
+    if flags != []:
+        (tmp_path / "run" / "checkpoints" / "iter_0000002").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=r"is in use by another trainer \(process ") as error:
+        launch.main(["--run-dir", str(tmp_path / "run"), "--cpu", *MOCK, *flags])
+    assert len(str(error.value).splitlines()) == 1
+    assert sorted(tmp_path.rglob("*")) == before
+    first.release()
+
+
+def test_each_line_is_read_once_and_only_when_it_is_whole(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    new_lines = NewLines(path)
+    assert new_lines() == []
+    path.write_text('{"iteration": 1}\n{"iterat')
+    assert new_lines() == [{"iteration": 1}]
+    with path.open("a") as file:
+        file.write('ion": 2}\n')
+    assert new_lines() == [{"iteration": 2}]
+    assert NewLines(path)() == []
+
+
+def test_a_line_that_a_kill_broke_is_passed_over(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    new_lines = NewLines(path)
+    path.write_text('{"iteration": 1}\n{"iterat{"iteration": 2}\n{"iteration": 3}\n')
+    assert [line["iteration"] for line in new_lines()] == [1, 3]
+
+
+def test_lines_after_the_steps_that_a_resume_drops_are_new(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"iteration": i}) + "\n" for i in range(1, 6)))
+    new_lines = NewLines(path)
+    path.write_text("".join(json.dumps({"iteration": i}) + "\n" for i in range(1, 3)))
+    assert new_lines() == []
+    with path.open("a") as file:
+        file.write('{"iteration": 3}\n')
+    assert new_lines() == [{"iteration": 3}]
+
+
+def test_a_folder_that_cannot_be_made_is_refused_in_one_line():
+    """Others that are refused: tests/mistakes.py."""
+    with pytest.raises(UserError, match="run") as error:
+        launch.main(["--run-dir", "/proc/run", "--cpu", *MOCK])
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_help_lists_our_own_flags_with_their_defaults(capsys):
+    with pytest.raises(SystemExit) as stop:
+        launch.main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for options in OPTIONS:
+        for field in dataclasses.fields(options):
+            assert f"  --{field.name.replace('_', '-')} " in text.replace("\n", " \n")
+    assert "Default: sink." in text
+    assert "--ranks" in text
+
+
+@pytest.mark.parametrize("text", ["50%", "100% of 5% d", "%)", "%(default)s of 3%", "%%", "5 %s"])
+def test_a_help_text_may_hold_a_percent_sign(text):
+    parser = argparse.ArgumentParser(prog="x")
+    parser.add_argument("--a", default=7, help=escaped(text))
+    shown = parser.format_help().replace("\n", " ")
+    assert text.replace("%(default)s", "7").replace("%%", "%") in shown
+
+
+def test_a_refused_flag_costs_no_import_of_megatron():
+    program = (
+        "import sys, megasink.cli as c;"
+        "code = c.main(['train', '--recipe', 'p0-2b', '--run-dir', 'nowhere', '--lr']);"
+        "print(code, sorted({'torch', 'megatron', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "2 []\n"
+    assert "--lr needs a value" in done.stderr
+
+
+def log(folder, rank, text):
+    (folder / str(rank)).mkdir(parents=True)
+    (folder / str(rank) / "stderr.log").write_text(text)
+
+
+FAILURES = """
+[0]:
+  time      : 2026-01-01_00:00:00
+  host      : here
+  rank      : 0 (local_rank: 0)
+  exitcode  : {} (pid: 100) {}
+Root Cause (first observed failure):
+[1]:
+  rank      : 3 (local_rank: 3)
+  exitcode  : {} (pid: 103)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (FAILURES.format(1, "", -9), "rank 3 was killed by SIGKILL (out of memory?"),
+        (FAILURES.format(-15, "", -11), "rank 3 was killed by SIGSEGV"),
+        # torchrun kills ranks that do not end when another one has failed.
+        ("Unable to shutdown process 100 via SIGTERM\n" + FAILURES.format(-9, "", 1), None),
+        (FAILURES.format(-15, "", 1), None),
+        ("", None),
+    ],
+)
+def test_the_rank_that_a_signal_ended_is_named(text, expected, tmp_path):
+    (tmp_path / "torchrun.log").write_text(text)
+    found = launch._killed(tmp_path)
+    assert found is expected if expected is None else found.startswith(expected)
+
+
+class Ended:
+    """Ranks that have ended."""
+
+    def __init__(self, *told):
+        self.told, self.pressed_again = list(told), told.count(signal.SIGINT) > 1
+
+
+@pytest.mark.parametrize(
+    ("told", "stderr", "code", "expected", "exit_code"),
+    [
+        ([], "", -9, "torchrun was killed by SIGKILL; no checkpoint was saved yet", None),
+        ([15], "", 1, "stopped by SIGTERM; no checkpoint was saved yet", 143),
+        ([2, 2], "", -9, "stopped by SIGINT twice; no checkpoint", 130),
+        ([1], "megasink: error: no room\n", 1, "stopped by SIGHUP; no room", 129),
+        ([], "megasink: stopped by SIGTERM after\n", 1, "stopped by SIGTERM (sent to a rank)", 143),
+        ([], "megasink: error: no room\n", 1, "no room", None),
+        (
+            [],
+            "x\nmegasink: error: 2 problems:\n  1. a\n  2. b\n",
+            1,
+            "2 problems:\n  1. a\n  2",
+            None,
+        ),
+        ([], "fine\n", -3, "torchrun was killed by SIGQUIT", None),
+        ([], "fine\n", 3, "the ranks ended with exit code 3; logs in ", None),
+    ],
+)
+def test_why_ranks_ended_is_one_line(told, stderr, code, expected, exit_code, tmp_path):
+    (tmp_path / "torchrun.log").write_text("")
+    log(tmp_path, 0, stderr)
+    failure = launch._failure(Ended(*told), tmp_path, tmp_path, code)
+    assert str(failure).startswith(expected)
+    assert getattr(failure, "exit_code", None) == exit_code
+
+
+def test_a_traceback_is_its_last_line_and_where_to_go_on(tmp_path):
+    """It counts more than what torchrun told the other ranks then."""
+    (tmp_path / "torchrun.log").write_text("")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("40")
+    log(tmp_path, 0, "megasink: stopped by SIGTERM while building the data sets\n")
+    log(
+        tmp_path, 1, "Traceback (most recent call last):\n  File x\n[rank1]: ValueError: 3 is odd\n"
+    )
+    message = str(launch._failure(Ended(), tmp_path, tmp_path, 1))
+    assert message.startswith("rank 1 failed: ValueError: 3 is odd (log: ")
+    assert "stderr.log); resume from step 40 with: megasink train --run-dir" in message

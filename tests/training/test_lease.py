@@ -1,0 +1,243 @@
+"""Who may write to a run folder: one trainer, and after its death the next."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from megasink.errors import UserError
+from megasink.training import lease
+from megasink.training.lease import LEASE, Lease, clear, wait_until_expired
+from tests.distributed.pool import ROOT
+
+
+@pytest.fixture
+def process(tmp_path):
+    """Run Python that holds a lease of tmp_path; what it said and its exit code."""
+
+    def run(text, signal=0):
+        head = f"""
+            import os, signal, sys, time
+            from pathlib import Path
+            from megasink.training import lease
+            folder = Path({str(tmp_path)!r})
+        """
+        code = textwrap.dedent(head) + textwrap.dedent(text)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.returncode, done.stderr
+
+    return run
+
+
+def owner(folder):
+    return json.loads((folder / LEASE).read_text())
+
+
+def elsewhere(folder, age=0.0):
+    """A lease of another host, touched so many seconds ago."""
+    path = folder / LEASE
+    path.write_text(json.dumps({"host": "node\x1b7", "pid": 4711, "since": "then", "token": "t"}))
+    then = time.time() - age
+    os.utime(path, (then, then))
+
+
+def left(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_second_is_refused_in_one_line_that_names_the_first(tmp_path):
+    first = Lease(tmp_path / "run")
+    for attempt in (Lease, wait_until_expired):
+        with pytest.raises(UserError) as refused:
+            attempt(tmp_path / "run")
+        (line,) = str(refused.value).splitlines()
+        assert f"process {os.getpid()} on {owner(tmp_path / 'run')['host']}" in line
+        assert "in use by another trainer" in line
+    first.release()
+    first.release()
+    assert left(tmp_path / "run") == []
+    Lease(tmp_path / "run").release()
+
+
+def test_a_killed_owner_of_this_host_is_followed_at_once(tmp_path, process):
+    code, _ = process("lease.Lease(folder); os.kill(os.getpid(), signal.SIGKILL)")
+    assert code == -9
+    assert left(tmp_path) == [LEASE]
+    Lease(tmp_path, say=pytest.fail).release()
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ValueError"])
+def test_an_owner_that_ends_leaves_no_lease(tmp_path, process, end):
+    code, _ = process(f"lease.Lease(folder)\nif os.fork() == 0: sys.exit(0)\nos.wait()\n{end}")
+    assert code == {"": 0, "sys.exit(3)": 3}.get(end, 1)
+    assert left(tmp_path) == []
+
+
+def test_a_child_of_the_owner_gives_nothing_back(tmp_path):
+    held = Lease(tmp_path)
+    child = os.fork()
+    if child == 0:
+        held.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert left(tmp_path) == [LEASE]
+    held.release()
+
+
+def test_another_process_of_the_same_number_is_not_the_owner(tmp_path):
+    held = Lease(tmp_path)
+    of_before = owner(tmp_path) | {"started": owner(tmp_path)["started"] - 1, "token": "before"}
+    held.release()
+    (tmp_path / LEASE).write_text(json.dumps(of_before))
+    Lease(tmp_path, say=pytest.fail).release()
+
+
+def test_a_container_with_its_own_processes_is_another_host(tmp_path, monkeypatch):
+    held = Lease(tmp_path)
+    inside = owner(tmp_path) | {"namespace": "pid:[1]", "pid": 1, "token": "inside"}
+    held.release()
+    (tmp_path / LEASE).write_text(json.dumps(inside))
+    monkeypatch.setattr(lease, "EXPIRY_SECONDS", 0.5)
+    said = []
+    Lease(tmp_path, said.append).release()
+    assert len(said) == 1
+
+
+def test_a_lease_of_another_host_expires_and_the_wait_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease, "_SAY_SECONDS", 1.0)
+    monkeypatch.setattr(lease, "EXPIRY_SECONDS", 103.0)
+    elsewhere(tmp_path, age=100)
+    said, slept = [], []
+    clock = SimpleNamespace(**vars(time) | {"monotonic": lambda: sum(slept), "sleep": slept.append})
+    monkeypatch.setattr(lease, "time", clock)
+    held = Lease(tmp_path, said.append)
+    assert sum(slept) == pytest.approx(3, abs=1)
+    assert 2 <= len(said) <= 4
+    assert "leased to process 4711 on node\\x1b7" in said[0]
+    assert "continuing in 3 s" in said[0] or "continuing in 2 s" in said[0]
+    assert owner(tmp_path)["pid"] == os.getpid()
+    held.release()
+    elsewhere(tmp_path, age=200)
+    Lease(tmp_path, say=pytest.fail).release()
+
+
+@pytest.mark.parametrize("sign", ["beat", "successor"])
+def test_a_sign_of_life_from_another_host_refuses(tmp_path, sign):
+    elsewhere(tmp_path)
+
+    def show():
+        time.sleep(1)
+        if sign == "successor":
+            (tmp_path / "new").write_text(json.dumps({"host": "third", "pid": 1, "token": "u"}))
+            (tmp_path / "new").rename(tmp_path / LEASE)
+        os.utime(tmp_path / LEASE)
+
+    other = threading.Thread(target=show)
+    other.start()
+    with pytest.raises(UserError, match="in use by another trainer"):
+        Lease(tmp_path, say=lambda line: None)
+    other.join()
+    assert owner(tmp_path)["token"] == ("t" if sign == "beat" else "u")
+
+
+def test_one_of_many_takes_an_expired_lease_over(tmp_path):
+    def attempt():
+        barrier.wait()
+        try:
+            held.append(Lease(tmp_path))
+        except UserError:
+            refused.append(1)
+
+    for _ in range(30):
+        elsewhere(tmp_path, age=1000)
+        held, refused, barrier = [], [], threading.Barrier(8)
+        threads = [threading.Thread(target=attempt) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (len(held), len(refused)) == (1, 7)
+        assert owner(tmp_path) == held[0]._owner
+        held[0].release()
+        assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize("answer", [FileExistsError, PermissionError])
+def test_file_systems_that_answer_otherwise(tmp_path, monkeypatch, answer):
+    """NFS may say of a link that it made that it exists; others have no links."""
+    link = os.link
+
+    def made_and_denied(source, target):
+        if answer is FileExistsError:
+            link(source, target)
+        raise answer
+
+    monkeypatch.setattr(os, "link", made_and_denied)
+    held = Lease(tmp_path)
+    assert left(tmp_path) == [LEASE]
+    assert owner(tmp_path) == held._owner
+    if answer is PermissionError:
+        with pytest.raises(UserError, match="in use"):
+            Lease(tmp_path)
+    held.release()
+
+
+def test_the_owner_beats(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.05)
+    held = Lease(tmp_path)
+    os.utime(tmp_path / LEASE, (0, 0))
+    deadline = time.monotonic() + 300
+    while (tmp_path / LEASE).stat().st_mtime < 1e9:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    (tmp_path / LEASE).unlink()  # by somebody who tidies up: it is made again
+    while not (tmp_path / LEASE).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    held.release()
+    assert left(tmp_path) == []
+
+
+def test_an_owner_whose_lease_was_taken_over_ends(tmp_path, process):
+    code, errors = process("""
+        lease.BEAT_SECONDS = 0.1
+        lease.Lease(folder)
+        (folder / "new").write_text('{"host": "third", "pid": 9, "since": "now", "token": "u"}')
+        (folder / "new").rename(folder / "lease.json")
+        time.sleep(60)
+    """)
+    assert code == 2
+    (line,) = errors.splitlines()
+    assert line.startswith("megasink: error: ")
+    assert "was taken over by process 9 on third, since now" in line
+    assert owner(tmp_path)["token"] == "u"
+
+
+def test_what_a_killed_rank_left_is_cleared(tmp_path, process):
+    process("lease.Lease(folder); os.kill(os.getpid(), signal.SIGKILL)")
+    clear(tmp_path)
+    clear(tmp_path)
+    assert left(tmp_path) == []
+    elsewhere(tmp_path, age=1000)
+    clear(tmp_path)
+    assert left(tmp_path) == [LEASE]
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file" / "run", "/proc/run"):
+        with pytest.raises(UserError, match=r"--run-dir .* cannot be (written|used): ") as refused:
+            Lease(type(tmp_path)(folder))
+        assert len(str(refused.value).splitlines()) == 1
