@@ -60,7 +60,6 @@ class HeadTracker:
     each of `SERIES`.
 
     Args:
-        layers, heads: L and H.
         group: All ranks of the model; None for those of the default group.
 
     Attributes:

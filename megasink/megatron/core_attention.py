@@ -121,9 +121,8 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
         if self.scatters_heads:
             rank = rank * self.cp_group.size() + self.cp_group.rank()
             self.attending = HeadObserver(config, layer_number, rank)
-        self.head_counter = HeadCounter(
-            config, layer_number, self.tp_group, self.cp_group.size(), pg_collection
-        )
+        cp = self.cp_group.size()
+        self.head_counter = HeadCounter(config, layer_number, self.tp_group, cp, pg_collection)
         self.relative_bias = position_bias(config, self.tp_group)
         self.documents: Documents | None = None
         self.frees_projection = False

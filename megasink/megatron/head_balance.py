@@ -122,8 +122,7 @@ class HeadBalance(ModelStatistics):
         # A process may build and drop many models: the hook of one must not keep it.
         this = weakref.ref(self)
 
-        # After a step of any of torch's optimizers, which Megatron's wrap: TransformerEngine's and
-        # apex's FusedAdam, Muon.
+        # After a step of any of torch's optimizers, which Megatron's (FusedAdam, Muon) wrap.
         def stepped(*_: object) -> None:
             if (balance := this()) is not None:
                 balance.optimizer_stepped()

@@ -21,7 +21,16 @@ from megasink.upstream.process import prepare_quietly
 
 GRID = "MEGASINK_GRID"
 """Variable with the process id of the grid; without it nothing is imported."""
-ROOMS = ("balance", "checkpoint", "data", "diagnostics", "layers", "probe", "report", "train")
+ROOMS = (
+    "analysis.capture",
+    "analysis.metrics",
+    "analysis.pages",
+    "balance",
+    "checkpoints",
+    "data",
+    "megatron",
+    "training",
+)
 # What Megatron, torch and we import only when it is used.
 LATE = (
     "megasink.cli",

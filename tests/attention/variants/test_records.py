@@ -25,7 +25,7 @@ from tests.documented import register_variant
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "megasink"
 # Its own call, which records are mapped to; and files that are copied beside weights.
-APART = ("variants", "attention", "convert/modeling")
+APART = ("attention", "convert/modeling")
 NAMES = {record.name for record in variants()}
 
 
