@@ -268,7 +268,7 @@ MISTAKES = {
     "compare-one-twice": ("compare {0}/run {0}/run", "a run is given twice"),
     "compare-into-a-text": (
         "compare {0}/run --output {0}/text.txt",
-        "--output {0}/text.txt exists, and is not of megasink: choose another",
+        "--output {0}/text.txt: the picture is a PNG: name it text.txt.png",
     ),
     "compare-axis": ("compare {0}/run --x time", "--x 'time' is unknown: choose step"),
     "compare-smoothing": ("compare {0}/run --smoothing 1", "--smoothing 1.0"),

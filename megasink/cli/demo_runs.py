@@ -118,7 +118,7 @@ def _sample(run: Path, console: Console) -> None:
     # speed up single tokens of so small a model.
     flags = ["--prompt", prompt, "--temperature", "0.7", "--seed", "7"]
     flags += ["--max-new-tokens", str(LENGTH - _PROMPT_LETTERS)]
-    command = [sys.executable, "-m", "megasink.cli", "generate", str(run), *flags]
+    command = [sys.executable, "-m", "megasink", "generate", str(run), *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     made = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True)
     text = made.stdout.strip()

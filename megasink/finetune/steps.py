@@ -47,7 +47,7 @@ class Step:
         if self.makes is not None and self.makes.exists():
             shutil.rmtree(self.makes)
         # A process each: one that has become a Megatron rank cannot become another.
-        ended = subprocess.run([sys.executable, "-m", "megasink.cli", *words], check=False)
+        ended = subprocess.run([sys.executable, "-m", "megasink", *words], check=False)
         if ended.returncode < 0:
             raise Stopped(-ended.returncode, f" in `megasink {words[0]}`; repeat the command")
         if ended.returncode:

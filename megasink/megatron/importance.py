@@ -124,10 +124,9 @@ class HeadCounter(StaysFloat32, LayerBalance):
     def importance_group(self) -> ProcessGroup:
         """Tensor- and context-parallel ranks; in the scope "data-parallel" also the replicas."""
         name = "tp_dp_cp" if self.config.head_balance_scope == "data-parallel" else "tp_cp"
-        groups = self._groups
-        if not hasattr(groups, name):
-            groups = ProcessGroupCollection.use_mpu_process_groups([name])
-        group: ProcessGroup = getattr(groups, name)
+        group: ProcessGroup | None = getattr(self._groups, name, None)
+        if group is None:
+            group = getattr(ProcessGroupCollection.use_mpu_process_groups([name]), name)
         ours = self._statistics.heads.group
         if ours is not None and not {*ranks_of(group)} <= {*ranks_of(ours)}:
             raise RuntimeError(

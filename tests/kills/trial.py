@@ -93,7 +93,7 @@ class Run:
         else:
             shutil.rmtree(self.folder, ignore_errors=True)
         self._starts += 1
-        argv = ["megasink.cli", "train", "--run-dir", str(self.folder), *flags]
+        argv = ["megasink", "train", "--run-dir", str(self.folder), *flags]
         files = {name: self._output(name) for name in ("stdout", "stderr")}
         return self._nursery.start(argv, tree=True, **files)
 

@@ -35,7 +35,7 @@ def start(nursery, tmp_path):
     def run(*flags, stdout=None):
         stderr = tmp_path / f"stderr-{len(begun)}"
         begun.append(stderr)
-        argv = ["megasink.cli", "train", *flags]
+        argv = ["megasink", "train", *flags]
         return nursery.start(argv, stdout=stdout, stderr=stderr, tree=True), stderr
 
     yield run

@@ -31,7 +31,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_built(tmp_path):
     ("left", "told"), [(9.9, "training takes at least 10.3 GB"), (19.0, "memory of"), (21.0, "")]
 )
 def test_what_needs_most_of_the_memory_is_said(monkeypatch, capsys, tmp_path, left, told):
-    monkeypatch.setattr(memory.platform, "is_active", lambda: True)
+    monkeypatch.setattr(memory.cpu, "is_active", lambda: True)
     monkeypatch.setattr(memory, "bytes_of_rank", lambda _: (8e9, 2e9))
     monkeypatch.setattr(memory, "available", lambda: left * 1e9)
     args = Namespace(hybrid_layer_pattern=None, fake_process_group=False)

@@ -116,14 +116,12 @@ def test_a_compiler_that_fails_is_quoted(gpu, monkeypatch, tmp_path):
             build.built.__wrapped__()
     finally:
         build._compiler.cache_clear()
-    assert list((tmp_path / "megasink/plan/hollow").iterdir()) == []
+    assert list((tmp_path / "megasink/hollow").iterdir()) == []
 
 
 def test_a_home_that_cannot_be_written_is_named(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
-    with pytest.raises(
-        UserError, match="cannot be built in /proc/none/megasink/plan/hollow: No such"
-    ):
+    with pytest.raises(UserError, match="cannot be built in /proc/none/megasink/hollow: No such"):
         build.built.__wrapped__()
 
 
