@@ -89,8 +89,8 @@ def _analyze_all(args: argparse.Namespace, steps: list[int], ranks: Ranks) -> li
 
 def _write(root: Path, analyses: Sequence[Results], name: str, links: Sequence[str] = ()) -> None:
     """Write trace.csv, trace.png and report.html."""
-    from megasink.analysis.pages.results_files import writing
     from megasink.analysis.pages.trace import trace_row, write_trace
+    from megasink.analysis.results_files import writing
 
     different = {results.run.data_sha256 for results in analyses}
     with writing(root):

@@ -76,7 +76,7 @@ SAFE = {
     ("megasink/analysis/capture/measurements.py", "allow_pickle"): ARRAYS,
     ("megasink/analysis/capture/measurements.py", "numpy.load"): ARRAYS,
     ("megasink/analysis/folder.py", "allow_pickle"): ARRAYS,
-    ("megasink/analysis/pages/results_files.py", "allow_pickle"): ARRAYS,
+    ("megasink/analysis/results_files.py", "allow_pickle"): ARRAYS,
     ("megasink/analysis/folder.py", "numpy.load"): ARRAYS,
     ("megasink/training/checked_dataset.py", "allow_pickle"): ARRAYS,
     ("megasink/training/checked_dataset.py", "numpy.load"): ARRAYS,

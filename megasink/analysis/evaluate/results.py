@@ -11,7 +11,7 @@ from rich.table import Table
 
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.evaluate.harness import TaskResults, TaskScores
-from megasink.analysis.pages.results_files import write_json, writing
+from megasink.analysis.results_files import write_json, writing
 from megasink.atomic import atomic_folder
 from megasink.printable import printable
 from megasink.typed_json import to_json

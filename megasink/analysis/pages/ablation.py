@@ -8,8 +8,8 @@ from megasink.analysis.ablate.results import AblationResults
 from megasink.analysis.pages.ablation_figures import Arrays, draw_all
 from megasink.analysis.pages.ablation_page import in_words, page
 from megasink.analysis.pages.csv_file import write_csv
-from megasink.analysis.pages.results_files import write_arrays, write_json, writing
 from megasink.analysis.pages.style import rendered
+from megasink.analysis.results_files import write_arrays, write_json, writing
 from megasink.printable import say
 
 

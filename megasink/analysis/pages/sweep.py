@@ -10,9 +10,9 @@ import numpy as np
 from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.sinks import EPSILONS
 from megasink.analysis.pages.csv_file import write_csv
-from megasink.analysis.pages.results_files import write_arrays, write_json, writing
 from megasink.analysis.pages.style import MAP, heatmap, label, panels, save, styled
 from megasink.analysis.results import SweepResults, SweepRow
+from megasink.analysis.results_files import write_arrays, write_json, writing
 from megasink.attention.definitions import SINK_EPSILON
 
 _AXES = {"length": "tokens of the text", "copies": "copies of the first token", "bos": "BOS"}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from megasink.analysis.pages.results_files import write_arrays, write_json, writing
+from megasink.analysis.results_files import write_arrays, write_json, writing
 from megasink.errors import UserError
 
 
