@@ -10,7 +10,7 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from megasink.errors import ConfigError, nearest, unknown_name
 
@@ -27,16 +27,62 @@ GONE = {
     "--fetch": _SYNC,
     "--prune": _RETAIN,
     "--keep-every": _RETAIN,
+    "--full-help": "--help-all lists every flag",
     "--preflight": "--gpu-sniff-test-interval STEPS times GPUs and links (docs/survival.md)",
 }
 """Flags that went, and what serves instead."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """`argparse.ArgumentParser` whose `parse_args` raises a ConfigError with every problem."""
+    """`argparse.ArgumentParser` whose `parse_args` raises a ConfigError with every problem.
+
+    ``--help`` starts with an example and shows the flags that `first_screen` names; the others are
+    behind ``--help-all``.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **kwargs})
+        self._example: str | None = None
+        self._first: tuple[str, ...] = ()
+
+    def first_screen(self, example: str, *flags: str) -> Self:
+        """Set what ``--help`` shows; returns the parser.
+
+        Args:
+            example: A command line that works.
+            flags: Those that most people need; none: all are shown.
+
+        Raises:
+            ValueError: a flag that the parser does not have.
+        """
+        if unknown := [flag for flag in flags if flag not in self._option_string_actions]:
+            raise ValueError(f"{self.prog} has no {', '.join(unknown)}")
+        self._example, self._first = example, flags
+        if "--help-all" not in self._option_string_actions:
+            text = "show every flag" if flags else argparse.SUPPRESS
+            self.add_argument("--help-all", action=_HelpAll, nargs=0, help=text)
+        return self
+
+    def format_help(self) -> str:
+        """Return the text of ``--help``."""
+        if self._example is None:
+            return super().format_help()
+        formatter = self._get_formatter()
+        formatter.add_usage(self._example.replace("%", "%%"), (), (), "example: ")
+        formatter.add_text(self.description)
+        of_flag = self._option_string_actions
+        first = {of_flag[flag] for flag in (*self._first, "--help-all")}
+        for group in self._action_groups:
+            actions = group._group_actions
+            if self._first:
+                actions = [a for a in actions if a in first or not a.option_strings]
+            if not actions:
+                continue
+            formatter.start_section(group.title)
+            formatter.add_text(group.description)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        return formatter.format_help()
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -95,6 +141,16 @@ def hand_parser_to(
     global _take
     _take = take
     main([])
+
+
+class _HelpAll(argparse.Action):
+    """Print the help with every flag."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        assert isinstance(parser, CommandParser)
+        parser._first = ()
+        parser.print_help()
+        parser.exit()
 
 
 class _RefusedError(Exception):

@@ -24,9 +24,8 @@ def flag_of(dest: str) -> str:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add a group of flags for each dataclass of OPTIONS."""
     for options in OPTIONS:
-        group = parser.add_argument_group(
-            f"megasink: {options.__name__}", escaped(inspect.cleandoc(options.__doc__ or ""))
-        )
+        words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", options.__name__).lower()
+        group = parser.add_argument_group(words, escaped(inspect.cleandoc(options.__doc__ or "")))
         texts, kinds = _texts(options), get_type_hints(options)
         for field in fields(options):
             flag, text = flag_of(field.name), escaped(texts[field.name])

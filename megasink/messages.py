@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megasink.errors import Stopped
+
 _PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
 # A warning is often attributed to the caller, which may be a file of ours.
 _PACKAGES = tuple(
@@ -41,7 +43,7 @@ def log_of(command: str) -> Path:
 
 @contextlib.contextmanager
 def sorting(command: str) -> Iterator[None]:
-    """Write messages of packages to the log of a command; say at the end how many, and where."""
+    """Write messages of packages to the log of a command; say where it is if the command fails."""
     global _active
     outer, of_loggers, show = _active, logging.getLoggerClass(), warnings.showwarning
     log = _active = _Log(log_of(command), show)
@@ -50,10 +52,9 @@ def sorting(command: str) -> Iterator[None]:
     warnings.showwarning = log.warning
     try:
         yield
-    finally:
-        warnings.showwarning = show
-        logging.setLoggerClass(of_loggers)
-        _active = outer
+    except (SystemExit, KeyboardInterrupt, Stopped):
+        raise
+    except BaseException:
         if log.count and os.environ.get("RANK", "0") == "0":
             s = "s" if log.count > 1 else ""
             with contextlib.suppress(OSError):  # the terminal was closed
@@ -61,6 +62,11 @@ def sorting(command: str) -> Iterator[None]:
                     f"megasink: {log.count} message{s} of other packages: {log.path}",
                     file=sys.stderr,
                 )
+        raise
+    finally:
+        warnings.showwarning = show
+        logging.setLoggerClass(of_loggers)
+        _active = outer
 
 
 class _Log:

@@ -14,7 +14,6 @@ ANALYZE = "analyze {0}/llama --data {0}/text.txt --output {0}/new/out --device c
 
 MISTAKES = {
     # The command itself.
-    "no-command": ("", "give a command: demo, data, merge-data, train"),
     "misspelt-command": ("trian --lr 1", "the command 'trian' is unknown", "did you mean train?"),
     "underscores-in-command": ("convert_to_hf a b", "did you mean convert-to-hf?"),
     "flags-before-command": ("--run-dir x train", "unknown: --run-dir"),
@@ -144,7 +143,7 @@ MISTAKES = {
         DATA + " --partition 2/8",
         "--partition 2/8: 1 of the 8 parts would have data",
     ),
-    "merge-data-nothing": ("merge-data {0}/new/text", "{0}/new/text: there is no part: make"),
+    "data-merge-nothing": ("data --merge {0}/new/text", "{0}/new/text: there is no part: make"),
     "data-nothing": ("data", "missing: INPUT, --output"),
     "data-no-tokenizer": (
         "data {0}/text.txt --output {0}/new/text",
@@ -262,16 +261,21 @@ MISTAKES = {
     "trace-no-run": ("trace {0}/runs --output {0}/new/out", "{0}/runs: no such folder"),
     "report-no-analysis": ("report {0}/llama --output {0}/new/page", "{0}/llama"),
     "report-no-output": ("report {0}/llama", "missing: --output"),
-    # plot, compare, doctor, demo
-    "plot-no-run": ("plot {0}/runs", "{0}/runs"),
-    "plot-into-nowhere": ("plot {0}/run --output {0}/text.txt/x.png", "{0}/text.txt"),
+    # compare, doctor, demo
+    "compare-no-run": ("compare {0}/runs", "{0}/runs"),
+    "compare-into-nowhere": ("compare {0}/run --output {0}/text.txt/x.png", "{0}/text.txt"),
     "compare-one-twice": ("compare {0}/run {0}/run", "a run is given twice"),
     "compare-into-a-text": (
         "compare {0}/run --output {0}/text.txt",
         "--output {0}/text.txt: the picture is a PNG: name it text.txt.png",
     ),
     "compare-axis": ("compare {0}/run --x time", "--x 'time' is unknown: choose step"),
-    "compare-smoothing": ("compare {0}/run --smoothing 1", "--smoothing 1.0"),
+    "compare-smoothing": ("compare {0}/run {0}/run --smoothing 1", "--smoothing 1.0"),
+    "compare-one-by-tokens": (
+        "compare {0}/run --x tokens",
+        "--x and --smoothing are of several",
+    ),
+    "plot-went": ("plot {0}/run", "megasink plot is gone: megasink compare RUN draws"),
     "doctor-type": ("doctor --head-dim wide", "--head-dim 'wide': give a whole number"),
     "doctor-negative": ("doctor --head-dim -4", "--head-dim -4"),
     "demo-steps": ("demo --dir {0}/new/demo --train-iters 0", "--train-iters 0"),

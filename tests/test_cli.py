@@ -1,11 +1,16 @@
 """The command line as a user meets it."""
 
 import importlib.metadata
+import os
+import re
+import subprocess
+import sys
 
 import pytest
 
 import megasink
 from megasink import cli
+from megasink.command_line import CommandParser
 from megasink.errors import ConfigError, UserError
 from megasink.upstream import versions
 
@@ -15,7 +20,48 @@ def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main([command, "--help"])
     assert stop.value.code == 0
-    assert "usage:" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    if command in ("plan", "finetune"):  # whose flags are those of training
+        assert shown.startswith("usage: ")
+    else:
+        assert shown.startswith(f"example: megasink {command}")
+        assert len(shown.splitlines()) <= (65 if command == "train" else 50)
+
+
+def test_the_other_flags_are_behind_help_all(capsys):
+    shown = []
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["analyze", flag])
+        assert stop.value.code == 0
+        shown.append(capsys.readouterr().out)
+    assert ["--positions" in text for text in shown] == [False, True]
+    assert all("--max-samples" in text for text in shown)
+
+
+def test_a_first_screen_names_flags_that_exist():
+    with pytest.raises(ValueError, match="prog has no --nothing"):
+        CommandParser(prog="prog").first_screen("prog", "--nothing")
+
+
+@pytest.mark.parametrize(("argv", "code"), [([], 2), (["--help"], 0)])
+def test_commands_stand_in_groups(argv, code, capsys):
+    assert cli.main(argv) == code
+    shown = capsys.readouterr().out
+    assert all(f"\n  {command} " in shown for command in cli.COMMANDS)
+    assert len(re.findall(r"^\S.*:$", shown, re.M)) == len(cli.GROUPS)
+    assert shown.count("start here") == 2
+
+
+def test_a_reader_that_leaves_is_no_error():
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m megasink recipes | head -1; echo ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] in ("0", "141")  # all of it may have been written before
 
 
 def test_the_version_is_the_packages():

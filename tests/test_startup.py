@@ -13,7 +13,6 @@ PATHS = {
     "demo": "--train-iters 0",
     "data": "nowhere.txt --output {0}/new --train-tokenizer 500",
     "checkpoints": "nowhere",
-    "merge-data": None,  # reads its parts with numpy
     "train": "--run-dir {0} --num-layers 2",
     "recipes": "nowhere.toml",
     "plan": "--recipe nowhere.toml",
@@ -21,7 +20,6 @@ PATHS = {
     "generate": "nowhere --prompt a",
     "convert-to-hf": "nowhere {0}/new",
     "convert-from-hf": "nowhere {0}/new",
-    "plot": "nowhere",
     "compare": "nowhere",
     "analyze": "nowhere --data nowhere.txt --output {0}/new",
     "ablate": "nowhere --data nowhere.txt --output {0}/new",

@@ -4,11 +4,12 @@ import argparse
 
 from megasink.analysis.capture.options import BOS, model_parser, problems_of, settle
 from megasink.analysis.capture.replacing import add_replacement_flags
+from megasink.command_line import CommandParser
 
 COLUMNS = 8
 
 
-def sweep_parser(description: str | None) -> argparse.ArgumentParser:
+def sweep_parser(description: str | None) -> CommandParser:
     """Return the parser of `megasink sweep`."""
     parser = model_parser("megasink sweep", description)
     parser.add_argument(

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -13,36 +14,46 @@ from megasink.command_line import CommandParser
 from megasink.errors import Stopped, UserError, unknown_name
 from megasink.extras import require_train
 
-# Each command is a module of `megasink.cli` with a ``main``, imported on demand.
-COMMANDS = {
-    "demo": "sinks form and heads collapse, with the head-balance loss and without; minutes",
-    "data": "text -> tokenizer -> Megatron .bin/.idx",
-    "merge-data": "the parts of a data set that several machines made -> one",
-    "train": "start the ranks of one node and train; every Megatron flag passes through",
-    "recipes": "list the recipes of train --recipe, or show the flags of one, or of a run",
-    "plan": "memory, communication and time of a training run on any number of GPUs, without one",
-    "checkpoints": "list and verify the checkpoints of a run",
-    "finetune": "adapt a Hugging Face model on conversations, and export it again",
-    "generate": "continue a prompt with a trained model",
-    "convert-to-hf": "a checkpoint -> a Hugging Face folder, verified",
-    "convert-from-hf": "a Hugging Face folder -> a run to train on from",
-    "plot": "draw loss, imbalance and head importance of a run",
-    "compare": "curves of several runs on one page, and a table of final numbers",
-    "analyze": "sinks, heads and hidden states of a model, as a report",
-    "ablate": "what a model loses when inactive or chosen heads are zeroed",
-    "sweep": "sinks, inactive heads and loss by length, BOS and repeated first tokens",
-    "evaluate": "scores on tasks of lm-evaluation-harness, with interventions or without",
-    "trace": "the same over the checkpoints of a run, against tokens",
-    "report": "one page about several analyses",
-    "doctor": "what is installed, the kernels that will run, and a self-test of both",
+# Group -> command -> what it does; each is a module of `megasink.cli` with a ``main``, imported on
+# demand.
+GROUPS = {
+    "look inside a model (start here: analyze)": {
+        "analyze": "sinks, heads and hidden states of a model, as a report",
+        "ablate": "what a model loses when inactive or chosen heads are zeroed",
+        "sweep": "sinks, inactive heads and loss by length, BOS and repeated first tokens",
+        "evaluate": "scores on tasks of lm-evaluation-harness, with interventions or without",
+        "report": "one page about several analyses",
+    },
+    "train one (start here: demo)": {
+        "demo": "sinks form and heads collapse, with the head-balance loss and without; minutes",
+        "data": "text -> tokenizer -> Megatron .bin/.idx",
+        "train": "start the ranks of one node and train; every Megatron flag passes through",
+        "finetune": "adapt a Hugging Face model on conversations, and export it again",
+        "generate": "continue a prompt with a trained model",
+    },
+    "follow and plan runs": {
+        "compare": "curves of one run or several on one page, and a table of final numbers",
+        "trace": "analyses of the checkpoints of a run, against tokens",
+        "checkpoints": "list and verify the checkpoints of a run",
+        "recipes": "list the recipes of train --recipe, or show the flags of one, or of a run",
+        "plan": "memory, communication and time of a run on any number of GPUs, without one",
+    },
+    "move models, and check this machine": {
+        "convert-to-hf": "a checkpoint -> a Hugging Face folder, verified",
+        "convert-from-hf": "a Hugging Face folder -> a run to train on from",
+        "doctor": "what is installed, the kernels that will run, and a self-test of both",
+    },
 }
+COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
 # Command that went -> what serves instead.
 GONE = {
     "grid": "the grid is `python -m examples.replicate.grid` in a checkout; Hydra or submitit for "
     "sweeps of your own",
+    "merge-data": "megasink data --merge PREFIX joins the parts of a data set",
+    "plot": "megasink compare RUN draws one run, too",
 }
 # These use no variant, metric or conversion target.
-WITHOUT_PLUGINS = ("demo", "data", "merge-data", "recipes", "checkpoints")
+WITHOUT_PLUGINS = ("demo", "data", "recipes", "checkpoints")
 # These always run Megatron; others need it for runs alone, and say so when they are given one.
 OF_TRAIN = ("demo", "train", "plan", "finetune", "generate", "convert-from-hf")
 # They start processes whose output, with messages of other packages, goes to logs of their own.
@@ -56,6 +67,14 @@ def main_of(command: str) -> Callable[[Sequence[str]], int]:
     return main
 
 
+def _first_screen() -> str:
+    """Return what ``megasink`` and ``megasink --help`` show: the commands, in groups."""
+    lines = ["Measure, switch off and train attention heads: sinks, gates, head balance."]
+    for group, commands in GROUPS.items():
+        lines += ["", f"{group}:", *(f"  {name:15} {text}" for name, text in commands.items())]
+    return "\n".join([*lines, "", "megasink COMMAND --help shows an example and the flags."])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; user errors print one line to stderr and exit with code 2."""
     if "_ARGCOMPLETE" in os.environ:
@@ -63,20 +82,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         complete(COMMANDS, main_of)
     argv = list(sys.argv[1:] if argv is None else argv)
-    lines = "\n".join(f"  {name:15} {text}" for name, text in COMMANDS.items())
     parser = CommandParser(
         prog="megasink",
         description="Sink and gated attention with head balancing, on Megatron-Core.",
-        epilog=f"commands:\n{lines}\n\nmegasink COMMAND --help shows its flags.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
     )
+    parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--version", action="version", version=f"megasink {megasink.__version__}")
     parser.add_argument("command", nargs="?", metavar="COMMAND")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
     try:
         args = parser.parse_args(argv)
-        if args.command is None:
-            raise UserError(f"give a command: {', '.join(COMMANDS)} (megasink --help)")
+        if args.help or args.command is None:
+            print(_first_screen())
+            return 0 if args.help else 2
         if args.command in GONE:
             raise UserError(f"megasink {args.command} is gone: {GONE[args.command]}")
         if args.command not in COMMANDS:
@@ -95,6 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"megasink: error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # a reader of the output left, such as head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as error:
         if error.filename is None:
             raise

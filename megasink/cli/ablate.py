@@ -18,7 +18,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     next one measures only what is new. torchrun shares the points.
     """
     with taking_part() as ranks:
-        args = ablate_parser(main.__doc__).parse_args(argv)
+        parser = ablate_parser(main.__doc__).first_screen(
+            "megasink ablate path/to/model --data texts.jsonl --output ablation",
+            *("--data", "--output", "--score", "--zeroed", "--heads", "--task", "--max-samples"),
+            *("--seq-length", "--device", "--overwrite"),
+        )
+        args = parser.parse_args(argv)
         is_ours = is_run(args.model)
         check_ablate(args, is_run=is_ours)
         from megasink.analysis.ablate.run import ablate

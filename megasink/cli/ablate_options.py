@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megasink.analysis.capture.options import add_sequence_flags, model_parser, problems_of, settle
 from megasink.attention.definitions import SHARES
+from megasink.command_line import CommandParser
 from megasink.errors import UserError, unknown_name
 
 SCORES = ("awft", "ahon_ln")
@@ -17,7 +18,7 @@ SEEDS = (1, 2, 3)
 PERCENTS = tuple(float(f"{100 * share:g}") for share in SHARES)
 
 
-def ablate_parser(description: str | None) -> argparse.ArgumentParser:
+def ablate_parser(description: str | None) -> CommandParser:
     """Return the parser of `megasink ablate`."""
     parser = model_parser("megasink ablate", description)
     parser.add_argument(

@@ -22,7 +22,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     the same command runs again, and torchrun shares the samples among its processes.
     """
     with taking_part() as ranks:
-        args = options.parser(description=main.__doc__).parse_args(argv)
+        parser = options.parser(description=main.__doc__).first_screen(
+            "megasink analyze path/to/model --data texts.jsonl --output look",
+            *("--data", "--output", "--max-samples", "--seq-length", "--maps", "--inputs"),
+            *("--name", "--device", "--overwrite"),
+        )
+        args = parser.parse_args(argv)
         is_ours = is_run(args.model)
         options.check(args, is_run=is_ours)
         from megasink.analysis.run import analyze

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="verify all checksums; exit code 2 if a checkpoint is damaged",
     )
     add_json(parser)
-    args = parser.parse_args(argv)
+    args = parser.first_screen("megasink checkpoints runs/mine").parse_args(argv)
     with only_json(args.json) as emit:
         return _show(_run(args.run), emit, verify=args.verify)
 

@@ -1,4 +1,4 @@
-"""``megasink compare``: the curves of several runs in one figure."""
+"""``megasink compare``: the curves of one run, or of several in one figure."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,42 +13,90 @@ from megasink.json_output import add_json, as_text
 from megasink.plugins import add_flag
 from megasink.printable import wide_console
 
+Lines = list[dict[str, Any]]
+
+SMOOTHING = 0.9
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare runs: their curves on one page, and a table of their final numbers."""
+    """Draw runs: the curves of one, or of several on one page, and a table of final numbers."""
     parser = CommandParser(prog="megasink compare", description=main.__doc__)
     add_flag(parser)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs")
-    parser.add_argument("--x", choices=("step", "tokens"), default="step", help="horizontal axis")
-    parser.add_argument("--smoothing", type=float, default=0.9, help="EMA factor, 0 to 1")
-    parser.add_argument("--output", type=Path, default=Path("compare.png"), help="PNG to write")
+    parser.add_argument("--x", choices=("step", "tokens"), help="horizontal axis (default: step)")
+    parser.add_argument(
+        "--smoothing", type=float, help=f"EMA factor, 0 to 1 (default: {SMOOTHING})"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="PNG to write (default: compare.png; of one run RUN/curves.png)"
+    )
     add_overwrite(parser)
     add_json(parser)
-    args = parser.parse_args(argv)
-    if not 0 <= args.smoothing < 1:
-        raise UserError(f"--smoothing {args.smoothing}: use 0 or more, and less than 1")
+    args = parser.first_screen("megasink compare runs/sink runs/vanilla").parse_args(argv)
+    if len(args.runs) == 1 and (args.x or args.smoothing is not None):
+        raise UserError("--x and --smoothing are of several runs: give more of them, or neither")
+    smoothing = SMOOTHING if args.smoothing is None else args.smoothing
+    if not 0 <= smoothing < 1:
+        raise UserError(f"--smoothing {smoothing}: use 0 or more, and less than 1")
     names = dict(zip(shortest_names(args.runs, "a run"), args.runs, strict=True))
     runs = {name: read_metrics(path) for name, path in names.items()}
+    if len(runs) == 1:
+        (lines,) = runs.values()
+        picture = _draw_one(args.runs[0], lines, args.output, args.overwrite)
+    else:
+        picture = args.output or Path("compare.png")
+        _draw_several(names, runs, picture, args.x or "step", smoothing, args.overwrite)
+    if args.json:
+        print(as_text({"runs": _of_runs(runs), "picture": str(picture)}))
+    else:
+        _show(runs)
+        print(f"picture: {picture}")
+    return 0
+
+
+def _draw_one(run: Path, lines: Lines, output: Path | None, overwrite: bool) -> Path:
+    from megasink.analysis.pages.curves import draw_run
+    from megasink.analysis.pages.style import comment_of
+
+    comment = None
+    if output is not None:
+        path = run.resolve()
+        comment = comment_of(output, f"compare {path.name}", [path], overwrite=overwrite)
+    return draw_run(run, output, lines, comment)
+
+
+def _draw_several(
+    names: dict[str, Path],
+    runs: dict[str, Lines],
+    output: Path,
+    x: str,
+    smoothing: float,
+    overwrite: bool,
+) -> None:
+    from megasink.analysis.pages.compare import draw_comparison
+    from megasink.analysis.pages.style import comment_of
+
+    of = [*(path.resolve() for path in names.values()), x, smoothing]
+    line = f"compare {' '.join(names)} --x {x} --smoothing {smoothing:g}"
+    comment = comment_of(output, line, of, overwrite=overwrite)
+    draw_comparison(runs, output, x=x, factor=smoothing, comment=comment)
+
+
+def _of_runs(runs: dict[str, Lines]) -> dict[str, Any]:
+    from megasink.analysis.pages.compare import summary
+
+    return {
+        name: {_key(column): value for column, value in summary(lines).items()}
+        for name, lines in runs.items()
+    }
+
+
+def _show(runs: dict[str, Lines]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from megasink.analysis.pages.compare import COLUMNS, draw_comparison, summary
-    from megasink.analysis.pages.style import comment_of
+    from megasink.analysis.pages.compare import COLUMNS, summary
 
-    of = [*(path.resolve() for path in args.runs), args.x, args.smoothing]
-    line = f"compare {' '.join(names)} --x {args.x} --smoothing {args.smoothing:g}"
-    comment = comment_of(args.output, line, of, overwrite=args.overwrite)
-    draw_comparison(runs, args.output, x=args.x, factor=args.smoothing, comment=comment)
-    if args.json:
-        told: dict[str, Any] = {
-            "runs": {
-                name: {_key(column): value for column, value in summary(lines).items()}
-                for name, lines in runs.items()
-            },
-            "picture": str(args.output),
-        }
-        print(as_text(told))
-        return 0
     table = Table(box=None)
     table.add_column("run")
     for column in (*COLUMNS, "tokens/s"):
@@ -57,8 +105,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         row = summary(lines).items()
         table.add_row(Text(name), *("-" if v is None else _text(key, v) for key, v in row))
     wide_console().print(table)
-    print(f"picture: {args.output}")
-    return 0
 
 
 def _key(column: str) -> str:

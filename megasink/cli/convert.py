@@ -10,7 +10,7 @@ from megasink.errors import UserError
 from megasink.plugins import add_flag
 
 
-def parser_of(command: str, main: Callable[..., int]) -> argparse.ArgumentParser:
+def parser_of(command: str, main: Callable[..., int]) -> CommandParser:
     parser = CommandParser(prog=f"megasink {command}", description=main.__doc__)
     parser.add_argument(
         "--verify",

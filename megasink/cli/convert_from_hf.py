@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=Path,
         help="convert an adapter in peft's format: the run folder of the model that it adapts",
     )
-    args = parser.parse_args(argv)
+    args = parser.first_screen("megasink convert-from-hf path/to/llama runs/started").parse_args(
+        argv
+    )
     if args.base is not None:
         return _adapter(args)
     if problem := _not_of_transformers(args.model):

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="of a LoRA run: write the adapter alone, in peft's format; default: the merged model",
     )
-    args = parser.parse_args(argv)
+    args = parser.first_screen("megasink convert-to-hf runs/mine exported").parse_args(argv)
     # Before the seconds that the imports take; a name costs one of them.
     if args.target is not None:
         from megasink.convert.targets import named

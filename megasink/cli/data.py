@@ -87,7 +87,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_partition,
         metavar="K/N",
         help="read only part K of N, and write PREFIX-K-of-N: one machine for each part, then "
-        "megasink merge-data PREFIX",
+        "megasink data --merge PREFIX",
+    )
+    parser.add_argument(
+        "--merge", metavar="PREFIX", help="alone: join the parts that --partition made to PREFIX"
     )
     parser.add_argument(
         "--workers",
@@ -155,11 +158,34 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Tokenize text into the .bin/.idx files that Megatron trains on."""
+    if any(word.partition("=")[0] == "--merge" for word in argv):
+        return _merge(argv)
     parser = CommandParser(prog="megasink data", description=main.__doc__)
     add_arguments(parser)
-    args = parser.parse_args(argv)
+    args = parser.first_screen(
+        "megasink data texts/ --output data/text --train-tokenizer 8000"
+    ).parse_args(argv)
     with _interrupted_by_sigterm():
         run(args)
+    return 0
+
+
+def _merge(argv: Sequence[str]) -> int:
+    """Join the parts PREFIX-1-of-N ... PREFIX-N-of-N of --partition to PREFIX.
+
+    The .bin and .idx have the bytes of a run without --partition. The parts stay.
+    """
+    parser = CommandParser(prog="megasink data --merge", description=_merge.__doc__)
+    parser.add_argument("--merge", type=Path, metavar="PREFIX", help="the --output of the parts")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing files")
+    args = parser.first_screen("megasink data --merge data/text").parse_args(argv)
+    from megasink.data.merge import merge
+
+    merged = merge(args.merge, overwrite=args.overwrite)
+    say(
+        f"{merged['documents']:,} documents, {merged['tokens']:,} tokens\n"
+        f"wrote {args.merge}.bin {args.merge}.idx; the parts may be removed"
+    )
     return 0
 
 

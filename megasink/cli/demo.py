@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(prog="megasink demo", description=main.__doc__)
     parser.add_argument("--dir", type=Path, default=Path("runs/demo"), help="folder to write to")
     parser.add_argument("--train-iters", type=int, default=STEPS, help="training steps")
-    args = parser.parse_args(argv)
+    args = parser.first_screen("megasink demo").parse_args(argv)
     if args.train_iters < 1:
         raise UserError(f"--train-iters {args.train_iters}: use 1 or more")
     there = [path.name for path in args.dir.iterdir()] if args.dir.is_dir() else []

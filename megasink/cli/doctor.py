@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-self-test", action="store_true", help="run no kernel and no model")
     parser.add_argument("--patches", action="store_true", help="list the patches of upstream code")
     add_json(parser)
-    args = parser.parse_args(argv)
+    args = parser.first_screen("megasink doctor").parse_args(argv)
     for flag, value in (("--head-dim", args.head_dim), ("--window", args.window)):
         if value is not None and value < 1:
             raise UserError(f"{flag} {value}: use 1 or more")

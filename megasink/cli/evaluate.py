@@ -12,6 +12,7 @@ from megasink.analysis.capture.ranks import taking_part
 from megasink.analysis.evaluate.suites import ALL
 from megasink.checkpoints.find import is_run
 from megasink.cli.analyze import measure_model
+from megasink.command_line import CommandParser
 from megasink.json_output import add_json, only_json
 
 
@@ -24,7 +25,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     docstrings_perplexity ship with megasink.
     """
     with taking_part() as ranks, contextlib.ExitStack() as stack:
-        args = _parser(main.__doc__).parse_args(argv)
+        parser = _parser(main.__doc__).first_screen(
+            "megasink evaluate path/to/model --tasks docstrings_choice --output scores",
+            *("--tasks", "--output", "--interventions", "--limit", "--num-fewshot"),
+            *("--allow-download", "--device", "--overwrite", "--json"),
+        )
+        args = parser.parse_args(argv)
         emit = stack.enter_context(only_json(args.json))
         is_ours = is_run(args.model)
         interventions = _check(args, is_run=is_ours)
@@ -66,7 +72,7 @@ def _tokenizer(model: Path) -> Path:
     return own if own.is_dir() else model
 
 
-def _parser(description: str | None) -> argparse.ArgumentParser:
+def _parser(description: str | None) -> CommandParser:
     parser = weights_parser("megasink evaluate", description)
     suites = ", ".join(f"{suite.row} ({suite.name})" for suite in ALL)
     parser.add_argument(

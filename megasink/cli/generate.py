@@ -51,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokenizer", type=Path, help="folder; default: the run's")
     add_parse_special_tokens(parser)
     parser.add_argument("--cpu", action="store_true", help="run on the CPU even if there is a GPU")
-    args = parser.parse_args(argv)
+    args = parser.first_screen(
+        "megasink generate runs/mine --prompt 'Once upon a time' --temperature 0"
+    ).parse_args(argv)
     _check(args)
     found = find_checkpoint(args.run, args.iteration)  # before the slow imports
     prepare_quietly(cpu=args.cpu)

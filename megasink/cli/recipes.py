@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "recipe", nargs="?", metavar="RECIPE", help="a name, a TOML file or a run folder"
     )
     add_json(parser)
-    args = parser.parse_args(argv)
+    args = parser.first_screen("megasink recipes p0-0.6b").parse_args(argv)
     name = args.recipe
     if name is None:
         if args.json:

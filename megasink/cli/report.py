@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     add_overwrite(parser)
     parser.add_argument("--pdf", action="store_true", help="also save the figures as PDF")
-    args = parser.parse_args(argv)
+    args = parser.first_screen("megasink report look/a look/b --output look/both").parse_args(argv)
     if problems := [
         f"{folder} holds no analysis: it has no results.json"
         for folder in args.analyses

@@ -16,7 +16,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Also writes sweep.json, sweep.npz and sweep.png; a killed sweep resumes.
     """
     with taking_part() as ranks:
-        args = sweep_parser(main.__doc__).parse_args(argv)
+        parser = sweep_parser(main.__doc__).first_screen(
+            "megasink sweep path/to/model --data texts.jsonl --output sweep",
+            *("--data", "--output", "--lengths", "--bos", "--first-token-copies"),
+            *("--max-samples", "--device", "--overwrite"),
+        )
+        args = parser.parse_args(argv)
         is_ours = is_run(args.model)
         check_sweep(args, is_run=is_ours)
         from megasink.analysis.sweep import sweep

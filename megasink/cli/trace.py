@@ -26,7 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     and trace.png.
     """
     with taking_part() as ranks:
-        args = options.parser("megasink trace", main.__doc__).parse_args(argv)
+        parser = options.parser("megasink trace", main.__doc__).first_screen(
+            "megasink trace runs/mine --data texts.jsonl --output trace",
+            *("--data", "--output", "--max-samples", "--seq-length", "--device", "--overwrite"),
+        )
+        args = parser.parse_args(argv)
         made = _made_in_training(args.model)
         name = args.name or args.model.resolve().name
         about = {"run": args.model.resolve(), "--name": name, "--data": args.data}

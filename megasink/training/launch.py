@@ -1,6 +1,5 @@
 """``megasink train``: start the ranks of this node through torchrun and show their progress."""
 
-import argparse
 import inspect
 import re
 import shutil
@@ -15,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from megasink import plugins
-from megasink.command_line import Reading
+from megasink.command_line import CommandParser, Reading
 from megasink.errors import ConfigError, Stopped, UserError
 from megasink.flags import add_options
 from megasink.printable import say
@@ -43,13 +42,20 @@ _SHOWN = {
     "test_bits_per_byte": "bits per byte",
 }
 
+_EXAMPLE = "megasink train --recipe p0-0.6b --data-path data/text --run-dir runs/mine"
+# On the first screen of the help.
+_FIRST = (
+    *("--ranks", "--recipe", "--run-dir", "--resume", "--cpu"),
+    *("--attention-variant", "--head-balance-coeff"),
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train on this machine: one rank per CUDA device, or gloo ranks on the CPU.
 
-    Accepts all of Megatron's pre-training flags and the megasink flags below; --full-help lists
-    every flag. --resume reuses the flags of the run's last start. For several nodes use torchrun,
-    as examples/pretrain_gpt_sink.sh does.
+    Accepts all of Megatron's pre-training flags and those of megasink (docs/options.md); --help-all
+    lists every flag. --resume reuses the flags of the run's last start. For several nodes use
+    torchrun, as examples/pretrain_gpt_sink.sh does.
     """
     parser = _parser()
     parser.add_argument("--run-dir")
@@ -61,9 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(flags):
         parser = _parser()
         add_options(parser)
-        parser.print_help()
+        parser.first_screen(_EXAMPLE, *_FIRST).print_help()
         parser.exit()
-    if args.full_help:
+    if args.help_all:
         return subprocess.run(
             [sys.executable, "-m", "megasink.training", *plugins.flags(flags), "--help"],
             check=False,
@@ -97,13 +103,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         clear(run_dir)  # left by a killed rank
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="megasink train",
-        usage="megasink train [--recipe NAME ...] [--ranks N] [--run-dir FOLDER] FLAGS",
         description=inspect.cleandoc(main.__doc__ or ""),
         add_help=False,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--ranks",
@@ -111,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         help="processes to start; default: as many as the run had (--resume), else one per CUDA "
         "device, else one per tensor x pipeline x context rank",
     )
-    parser.add_argument("--full-help", action="store_true", help="list every flag and exit")
+    parser.add_argument("--help-all", action="store_true", help="list every flag and exit")
     return parser
 
 

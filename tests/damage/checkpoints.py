@@ -30,7 +30,7 @@ def _case(command: str, edit: Edit, says: str = "", code: int = 2) -> Case:
                 *["--device", "cpu", *tokenizer],
             ],
             "convert": ["convert-to-hf", run, "{out}", *tokenizer, "--no-verify"],
-            "plot": ["plot", run],
+            "curves": ["compare", run],
             "compare": ["compare", run, sound.run, "--output", "{out}"],
         }[command]
 
@@ -167,10 +167,10 @@ CASES = {
     "config-wrong-types/generate": _case("generate", _arguments(b'{"num_layers": "two"}')),
     "config-other-shape/generate": _case("generate", _other_shape),
     "config-other-shape/convert": _case("convert", _other_shape),
-    "metrics-cut/plot": _case("plot", write("metrics.jsonl", b'{"iteration": 1, "lm_'), ""),
-    "metrics-list/plot": _case("plot", write("metrics.jsonl", b"[1]\n")),
-    "metrics-deep/plot": _case("plot", write("metrics.jsonl", DEEP + b"\n")),
-    "metrics-bytes/plot": _case("plot", write("metrics.jsonl", b"\xff\xfe\n")),
+    "metrics-cut/curves": _case("curves", write("metrics.jsonl", b'{"iteration": 1, "lm_'), ""),
+    "metrics-list/curves": _case("curves", write("metrics.jsonl", b"[1]\n")),
+    "metrics-deep/curves": _case("curves", write("metrics.jsonl", DEEP + b"\n")),
+    "metrics-bytes/compare": _case("compare", write("metrics.jsonl", b"\xff\xfe\n")),
     "metrics-words/compare": _case(
         "compare", write("metrics.jsonl", b'{"iteration": "one", "lm_loss": "low"}\n')
     ),

@@ -8,7 +8,7 @@ corpus/json-many-keys corpus/kernel-memory corpus/name-in-summary corpus/sparse-
 corpus/tokenizer-deep corpus/zst-window
 data/bin-is-a-pipe data/caches-cut data/id-between data/sidecar-deep
 run/shards-garbage/generate run/metadata-code/generate run/tracker-huge/generate
-run/config-deep/generate run/config-list/generate run/metrics-bytes/plot
+run/config-deep/generate run/config-list/generate run/metrics-bytes/compare
 folder/weights-offsets/convert folder/config-pipe/analyze folder/config-list/convert
 """.split()
 

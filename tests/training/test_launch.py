@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
+from megasink.command_line import CommandParser
 from megasink.errors import UserError
-from megasink.flags import escaped
+from megasink.flags import add_options, escaped
 from megasink.run_options import OPTIONS
 from megasink.training import early, last_start, launch
 from megasink.training.lease import Lease
@@ -154,16 +155,20 @@ def test_a_folder_that_cannot_be_made_is_refused_in_one_line():
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_help_lists_our_own_flags_with_their_defaults(capsys):
+def test_help_has_a_first_screen_and_the_parser_every_flag_of_ours(capsys):
     with pytest.raises(SystemExit) as stop:
         launch.main(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
+    assert text.startswith("example: megasink train ")
+    assert "Default: sink." in text
+    assert all(flag in text for flag in ("--ranks", "--help-all", "--head-balance-coeff"))
+    parser = CommandParser(prog="train")
+    add_options(parser)
+    text = parser.format_help()
     for options in OPTIONS:
         for field in dataclasses.fields(options):
             assert f"  --{field.name.replace('_', '-')} " in text.replace("\n", " \n")
-    assert "Default: sink." in text
-    assert "--ranks" in text
 
 
 @pytest.mark.parametrize("text", ["50%", "100% of 5% d", "%)", "%(default)s of 3%", "%%", "5 %s"])

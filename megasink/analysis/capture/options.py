@@ -26,9 +26,7 @@ SYNTHETIC = 100
 """Number of sequences of random and of repeated tokens, as in P2."""
 
 
-def parser(
-    prog: str = "megasink analyze", description: str | None = None
-) -> argparse.ArgumentParser:
+def parser(prog: str = "megasink analyze", description: str | None = None) -> CommandParser:
     """Return a parser with the options of every analysis."""
     parser = model_parser(prog, description)
     parser.add_argument(
@@ -71,7 +69,7 @@ def add_sequence_flags(parser: argparse.ArgumentParser) -> None:
     add_replacement_flags(parser)
 
 
-def weights_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
+def weights_parser(prog: str, description: str | None) -> CommandParser:
     """Return a parser with the options of how a model is loaded, and the output folder."""
     parser = CommandParser(prog=prog, description=description)
     parser.add_argument(
@@ -104,7 +102,7 @@ def add_overwrite(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def model_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
+def model_parser(prog: str, description: str | None) -> CommandParser:
     """Return a parser with the model, text and device options."""
     parser = weights_parser(prog, description)
     parser.add_argument(

@@ -82,6 +82,6 @@ def problems(args: Namespace) -> list[str]:
 
 
 def _problems(args: Namespace, *subjects: Any) -> list[str]:
-    flags = with_help(args.flag_problems, "megasink train --full-help lists every flag")
+    flags = with_help(args.flag_problems, "megasink train --help-all lists every flag")
     unknown, args = choices.without_unknown(args)
     return flags + unknown + [text for subject in subjects for text in subject.problems(args)]

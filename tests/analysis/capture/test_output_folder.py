@@ -72,15 +72,15 @@ COMMANDS = {
         "out/ablation.json",
     ),
     "compare": (
-        "compare {0}/a --output {1}/out.png",
+        "compare {0}/a {0}/b --output {1}/out.png",
         "--x tokens",
-        ("out.png is of `megasink compare a --x step --smoothing 0.9",),
+        ("out.png is of `megasink compare a b --x step --smoothing 0.9",),
         "out.png",
     ),
-    "plot": (
-        "plot {0}/a --output {1}/out.png",
+    "compare-one": (
+        "compare {0}/a --output {1}/out.png",
         "ANOTHER",
-        ("out.png is of `megasink plot a ",),
+        ("out.png is of `megasink compare a ",),
         "out.png",
     ),
 }
@@ -103,8 +103,8 @@ def test_results_of_other_settings_stay(root, tmp_path, capsys, name):
     assert (tmp_path / result).read_bytes() == before
     if name != "analyze-other-model":
         assert main([*other, "--overwrite"]) == 0
-        assert name == "plot" or (tmp_path / result).read_bytes() != before
-    if name in ("ablate", "compare", "plot"):
+        assert name == "compare-one" or (tmp_path / result).read_bytes() != before
+    if name in ("ablate", "compare", "compare-one"):
         assert main(other) == 0  # its own results it replaces unasked
 
 
@@ -194,7 +194,7 @@ def test_what_is_of_nobody_stays_too(root, tmp_path, capsys, there):
 def test_a_file_of_nobody_is_no_picture(root, tmp_path, capsys):
     for content in (b"mine", b"\x89PNG\r\n\x1a\n" + b"\0" * 40):
         (tmp_path / "out.png").write_bytes(content)
-        for name in ("compare", "plot"):
+        for name in ("compare", "compare-one"):
             assert main(COMMANDS[name][0].format(root, tmp_path).split()) == 2
             assert "out.png exists, and is not of megasink: choose" in capsys.readouterr().err
         assert (tmp_path / "out.png").read_bytes() == content
