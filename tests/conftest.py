@@ -1,4 +1,4 @@
-"""What all tests share: the pools of workers, the order of the files, the quick slice."""
+"""What all tests share: the pools of workers, the order and the tiers of tests."""
 
 import os
 import re
@@ -11,7 +11,7 @@ import pytest
 from tests import forkserver
 from tests.distributed.coverage import table
 from tests.distributed.pool import Pool
-from tests.schedule import in_order, is_for_other_versions, is_quick, later
+from tests.schedule import in_order, is_for_other_versions, tiers
 from tests.versions import is_old
 
 # Variables that say where things are on this machine, and those of the test runner.
@@ -94,12 +94,10 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = in_order(items)
     for item in items:
-        if is_quick(item.nodeid):
-            item.add_marker(pytest.mark.quick)
         if is_for_other_versions(item.nodeid):
             item.add_marker(pytest.mark.versions)
-    for item in later(items):
-        item.add_marker(pytest.mark.later)
+    for item, tier in tiers(items):
+        item.add_marker(tier)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -1,95 +1,69 @@
-"""In which order the files run, which tests are quick, and which only `make test-all` runs:
-``python -m tests.schedule`` prints the files that quick tests are in.
+"""Which tests run when, and in which order: one tier for each.
 
-xdist's workers take whole files (a file's fixtures are made once), in this order: those that take
-longest begin first, so that no worker ends minutes after the other.
+- ``first``: `make test`, a sample of every room: files that take at most `SHORT` seconds, and what
+  `FIRST` names of the others;
+- ``rest``: `make test-rest`, what a change must pass besides; the CI runs both;
+- ``later``: only `make test-all`, which runs everything.
+
+How long a file takes is measured, and stands in durations.json; a new file counts as short until
+it is measured again::
+
+    make test test-rest PYTEST_ADDOPTS='--durations 0 --durations-min 0' | tee log
+    .venv/bin/python -m tests.schedule < log
+
+xdist's workers take whole files (a file's fixtures are made once), those that take longest first,
+so that no worker ends minutes after the other.
 """
 
+import json
+import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
-# Seconds of the files that take longest in `make test`. What is not here runs last.
-LONG = {
-    "tests/megatron/test_bare_loop.py": 60,
-    "tests/data/test_going_on.py": 40,
-    "tests/plan/hollow/test_plan.py": 40,
-    "tests/plan/hollow/test_saved.py": 20,
-    "tests/distributed/test_muon.py": 25,
-    "tests/plan/test_plan.py": 20,
-    "tests/training/test_recipes.py": 15,
-    "tests/training/test_end_to_end.py": 65,
-    "tests/attention/test_gate_kernels.py": 60,
-    "tests/distributed/test_packed_context.py": 60,
-    "tests/replicate/grid/test_grid.py": 55,
-    "tests/training/test_survival.py": 55,
-    "tests/convert/test_round_trip.py": 50,
-    "tests/finetune/test_finetune.py": 50,
-    "tests/plan/hollow/test_trainer.py": 50,
-    "tests/distributed/test_layouts.py": 45,
-    "tests/distributed/test_resume.py": 35,
-    "tests/plan/hollow/test_attention.py": 30,
-    "tests/distributed/test_invariance.py": 30,
-    "tests/attention/test_memory.py": 30,
-    "tests/distributed/test_observing.py": 30,
-    "tests/test_start_to_end.py": 30,
-    "tests/transformers/test_balance_trainer.py": 25,
-    "tests/megatron/test_decoding.py": 25,
-    "tests/balance/test_communication.py": 25,
-    "tests/test_readme.py": 25,
-    "tests/distributed/test_oracle.py": 25,
-    "tests/analysis/capture/test_cli.py": 25,
-    "tests/megatron/test_observed_bits.py": 20,
-    "tests/analysis/capture/test_resuming.py": 25,
-    "tests/distributed/test_checkpoint.py": 25,
-    "tests/convert/test_own_model.py": 20,
-    "tests/distributed/test_data_path.py": 20,
-    "tests/distributed/test_masks.py": 20,
-    "tests/training/test_evaluation.py": 20,
-    "tests/megatron/test_gated_attention.py": 20,
-    "tests/lora/test_runs.py": 20,
-    "tests/distributed/test_features.py": 20,
-    "tests/convert/test_commands.py": 20,
-    "tests/training/test_run_dir.py": 20,
-    "tests/cpu/test_platform.py": 15,
-    "tests/training/test_checks.py": 15,
-    "tests/training/test_dead_rank.py": 15,
-    "tests/distributed/test_context_parallel.py": 15,
-    "tests/distributed/test_moe.py": 15,
-    "tests/training/test_live_analysis.py": 15,
-    "tests/cpu/test_patches.py": 15,
-    "tests/security/test_checkpoints.py": 15,
-    "tests/lora/test_layouts.py": 15,
-    "tests/light/test_light.py": 20,
-    "tests/data/test_data_cli.py": 15,
-    "tests/lora/test_other_models.py": 15,
-    "tests/training/test_observing.py": 15,
-    "tests/convert/test_carried.py": 15,
-    "tests/training/test_recipe_models.py": 15,
-}
+RECORD = Path(__file__).with_name("durations.json")
+# Seconds of the files that take at least one.
+SECONDS: dict[str, float] = json.loads(RECORD.read_text())
+SHORT = 6.0
 
-# `make quick`: the op against its definition, the balance loss, layouts, what is refused, and a
-# model from training to its analysis. Beginnings of node ids.
-QUICK = (
-    "tests/attention/test_attention_exact.py",
-    "tests/attention/test_gates.py",
-    "tests/balance/test_loss.py",
-    "tests/analysis/metrics/test_metrics.py",
-    "tests/analysis/metrics/test_scores.py",
+# Of files that take longer, what `make test` runs: beginnings of node ids.
+FIRST = (
+    "tests/analysis/capture/test_cli.py::test_an_analysis_is_whole",
+    "tests/attention/test_gate_kernels.py::test_compiled_for",
+    "tests/balance/test_communication.py::test_two_ranks_of_1024",
+    "tests/convert/test_own_model.py::test_every_gradient_is_that_of_the_definition",
+    "tests/convert/test_round_trip.py::test_every_target",
+    "tests/cpu/test_patches.py",
+    "tests/data/test_going_on.py::test_parts_make_the_whole",
+    "tests/distributed/test_checkpoint.py::test_megatrons_own_checkpoint_of_an_output_gate",
+    "tests/distributed/test_context_parallel.py::test_two_ranks_equal_one_process",
+    "tests/distributed/test_invariance.py::test_two_ranks_equal_the_oracle",
     "tests/distributed/test_layouts.py::test_layout_changes_nothing[sink-",
-    "tests/distributed/test_oracle.py::test_training_equals_autograd_of_eq_7",
-    "tests/megatron/test_slots.py",
-    "tests/test_cli.py",
-    "tests/test_docs.py",
-    "tests/test_files.py",
-    "tests/test_imports.py",
+    "tests/distributed/test_masks.py::test_training_equals_autograd_document_by_document",
+    "tests/distributed/test_moe.py::test_gradients_equal_autograd_of_all_losses",
+    "tests/distributed/test_oracle.py",
+    "tests/lora/test_layouts.py::test_a_layer_is_its_definition_in_float64",
+    "tests/megatron/test_bare_loop.py::test_the_loss_reaches_the_model",
+    "tests/megatron/test_decoding.py::test_cached_decoding_is_recomputing",
+    "tests/megatron/test_gated_attention.py",
+    "tests/plan/hollow/test_plan.py::test_memory_and_communication_are_those_of_the_trainer",
+    "tests/plan/hollow/test_plan.py::test_parameters_are_exact_in_every_layout",
+    "tests/security/test_checkpoints.py::test_every_entry_is_read_without_its_code",
     "tests/test_start_to_end.py",
     "tests/training/test_checks.py",
+    "tests/training/test_end_to_end.py",
+    "tests/training/test_recipes.py",
+    "tests/training/test_run_dir.py",
+    "tests/training/test_survival.py::test_a_killed_run_goes_on_to_the_bit",
+    "tests/transformers/test_balance_trainer.py::test_trainer_equals_plain_autograd",
+    "tests/upstream/test_register.py",
 )
 
-# Tests of many cases that resemble each other: `make test` runs every so many of them, `make
-# test-all` all. Where the cases are a product, the number has no factor of an axis.
+# Tests of many cases that resemble each other: the CI runs every so many of them, `make test-all`
+# all. Where the cases are a product, the number has no factor of an axis.
 SAMPLED = {
     "tests/attention/interpreted_gate_kernels.py::test_explicit_gates_against_float64": 5,
     "tests/attention/interpreted_gate_kernels.py::test_injected_rows_are_pytorchs_to_the_bit": 2,
@@ -129,8 +103,9 @@ SAMPLED = {
     "tests/training/test_sample_order.py::test_a_longer_run_sees_what_one_of_that_length_sees": 2,
     "tests/attention/variants/test_every_variant.py::test_analysis_generation_and_export_are_those_of_the_model_that_trained": 3,  # noqa: E501
 }
-# Tests that take long and have a shorter sister in `make test`. Beginnings of node ids.
+# Tests that take long and have a shorter sister in the CI. Beginnings of node ids.
 LATER = (
+    "tests/attention/test_gate_kernels.py::test_in_tritons_interpreter[later]",
     "tests/contributing/test_contributing.py::test_a_target_of_ones_own_makes_the_round_trip",
     "tests/contributing/test_contributing.py::test_a_variant_of_ones_own_trains_and_resumes",
     "tests/contributing/test_contributing.py::test_analyses_and_reports_know_the_variant",
@@ -185,21 +160,26 @@ OTHER_VERSIONS = (
 
 def in_order(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """The same items, the longest files first."""
-    return sorted(items, key=lambda item: -LONG.get(item.nodeid.split("::")[0], 0))
+    return sorted(items, key=lambda item: -SECONDS.get(item.nodeid.split("::")[0], 0.0))
 
 
-def is_quick(nodeid: str) -> bool:
-    """Whether a test is part of `make quick`."""
-    return nodeid.startswith(QUICK)
+def is_first(nodeid: str) -> bool:
+    """Whether `make test` runs a test, or some test of a file, unless it is a later one."""
+    file = nodeid.partition("::")[0]
+    if SECONDS.get(file, 0.0) <= SHORT:
+        return True
+    return nodeid.startswith(FIRST) or (nodeid == file and any(n.startswith(file) for n in FIRST))
 
 
-def later(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
-    """Yield the tests that only `make test-all` runs."""
+def tiers(items: Sequence[pytest.Item]) -> Iterator[tuple[pytest.Item, str]]:
+    """Yield every test and its tier."""
     cases: Counter[str] = Counter()
     for item in items:
         test = item.nodeid.partition("[")[0]
         if item.nodeid.startswith(LATER) or cases[test] % SAMPLED.get(test, 1):
-            yield item
+            yield item, "later"
+        else:
+            yield item, "first" if is_first(item.nodeid) else "rest"
         cases[test] += 1
 
 
@@ -208,5 +188,14 @@ def is_for_other_versions(nodeid: str) -> bool:
     return nodeid.startswith(OTHER_VERSIONS)
 
 
+def measured(log: Iterable[str]) -> dict[str, float]:
+    """Seconds of files, from what pytest prints with ``--durations 0``."""
+    seconds: Counter[str] = Counter()
+    for line in log:
+        if found := re.match(r"([\d.]+)s (?:setup|call|teardown) +(\S+?)::", line):
+            seconds[found[2]] += float(found[1])
+    return {file: round(s, 1) for file, s in sorted(seconds.items()) if s >= 1.0}
+
+
 if __name__ == "__main__":
-    print(*sorted({nodeid.split("::")[0] for nodeid in QUICK}))
+    RECORD.write_text(json.dumps(measured(sys.stdin), indent=1) + "\n")

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.schedule import LATER, LONG, QUICK, SAMPLED, later
-from tests.test_imports import imports, modules
+from tests.schedule import FIRST, LATER, SAMPLED, is_first, measured, tiers
+from tests.test_imports import ROOMS, imports, modules
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = 350
@@ -77,17 +77,36 @@ def test_a_planted_cycle_is_found(tmp_path, line, circular):
     assert bool(cycle(files)) == circular
 
 
-@pytest.mark.parametrize("name", sorted({*LONG, *QUICK, *SAMPLED, *LATER}))
+@pytest.mark.parametrize("name", sorted({*FIRST, *SAMPLED, *LATER}))
 def test_the_schedule_names_tests_that_exist(name):
     file, _, test = name.partition("::")
     text = (ROOT / file).read_text()
     assert re.search(rf"^def {test.partition('[')[0]}", text, re.M) if test else text
 
 
-def test_of_a_sampled_test_every_so_many_cases_are_run():
-    name, every = next(iter(SAMPLED.items()))
+def test_every_room_has_tests_in_the_first_tier():
+    """In a folder of its name, or in files that import it."""
+    tested = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        if is_first(str(path.relative_to(ROOT))):
+            tested.add(path.relative_to(ROOT / "tests").parts[0])
+            names = [name for _, name in imports(ast.parse(path.read_text()), "tests.a")]
+            tested |= {name.split(".")[1] for name in names if name.startswith("megasink.")}
+    assert set(ROOMS) <= tested
+
+
+def test_of_a_sampled_test_every_so_many_cases_are_run_and_the_rest_later():
+    name, every = next((n, e) for n, e in SAMPLED.items() if not is_first(n))
     cases = [SimpleNamespace(nodeid=f"{name}[{i}]") for i in range(2 * every + 1)]
-    others = [SimpleNamespace(nodeid="tests/a.py::test_b[0]"), SimpleNamespace(nodeid=LATER[0])]
-    found = [item.nodeid for item in later([*cases, *others])]
-    skipped = [f"{name}[{i}]" for i in range(2 * every + 1) if i % every]
-    assert found == [*skipped, LATER[0]]
+    new, late = SimpleNamespace(nodeid="tests/a.py::test_b[0]"), SimpleNamespace(nodeid=LATER[0])
+    first = SimpleNamespace(nodeid=FIRST[0])
+    found = [tier for _, tier in tiers([*cases, new, late, first])]
+    wanted = ["later" if i % every else "rest" for i in range(2 * every + 1)]
+    assert found == [*wanted, "first", "later", "first"]
+
+
+def test_durations_are_read_from_what_pytest_prints():
+    log = ["= slowest durations =", "1.50s setup    tests/a.py::test_b[a b]", "0.26s call  "]
+    log += ["0.26s call     tests/a.py::test_b", "9.00s call     tests/c.py::test_d"]
+    log += ["0.90s call     tests/e.py::test_f", "= 2 passed, 1 skipped in 11.66s ="]
+    assert measured(log) == {"tests/a.py": 1.8, "tests/c.py": 9.0}

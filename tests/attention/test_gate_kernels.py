@@ -29,13 +29,24 @@ def _forget_choices():
     choose_gate_kernels.cache_clear()
 
 
-def test_in_tritons_interpreter(pytestconfig):
+@pytest.mark.parametrize("tier", ["not later", "later"])
+def test_in_tritons_interpreter(tier):
     """Numbers against PyTorch's and against float64, and whose memory is written."""
     pytest.importorskip("triton")
     names = ("interpreted_gate_kernels.py", "interpreted_memory.py")
     paths = [str(Path(__file__).with_name(name)) for name in names]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *paths]
-    command += ["-m", pytestconfig.option.markexpr]  # all cases with `make test-all`
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        *paths,
+        "-m",
+        tier,
+    ]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
