@@ -75,16 +75,6 @@ def test_a_paired_test_sees_what_cells_apart_cannot():
     assert judged(LOWER, a=x, b=y).verdict == NOT_SHOWN
 
 
-def test_a_list_of_cells_is_their_mean_by_seed():
-    claim = {**PAIRED, "cell": ["a", "b"]}
-    verdict = judged(
-        claim,
-        a={"x": [1, 2, 3], "y": [2, 3, 4]},
-        b={"x": [3, 4, 5], "y": [4, 5.5, 6]},
-    )
-    assert verdict.compared == {"x: a and b": [2, 3, 4], "y: a and b": [3, 4.25, 5]}
-
-
 def test_values_without_spread_are_decided_by_their_sign():
     assert judged(LOWER, a=[0, 0, 0], b=[0.5, 0.5, 0.5]).verdict == REPRODUCES
     assert judged(LOWER, a=[0.5] * 3, b=[0] * 3).verdict == OPPOSITE
@@ -100,11 +90,6 @@ def test_runs_that_diverged_are_left_out_and_too_few_are_not_measured():
     # A pair needs both.
     lacking = {"a": {"x": [1, None, 3, 4], "y": [2, 3, None, 5]}}
     assert judged(PAIRED, **lacking).verdict == NOT_MEASURED
-
-
-def test_two_seeds_raise():
-    with pytest.raises(ValueError, match="2 seeds; a verdict takes 3"):
-        judged(LOWER, a=[1, 1], b=[2, 2])
 
 
 def test_claims_are_corrected_together():
@@ -156,9 +141,3 @@ def test_a_wrong_claim_is_refused_before_anything_runs(claim, message):
     assert len(found) == 1
     assert found[0].startswith("claim 2")
     assert message in found[0]
-
-
-def test_right_claims_have_no_problem():
-    good = [LOWER, ABOVE, TREND, {**LOWER, "metric": "imbalance@25%"}]
-    assert list(claims.problems(good, ["a", "b", "c"], ["x"], ["imbalance"])) == []
-    assert claims.metrics_of(good) == ["x", "imbalance@25%"]

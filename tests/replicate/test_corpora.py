@@ -67,15 +67,6 @@ def test_the_text_of_a_page():
     )
 
 
-@pytest.mark.parametrize("odd", [b"", b"<html></html>", b"\xff\xfe<p>x</p>", b"<!-- x -->"])
-def test_a_page_without_text(odd):
-    assert text_of_html(odd) == ""
-
-
-def test_a_deep_page_does_not_exhaust_the_stack():
-    assert text_of_html(b"<div>" * 200 + b"<p>deep</p>") == "deep"
-
-
 def test_the_files_of_a_package_are_read_and_none_is_written(tmp_path):
     package = tmp_path / "a.deb"
     package.write_bytes(deb({"./usr/a.html": b"x", "../../b": b"yy"}, links=[("./c", "/etc")]))
@@ -170,27 +161,3 @@ def test_every_source_is_whole():
         assert re.fullmatch(r"https://deb\.debian\.org/[^ ]+_(all|amd64)\.deb", of.url)
         assert of.license
         assert re.compile(of.take)
-
-
-def test_an_unknown_source_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        corpora.main([str(tmp_path), "--sources", "linux-dok"])
-    assert ended.value.code == 2
-    assert "--sources linux-dok" in capsys.readouterr().err
-
-
-def test_write_text_makes_tokens_of_a_part(tmp_path, monkeypatch):
-    make = corpora.data
-    monkeypatch.setattr(corpora, "data", lambda words: make([*words, "--workers", "1"]))
-    text = tmp_path / "documentation"
-    text.mkdir()
-    lines = [json.dumps({"text": f"{words_of(i)}. " * 2}) + "\n" for i in range(40)]
-    (text / "train.jsonl").write_text("".join(lines))
-    (text / "held-out.jsonl").write_text(lines[0])
-    (text / "sources.json").write_text("[]")
-    corpora.write_text(tmp_path, "text", vocabulary=400, megabytes=0.01)
-    assert (tmp_path / "text.jsonl").read_text() == "".join(lines[: 10_000 // len(lines[0])])
-    assert (tmp_path / "text.idx").stat().st_size
-    assert (tmp_path / "text-sample.jsonl").read_text() == lines[0]
-    with pytest.raises(UserError, match="has 400 tokens, not 500"):
-        corpora.write_text(tmp_path, "tenth", vocabulary=500, megabytes=0.001)

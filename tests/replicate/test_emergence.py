@@ -1,43 +1,14 @@
 """Experiment b: the trainer takes the flags of every cell; the fixed token stands for no text."""
 
 import tomllib
-from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from examples.replicate.grid.file import read_grid
-from examples.replicate.grid.plan import plan
 from megasink.cli.trigger_language import LETTERS, write_tokenizer
 from megasink.data.corpus import Document
 from megasink.data.tokenizer import load_tokenizer, train_tokenizer
 
 FOLDER = Path(__file__).parents[2] / "examples" / "replicate" / "b_emergence"
-CORPORA = ("triggers", "few", "stream", "text", "text-tenth", "text-fiftieth")
-CELLS = {"fast": 8, "full": 19}
-
-
-@pytest.fixture(scope="module")
-def out(tmp_path_factory):
-    """The names of the data, which nobody reads before a run starts."""
-    out = tmp_path_factory.mktemp("emergence")
-    for tokenizer in ("tokenizer", "text-tokenizer"):
-        (out / "data" / tokenizer).mkdir(parents=True)
-    for name in CORPORA:
-        (out / "data" / f"{name}.bin").touch()
-        (out / "data" / f"{name}.idx").touch()
-    (out / "data" / "text-sample.jsonl").touch()
-    return out
-
-
-@pytest.mark.parametrize("form", CELLS)
-def test_the_trainer_takes_the_flags_of_every_cell(form, out):
-    grid = read_grid(FOLDER / f"{form}.toml")
-    assert len(grid.seeds) >= 3  # what a verdict takes
-    runs = plan(replace(grid, seeds=grid.seeds[:1]), out)
-    assert len(runs) == CELLS[form]
-    flags = {" ".join(run.flags) for run in runs}
-    assert len(flags) == len(runs)  # no two cells are the same run
 
 
 def fixed_tokens(form):

@@ -1,6 +1,7 @@
 """Experiments are read and checked before anything runs, resumed, and summarized."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,9 +9,9 @@ import pytest
 
 from examples.replicate import experiment, measuring, record, runner
 from examples.replicate.experiment import FORMS, Corpus, letters, read_experiment, read_toml
+from examples.replicate.grid.plan import plan
 from examples.replicate.grid.results import FORMAT, RunRecord
 from examples.replicate.measures import read_measures
-from examples.replicate.own_program import read_program_file
 from megasink.errors import ConfigError, UserError
 from megasink.typed_json import to_json
 
@@ -116,6 +117,22 @@ def test_the_experiments_have_no_problem(name, form):
     read = read_experiment(folder, form)
     assert read.claims
     assert len(read.prediction) > 100
+
+
+@pytest.mark.parametrize(("name", "form"), forms_here())
+def test_the_trainer_takes_the_flags_of_every_cell(name, form, tmp_path):
+    """With data that are there by their names, which nobody reads before a run starts."""
+    if (grid := read_experiment(letters()[name], form).grid) is None:
+        return
+    for corpus in re.findall(
+        r"{out}/data/([\w.-]+)", (letters()[name] / f"{form}.toml").read_text()
+    ):
+        path = tmp_path / "data" / corpus
+        (path if "tokenizer" in corpus else path.parent).mkdir(parents=True, exist_ok=True)
+        for end in ("", ".bin", ".idx") if "tokenizer" not in corpus else ():
+            path.with_name(corpus + end).touch()
+    runs = plan(replace(grid, seeds=grid.seeds[:1]), tmp_path)
+    assert len({" ".join(run.flags) for run in runs}) == len(grid.cells)  # no two are the same
 
 
 def test_problems_of_all_kinds_come_together(folders):
@@ -299,14 +316,3 @@ def test_a_program_of_its_own_is_read_and_summarized(tmp_path):
     found = runner.summarize(told, runs, tmp_path)
     assert (found.x, found.runs, found.seeds) == ("tokens of the document", 9, [1, 2, 3])
     assert found.curves["trained_at_64_yarn"]["sink"].mean == [1.0, 0.5]
-
-
-def test_the_form_of_a_program_has_metrics_alone(tmp_path):
-    path = tmp_path / "full.toml"
-    path.write_text('seeds = [1]\nmetrics = ["trained_at_64/63"]\n')
-    with pytest.raises(ConfigError) as error:
-        read_program_file(path, "context")
-    assert "the key 'seeds'" in str(error.value)
-    assert "did you mean trained_at_64/64" in str(error.value)
-    with pytest.raises(ConfigError, match="program"):
-        read_program_file(path, "contexts")

@@ -115,7 +115,3 @@ def test_a_document_fills_a_sample(write, tmp_path):
     assert not set(told["corpus.jsonl"]) & set(told["corpus-sample.jsonl"])
     with pytest.raises(ValueError, match="64 documents: more than the 64"):
         write(tmp_path, "corpus", documents=SAMPLE)
-
-
-def test_texts_are_the_letters_of_the_ids():
-    assert list(texts_of(np.array([[0, 1], [63, 62]]))) == ["ab", "-+"]

@@ -8,9 +8,9 @@ import pytest
 
 from examples.replicate import claims, figures, record, results_page
 from examples.replicate.experiment import letters, read_experiment
-from examples.replicate.words import number_text, p_text, sentence, spread_text
+from examples.replicate.words import spread_text
 from megasink.errors import UserError
-from tests.replicate.results import CLAIMS, result, runs
+from tests.replicate.results import result, runs
 
 RESULTS = record.read_results()
 
@@ -111,12 +111,6 @@ def test_curves_over_seeds():
     assert lacking.deviation == [0, None, None]
 
 
-@pytest.mark.parametrize(("percent", "value"), [(0, 0.0), (25, 0.0275), (100, 0.11)])
-def test_a_point_of_a_curve(percent, value):
-    assert record.value_at(runs()[0], "imbalance", percent) == pytest.approx(value)
-    assert record.value_at(runs()[0], "loss", percent) is None
-
-
 @pytest.mark.parametrize(
     ("values", "text"),
     [
@@ -130,14 +124,3 @@ def test_a_point_of_a_curve(percent, value):
 )
 def test_numbers_with_their_spread(values, text):
     assert spread_text(values) == text
-
-
-def test_numbers_and_probabilities_in_words():
-    assert [number_text(x) for x in (None, 0, 0.12345, 1234.5, 123456.0, 1e-5)] == [
-        *("-", "0", "0.123", "1,234", "1.2e+05", "1.0e-05")
-    ]
-    assert (p_text(1e-9), p_text(0.0312)) == ("< 0.0001", "= 0.031")
-    (first, second) = claims.verdicts(CLAIMS, result().cells)
-    assert sentence(first, 1).endswith("Welch's t-test, p < 0.0001.")
-    assert "p < 0.0001 (< 0.0001 corrected for 2 claims)." in sentence(first, 2)
-    assert sentence(second, 2).startswith("not measured: fewer than 3 runs")

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from examples.replicate.grid.command import main as grid_main
 from examples.replicate.grid.file import filled, read_grid
 from examples.replicate.grid.plan import begin, plan
 from megasink.errors import ConfigError, UserError
-from megasink.training.flag_file import flag_words
 from tests.replicate.grid.files import POINTS, STEPS, write
 
 DOCS = Path(__file__).parents[3] / "examples" / "replicate" / "grid" / "README.md"
@@ -47,11 +45,6 @@ def test_the_file_of_the_documentation(tmp_path):
     for suffix in ("bin", "idx"):
         (data / f"text.{suffix}").write_bytes(b"")
     assert len(plan(read_grid(path), tmp_path / "out")) == 12
-
-
-def test_values_become_words():
-    flags = {"a": True, "b": False, "c": ["x", 2], "d": -1e-4, "e": "two words"}
-    assert flag_words(flags) == ["--a", "--c", "x", "2", "--d", "-0.0001", "--e", "two words"]
 
 
 def test_placeholders(tmp_path):
@@ -226,13 +219,6 @@ def test_the_folder_of_another_grid_is_refused(begun, tmp_path, parts, phrase):
     assert phrase in str(refused.value)
 
 
-def test_a_grid_that_has_not_begun_may_change(begun, tmp_path):
-    for metrics in begun.rglob("metrics.jsonl"):
-        metrics.unlink()
-    path = write(tmp_path / "b.toml", flags="clip-grad = 2", seeds=[5])
-    assert len(plan(read_grid(path), begun)) == 2
-
-
 def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "out" / "sink").mkdir(parents=True)
     with pytest.raises(ConfigError, match="holds sink, which is not of a grid"):
@@ -240,12 +226,3 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "out" / "grid.json").write_text(json.dumps({"cells": 3}))
     with pytest.raises(ConfigError, match=r"grid\.json cannot be read"):
         plan(read_grid(write(tmp_path / "a.toml")), tmp_path / "out")
-
-
-def test_jobs_and_threads_are_checked(tmp_path, monkeypatch):
-    path = str(write(tmp_path / "a.toml"))
-    with pytest.raises(ConfigError, match="--jobs 0: use 1 or more"):
-        grid_main([path, "--output", str(tmp_path / "out"), "--jobs", "0"])
-    monkeypatch.setenv("OMP_NUM_THREADS", "many")
-    with pytest.raises(ConfigError, match="OMP_NUM_THREADS 'many'"):
-        grid_main([path, "--output", str(tmp_path / "out")])

@@ -1,6 +1,5 @@
 """Numbers of a grid: final values, curves, means over seeds, tables and figures."""
 
-import csv
 import json
 import math
 
@@ -19,7 +18,7 @@ from examples.replicate.grid.results import (
     read_results,
     spread,
 )
-from examples.replicate.grid.table import markdown, text_of, write_tables
+from examples.replicate.grid.table import markdown
 from megasink.errors import UserError
 from megasink.typed_json import to_json
 
@@ -107,32 +106,6 @@ def test_the_table():
     assert "a machine; 2026-11-22" in lines[-1]
 
 
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ([1.0], "1"),
-        ([0.123456], "0.1235"),
-        ([1.0, 1.0], "1 ± 0"),
-        ([1.0, 1.02], "1.010 ± 0.014"),
-        ([100.0, 300.0], "200 ± 141"),
-        ([5e-9, 6e-9], "5.5e-09 ± 7.1e-10"),
-    ],
-)
-def test_numbers_have_the_digits_of_their_spread(values, text):
-    assert text_of(spread({str(i): value for i, value in enumerate(values)})) == text
-
-
-def test_the_numbers_as_csv(tmp_path):
-    write_tables(results(), tmp_path)
-    with (tmp_path / "table.csv").open(newline="") as file:
-        vanilla, sink = csv.DictReader(file)
-    assert (vanilla["cell"], vanilla["axis attention"]) == ("vanilla", "vanilla")
-    assert float(sink["valid_lm_loss"]) == pytest.approx(4.2)
-    assert float(sink["valid_lm_loss standard deviation"]) == pytest.approx(0.1414, abs=1e-4)
-    assert (sink["valid_lm_loss n"], sink["runs"], sink["diverged"]) == ("2", "3", "1")
-    assert vanilla["missing"] == "1"
-
-
 def save(folder, of):
     folder.mkdir()
     (folder / "results.json").write_text(json.dumps(to_json(of)))
@@ -163,20 +136,6 @@ def test_figures_show_every_cell(tmp_path):
     draw_curves(results(), tmp_path / "curves.png")
     assert min(colored(tmp_path / "grid.png", BLUE, VERMILION)) > 100
     assert min(colored(tmp_path / "curves.png", BLUE, VERMILION)) > 500
-
-
-def test_figures_of_many_cells_and_of_none(tmp_path):
-    many = results([f"cell {i}, learning rate 1e-{i}" for i in range(30)], None, None)
-    draw_cells(many, tmp_path / "many.png")
-    draw_curves(many, tmp_path / "many_curves.png")
-    height, _, _ = matplotlib.image.imread(tmp_path / "many.png").shape
-    assert height > 30 * 30  # pixels for each cell's name
-    none = grid_results(
-        "none", [1], ["lm_loss"], {}, {"all": cell_results({}, [], {1: "not finished"})}
-    )
-    draw_cells(none, tmp_path / "none.png")
-    draw_curves(none, tmp_path / "none_curves.png")
-    assert "1 of 1 missing" in markdown(none)
 
 
 def test_final_values_and_thinned_curves():
