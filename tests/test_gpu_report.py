@@ -91,11 +91,6 @@ def test_what_passed_is_not_run_again_on_the_same_machine(gpu, tmp_path, capfd):
     assert (tmp_path / "runs").read_text() == "xx"
 
 
-def test_a_report_that_cannot_be_read_is_made_anew(gpu, tmp_path):
-    (tmp_path / "report.json").write_text('{"machine": ')
-    assert gpu.run_parts([part(gpu, "one", "pass")], tmp_path, MACHINE) == 0
-
-
 def test_processes_of_a_part_end_with_it(gpu, tmp_path):
     code = (
         "import os, subprocess, sys;"
@@ -170,13 +165,3 @@ def test_facts_of_this_machine(gpu):
     assert len(machine["commit"]) == 40
     assert json.loads(json.dumps(machine)) == machine
     assert bool(machine["devices"]) == (machine["no_device"] is None)
-
-
-def test_a_part_may_take_longer_on_request(gpu, monkeypatch, tmp_path):
-    limits = []
-    monkeypatch.setattr(gpu, "facts", lambda: MACHINE)
-    monkeypatch.setattr(
-        gpu, "run_parts", lambda parts, *_: limits.extend(p.limit for p in parts) or 0
-    )
-    gpu.main(["--time-factor", "2.5", "--output", str(tmp_path)])
-    assert limits == [int(2.5 * p.limit) for p in gpu.PARTS]

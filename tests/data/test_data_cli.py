@@ -73,19 +73,6 @@ def test_one_line_for_one_problem(tmp_path, capsys, folder):
     assert "gone is not a folder (nothing is downloaded)" in capsys.readouterr().err
 
 
-def test_help_does_not_import_what_takes_seconds():
-    code = (
-        "import sys; from megasink.cli import main\n"
-        "try: main(['data', '--help'])\n"
-        "except SystemExit: pass\n"
-        "heavy = {'torch', 'transformers', 'megatron', 'pyarrow', 'sentencepiece'}\n"
-        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "--train-tokenizer" in result.stdout
-
-
 def test_sigterm_leaves_nothing_that_loads(tmp_path, folder, monkeypatch, capsys):
     def told_to_end(corpus, what):
         yield from corpus

@@ -2,7 +2,6 @@
 
 import fcntl
 import gzip
-import itertools
 import json
 import os
 import socket
@@ -15,10 +14,8 @@ import pytest
 import zstandard
 
 from megasink.data.corpus import Corpus
-from megasink.data.encode import Encoder, EncoderSettings
 from megasink.data.parquet_rows import memory_limit
 from megasink.data.preprocess import preprocess
-from megasink.data.text_tokenizer import Part
 from megasink.data.tokenizer import leading_ids, load_tokenizer, train_tokenizer
 from megasink.errors import ConfigError, UserError
 from tests.damage.corpora import DEEP, LINE
@@ -59,12 +56,6 @@ def test_binary_files_of_any_size_are_still_no_text(tmp_path, texts):
     (tmp_path / "a.bin").write_bytes(b"\0" + b"x" * 20_000)
     (tmp_path / "b.txt").write_text("text")
     assert texts(tmp_path, max_document_bytes=10 * KIB) == ["text"]
-
-
-def test_limits_that_cannot_be(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(ConfigError, match="--max-document-bytes 0: at least 1"):
-        Corpus([tmp_path], max_document_bytes=0)
 
 
 def test_cells_of_parquet_have_it_too(tmp_path, texts):
@@ -199,12 +190,3 @@ def documents_with_bos(tmp_path, sources):
     document = Document(sources[3], "test")
     train_tokenizer([document], 400, tmp_path / "bos", bos=True)
     return tmp_path / "bos"
-
-
-def test_arrays_of_a_batch_are_those_of_its_texts(tokenizer):
-    settings = EncoderSettings(tokenizer.backend_tokenizer.to_str(), [7], [1], "uint16")
-    encoded = Encoder(settings)([Part(text) for text in ("one text", "", "another")])
-    expected = [[7, *tokenizer.encode(t), 1] for t in ("one text", "", "another")]
-    assert encoded.tokens.tolist() == [*itertools.chain(*expected)]
-    assert encoded.lengths == [len(e) for e in expected]
-    assert encoded.tokens.dtype == "uint16"

@@ -1,5 +1,4 @@
 import errno
-import fcntl
 import json
 import multiprocessing
 import os
@@ -191,15 +190,6 @@ def test_an_old_index_never_stands_beside_new_tokens(tmp_path, folder, monkeypat
         preprocess(corpus, tmp_path / "out", folder, workers=1, overwrite=True)
     assert (tmp_path / "out.bin").exists()
     assert not IndexedDataset.exists(str(tmp_path / "out"))
-
-
-def test_two_runs_do_not_write_the_same_files(tmp_path, folder):
-    corpus = Corpus([write_lines(tmp_path / "a.jsonl", TEXTS)])
-    with (tmp_path / "out.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="another run is writing"):
-            preprocess(corpus, tmp_path / "out", folder, workers=1)
-    preprocess(corpus, tmp_path / "out", folder, workers=1)
 
 
 def test_outputs_that_cannot_be(tmp_path, folder):

@@ -157,17 +157,6 @@ def test_a_recipe_sets_none(place, capsys, name):
         assert str(given[1]) in said or "mine.toml: " in said
 
 
-@pytest.mark.parametrize("name", ATTACKS)
-def test_a_grid_sets_none(place, name):
-    flags = "\n".join(toml_lines(flags_of(place, name)))
-    text = f'title = "a"\nseeds = [1]\nmetrics = ["lm_loss"]\n[flags]\n{OF_GRID}'
-    path = place / "work" / "grid.toml"
-    for more in (flags, f"[axes.a.b]\n{flags}"):
-        path.write_text(f"{text}{more}\n".replace("mock-data = true\n", ""))
-        said = refused_grid(place, path, f"--{name}")
-        assert "not taken from a file, for safety" in said
-
-
 @pytest.mark.parametrize("name", HIDDEN)
 def test_no_flag_hides_in_another(place, capsys, name):
     flags = {

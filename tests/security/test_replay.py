@@ -1,11 +1,9 @@
 """What --resume takes from the command line that stands in a run folder."""
 
-import json
 import re
 
 import pytest
 
-from megasink.cli import main as megasink
 from megasink.errors import UserError
 from megasink.training.flag_file import DESCRIBING, READING, TOLD, WRITING
 from megasink.training.replay import replayed
@@ -66,20 +64,6 @@ def test_what_somebody_else_would_decide_is_asked_for(tmp_path, line):
         replayed([*OWN, *words], [], tmp_path)
     name = words[0].partition("=")[0]
     assert name not in replayed([*OWN, *words], [name, "mine"], tmp_path)
-
-
-def test_the_launcher_starts_nothing_with_them(tmp_path, capsys):
-    run = tmp_path / "run"
-    (run / "checkpoints" / "iter_0000002").mkdir(parents=True)
-    (run / "config.json").write_text('{"arguments": {}}')
-    command = ["x", *OWN, "--save", str(tmp_path / "written")]
-    (run / "starts.jsonl").write_text(json.dumps({"command": command}) + "\n")
-    assert megasink(["train", "--run-dir", str(run), "--resume"]) == 2
-    said = capsys.readouterr().err
-    assert f"--save {tmp_path}/written, which is not reused for safety" in said
-    assert said.count("\n") == 1
-    assert not (run / "logs").exists()
-    assert not (tmp_path / "written").exists()
 
 
 def test_every_flag_that_takes_any_text_is_in_one_list(pool):

@@ -7,6 +7,7 @@ from tests.forkserver import server
 # Rank 0 may be slower to meet the error than the others.
 RANKS = """
 import os, sys, time
+from unittest import mock
 from megasink.errors import UserError
 from megasink.training import endings, pretrain
 rank = os.environ["RANK"]
@@ -15,11 +16,12 @@ def fail(argv):
     if rank in sys.argv[1]:
         raise UserError("the data is one document")
     time.sleep(60.0)
+wait = endings.wait_for_first
 pretrain.pretrain = fail
 pretrain.early.refuse = lambda *_: None
-if sys.argv[1] == "1":
-    pretrain.wait_for_rank_0 = lambda: endings.wait_for_rank_0(0.5)
-pretrain.main([])
+seconds = 0.5 if sys.argv[1] == "1" else 30.0
+with mock.patch.object(pretrain, "wait_for_first", lambda: wait(seconds)):
+    pretrain.main([])
 """
 
 

@@ -155,15 +155,6 @@ def test_resume_auto_starts_again_where_no_checkpoint_is_whole(
     assert not (run / "lease.json").exists()
 
 
-def test_resume_auto_goes_on_from_the_newest_whole_checkpoint(dying, train, finished, tmp_path):
-    run = tmp_path / "run"
-    code, text = dying("save:2", run, "--resume", "auto")
-    assert code == -signal.SIGKILL, text
-    train(run, "--resume", "auto")
-    assert resumed_from(run) == 2
-    assert losses(run) == losses(finished)
-
-
 def test_torchrun_starts_the_ranks_again_and_they_go_on(pool, tmp_path):
     """--max-restarts: a rank that kills itself is followed by others, by the same command line."""
     run, whole = tmp_path / "run", tmp_path / "whole"
@@ -192,10 +183,3 @@ def test_every_rank_of_a_second_trainer_is_refused(pool, finished, tmp_path):
     assert str(refused.value).count(f"in use by another trainer (process {os.getpid()} on ") == 2
     first.release()
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
-
-
-def test_a_run_folder_that_cannot_be_made_is_one_line_of_every_rank(pool):
-    with pytest.raises(Exception, match="failed on 2 of 2 ranks") as refused:
-        pool.train([*FLAGS, "--run-dir", "/proc/run"], 2)
-    line = "\nmegasink.errors.UserError: --run-dir /proc/run cannot be written: "
-    assert str(refused.value).count(line) == 2

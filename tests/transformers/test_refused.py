@@ -1,7 +1,5 @@
 """What is not computed is refused in one sentence that names it."""
 
-import ast
-
 import pytest
 import torch
 import transformers
@@ -11,7 +9,6 @@ import megasink.transformers  # noqa: F401
 from megasink.analysis.capture.segments import segments_of
 from megasink.errors import UserError
 from tests.analysis.capture.tiny_models import tiny_model
-from tests.test_imports import imports, modules
 from tests.transformers.oracle import batch
 
 SMALL = {
@@ -122,21 +119,3 @@ def test_packed_documents_beside_a_mask_are_refused(name):
         padded = batch(layout)
         positions = (padded.mask_BT.cumsum(-1) - 1).clamp(min=0)
         model(padded.ids_BT, attention_mask=padded.mask_BT, position_ids=positions)
-
-
-def test_the_room_needs_no_megatron():
-    """No module that it imports, directly or through others, imports megatron."""
-    files = {module: path for path, module in modules()}
-    reached, waiting = set(), ["megasink.transformers"]
-    while waiting:
-        module = waiting.pop()
-        if module in reached or module not in files:
-            continue
-        reached.add(module)
-        path = files[module]
-        for _, name in imports(ast.parse(path.read_text()), module, path.name == "__init__.py"):
-            assert not name.startswith("megatron"), module
-            waiting += [name, name.rpartition(".")[0]]
-        inside = module == "megasink.transformers"
-        waiting += [other for other in files if inside and other.startswith(module + ".")]
-    assert {"megasink.transformers.attention", "megasink.attention.op"} <= reached

@@ -69,10 +69,6 @@ def truncated(root, name):
     path.write_bytes(path.read_bytes()[:5000])
 
 
-def without_weights(root, name):
-    (copy(root, name) / "model.safetensors").unlink()
-
-
 def without_attention(root, name):
     folder = copy(root, name)
     tiny = {"hidden_size": 32, "num_hidden_layers": 2}
@@ -105,27 +101,9 @@ def nan_weights(root, name):
     save_file(weights, path, {"format": "pt"})
 
 
-def nan_ffn(root, name):
-    path = copy(root, name) / "model.safetensors"
-    weights = load_file(path)
-    weights["model.layers.0.mlp.up_proj.weight"][:] = torch.nan
-    save_file(weights, path, {"format": "pt"})
-
-
 def more_tensors(root, name, key="model.layers.0.self_attn.q_proj.lora_A"):
     path = copy(root, name) / "model.safetensors"
     save_file(load_file(path) | {key: torch.ones(2, 32)}, path, {"format": "pt"})
-
-
-def bos_twice(root, name):
-    folder = copy(root, name)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    special = tokenizer.eos_token
-    tokenizer.bos_token = special
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"{special} {special} $A", special_tokens=[(special, tokenizer.eos_token_id)]
-    )
-    tokenizer.save_pretrained(folder)
 
 
 MODELS = {
@@ -135,16 +113,11 @@ MODELS = {
     ),
     "bypassing": (bypassing, "BloomForCausalLM: its attention bypasses transformers' attention"),
     "truncated": (truncated, "transformers cannot load {}: Error while deserializing header"),
-    "without-weights": (without_weights, "transformers cannot load {}: Error no file named"),
     "without-tokenizer": (without_tokenizer, "{} has no tokenizer files, such as tokenizer.json"),
     "more-layers": (
         lambda root, name: copy(root, name, num_hidden_layers=3),
         "do not match its config.json, which makes another model of them: "
         "model.layers.2.input_layernorm.weight is missing",
-    ),
-    "fewer-layers": (
-        lambda root, name: copy(root, name, num_hidden_layers=1),
-        "model.layers.1.input_layernorm.weight has no place in LlamaForCausalLM; ",
     ),
     "more-tensors": (
         more_tensors,
@@ -165,13 +138,8 @@ MODELS = {
         "activations of every sample are infinite or NaN, first in layer 1, heads [2, 3]: its "
         "weights are infinite or NaN, first in model.layers.1.self_attn.v_proj.weight: no dtype",
     ),
-    "nan-ffn": (
-        nan_ffn,
-        "first in layer 0: its weights are infinite or NaN, first in model.layers.0.mlp.up_proj",
-    ),
     "without-attention": (without_attention, "MambaForCausalLM has no attention in its 2 layers"),
     "encoder-decoder": (encoder_decoder, "this kind of AutoModel: AutoModelForCausalLM.\n"),
-    "bos-twice": (bos_twice, "adds its BOS token 1 twice: fix its post-processor"),
 }
 
 

@@ -239,11 +239,3 @@ def test_a_record_that_is_none_is_one_line(tmp_path, content):
     (tmp_path / SETTINGS).write_text(content)
     with pytest.raises(UserError), results_in(tmp_path, "x", {}):
         pass
-
-
-def test_a_folder_that_cannot_be_written_is_one_line():
-    with (
-        pytest.raises(UserError, match="--output /proc/x cannot be written: "),
-        exclusive(Path("/proc/x")),
-    ):
-        pass
