@@ -120,7 +120,7 @@ STUBS = {
     "srun": """
         trap 'echo saved >> calls; exit $CODE' USR1
         echo "srun $MASTER_ADDR $*" >> calls; echo $$ > step
-        [[ -z $WAITS ]] || for _ in {1..600}; do sleep 0.1; done
+        [[ -z $WAITS ]] || for _ in {1..6000}; do sleep 0.1; done
         exit $CODE
     """,
 }
@@ -146,7 +146,7 @@ def job(tmp_path):
 
 
 def wait_for(calls, text):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not (calls.is_file() and text in calls.read_text()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -157,7 +157,7 @@ def test_after_the_warning_an_unfinished_run_is_requeued(job, code, requeued):
     process, calls = job(WAITS="1", CODE=code)
     wait_for(calls, "srun")
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(60) == int(code)
+    assert process.wait(600) == int(code)
     said = calls.read_text()
     srun = "srun node7 --kill-on-bad-exit=1 bash examples/pretrain_gpt_sink.sh --lr 1"
     assert srun in said.splitlines()
@@ -168,7 +168,7 @@ def test_after_the_warning_an_unfinished_run_is_requeued(job, code, requeued):
 
 def test_an_error_is_not_requeued_and_a_container_has_the_images_script(job):
     process, calls = job(WAITS="", CODE="3", IMAGE="megasink.sqsh", MOUNTS="/shared")
-    assert process.wait(60) == 3
+    assert process.wait(600) == 3
     said = calls.read_text()
     assert "--container-image=megasink.sqsh --container-mounts=/shared" in said
     assert "bash /opt/megasink/examples/pretrain_gpt_sink.sh --lr 1" in said

@@ -47,6 +47,7 @@ def test_a_crash_is_reported_with_the_log_and_the_next_task_gets_new_workers(bar
 
 
 def test_a_hang_ends_at_the_timeout_with_the_stack_of_the_worker(bare):
+    bare.run(f"{TASKS}:remember", rank_marker="here")  # so that what follows is no start
     with pytest.raises(TaskFailed, match=r"(?s)did not answer.*in hang"):
         bare.run(f"{TASKS}:hang", timeout=3.0)
     assert bare.run(f"{TASKS}:remember", rank_marker="new") == [["new"]] * 2

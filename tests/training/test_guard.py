@@ -44,7 +44,9 @@ stop.Told.run_dir, stop.Told.step = Path(sys.argv[1]), int(sys.argv[2]) or None
 stop.training_begins(signal.SIGTERM)
 stop.Told.phase = "training"
 print("listening", flush=True)
-time.sleep(2)
+while stop.Told.signal is None:
+    time.sleep(0.02)
+time.sleep(float(sys.argv[3]))
 print("the step is done", stop.Told.signal, flush=True)
 """
 PREFIX = """
@@ -107,7 +109,8 @@ def test_a_signal_ends_a_long_step_unless_an_earlier_one_would_be_lost(tmp_path,
     """The first step of a run, the first after the checkpoint of step 4, the second after it."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
-    process = start(LONG_STEP, str(tmp_path), step)
+    # A step that is not given up ends long after it might have been; the other never does.
+    process = start(LONG_STEP, str(tmp_path), step, "2" if is_lost else "60")
     assert process.stdout.readline() == "listening\n"
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=1200)

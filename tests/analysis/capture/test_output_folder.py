@@ -218,11 +218,11 @@ def test_of_many_that_begin_at_once_one_writes(tmp_path):
         began.wait()
         try:
             with results_in(tmp_path / "out", "x", {"number": number}) as record:
-                ended.wait(30)
+                ended.wait(600)
                 record()
         except UserError as error:
             refusals.append(str(error))
-            ended.wait(30)
+            ended.wait(600)
 
     threads = [threading.Thread(target=begin, args=(number,)) for number in range(8)]
     for thread in threads:

@@ -185,7 +185,7 @@ def test_the_first_to_fail_is_heard_and_ends_the_others(monkeypatch):
     monkeypatch.setattr(Ranks, "from_environment", lambda: Ranks(store, 1, 2))
     with pytest.raises(UserError, match="broken"), taking_part():
         raise UserError("broken")
-    thread.join(10)
+    thread.join(600)
     assert waiting == [2]
     with pytest.raises(SystemExit) as second, taking_part():
         raise UserError("broken too")
