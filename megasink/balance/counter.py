@@ -145,7 +145,7 @@ class LayerBalance(torch.nn.Module):
             return f"this is microbatch {microbatches} of its step: it would count once for each"
         if self.cp_size > 1:
             return f"{self.cp_size} context-parallel ranks average their gradients"
-        return "fp16 scales the other losses" if self._statistics.may_skip() else ""
+        return "fp16 scales the other losses" if self._statistics.scales_loss() else ""
 
     def _coefficients(
         self, gate_sum_h: Tensor, tokens: int, in_row: int | None

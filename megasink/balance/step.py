@@ -61,6 +61,8 @@ class LossStep:
         phase: Where the current step is.
         number: The current step, or the last one; -1 before the first.
         last: Statistics of the step `last_number`, the last that was committed; None before.
+        may_skip: Whether a step may end without a step of the optimizer: false until one has
+            stepped, because a loop whose optimizer is never seen would never commit.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class LossStep:
         self.number = -1
         self.last: HeadStatistics | None = None
         self.last_number: int | None = None
+        self.may_skip = False
         self._options = options
         self._stepped_without_reduction = False
 
@@ -170,17 +173,19 @@ class LossStep:
         """Return whether the forward passes after a reduction repeat the step (to check it)."""
         return False
 
-    def may_skip(self) -> bool:
-        """Return whether a step may end without a step of the optimizer (fp16's loss scale)."""
+    def scales_loss(self) -> bool:
+        """Return whether other losses are scaled (fp16), and steps that overflow skipped."""
         return False
 
     def commit_skipped(self) -> None:
         """Commit a step that the optimizer has skipped, and that nobody has committed."""
-        if self.phase is Phase.REDUCED and self.may_skip() and not self.runs_again():
+        skips = self.may_skip or self.scales_loss()
+        if self.phase is Phase.REDUCED and skips and not self.runs_again():
             self.commit()
 
     def optimizer_stepped(self) -> None:
         """Commit the step; or remember that the optimizer stepped before its reduction."""
+        self.may_skip = True
         if self.phase is Phase.REDUCED:
             self.commit()
         elif self.phase is Phase.RUNNING and self.heads.has_sums:
@@ -197,6 +202,6 @@ class LossStep:
     def _not_committed(self) -> str:
         return (
             f"step {self.number} was not committed: call commit() of the head-balance loss after "
-            "the optimizer's step, as the hook on torch.optim's optimizers does; without it the "
-            "loss would be 0"
+            "the optimizer's step, also one that the loop skips, as the hook on torch.optim's "
+            "optimizers does once one has stepped; without it the loss would be 0"
         )

@@ -8,7 +8,9 @@
   (schedules.py:839). Loops set it after the model is built (Megatron-Bridge's, slime's), so it is
   a property here: whatever they set is called behind the start of the all-reduce. None stays None,
   since a loop that leaves it so reduces its gradients itself;
-- an optimizer of torch.optim at the bottom, as Megatron's are: its step commits the step.
+- an optimizer of torch.optim at the bottom, as Megatron's are: its step commits the step. Once one
+  has stepped, a step that the loop skips (fp16 overflows, slime drops a bad gradient) is committed
+  by what comes next, a forward pass or a checkpoint.
 
 What a loop does not do this way it does by the calls of :class:`LossStep`.
 """
@@ -45,6 +47,9 @@ class _Finalize:
         # Another model may have it, by a config that was made of the fields of this one.
         if vars(get_model_config(model[0])).get("statistics") is self.balance:
             self.balance.reduce()
+            # A stage whose parameters are all frozen has no optimizer that could step.
+            trained = (p.requires_grad for chunk in model for p in chunk.parameters())
+            self.balance.may_skip |= not any(trained)
         self.host(model, *args, **kwargs)
 
 
@@ -133,8 +138,8 @@ class HeadBalance(ModelStatistics):
         """Whether Megatron's rerun machine repeats the step, here or after a checkpoint."""
         return get_rerun_state_machine().state not in _FIRST_RUN
 
-    def may_skip(self) -> bool:
-        """fp16's loss scale skips steps whose gradients overflow."""
+    def scales_loss(self) -> bool:
+        """fp16 does, and skips steps whose gradients overflow."""
         config: Any = self._options
         return bool(config.fp16)
 

@@ -66,7 +66,7 @@ def _prediction_spec(
     vp_stage: int | None = None,
 ) -> ModuleSpec | None:
     """Return the spec of the layers of multi-token prediction, with megasink's attention."""
-    from megasink.megatron.specs import prediction_spec
+    from megasink.megatron.prediction import prediction_spec
 
     found = upstream(config, decoder, vp_stage=vp_stage)
     return None if found is None else prediction_spec(found, config.transformer)

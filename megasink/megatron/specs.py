@@ -5,7 +5,6 @@ block around attention, adapters, a model configuration of ``megatron.training``
 """
 
 import dataclasses
-import functools
 import json
 import os
 from typing import Any
@@ -94,6 +93,11 @@ def layer_spec(config: Any, *more: Any, vp_stage: int | None = None) -> Transfor
         from megasink.lora.spec import with_adapters
 
         ours = with_adapters(ours, transformer)
+    if transformer.mtp_num_layers and ours.layer_specs:
+        from megasink.megatron.prediction import counted_once
+
+        *others, last = ours.layer_specs
+        ours = dataclasses.replace(ours, layer_specs=[*others, counted_once(last)])
     return ours
 
 
@@ -113,27 +117,6 @@ def _options_of_environment(config: str) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise UserError(f"{OPTIONS} is no JSON object with options by their names: {text}")
     return options
-
-
-def prediction_spec(upstream: Any, config: Any) -> Any:
-    """Return the spec of a multi-token prediction block with the layers of :func:`layer_spec`.
-
-    Their heads count in no statistic and no balance loss: they are no layers of the model that is
-    exported, and their importance would weigh on that of the last layer.
-
-    Args:
-        upstream: MultiTokenPredictionBlockSubmodules of Megatron's own layers.
-    """
-    ours = with_our_modules(upstream, config)
-
-    def with_options(layer: ModuleSpec) -> ModuleSpec:
-        alone = TransformerBlockSubmodules([layer.submodules.mtp_model_layer], LayerNormImpl)
-        (inner,) = with_block_options(alone, config).layer_specs
-        uncounted = functools.partial(CoreAttention, counted=False)
-        attention = changed(inner.submodules.self_attention, core_attention=uncounted)
-        return changed(layer, mtp_model_layer=changed(inner, self_attention=attention))
-
-    return dataclasses.replace(ours, layer_specs=[with_options(x) for x in ours.layer_specs])
 
 
 def changed(spec: ModuleSpec, **submodules: Any) -> ModuleSpec:

@@ -75,13 +75,36 @@ def test_a_host_that_does_not_number_steps_is_asked_whether_one_runs_again(step,
 
 
 def test_a_saved_state_holds_a_skipped_step_but_not_one_that_runs_again(step, layer):
-    step.may_skip = lambda: True
+    step.scales_loss = lambda: True
     run(step, layer, FIRST_H)
     step.runs_again = lambda: True  # saved to be run again elsewhere
     assert not layer.state_dict()["coefficients"].any()
     step.runs_again = lambda: False
     assert layer.state_dict()["coefficients"].tolist() == [-3.0, 1.0]
     assert step.phase is Phase.BETWEEN
+
+
+def test_once_an_optimizer_has_stepped_a_step_without_one_is_committed_by_what_follows(step, layer):
+    run(step, layer, FIRST_H)
+    with pytest.raises(RuntimeError, match=r"step 0 was not committed: call commit\(\)"):
+        layer.record(FIRST_H, 8)
+    step.optimizer_stepped()
+    assert step.last_number == 0
+    for number in (1, 2):  # two bad gradients
+        run(step, layer, SECOND_H)
+        assert step.last_number == number - 1
+    assert layer.state_dict()["coefficients"].tolist() == [0.0, 0.0]  # of equal heads
+    assert step.last_number == 2
+
+
+def test_a_skipped_step_whose_gates_are_nan_leaves_no_nan(step, layer):
+    run(step, layer, FIRST_H)
+    step.optimizer_stepped()
+    run(step, layer, FIRST_H * torch.nan)
+    run(step, layer, FIRST_H)
+    assert layer.coefficients.tolist() == [0.0, 0.0]  # one step without the loss
+    step.optimizer_stepped()
+    assert layer.coefficients.tolist() == [-3.0, 1.0]
 
 
 def test_the_share_and_the_observation_of_a_step_last_until_the_next(step, layer):

@@ -112,7 +112,8 @@ class Run:
 
     def kill(self, kind: str, generator: random.Random) -> Outcome:
         """Start, kill at a random moment, wait until all has ended."""
-        whole, launcher = newest(self.folder), self.start()
+        whole, opened = newest(self.folder), self._changed()
+        launcher = self.start()
         aim = whole + generator.randint(1, max(1, min(35, STEPS - 5 - whole)))
         in_start = generator.random() < 0.2 and "helper" not in kind
         outcome = Outcome(self.configuration.name, kind, 0 if in_start else aim)
@@ -140,16 +141,17 @@ class Run:
         if outcome.hung:
             launcher.wait(30)
         outcome.said = self.said()
-        self._judge(outcome, whole)
+        self._judge(outcome, whole, self._changed() != opened)
         return outcome
 
-    def _judge(self, outcome: Outcome, whole: int) -> None:
+    def _judge(self, outcome: Outcome, whole: int, wrote: bool) -> None:
+        """Args: wrote: Whether this start wrote steps; others are of one that was killed."""
         if newest(self.folder) < whole:
             outcome.lost = True
             outcome.problems.append(f"step {whole} was whole, now {newest(self.folder)}")
         told = outcome.kind in ("SIGTERM launcher", "SIGINT terminal")
         last = max(steps(self.folder), default=0)
-        if told and outcome.code != 0 and newest(self.folder) < last:
+        if told and wrote and outcome.code != 0 and newest(self.folder) < last:
             outcome.lost = True
             outcome.problems.append(f"told to end after step {last}, saved {newest(self.folder)}")
         single_line = re.match(r"megasink: ", outcome.said)

@@ -19,24 +19,38 @@ def config_of_a_host() -> dict[str, Any]:
     balance = HeadBalance(config, attention_variant="sink")
     called: list[Any] = []
     balance.reduce = lambda: called.append("reduce")  # type: ignore[method-assign]
-    model = type("Model", (), {"config": config})()
+    model = _stage(config)
     left_out = config.finalize_model_grads_func
     # As Megatron-Bridge (training/setup.py:577) and slime do, after the model was built.
     config.finalize_model_grads_func = lambda *args: called.append(args[1:])
     config.finalize_model_grads_func([model], 3)
     # A model of its own, by a config of the same fields, reduces nothing of this one.
     other = TransformerConfig(**{f.name: getattr(config, f.name) for f in fields(config)})
-    other.finalize_model_grads_func([type("Model", (), {"config": other})()], 4)
+    other.finalize_model_grads_func([_stage(other)], 4)
+    # Nothing steps where nothing is trained, so such a stage may not wait for an optimizer.
+    waits = [balance.may_skip]
+    config.finalize_model_grads_func([model.requires_grad_(False)], 5)
+    waits.append(balance.may_skip)
     as_dict = asdict(config)["finalize_model_grads_func"]
     return {
         "left out": left_out,
         "called": called,
+        "may skip": waits,
         "as dict": callable(as_dict),
         "is one": isinstance(config, TransformerConfig),
         "named": (type(config).__module__, type(config).__qualname__),
         "copy shares": copy.deepcopy(config).statistics is balance,
         "found": get_model_config(model) is config,
     }
+
+
+def _stage(config: Any) -> Any:
+    """A stage of a model, as a host hands it over."""
+    import torch
+
+    stage = torch.nn.Linear(1, 1)
+    stage.config = config
+    return stage
 
 
 def _host(*_: Any) -> None:

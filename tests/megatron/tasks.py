@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,9 +29,18 @@ def _groups(ranks: int, port: int) -> bool:
 
 
 def bare_loop(
-    layout_: dict[str, int], ranks: int, port: int, steps: int = STEPS, **options: Any
+    layout_: dict[str, int],
+    ranks: int,
+    port: int,
+    steps: int = STEPS,
+    fields: dict[str, Any] | None = None,
+    **options: Any,
 ) -> list[dict[str, Any]] | None:
-    """The losses, gradient norms and head statistics of ``examples/megatron_loop.py``."""
+    """The losses, gradient norms and head statistics of ``examples/megatron_loop.py``.
+
+    Args:
+        fields: Further ones of its TransformerConfig.
+    """
     if not _groups(ranks, port):
         return None
     from megasink import cpu
@@ -38,11 +48,15 @@ def bare_loop(
     cpu.activate()
     import torch
 
+    from examples import megatron_loop
     from examples.megatron_loop import mock_step, train
 
+    config = partial(megatron_loop.TransformerConfig, **fields or {})
+    model = partial(_with_prediction, megatron_loop.GPTModel)
     torch.distributed.init_process_group("gloo")
     try:
-        history = train(map(mock_step, range(steps)), **layout_, **options)
+        with mock.patch.multiple(megatron_loop, TransformerConfig=config, GPTModel=model):
+            history = train(map(mock_step, range(steps)), **layout_, **options)
     finally:
         forget()
         end_groups()
@@ -55,6 +69,15 @@ def bare_loop(
         }
         for loss, norm, statistics in history
     ]
+
+
+def _with_prediction(kind: Any, config: Any, spec: Any, *args: Any, **kwargs: Any) -> Any:
+    """Build a GPTModel as stacks do whose config has ``mtp_num_layers``."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    if config.mtp_num_layers:
+        kwargs["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, False)
+    return kind(config, spec, *args, **kwargs)
 
 
 def trainer(flags: list[str], ranks: int, port: int, run: str) -> list[dict[str, Any]] | None:
@@ -116,8 +139,14 @@ def not_ours() -> dict[str, str]:
     replaced = dataclasses.replace(attached)
     unknown = {"attention_varient": "sink", "head_balance_scope": "globe", "logit_softcap": 15.0}
 
-    def steps(*calls: str, microbatches: int = 1, cp: int = 1, **fields: Any) -> str:
-        """Run steps of one layer, in each of which a host makes some calls."""
+    def steps(
+        *calls: str, microbatches: int = 1, cp: int = 1, dropped: int = -1, **fields: Any
+    ) -> str:
+        """Run steps of one layer, in each of which a host makes some calls.
+
+        Args:
+            dropped: The step of a gradient that is bad, without one of the optimizer.
+        """
         from torch.optim import SGD
 
         from megasink.megatron.importance import HeadCounter
@@ -145,7 +174,7 @@ def not_ours() -> dict[str, str]:
                 for call in calls:
                     if call in ("reduce", "commit"):
                         getattr(balance, call)()
-                    elif call == "optimizer":
+                    elif call == "optimizer" and number != dropped:
                         optimizer.step()
 
         return f"{told(run)} [{balance.last_number}]"
@@ -166,6 +195,7 @@ def not_ours() -> dict[str, str]:
         "no commit, explicit": steps("begin", "scale", "reduce"),
         "commit alone": steps("begin", "scale", "commit"),
         "skipped": steps("scale", "reduce", fp16=True),
+        "dropped": steps("scale", "reduce", "optimizer", dropped=1),
         "hooks": steps("scale", "reduce", "optimizer", microbatches=2),
         "explicit": steps("begin", "scale", "reduce", "commit", microbatches=2),
     }

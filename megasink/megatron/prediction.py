@@ -1,0 +1,73 @@
+"""Multi-token prediction: its layers have megasink's attention, and their heads count nowhere.
+
+They are no layers of the model that is exported, and Megatron numbers them from 1 again: their
+gates would be added to those of the model's first layers, on another pipeline stage unseen.
+"""
+
+import dataclasses
+import functools
+import inspect
+from typing import Any
+
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megasink.errors import UserError
+from megasink.megatron.block_options import with_block_options
+from megasink.megatron.core_attention import CoreAttention
+from megasink.megatron.specs import changed, with_our_modules
+
+_TELLS = "is_mtp_layer"
+
+
+def counted_once(layer: ModuleSpec) -> ModuleSpec:
+    """Return the spec of a model's last layer, of which stacks also make the prediction layers.
+
+    Megatron-Core's ``get_gpt_mtp_block_spec`` does so for slime, Megatron-Bridge and others
+    (models/gpt/gpt_layer_specs.py:767).
+
+    Raises:
+        UserError: Megatron does not tell its layers whether they are of multi-token prediction.
+    """
+    return dataclasses.replace(layer, module=_layer_class(layer.module))
+
+
+@functools.cache
+def _layer_class(kind: Any) -> type:
+    """Return a class that is `kind` in all but the heads of its prediction layers."""
+    if _TELLS not in inspect.signature(TransformerLayer.__init__).parameters:
+        raise UserError(
+            f"mtp_num_layers: this Megatron-Core's TransformerLayer has no {_TELLS}, so the heads "
+            "of multi-token prediction would count as those of the first layers: use 0.19 or later"
+        )
+
+    def __init__(self: Any, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get(_TELLS):
+            submodules = _uncounted(submodules)
+        kind.__init__(self, config, submodules, *args, **kwargs)
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), names | {"__init__": __init__})
+
+
+def _uncounted(layer: Any) -> Any:
+    core_attention = functools.partial(CoreAttention, counted=False)
+    attention = changed(layer.self_attention, core_attention=core_attention)
+    return dataclasses.replace(layer, self_attention=attention)
+
+
+def prediction_spec(upstream: Any, config: Any) -> Any:
+    """Return the spec of a multi-token prediction block with the layers of ``layer_spec``.
+
+    Args:
+        upstream: MultiTokenPredictionBlockSubmodules of Megatron's own layers.
+    """
+    ours = with_our_modules(upstream, config)
+
+    def with_options(layer: ModuleSpec) -> ModuleSpec:
+        alone = TransformerBlockSubmodules([layer.submodules.mtp_model_layer], LayerNormImpl)
+        (inner,) = with_block_options(alone, config).layer_specs
+        return changed(layer, mtp_model_layer=counted_once(inner))
+
+    return dataclasses.replace(ours, layer_specs=[with_options(x) for x in ours.layer_specs])
