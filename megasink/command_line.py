@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn, Self
 
 from megasink.errors import ConfigError, nearest, unknown_name
@@ -186,7 +186,7 @@ class Reading:
             self.namespace, self.unknown = type(parser).parse_known_args(parser, argv)
         except argparse.ArgumentError as error:
             names = set((error.argument_name or "").split("/"))
-            left = _without(argv, names)
+            left = without(argv, names)
             self.problems.append(_sentence(parser, error))
             if len(left) == len(argv):  # a positional argument, or several arguments at once
                 self.unknown = _unknown_in(parser, argv)
@@ -260,8 +260,8 @@ def _unknown_in(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[st
     return [word for word in argv if _is_flag(word) and word.partition("=")[0] not in known]
 
 
-def _without(argv: Sequence[str], names: set[str]) -> list[str]:
-    """Return a command line without the given flags and their values."""
+def without(argv: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return a command line without flags, which are given with their dashes, and their values."""
     left: list[str] = []
     dropping = False
     for word in argv:

@@ -92,7 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", nargs="?", metavar="COMMAND")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
     try:
-        args = parser.parse_args(argv)
+        if argv and argv[0] in COMMANDS:
+            args = argparse.Namespace(command=argv[0], arguments=argv[1:], help=False)
+        else:
+            args = parser.parse_args(argv)
         if args.help or args.command is None:
             print(_first_screen())
             return 0 if args.help else 2

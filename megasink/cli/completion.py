@@ -57,10 +57,7 @@ def complete(
 def _train() -> argparse.ArgumentParser:
     from megasink.training import early, launch
 
-    parser = launch._parser()
-    parser.add_argument("--run-dir")
-    parser.add_argument("--resume", nargs="?")
-    return early.add_all(parser)
+    return early.add_all(launch.own_parser())
 
 
 def _plan() -> argparse.ArgumentParser:

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megasink.command_line import without
+
 _RECOMPUTE = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers")
 _FULL = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
 _FULL += ["--recompute-num-layers", "1"]
@@ -18,26 +20,14 @@ def alternatives(
     for flag in toggles:
         if flag in flags:
             # Flags that only work with the distributed optimizer go with it.
-            without = {flag, "--overlap-param-gather"} if "optimizer" in flag else {flag}
-            yield f"without {flag}", [word for word in flags if word not in without]
+            dropped = {flag, "--overlap-param-gather"} if "optimizer" in flag else {flag}
+            yield f"without {flag}", [word for word in flags if word not in dropped]
         else:
             yield f"with {flag}", [*flags, flag]
-    plain = _without(flags, (*_RECOMPUTE, "--recompute-activations", "--recompute-modules"))
+    plain = without(flags, (*_RECOMPUTE, "--recompute-activations", "--recompute-modules"))
     if plain != list(flags):
         yield "without recompute", plain
     if not ("--recompute-granularity" in flags and "full" in flags):
         yield "with full recompute", [*plain, *_FULL]
     if facts["attention_kernel"] not in ("", "eager"):
         yield "with --attention-kernel eager", [*flags, "--attention-kernel", "eager"]
-
-
-def _without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return flags without these and their values."""
-    left: list[str] = []
-    dropping = False
-    for word in flags:
-        if word.startswith("--"):
-            dropping = word.partition("=")[0] in names
-        if not dropping:
-            left.append(word)
-    return left

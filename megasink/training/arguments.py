@@ -9,23 +9,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megasink.attention.variants.layers import resolve_layers
 from megasink.errors import ConfigError
 from megasink.megatron.arguments import parse_known
 from megasink.training import checks, run_dir
-from megasink.training.checks.chat import recognize
 from megasink.training.checks.gates import match_ffn_width
-from megasink.training.checks.hybrid import count_layers
 from megasink.training.checks.schedule import set_decay
 from megasink.training.checks.transformer_layer import set_gated_unit
 from megasink.training.checks.vocabulary import pin_vocabulary
 
 
-def parse(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
+def parse(argv: Sequence[str], *, checked: bool = False) -> tuple[Namespace, dict[str, Any]]:
     """Parse and validate a command line.
 
     Args:
         argv: flags without the program name.
+        checked: whether `early.refuse` has found nothing in it; then only what depends on this
+            process and its device is checked.
 
     Returns:
         the namespace, with ``padded_vocab_size`` pinned to the tokenizer, and the arguments that
@@ -40,10 +39,8 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     args = parse_known(argv)
     run_dir.use_own_tokenizer(args)
-    recognize(args)
-    count_layers(args)
-    resolve_layers(args)
-    problems = checks.problems(args)
+    checks.complete(args)
+    problems = checks.problems(args, checked=checked)
     if problems:
         raise ConfigError(problems)
     identity = run_dir.identity_of(args)

@@ -1,11 +1,14 @@
-"""Read a training command line before importing Megatron, which takes seconds.
+"""Read and check a training command line before importing Megatron, which takes seconds.
 
-Nothing is refused here that a rank would accept: flags come from the table of Megatron's flags
+A launcher does it once for the ranks that it starts; a rank of torchrun does it for itself. Nothing
+is refused here that a rank would accept: flags come from the table of Megatron's flags
 (flag_table.py), and the ranks check what depends on the device, kernels or file contents.
 """
 
 import argparse
+import hashlib
 import math
+import os
 from argparse import Namespace
 from collections.abc import Sequence
 
@@ -15,41 +18,57 @@ from megasink.errors import ConfigError
 from megasink.flags import add_options
 from megasink.megatron.arguments import CPU_DEFAULTS, DEFAULTS, read_flags
 from megasink.training import checks, recipes
-from megasink.training.checks.chat import recognize
-from megasink.training.checks.hybrid import count_layers
 from megasink.training.flag_table import add_flags, read_table
 
 _SIZES = ("tensor_model", "pipeline_model", "context")
+CHECKED = "MEGASINK_CHECKED"
+"""Variable of ranks whose launcher has checked their command line: its `digest`."""
 
 
-def read(flags: Sequence[str]) -> Namespace:
-    """Parse a rank's flags, with their defaults.
+def read(flags: Sequence[str], parser: argparse.ArgumentParser | None = None) -> Namespace:
+    """Parse the flags of a run, with their defaults.
 
     Without a table for the installed Megatron: only megasink's flags, and the Megatron flags that
     the launcher uses.
 
+    Args:
+        parser: of a command with further flags of its own.
+
     Raises:
         ConfigError: the flags cannot be parsed.
     """
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser = parser or argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     table = read_table()
-    if table is None or {"-h", "--help"} & set(flags):
+    if table is None:
         add_options(parser)
         parser.add_argument("--train-iters", type=int)
         for kind in _SIZES:
             name = f"--{kind.replace('_', '-')}-parallel-size"
             parser.add_argument(name, type=int, default=1)
-        return Reading(parser, flags).namespace
-    opaque = add_flags(parser, table)
+        reading = Reading(parser, flags)
+        if reading.problems:
+            raise ConfigError(reading.problems)
+        return reading.namespace
+    add_flags(parser, table)
     parser.set_defaults(**DEFAULTS)
     add_options(parser)
     args = read_flags(parser, flags)
     # Kitchen's flags exist only if that package is installed.
     args.flag_problems = [text for text in args.flag_problems if "kitchen" not in text]
-    unset = vars(parser.parse_args([]))
-    for name in (*opaque, *(name for name in CPU_DEFAULTS if getattr(args, name) == unset[name])):
-        setattr(args, name, unset[name] if name in opaque else None)
+    for name in CPU_DEFAULTS:  # their defaults depend on the device
+        if getattr(args, name) == parser.get_default(name):
+            setattr(args, name, None)
     return args
+
+
+def digest(argv: Sequence[str]) -> str:
+    """Return the SHA-256 of the words of a command line, in hexadecimal."""
+    return hashlib.sha256("\0".join(argv).encode(errors="surrogateescape")).hexdigest()
+
+
+def was_checked(argv: Sequence[str]) -> bool:
+    """Whether the launcher that started this process has checked its command line."""
+    return os.environ.get(CHECKED) == digest(argv)
 
 
 def expanded(argv: Sequence[str]) -> list[str]:
@@ -86,23 +105,26 @@ def add_all(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def refuse(args: Namespace, ranks: int | None) -> None:
+def refuse(args: Namespace, ranks: int | None) -> bool:
     """Refuse flags from `read` that are wrong on any device.
 
     Args:
         ranks: processes of the run; None to derive the number from the flags.
 
+    Returns:
+        whether they were checked: not without a table for the installed Megatron.
+
     Raises:
         ConfigError: lists every problem.
     """
     if not hasattr(args, "flag_problems"):
-        return
+        return False
     args.rank, args.world_size = 0, ranks or replica_ranks(args)
-    recognize(args)
-    count_layers(args)
+    checks.complete(args)
     problems = checks.early_problems(args)
     if problems:
         raise ConfigError(problems)
+    return True
 
 
 def replica_ranks(args: Namespace) -> int:

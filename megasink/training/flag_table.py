@@ -14,8 +14,24 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megasink.attention.variants.layers import layer_pattern
+
 TABLE = Path(__file__).with_name("megatron_flags.json")
-_TYPES: dict[str, Any] = {"int": int, "float": float, "str": str}
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.strip("()").split(",")))
+
+
+def _frequency(text: str) -> Any:
+    return layer_pattern(text) if "[" in text else int(text)
+
+
+# The types of Megatron's flags by the names of their functions (training/arguments.py); a flag of
+# any other type stays text here.
+_TYPES: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool}
+_TYPES |= {"tuple_type": _integers, "no_rope_freq_type": _frequency}
+_TYPES |= {"moe_freq_type": _frequency, "la_freq_type": _frequency}
 
 
 def read_table() -> list[dict[str, Any]] | None:
@@ -33,27 +49,19 @@ def read_table() -> list[dict[str, Any]] | None:
     return flags if now == table["files"] else None
 
 
-def add_flags(parser: argparse.ArgumentParser, table: list[dict[str, Any]]) -> list[str]:
-    """Add the flags of a table to a parser.
-
-    Returns:
-        the dests of flags whose values only Megatron can parse; they stay text here.
-    """
-    opaque = []
+def add_flags(parser: argparse.ArgumentParser, table: list[dict[str, Any]]) -> None:
+    """Add the flags of a table to a parser."""
     for entry in table:
         names, given = entry["names"], {"dest": entry["dest"], "default": entry["default"]}
         if entry["kind"] == "value":
             given |= {"nargs": entry["nargs"], "choices": entry["choices"]}
             given["type"] = _TYPES.get(entry["type"], str)
-            if entry["type"] not in _TYPES:
-                opaque.append(entry["dest"])
         elif entry["kind"] == "pair":
             given["action"] = argparse.BooleanOptionalAction
             names = [name for name in names if not name.startswith("--no-")]
         else:
             given["action"] = entry["kind"]
         parser.add_argument(*names, **given)
-    return opaque
 
 
 def make_table() -> dict[str, Any]:

@@ -14,14 +14,15 @@ from typing import Any
 from rich.console import Console
 
 from megasink import plugins
-from megasink.command_line import CommandParser, Reading
-from megasink.errors import ConfigError, Stopped, UserError
+from megasink.command_line import CommandParser, without
+from megasink.errors import Stopped, UserError, unknown_name
 from megasink.flags import add_options
 from megasink.printable import say
 from megasink.progress import progress
 from megasink.run_options import RESUME
 from megasink.training import early
 from megasink.training.checks.memory import MARK
+from megasink.training.flag_file import named_values
 from megasink.training.last_start import flags_of_last_start, from_where, ranks_of_last_start
 from megasink.training.lease import clear, wait_until_expired
 from megasink.training.metrics_file import NewLines
@@ -31,6 +32,7 @@ from megasink.training.replay import replayed
 from megasink.training.run_dir import folder_problem
 from megasink.training.stop import FOR_TORCHRUN, SIGNALS, left, name_of
 
+_OF_THE_LAUNCHER = ("--ranks", "--run-dir", "--resume")
 _SMALL = 1 << 16  # bytes; a disk with less free space is full
 # Keys of metrics.jsonl on the progress line, and what they are called there.
 _SHOWN = {
@@ -57,53 +59,64 @@ def main(argv: Sequence[str] | None = None) -> int:
     lists every flag. --resume reuses the flags of the run's last start. For several nodes use
     torchrun, as examples/pretrain_gpt_sink.sh does.
     """
-    parser = _parser()
-    parser.add_argument("--run-dir")
-    parser.add_argument("--resume", nargs="?", const="newest", choices=RESUME)
-    read = Reading(parser, early.expanded(sys.argv[1:] if argv is None else argv))
-    args, flags = read.namespace, read.unknown
-    if read.problems:
-        raise ConfigError(read.problems)
-    if {"-h", "--help"} & set(flags):
-        parser = _parser()
+    words = early.expanded(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(words):
+        parser = own_parser()
         add_options(parser)
         parser.first_screen(_EXAMPLE, *_FIRST).print_help()
         parser.exit()
-    if args.help_all:
+    if "--help-all" in words:
         return subprocess.run(
-            [sys.executable, "-m", "megasink.training", *plugins.flags(flags), "--help"],
+            [sys.executable, "-m", "megasink.training", *plugins.flags(words), "--help"],
             check=False,
         ).returncode
-    if args.resume and args.run_dir is None:
+    # What a resume replays stands before the flags given now, so they are parsed after a look.
+    resume, given = _resume(words), dict(named_values(words))
+    if resume and not given.get("run-dir"):
         raise UserError("--resume needs --run-dir")
-    run_dir = Path(args.run_dir or time.strftime("runs/%Y%m%d-%H%M%S"))
+    run_dir = Path(*(given.get("run-dir") or [time.strftime("runs/%Y%m%d-%H%M%S")])[:1])
     # Also checked here, so that a refused start leaves nothing in the folder.
-    if problem := folder_problem(run_dir, resume=args.resume):
+    if problem := folder_problem(run_dir, resume=resume):
         raise UserError(problem)
-    if args.ranks is not None and args.ranks < 1:
-        raise UserError(f"--ranks {args.ranks}: use 1 or more")
-    if args.resume:
+    flags, before = without(words, _OF_THE_LAUNCHER), list[str]()
+    if resume:
         before = replayed(flags_of_last_start(run_dir, flags), flags, run_dir)
-        flags = [*before, *flags, "--resume", args.resume]
-    options = early.read(["--run-dir", str(run_dir), *flags])
-    ranks = args.ranks
-    if args.resume and ranks is None:
+        flags = [*before, *flags, "--resume", resume]
+    options = early.read(["--run-dir", str(run_dir), *before, *words], own_parser())
+    ranks = options.ranks
+    if ranks is not None and ranks < 1:
+        raise UserError(f"--ranks {ranks}: use 1 or more")
+    if resume and ranks is None:
         ranks = ranks_of_last_start(run_dir, options)
-    # Also checked here: the ranks take seconds to report it.
-    early.refuse(options, ranks)
+    checked = early.refuse(options, ranks)
     wait_until_expired(run_dir, say)
-    if args.resume and not options.verify_checkpoint:
+    if resume and not options.verify_checkpoint:
         where = from_where(run_dir)
-        if where or args.resume == "auto":
+        if where or resume == "auto":
             say(f"run {run_dir}: {where or 'no intact checkpoint, starting at step 0'}")
     ranks = early.default_ranks(options) if ranks is None else ranks
     try:
-        return launch(flags, run_dir, ranks, options.train_iters)
+        return launch(flags, run_dir, ranks, options.train_iters, checked=checked)
     finally:
         clear(run_dir)  # left by a killed rank
 
 
-def _parser() -> CommandParser:
+def _resume(words: Sequence[str]) -> str | None:
+    """Return the value of --resume; None without the flag.
+
+    Raises:
+        UserError: it is no value of the flag.
+    """
+    values = dict(named_values(words)).get("resume")
+    if values is None or values == []:
+        return None if values is None else RESUME[0]
+    if values[0] not in RESUME:
+        raise UserError(unknown_name("--resume", values[0], RESUME))
+    return values[0]
+
+
+def own_parser() -> CommandParser:
+    """Return the parser of the flags that are not those of ranks."""
     parser = CommandParser(
         prog="megasink train",
         description=inspect.cleandoc(main.__doc__ or ""),
@@ -119,13 +132,16 @@ def _parser() -> CommandParser:
     return parser
 
 
-def launch(flags: Sequence[str], run_dir: Path, ranks: int, steps: int | None) -> int:
+def launch(
+    flags: Sequence[str], run_dir: Path, ranks: int, steps: int | None, *, checked: bool = False
+) -> int:
     """Run the ranks to completion, with a progress bar (or lines, without a terminal); return 0.
 
     Args:
         flags: Megatron's and megasink's flags, without ``--run-dir``.
         ranks: processes on this machine.
         steps: --train-iters; None if the length is given differently.
+        checked: whether `early.refuse` has found nothing in the flags.
 
     Raises:
         Stopped: a signal ended the run.
@@ -136,13 +152,15 @@ def launch(flags: Sequence[str], run_dir: Path, ranks: int, steps: int | None) -
     say(f"run {run_dir}: {ranks} ranks, logs in {logs}")
     arguments = ["--standalone", "--local-addr=127.0.0.1", FOR_TORCHRUN]
     arguments += [f"--nproc-per-node={ranks}", f"--log-dir={logs}", "--redirects=3"]
-    arguments += ["-m", "megasink.training", "--run-dir", str(run_dir), *flags]
+    words = ["--run-dir", str(run_dir), *flags]
+    arguments += ["-m", "megasink.training", *words]
+    environment = {early.CHECKED: early.digest(words)} if checked else {}
     new_lines = NewLines(run_dir / "metrics.jsonl")
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--run-dir {run_dir} cannot be written: {error.strerror}") from error
-    with Ranks(arguments, logs, console) as running:
+    with Ranks(arguments, logs, console, environment) as running:
         code = _follow(running, new_lines, steps, console, logs)
     if code:
         failure = _failure(running, logs, run_dir, code)

@@ -17,6 +17,7 @@ from megasink import cpu, plugins
 from megasink.errors import ConfigError, Stopped, UserError
 from megasink.training import collectives, early, heartbeat, hosts, network, stop
 from megasink.training.endings import explained, speaks, tell, wait_for_first
+from megasink.training.flag_file import named_values
 from megasink.training.guard import guard
 from megasink.training.stop import Told
 from megasink.upstream import fused
@@ -26,8 +27,12 @@ from megasink.upstream.process import prepare_process
 _END_SECONDS = 60.0
 
 
-def pretrain(argv: Sequence[str]) -> None:
+def pretrain(argv: Sequence[str], *, checked: bool = False) -> None:
     """Train. Call on every rank, with torchrun's environment variables.
+
+    Args:
+        argv: flags without the program name.
+        checked: whether `early.refuse` has found nothing in them.
 
     Raises:
         UserError: the configuration, the data or the checkpoint is wrong.
@@ -41,7 +46,7 @@ def pretrain(argv: Sequence[str]) -> None:
     from megasink.training.checks import memory
     from megasink.training.start import starting
 
-    args, identity = arguments.parse(argv)
+    args, identity = arguments.parse(argv, checked=checked)
     if problems := list(memory.problems(args)):
         raise ConfigError(problems)
     guard.timeout = 60.0 * args.distributed_timeout_minutes
@@ -112,6 +117,7 @@ def _run(args: Namespace, store: Any) -> None:
     from megasink.training.optimizer import grouping_sink_parameters
     from megasink.training.phases import agreeing_on_signals, following_phases
     from megasink.training.series import is_observed
+    from megasink.upstream.training import FAULT_TOLERANCE
 
     if args.rank == 0 and not cpu.is_active():
         print(fused.describe(), flush=True)
@@ -134,6 +140,7 @@ def _run(args: Namespace, store: Any) -> None:
     live = LiveAnalysis(args) if args.analyze_interval else None
     provider = datasets_provider if live is None else live.listening(datasets_provider)
     seams = (
+        FAULT_TOLERANCE.replacing(setup=lambda: None),
         loading_without_code(),
         observing(Observer(model.transformer.statistics, metrics, live)),
         comparable_evaluations(),
@@ -175,11 +182,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         hosts.refuse_another_world()
         plugins.load(argv)
-        argv = early.expanded(argv)
-        flags = early.read(argv)
-        Told.run_dir = flags.run_dir and Path(flags.run_dir)
-        early.refuse(flags, int(os.environ.get("WORLD_SIZE", "1")))
-        pretrain(argv)
+        argv, checked = early.expanded(argv), early.was_checked(argv)
+        run_dir = dict(named_values(argv)).get("run-dir")
+        Told.run_dir = Path(run_dir[-1]) if run_dir else None
+        if not (checked or {"-h", "--help"} & set(argv)):
+            world = int(os.environ.get("WORLD_SIZE", "1"))
+            checked = early.refuse(early.read(argv), world)
+        pretrain(argv, checked=checked)
     except Stopped as error:
         code = error.exit_code
         _say(f"megasink: {error}")

@@ -6,8 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -28,13 +29,21 @@ class Ranks:
     Args:
         arguments: torchrun's arguments.
         logs: folder for torchrun's output, and for ours once the terminal is closed.
+        variables: of the ranks' environment, beside those of this process.
 
     Attributes:
         told: the signals that we received, in order.
     """
 
-    def __init__(self, arguments: Sequence[str], logs: Path, console: Console):
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        logs: Path,
+        console: Console,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ):
         self._arguments, self._logs, self._console = arguments, logs, console
+        self._variables = variables
         self.told: list[int] = []
         self._asked: set[int] = set()
         self._since: float | None = None
@@ -45,7 +54,8 @@ class Ranks:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 self._before[number] = signal.signal(number, self._hear)
         command = [sys.executable, "-m", "megasink.training.agent", str(os.getpid())]
-        environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{SAVE_SECONDS:.0f}"} | os.environ
+        environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{SAVE_SECONDS:.0f}", **os.environ}
+        environment |= self._variables
         with (self._logs / "torchrun.log").open("w") as log:
             self._torchrun = subprocess.Popen(
                 [*command, *self._arguments],

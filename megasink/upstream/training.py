@@ -64,6 +64,16 @@ PHASES = _training(
     "megatron.training.training:train: training_log(...)",
     "megatron.training.training:train: evaluate_and_print_results(...)",
 )
+FAULT_TOLERANCE = _training(
+    "one parse of the command line",
+    "megatron.training.ft_integration",
+    "setup",
+    "it parses all flags once more to see that --enable-ft-package, which is refused, is not given",
+    "megatron.training.ft_integration: def setup()",
+    "megatron.training.ft_integration:setup: args = arguments.parse_args(ignore_unknown_args=True)",
+    "megatron.training.training:pretrain: ft_integration.setup()",
+    test="tests/training/test_launch.py",
+)
 OPTIMIZER_GROUPS = _training(
     "parameter group of the sink parameters",
     "megatron.training.training",

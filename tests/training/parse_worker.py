@@ -1,8 +1,8 @@
 """Parses command lines as a rank does, in a process of its own (the platform is for a process).
 
 Reads a JSON list of flag lists from standard input; writes a JSON list of
-{"problems": [...]} or {"args": {...}}, and last the table of Megatron's flags and
-{"help": what --help prints}.
+{"problems": [...], "late": what a rank finds whose launcher has checked the line} or
+{"args": {...}}, and last the table of Megatron's flags and {"help": what --help prints}.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import io
 import json
 import os
 import sys
+from argparse import Namespace
 
 from megasink.errors import ConfigError
 from megasink.upstream.process import prepare_process
@@ -31,14 +32,21 @@ def main() -> None:
         ranks = os.environ.pop("WORLD_SIZE")
         table = flag_table.make_table()
         os.environ["WORLD_SIZE"] = ranks
-    answers = []
+    answers, late = [], list[str]()
+    problems = arguments.checks.problems
+
+    def find(args: Namespace, *, checked: bool) -> list[str]:
+        late[:] = problems(args, checked=True)
+        return problems(args, checked=checked)
+
+    arguments.checks.problems = find  # type: ignore[assignment]
     for argv in json.load(sys.stdin):
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 args, _ = arguments.parse(argv)
             answers.append({"args": {name: getattr(args, name) for name in KEEP}})
         except ConfigError as error:
-            answers.append({"problems": error.problems})
+            answers.append({"problems": error.problems, "late": [*late]})
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
         arguments.parse(["--help"])

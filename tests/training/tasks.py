@@ -1,9 +1,12 @@
 """Tasks for the workers: the trainer with an eye on its batches, and its parameter groups."""
 
+import argparse
 import contextlib
 import ctypes
 import io
+import os
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -72,6 +75,41 @@ def train_and_list(flags: list[str], ranks: int, port: int) -> list[list[int]]:
     with mock.patch.object(forward, "get_batch", recording):
         launch_task.train(flags, ranks, port)
     return found
+
+
+def train_as_started(
+    flags: list[str], ranks: int, port: int, variables: dict[str, str]
+) -> tuple[int, list[str]] | None:
+    """Train as the launcher starts it; how often a line was parsed, and what was checked before."""
+    if os.environ["POOL_RANK"] != "0":
+        return None
+    from megasink.upstream.process import prepare_process
+
+    prepare_process([])
+    from megasink.training import checks, early, pretrain
+
+    parsed: list[str] = []
+    asked: list[str] = []
+    parse, ask = argparse.ArgumentParser._parse_known_args, checks._problems
+
+    def parsing(self: Any, *words: Any) -> Any:
+        parsed.append(self.description)
+        return parse(self, *words)
+
+    def asking(args: Namespace, subjects: Any) -> list[str]:
+        asked.extend(subject.__name__.rpartition(".")[2] for subject in subjects)
+        return ask(args, subjects)
+
+    with (
+        mock.patch.object(argparse.ArgumentParser, "_parse_known_args", parsing),
+        mock.patch.object(checks, "_problems", asking),
+        mock.patch.dict(os.environ, variables),
+        mock.patch.object(
+            pretrain, "pretrain", partial(pretrain.pretrain, checked=early.was_checked(flags))
+        ),
+    ):
+        launch_task.train(flags, ranks, port)
+    return len(parsed), asked
 
 
 def train_and_weigh(

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from megasink.cli import main
 from megasink.command_line import CommandParser
 from megasink.errors import UserError
 from megasink.flags import add_options, escaped
@@ -14,6 +15,8 @@ from megasink.run_options import OPTIONS
 from megasink.training import early, last_start, launch
 from megasink.training.lease import Lease
 from megasink.training.metrics_file import NewLines
+from tests import runs
+from tests.distributed.pool import free_port
 from tests.training.command_lines import MOCK
 
 
@@ -61,7 +64,7 @@ def test_resume_auto_is_no_flag_of_the_last_start(tmp_path):
 
 def test_auto_says_from_where(tmp_path, monkeypatch, capsys):
     started = []
-    monkeypatch.setattr(launch, "launch", lambda *given: started.append(given) or 0)
+    monkeypatch.setattr(launch, "launch", lambda *given, checked: started.append(given) or 0)
     assert (
         launch.main(["--run-dir", str(tmp_path / "run"), *MOCK, "--cpu", "--resume", "auto"]) == 0
     )
@@ -71,7 +74,7 @@ def test_auto_says_from_where(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("how", [["--resume"], ["--resume", "auto"]])
 def test_a_resume_names_the_damaged_checkpoints_that_it_skips(tmp_path, monkeypatch, capsys, how):
-    monkeypatch.setattr(launch, "launch", lambda *_: 0)
+    monkeypatch.setattr(launch, "launch", lambda *_, checked: 0)
     monkeypatch.setattr(last_start, "newest_intact", lambda _: (30, {40: "a.distcp is missing"}))
     write_start(tmp_path, MOCK)
     (tmp_path / "config.json").write_text('{"arguments": {}}')
@@ -79,6 +82,33 @@ def test_a_resume_names_the_damaged_checkpoints_that_it_skips(tmp_path, monkeypa
     assert launch.main(["--run-dir", str(tmp_path), *MOCK, "--cpu", *how]) == 0
     said = "continuing from step 30; the checkpoint of step 40 is damaged: a.distcp is missing"
     assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_command_line_is_parsed_once_by_the_launcher_and_once_by_each_rank(
+    pool, tmp_path, monkeypatch
+):
+    """The rank is given the launcher's words, in its environment."""
+    parsed, started = [], []
+    parse = argparse.ArgumentParser._parse_known_args
+    monkeypatch.setattr(
+        *(argparse.ArgumentParser, "_parse_known_args"),
+        lambda self, *words: parsed.append(self.prog) or parse(self, *words),
+    )
+    monkeypatch.setattr(launch.Ranks, "__enter__", lambda ranks: started.append(ranks) or ranks)
+    monkeypatch.setattr(launch.Ranks, "__exit__", lambda *_: None)
+    monkeypatch.setattr(launch, "_follow", lambda *_: 0)
+    line = [*runs.TINY, *runs.MOCK, "--cpu", "--train-iters", "1", "--run-dir", str(tmp_path / "r")]
+    assert main(["train", *line]) == 0
+    assert parsed == ["megasink train"]
+    (ranks,) = started
+    words = ranks._arguments[ranks._arguments.index("megasink.training") + 1 :]
+    task = {"flags": words, "ranks": 1, "port": free_port(), "variables": dict(ranks._variables)}
+    found, *_ = pool.run("tests.training.tasks:train_as_started", **task)
+    assert found == (1, ["implementation", "attention", "device", "vocabulary", "data_files"])
+    assert not early.was_checked(words)
+    monkeypatch.setenv(early.CHECKED, early.digest(words))
+    assert early.was_checked(words)
+    assert not early.was_checked([*words, "--bf16"])  # a line of something that a rank starts
 
 
 def test_resume_asks_for_the_folder():

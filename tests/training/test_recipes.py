@@ -296,7 +296,7 @@ def test_a_plan_takes_a_file(tmp_path):
 
 def test_the_launcher_passes_flags_on_and_resume_repeats_them(tmp_path, monkeypatch):
     started = []
-    monkeypatch.setattr(launch, "launch", lambda *given: started.append(given) or 0)
+    monkeypatch.setattr(launch, "launch", lambda *given, checked: started.append(given) or 0)
     line = ["--run-dir", str(tmp_path / "run"), "--cpu", *MOCK, "--recipe", "p2-60m"]
     assert launch.main(line) == 0
     ((flags, _, _, steps),) = started

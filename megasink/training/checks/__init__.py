@@ -1,11 +1,15 @@
 """Checks of a command line, before anything is built.
 
-Each file covers one subject with ``problems(args)``, which yields one message per problem.
+Each file covers one subject with ``problems(args)``, which yields one message per problem. A run
+asks each subject once: those of the command line where it is read (training/early.py), the others
+where the ranks are.
 """
 
 from argparse import Namespace
+from collections.abc import Iterable
 from typing import Any
 
+from megasink.attention.variants.layers import resolve_layers
 from megasink.command_line import with_help
 from megasink.training import lora_base, run_dir
 from megasink.training.checks import (
@@ -18,6 +22,7 @@ from megasink.training.checks import (
     experts,
     gates,
     hybrid,
+    implementation,
     layout,
     lora,
     model,
@@ -25,7 +30,6 @@ from megasink.training.checks import (
     observing,
     positions,
     prediction,
-    quantized,
     rates,
     replaced_tokens,
     required,
@@ -54,7 +58,7 @@ _EARLY = (
     rates,
     experts,
     context_parallel,
-    quantized,
+    implementation,
     unsupported,
     balance,
     lora,
@@ -63,25 +67,38 @@ _EARLY = (
     observing,
     replaced_tokens,
     chat,
+    data,
 )
 
 
+def complete(args: Namespace) -> None:
+    """Set in parsed arguments what others of them, or the data, imply. The checks need it."""
+    chat.recognize(args)
+    hybrid.count_layers(args)
+    resolve_layers(args)
+
+
 def early_problems(args: Namespace) -> list[str]:
-    """Return one message per problem that is independent of devices and files."""
-    return _problems(args, *_EARLY, data)
+    """Return one message per problem of the command line that is one on any device."""
+    flags = with_help(args.flag_problems, "megasink train --help-all lists every flag")
+    unknown, args = choices.without_unknown(args)
+    return flags + unknown + _problems(args, _EARLY)
 
 
-def problems(args: Namespace) -> list[str]:
-    """Return one message per problem with the parsed arguments. Reads files, builds nothing."""
+def problems(args: Namespace, *, checked: bool = False) -> list[str]:
+    """Return one message per problem, as a rank finds them. Reads files, builds nothing.
+
+    Args:
+        checked: whether `early_problems` has found none.
+    """
     from megasink.training.checks import attention, data_files, device, vocabulary
 
     # Other ranks would see files that rank 0 has just written; torchrun ends them if rank 0 fails.
     of_folder = run_dir.problems(args) + lora_base.problems(args) if args.rank == 0 else []
-    late = (attention, device, data, vocabulary, data_files)
-    return _problems(args, *_EARLY, *late) + variant_layers.unresolved(args) + of_folder
+    early = _problems(args, [implementation]) if checked else early_problems(args)
+    _, args = choices.without_unknown(args)
+    return early + _problems(args, (attention, device, vocabulary, data_files)) + of_folder
 
 
-def _problems(args: Namespace, *subjects: Any) -> list[str]:
-    flags = with_help(args.flag_problems, "megasink train --help-all lists every flag")
-    unknown, args = choices.without_unknown(args)
-    return flags + unknown + [text for subject in subjects for text in subject.problems(args)]
+def _problems(args: Namespace, subjects: Iterable[Any]) -> list[str]:
+    return [text for subject in subjects for text in subject.problems(args)]

@@ -20,9 +20,3 @@ def problems(args: Namespace) -> Iterator[str]:
         )
     if args.head_balance_shared_refresh and not shared:
         yield "--head-balance-shared-refresh without --head-balance-shared-heads: give both"
-    if args.transformer_impl == "inference_optimized":
-        yield (
-            "--transformer-impl inference_optimized has no backward pass and cannot train: "
-            "use local or transformer_engine"
-            + (" (or set --head-balance-coeff 0)" if coeff else "")
-        )

@@ -19,6 +19,8 @@ def problems(args: Namespace) -> Iterator[str]:
                 f"--distributed-backend {args.distributed_backend} {_ABSENT}: drop the flag (gloo "
                 "is used) or run on a GPU machine"
             )
+        if args.num_experts and args.moe_token_dispatcher_type == "flex":
+            yield f"--moe-token-dispatcher-type flex {_ABSENT}: use allgather or alltoall"
         if args.transformer_impl == "transformer_engine":
             yield f"--transformer-impl transformer_engine {_ABSENT}: use local"
         for name in _NEED_CUDA:

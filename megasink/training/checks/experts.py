@@ -3,7 +3,6 @@
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megasink import cpu
 from megasink.flags import flag_of
 from megasink.upstream.versions import have_transformer_engine
 
@@ -43,11 +42,6 @@ def _experts(args: Namespace) -> Iterator[str]:
         yield (
             f"{flag} with biases and --tensor-model-parallel-size {tensor}: biases of experts are "
             "not sharded: add --expert-tensor-parallel-size 1, or --disable-bias-linear"
-        )
-    if cpu.is_active() and args.moe_token_dispatcher_type == "flex":
-        yield (
-            "--moe-token-dispatcher-type flex needs CUDA, but no CUDA device is present: "
-            "use allgather or alltoall"
         )
     for name in _FUSED:
         if getattr(args, name) and not have_transformer_engine():

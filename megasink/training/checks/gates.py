@@ -33,12 +33,6 @@ def _of_the_gate(args: Namespace) -> Iterator[str]:
             "--gate-shared-heads with --gate-position output, which has no heads: drop the flag, "
             "or use --gate-position sdpa"
         )
-    impl = args.transformer_impl
-    if position == "output" and impl == "transformer_engine" and args.gate_input == "hidden":
-        yield (
-            "--gate-position output needs the normed hidden state, which TransformerEngine "
-            "keeps inside linear_qkv: use --transformer-impl local or --gate-position sdpa"
-        )
     # Such a norm cancels a factor per head, or under LayerNorm a constant summand.
     removed = args.gate_operation == "multiply" or args.normalization == "LayerNorm"
     normed = position in ("key", "query") and (args.qk_layernorm or args.qk_l2_norm)

@@ -25,12 +25,6 @@ def problems(args: Namespace) -> Iterator[str]:
         yield "--sandwich-norm and --post-norm: choose one"
     if args.sandwich_norm and clip is not None:
         yield "--sandwich-norm and --residual-clip: choose one; their order is not defined"
-    half = args.bf16 or args.fp16
-    if args.fp32_residual_connection and args.transformer_impl == "local" and half:
-        yield (
-            "--fp32-residual-connection with --transformer-impl local in half precision: torch's "
-            "norms would pass float32 to half-precision weights; drop one"
-        )
     if args.post_norm and args.fp32_residual_connection:
         yield (
             "--post-norm with --fp32-residual-connection: the norm after the addition would "

@@ -11,12 +11,11 @@ _FLAG = "--attention-variant-layers"
 
 
 def problems(args: Namespace) -> Iterator[str]:
-    """Yield one message per problem that does not depend on which layers have a window."""
+    """Yield one message per problem. A word that fits has been replaced by its list."""
     layers = args.attention_variant_layers
     if layers is None:
         return
-    if isinstance(layers, list):
-        yield from _misfit(args)
+    yield from _misfit(args)
     if args.attention_variant == PLAIN:
         yield f"{_FLAG}: the other layers have --attention-variant {PLAIN} too: drop the flag"
     if args.hybrid_layer_pattern is not None:
@@ -31,11 +30,6 @@ def problems(args: Namespace) -> Iterator[str]:
             f"{_FLAG} with --optimizer {args.optimizer} and elementwise gates: Muon splits every "
             "linear_qkv alike: use --gate-granularity headwise or adam"
         )
-
-
-def unresolved(args: Namespace) -> list[str]:
-    """Return a message for a word that `resolve_layers` could not replace by a list."""
-    return list(_misfit(args)) if isinstance(args.attention_variant_layers, str) else []
 
 
 def _misfit(args: Namespace) -> Iterator[str]:
