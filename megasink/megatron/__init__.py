@@ -19,12 +19,11 @@ __all__ = ["HeadBalance", "layer_spec"]
 
 def __getattr__(name: str) -> Any:
     # When they are asked for: modules of this package are also imported before Megatron may be.
-    if name == "HeadBalance":
-        from megasink.megatron.head_balance import HeadBalance
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megasink.megatron.head_balance import HeadBalance
+    from megasink.megatron.specs import layer_spec
 
-        return HeadBalance
-    if name == "layer_spec":
-        from megasink.megatron.specs import layer_spec
-
-        return layer_spec
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Megatron's import_module looks a spec up in the module's variables (spec_utils.py:56).
+    globals().update(HeadBalance=HeadBalance, layer_spec=layer_spec)
+    return globals()[name]

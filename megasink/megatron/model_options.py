@@ -55,9 +55,13 @@ def give_options(config: Any, options: dict[str, Any]) -> None:
     fields = {f.name: f for kind in TRANSFORMER_OPTIONS for f in dataclasses.fields(kind)}
     problems = [f"{name} is no option of megasink" for name in options if name not in fields]
     for name, value in options.items():
-        choices = fields[name].metadata.get("choices") if name in fields else None
+        if name not in fields:
+            continue
+        choices, default = fields[name].metadata.get("choices"), fields[name].default
         if choices and value is not None and value not in choices:
             problems.append(f"{name} is {value!r}, not one of {', '.join(choices)}")
+        elif not choices and default is not None and not _is_like(value, default):
+            problems.append(f"{name} is {value!r}, no {type(default).__name__}")
     if has_options(config):
         problems.append(
             f"{type(config).__name__} has the options of megasink as its fields: set "
@@ -87,6 +91,12 @@ def give_options(config: Any, options: dict[str, Any]) -> None:
         setattr(config, name, options.get(name, option.default))
     apply_options(config)
     check_parameters(config)
+
+
+def _is_like(value: object, default: object) -> bool:
+    """Return whether a value has the type of a default; a whole number is a float as well."""
+    kinds = (int, float) if isinstance(default, float) else type(default)
+    return isinstance(value, kinds) and isinstance(value, bool) == isinstance(default, bool)
 
 
 def apply_options(config: Any) -> None:

@@ -5,8 +5,6 @@ block around attention, adapters, a model configuration of ``megatron.training``
 """
 
 import dataclasses
-import json
-import os
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -21,27 +19,24 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megasink.attention.variants.gates import changes_self_attention, trailing_rows
-from megasink.errors import UserError
 from megasink.megatron.block_options import with_block_options
 from megasink.megatron.core_attention import CoreAttention
-from megasink.megatron.head_balance import HeadBalance
 from megasink.megatron.norm import TorchNorm
-
-OPTIONS = "MEGASINK_OPTIONS"
-"""Environment variable with the options as a JSON object, for stacks that only take a spec."""
+from megasink.megatron.option_sources import find_options, transformer_config
 
 
 def layer_spec(config: Any, *more: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Return the block spec of this pipeline stage, with megasink's attention in every layer.
 
     Give the result to ``GPTModel(config, layer_spec(config), ...)``, or the function itself to a
-    stack that calls one (docs/megatron.md): ``--spec megasink.megatron layer_spec`` of
+    stack that calls one (docs/integrations.md): ``--spec megasink.megatron layer_spec`` of
     Megatron-LM's pretrain_gpt.py and of slime, ``transformer_layer_spec`` of Megatron's
-    GPTModelConfig and of Megatron-Bridge's providers.
+    GPTModelConfig and of Megatron-Bridge's providers. It is called as ``(config)``,
+    ``(config, vp_stage)`` or ``(args, config, vp_stage)``.
 
     The options are those of the :class:`HeadBalance` that is attached to the config. If there is
-    none, they are taken from the environment variable MEGASINK_OPTIONS, a JSON object, and a
-    HeadBalance is attached here.
+    none, they are taken from ``args.megasink_options`` or from the environment variable
+    MEGASINK_OPTIONS, and a HeadBalance is attached here.
 
     Megatron chooses the modules (TransformerEngine or local, by ``config.transformer_impl``). Every
     self-attention then uses :class:`CoreAttention` (with an explicit gate also GatedSelfAttention
@@ -51,17 +46,21 @@ def layer_spec(config: Any, *more: Any, vp_stage: int | None = None) -> Transfor
 
     Args:
         config: TransformerConfig, or a model configuration that has one as ``transformer``.
-        more: Of a stack that calls ``spec(args, config, vp_stage)``, as slime does.
+        more: The virtual pipeline stage, or the config and the stage of a stack that hands over its
+            arguments first, as slime does.
         vp_stage: Virtual pipeline stage.
 
     Raises:
-        UserError: Neither a HeadBalance nor the environment variable has the options.
+        UserError: There is no TransformerConfig, or no place has options for it.
+        ConfigError: Options are impossible, or two places have different ones.
     """
-    if more:
-        config, vp_stage = more
-    transformer = getattr(config, "transformer", config)
-    if not isinstance(vars(transformer).get("statistics"), HeadBalance):
-        HeadBalance(transformer, **_options_of_environment(type(transformer).__name__))
+    arguments = None
+    if len(more) == 1:
+        (vp_stage,) = more
+    elif more:
+        arguments, (config, vp_stage) = config, more
+    transformer = transformer_config(config)
+    find_options(transformer, arguments)
     if transformer is config:
         spec = get_gpt_decoder_block_spec(
             config,
@@ -99,24 +98,6 @@ def layer_spec(config: Any, *more: Any, vp_stage: int | None = None) -> Transfor
         *others, last = ours.layer_specs
         ours = dataclasses.replace(ours, layer_specs=[*others, counted_once(last)])
     return ours
-
-
-def _options_of_environment(config: str) -> dict[str, Any]:
-    text = os.environ.get(OPTIONS)
-    if text is None:
-        raise UserError(
-            f"layer_spec: this {config} has no options of megasink, and its loss would be 0: call "
-            'megasink.megatron.HeadBalance(config, attention_variant="sink", '
-            "head_balance_coeff=1e-4) before the model is built (a copy by dataclasses.replace has "
-            f"none), or set {OPTIONS} to the same options as a JSON object"
-        )
-    try:
-        options = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{OPTIONS} is no JSON ({error}): {text}") from error
-    if not isinstance(options, dict):
-        raise UserError(f"{OPTIONS} is no JSON object with options by their names: {text}")
-    return options
 
 
 def changed(spec: ModuleSpec, **submodules: Any) -> ModuleSpec:

@@ -1,0 +1,29 @@
+"""On a CPU, what a rank of an unchanged ``pretrain_gpt.py`` runs before its first import."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+if "RANK" in os.environ:
+    from megasink import cpu
+
+    cpu.activate()
+    from megatron.core.datasets import gpt_dataset, utils
+
+    from megasink.balance.step import LossStep
+
+    # It runs `make` in the folder of the sources, which an installed wheel is not.
+    utils.compile_helpers = lambda: None
+    gpt_dataset.MockGPTLowLevelDataset.size = 1000  # as in the workers of the pool
+    commit = LossStep.commit
+
+    def recorded(self: LossStep) -> Any:
+        """Commit, and append the numbers of the step to a file."""
+        last = commit(self)
+        line = {"importance": last.importance_LH.tolist(), "balance_loss": float(last.balance_loss)}
+        with Path(os.environ["RECORD"]).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        return last
+
+    LossStep.commit = recorded  # type: ignore[method-assign]
