@@ -19,7 +19,7 @@ MODEL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-
     --weight-decay 0 --adam-eps 1e-5 --log-interval 1""".split()
 
 
-def _groups(ranks: int, port: int) -> bool:
+def as_rank(ranks: int, port: int) -> bool:
     """Make this worker a rank, as torchrun would; False for a worker beyond them."""
     rank = int(os.environ["POOL_RANK"])
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -41,7 +41,7 @@ def bare_loop(
     Args:
         fields: Further ones of its TransformerConfig.
     """
-    if not _groups(ranks, port):
+    if not as_rank(ranks, port):
         return None
     from megasink import cpu
 

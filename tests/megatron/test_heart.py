@@ -35,3 +35,24 @@ def test_the_heart_is_small_and_comes_alone():
     assert {name.partition("megasink.")[2].split(".")[0] for name in ours} <= ROOMS
     # `lora` is an options class alone, and no patch of upstream is known.
     assert {name for name in ours if ".lora" in name} <= {"megasink.lora", "megasink.lora.options"}
+
+
+OLDER = """
+import logging
+from megatron import core
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer import spec_utils, torch_norm
+del torch_norm.LayerNormBuilder  # new in 0.17
+core.__version__ = "0.16.0"
+spec_utils.import_module(["megasink.megatron", "layer_spec"])
+"""
+
+
+def test_an_older_megatron_is_named_with_what_it_lacks():
+    """And ends the run, where an ImportError would be a line of its log."""
+    command = [sys.executable, "-W", "ignore", "-c", OLDER]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1
+    assert "megasink is for Megatron-Core 0.19 and 0.20, and this is 0.16.0: " in last
+    assert "cannot import name 'LayerNormBuilder'" in last

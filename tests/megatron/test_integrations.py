@@ -92,7 +92,7 @@ def test_the_bare_block_trains_with_the_loss(pool):
 
 def pretrain(folder, block, flags, options):
     """Run the block in a folder with pretrain_gpt.py, on one CPU rank; return its steps."""
-    checkout = os.environ.get("MEGATRON_LM")
+    checkout = os.environ.get("MEGASINK_TEST_MEGATRON_LM")
     script = Path(checkout or STOCK, "pretrain_gpt.py")
     assert "--nproc-per-node 8" in block
     block = block.replace("--nproc-per-node 8", "--nproc-per-node 1 --master-port $PORT")

@@ -1,7 +1,7 @@
 """Megatron-LM's ``pretrain_gpt.py`` in short, for its options that the tests use.
 
 The wheel of megatron-core has ``megatron.training`` and not the script. With the variable
-MEGATRON_LM, a checkout of Megatron-LM, the tests run the script itself instead.
+MEGASINK_TEST_MEGATRON_LM, a checkout of Megatron-LM, the tests run the script itself instead.
 """
 
 from collections.abc import Iterator
