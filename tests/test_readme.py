@@ -48,7 +48,10 @@ def folder(tmp_path_factory):
 
 def test_the_quick_start_runs_as_it_is_written(folder):
     script = "set -e\n" + "".join(RUN_HERE[1:])
-    assert "megasink train" in script
+    assert script.count("megasink ") == 5
+    # The recipe's two minutes, cut short.
+    short = "--train-iters 12 --lr-warmup-iters 2 --num-layers 2"
+    script = script.replace("--recipe tiny", f"--recipe tiny {short}")
     result = subprocess.run(
         ["bash", "-c", script],
         cwd=folder,
@@ -63,6 +66,12 @@ def test_the_quick_start_runs_as_it_is_written(folder):
     assert (run / "checkpoints" / "iter_0000012").is_dir()
     for name in ("config.json", "metrics.jsonl", "tensorboard", "logs", "curves.png"):
         assert (run / name).exists()
+    assert (run.parent / "look" / "report.html").is_file()
+    assert (run.parent / "hf" / "model.safetensors").is_file()
+
+
+def test_it_fits_on_a_page():
+    assert len(README.splitlines()) <= 150
 
 
 def flags_of(text):
@@ -78,7 +87,7 @@ def flags_of(text):
 def test_the_tables_of_flags_are_the_options(page):
     table = flags_of((ROOT / page).read_text())
     options = {f"--{f.name.replace('_', '-')}": f.default for o in OPTIONS for f in fields(o)}
-    assert len(table) > 10
+    assert len(table) > 5
     assert set(table) <= set(options)  # the README has the main ones
     if page == "docs/options.md":
         assert set(table) == set(options)
@@ -103,7 +112,7 @@ def test_links_and_pictures_exist(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_code_that_is_named_exists(page):
     text = page.read_text()
-    rooms = "attention|layers|balance|train|data|report|inference"
+    rooms = "attention|balance|megatron|training|data|analysis|convert|checkpoints|cli"
     for name in re.findall(rf"`((?:{rooms})/[\w/]*(?:\.py)?)`", text):
         assert (ROOT / "megasink" / name).exists(), name
     for name in re.findall(r"`(tests/[\w/.]+)`", text):

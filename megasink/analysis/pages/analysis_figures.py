@@ -5,7 +5,13 @@ from functools import partial
 from typing import Any
 
 from megasink.analysis.folder import Analysis
-from megasink.analysis.pages import figures_between, figures_heads, figures_maps, figures_states
+from megasink.analysis.pages import (
+    figures_between,
+    figures_heads,
+    figures_maps,
+    figures_states,
+    opening,
+)
 from megasink.analysis.pages.drawing import SECTIONS, Drawing, Picture
 from megasink.analysis.pages.figures_metrics import metric_drawings
 from megasink.analysis.pages.style import rendered, styled
@@ -14,7 +20,7 @@ from megasink.progress import tracked
 
 def drawings() -> list[Drawing]:
     """Return every kind of figure: those of registered metrics, and custom ones."""
-    own = (figures_states, figures_heads, figures_maps, figures_between)
+    own = (opening, figures_states, figures_heads, figures_maps, figures_between)
     return [*metric_drawings(), *(drawing for module in own for drawing in module.DRAWINGS)]
 
 

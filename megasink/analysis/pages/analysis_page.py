@@ -5,34 +5,21 @@ from dataclasses import asdict
 from itertools import combinations, groupby
 from typing import Any
 
-import numpy as np
-
-from megasink.analysis.folder import Analysis, array, summary_cells
+from megasink.analysis.folder import Analysis, summary_cells
 from megasink.analysis.metrics import Metric, metrics, metrics_shown
 from megasink.analysis.metrics.distances import spearman, top_agreement, wasserstein
 from megasink.analysis.pages import html
 from megasink.analysis.pages.comparable import differences
-from megasink.analysis.pages.drawing import Picture
+from megasink.analysis.pages.drawing import OPENING, Picture
+from megasink.analysis.pages.opening import in_words
+from megasink.analysis.pages.words import words_and_papers
 from megasink.analysis.results import SampleResults
-from megasink.attention.definitions import SINK_EPSILON
-from megasink.errors import UserError
 
-SUMMARY, DATASETS, DISTANCES, PROVENANCE = (
-    "Summary",
+DATASETS, DISTANCES, WORDS, PROVENANCE = (
     "By dataset",
     "Pairwise comparison",
+    "Words and papers",
     "How it was measured",
-)
-
-ENOUGH_SAMPLES, ENOUGH_TOKENS = 16, 64
-"""Below either, the page says that its numbers say little."""
-_IN_WORDS = (
-    "sink_rate",
-    "first_token_attention",
-    "circuit_stage",
-    "sink_centre",
-    "importance",
-    "imbalance",
 )
 
 
@@ -42,20 +29,22 @@ def page(analyses: Sequence[Analysis], pictures: Sequence[Picture]) -> str:
     by_section = {
         section: list(group) for section, group in groupby(pictures, lambda p: p.drawing.section)
     }
-    sections = {SUMMARY: [], **{s: [p.drawing.title for p in g] for s, g in by_section.items()}}
+    opening = by_section.pop(OPENING, [])
+    sections = {OPENING: [], **{s: [p.drawing.title for p in g] for s, g in by_section.items()}}
     sections[DATASETS] = []
     if len(analyses) > 1:
         sections[DISTANCES] = []
-    sections[PROVENANCE] = []
+    sections |= {WORDS: [], PROVENANCE: []}
     parts = [
         "<header>",
         f"<h1>{html.escape(names)}</h1>",
         html.contents(sections),
         "</header><main>",
-        html.heading(2, SUMMARY),
+        html.heading(2, OPENING),
         *(html.paragraph(line) for analysis in analyses for line in in_words(analysis)),
         *(html.paragraph(f"The analyses have {d}.", "warning") for d in differences(analyses)),
         *(_warning(analysis) for analysis in analyses if analysis.results.non_finite),
+        *(_figures(opening, names) if opening else []),
         _summaries([(analysis.name, analysis.results) for analysis in analyses]),
     ]
     for section, members in by_section.items():
@@ -73,6 +62,8 @@ def page(analyses: Sequence[Analysis], pictures: Sequence[Picture]) -> str:
     if many:
         parts += [html.heading(2, DISTANCES), _distances(analyses)]
     parts += [
+        html.heading(2, WORDS),
+        words_and_papers(),
         html.heading(2, PROVENANCE),
         *(_provenance(analysis) for analysis in analyses),
         "</main>",
@@ -90,61 +81,6 @@ def _figures(pictures: Sequence[Picture], names: str) -> list[str]:
         html.paragraph(drawing.caption, "note"),
         *(html.figure(p.files["png"], f"{drawing.title}: {p.model}", p.model) for p in pictures),
     ]
-
-
-def in_words(analysis: Analysis) -> list[str]:
-    """Return what an analysis found in a paragraph; in one per dataset if not all are texts.
-
-    Texts come first: a mean over texts and random tokens is no number of either.
-    """
-    results = analysis.results
-    if len(results.run.inputs) < 2:
-        return [_in_words(analysis.name, results)]
-    return [_in_words(f"{analysis.name} on {name}", of) for name, of in results.datasets.items()]
-
-
-def _in_words(name: str, of: SampleResults) -> str:
-    """Return sentences: the sink, the circuit, the heads, and what they do not say."""
-    number: dict[str, Any] = {name: result.number for name, result in of.metrics.items()}
-    for needed in _IN_WORDS:
-        if number.get(needed) is None:
-            raise UserError(f"the analysis of {name} has no {needed}: analyze it again")
-    length = of.tokens / of.samples
-    prominent = number.get("prominent_after_block")
-    where = (
-        "no block makes its norm stand out"
-        if prominent is None
-        else f"its norm stands out after block {prominent:.0f}"
-    )
-    importance = array(of.metrics["importance"].values)
-    flat = importance[np.isfinite(importance)]
-    layer, head = np.unravel_index(np.nanargmin(importance), importance.shape)
-    text = (
-        f"{name}, {of.samples:,} sample{'s' * (of.samples != 1)} of {length:.0f} tokens: "
-        f"{100 * number['sink_rate']:.1f}% of the heads{_spread(of, 'sink_rate')} have a sink on "
-        f"the first token (weight above {SINK_EPSILON}) at this length, and it gets "
-        f"{100 * number['first_token_attention']:.1f}% of the attention"
-        f"{_spread(of, 'first_token_attention')}; {where}. "
-        f"The circuit stage is “{number['circuit_stage']}”; the sink center is position "
-        f"{number['sink_centre']:.0f}. Head importance, the share of attention off the first token "
-        f"(off the sink, or the explicit gate, where there is one), runs from {flat.min():.3f} "
-        f"(layer {layer}, head {head}) to {flat.max():.3f}, and the head imbalance is "
-        f"{number['imbalance']:.3f}; what the model loses without a head is another number, which "
-        "`megasink ablate` measures."
-    )
-    if of.samples < ENOUGH_SAMPLES or length < ENOUGH_TOKENS:
-        text += (
-            f" With fewer than {ENOUGH_SAMPLES} samples or {ENOUGH_TOKENS} tokens these numbers "
-            "say little about the model: they vary between samples, and sink rates fall with "
-            "the length."
-        )
-    return text
-
-
-def _spread(of: SampleResults, metric: str) -> str:
-    """Return the standard deviation of a percentage, in parentheses; nothing for one sample."""
-    found = of.spread.get(metric)
-    return "" if found is None else f" (± {100 * found:.1f} over samples)"
 
 
 def _warning(analysis: Analysis) -> str:

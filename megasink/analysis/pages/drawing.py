@@ -5,7 +5,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-SECTIONS = ("Sinks", "Heads", "Hidden states", "Geometry", "Other metrics", "Between models")
+OPENING = "Summary"
+SECTIONS = (
+    OPENING,
+    "Sinks",
+    "Heads",
+    "Hidden states",
+    "Geometry",
+    "Other metrics",
+    "Between models",
+)
 """Sections of the page, in order."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 STYLE = """
-:root { color-scheme: light; }
+:root { color-scheme: light dark; }
 * { box-sizing: border-box; }
 body { font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; color: #1c2430;
        background: #fff; max-width: 76rem; margin: 0 auto; padding: 1.5rem 1.25rem 4rem;
@@ -31,6 +31,15 @@ img { max-width: 100%; height: auto; display: block; }
 @media (max-width: 48rem) { .scroll img { max-width: 55rem; } }
 figcaption, .note { color: #48515e; font-size: .9rem; max-width: 62rem; margin-top: .4rem; }
 .warning { background: #fff3d6; padding: .6rem 1rem; border-left: 4px solid #b8860b; }
+@media (prefers-color-scheme: dark) {
+  body { color: #e3e7ee; background: #14181f; }
+  h2, th, td { border-color: #3a4350; }
+  thead th { border-color: #76808e; }
+  a { color: #7db7f2; }
+  figcaption, .note { color: #b3bcc8; }
+  .warning { background: #3a2f12; border-color: #d9a520; }
+  img { background: #fff; border-radius: 4px; }
+}
 """
 
 
@@ -67,7 +76,10 @@ def contents(sections: dict[str, list[str]]) -> str:
     for section, titles in sections.items():
         below = "".join(f"<li>{_link(title)}</li>" for title in dict.fromkeys(titles))
         items.append(f"<li>{_link(section)}{f'<ul>{below}</ul>' if below else ''}</li>")
-    return f'<nav aria-label="Contents"><ul>{"".join(items)}</ul></nav>'
+    listed = f"<ul>{''.join(items)}</ul>"
+    return (
+        f'<nav aria-label="Contents"><details><summary>Contents</summary>{listed}</details></nav>'
+    )
 
 
 def _link(title: str) -> str:
@@ -75,8 +87,9 @@ def _link(title: str) -> str:
 
 
 def paragraph(text: str, kind: str = "") -> str:
-    """Return a paragraph; `kind` is "note" or "warning"."""
-    return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
+    """Return a paragraph, with `code` in backticks; `kind` is "note" or "warning"."""
+    inner = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+    return f'<p class="{kind}">{inner}</p>' if kind else f"<p>{inner}</p>"
 
 
 def table(

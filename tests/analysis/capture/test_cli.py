@@ -16,7 +16,7 @@ from megasink.analysis.capture.inputs import Reader, dataset_names
 from megasink.analysis.capture.options import check, parser
 from megasink.analysis.metrics.distances import wasserstein
 from megasink.analysis.pages import analysis_figures
-from megasink.analysis.pages.analysis_page import _in_words
+from megasink.analysis.pages.opening import _paragraphs
 from megasink.analysis.results import MetricResult, SampleResults
 from megasink.cli import main
 from megasink.data.corpus import Corpus
@@ -104,12 +104,18 @@ def test_the_page_holds_everything_itself(analyzed):
     assert {f"head_{layer}.{head}.png" for layer, head in arrays["head_C2"]} <= set(files)
     assert all("highest" in why or "lowest" in why for why in arrays["why_C"])
     assert arrays["map_CTS"].shape[1:] == (16, 17)
-    assert "http" not in re.sub(r"base64,[^\"]+", "", page).replace("http-equiv", "")
+    loaded = re.sub(r"base64,[^\"]+|<a href=\"https://arxiv.org/abs/[^\"]+\"|http-equiv", "", page)
+    assert "http" not in loaded  # links are followed by a reader alone
+    assert re.search(r"<h2[^>]*>Summary</h2>\n<p>llama on [^<]+ have an attention sink", page)
+    assert page.index("Sinks, hidden states and heads by layer") < page.index('<h2 id="sinks"')
     found = json.loads((analyzed / "llama" / "results.json").read_text())
     number = {name: result["number"] for name, result in found["metrics"].items()}
     assert f"<td>{number['imbalance']:.3f}</td>" in page
     # Texts and repeated tokens are two things, and the texts come first.
-    words = [re.search(f"<p>llama on {name}, [^<]+", page)[0] for name in found["datasets"]]
+    words = [
+        re.search(f"<p>llama on {name}, .*?(?=<p>llama on|<figure|<div)", page, re.S)[0]
+        for name in found["datasets"]
+    ]
     for text, of in zip(words, found["datasets"].values(), strict=True):
         share = of["metrics"]["sink_rate"]["number"]
         assert f"{of['samples']} sample" in text
@@ -117,7 +123,7 @@ def test_the_page_holds_everything_itself(analyzed):
         spread = of["spread"].get("sink_rate")
         shown = "" if spread is None else f" (± {100 * spread:.1f} over samples)"
         assert f"{100 * share:.1f}% of the heads{shown} have" in text
-        assert "`megasink ablate` measures" in text
+        assert "<code>megasink ablate</code> measures" in text
         assert "With fewer than 16 samples or 64 tokens these numbers say little" in text
     assert [bool(of["spread"]) for of in found["datasets"].values()] == [True, False, True]
     anchors = set(re.findall(r'href="#([^"]+)"', page))
@@ -235,8 +241,9 @@ def test_a_sentence_of_enough_data_has_no_reserve():
             sink_positions={},
             spread=spread,
         )
-        text = _in_words("model", results)
+        text = " ".join(_paragraphs("model", results))
         assert "50.0% of the heads (± 12.5 over samples) have" in text
+        assert "0.200 (layer 0, head 0) to 0.800 (layer 0, head 1)" in text
         assert ("say little about the model" in text) == little
 
 

@@ -1,0 +1,169 @@
+"""The opening of a report: what a person would say of one model, and the two pictures of it."""
+
+from typing import Any
+
+import numpy as np
+
+from megasink.analysis.folder import Analysis, array
+from megasink.analysis.pages.drawing import OPENING, Drawing
+from megasink.analysis.pages.style import (
+    BLUE,
+    MAP,
+    VERMILION,
+    heatmap,
+    label,
+    log_scale,
+    panels,
+    whole_numbers,
+)
+from megasink.analysis.results import SampleResults
+from megasink.attention.definitions import SINK_EPSILON
+from megasink.errors import UserError
+
+ENOUGH_SAMPLES, ENOUGH_TOKENS = 16, 64
+"""Below either, the page says that its numbers say little."""
+LARGE = 10
+"""From this many times the other tokens' norm on, the page calls token 0 a massive activation."""
+_NEEDED = ("sink_rate", "first_token_attention", "circuit_stage", "importance", "imbalance")
+
+
+def in_words(analysis: Analysis) -> list[str]:
+    """Return paragraphs on what an analysis found, for each dataset if not all are texts.
+
+    Texts come first: a mean over texts and random tokens is no number of either.
+    """
+    results = analysis.results
+    if len(results.run.inputs) < 2:
+        return _paragraphs(analysis.name, results)
+    return [
+        line
+        for name, of in results.datasets.items()
+        for line in _paragraphs(f"{analysis.name} on {name}", of)
+    ]
+
+
+def _paragraphs(name: str, of: SampleResults) -> list[str]:
+    for needed in _NEEDED:
+        if needed not in of.metrics or of.metrics[needed].number is None:
+            raise UserError(f"the analysis of {name} has no {needed}: analyze it again")
+    paragraphs = [_sinks(name, of), _norms(of), _heads(of)]
+    length = of.tokens / of.samples
+    if of.samples < ENOUGH_SAMPLES or length < ENOUGH_TOKENS:
+        paragraphs.append(
+            f"With fewer than {ENOUGH_SAMPLES} samples or {ENOUGH_TOKENS} tokens these numbers say "
+            "little about the model: they vary between samples, and sink rates fall with length."
+        )
+    return [paragraph for paragraph in paragraphs if paragraph]
+
+
+def _sinks(name: str, of: SampleResults) -> str:
+    """Say how many heads have a sink, from which layer on, and how much attention it gets."""
+    rate, attention = (of.metrics[n].number for n in ("sink_rate", "first_token_attention"))
+    assert isinstance(rate, float | int)
+    assert isinstance(attention, float | int)
+    text = (
+        f"{name}, {of.samples:,} sample{'s' * (of.samples != 1)} of {of.tokens / of.samples:.0f} "
+        f"tokens: {100 * rate:.1f}% of the heads{_spread(of, 'sink_rate')} have an attention sink "
+        f"on the first token, which is to say that they give it more than {SINK_EPSILON} of their "
+        f"attention on average. Of all attention it gets {100 * attention:.1f}%"
+        f"{_spread(of, 'first_token_attention')}."
+    )
+    by_layer = _values(of, "sink_rate_by_layer")
+    if by_layer is not None and np.nanmax(by_layer) >= 0.5:
+        first = int(np.flatnonzero(by_layer >= 0.5)[0])
+        text += f" Layer {first} is the first in which half of the heads have one."
+    return text
+
+
+def _norms(of: SampleResults) -> str:
+    """Say whether the first token's hidden state stands out, and where."""
+    norm = _values(of, "state_norm")
+    if norm is None or norm.shape[1] < 2:
+        return ""
+    ratio = norm[:, 0] / np.nanmean(norm[:, 1:], axis=1)
+    state = int(np.nanargmax(ratio))
+    where = "the embedding" if state == 0 else f"layer {(state - 1) // 2}"
+    if ratio[state] < LARGE:
+        return (
+            "The hidden state of the first token is at most "
+            f"{ratio[state]:.1f} times as long as that of the others ({where}): there is no "
+            "massive activation."
+        )
+    return (
+        f"The first token's hidden state is up to {ratio[state]:.0f} times as long as that of the "
+        f"others, after {where}: a massive activation."
+    )
+
+
+def _heads(of: SampleResults) -> str:
+    """Say which heads look away from the sink most and least, and what that is not."""
+    table = array(of.metrics["importance"].values)
+    least, most = (
+        np.unravel_index(find(table), table.shape) for find in (np.nanargmin, np.nanargmax)
+    )
+    imbalance = of.metrics["imbalance"].number
+    assert isinstance(imbalance, float | int)
+    return (
+        "Head importance is the share of a head's attention that does not go to the first token, "
+        "or that passes its sink or gate. It runs from "
+        f"{table[least]:.3f} (layer {least[0]}, head {least[1]}) to {table[most]:.3f} (layer "
+        f"{most[0]}, head {most[1]}), and its coefficient of variation within a layer, the head "
+        f"imbalance, is {imbalance:.3f}. What the model loses without a head is another number: "
+        "`megasink ablate` measures it."
+    )
+
+
+def _values(of: SampleResults, name: str) -> Any:
+    found = of.metrics.get(name)
+    return None if found is None else array(found.values)
+
+
+def _spread(of: SampleResults, metric: str) -> str:
+    """Return the standard deviation of a percentage, in parentheses; nothing for one sample."""
+    found = of.spread.get(metric)
+    return "" if found is None else f" (± {100 * found:.1f} over samples)"
+
+
+def _draw(analysis: Analysis) -> Any:
+    """Draw sinks and the norm of the first token over the layers, and the map of importance."""
+    figure, ((sinks, heads), (norms, blank)) = panels(
+        2, 2, 4.6, width=11, gridspec_kw={"width_ratios": (1.15, 1)}, sharex="col"
+    )
+    blank.remove()
+    # One map beside both curves.
+    heads.remove()
+    heads = figure.add_subplot(sinks.get_gridspec()[:, 1])
+    rate = analysis.values("sink_rate_by_layer")
+    layers = np.arange(len(rate))
+    sinks.bar(layers, 100 * rate, color=BLUE, width=0.8)
+    sinks.set_ylim(0, 100)
+    label(sinks, "heads with an attention sink", "% of the layer's heads")
+    norm = analysis.values("state_norm")
+    after = norm[2::2]  # the output of each block
+    norms.plot(layers, after[:, 0], "o-", color=VERMILION, label="token 0")
+    if after.shape[1] > 1:
+        others = np.nanmean(after[:, 1:], axis=1)
+        norms.plot(layers, others, "s--", color=BLUE, label="mean of the others")
+    norms.legend(loc="best")
+    label(norms, "length of the hidden state", "L2 norm", "layer")
+    log_scale(norms)
+    whole_numbers(norms.xaxis)
+    table = analysis.values("importance")
+    image = heatmap(heads, table.T, vmin=0, vmax=1, cmap=MAP, origin="lower")
+    label(heads, "head importance", "head", "layer")
+    figure.colorbar(image, ax=heads, label="share of attention off the sink")
+    return figure
+
+
+DRAWINGS = (
+    Drawing(
+        "opening",
+        OPENING,
+        "Sinks, hidden states and heads by layer",
+        "Left: the share of each layer's heads that have a sink on the first token (P2.2), and the "
+        "length of the hidden state after each layer (P4.1), on the same axis. Right: the "
+        "importance of every head (P0, Eq. 5); dark heads look at the sink.",
+        _draw,
+        by_model=True,
+    ),
+)
