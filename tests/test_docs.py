@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import importlib.util
 import runpy
 import subprocess
 import sys
@@ -77,7 +78,9 @@ def test_a_line_is_read_to_its_end(call, monkeypatch):
     if line is None:
         programs = ("vllm", "pip", "unzip", "scancel", "python", "kubectl", "torchrun")
         assert call.program in programs
-        if call.program == "python":
+        if call.program == "python" and call.words[0] == "-m":
+            assert importlib.util.find_spec(call.words[1])
+        elif call.program == "python":
             assert call.words[0] == "-c"
             ast.parse(call.words[1])
         return

@@ -212,7 +212,7 @@ def test_two_analyses_of_one_name_are_told_apart(analyzed, tmp_path, capsys, mon
             "datasets.prose.metrics.awft.values is no table of numbers",
         ),
         (lambda r: r["model"]["heads"].pop(), "model.heads has 1 entries for 2 layers"),
-        (lambda r: r["datasets"]["lines"]["metrics"].pop("sink_centre"), "has no sink_centre"),
+        (lambda r: r["datasets"]["lines"]["metrics"].pop("imbalance"), "has no imbalance"),
     ],
 )
 def test_what_no_analysis_writes_is_refused(analyzed, tmp_path, capsys, monkeypatch, change, said):
