@@ -22,51 +22,21 @@ from megasink.checkpoints.identity import MODEL
 from megasink.errors import UserError, unknown_name
 from megasink.megatron.arguments import CPU_DEFAULTS, parse_apart
 from megasink.megatron.hybrid_pattern import SUPPORTED, layers_of
+from megasink.megatron_flags import REFUSED, having
 from megasink.plugins import advice
 
 # Layout and compute options: this process keeps its own values. It merges adapters.
 _THIS_PROCESS = frozenset(
     """
-    rank world_size local_rank data_parallel_size inprocess_active_world_size
-    tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
-    transformer_pipeline_model_parallel_size virtual_pipeline_model_parallel_size
-    num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
-    decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
-    pipeline_model_parallel_layout microbatch_group_size_per_vp_stage
-    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-    expert_model_parallel_size expert_tensor_parallel_size
-    tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards
-    sequence_parallel overlap_p2p_comm tp_comm_overlap defer_embedding_wgrad_compute
-    recompute_granularity recompute_method recompute_num_layers recompute_modules
-    fine_grained_activation_offloading offload_modules cpu_offloading_num_layers
-    gradient_accumulation_fusion inference_cuda_graph_scope attention_backend
-    gtp_weight_remat_size expert_gtp_weight_remat_size
-    attention_kernel flash_decode perform_initialization unknown_flags run_dir resume cpu
+    attention_kernel run_dir resume cpu
     lora_rank lora_alpha lora_dropout lora_targets lora_train
     """.split()
-)
+).union(having("process"))
 # Arguments that the model configuration reads under other names (tests/security checks the list),
-# the sink token, what was replaced in the text, and the length of training.
-_OTHER_NAMES = frozenset(
-    """
-    num_experts group_query_attention padded_vocab_size untie_embeddings_and_output_weights
-    position_embedding_type rope_type rotary_base rotary_percent use_rope_scaling
-    rope_scaling_factor rotary_seq_len_interpolation_factor max_position_embeddings
-    swiglu quick_geglu squared_relu init_method_xavier_uniform no_persist_layer_norm
-    fp16_lm_cross_entropy make_vocab_size_divisible_by bias_swiglu_fusion bias_gelu_fusion seed
-    yarn_correction_range_round_to_int
-    variable_seq_lengths sink_token_id global_batch_size
-    replace_tokens_at replace_tokens_with
-    """.split()
-)
+# and what was replaced in the text.
+_OTHER_NAMES = frozenset({"replace_tokens_at", "replace_tokens_with", *having("described")})
 # Also read for a model, but these name files, folders and modules to import.
-_NOT_TAKEN = frozenset(
-    """
-    spec config_logger_dir fp8_quantizer_factory fp4_quantizer_factory kitchen_config_file
-    kitchen_recipe_number te_precision_config_file heterogeneous_layers_config_path
-    mtp_hybrid_override_pattern
-    """.split()
-)
+_NOT_TAKEN = frozenset(name for name, *_ in REFUSED["in a saved model"])
 # A folder, loaded separately (tokenizer.py).
 _TOKENIZER = frozenset({"tokenizer_model"})
 # String values must be names of choices, never a path, module or expression.

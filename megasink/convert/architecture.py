@@ -17,6 +17,7 @@ from megasink.attention.variants.layers import PLAIN, windowed_layers
 from megasink.config import MODEL_OPTIONS, GateGranularity, visible_tokens
 from megasink.convert.megasink_model import NAMES, MegasinkOptions, options_from, unknown_values
 from megasink.flags import flag_of
+from megasink.megatron_flags import refused
 
 GATES = get_args(GateGranularity)
 
@@ -32,29 +33,6 @@ _SAID = {
     "sink_weight_decay",
     "match_ffn_width",
     "zero_init_outputs",
-}
-# Megatron's options with the values that every target supports; others are refused.
-_FIXED: dict[str, tuple[Any, ...]] = {
-    "rotary_interleaved": (False,),
-    "rotary_seq_len_interpolation_factor": (None,),
-    "no_rope_freq": (None,),
-    "multi_latent_attention": (False,),
-    "mtp_num_layers": (None, 0),
-    "openai_gelu": (False,),
-    "apply_residual_connection_post_layernorm": (False,),
-    "moe_mlp_glu_interleave_size": (None,),
-    "moe_router_group_topk": (None,),
-    "moe_router_quantile_balancing_ema": (0.0,),
-    "attention_output_gate": (False,),
-    "use_mup": (False,),
-    "hybrid_layer_pattern": (None,),
-    "heterogeneous_layers_config_path": (None,),
-    "experimental_attention_variant": (None,),
-    "moe_layer_freq": (1, "1", [1]),
-    "moe_latent_size": (None,),
-    "moe_router_num_groups": (None,),
-    "moe_shared_expert_gate": (False,),
-    "moe_apply_probs_on_input": (False,),
 }
 _ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
 _PLAIN_ACTIVATIONS = ("relu", "gelu", "silu")
@@ -248,16 +226,8 @@ def _without_counterpart(option: str) -> str:
     return f"{option} has no counterpart in Hugging Face"
 
 
-# What to say in place of the only value that targets support.
-_REASONS = {"hybrid_layer_pattern": "there is no target for hybrid models"}
-
-
 def _unfixed(saved: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{flag_of(name)} {saved[name]}: " + _REASONS.get(name, f"targets only support {fine[0]}")
-        for name, fine in _FIXED.items()
-        if name in saved and saved[name] not in fine
-    ]
+    return [f"{flag} {value}: {why}" for flag, value, why in refused(saved, "in an export")]
 
 
 def _activation(saved: Mapping[str, Any]) -> tuple[str | None, bool]:

@@ -1,76 +1,58 @@
 """Flags in files: their form in TOML, and which flags a file may set.
 
 One rule for every file, whoever made it: a run's starts.jsonl and config.toml, a recipe, a grid
-and its measurements, flags.txt of a conversion. They set the model, what is read, and the training.
-What writes elsewhere, imports, connects or sends, the command line alone says (`refused`).
+and its measurements, flags.txt of a conversion. They set the model, what is read, and the training:
+switches, numbers, names of choices, and the text that a list names (megasink.megatron_flags). What
+writes elsewhere, imports, connects or sends, the command line alone says (`refused`).
 """
 
+import functools
+import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from megasink.data.object_store import is_stored
 from megasink.errors import UserError
+from megasink.megatron_flags import REFUSED, having
+from megasink.run_options import OPTIONS
+from megasink.training.flag_table import TABLE
 
 Flags = dict[str, Any]
 """Flags of `megasink train` by flat name: a number, a string, true, false or a list."""
 _NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"
 # The name of a choice, which argparse or a check validates.
 _WORD = r"[A-Za-z0-9][\w.-]*"
-# Flags with free-form values that only describe.
-DESCRIBING = set(
-    """
-    attention-bias-type attention-kernel attention-normalization attention-similarity
-    attention-variant attention-variant-layers bias-fixed-value cp-comm-type ffn-activation
-    gate-activation gate-granularity gate-input gate-operation gate-position head-balance-scope
-    hybrid-layer-pattern hybrid-override-pattern linear-attention-freq lora-targets lora-train
-    moe-layer-freq muon-coefficient-type no-rope-freq onnx-safe phase-transition-iterations
-    pipeline-model-parallel-layout recompute-modules replace-tokens-with sdpa-output-norm split
-    step-batch-size-schedule validation-set-names window-attn-skip-freq window-size
-    device json-key name
-    """.split()
-)
-"""Flags, without dashes, whose values are lists or patterns of numbers and names. The last ones of
-each list are of commands that a grid measures with."""
-READING = set(
-    """
-    data-args-path data-path expanded-recipe load merge-file per-dataset-sequences-path
-    per-split-data-args-path pretrained-checkpoint test-data-path tokenizer-model train-data-path
-    valid-data-path vocab-file
-    calibration data heads interventions tokenizer
-    """.split()
-)
-"""Flags that name files to read, which run no code."""
-WRITING = {"data-cache-path", "output", "save", "tensorboard-dir", "wandb-save-dir"}
-"""Flags that name folders to write; a file of a folder may set them to a place inside it."""
-TOLD = set(
-    """
-    app-tag-run-name app-tag-run-version bert-load block-data-path chat-template
-    ckpt-convert-save config config-logger-dir cuda-graph-modules cuda-graph-scope
-    ddp-param-name-patterns-for-fp32-local-accumulation dist-ckpt-format
-    dump-param-to-param-group-map embedding-path evidence-data-path
-    fault-injector-fault-probabilities fault-injector-fault-types fault-injector-ranks fim-eod-token
-    fim-middle-token fim-no-prefix fim-pad-token fim-prefix-token fim-split-sample fim-suffix-token
-    flight-recorder-dump-path fp4-quantizer-factory fp8-quantizer-factory
-    heterogeneous-layers-config-encoded-json heterogeneous-layers-config-path
-    high-priority-stream-groups ict-load
-    inference-shards langrl-env-config logits-load-dir logits-save-dir memory-snapshot-path
-    moe-routing-trace-path mtp-hybrid-override-pattern nccl-communicator-config-path
-    non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir object-storage-cache-path
-    offload-modules one-logger-project one-logger-run-name plugin recipe
-    result-rejected-tracker-filename rl-inference-parsers rl-profile-dir run-dir
-    sft-tokenizer-prompt-format spec te-precision-config-file titles-data-path tokenizer-metadata
-    tokenizer-special-tokens tp-comm-overlap-cfg wandb-entity wandb-exp-name wandb-project yaml-cfg
-    adlr-autoresume allow-download confirm-run-unsafe-code enable-ft-package enable-msc
-    inference-wandb-logging inprocess-restart log-straggler perform-rl-step record-memory-history
-    run-workload-inspector-server task-folder trust-remote-code use-checkpoint-args
-    use-mp-args-from-checkpoint-args
-    """.split()
-)
-"""Flags that no file sets: they write elsewhere, import (--adlr-autoresume from the current
-directory), connect, listen (--log-straggler), send, or megasink refuses them."""
+_FORM = r"[\w ,.:;*+()|\[\]-]*"  # of text that only describes
+# As megatron_flags.KNOWN: options of megasink, and of the commands that a grid measures with.
+_OWN = {
+    "read": "expanded-recipe calibration data heads interventions tokenizer".split(),
+    "written": ["output"],
+    "text": "attention-kernel attention-variant attention-variant-layers lora-targets lora-train "
+    "replace-tokens-with device json-key name".split(),
+    "name": "replace-tokens-at batch-size bos dtype maps score task tasks zeroed".split(),
+}
+# Switches, and the options of a start, which no file sets.
+_NEVER = {name.replace("_", "-") for name, *_ in REFUSED["in a file"]}
+_NEVER |= {"plugin", "run-dir", "recipe", "config"}
+_NEVER |= {"allow-download", "confirm-run-unsafe-code", "task-folder"}  # of those commands
+
+
+@functools.cache
+def _text_flags() -> dict[str, str]:
+    """Return {flag without dashes: "read", "written", "text" or "name"} of all text in a file."""
+    choices = [
+        field.name for kind in OPTIONS for field in fields(kind) if "choices" in field.metadata
+    ]
+    table = json.loads(TABLE.read_text())["flags"]
+    choices += [name[2:] for entry in table if entry.get("choices") for name in entry["names"]]
+    found = {name.replace("_", "-"): "name" for name in choices}
+    for kind in ("read", "written", "text"):
+        found |= {name.replace("_", "-"): kind for name in having(kind)}
+    return found | {name: kind for kind, names in _OWN.items() for name in names}
 
 
 def refused(words: Sequence[str], folder: Path | None = None) -> dict[str, str]:
@@ -88,14 +70,15 @@ def refused(words: Sequence[str], folder: Path | None = None) -> dict[str, str]:
 
 
 def _harmless(name: str, values: Sequence[str], folder: Path | None) -> bool:
-    if name in TOLD or not name:
+    if not name or name in _NEVER:
         return False
-    if name in READING:
+    kind = _text_flags().get(name)
+    if kind == "read":
         return not any(map(is_stored, values))  # connecting to a store
-    if name in WRITING:
+    if kind == "written":
         inside = folder and folder.resolve()
         return all(inside and Path(value).resolve().is_relative_to(inside) for value in values)
-    form = r"[\w ,.:;*+()|\[\]-]*" if name in DESCRIBING else f"{_NUMBER}|{_WORD}"
+    form = {"text": _FORM, "name": f"{_NUMBER}|{_WORD}"}.get(kind or "", _NUMBER)
     return all(re.fullmatch(form, value) for value in values)
 
 

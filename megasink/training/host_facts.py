@@ -17,12 +17,12 @@ from megasink.checkpoints.intact import checkpoint_path
 from megasink.checkpoints.tokenizer import digests
 from megasink.data.object_store import is_stored
 from megasink.data.output import LOSS_MASK
+from megasink.megatron_flags import having
 from megasink.training.checks.blends import blends
 from megasink.upstream.versions import versions
 
 # What differs between ranks, and folders: `hosts` looks for those that all hosts share.
-_OF_A_HOST = {"rank", "local_rank", "flag_problems", "refused_flags", "run_dir", "save", "load"}
-_OF_A_HOST |= {"tensorboard_dir", "wandb_save_dir", "data_cache_path", "tokenizer_model"}
+_OF_A_HOST = {"rank", "local_rank", "flag_problems", "refused_flags", "run_dir", *having("host")}
 _OF_A_HOST |= {"expanded_recipe"}  # its path; its flags are compared
 # Variables that choose kernels or their arithmetic.
 _VARIABLES = ("NVTE_", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32")

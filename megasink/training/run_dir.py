@@ -35,6 +35,7 @@ from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.lora.targets import BASE
 from megasink.lora.targets import OPTIONS as LORA
+from megasink.megatron_flags import having
 from megasink.printable import printable
 from megasink.training import lora_base
 from megasink.training.differences import differences_of, redrawn
@@ -51,14 +52,9 @@ IDENTITY = (
     *MODEL,
     "head_balance_coeff",
     "head_balance_scope",
-    "data_path",
-    "split",
     "replace_tokens_at",
     "replace_tokens_with",
-    "seed",
-    "global_batch_size",
-    "bf16",
-    "fp16",
+    *having("run"),
     *LORA,
 )
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megasink.flags import flag_of
+from megasink.megatron_flags import refused
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,8 @@ DEFAULTS = (
     # TransformerEngine's layers have it, but the output layer is Megatron's own.
     Default("gradient_accumulation_fusion", False, APEX, "weight gradients added by the GEMM"),
 )
-# Flags that ask for a package: (argument, value, package).
-_ASKED: tuple[tuple[str, Any, Package], ...] = (
-    ("transformer_impl", "transformer_engine", TRANSFORMER_ENGINE),
-    ("te_rng_tracker", True, TRANSFORMER_ENGINE),
-    ("use_transformer_engine_op_fuser", True, TRANSFORMER_ENGINE),
-    ("fused_residual_rmsnorm", True, TRANSFORMER_ENGINE),
-    ("tp_comm_overlap", True, TRANSFORMER_ENGINE),
-    ("delay_wgrad_compute", True, TRANSFORMER_ENGINE),
-    ("use_precision_aware_optimizer", True, TRANSFORMER_ENGINE),
-    ("defer_embedding_wgrad_compute", True, APEX),
-)
+# What asks for a package -> the package.
+_ASKED = {"without TransformerEngine": TRANSFORMER_ENGINE, "without apex": APEX}
 
 
 def defaults() -> dict[str, Any]:
@@ -102,10 +93,11 @@ def describe() -> str:
 
 def problems(args: Namespace) -> Iterator[str]:
     """Yield one message per flag that asks for a package that cannot be used here."""
-    for name, value, package in _ASKED:
-        if getattr(args, name, None) == value and (reason := package.missing()) is not None:
-            flag = flag_of(name) if value is True else f"{flag_of(name)} {value}"
-            yield f"{flag}: {reason}; {package.cure}, or drop the flag"
+    for when, package in _ASKED.items():
+        for flag, value, _ in refused(args, when):
+            if (reason := package.missing()) is not None:
+                flag = flag if value is True else f"{flag} {value}"
+                yield f"{flag}: {reason}; {package.cure}, or drop the flag"
     if (
         args.layernorm_zero_centered_gamma
         and args.transformer_impl != "transformer_engine"

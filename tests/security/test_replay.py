@@ -5,12 +5,11 @@ import re
 import pytest
 
 from megasink.errors import UserError
-from megasink.training.flag_file import DESCRIBING, READING, TOLD, WRITING
+from megasink.training import flag_file
+from megasink.training.flag_file import refused
 from megasink.training.replay import replayed
 from tests.training.command_lines import MODEL
 
-# Words and numbers alone, which the command checks.
-CHOSEN = set("batch-size bos maps replace-tokens-at score task tasks zeroed".split())
 HARMLESS = set(
     """
     disable-msc fp8-amax-history-len inference-text-gen-server-logging
@@ -66,12 +65,31 @@ def test_what_somebody_else_would_decide_is_asked_for(tmp_path, line):
     assert name not in replayed([*OWN, *words], [name, "mine"], tmp_path)
 
 
-def test_every_flag_that_takes_any_text_is_in_one_list(pool):
+def test_text_that_no_list_names_is_not_taken(pool):
     """So that a new option of Megatron's is looked at before it is replayed."""
     (found, _) = pool.run("tests.security.tasks:flags_of_any_text")
-    lists = [DESCRIBING, READING, WRITING, TOLD]
-    assert sum(map(len, lists)) == len(set().union(*lists))
-    assert sorted(set(found["text"]) - set().union(*lists) - CHOSEN) == []
-    assert sorted(set().union(*lists) - set(found["all"])) == []
+    taken = set(flag_file._text_flags())
+    assert taken - set(found["all"]) == set()
+    text = set(found["text"]) - taken
+    assert len(text) > 50
+    for name in text:
+        assert refused([f"--{name}", "word"]) == {name: f"--{name} word"}
     telling = re.compile("wandb|resume$|server|straggler$|remote|msc$|ft-package|history|unsafe")
-    assert {name for name in found["all"] if telling.search(name)} - HARMLESS <= TOLD | WRITING
+    for name in set(found["all"]) - HARMLESS:
+        if telling.search(name):
+            assert refused([f"--{name}"]) or refused([f"--{name}", "word"]), name
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--lr-decay-style cosine",
+        "--optimizer adam",
+        "--num-layers 2",
+        "--attention-similarity sigmoid",
+    ],
+)
+def test_numbers_and_choices_need_no_list(line):
+    assert refused(line.split()) == {}
+    name = line.split()[0]
+    assert refused([name, "a/path"]) == {name[2:]: f"{name} a/path"}

@@ -10,19 +10,10 @@ from megasink.data.object_store import is_stored, url_problem
 from megasink.errors import UserError
 from megasink.flags import flag_of
 from megasink.json_file import read_object
+from megasink.megatron_flags import having, refused
 from megasink.training.checks.blends import blends, named_prefixes, parts
 
 _SHOWN = 8
-_PLACES = (
-    *("run_dir", "save", "load", "pretrained_checkpoint", "data_cache_path", "tensorboard_dir"),
-    *("wandb_save_dir", "object_storage_cache_path", "non_persistent_global_ckpt_dir"),
-)
-# Options of reading data sets: made-up data would ignore them.
-_OF_FILES = (
-    "per_dataset_sequences_path",
-    "dataloader_fast_cache_load",
-    "dataloader_defer_npy_index_mmap",
-)
 
 
 def problems(args: Namespace) -> Iterator[str]:
@@ -44,7 +35,7 @@ def problems(args: Namespace) -> Iterator[str]:
 
 def _place_problems(args: Namespace) -> Iterator[str]:
     """Report URLs of object stores where only file systems are read and written."""
-    for name in _PLACES:
+    for name in ("run_dir", *having("place")):
         value = getattr(args, name, None)
         if value and is_stored(value):
             yield (
@@ -94,9 +85,8 @@ def _source_problems(args: Namespace) -> Iterator[str]:
     if args.object_storage_cache_path and not any(map(is_stored, named_prefixes(args))):
         yield "--object-storage-cache-path without s3:// or msc:// data: drop it"
     if args.mock_data:
-        for name in _OF_FILES:
-            if getattr(args, name):
-                yield f"{flag_of(name)} with --mock-data, which reads no files: drop one"
+        for flag, _, why in refused(args, "mock_data"):
+            yield f"{flag} with --mock-data, {why}: drop one"
 
 
 def _cache_problems(args: Namespace) -> Iterator[str]:

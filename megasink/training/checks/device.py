@@ -4,12 +4,10 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megasink import cpu
-from megasink.flags import flag_of
+from megasink.megatron_flags import refused
 from megasink.upstream import fused
 
 _ABSENT = "needs CUDA, but no CUDA device is present"
-# Parts of the trainer that call the CUDA driver directly.
-_NEED_CUDA = ("profile", "record_memory_history", "log_straggler", "gpu_sniff_test_interval")
 
 
 def problems(args: Namespace) -> Iterator[str]:
@@ -23,8 +21,7 @@ def problems(args: Namespace) -> Iterator[str]:
             yield f"--moe-token-dispatcher-type flex {_ABSENT}: use allgather or alltoall"
         if args.transformer_impl == "transformer_engine":
             yield f"--transformer-impl transformer_engine {_ABSENT}: use local"
-        for name in _NEED_CUDA:
-            if getattr(args, name):
-                yield f"{flag_of(name)} {_ABSENT}: drop the flag"
+        for flag, _, why in refused(args, "without CUDA"):
+            yield f"{flag} {why}: drop the flag"
         return
     yield from fused.problems(args)

@@ -4,10 +4,9 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megasink.flags import flag_of
+from megasink.megatron_flags import refused
 from megasink.upstream.versions import have_transformer_engine
 
-# TransformerEngine's kernels for experts.
-_FUSED = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
 # Selective recomputation that frees outputs supports only TransformerEngine
 # (megatron/core/tensor_parallel/random.py:693).
 _RECOMPUTED_BY_TE = ("layernorm", "moe_act", "mla_up_proj")
@@ -43,9 +42,9 @@ def _experts(args: Namespace) -> Iterator[str]:
             f"{flag} with biases and --tensor-model-parallel-size {tensor}: biases of experts are "
             "not sharded: add --expert-tensor-parallel-size 1, or --disable-bias-linear"
         )
-    for name in _FUSED:
-        if getattr(args, name) and not have_transformer_engine():
-            yield f"{flag_of(name)} {_ABSENT}: drop the flag"
+    if not have_transformer_engine():
+        for flag, *_ in refused(args, "without TransformerEngine's experts"):
+            yield f"{flag} {_ABSENT}: drop the flag"
 
 
 def _recompute(args: Namespace) -> Iterator[str]:

@@ -4,7 +4,6 @@ import importlib.util
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megasink.flags import flag_of
 from megasink.megatron.hybrid_pattern import (
     ATTENTION,
     DELTA_NET,
@@ -17,24 +16,9 @@ from megasink.megatron.hybrid_pattern import (
     SUPPORTED,
     layers_of,
 )
+from megasink.megatron_flags import refused
 
 _FLAG = "--hybrid-layer-pattern"
-# Megatron's flags for what the pattern says, and what a HybridModel or its spec ignores:
-# (attribute, default, what to do).
-_WITHOUT = (
-    ("num_layers_per_virtual_pipeline_stage", None, "give more stages between |"),
-    ("num_virtual_stages_per_pipeline_rank", None, "give more stages between |"),
-    ("pipeline_model_parallel_layout", None, "mark the stages with |"),
-    ("decoder_first_pipeline_num_layers", None, "mark the stages with |"),
-    ("decoder_last_pipeline_num_layers", None, "mark the stages with |"),
-    ("account_for_embedding_in_pipeline_split", False, "mark the stages with |"),
-    ("account_for_loss_in_pipeline_split", False, "mark the stages with |"),
-    ("moe_layer_freq", 1, "layers with experts are those marked E"),
-    ("use_rope_scaling", False, "Megatron's HybridModel ignores it: use yarn"),
-    ("use_transformer_engine_op_fuser", False, "the halves of a layer are built apart"),
-    ("use_grouped_gemm_for_dense_mlp", False, "not supported"),
-    ("lora_rank", 0, "LoRA of hybrid models is not supported"),
-)
 
 
 def count_layers(args: Namespace) -> None:
@@ -75,9 +59,8 @@ def problems(args: Namespace) -> Iterator[str]:
             if EXPERTS in layers
             else f"--num-experts {args.num_experts}, but {_FLAG} {pattern} has no layer E"
         )
-    for name, default, advice in _WITHOUT:
-        if getattr(args, name, default) not in (default, None):
-            yield f"{_FLAG} with {flag_of(name)}: {advice}"
+    for flag, _, advice in refused(args, "hybrid_layer_pattern"):
+        yield f"{_FLAG} with {flag}: {advice}"
     yield from _stages(args, pattern)
     yield from _recurrent(args, layers)
 

@@ -3,20 +3,7 @@
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megasink.flags import flag_of
-
-# What its layers would ignore, or what no test covers: (attribute, default, what to do).
-_WITHOUT = (
-    ("hybrid_layer_pattern", None, "GPT models only"),
-    ("dataloader_inter_document_masking", False, "it would predict across documents"),
-    ("context_parallel_size", 1, "its loss is a mean over each rank's targets, which differ"),
-    ("pipeline_model_parallel_layout", None, "its layers are on the last stage"),
-    ("lora_rank", 0, "adapters of its layers are not supported"),
-    ("post_norm", False, "its layers end in a norm of their own"),
-    ("norm_without_gain", False, "its norms have gains"),
-    ("embedding_norm", False, "it reads the embeddings on the last stage"),
-    ("sinusoidal_position_embedding", False, "it reads the embeddings on the last stage"),
-)
+from megasink.megatron_flags import refused
 
 
 def problems(args: Namespace) -> Iterator[str]:
@@ -29,6 +16,5 @@ def problems(args: Namespace) -> Iterator[str]:
             "embedding and output layer: Megatron cannot save it: add "
             "--untie-embeddings-and-output-weights"
         )
-    for name, default, why in _WITHOUT:
-        if getattr(args, name) not in (default, None):
-            yield f"--mtp-num-layers with {flag_of(name)}: {why}: drop one of the two"
+    for flag, _, why in refused(args, "mtp_num_layers"):
+        yield f"--mtp-num-layers with {flag}: {why}: drop one of the two"

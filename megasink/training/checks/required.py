@@ -5,29 +5,11 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megasink.flags import flag_of
+from megasink.megatron_flags import KNOWN, having
 
-_ALWAYS = (
-    ("num_layers", "encoder_num_layers"),
-    ("hidden_size",),
-    ("num_attention_heads",),
-    ("seq_length", "encoder_seq_length"),
-    ("max_position_embeddings",),
-    ("micro_batch_size",),
-)
-_OF_TRAINING = (("train_iters", "train_samples"), ("lr",))
-_POSITIVE = """
-    num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size
-    kv_channels num_query_groups micro_batch_size global_batch_size train_samples
-    tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size
-    train_iters log_interval eval_interval save_interval save_retain_interval exit_interval
-    gpu_sniff_test_interval num_dataset_builder_threads make_vocab_size_divisible_by vocab_size
-    padded_vocab_size eval_micro_batch_size eval_global_batch_size num_experts mtp_num_layers
-""".split()
-_NOT_NEGATIVE = """
-    lr min_lr weight_decay clip_grad eval_iters num_workers lr_warmup_iters lr_warmup_samples
-    lr_warmup_init lr_wsd_decay_iters lr_wsd_decay_samples init_method_std seed
-""".split()
-_FRACTIONS = ("attention_dropout", "hidden_dropout")
+# What serves as well; the first two are old names.
+_OR = {"num_layers": "encoder_num_layers", "seq_length": "encoder_seq_length"}
+_OR |= {"train_iters": "train_samples"}
 # Flags that Megatron has removed, and their replacements.
 _GONE = {
     "batch_size": "--micro-batch-size",
@@ -43,7 +25,8 @@ _TWICE = (
 
 
 def problems(args: Namespace) -> Iterator[str]:
-    wanted = _ALWAYS if args.skip_train else (*_ALWAYS, *_OF_TRAINING)
+    facts = ("needed",) if args.skip_train else ("needed", "needed-to-train")
+    wanted = [[name, *([_OR[name]] if name in _OR else [])] for name in having(*facts)]
     missing = [
         " or ".join(flag_of(name) for name in names if not name.startswith("encoder_"))
         for names in wanted
@@ -66,11 +49,12 @@ def problems(args: Namespace) -> Iterator[str]:
     for name, value in vars(args).items():
         if value is None or (name == "num_experts" and value == 0):  # a dense model in Megatron
             continue
+        known = KNOWN.get(name, frozenset())
         if isinstance(value, float) and not math.isfinite(value):
             yield f"{flag_of(name)} {value}: give a finite number"
-        elif name in _POSITIVE and value < 1:
+        elif "count" in known and value < 1:
             yield f"{flag_of(name)} {value}: use 1 or more"
-        elif name in _NOT_NEGATIVE and value < 0:
+        elif "amount" in known and value < 0:
             yield f"{flag_of(name)} {value} is negative: use 0 or more"
-        elif name in _FRACTIONS and not 0 <= value < 1:
+        elif "share" in known and not 0 <= value < 1:
             yield f"{flag_of(name)} {value}: use 0 or more, and less than 1"

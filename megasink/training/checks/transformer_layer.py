@@ -4,12 +4,9 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megasink.flags import flag_of
+from megasink.megatron_flags import having, refused
 
 GATED_UNITS = ("reglu", "geglu", "swiglu")
-# Megatron's flags that choose the activation of the FFN.
-_ACTIVATIONS = ("swiglu", "squared_relu", "quick_geglu", "openai_gelu", "onnx_safe")
-# TransformerEngine's FFN: its gelu is the tanh approximation, and its norms cannot be removed.
-_FUSED_FFN = ("use_te_activation_func", "use_transformer_engine_op_fuser")
 
 
 def set_gated_unit(args: Namespace) -> None:
@@ -43,15 +40,11 @@ def problems(args: Namespace) -> Iterator[str]:
     yield from _nanochat(args)
     if (name := args.ffn_activation) is None:
         return
-    for attribute in _ACTIVATIONS:
-        if getattr(args, attribute, False) and name != attribute:
+    for attribute in having("activation"):
+        if attribute not in ("ffn_activation", name) and getattr(args, attribute, False):
             yield f"--ffn-activation {name} and {flag_of(attribute)}: choose one"
-    for attribute in _FUSED_FFN:
-        if getattr(args, attribute, False):
-            yield (
-                f"--ffn-activation {name} with {flag_of(attribute)}: TransformerEngine's "
-                "activations differ (its gelu is an approximation); drop one"
-            )
+    for flag, _, why in refused(args, "ffn_activation"):
+        yield f"--ffn-activation {name} with {flag}: {why}; drop one"
 
 
 def _nanochat(args: Namespace) -> Iterator[str]:

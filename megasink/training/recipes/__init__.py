@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megasink.errors import ConfigError, UserError, nearest, unknown_name
+from megasink.megatron_flags import having
 from megasink.training.flag_file import Flags, flag_words, form_problems, read_toml, refused
 
 FLAGS, EXPANDED = ("--recipe", "--config"), "--expanded-recipe"
@@ -26,14 +27,10 @@ KEYS = ("about", "include")
 # Not in a file: a plugin is code, and the others belong to one start of one run.
 _ON_THE_COMMAND_LINE = set("plugin ranks run-dir resume recipe config expanded-recipe".split())
 # Of each set a command line may hold one: a later one replaces the earlier others.
-_ONE_OF = (
-    {"train-iters", "train-samples"},
-    {"lr-warmup-fraction", "lr-warmup-iters", "lr-warmup-samples"},
-    {"lr-wsd-decay-fraction", "lr-wsd-decay-iters", "lr-wsd-decay-samples"},
-    {"swiglu", "squared-relu", "quick-geglu", "openai-gelu", "ffn-activation"},
-    {"qk-layernorm", "qk-l2-norm"},
-    {"data-path", "train-data-path", "mock-data"},
-)
+_ONE_OF = [
+    {name.replace("_", "-") for name in having(fact)}
+    for fact in ("length", "warmup", "decay", "activation", "norm", "data")
+]
 _FOLDER = Path(__file__).parent
 
 Known = Mapping[str, int | str | None]

@@ -1,0 +1,333 @@
+"""Megatron's flags that megasink treats apart: the one list of them.
+
+`KNOWN` is what is taken and known: what identifies a model, what a file or a resume may say, which
+values make sense. `REFUSED` is what is not taken, with the reason. Every other flag passes to
+Megatron as it is, so that a new release needs no change here. Names are those of Megatron's parsed
+arguments; `flags.flag_of` makes flags of them.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megasink.flags import flag_of
+
+# Names, and behind the colon what holds for all of them:
+#   shape    a converted model fixes it; model: it identifies a model, too; context: fine-tuning may
+#            change it; run: it identifies a run beside its model
+#   described  Megatron's configuration of a model reads it under another name
+#   process  of the layout or of this process: one that reads a run keeps its own value
+#   needed   a run must give it; needed-to-train: unless it only evaluates
+#   count    1 or more; amount: 0 or more; share: 0 or more, and less than 1
+#   text     its text only describes: numbers, names, patterns; read: it names files, which run no
+#            code; written: folders; in those of the run a file may say so
+#   place    a folder that cannot be in an object store; host: another path on another host
+#   length, warmup, decay, activation, norm, data: only one of each may be given
+_KNOWN = """
+num_layers hidden_size num_attention_heads: shape needed count
+ffn_hidden_size kv_channels num_query_groups: shape count
+position_embedding_type untie_embeddings_and_output_weights group_query_attention: shape described
+normalization layernorm_epsilon add_bias_linear: shape
+qk_layernorm: shape norm
+seq_length: context needed count
+max_position_embeddings: context described needed count
+rotary_base: shape context described
+use_rope_scaling rope_scaling_factor: context described
+rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow: context
+mscale mscale_all_dim: context
+window_size window_attn_skip_freq: context text
+rotary_percent: model described
+swiglu squared_relu: model described activation
+rotary_interleaved layernorm_zero_centered_gamma add_qkv_bias mamba_state_dim: model
+qk_l2_norm: model norm
+openai_gelu: model activation
+hybrid_layer_pattern no_rope_freq moe_layer_freq: model text
+mamba_head_dim mamba_num_groups mamba_num_heads linear_conv_kernel_dim linear_key_head_dim: model
+linear_value_head_dim linear_num_key_heads linear_num_value_heads moe_router_topk: model
+moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_score_function: model
+moe_router_pre_softmax moe_router_enable_expert_bias moe_router_topk_scaling_factor: model
+num_experts: model described count
+tokenizer_type: model
+tokenizer_model: model read host
+vocab_size: model count
+make_vocab_size_divisible_by: model described count
+rope_type rotary_seq_len_interpolation_factor init_method_xavier_uniform: described
+no_persist_layer_norm fp16_lm_cross_entropy bias_swiglu_fusion bias_gelu_fusion: described
+yarn_correction_range_round_to_int variable_seq_lengths sink_token_id: described
+padded_vocab_size: described count
+quick_geglu: described activation
+seed: run described amount
+global_batch_size: run described count
+data_path: run read data
+split: run text
+bf16 fp16: run
+micro_batch_size: needed count
+train_iters: needed-to-train count length
+train_samples: count length
+lr: needed-to-train amount
+min_lr weight_decay clip_grad eval_iters num_workers init_method_std lr_warmup_init: amount
+lr_warmup_iters lr_warmup_samples: amount warmup
+lr_warmup_fraction: warmup
+lr_wsd_decay_iters lr_wsd_decay_samples: amount decay
+lr_wsd_decay_fraction: decay
+ffn_activation: activation
+attention_dropout hidden_dropout: share
+log_interval eval_interval save_interval save_retain_interval exit_interval: count
+gpu_sniff_test_interval num_dataset_builder_threads mtp_num_layers: count
+eval_micro_batch_size eval_global_batch_size: count
+tensor_model_parallel_size pipeline_model_parallel_size: process count
+expert_model_parallel_size: process count
+rank world_size local_rank data_parallel_size inprocess_active_world_size: process
+context_parallel_size transformer_pipeline_model_parallel_size: process
+virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage: process
+num_virtual_stages_per_pipeline_rank decoder_first_pipeline_num_layers: process
+decoder_last_pipeline_num_layers microbatch_group_size_per_vp_stage: process
+account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split: process
+expert_tensor_parallel_size tensor_parallel_num_weight_shards: process
+expert_tensor_parallel_num_weight_shards sequence_parallel overlap_p2p_comm: process
+tp_comm_overlap defer_embedding_wgrad_compute recompute_granularity recompute_method: process
+recompute_num_layers fine_grained_activation_offloading offload_modules: process
+cpu_offloading_num_layers gradient_accumulation_fusion inference_cuda_graph_scope: process
+attention_backend gtp_weight_remat_size expert_gtp_weight_remat_size flash_decode: process
+perform_initialization unknown_flags: process
+recompute_modules pipeline_model_parallel_layout: process text
+cp_comm_type hybrid_override_pattern linear_attention_freq muon_coefficient_type: text
+phase_transition_iterations step_batch_size_schedule validation_set_names: text
+onnx_safe: text activation
+vocab_file merge_file per_dataset_sequences_path test_data_path valid_data_path: read
+data_args_path per_split_data_args_path: read
+train_data_path: read data
+mock_data: data
+load: read place host
+pretrained_checkpoint: read place
+save data_cache_path tensorboard_dir wandb_save_dir: written place host
+object_storage_cache_path non_persistent_global_ckpt_dir: place
+"""
+KNOWN: dict[str, frozenset[str]] = {
+    name: frozenset(facts.split())
+    for names, _, facts in (line.partition(":") for line in _KNOWN.strip().splitlines())
+    for name in names.split()
+}
+"""Name -> what is known of it."""
+
+
+def having(*facts: str) -> tuple[str, ...]:
+    """Return the names of which one of these facts is known."""
+    return tuple(name for name, known in KNOWN.items() if known.intersection(facts))
+
+
+# Measured by tests/megatron/test_graph.py.
+_GRAPHS = "a replayed graph neither counts heads nor updates the balance loss (docs/gpu.md)"
+_OFFLOADING = "use --recompute-granularity to save memory"
+_CHAT = "make the data with megasink data --chat, by the tokenizer's own template"
+_NOT_GPT = "Megatron's GPT datasets ignore it"
+_LAYOUT = "initial weights would depend on the layout"
+_ONLY_IN_PATTERN = "mark the stages with |"
+_CUDA = "needs CUDA, but no CUDA device is present"
+_RUNS_CODE, _SENDS = "it imports or runs code", "it connects, listens or sends"
+_READS, _WRITES = "it reads other files", "it writes elsewhere"
+_ANOTHER_GELU = "TransformerEngine's activations differ (its gelu is an approximation)"
+_READS_NOTHING = "which reads no files"
+_ONLY_NONE, _ONLY_FALSE = "targets only support None", "targets only support False"
+_FLAGS = {"fp4": "fp4_format"}  # where the flag has another name
+
+# When a flag is refused -> (its name, the value or the tuple of values that are not, why or what to
+# do instead); None and the absence of a flag are always fine.
+REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
+    # Options that change attention, the loss or the weights in ways that no test covers.
+    "always": (
+        ("multi_latent_attention", False, "sinks in MLA are not supported"),
+        ("mtp_hybrid_override_pattern", None, "hybrid models have no multi-token prediction here"),
+        ("heterogeneous_layers_config_path", None, "GPT only"),
+        (
+            "experimental_attention_variant",
+            None,
+            "for gated delta-net give --hybrid-layer-pattern with layers G",
+        ),
+        ("reset_attention_mask", False, "S x S masks: use --dataloader-inter-document-masking"),
+        ("sft", False, _CHAT),
+        ("sft_tokenizer_prompt_format", "nemotron-h-aligned", _CHAT),
+        ("chat_template", None, _CHAT),
+        ("fim_data", False, "not supported"),
+        ("allow_ambiguous_pad_tokens", False, "no token of text is taken for padding"),
+        ("sample_rate", 1.0, _NOT_GPT),
+        ("mask_prob", 0.15, _NOT_GPT),
+        ("short_seq_prob", 0.1, _NOT_GPT),
+        ("decoder_seq_length", None, _NOT_GPT),
+        ("apply_query_key_layer_scaling", False, "not supported"),
+        ("qk_clip", False, "the kernels do not return the maximum logit"),
+        ("log_max_attention_logit", False, "the kernels do not return it"),
+        (
+            "apply_residual_connection_post_layernorm",
+            False,
+            "Megatron's layers ignore it: use --post-norm or --sandwich-norm",
+        ),
+        ("use_flash_attn", False, "use --attention-kernel"),
+        ("flash_attention_version", None, "use --attention-kernel"),
+        ("fp4", None, "FP4 linear layers were never run: use --bf16"),
+        ("use_kitchen_attention", False, "use --attention-kernel"),
+        ("batch_invariant_mode", False, "it replaces Megatron's kernels"),
+        ("use_torch_fsdp2", False, "use --use-distributed-optimizer"),
+        ("use_megatron_fsdp", False, "use --use-distributed-optimizer"),
+        ("tensor_parallel_num_weight_shards", 1, _LAYOUT),
+        ("expert_tensor_parallel_num_weight_shards", 1, _LAYOUT),
+        ("data_parallel_random_init", False, "replicas must start equal"),
+        ("cuda_graph_impl", "none", _GRAPHS),
+        ("enable_cuda_graph", False, _GRAPHS),
+        ("external_cuda_graph", False, _GRAPHS),
+        # megatron/core/optimizer/clip_grads.py:138 waits for the gradient norm.
+        ("optimizer_cuda_graph", False, "the optimizer step reads the gradient norm on the host"),
+        ("cpu_offloading_num_layers", 0, _OFFLOADING),
+        ("fine_grained_activation_offloading", False, _OFFLOADING),
+        ("moe_paged_stash", False, _OFFLOADING),
+        ("overlap_moe_expert_parallel_comm", False, "it splits the layers; not tested"),
+        ("moe_use_upcycling", False, "train the MoE model from its own initial weights"),
+        ("moe_latent_size", None, "not tested"),
+        ("moe_single_grouped_weight", False, _LAYOUT),
+        ("moe_single_grouped_bias", False, _LAYOUT),
+        ("logits_save_dir", None, "megasink's forward step does not return logits"),
+        ("logits_load_dir", None, "distillation is not supported"),
+        # megatron/training/training.py:4365,4382: a test set, or a single validation set, stops it.
+        ("full_validation", False, "it fails in Megatron; use --eval-iters"),
+        ("multiple_validation_sets", False, "it needs --full-validation, which fails in Megatron"),
+        ("perform_rl_step", False, "pre-training only"),
+        ("freeze_all_layers", False, "not supported"),
+        ("init_model_with_meta_device", False, "not supported"),
+        ("flash_decode", False, "it bypasses core attention and its window"),
+        (
+            "enable_ft_package",
+            False,
+            "Megatron does not fit the released package: use torchrun",
+        ),
+        (
+            "inprocess_restart",
+            False,
+            "it wraps Megatron's script: use torchrun's --max-restarts",
+        ),
+        ("spec", None, "megasink provides the layer spec"),
+    ),
+    # Megatron's flags for what the pattern says, and what a HybridModel or its spec ignores.
+    "hybrid_layer_pattern": (
+        ("num_layers_per_virtual_pipeline_stage", None, "give more stages between |"),
+        ("num_virtual_stages_per_pipeline_rank", None, "give more stages between |"),
+        ("pipeline_model_parallel_layout", None, _ONLY_IN_PATTERN),
+        ("decoder_first_pipeline_num_layers", None, _ONLY_IN_PATTERN),
+        ("decoder_last_pipeline_num_layers", None, _ONLY_IN_PATTERN),
+        ("account_for_embedding_in_pipeline_split", False, _ONLY_IN_PATTERN),
+        ("account_for_loss_in_pipeline_split", False, _ONLY_IN_PATTERN),
+        ("moe_layer_freq", 1, "layers with experts are those marked E"),
+        ("use_rope_scaling", False, "Megatron's HybridModel ignores it: use yarn"),
+        ("use_transformer_engine_op_fuser", False, "the halves of a layer are built apart"),
+        ("use_grouped_gemm_for_dense_mlp", False, "not supported"),
+        ("lora_rank", 0, "LoRA of hybrid models is not supported"),
+    ),
+    # What the layers of multi-token prediction would ignore, or what no test covers.
+    "mtp_num_layers": (
+        ("hybrid_layer_pattern", None, "GPT models only"),
+        ("dataloader_inter_document_masking", False, "it would predict across documents"),
+        ("context_parallel_size", 1, "its loss is a mean over each rank's targets, which differ"),
+        ("pipeline_model_parallel_layout", None, "its layers are on the last stage"),
+        ("lora_rank", 0, "adapters of its layers are not supported"),
+        ("post_norm", False, "its layers end in a norm of their own"),
+        ("norm_without_gain", False, "its norms have gains"),
+        ("embedding_norm", False, "it reads the embeddings on the last stage"),
+        ("sinusoidal_position_embedding", False, "it reads the embeddings on the last stage"),
+    ),
+    # TransformerEngine's FFN: its gelu is the tanh approximation, and its norms cannot be removed.
+    "ffn_activation": (
+        ("use_te_activation_func", False, _ANOTHER_GELU),
+        ("use_transformer_engine_op_fuser", False, _ANOTHER_GELU),
+    ),
+    "mock_data": (
+        ("per_dataset_sequences_path", None, _READS_NOTHING),
+        ("dataloader_fast_cache_load", False, _READS_NOTHING),
+        ("dataloader_defer_npy_index_mmap", False, _READS_NOTHING),
+    ),
+    # Parts of the trainer that call the CUDA driver directly.
+    "without CUDA": (
+        ("profile", False, _CUDA),
+        ("record_memory_history", False, _CUDA),
+        ("log_straggler", False, _CUDA),
+        ("gpu_sniff_test_interval", None, _CUDA),
+    ),
+    # What asks for a package: where it is missing, or is not installed at all.
+    "without TransformerEngine": (
+        ("transformer_impl", ("local", "inference_optimized"), ""),
+        ("te_rng_tracker", False, ""),
+        ("use_transformer_engine_op_fuser", False, ""),
+        ("fused_residual_rmsnorm", False, ""),
+        ("tp_comm_overlap", False, ""),
+        ("delay_wgrad_compute", False, ""),
+        ("use_precision_aware_optimizer", False, ""),
+    ),
+    "without TransformerEngine's experts": (
+        ("moe_grouped_gemm", False, ""),
+        ("moe_permute_fusion", False, ""),
+        ("moe_router_fusion", False, ""),
+    ),
+    "without apex": (("defer_embedding_wgrad_compute", False, ""),),
+    # A file of flags says none of these, whatever its value; text that is not `KNOWN`, neither.
+    "in a file": (
+        ("adlr_autoresume", None, _RUNS_CODE),
+        ("trust_remote_code", None, _RUNS_CODE),
+        ("use_checkpoint_args", None, _RUNS_CODE),
+        ("use_mp_args_from_checkpoint_args", None, _RUNS_CODE),
+        ("enable_ft_package", None, _SENDS),
+        ("enable_msc", None, _SENDS),
+        ("inference_wandb_logging", None, _SENDS),
+        ("inprocess_restart", None, _SENDS),
+        ("log_straggler", None, _SENDS),
+        ("perform_rl_step", None, _SENDS),
+        ("run_workload_inspector_server", None, _SENDS),
+        ("record_memory_history", None, _WRITES),
+    ),
+    # Of a saved run: they name files, folders and modules to import.
+    "in a saved model": (
+        ("spec", None, _RUNS_CODE),
+        ("fp8_quantizer_factory", None, _RUNS_CODE),
+        ("fp4_quantizer_factory", None, _RUNS_CODE),
+        ("config_logger_dir", None, _WRITES),
+        ("kitchen_config_file", None, _READS),
+        ("kitchen_recipe_number", None, _READS),
+        ("te_precision_config_file", None, _READS),
+        ("heterogeneous_layers_config_path", None, _READS),
+        ("mtp_hybrid_override_pattern", None, "not supported"),
+    ),
+    # No architecture of transformers has it.
+    "in an export": (
+        ("rotary_interleaved", False, _ONLY_FALSE),
+        ("rotary_seq_len_interpolation_factor", None, _ONLY_NONE),
+        ("no_rope_freq", None, _ONLY_NONE),
+        ("multi_latent_attention", False, _ONLY_FALSE),
+        ("mtp_num_layers", 0, "targets only support None"),
+        ("openai_gelu", False, _ONLY_FALSE),
+        ("apply_residual_connection_post_layernorm", False, _ONLY_FALSE),
+        ("moe_mlp_glu_interleave_size", None, _ONLY_NONE),
+        ("moe_router_group_topk", None, _ONLY_NONE),
+        ("moe_router_quantile_balancing_ema", 0.0, "targets only support 0.0"),
+        ("attention_output_gate", False, _ONLY_FALSE),
+        ("use_mup", False, _ONLY_FALSE),
+        ("hybrid_layer_pattern", None, "there is no target for hybrid models"),
+        ("heterogeneous_layers_config_path", None, _ONLY_NONE),
+        ("experimental_attention_variant", None, _ONLY_NONE),
+        ("moe_layer_freq", (1, "1", [1]), "targets only support 1"),
+        ("moe_latent_size", None, _ONLY_NONE),
+        ("moe_router_num_groups", None, _ONLY_NONE),
+        ("moe_shared_expert_gate", False, _ONLY_FALSE),
+        ("moe_apply_probs_on_input", False, _ONLY_FALSE),
+    ),
+}
+
+
+def refused(args: Namespace | Mapping[str, Any], when: str) -> Iterator[tuple[str, Any, str]]:
+    """Yield (flag, its value, why) of each flag that is given and refused.
+
+    Args:
+        args: parsed arguments, or those of a config.json.
+        when: a key of `REFUSED`.
+    """
+    given = args if isinstance(args, Mapping) else vars(args)
+    for name, fine, why in REFUSED[when]:
+        value = given.get(name)
+        if value is not None and value not in (fine if isinstance(fine, tuple) else (fine,)):
+            yield flag_of(_FLAGS.get(name, name)), value, why

@@ -1,0 +1,59 @@
+"""The one list of Megatron's flags: each stands once, and is one."""
+
+import dataclasses
+import json
+from argparse import Namespace
+
+import pytest
+
+from megasink.megatron_flags import _KNOWN, KNOWN, REFUSED, having, refused
+from megasink.run_options import OPTIONS
+from megasink.training.flag_table import TABLE
+
+# What Megatron derives, or keeps beside the flags, and what megasink does.
+DERIVED = set(
+    """
+    rank world_size local_rank data_parallel_size inprocess_active_world_size unknown_flags
+    transformer_pipeline_model_parallel_size virtual_pipeline_model_parallel_size
+    variable_seq_lengths sink_token_id gtp_weight_remat_size expert_gtp_weight_remat_size
+    lora_rank use_kitchen_attention kitchen_config_file kitchen_recipe_number
+    """.split()
+)
+FLAGS = {entry["dest"] for entry in json.loads(TABLE.read_text())["flags"]}
+OWN = {field.name for options in OPTIONS for field in dataclasses.fields(options)}
+
+
+def test_every_name_is_one_of_megatron_or_of_ours():
+    rows = [(when, name) for when, row in REFUSED.items() for name, *_ in row]
+    assert len(set(rows)) == len(rows)
+    assert {*KNOWN, *(name for _, name in rows)} - FLAGS - OWN <= DERIVED
+    words = [word for line in _KNOWN.split("\n") for word in line.partition(":")[0].split()]
+    assert sorted(words) == sorted(KNOWN)
+
+
+def test_facts_are_those_that_are_explained():
+    assert set().union(*KNOWN.values()) == set(
+        "shape model context run described process needed needed-to-train count amount share text "
+        "read written place host length warmup decay activation norm data".split()
+    )
+    assert set(having("needed")) == set(
+        "num_layers hidden_size num_attention_heads seq_length max_position_embeddings "
+        "micro_batch_size".split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, []),
+        ({"moe_layer_freq": 1, "mtp_num_layers": None}, []),
+        ({"moe_layer_freq": [1]}, []),
+        ({"moe_layer_freq": [0, 1], "mtp_num_layers": 0}, ["--moe-layer-freq"]),
+        ({"use_mup": True, "mtp_num_layers": 2}, ["--mtp-num-layers", "--use-mup"]),
+    ],
+)
+def test_a_value_that_is_not_fine_is_found(given, found):
+    assert [flag for flag, *_ in refused(Namespace(**given), "in an export")] == found
+    assert [value for _, value, _ in refused(given, "in an export")] == [
+        given[flag[2:].replace("-", "_")] for flag in found
+    ]
