@@ -31,7 +31,6 @@ READING = (
     "generate RUN --prompt import --max-new-tokens 2 --tokenizer TOKENIZER --cpu",
     "convert-to-hf RUN OUT/hf --tokenizer TOKENIZER --no-verify",
     "sweep RUN --output OUT/sweep --data DATA --lengths 16 --max-samples 1 --tokenizer TOKENIZER",
-    "plot RUN",
     "compare RUN --output OUT/compare.png",
 )
 REFUSING = (

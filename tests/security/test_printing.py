@@ -62,7 +62,7 @@ def test_names_of_files_in_every_answer_are_escaped(tmp_path, capsys):
         (2, ["data", str(hostile), *tokenizer, str(tmp_path / "a")]),
         (2, ["data", str(tmp_path / f"gone {HOSTILE}"), *tokenizer, str(tmp_path / "b")]),
         (2, ["generate", str(run), "--prompt", "x"]),
-        (2, ["plot", str(tmp_path / HOSTILE)]),
+        (2, ["compare", str(tmp_path / HOSTILE)]),
         (0, ["compare", str(run), "--output", str(tmp_path / "compare.png")]),
         (2, ["train", "--run-dir", str(run)]),
         (2, ["train", "--run-dir", str(run), "--resume"]),
