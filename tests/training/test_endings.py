@@ -11,7 +11,7 @@ from unittest import mock
 from megasink.errors import UserError
 from megasink.training import endings, pretrain
 rank = os.environ["RANK"]
-def fail(argv):
+def fail(argv, **_):
     time.sleep(2.0 if rank == "0" else 0.0)
     if rank in sys.argv[1]:
         raise UserError("the data is one document")
