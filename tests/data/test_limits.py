@@ -139,9 +139,11 @@ def test_the_lock_of_a_dead_run_does_not_block_and_that_of_a_live_one_does(tmp_p
     command = [sys.executable, "-c", holds, str(lock)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline()
-        with pytest.raises(UserError, match="another run is writing"):
-            preprocess(Corpus([tmp_path / "a.jsonl"]), tmp_path / "out", folder, workers=1)
-        other.kill()
+        try:
+            with pytest.raises(UserError, match="another run is writing"):
+                preprocess(Corpus([tmp_path / "a.jsonl"]), tmp_path / "out", folder, workers=1)
+        finally:
+            other.kill()
     (tmp_path / "out.bin.partial").write_bytes(b"half")
     assert lock.exists()
     preprocess(Corpus([tmp_path / "a.jsonl"]), tmp_path / "out", folder, workers=1)
