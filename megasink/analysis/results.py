@@ -1,4 +1,4 @@
-"""Dataclasses of results.json; docs/instruments.md explains them.
+"""Dataclasses of results.json; docs/metrics.md explains them.
 
 Values by layer, head and so on are nested lists, with null for missing entries.
 """

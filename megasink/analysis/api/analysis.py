@@ -93,7 +93,7 @@ class Analysis(folders.Analysis):
     """Everything that was measured of a model: `analysis.sink_rate`, `analysis.importance`, ...
 
     Every registered metric that the model has is an attribute (`dir(analysis)` lists them), a
-    `MetricValues`. docs/instruments.md defines them.
+    `MetricValues`. docs/metrics.md defines them.
 
     Attributes:
         name: of the model.

@@ -92,7 +92,7 @@ def test_every_metric_has_a_definition():
     of_statistics = set(definitions.ATTENTION) | set(definitions.STATE)
     assert {n for n, m in metrics().items() if not m.is_derived} == of_statistics
     assert {n for n, m in metrics().items() if m.is_derived} == set(definitions.DERIVED)
-    page = (Path(__file__).parents[3] / "docs" / "instruments.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
     for entry in metrics().values():
         assert entry.definition.endswith("."), entry.name
         row = rf"\| `{entry.name}` \|.*\| {entry.axis} \| {re.escape(entry.source)} \|"
