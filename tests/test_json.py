@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 
@@ -45,11 +46,12 @@ def names(value):
 
 
 def test_compare(run, tmp_path, capsys):
-    told = printed(capsys, "compare", str(run), "--output", str(tmp_path / "a.png"))
+    other = shutil.copytree(run, tmp_path / "other")
+    told = printed(capsys, "compare", str(run), str(other), "--output", str(tmp_path / "a.png"))
     assert told["runs"]["run"]["steps"] == 2
     assert told["runs"]["run"]["lm_loss"] is None  # NaN
     assert told["runs"]["run"]["tokens_per_second"] == 128
-    assert names(told) - {"run"} <= fields("compare")
+    assert names(told) - {"run", "other"} <= fields("compare")
 
 
 def test_checkpoints(run, capsys):

@@ -263,7 +263,7 @@ def test_readers_agree_that_a_byte_order_mark_is_no_text(tmp_path, texts, monkey
 )
 def test_every_command_with_texts_has_the_flag(command, capsys):
     with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
+        cli.main([command, "--help-all"])
     assert "--parse-special-tokens" in capsys.readouterr().out
 
 

@@ -61,7 +61,7 @@ def test_the_imbalance_of_a_run_is_a_moving_average_as_that_of_a_grid():
     [
         (["nothing"], "is not a run"),
         (["a", "a"], "given twice"),
-        (["a", "--smoothing", "1"], "--smoothing 1.0"),
+        (["a", "--smoothing", "1"], "--x and --smoothing are of several runs"),
         (["a", "--output", "cmp"], "--output cmp: the picture is a PNG: name it cmp.png"),
         (["a", "--output", "cmp.pdf"], "name it cmp.pdf.png"),
     ],
