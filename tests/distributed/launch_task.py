@@ -1,10 +1,9 @@
 """Task: the entry point of training in a worker, with the variables that torchrun would set."""
 
 import os
-import sys
 from unittest import mock
 
-from tests.distributed.worker import end_groups, forget, share_groups_of_one
+from tests.distributed.worker import end_groups, forget
 
 
 def train(flags: list[str], ranks: int, port: int) -> None:
@@ -22,8 +21,6 @@ def train(flags: list[str], ranks: int, port: int) -> None:
 
     from megasink.training.pretrain import pretrain
 
-    if "megatron.core" in sys.modules:  # else the run imports it behind its platform
-        share_groups_of_one()
     try:
         with mock.patch("megasink.analysis.pages.curves.draw_run"):
             pretrain(flags)

@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Client, Connection
 from typing import Any
-from unittest import mock
 
 from tests.distributed.layout import Layout
 
@@ -62,35 +61,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def share_groups_of_one() -> None:
-    """Give Megatron one group for a rank by itself, in the place of a dozen of them.
-
-    They never communicate, and a gloo group takes 10 ms to end: its thread looks so often whether
-    it shall (gloo/transport/tcp/loop.cc).
-    """
-    from megatron.core import parallel_state
-
-    initialize, create = parallel_state.initialize_model_parallel, parallel_state.create_group
-    if hasattr(initialize, "__wrapped__"):
-        return
-
-    @functools.wraps(initialize)
-    def initialized(*args: Any, **given: Any) -> None:
-        alone: dict[int, Any] = {}
-
-        def shared(ranks: list[int], **options: Any) -> Any:
-            if len(ranks) != 1:
-                return create(ranks, **options)
-            if ranks[0] not in alone:
-                alone[ranks[0]] = create(ranks, **options)
-            return alone[ranks[0]]
-
-        with mock.patch.object(parallel_state, "create_group", shared):
-            initialize(*args, **given)
-
-    parallel_state.initialize_model_parallel = initialized
-
-
 @contextlib.contextmanager
 def parallel_state(layout: Layout, rank: int, store: str) -> Iterator[None]:
     """The process group and Megatron's parallel state of one task."""
@@ -105,7 +75,6 @@ def parallel_state(layout: Layout, rank: int, store: str) -> Iterator[None]:
 
     # As megasink.training.checkpoint_writer: in its place upstream would start a process.
     filesystem_async._results_queue = queue.Queue()
-    share_groups_of_one()
     gc.freeze()  # modules, and what earlier tasks left: the end of this one need not look at them
     torch.distributed.init_process_group(
         "gloo",
