@@ -88,6 +88,7 @@ def one_of_many(flags: list[str], ranks: list[int], world: int) -> Any:
     mine = ranks[int(os.environ["POOL_RANK"])]
     numbers = {"RANK": mine, "LOCAL_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": 8}
     os.environ.update({name: str(value) for name, value in numbers.items()})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
     prepare_process([])
     try:
         with Collectives() as collectives:
