@@ -49,6 +49,8 @@ FIRST = (
     "tests/megatron/test_bare_loop.py::test_the_loss_reaches_the_model",
     "tests/megatron/test_decoding.py::test_cached_decoding_is_recomputing",
     "tests/megatron/test_gated_attention.py",
+    "tests/megatron/test_integrations.py::test_a_use_of_the_op_is_the_plain_computation",
+    "tests/megatron/test_integrations.py::test_options_come_from_the_first_place_that_has_them",
     "tests/plan/hollow/test_plan.py::test_memory_and_communication_are_those_of_the_trainer",
     "tests/plan/hollow/test_plan.py::test_parameters_are_exact_in_every_layout",
     "tests/security/test_checkpoints.py::test_every_entry_is_read_without_its_code",

@@ -14,8 +14,9 @@ from megasink.command_line import CommandParser
 from megasink.errors import UserError
 from megasink.extras import have_megatron
 from megasink.json_output import add_json, as_text
+from megasink.tried import numbers_of
 from megasink.upstream.table import TABLE
-from megasink.upstream.versions import numbers_of, version_of, versions
+from megasink.upstream.versions import version_of, versions
 
 _PYTHON = ((3, 12), (3, 14))
 

@@ -21,20 +21,14 @@ def __getattr__(name: str) -> Any:
     # When they are asked for: modules of this package are also imported before Megatron may be.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megasink.megatron import untried
+
     try:
         from megasink.megatron.head_balance import HeadBalance
         from megasink.megatron.specs import layer_spec
     except ImportError as error:
-        if not (error.name or "").startswith("megatron."):
-            raise
-        from megatron.core import __version__
-
-        from megasink.errors import UserError
-
-        # No ImportError: Megatron's import_module logs one, and its run goes on without the spec.
-        raise UserError(
-            f"megasink is for Megatron-Core 0.19 and 0.20, and this is {__version__}: {error}"
-        ) from error
+        raise untried.lacking(error) from error
+    untried.warn()
     # Megatron's import_module looks a spec up in the module's variables (spec_utils.py:56).
     globals().update(HeadBalance=HeadBalance, layer_spec=layer_spec)
     return globals()[name]

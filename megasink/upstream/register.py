@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megasink.errors import UserError
+from megasink.tried import numbers_of
 from megasink.upstream.source import MovedError, Quote
-from megasink.upstream.versions import numbers_of, version_of
+from megasink.upstream.versions import version_of
 
 Room = Literal["platform", "always", "training", "loading"]
 _MISSING = object()

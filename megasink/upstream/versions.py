@@ -2,14 +2,14 @@
 
 import importlib.metadata
 import importlib.util
-import re
 import sys
 
 from megasink.errors import UserError
 from megasink.extras import require_train
+from megasink.tried import TRAINER, numbers_of
 
 # Tested versions; others may change the code that layers and patches depend on.
-SUPPORTED = {"megatron-core": ((0, 19), (0, 21)), "torch": ((2, 11), None)}
+SUPPORTED = {"megatron-core": TRAINER, "torch": ((2, 11), None)}
 REPORTED = (
     "megatron-core",
     "torch",
@@ -39,11 +39,6 @@ def versions() -> dict[str, str]:
     if not have_apex():
         installed.pop("apex", None)
     return installed
-
-
-def numbers_of(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version, such as (0, 19, 2), to compare it."""
-    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
 
 
 def check_versions() -> None:

@@ -91,3 +91,45 @@ def steps_of_copies() -> dict[str, tuple[int | None, float]]:
         found[kind] = config.statistics.last_number, float(counter.coefficients[0])
         del balance
     return found
+
+
+def steps_on_a_cpu(variant: str) -> list[tuple[float, float]]:
+    """The loss and the imbalance of four steps, with what Megatron can do on a CPU by itself.
+
+    RoPE's frequencies and Megatron's DDP and optimizers want a GPU.
+    """
+    import torch
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
+
+    from megasink.megatron import HeadBalance, layer_spec
+
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        transformer_impl="local",
+    )
+    balance = HeadBalance(config, attention_variant=variant, head_balance_coeff=1.0)
+    torch.manual_seed(1)
+    model = GPTModel(config, layer_spec(config), vocab_size=64, max_sequence_length=64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens = torch.arange(64).reshape(2, 32)
+    steps = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        positions = torch.arange(32).expand(2, -1)
+        loss = model(tokens, positions, None, labels=tokens.roll(-1, 1)).mean()
+        loss.backward()
+        balance.reduce()
+        optimizer.step()
+        assert balance.last is not None
+        steps.append((float(loss), float(balance.last.imbalance)))
+    return steps

@@ -1,8 +1,15 @@
 """The heart: what comes with the layer spec and the loss hook, and how much of it there is."""
 
 import json
+import os
 import subprocess
 import sys
+
+import pytest
+
+from megasink.tried import HEART
+from tests.distributed.layout import Layout
+from tests.distributed.pool import ROOT
 
 LINES, FILES = 6_500, 60
 # What nobody wants who takes an attention head: the training room, the plots, other stacks.
@@ -10,7 +17,7 @@ NOT = ("megatron.training", "matplotlib", "scipy", "sklearn", "transformers", "n
 ROOMS = {
     "",  # the package itself
     *("attention", "balance", "megatron", "lora"),
-    *("config", "errors", "printable"),
+    *("config", "errors", "printable", "tried"),
 }
 PROGRAM = """
 import json, sys
@@ -37,22 +44,79 @@ def test_the_heart_is_small_and_comes_alone():
     assert {name for name in ours if ".lora" in name} <= {"megasink.lora", "megasink.lora.options"}
 
 
-OLDER = """
-import logging
+OTHERS = """
+import json, sys, warnings
 from megatron import core
 from megatron.core.models.gpt import gpt_layer_specs
-from megatron.core.transformer import spec_utils, torch_norm
+from megatron.core.transformer import TransformerConfig, spec_utils, torch_norm
+
+def imported(version):
+    core.__version__ = version
+    for name in [name for name in sys.modules if name.startswith("megasink")]:
+        del sys.modules[name]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        spec_utils.import_module(["megasink.megatron", "layer_spec"])
+    print(json.dumps([str(each.message) for each in told if "megatron-core" in str(each.message)]))
+
+imported("0.19.2+1234567")
+imported("0.21.0")
+del TransformerConfig.experimental_attention_variant_loss_scale_func  # new in 0.19
+imported("0.18.2")
 del torch_norm.LayerNormBuilder  # new in 0.17
-core.__version__ = "0.16.0"
-spec_utils.import_module(["megasink.megatron", "layer_spec"])
+imported("0.16.0")
 """
 
 
-def test_an_older_megatron_is_named_with_what_it_lacks():
-    """And ends the run, where an ImportError would be a line of its log."""
-    command = [sys.executable, "-W", "ignore", "-c", OLDER]
+def test_another_megatron_is_named_with_what_it_lacks():
+    """What cannot be imported ends the run, where an ImportError would be a line of its log."""
+    command = [sys.executable, "-W", "ignore", "-c", OTHERS]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
+    tried, newer, older = (json.loads(line) for line in done.stdout.splitlines())
+    oldest, newest = HEART
+    assert tried == []
+    (line,) = newer
+    assert line.startswith(f"megatron-core 0.21.0: megasink.megatron was tried with {oldest} to")
+    (line,) = older
+    assert line.startswith("megatron-core 0.18.2 does not tell the loss its scale")
+    assert "set_loss_scale" in line
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1
-    assert "megasink is for Megatron-Core 0.19 and 0.20, and this is 0.16.0: " in last
-    assert "cannot import name 'LayerNormBuilder'" in last
+    assert last.endswith(
+        "megatron-core 0.16.0 has no megatron.core.transformer.torch_norm.LayerNormBuilder: "
+        f"megasink.megatron was tried with {oldest} to {newest}"
+    )
+
+
+FORK = """
+import json, sys
+for name in ("megasink.upstream", "megasink.cpu", "megatron.training"):
+    sys.modules[name] = None  # not to be imported
+import torch
+from megatron.core import parallel_state
+from tests.megatron.host_tasks import steps_on_a_cpu
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+parallel_state.initialize_model_parallel()
+print(json.dumps([steps_on_a_cpu(variant) for variant in ("sink", "gated")]))
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_the_heart_steps_where_no_patch_applies(pool):
+    """As in a fork of Megatron, whose lines are not those that patches rest on."""
+    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment = os.environ | path | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", FORK]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for variant, steps in zip(("sink", "gated"), found, strict=True):
+        (patched,) = pool.run("tests.megatron.host_tasks:steps_on_a_cpu", Layout(), variant=variant)
+        assert len(steps) == len(patched) == 4
+        # An imbalance is a small difference of importances, which are float32.
+        for (loss, imbalance), wanted in zip(steps, patched, strict=True):
+            assert loss == pytest.approx(wanted[0], rel=1e-6)
+            assert imbalance == pytest.approx(wanted[1], rel=2e-5)
+        assert steps[-1][0] < steps[0][0]
+        assert all(imbalance > 0 for _, imbalance in steps)

@@ -1,0 +1,48 @@
+"""One line where Megatron-Core is not one that the layer spec and the loss were tried with."""
+
+import warnings
+
+from megasink.errors import UserError
+from megasink.tried import HEART, numbers_of
+
+_RANGE = f"megasink.megatron was tried with {HEART[0]} to {HEART[1]}"
+
+
+def lacking(error: ImportError) -> UserError:
+    """Return the error for what an import has missed.
+
+    No ImportError: Megatron's import_module logs one, and its run goes on without the spec
+    (core/transformer/spec_utils.py:53).
+    """
+    if error.name in ("megatron", "megatron.core"):
+        return UserError("megatron-core is not installed: pip install 'megasink[train]'")
+    if not (error.name or "").startswith("megatron."):
+        return UserError(f"megasink.megatron cannot be imported: {error}")
+    what = ".".join(part for part in (error.name, error.name_from) if part)
+    return UserError(f"megatron-core {_version()} has no {what}: {_RANGE}")
+
+
+def warn() -> None:
+    """Warn of a version that lacks a seam, and of one outside of the range that lacks nothing."""
+    from megatron.core.transformer import TransformerConfig
+
+    version = _version()
+    if not hasattr(TransformerConfig, "experimental_attention_variant_loss_scale_func"):
+        warnings.warn(
+            f"megatron-core {version} does not tell the loss its scale, and its pretrain_gpt.py "
+            "does not call the function of --spec (0.19 does both): call set_loss_scale of the "
+            "HeadBalance before every backward pass, and layer_spec(config) for the model",
+            stacklevel=3,
+        )
+    elif not numbers_of(HEART[0]) <= numbers_of(version) <= numbers_of(HEART[1]):
+        warnings.warn(
+            f"megatron-core {version}: {_RANGE}; nothing that it imports is missing here, so "
+            "compare a few steps with those of a version that was tried",
+            stacklevel=3,
+        )
+
+
+def _version() -> str:
+    from megatron import core
+
+    return str(core.__version__).partition("+")[0]
