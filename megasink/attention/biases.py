@@ -54,9 +54,7 @@ def biased_attention(
     tensors = (query_BHTD, key_BGSD, value_BGSD)
     value_bias_1H1D = None if value_bias_HD is None else value_bias_HD[None, :, None]
     if key_bias_HD is not None:
-        logit_BHT = _BiasLogit.apply(
-            query_BHTD, key_bias_HD, head_dim**-0.5 if scale is None else scale
-        )
+        logit_BHT = bias_logit(query_BHTD, key_bias_HD, head_dim**-0.5 if scale is None else scale)
         return slot_attention(*tensors, logit_BHT, value_bias_1H1D, scale=scale, **options)
     out_BHTD, lse_BHT, gate_BHT = attention(*tensors, scale=scale, with_gate=with_gate, **options)
     if value_bias_1H1D is not None:
@@ -64,8 +62,14 @@ def biased_attention(
     return AttentionOutput(out_BHTD, lse_BHT, gate_BHT)
 
 
+def bias_logit(query_BHTD: Tensor, key_bias_HD: Tensor, scale: float) -> Tensor:
+    """Return scale * q_i . k*_h, [B, H, T] in the statistics dtype."""
+    logit_BHT: Tensor = _BiasLogit.apply(query_BHTD, key_bias_HD, scale)
+    return logit_BHT
+
+
 class _BiasLogit(torch.autograd.Function):
-    """scale * q_i . k*_h in the statistics dtype; saves the query itself, not a float32 copy."""
+    """Saves the query itself, not a copy in the statistics dtype."""
 
     @staticmethod
     def forward(ctx: Any, query_BHTD: Tensor, key_bias_HD: Tensor, scale: float) -> Tensor:

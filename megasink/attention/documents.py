@@ -3,8 +3,8 @@
 Attention runs per document, so it is exact for every variant, gate and mask on every backend.
 Documents of the same size share a call.
 
-Shapes: B batch, H query heads, G key/value groups, T queries, S keys of the pack, D head dim,
-N heads or groups, X any size. The last query is aligned with the last key.
+Shapes: B batch, H query heads, G key/value groups, T queries, S keys of the pack, D head dim. The
+last query is aligned with the last key.
 """
 
 import functools
@@ -52,36 +52,41 @@ def _starts(cu_seqlens: tuple[int, ...], device: torch.device) -> Tensor:
 
 def attend_by_document(
     attend: Callable[..., AttentionOutput],
-    cu_seqlens: Sequence[int] | None,
+    cu_seqlens: Sequence[int],
     query_BHTD: Tensor,
     key_BGSD: Tensor,
     value_BGSD: Tensor,
-    *others_BNTX: Tensor,
+    *others: Tensor | None,
 ) -> AttentionOutput:
-    """Call `attend` on each document that has queries, or once if `cu_seqlens` is None.
+    """Call `attend` on each document that has queries.
 
     With fewer queries than keys the first of these documents may begin before the queries: its
     queries are then fewer than its keys.
 
     Args:
         attend: Takes these tensors of one document, or of a batch of documents of equal size.
-        others_BNTX: Other tensors with a row per query (tokens in dimension 2).
+        others: Other arguments, broadcastable to [B, H, T] or [B, H, T, D]. What has no dimension
+            of batch or tokens is the same for each document.
 
     Returns:
         The results in token order; the memory layout of out_BHTD is [T, B, H, D].
     """
-    if cu_seqlens is None:
-        return attend(query_BHTD, key_BGSD, value_BGSD, *others_BNTX)
     sizes = _sizes(cu_seqlens, query_BHTD.shape[2], key_BGSD.shape[2])
     queries, keys = zip(*sizes, strict=True)
     hidden = key_BGSD.shape[2] - sum(keys)
     # Use split, not slices: its backward is one concatenation, while each slice's backward
     # allocates a tensor of the size of the pack.
     by_key = [hidden, *keys] if hidden else list(keys)
+
+    def of_queries(tensor: Tensor | None) -> Sequence[Tensor | None]:
+        if tensor is None or tensor.shape[0] == tensor.shape[2] == 1:
+            return [tensor] * len(sizes)
+        return tensor.expand(query_BHTD.shape[: tensor.dim()]).split(queries, 2)
+
     split = (
         query_BHTD.split(queries, 2),
         *(tensor.split(by_key, 2)[-len(keys) :] for tensor in (key_BGSD, value_BGSD)),
-        *(tensor.split(queries, 2) for tensor in others_BNTX),
+        *map(of_queries, others),
     )
     parts = list(zip(*split, strict=True))
     by_size: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -93,7 +98,7 @@ def attend_by_document(
             results[members[0]] = attend(*parts[members[0]])
             continue
         alike = zip(*(parts[member] for member in members), strict=True)
-        batched = attend(*(torch.cat(same) for same in alike))
+        batched = attend(*(same[0] if same[0] is same[1] else torch.cat(same) for same in alike))
         pieces = [[None] * len(members) if t is None else t.chunk(len(members)) for t in batched]
         results |= dict(zip(members, zip(*pieces, strict=True), strict=True))
     ordered = [results[index] for index in range(len(sizes))]

@@ -12,9 +12,9 @@ dim.
 import torch
 from torch import Tensor
 
-from megasink.attention.blocks import backward_blocks, forward_blocks
-from megasink.attention.call import AttentionCall, BackwardTensors, Gradients, Results
-from megasink.attention.gate_kernels import BeforeBackward, FirstKey, GateKernels
+from megasink.attention.blocks import backward_blocks
+from megasink.attention.call import AttentionCall, BackwardTensors, Gradients
+from megasink.attention.gate_kernels import BeforeBackward, FirstKey
 from megasink.attention.kernels import Backend
 from megasink.attention.layout import empty_in_order_of, repeat_groups
 
@@ -28,26 +28,13 @@ def first_key(
     return FirstKey(query_BHTD, key_BGSD[:, :, :1], value_BGSD[:, :, :1], keys, alone)
 
 
-def forward_first_key(
-    kernel: Backend,
-    gates: GateKernels,
-    query_BHTD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSD: Tensor,
-    call: AttentionCall,
-) -> Results:
-    """Return the results of attention, whose LSE is over all visible keys."""
-    first = first_key(query_BHTD, key_BGSD, value_BGSD, call)
-    rows = None
-    if first.alone < query_BHTD.shape[2]:
-        rows = forward_blocks(
-            kernel,
-            query_BHTD[:, :, first.alone :],
-            key_BGSD[:, :, 1:],
-            value_BGSD[:, :, 1:],
-            _without_first_key(call),
-        )
-    return gates.close_first_key(first, rows, call)
+def without_first_key(call: AttentionCall) -> AttentionCall:
+    """Return the call over the keys without key 0."""
+    bias_HS = call.distance_bias_HS
+    return call._replace(
+        prefix=max(call.prefix - 1, 0),
+        distance_bias_HS=None if bias_HS is None else bias_HS[:, :-1],
+    )
 
 
 def backward_first_key(
@@ -88,7 +75,7 @@ def backward_first_key(
             None if lse_grad_BHT is None else lse_grad_BHT[..., alone:],
         )
         rows_query_BHTD, rows_key_BGSD, rows_value_BGSD, rows_bias_HS = backward_blocks(
-            kernel, rows, _without_first_key(call)
+            kernel, rows, without_first_key(call)
         )
     # Free each of the kernel's gradients before allocating the next: this saves memory and lets a
     # CPU reuse the pages.
@@ -116,12 +103,3 @@ def _behind_first(first_BGD: Tensor, rows_BGSD: Tensor | None, like_BGSD: Tensor
     whole_BGSD[:, :, 0] = first_BGD
     whole_BGSD[:, :, 1:] = 0.0 if rows_BGSD is None else rows_BGSD
     return whole_BGSD
-
-
-def _without_first_key(call: AttentionCall) -> AttentionCall:
-    """Return the call over the keys without key 0."""
-    bias_HS = call.distance_bias_HS
-    return call._replace(
-        prefix=max(call.prefix - 1, 0),
-        distance_bias_HS=None if bias_HS is None else bias_HS[:, :-1],
-    )

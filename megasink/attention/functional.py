@@ -12,7 +12,7 @@ from torch import Tensor
 from megasink.attention.call import AttentionCall, AttentionOutput, Slot, softmax_variant
 from megasink.attention.documents import attend_by_document, document_lengths
 from megasink.attention.layout import statistics_dtype
-from megasink.attention.op import Slotted, slot_attention_op
+from megasink.attention.op import slot_attention_op
 
 
 def attention(
@@ -76,7 +76,7 @@ def attention(
         slot_logit_1H1 = sink_H[None, :, None]
     elif not with_gate:
         slot = Slot.NONE
-    tensors = (query_BHTD, key_BGSD, value_BGSD)
+    tensors = (query_BHTD, key_BGSD, value_BGSD, slot_logit_1H1)
     call = AttentionCall(
         distance_bias_HS,
         query_BHTD.shape[-1] ** -0.5 if scale is None else scale,
@@ -85,16 +85,13 @@ def attention(
         window,
         slot,
         backend,
-        needs_gate_gradient=with_gate
-        and _needs_gradient(*tensors, slot_logit_1H1, distance_bias_HS),
+        needs_gate_gradient=with_gate and _needs_gradient(*tensors, distance_bias_HS),
     )
     call = _checked(call, query_BHTD, key_BGSD, cu_seqlens)
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> AttentionOutput:
-        out = _attend(Slotted(query, key, value, slot_logit_1H1), call)
-        return out if with_gate else out._replace(gate_BHT=None)
-
-    return attend_by_document(attend, cu_seqlens, *tensors)
+    if cu_seqlens is not None:
+        return _by_document(cu_seqlens, call, *tensors, None, with_gate=with_gate)
+    out_BHTD, lse_BHT, gate_BHT, _ = slot_attention_op(*tensors, None, *call)
+    return AttentionOutput(out_BHTD, lse_BHT, gate_BHT if with_gate else None)
 
 
 def slot_attention(
@@ -130,9 +127,7 @@ def slot_attention(
             f"slot_logit_BHT must have 3 dimensions in {dtype}, got "
             f"{list(slot_logit_BHT.shape)} in {slot_logit_BHT.dtype}"
         )
-    tensors = [query_BHTD, key_BGSD, value_BGSD, slot_logit_BHT]
-    if slot_value_BHTD is not None:
-        tensors.append(slot_value_BHTD)
+    tensors = (query_BHTD, key_BGSD, value_BGSD, slot_logit_BHT, slot_value_BHTD)
     call = AttentionCall(
         distance_bias_HS,
         query_BHTD.shape[-1] ** -0.5 if scale is None else scale,
@@ -144,25 +139,47 @@ def slot_attention(
         needs_gate_gradient=_needs_gradient(*tensors, distance_bias_HS),
     )
     call = _checked(call, query_BHTD, key_BGSD, cu_seqlens)
-    if cu_seqlens is not None:  # broadcast tensors cannot be split along the tokens
-        shapes = (query_BHTD.shape[:3], query_BHTD.shape)
-        tensors[3:] = [t.expand(shape) for t, shape in zip(tensors[3:], shapes, strict=False)]
-    return attend_by_document(lambda *each: _attend(Slotted(*each), call), cu_seqlens, *tensors)
-
-
-def _attend(slotted: Slotted, call: AttentionCall) -> AttentionOutput:
-    """Call the op on one document."""
-    bias_HS, keys = call.distance_bias_HS, slotted.key_BGSD.shape[2]
-    if bias_HS is not None and bias_HS.shape[1] > keys:
-        call = call._replace(distance_bias_HS=bias_HS[:, :keys])
-    out_BHTD, lse_BHT, gate_BHT, _ = slot_attention_op(*slotted, *call)
+    if cu_seqlens is not None:
+        return _by_document(cu_seqlens, call, *tensors, with_gate=True)
+    out_BHTD, lse_BHT, gate_BHT, _ = slot_attention_op(*tensors, *call)
     return AttentionOutput(out_BHTD, lse_BHT, gate_BHT)
+
+
+def _by_document(
+    cu_seqlens: Sequence[int],
+    call: AttentionCall,
+    query_BHTD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    *slot: Tensor | None,
+    with_gate: bool,
+) -> AttentionOutput:
+    """Call the op on each document."""
+
+    def attend(
+        query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, *slot: Tensor | None
+    ) -> AttentionOutput:
+        own = _with_bias_of(key_BGSD.shape[2], call)
+        out_BHTD, lse_BHT, gate_BHT, _ = slot_attention_op(
+            query_BHTD, key_BGSD, value_BGSD, *slot, *own
+        )
+        return AttentionOutput(out_BHTD, lse_BHT, gate_BHT if with_gate else None)
+
+    return attend_by_document(attend, cu_seqlens, query_BHTD, key_BGSD, value_BGSD, *slot)
+
+
+def _with_bias_of(keys: int, call: AttentionCall) -> AttentionCall:
+    """Return the call with the distances that so many keys have."""
+    bias_HS = call.distance_bias_HS
+    if bias_HS is None or bias_HS.shape[1] == keys:
+        return call
+    return call._replace(distance_bias_HS=bias_HS[:, :keys])
 
 
 def _checked(
     call: AttentionCall, query_BHTD: Tensor, key_BGSD: Tensor, cu_seqlens: Sequence[int] | None
 ) -> AttentionCall:
-    """Validate the call and clamp its prefix to the number of keys.
+    """Validate the call, clamp its prefix and cut its bias to the number of keys.
 
     Raises:
         ValueError: The masks are incompatible, or the bias has the wrong shape or dtype.
@@ -186,6 +203,7 @@ def _checked(
         raise ValueError("cu_seqlens needs causal attention: call each document by itself")
     if bias_HS is not None:
         _check_bias(bias_HS, query_BHTD, keys, cu_seqlens)
+        return call if cu_seqlens is not None else _with_bias_of(keys, call)
     return call
 
 

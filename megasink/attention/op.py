@@ -1,10 +1,10 @@
 """The op behind every variant: attention over real keys plus one sink slot (docs/maths.md).
 
-An attention kernel (`backends`) computes the keys; gate kernels (`gate_kernels`) add the slot to
+An attention kernel (`kernels`) computes the keys; gate kernels (`gate_kernels`) add the slot to
 its result, and take the slot's gradients before its backward.
 
-A custom op takes only tensors and scalars, so callers unpack `Slotted`, `AttentionCall` and the
-other records into arguments (`*tensors, *call`), and the op rebuilds them (`from_op`).
+A custom op takes only tensors and scalars, so callers unpack `AttentionCall` and the other records
+into arguments (`*call`), and the op makes them once more.
 
 Shapes: B batch, H query heads, G key/value groups, T queries, S keys, D head dim; 1 for a dimension
 that broadcasts.
@@ -27,7 +27,7 @@ from megasink.attention.call import (
     from_op,
     op_schema,
 )
-from megasink.attention.first_key import backward_first_key, first_key, forward_first_key
+from megasink.attention.first_key import backward_first_key, first_key, without_first_key
 from megasink.attention.gate_kernels import (
     BeforeBackward,
     GateKernels,
@@ -44,17 +44,33 @@ from megasink.attention.layout import empty_in_order_of, in_order_of, statistics
     mutates_args=(),
     schema=op_schema(Slotted, AttentionCall, outputs=len(Results._fields)),
 )
-def slot_attention_op(*arguments: Any) -> Results:
+def slot_attention_op(
+    query_BHTD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    slot_logit: Tensor | None,
+    slot_value: Tensor | None,
+    *fields: Any,
+) -> Results:
     """Run the forward of the op; call it through `megasink.attention.attention`.
 
     Args:
-        arguments: The fields of `Slotted` and `AttentionCall`.
+        query_BHTD, ..., slot_value: The fields of `Slotted`.
+        fields: The fields of `AttentionCall`.
     """
-    slotted, call = from_op(arguments, Slotted, AttentionCall)
-    query_BHTD, key_BGSD, value_BGSD, slot_logit, slot_value = slotted
+    call = AttentionCall._make(fields)
     kernel, gates = _kernels(query_BHTD, call)
     if call.slot == Slot.FIRST_KEY:
-        return forward_first_key(kernel, gates, query_BHTD, key_BGSD, value_BGSD, call)
+        first, rows = first_key(query_BHTD, key_BGSD, value_BGSD, call), None
+        if first.alone < query_BHTD.shape[2]:
+            rows = forward_blocks(
+                kernel,
+                query_BHTD[:, :, first.alone :],
+                key_BGSD[:, :, 1:],
+                value_BGSD[:, :, 1:],
+                without_first_key(call),
+            )
+        return gates.close_first_key(first, rows, call)
     out_BHTD, lse_BHT = forward_blocks(kernel, query_BHTD, key_BGSD, value_BGSD, call)
     if slot_logit is None:
         lse_BHT = lse_BHT.contiguous()
@@ -176,9 +192,8 @@ def _kernels(query_BHTD: Tensor, call: AttentionCall) -> tuple[Backend, GateKern
 
 
 @slot_attention_op.register_fake
-def _(*arguments: Any) -> Results:
-    slotted, call = from_op(arguments, Slotted, AttentionCall)
-    query_BHTD = slotted.query_BHTD
+def _(query_BHTD: Tensor, *arguments: Any) -> Results:
+    call = AttentionCall._make(arguments[4:])
     shape = query_BHTD.shape[:3]
     lse_BHT = query_BHTD.new_empty(shape, dtype=statistics_dtype(query_BHTD.dtype))
     gates = [lse_BHT.new_empty(0 if call.slot == Slot.NONE else shape) for _ in range(2)]
@@ -201,12 +216,15 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     )
 
 
+# The tensors of the forward's arguments come first: those of `Slotted` and the bias of the call.
+_TENSORS = len(Slotted._fields) + 1
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     # Missing gradients stay None, so that their part of the backward is skipped.
     ctx.set_materialize_grads(False)
-    slotted, call = from_op(inputs, Slotted, AttentionCall)
-    ctx.save_for_backward(*slotted, *output, call.distance_bias_HS)
-    ctx.call = call._replace(distance_bias_HS=None)
+    ctx.save_for_backward(*inputs[:_TENSORS], *output)
+    ctx.scalars = inputs[_TENSORS:]
 
 
 def _backward(
@@ -216,7 +234,8 @@ def _backward(
     grad_gate: Tensor | None,
     grad_weight: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    call: AttentionCall = ctx.call
+    *tensors, out_BHTD, lse_BHT, gate_BHT, weight_BHT = ctx.saved_tensors
+    call = AttentionCall(tensors.pop(), *ctx.scalars)
     if call.slot == Slot.NONE:
         grad_gate = grad_weight = None
     if grad_weight is not None:  # p = 1 - G
@@ -226,14 +245,12 @@ def _backward(
     if all(grad is None for grad in arriving):
         return *(None for _ in Slotted._fields), *no_call_grads.values()
     wanted, wanted_of_call = from_op(ctx.needs_input_grad, Slotted, AttentionCall)
-    *saved, bias_HS = ctx.saved_tensors
-    slotted, results = from_op(saved, Slotted, Results)
+    slotted, results = Slotted(*tensors), Results(out_BHTD, lse_BHT, gate_BHT, weight_BHT)
     if not (wanted.slot_logit or wanted.slot_value):
         slotted = slotted._replace(slot_logit=None, slot_value=None)
-    call = call._replace(distance_bias_HS=bias_HS)
     *grads, grad_logit, grad_value, grad_bias_HS = (
         run_backward(arriving, slotted, results, call, lends=True)
-        if _owns(results.out_BHTD) and _kernels(slotted.query_BHTD, call)[1].borrows
+        if _owns(out_BHTD) and _kernels(slotted.query_BHTD, call)[1].borrows
         else slot_attention_backward_op(*arriving, *slotted, *results, *call)
     )
     if wanted_of_call.distance_bias_HS:

@@ -15,13 +15,16 @@ Shapes: s tokens of this rank, c = s / 2 of one chunk, S = cp * s of the sequenc
 heads and G key/value groups of this tensor-parallel rank, N any of these, D head dim, T queries.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megasink.megatron.attend import Attend, attend_alone
+# (query_BHTD, key_BGSD, value_BGSD) -> output_BHTD and gate_BHT or None; the last query is aligned
+# with the last key.
+Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
 def attend_to_gathered_keys(
@@ -36,8 +39,8 @@ def attend_to_gathered_keys(
     views = _GatherKeys.apply(key_sBGD, value_sBGD, group, kept)
     first_key, first_value, last_key, last_value = views
     first_query, last_query = query_sBHD.chunk(2)
-    first_out, first_gate = attend_alone(attend, first_query, first_key, first_value)
-    last_out, last_gate = attend_alone(attend, last_query, last_key, last_value)
+    first_out, first_gate = _attend(attend, first_query, first_key, first_value)
+    last_out, last_gate = _attend(attend, last_query, last_key, last_value)
     gate = None
     if first_gate is not None and last_gate is not None:
         gate = torch.cat((first_gate, last_gate), dim=2)
@@ -63,12 +66,18 @@ def attend_with_scattered_heads(
     # One exchange for all three: per rank the queries, keys and values of its heads.
     shares = torch.cat([t.unflatten(2, (ranks, -1)) for t in tensors], dim=3)
     whole_SBND = _ScatterHeads.apply(shares.flatten(2, 3), group)
-    out_SBHD, gate_BHS = attend_alone(attend, *whole_SBND.split(heads, dim=2))
+    out_SBHD, gate_BHS = _attend(attend, *whole_SBND.split(heads, dim=2))
     out_sBHD = _GatherHeads.apply(out_SBHD, group)
     if gate_BHS is None:
         return out_sBHD, None
     gate_sBH1 = _GatherHeads.apply(gate_BHS.permute(2, 0, 1).unsqueeze(-1), group)
     return out_sBHD, gate_sBH1.squeeze(-1).permute(1, 2, 0)
+
+
+def _attend(attend: Attend, *tensors_SBND: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Call `attend` on query, key and value in Megatron's layout; return [T, B, H, D]."""
+    out_BHTD, gate_BHT = attend(*(x.permute(1, 2, 0, 3) for x in tensors_SBND))
+    return out_BHTD.permute(2, 0, 1, 3), gate_BHT
 
 
 class _GatherKeys(torch.autograd.Function):

@@ -30,7 +30,6 @@ from megasink.attention.variants import parameter_names, variant
 from megasink.attention.variants.gates import counts_heads
 from megasink.balance.tracker import SINK
 from megasink.config import COMM_TYPES, visible_tokens
-from megasink.megatron.attend import Attend, attend_alone
 from megasink.megatron.documents import Documents, documents_of, first_values
 from megasink.megatron.head_observer import HeadObserver
 from megasink.megatron.importance import HeadCounter
@@ -175,21 +174,34 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
         self.frees_projection = self._frees_projection(query, key, value)
         if self.frees_projection:
             value = value.contiguous()
+        query_BHTD, key_BGSD, value_BGSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         # The first forward of activation recompute has no gradients and is not counted.
         trains = self.training and torch.is_grad_enabled()
         counts = self.counts_heads and trains
         if trains and self.observer.observes and self.variant.logs_slot_logit:
-            logit_1H1 = self.slot_logit(query.permute(1, 2, 0, 3))
+            logit_1H1 = self.slot_logit(query_BHTD)
             assert logit_1H1 is not None
-            self.observer.add(SINK, logit_1H1.expand(1, query.shape[2], 1).flatten(), 1)
+            self.observer.add(SINK, logit_1H1.expand(1, query_BHTD.shape[1], 1).flatten(), 1)
         attend = self._softmax if self.config.attention_similarity == "softmax" else self._similar
-        out_SBHD, gate_BHS = self._over_ranks(partial(attend, counts=counts), query, key, value)
+        if self.cp_group.size() == 1:
+            out_BHTD, gate_BHT = attend(query_BHTD, key_BGSD, value_BGSD, counts=counts)
+        else:
+            from megasink.megatron.context_parallel import (
+                attend_to_gathered_keys,
+                attend_with_scattered_heads,
+            )
+
+            over = attend_with_scattered_heads if self.scatters_heads else attend_to_gathered_keys
+            out_SBHD, gate_BHT = over(
+                partial(attend, counts=counts), query, key, value, self.cp_group
+            )
+            out_BHTD = out_SBHD.permute(1, 2, 0, 3)
         if self.config.attention_scale_alpha != 1.0:
-            out_SBHD = out_SBHD * self.config.attention_scale_alpha
-        out = out_SBHD.reshape(*out_SBHD.shape[:2], -1)
-        if not counts or gate_BHS is None:
+            out_BHTD = out_BHTD * self.config.attention_scale_alpha
+        out = out_BHTD.permute(2, 0, 1, 3).flatten(2)
+        if not counts or gate_BHT is None:
             return out
-        counted: Tensor = self.head_counter(out, gate_BHS[..., None], self.documents)
+        counted: Tensor = self.head_counter(out, gate_BHT[..., None], self.documents)
         return counted
 
     def _frees_projection(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -210,20 +222,6 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
         alone = all(other._cdata != projection._cdata for other in others)
         return alone and projection.nbytes() > value.numel() * value.element_size()
 
-    def _over_ranks(
-        self, attend: Attend, query: Tensor, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Call `attend` across context-parallel ranks; return [S, B, H, D] and the gate."""
-        if self.cp_group.size() == 1:
-            return attend_alone(attend, query, key, value)
-        from megasink.megatron.context_parallel import (
-            attend_to_gathered_keys,
-            attend_with_scattered_heads,
-        )
-
-        over = attend_with_scattered_heads if self.scatters_heads else attend_to_gathered_keys
-        return over(attend, query, key, value, self.cp_group)
-
     @property
     def scatters_heads(self) -> bool:
         """Whether each context-parallel rank attends for only a share of the heads."""
@@ -239,8 +237,11 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
         self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, *, counts: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return output and gate of a softmax-attention variant."""
-        balances = counts and self.config.head_balance_coeff > 0
-        mask: dict[str, Any] = {"window": self.window, "prefix": self.config.prefix_lm_tokens}
+        # A model is built without the op and its kernels.
+        from megasink.attention.functional import attention, slot_attention
+
+        record, config = self.variant, self.config
+        mask: dict[str, Any] = {"window": self.window, "prefix": config.prefix_lm_tokens}
         tokens, longest = query_BHTD.shape[2], key_BGSD.shape[2]
         counted = None
         if self.documents is not None:
@@ -251,28 +252,36 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
         if self.relative_bias is not None:
             bias_HS = self.relative_bias(longest, query_BHTD.device)
             mask["distance_bias_HS"] = self._own_share(bias_HS)
-        parameters = {added.name: self._whole(added.name) for added in self.variant.parameters}
-        out_BHTD, lse_BHT, gate_BHT = self.variant.attend(
-            self.config,
-            parameters,
-            query_BHTD,
-            key_BGSD,
-            value_BGSD,
-            **mask,
-            scale=self.softmax_scale,
-            backend=self.config.attention_kernel,
-            with_gate=balances or self.variant.always_gated,
-        )
-        if gate_BHT is None and self.variant.always_gated:
+        parameters = {added.name: self._whole(added.name) for added in record.parameters}
+        options = {"scale": self.softmax_scale, "backend": config.attention_kernel, **mask}
+        with_gate = record.always_gated or (counts and config.head_balance_coeff > 0)
+        if record.attend is not None:
+            out_BHTD, lse_BHT, gate_BHT = record.attend(
+                config, parameters, query_BHTD, key_BGSD, value_BGSD, with_gate=with_gate, **options
+            )
+        elif record.always_gated:
+            assert record.slot_logit is not None
+            assert record.slot_value is not None
+            logit = record.slot_logit(config, parameters, query_BHTD, self._scale(query_BHTD))
+            assert logit is not None
+            value = record.slot_value(config, parameters, _refuse_first_value)
+            out_BHTD, lse_BHT, gate_BHT = slot_attention(
+                query_BHTD, key_BGSD, value_BGSD, logit, value, **options
+            )
+        else:
+            out_BHTD, lse_BHT, gate_BHT = attention(
+                query_BHTD, key_BGSD, value_BGSD, with_gate=with_gate, **options
+            )
+        if gate_BHT is None and record.always_gated:
             raise ValueError(
-                f"attention variant {self.variant.name!r} returned no gate: with a slot it must"
+                f"attention variant {record.name!r} returned no gate: with a slot it must"
             )
         if self.attending.counts_sinks and not self.training:
             self.attending.softmax_sinks(
                 query_BHTD,
                 key_BGSD,
                 lse_BHT,
-                gate_BHT if self.variant.always_gated else None,
+                gate_BHT if record.always_gated else None,
                 scale=self.softmax_scale,
                 window=self.window,
                 distance_bias_HS=mask.get("distance_bias_HS"),
@@ -282,9 +291,9 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
                 query_BHTD, key_BGSD, lse_BHT, scale=self.softmax_scale, **mask
             )
         if counts and self.attending.compares_gradients and gate_BHT is not None:
-            assert self.variant.slot_value is not None  # rejected by the config
-            value_BHTD = self.variant.slot_value(
-                self.config,
+            assert record.slot_value is not None  # rejected by the config
+            value_BHTD = record.slot_value(
+                config,
                 {name: parameter.detach() for name, parameter in parameters.items()},
                 partial(
                     first_values, value_BGSD, out_BHTD.shape[1], mask.get("cu_seqlens"), tokens
@@ -304,9 +313,13 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
         """
         if self.variant.slot_logit is None:
             raise ValueError(f"attention variant {self.variant.name!r} has no slot_logit")
-        scale = query_BHTD.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         own = {added.name: getattr(self, added.name).detach() for added in self.variant.parameters}
-        return self.variant.slot_logit(self.config, own, query_BHTD.detach(), scale)
+        return self.variant.slot_logit(
+            self.config, own, query_BHTD.detach(), self._scale(query_BHTD)
+        )
+
+    def _scale(self, query_BHTD: Tensor) -> float:
+        return query_BHTD.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
 
     def _similar(
         self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, *, counts: bool
@@ -336,3 +349,7 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
             return self._own_share(parameter)
         shared: Tensor = copy_to_tensor_model_parallel_region(parameter, self.tp_group)
         return shared
+
+
+def _refuse_first_value() -> Tensor:
+    raise ValueError("a slot with the value of a real key needs an attention call: `attend`")

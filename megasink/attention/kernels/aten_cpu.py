@@ -24,10 +24,12 @@ class FlashCpuBackend(VendorBackend):
         return fp16_reason(request)
 
     def launch_forward(
-        self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+        self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         """See `VendorBackend`."""
-        out_BHTD, lse_BHT = _forward(query, key, value, 0.0, call.causal, scale=call.scale)
+        out_BHTD, lse_BHT = _forward(
+            query_BHTD, key_BGSD, value_BGSD, 0.0, call.causal, scale=call.scale
+        )
         return out_BHTD, lse_BHT
 
     def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:

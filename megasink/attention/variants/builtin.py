@@ -30,46 +30,14 @@ if TYPE_CHECKING:
 SOFTMAX_OFFSET, KEY_BIAS, VALUE_BIAS = "softmax_offset", "key_bias", "value_bias"
 
 
-def _vanilla(
+def _add_value_bias(
     config: Any, parameters: Parameters, *tensors: "Tensor", **options: Any
 ) -> "AttentionOutput":
     from megasink.attention import attention
 
-    return attention(*tensors, **options)
-
-
-def _sink(
-    config: Any, parameters: Parameters, *tensors: "Tensor", **options: Any
-) -> "AttentionOutput":
-    from megasink.attention import attention
-
-    return attention(*tensors, variant="sink", sink_H=parameters[SOFTMAX_OFFSET], **options)
-
-
-def _off_by_one(
-    config: Any, parameters: Parameters, *tensors: "Tensor", **options: Any
-) -> "AttentionOutput":
-    from megasink.attention import attention
-
-    return attention(*tensors, variant="off-by-one", **options)
-
-
-def _biased(
-    config: Any, parameters: Parameters, *tensors: "Tensor", **options: Any
-) -> "AttentionOutput":
-    from megasink.attention import biased_attention
-
-    shape = (tensors[0].shape[1], tensors[0].shape[-1])
-    key_bias, value_bias = parameters.get(KEY_BIAS), parameters.get(VALUE_BIAS)
-    if key_bias is not None and value_bias is None:
-        value_bias = _fixed_value(config, key_bias)
-    return biased_attention(
-        *tensors,
-        # A bias shared by all heads of the layer is [D].
-        key_bias_HD=None if key_bias is None else key_bias.expand(shape),
-        value_bias_HD=None if value_bias is None else value_bias.expand(shape),
-        **options,
-    )
+    found = attention(*tensors, **options)
+    out_BHTD = (found.out_BHTD + _value_bias(parameters)).to(found.out_BHTD.dtype)
+    return found._replace(out_BHTD=out_BHTD)
 
 
 def _fixed_value(config: Any, like: "Tensor") -> "Tensor | None":
@@ -102,10 +70,10 @@ def _zero_logit(
 def _key_bias_logit(
     config: Any, parameters: Parameters, query_BHTD: "Tensor", scale: float
 ) -> "Tensor":
-    from megasink.attention.layout import row_dot
+    from megasink.attention.biases import bias_logit
 
     bias_HD = parameters[KEY_BIAS].expand(query_BHTD.shape[1], query_BHTD.shape[-1])
-    return scale * row_dot(query_BHTD, bias_HD[None, :, None])
+    return bias_logit(query_BHTD, bias_HD, scale)
 
 
 def _key_bias_value(
@@ -116,8 +84,9 @@ def _key_bias_value(
 
 
 def _value_bias(parameters: Parameters) -> "Tensor":
-    """Return the value bias as [1, H, 1, D], or [1, 1, D] if shared by all heads."""
-    return parameters[VALUE_BIAS].unsqueeze(-2)[None]
+    """Return the value bias as [1, H, 1, D], or [1, 1, 1, D] if shared by all heads."""
+    bias = parameters[VALUE_BIAS]
+    return bias.view(1, -1, 1, bias.shape[-1])
 
 
 def _key_value_bias_value(
@@ -163,7 +132,6 @@ VARIANTS = (
     Variant(
         name="vanilla",
         description="softmax attention (P0.1)",
-        attend=_vanilla,
         kernel=_PLAIN,
         slot_logit=no_slot,
         slot_value=first_value,
@@ -175,7 +143,6 @@ VARIANTS = (
     Variant(
         name="sink",
         description="one learnable logit per head in the denominator of the softmax (P0.2)",
-        attend=_sink,
         kernel=_SLOT,
         slot_logit=_sink_logit,
         slot_value=zero_value,
@@ -188,7 +155,6 @@ VARIANTS = (
     Variant(
         name="off-by-one",
         description="that logit fixed at 0",
-        attend=_off_by_one,
         kernel=Kernel(variant="off-by-one", gate_gradient=False),
         slot_logit=_zero_logit,
         slot_value=zero_value,
@@ -200,11 +166,10 @@ VARIANTS = (
         name="gated",
         description="softmax attention with an explicit gate (P0.3, P1), by default one sigmoid "
         "per head and token",
-        attend=_vanilla,  # the gate is in megatron/gated_attention.py
         kernel=_PLAIN,
         slot_logit=no_slot,
         slot_value=first_value,
-        explicit_gate=True,
+        explicit_gate=True,  # in megatron/gated_attention.py
         norm_keeps_gate=always,
         options=frozenset(_GATE),
         export=Export(
@@ -218,7 +183,6 @@ VARIANTS = (
         name="k-bias",
         description="one learnable key per head whose value is zero, a sink whose logit depends on "
         "the query (P2.25)",
-        attend=_biased,
         kernel=_SLOT,
         slot_logit=_key_bias_logit,
         slot_value=_key_bias_value,
@@ -231,7 +195,6 @@ VARIANTS = (
     Variant(
         name="kv-bias",
         description="that key with a learnable value (P2.24)",
-        attend=_biased,
         kernel=_SLOT,
         slot_logit=_key_bias_logit,
         slot_value=_key_value_bias_value,
@@ -243,7 +206,7 @@ VARIANTS = (
     Variant(
         name="v-bias",
         description="a learnable vector added to each head's output (P2.26)",
-        attend=_biased,
+        attend=_add_value_bias,
         kernel=_PLAIN,
         slot_logit=no_slot,
         slot_value=_value_bias_value,

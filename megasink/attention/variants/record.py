@@ -138,9 +138,6 @@ class Variant:
     Attributes:
         name: Value of --attention-variant.
         description: One line, with the paper row or another source.
-        attend: (config, parameters, query_BHTD, key_BGSD, value_BGSD, *, with_gate, and the options
-            of `megasink.attention.attention`: masks, scale, backend) -> AttentionOutput. The gate
-            may be None if `with_gate` is False and there is no slot.
         kernel: Requirements on the kernel.
         slot_logit: (config, parameters, query_BHTD, scale) -> logit of the slot in float32 (float64
             for float64 queries), broadcastable to [B, H, T]; `no_slot` for a variant without a
@@ -149,6 +146,10 @@ class Variant:
             docs/maths.md), broadcastable to [B, H, T, D]; None for 0. `first_value()` is the value
             of the first key, [B, H, 1 or T, D]. The gradient of the head-balance loss is measured
             against the slot value, so a record without it has no such loss.
+        attend: A call other than `megasink.attention.slot_attention` with that slot (`attention`
+            without one): (config, parameters, query_BHTD, key_BGSD, value_BGSD, *, with_gate, and
+            the options of `attention`: masks, scale, backend) -> AttentionOutput. The gate may be
+            None if `with_gate` is False and there is no slot.
         parameters: In the order of core attention.
         logs_slot_logit: Whether the slot logit is one query-independent parameter per head, which
             training logs as ``softmax_offset``.
@@ -165,10 +166,10 @@ class Variant:
 
     name: str
     description: str
-    attend: Attend
     kernel: Kernel
     slot_logit: SlotLogit | None = None
     slot_value: SlotValue | None = None
+    attend: Attend | None = None
     parameters: tuple[Parameter, ...] = ()
     logs_slot_logit: bool = False
     explicit_gate: bool = False
@@ -179,9 +180,16 @@ class Variant:
     options: frozenset[str] = frozenset()
     export: Export | None = None
 
+    def __post_init__(self) -> None:
+        if self.attend is None and None in (self.slot_logit, self.slot_value):
+            raise ValueError(
+                f"attention variant {self.name!r}: give its slot (slot_logit and slot_value), or "
+                "its own call (attend)"
+            )
+
     @property
     def always_gated(self) -> bool:
-        """Whether `attend` always returns the gate, which is free with a slot."""
+        """Whether the gate is always returned, which is free with a slot."""
         return self.slot_logit is not no_slot
 
     @property

@@ -185,12 +185,12 @@ def logged_sinks() -> Tensor:
 def unstated() -> dict[str, Any]:
     """What is refused of a variant whose record says no more than it must."""
     with mock.patch.dict(registry._VARIANTS):
-        plain = variant("vanilla")
+        kernel = variant("vanilla").kernel
 
-        def attend(*args: Any, with_gate: bool, **options: Any) -> Any:
-            return plain.attend(*args, with_gate=False, **options)
+        def attend(_: Any, parameters: Any, *args: Any, with_gate: bool, **options: Any) -> Any:
+            return attention(*args, with_gate=False, **options)
 
-        register(Variant(name="mystery", description="-", attend=attend, kernel=plain.kernel))
+        register(Variant(name="mystery", description="-", attend=attend, kernel=kernel))
         refused: dict[str, Any] = {
             "balance loss": said(tiny_gpt.model_config, attention_variant="mystery")
         }

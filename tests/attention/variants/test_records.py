@@ -2,6 +2,7 @@
 
 import ast
 from argparse import ArgumentParser
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -102,11 +103,9 @@ def test_a_name_that_no_record_has():
         of_kind("headwide")
     plain = variant("vanilla")
     with pytest.raises(UserError, match="'Sink Per Group': a name has"):
-        register(
-            Variant(
-                name="Sink Per Group", description="-", attend=plain.attend, kernel=plain.kernel
-            )
-        )
+        register(replace(plain, name="Sink Per Group"))
+    with pytest.raises(ValueError, match="'half': give its slot"):
+        replace(plain, name="half", slot_value=None)
 
 
 def test_a_command_line_is_refused_what_a_record_does_not_say():
@@ -132,7 +131,7 @@ def test_a_command_line_is_refused_what_a_record_does_not_say():
             Variant(
                 name="mystery",
                 description="-",
-                attend=outside.attend,
+                attend=variant("v-bias").attend,
                 kernel=Kernel(variant="sink", gate_gradient=True),
                 parameters=outside.parameters,
             )
