@@ -4,6 +4,7 @@ are replaced only where somebody insists.
 FOLDER/settings.json names the command and the settings of the results.
 """
 
+import argparse
 import fcntl
 import json
 import os
@@ -115,6 +116,13 @@ def locked(lock: Path, what: Path) -> Iterator[None]:
                 return
         finally:
             os.close(file)
+
+
+def add_overwrite(parser: argparse.ArgumentParser) -> None:
+    """Add ``--overwrite``, as every command that writes results has it."""
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace results of other settings in --output"
+    )
 
 
 def differences(

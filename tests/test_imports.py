@@ -271,3 +271,18 @@ def test_what_is_allowed_is_not_reported(tmp_path, module, line):
     path = tmp_path / "good.py"
     path.write_text(line + "\n")
     assert violations(path, module) == []
+
+
+def test_a_parsed_command_line_stays_in_cli():
+    """Options below it are records of their own, which nothing writes into."""
+    below = ("analysis", "attention", "balance", "transformers")
+    parsers = {
+        str(path.relative_to(PACKAGE))
+        for room in below
+        for path in (PACKAGE / room).rglob("*.py")
+        if any(
+            name.split(".")[0] == "argparse"
+            for _, name in imports(ast.parse(path.read_text()), path.stem)
+        )
+    }
+    assert parsers == set()

@@ -12,7 +12,7 @@ from pathlib import Path
 from examples.real_models import importance, scores, zeroing
 from examples.real_models.fetch import make_model
 from examples.real_models.wheels import FOLDER, sources
-from megasink.analysis.capture.options import model_problem
+from megasink.analysis.options import model_problem
 from megasink.errors import ConfigError
 
 

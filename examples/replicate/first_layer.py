@@ -6,27 +6,25 @@ itself. `megasink ablate --layer 0` draws the t-SNE, and measures the loss.
     python examples/replicate/first_layer.py RUN --data TEXT --output OUT
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from megasink.analysis.capture import options
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.ranks import Ranks
-from megasink.analysis.capture.recorder import Recorder
-from megasink.analysis.capture.run import run
-from megasink.analysis.capture.samples import model_samples
+from megasink.analysis.capture.samples import inputs_of
 from megasink.analysis.interventions.record import changes_of
 from megasink.analysis.interventions.zero_heads import ZeroHeads
+from megasink.analysis.measure import measure
+from megasink.analysis.options import AnalysisOptions
 from megasink.atomic import atomic_text
 from megasink.checkpoints.find import is_run
-from megasink.cli.analyze import measure_model
+from megasink.cli import analysis_flags
+from megasink.cli.analyze import opened
 from megasink.json_file import read_object
 from megasink.progress import tracked
 
@@ -37,29 +35,29 @@ NUMBERS = ("sink_rate", "least_sink_rate", "least_share", "all_share")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure Sink^0.3 of the first token with heads of layer 0 zeroed; write first_layer.json."""
-    args = options.parser("first_layer.py", main.__doc__).parse_args(argv)
-    is_ours = is_run(args.model)
-    options.check(args, is_run=is_ours)
-    measure_model(args, is_ours, Ranks(), measure)
+    args = analysis_flags.parser("first_layer.py", main.__doc__).parse_args(argv)
+    which = analysis_flags.check(args, is_run=is_run(args.model))
+    with opened(which, Ranks()) as model:
+        write(model, AnalysisOptions.of(args), args.output)
     return 0
 
 
-def measure(args: argparse.Namespace, model: ProbedModel, ranks: Ranks) -> None:
-    """Measure a loaded model, as `measure_model` calls it."""
-    samples = model_samples(args, model)
+def write(model: ProbedModel, options: AnalysisOptions, output: Path) -> None:
+    """Measure a loaded model and write first_layer.json."""
+    samples = inputs_of(options, model).samples
     heads = range(model.heads[0])
     settings: dict[str, list[tuple[int, int]]] = {UNCHANGED: []}
     settings |= {f"0.{head}": [(0, head)] for head in heads} | {ALL: [(0, head) for head in heads]}
     console = Console(stderr=True)
     found = {
-        label: sink_rate(model, samples, zeroed, args.batch_size, args.seed)
+        label: sink_rate(model, samples, zeroed, options.batch_size, options.seed)
         for label, zeroed in tracked(
             settings.items(), "layer 0", len(settings), "settings", console=console
         )
     }
-    args.output.mkdir(parents=True, exist_ok=True)
-    atomic_text(args.output / FILE, json.dumps({"sink_rate": found}, indent=1) + "\n")
-    print(f"wrote {args.output / FILE}")
+    output.mkdir(parents=True, exist_ok=True)
+    atomic_text(output / FILE, json.dumps({"sink_rate": found}, indent=1) + "\n")
+    print(f"wrote {output / FILE}")
 
 
 def sink_rate(
@@ -70,18 +68,13 @@ def sink_rate(
     seed: int = 0,
 ) -> float:
     """Return Sink^0.3 of the first token over all heads, with some of them zeroed."""
-    recorder = Recorder(model.heads, positions=1, columns=1)
-    changes: Any = changes_of([ZeroHeads(zeroed)] if zeroed else [])
-    with model.open_probe(recorder, changes) as probe:
-        measured = run(
-            probe,
-            recorder,
-            samples,
-            batch_size=batch_size,
-            device=model.device,
-            loss=False,
-            console=Console(quiet=True),
-        )
+    measured = measure(
+        model,
+        samples,
+        AnalysisOptions(batch_size=batch_size, positions=1, columns=1, loss=False),
+        changes=changes_of([ZeroHeads(zeroed)] if zeroed else []),
+        console=Console(quiet=True),
+    )
     assert measured is not None  # one process
     return float(measured.analysis_values(seed).whole["sink_rate"][0])
 

@@ -1,10 +1,8 @@
 """Run an analysis of a model that is ready for probing, and write its results."""
 
-import argparse
 import contextlib
 import hashlib
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +11,25 @@ import numpy as np
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.geometry import project, read_rows
 from megasink.analysis.capture.identity import identity
-from megasink.analysis.capture.inputs import Sample
+from megasink.analysis.capture.inputs import data_hash
 from megasink.analysis.capture.maps import asked_heads, geometry, telling_heads
-from megasink.analysis.capture.measurements import Measurements
 from megasink.analysis.capture.ranks import Ranks
-from megasink.analysis.capture.recorder import Recorder
-from megasink.analysis.capture.run import run
-from megasink.analysis.capture.samples import model_samples
+from megasink.analysis.capture.samples import Inputs, inputs_of
 from megasink.analysis.capture.shards import PartialFolder
 from megasink.analysis.folder import read_analysis
+from megasink.analysis.measure import measure
 from megasink.analysis.metrics import metrics
-from megasink.analysis.results import Results
+from megasink.analysis.options import AnalysisOptions
+from megasink.analysis.results import Results, RunFacts
 from megasink.analysis.write import write_analysis
 from megasink.errors import UserError
 from megasink.output_folder import results_in
 
 
 def analyze(
-    args: argparse.Namespace, model: ProbedModel, ranks: Ranks, *, again: bool = True
+    model: ProbedModel, options: AnalysisOptions, ranks: Ranks, *, again: bool = True
 ) -> Results | None:
-    """Run the samples that the command line selects, and write the measurements.
+    """Run the samples that the options select, and write the measurements.
 
     Measurements stay in OUTPUT/partial until everything is written; an analysis of the same model,
     samples and options resumes from there.
@@ -49,71 +46,78 @@ def analyze(
             text, `--maps` names a missing head, or the folder cannot be written, is written by
             another process, or holds other results or another unfinished analysis.
     """
-    heads, first = model.heads, model.first
-    asked = asked_heads(args.maps or [], heads)
-    samples = model_samples(args, model)
-    recorder = Recorder(heads, positions=args.positions, columns=args.columns)
-    ranks.enter(str(args.output))
-    facts = identity(args, model.module, samples, model.facts, recorder.metrics)
+    output = options.output
+    assert output is not None
+    heads = model.heads
+    named = asked_heads(options.maps or (), heads)
+    inputs = inputs_of(options, model)
+    samples = inputs.samples
+    ranks.enter(str(output))
+    facts = identity(model, samples, options)
     # A derived metric changes the results, but no shard.
-    drawn = (args.name, args.seed, args.maps, args.map_length, sorted(metrics()))
+    drawn = {
+        "--name": model.facts["name"],
+        "--seed": options.seed,
+        "--maps": options.maps,
+        "--map-length": options.map_length,
+        "metrics": sorted(metrics()),
+    }
     digest = hashlib.sha256(repr((facts, drawn)).encode()).hexdigest()
-    if not again and (made := _made_before(args.output, digest)) is not None:
+    if not again and (made := _made_before(output, digest)) is not None:
         return None if ranks.rank else made
-    names = ("--name", "--seed", "--maps", "--map-length", "metrics")
-    settings = facts | dict(zip(names, drawn, strict=True))
-    overwrite, first_rank = args.overwrite, not ranks.rank
+    overwrite, first_rank = options.overwrite, not ranks.rank
     with results_in(
-        args.output, "analyze", settings, overwrite=overwrite, writes=first_rank
+        output, "analyze", facts | drawn, overwrite=overwrite, writes=first_rank
     ) as record:
-        partial = PartialFolder(args.output / "partial", facts, overwrite=overwrite)
-        measurements = _measured(args, model, samples, recorder, partial, ranks)
+        partial = PartialFolder(output / "partial", facts, overwrite=overwrite)
+        token_bytes = bytes_by_token(model.tokenizer, ranks) if options.loss else None
+        measurements = measure(
+            model, samples, options, token_bytes=token_bytes, partial=partial, ranks=ranks
+        )
         if measurements is None:
             return None
-        points = project(read_rows(model.open_probe, samples, device=model.device), seed=args.seed)
+        points = project(
+            read_rows(model.open_probe, samples, device=model.device), seed=options.seed
+        )
         maps = None
-        if args.maps is not None:
-            values = measurements.analysis_values(args.seed).whole
+        if options.maps is not None:
+            values = measurements.analysis_values(options.seed).whole
             maps = geometry(
                 model.open_probe,
                 [samples[sample.index] for sample in measurements.samples],
                 heads,
-                asked or telling_heads(values["awft"].numpy(), values["importance"].numpy()),
-                length=args.map_length + len(first),
-                batch_size=args.batch_size,
+                named or telling_heads(values["awft"].numpy(), values["importance"].numpy()),
+                length=options.map_length + len(model.first),
+                batch_size=options.batch_size,
                 device=model.device,
                 text_of=lambda token: model.tokenizer.decode([token]),
             )
-        options = vars(args) | {"identity": digest, "weights": facts["weights"]}
+        run = run_facts(model, inputs, options, identity=digest, weights=facts["weights"])
         record()
-        results = write_analysis(
-            args.output, measurements, samples, model.facts, options, points, maps
-        )
+        results = write_analysis(output, measurements, samples, model.facts, run, points, maps)
         partial.remove()
     return results
 
 
-def _measured(
-    args: argparse.Namespace,
-    model: ProbedModel,
-    samples: Sequence[Sample],
-    recorder: Recorder,
-    partial: PartialFolder,
-    ranks: Ranks,
-) -> Measurements | None:
-    """Run the samples; None on every process except rank 0."""
-    with model.open_probe(recorder) as probe:
-        return run(
-            probe,
-            recorder,
-            samples,
-            batch_size=args.batch_size,
-            device=model.device,
-            loss=args.loss,
-            token_bytes=bytes_by_token(model.tokenizer, ranks) if args.loss else None,
-            partial=partial,
-            ranks=ranks,
-        )
+def run_facts(
+    model: ProbedModel, inputs: Inputs, options: AnalysisOptions, **hashes: Any
+) -> RunFacts:
+    """Return what results record of the options and the inputs.
+
+    Args:
+        hashes: `identity` and `weights`.
+    """
+    return RunFacts(
+        data=[str(source) for source in options.data],
+        inputs=list(options.inputs),
+        bos=options.bos,
+        max_samples=options.max_samples,
+        seed=options.seed,
+        device=str(model.device),
+        data_sha256=data_hash(inputs.samples),
+        **inputs.facts,
+        **hashes,
+    )
 
 
 def _made_before(output: Path, digest: str) -> Results | None:

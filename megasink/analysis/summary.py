@@ -15,7 +15,6 @@ from torch import Tensor
 import megasink
 from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.measurements import Floats, Measurements
-from megasink.analysis.capture.options import KINDS
 from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.sinks import sink_positions
 from megasink.analysis.metrics.thresholds import (
@@ -26,6 +25,7 @@ from megasink.analysis.metrics.thresholds import (
     threshold,
 )
 from megasink.analysis.metrics.tokens import repeat_rate
+from megasink.analysis.options import KINDS
 from megasink.analysis.results import (
     FORMAT,
     Agreement,

@@ -4,7 +4,6 @@ its first token repeated (P2.3, P3.24, P4.3, P4.4).
 Shapes: R rows of the sweep, N samples, L layers, H heads.
 """
 
-import argparse
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,17 +23,16 @@ from megasink.analysis.capture.inputs import (
 )
 from megasink.analysis.capture.measurements import Measurements
 from megasink.analysis.capture.ranks import Ranks
-from megasink.analysis.capture.recorder import Recorder
 from megasink.analysis.capture.replacing import replacement_for
-from megasink.analysis.capture.run import run
 from megasink.analysis.capture.shards import PartialFolder
+from megasink.analysis.measure import measure
 from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.thresholds import inactive, share_by_layer, threshold
 from megasink.analysis.metrics.tokens import repeated_first_token
+from megasink.analysis.options import SweepOptions
 from megasink.analysis.pages.sweep import write_sweep
 from megasink.analysis.results import FORMAT, ModelFacts, SweepResults, SweepRow
 from megasink.analysis.summary import LAYER_SHARE, metric_results, scores_of
-from megasink.analysis.sweep_options import COLUMNS
 from megasink.data.corpus import Corpus
 from megasink.data.replaced_tokens import Replacement
 from megasink.data.tokenizer import leading_ids
@@ -67,7 +65,7 @@ class Setting(NamedTuple):
         return f"{self.length}-{self.bos}-x{self.copies}"
 
 
-def sweep(args: argparse.Namespace, model: ProbedModel, ranks: Ranks) -> SweepResults | None:
+def sweep(model: ProbedModel, options: SweepOptions, ranks: Ranks) -> SweepResults | None:
     """Run every combination and write the measurements; arguments as in `analyze`.
 
     The loss always covers the same tokens: all of the text but its first.
@@ -78,70 +76,53 @@ def sweep(args: argparse.Namespace, model: ProbedModel, ranks: Ranks) -> SweepRe
     Raises:
         UserError: texts are too short, sequences exceed the positions, or there is no BOS.
     """
+    output = options.output
+    assert output is not None
     tokenizer, positions, first = model.tokenizer, model.positions, model.first
-    settings = settings_of(args, tokenizer)
+    settings = settings_of(options, tokenizer)
     longest = max(s.length + s.copies - (s.bos == "none") for s in settings) + len(first)
     if positions is not None and longest > positions:
         raise UserError(
-            f"--lengths {max(args.lengths)} makes sequences of {longest} tokens, counting those "
-            f"before the text, but {args.model} has {positions} positions: use shorter lengths"
+            f"--lengths {max(options.lengths)} makes sequences of {longest} tokens, counting those "
+            f"before the text, but {model.facts['name']} has {positions} positions: use shorter "
+            "lengths"
         )
-    contents = contents_of(args, tokenizer)
-    replaced = replacement_for(args, model)
-    about = identity(args, model.module, contents, model.facts, METRICS)
-    about |= {"--max-samples": args.max_samples, "--lengths": args.lengths, "--bos": args.bos}
-    about |= {"--first-token-copies": args.first_token_copies, "--name": args.name}
-    about |= {"replaced": [args.replaced_positions, args.replaced_with]}
-    overwrite, first_rank = args.overwrite, not ranks.rank
-    with results_in(args.output, "sweep", about, overwrite=overwrite, writes=first_rank) as record:
+    contents = contents_of(options, tokenizer)
+    replaced = replacement_for(options, model)
+    about = identity(model, contents, options, METRICS)
+    about |= {"--max-samples": options.max_samples, "--lengths": options.lengths}
+    about |= {"--bos": options.beginnings, "--first-token-copies": options.first_token_copies}
+    about |= {"--name": model.facts["name"]}
+    about |= {"replaced": None if replaced is None else [replaced.positions, replaced.value]}
+    overwrite, first_rank = options.overwrite, not ranks.rank
+    with results_in(output, "sweep", about, overwrite=overwrite, writes=first_rank) as record:
         measured, partials = [], []
         for setting in settings:
             samples = samples_of(setting, contents, first, tokenizer.bos_token_id, replaced)
-            partial, measurements = _measured(args, model, setting, samples, ranks)
+            ranks.enter(f"{output}/{setting.label}")
+            facts = identity(model, samples, options, METRICS)
+            folder = output / "partial" / setting.label
+            partial = PartialFolder(folder, facts, overwrite=overwrite)
+            measurements = measure(model, samples, options, METRICS, partial=partial, ranks=ranks)
             partials.append(partial)
             if measurements is not None:
                 measured.append((setting, measurements))
         if ranks.rank:
             return None
-        results, arrays = _results(args, model, contents, measured)
+        results, arrays = _results(options, model, contents, replaced, measured)
         record()
-        write_sweep(results, arrays, args.output)
+        write_sweep(results, arrays, output)
         for partial in partials:
             partial.remove()
-        (args.output / "partial").rmdir()
+        (output / "partial").rmdir()
     return results
 
 
-def _measured(
-    args: argparse.Namespace,
-    model: ProbedModel,
-    setting: Setting,
-    samples: Sequence[Sample],
-    ranks: Ranks,
-) -> tuple[PartialFolder, Measurements | None]:
-    """Run the samples of a row; None on every process except rank 0."""
-    recorder = Recorder(model.heads, METRICS, positions=1, columns=COLUMNS)
-    ranks.enter(f"{args.output}/{setting.label}")
-    facts = identity(args, model.module, samples, model.facts, recorder.metrics)
-    folder = args.output / "partial" / setting.label
-    partial = PartialFolder(folder, facts, overwrite=args.overwrite)
-    with model.open_probe(recorder) as probe:
-        measurements = run(
-            probe,
-            recorder,
-            samples,
-            batch_size=args.batch_size,
-            device=model.device,
-            partial=partial,
-            ranks=ranks,
-        )
-    return partial, measurements
-
-
 def _results(
-    args: argparse.Namespace,
+    options: SweepOptions,
     model: ProbedModel,
     contents: Sequence[Sample],
+    replaced: Replacement | None,
     measured: Sequence[tuple[Setting, Measurements]],
 ) -> tuple[SweepResults, dict[str, Any]]:
     """Return the contents of sweep.json and of sweep.npz."""
@@ -150,11 +131,11 @@ def _results(
         format=FORMAT,
         megasink=megasink.__version__,
         model=ModelFacts(**model.facts, layers=len(model.heads), heads=model.heads),
-        data=[str(source) for source in args.data],
-        max_samples=args.max_samples,
+        data=[str(source) for source in options.data],
+        max_samples=options.max_samples,
         data_sha256=data_hash(contents),
-        replaced_positions=args.replaced_positions,
-        replaced_with=args.replaced_with,
+        replaced_positions=None if replaced is None else list(replaced.positions),
+        replaced_with=None if replaced is None else replaced.value,
         set_by=set_by,
         thresholds=thresholds,
         rows=rows,
@@ -166,7 +147,7 @@ def _results(
     }
 
 
-def settings_of(args: argparse.Namespace, tokenizer: Any) -> list[Setting]:
+def settings_of(options: SweepOptions, tokenizer: Any) -> list[Setting]:
     """Return each combination once, with "auto" resolved to what the tokenizer does.
 
     Raises:
@@ -174,7 +155,7 @@ def settings_of(args: argparse.Namespace, tokenizer: Any) -> list[Setting]:
     """
     special = tokenizer.bos_token_id
     kinds = []
-    for bos in args.bos:
+    for bos in options.beginnings:
         if bos == "add" and special is None:
             raise UserError(
                 f"--bos add: the tokenizer {tokenizer.name_or_path} has no BOS token; use auto"
@@ -183,29 +164,31 @@ def settings_of(args: argparse.Namespace, tokenizer: Any) -> list[Setting]:
             begins = special is not None and leading_ids(tokenizer)[:1] == [special]
             bos = "add" if begins else "none"
         kinds.append(bos)
-    combinations = itertools.product(args.lengths, dict.fromkeys(kinds), args.first_token_copies)
+    combinations = itertools.product(
+        options.lengths, dict.fromkeys(kinds), options.first_token_copies
+    )
     return [Setting(*combination) for combination in combinations]
 
 
-def contents_of(args: argparse.Namespace, tokenizer: Any) -> list[Sample]:
+def contents_of(options: SweepOptions, tokenizer: Any) -> list[Sample]:
     """Return the tokens of texts long enough for every length, cut to the longest, without BOS.
 
     Raises:
         UserError: an input has no such text.
     """
-    longest = max(args.lengths)
-    reader = Reader(tokenizer, "none", parse_special_tokens=args.parse_special_tokens)
+    longest = max(options.lengths)
+    reader = Reader(tokenizer, "none", parse_special_tokens=options.parse_special_tokens)
     contents = []
-    for name, source in zip(dataset_names(args.data), args.data, strict=True):
+    for name, source in zip(dataset_names(options.data), options.data, strict=True):
         count = most = 0
-        for document in Corpus([source], json_key=args.json_key):
+        for document in Corpus([source], json_key=options.json_key):
             tokens = reader.read(document.pieces(), document.source, longest)
             most = max(most, len(tokens))
             if len(tokens) < longest:
                 continue
             contents.append(Sample(tuple(tokens), name, document.source))
             count += 1
-            if count == args.max_samples:
+            if count == options.max_samples:
                 break
         if not count:
             raise UserError(

@@ -2,14 +2,13 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megasink.analysis.capture.geometry import Geometry
-from megasink.analysis.capture.inputs import Sample, data_hash
+from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.maps import Arrays
 from megasink.analysis.capture.measurements import Measurements
 from megasink.analysis.draw import write_report
@@ -27,12 +26,12 @@ def write_analysis(
     measurements: Measurements,
     samples: Sequence[Sample],
     model: dict[str, Any],
-    options: dict[str, Any],
+    run: RunFacts,
     geometry: Geometry,
     maps: Arrays | None = None,
 ) -> Results:
     """Write everything about one model to a folder, and print its summary; see `write_numbers`."""
-    results = write_numbers(output, measurements, samples, model, options, geometry, maps)
+    results = write_numbers(output, measurements, samples, model, run, geometry, maps)
     with writing(output):
         (analysis,) = write_report([output], output)
     for line in in_words(analysis):
@@ -52,7 +51,7 @@ def write_numbers(
     measurements: Measurements,
     samples: Sequence[Sample],
     model: dict[str, Any],
-    options: dict[str, Any],
+    run: RunFacts,
     geometry: Geometry | None = None,
     maps: Arrays | None = None,
 ) -> Results:
@@ -61,15 +60,13 @@ def write_numbers(
     `megasink report` creates the rest.
 
     Args:
-        options: command-line options, including "seed".
+        run: the options and inputs.
         geometry: result of `project`; None if not computed.
         maps: from `megasink.analysis.capture.maps.geometry`; None if not requested.
 
     Raises:
         UserError: the folder cannot be written, or the disk is full.
     """
-    known = {field.name: options[field.name] for field in fields(RunFacts) if field.name in options}
-    run = RunFacts(**known, data_sha256=data_hash(samples))
     analysis = measurements.analysis_values(run.seed)
     results = summarize(
         measurements,

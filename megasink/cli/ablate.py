@@ -1,12 +1,12 @@
 """``megasink ablate``: what a model loses when heads are zeroed."""
 
 from collections.abc import Sequence
-from functools import partial
 
 from megasink.analysis.capture.ranks import taking_part
+from megasink.analysis.options import AblationOptions
 from megasink.checkpoints.find import is_run
 from megasink.cli.ablate_options import ablate_parser, check_ablate
-from megasink.cli.analyze import measure_model
+from megasink.cli.analyze import opened
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,13 +24,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             *("--seq-length", "--device", "--overwrite"),
         )
         args = parser.parse_args(argv)
-        is_ours = is_run(args.model)
-        check_ablate(args, is_run=is_ours)
+        which = check_ablate(args, is_run=is_run(args.model))
         from megasink.analysis.ablate.run import ablate
         from megasink.analysis.evaluate.tasks_loading import load_tasks
 
         tasks = None
         if args.task:  # before the model is loaded
             tasks = load_tasks(args.task, allow_download=args.allow_download)
-        measure_model(args, is_ours, ranks, partial(ablate, tasks=tasks))
+        with opened(which, ranks) as model:
+            ablate(model, AblationOptions.of(args), ranks, tasks)
     return 0

@@ -7,8 +7,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megasink.analysis.capture.options import add_sequence_flags, model_parser, problems_of, settle
+from megasink.analysis.options import ModelOptions
 from megasink.attention.definitions import SHARES
+from megasink.cli.analysis_flags import add_sequence_flags, model_parser, problems_of, settled
 from megasink.command_line import CommandParser
 from megasink.errors import UserError, unknown_name
 
@@ -80,8 +81,8 @@ def ablate_parser(description: str | None) -> CommandParser:
     return parser
 
 
-def check_ablate(args: argparse.Namespace, *, is_run: bool) -> None:
-    """Check everything that needs no model, and resolve the default of `--score`.
+def check_ablate(args: argparse.Namespace, *, is_run: bool) -> ModelOptions:
+    """Check everything that needs no model, resolve the defaults, and return how it is loaded.
 
     Raises:
         ConfigError: one message with every problem.
@@ -116,7 +117,7 @@ def check_ablate(args: argparse.Namespace, *, is_run: bool) -> None:
             problems.append(f"--{flag} {' '.join(map(str, values))}: a value is repeated")
     problems += _of_others(args)
     problems += _of_calibration(args)
-    settle(args, problems)
+    return settled(args, problems)
 
 
 def _of_scores(names: Sequence[str]) -> list[str]:

@@ -1,12 +1,13 @@
 """``megasink analyze``: one pass over a Hugging Face or Megatron model."""
 
-import argparse
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from megasink.analysis.capture import options
 from megasink.analysis.capture.ranks import Ranks, taking_part
+from megasink.analysis.options import AnalysisOptions, ModelOptions
 from megasink.checkpoints.find import find_checkpoint, is_run
+from megasink.cli import analysis_flags
 from megasink.upstream.process import prepare_quietly
 
 if TYPE_CHECKING:
@@ -22,45 +23,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     the same command runs again, and torchrun shares the samples among its processes.
     """
     with taking_part() as ranks:
-        parser = options.parser(description=main.__doc__).first_screen(
+        parser = analysis_flags.parser(description=main.__doc__).first_screen(
             "megasink analyze path/to/model --data texts.jsonl --output look",
             *("--data", "--output", "--max-samples", "--seq-length", "--maps", "--inputs"),
             *("--name", "--device", "--overwrite"),
         )
         args = parser.parse_args(argv)
-        is_ours = is_run(args.model)
-        options.check(args, is_run=is_ours)
+        which = analysis_flags.check(args, is_run=is_run(args.model))
         from megasink.analysis.run import analyze
 
-        measure_model(args, is_ours, ranks, analyze)
+        with opened(which, ranks) as model:
+            analyze(model, AnalysisOptions.of(args), ranks)
     return 0
 
 
-def measure_model(
-    args: argparse.Namespace,
-    is_ours: bool,
-    ranks: Ranks,
-    measure: Callable[[argparse.Namespace, "ProbedModel", Ranks], Any],
-) -> None:
-    """Load the model that the command line names, of either kind, and measure it."""
-    if not is_ours:
-        from megasink.analysis.capture.cli import open_transformers
+@contextmanager
+def opened(which: ModelOptions, ranks: Ranks) -> "Iterator[ProbedModel]":
+    """Load a model of either kind."""
+    if not is_run(which.model):
+        from megasink.analysis.capture.models import open_transformers
 
-        measure(args, open_transformers(args, ranks), ranks)
+        yield open_transformers(which, ranks)
         return
-    find_checkpoint(args.model)  # before the slow imports
-    prepare_quietly(cpu=args.device == "cpu")
+    find_checkpoint(which.model)  # before the slow imports
+    prepare_quietly(cpu=which.device == "cpu")
     from megasink.checkpoints.load import single_process
 
     with single_process():
-        measure(args, open_checkpoint(args, None, ranks), ranks)
+        yield open_checkpoint(which, None, ranks)
 
 
-def open_checkpoint(args: argparse.Namespace, iteration: int | None, ranks: Ranks) -> "ProbedModel":
+def open_checkpoint(which: ModelOptions, iteration: int | None, ranks: Ranks) -> "ProbedModel":
     """Load one checkpoint of a run, None for the latest."""
     from megasink.analysis.capture.models import of_run
     from megasink.checkpoints.load import load_model
 
-    ranks.device(args.device)
-    loaded = load_model(args.model, iteration, args.tokenizer, yarn=args.yarn)
-    return of_run(loaded, args.name or args.model.resolve().name, yarn=args.yarn)
+    ranks.device(which.device)
+    loaded = load_model(which.model, iteration, which.tokenizer, yarn=which.yarn)
+    return of_run(loaded, which.shown_name, yarn=which.yarn)

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megasink.analysis.capture.options import add_overwrite
 from megasink.analysis.pages.comparable import shortest_names
 from megasink.analysis.pages.metrics import read_metrics
 from megasink.command_line import CommandParser
 from megasink.errors import UserError
 from megasink.json_output import add_json, as_text
+from megasink.output_folder import add_overwrite
 from megasink.plugins import add_flag
 from megasink.printable import wide_console
 

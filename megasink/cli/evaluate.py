@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megasink.analysis.capture.options import settle, weights_parser, weights_problems
 from megasink.analysis.capture.ranks import taking_part
 from megasink.analysis.evaluate.suites import ALL
+from megasink.analysis.options import ModelOptions
 from megasink.checkpoints.find import is_run
-from megasink.cli.analyze import measure_model
+from megasink.cli.analysis_flags import settled, weights_parser, weights_problems
+from megasink.cli.analyze import opened
 from megasink.command_line import CommandParser
 from megasink.json_output import add_json, only_json
 
@@ -32,8 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         args = parser.parse_args(argv)
         emit = stack.enter_context(only_json(args.json))
-        is_ours = is_run(args.model)
-        interventions = _check(args, is_run=is_ours)
+        which, interventions = _check(args, is_run=is_run(args.model))
         from megasink.analysis.capture.identity import weights_hash
         from megasink.analysis.evaluate.harness import evaluate
         from megasink.analysis.evaluate.results import write_evaluation
@@ -50,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             run_generated_code=args.confirm_run_unsafe_code,
         )
 
-        def measure(args: argparse.Namespace, model: Any, _: Any) -> None:
-            options = ("limit", "batch_size", "chat_template", "parse_special_tokens", "samples")
-            given = {name: getattr(args, name) for name in options}
+        options = ("limit", "batch_size", "chat_template", "parse_special_tokens", "samples")
+        given = {name: getattr(args, name) for name in options}
+        with opened(which, ranks) as model:
             about = {"weights": weights_hash(model.module), **model.facts, **given}
             about |= {"--tasks": args.tasks, "--num-fewshot": args.num_fewshot}
             about |= {"--task-folder": args.task_folder, "device": model.device.type}
@@ -61,8 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 results = evaluate(model, interventions, tasks, **given)
                 record()
                 emit(write_evaluation(args.output, results, model, args.batch_size))
-
-        measure_model(args, is_ours, ranks, measure)
     return 0
 
 
@@ -138,8 +136,11 @@ def _batch_size(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto") from None
 
 
-def _check(args: argparse.Namespace, *, is_run: bool) -> list[Any]:
-    """Check everything that needs neither lm-eval nor the model; return the interventions.
+def _check(args: argparse.Namespace, *, is_run: bool) -> tuple[ModelOptions, list[Any]]:
+    """Check everything that needs neither lm-eval nor the model.
+
+    Returns:
+        how the model is loaded, and the interventions.
 
     Raises:
         ConfigError: one message with every problem.
@@ -159,9 +160,9 @@ def _check(args: argparse.Namespace, *, is_run: bool) -> list[Any]:
         problems.append(f"--interventions {args.interventions}: no such file")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         problems.append("megasink evaluate runs in one process: start it without torchrun")
-    settle(args, problems)
+    which = settled(args, problems)
     if args.interventions is None:
-        return []
+        return which, []
     from megasink.analysis.interventions import read_interventions
 
-    return list(read_interventions(args.interventions))
+    return which, list(read_interventions(args.interventions))

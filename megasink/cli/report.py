@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megasink.analysis.capture.options import add_overwrite
 from megasink.command_line import CommandParser
 from megasink.errors import ConfigError
-from megasink.output_folder import exclusive, results_in
+from megasink.output_folder import add_overwrite, exclusive, results_in
 from megasink.plugins import add_flag
 
 

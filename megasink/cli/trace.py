@@ -4,14 +4,16 @@ import argparse
 import gc
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megasink.analysis.capture import options
 from megasink.analysis.capture.ranks import Ranks, taking_part
+from megasink.analysis.options import AnalysisOptions, ModelOptions
 from megasink.analysis.results import Results
 from megasink.checkpoints.find import find_checkpoint
 from megasink.checkpoints.intact import checkpoint_path, iterations
+from megasink.cli import analysis_flags
 from megasink.cli.analyze import open_checkpoint
 from megasink.output_folder import results_in
 from megasink.training.run_dir import LIVE
@@ -26,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     and trace.png.
     """
     with taking_part() as ranks:
-        parser = options.parser("megasink trace", main.__doc__).first_screen(
+        parser = analysis_flags.parser("megasink trace", main.__doc__).first_screen(
             "megasink trace runs/mine --data texts.jsonl --output trace",
             *("--data", "--output", "--max-samples", "--seq-length", "--device", "--overwrite"),
         )
@@ -43,14 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                     record()
                     _write(args.output, results, name)
             return 0
-        options.check(args, is_run=True)
+        which = analysis_flags.check(args, is_run=True)
         newest = find_checkpoint(args.model)
         steps = sorted(iterations(newest.folder.parent))
-        prepare_quietly(cpu=args.device == "cpu")
+        prepare_quietly(cpu=which.device == "cpu")
         from megasink.checkpoints.load import single_process
 
         with single_process(), _holding(args, about, ranks) as record:
-            analyses = _analyze_all(args, steps, ranks)
+            analyses = _analyze_all(which, AnalysisOptions.of(args), steps, ranks)
             if ranks.rank == 0:
                 links = [f"{checkpoint_path(Path(), step)}/report.html" for step in steps]
                 record()
@@ -71,23 +73,26 @@ def _made_in_training(run: Path) -> list[Path]:
     return [path for path in made if (path / "results.json").is_file()]
 
 
-def _analyze_all(args: argparse.Namespace, steps: list[int], ranks: Ranks) -> list[Results]:
+def _analyze_all(
+    which: ModelOptions, options: AnalysisOptions, steps: list[int], ranks: Ranks
+) -> list[Results]:
     from rich.console import Console
 
     from megasink.analysis.run import analyze
     from megasink.progress import tracked
 
-    root = args.output
+    assert options.output is not None
     analyses: list[Results] = []
     console = Console(stderr=True, quiet=bool(ranks.rank))
     # One line per checkpoint, as every analysis has its own progress bar.
     for step in tracked(steps, "trace", len(steps), "checkpoints", console=console, every=0):
-        args.output, args.name = checkpoint_path(root, step), f"step {step}"
-        result = analyze(args, open_checkpoint(args, step, ranks), ranks, again=False)
+        model = open_checkpoint(replace(which, name=f"step {step}"), step, ranks)
+        own = replace(options, output=checkpoint_path(options.output, step))
+        result = analyze(model, own, ranks, again=False)
+        del model
         if result is not None:
             analyses.append(result)
         gc.collect()
-    args.output = root
     return analyses
 
 

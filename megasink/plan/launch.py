@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from megasink import plugins
-from megasink.analysis.capture.options import add_overwrite
 from megasink.command_line import Reading
 from megasink.errors import ConfigError, UserError
 from megasink.json_output import add_json, as_text
+from megasink.output_folder import add_overwrite
 from megasink.plan.alternatives import alternatives
 from megasink.plan.devices import DEVICES
 from megasink.plan.helper import ANSWER

@@ -17,14 +17,18 @@ import torch
 from megatron.core.utils import unwrap_model
 from rich.console import Console
 
+from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.identity import identity
 from megasink.analysis.capture.inputs import SHORTEST, Sample
-from megasink.analysis.capture.megatron_model import MegatronProbe, heads_by_layer
+from megasink.analysis.capture.loaded import open_probe_on
+from megasink.analysis.capture.megatron_model import heads_by_layer
 from megasink.analysis.capture.ranks import Ranks
-from megasink.analysis.capture.recorder import Recorder
-from megasink.analysis.capture.run import run
+from megasink.analysis.capture.samples import Inputs
 from megasink.analysis.capture.shards import PartialFolder
+from megasink.analysis.measure import measure
+from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.results import Results
+from megasink.analysis.run import run_facts
 from megasink.analysis.write import write_numbers
 from megasink.checkpoints.intact import checkpoint_path
 from megasink.checkpoints.model_facts import model_facts
@@ -84,40 +88,38 @@ class LiveAnalysis:
     ) -> Results | None:
         args, samples = self._args, self._samples
         assert samples is not None
-        recorder = Recorder(heads_by_layer(gpt))
-        options = Namespace(
-            data=["validation"],
-            inputs=["natural"],
+        options = AnalysisOptions(
+            data=("validation",),
             seq_length=args.seq_length,
             max_samples=args.analyze_samples,
             batch_size=args.micro_batch_size,
-            positions=recorder.positions,
-            columns=recorder.columns,
-            loss=True,
-            replaced_positions=args.replace_tokens_at,
-            replaced_with=args.replace_tokens_with,
             seed=args.seed,
-            device="cpu" if args.cpu else "cuda",
         )
-        model = model_facts(args, gpt, iteration, f"step {iteration}")
-        facts = identity(options, gpt, samples, model, recorder.metrics)
-        partial = PartialFolder(output / "partial", facts)
+        model = ProbedModel(
+            open_probe_on(gpt),
+            module=gpt,
+            heads=heads_by_layer(gpt),
+            tokenizer=None,
+            vocabulary=args.padded_vocab_size,
+            positions=args.max_position_embeddings,
+            facts=model_facts(args, gpt, iteration, f"step {iteration}"),
+        )
+        partial = PartialFolder(output / "partial", identity(model, samples, options))
         try:
-            with MegatronProbe(gpt, recorder, recorder.needs) as probe:
-                measurements = run(
-                    probe,
-                    recorder,
-                    samples,
-                    batch_size=options.batch_size,
-                    device=next(gpt.parameters()).device,
-                    token_bytes=bytes_per_token(args),
-                    console=Console(quiet=True),
-                    partial=partial,
-                    ranks=ranks,
-                )
+            measurements = measure(
+                model,
+                samples,
+                options,
+                token_bytes=bytes_per_token(args),
+                partial=partial,
+                ranks=ranks,
+                console=Console(quiet=True),
+            )
             if measurements is None:
                 return None
-            results = write_numbers(output, measurements, samples, model, vars(options))
+            inputs = Inputs(samples, args.seq_length, replacement_of(args))
+            run = run_facts(model, inputs, options)
+            results = write_numbers(output, measurements, samples, model.facts, run)
             partial.remove()
         except UserError as error:
             if not ranks.are_done:

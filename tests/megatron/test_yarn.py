@@ -2,8 +2,8 @@
 
 import pytest
 
-from megasink.analysis.capture.options import weights_parser, weights_problems
 from megasink.checkpoints.yarn import with_yarn
+from megasink.cli.analysis_flags import weights_parser, weights_problems
 from megasink.errors import UserError
 
 RUN = {"position_embedding_type": "rope", "seq_length": 64, "max_position_embeddings": 64}

@@ -160,23 +160,24 @@ def train_and_weigh(
 
 def analyzed_samples(command_lines: list[list[str]]) -> list[dict[str, Any]]:
     """The samples of a run that `megasink analyze` would measure, and what it says and records."""
-    from megasink.analysis.capture import options
     from megasink.analysis.capture.ranks import Ranks
-    from megasink.analysis.capture.samples import model_samples
+    from megasink.analysis.capture.samples import inputs_of
+    from megasink.analysis.options import AnalysisOptions
+    from megasink.cli import analysis_flags
     from megasink.cli.analyze import open_checkpoint
 
     found = []
     for argv in command_lines:
-        args = options.parser().parse_args(argv)
-        options.check(args, is_run=True)
+        args = analysis_flags.parser().parse_args(argv)
+        which = analysis_flags.check(args, is_run=True)
         with contextlib.redirect_stderr(io.StringIO()) as errors:
-            samples = model_samples(args, open_checkpoint(args, None, Ranks()))
+            inputs = inputs_of(AnalysisOptions.of(args), open_checkpoint(which, None, Ranks()))
         found.append(
             {
-                "tokens": [list(sample.tokens) for sample in samples],
-                "replaced": [sample.replaced for sample in samples],
-                "positions": args.replaced_positions,
-                "with": args.replaced_with,
+                "tokens": [list(sample.tokens) for sample in inputs.samples],
+                "replaced": [sample.replaced for sample in inputs.samples],
+                "positions": inputs.facts["replaced_positions"],
+                "with": inputs.facts["replaced_with"],
                 "said": errors.getvalue(),
             }
         )

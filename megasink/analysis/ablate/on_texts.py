@@ -18,11 +18,11 @@ from megasink.analysis.capture.changes import HeadChange
 from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.measurements import merge_shards
 from megasink.analysis.capture.ranks import Ranks
-from megasink.analysis.capture.recorder import Recorder
-from megasink.analysis.capture.run import run
 from megasink.analysis.capture.shards import PartialFolder, plan
 from megasink.analysis.interventions.record import Intervention
+from megasink.analysis.measure import measure
 from megasink.analysis.metrics.thresholds import Scores
+from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.summary import scores_of
 
 _SEED = 0
@@ -35,12 +35,13 @@ class Texts:
 
     Attributes:
         samples: texts, as the unchanged model reads them.
+        options: what else a measurement depends on.
         first: number of tokens before every text that belong to the model.
         token_bytes: bytes of each token; None if they do not add up to the text.
     """
 
     samples: Sequence[Sample]
-    batch_size: int
+    options: AnalysisOptions
     first: int
     token_bytes: NDArray[np.int32] | None
 
@@ -48,7 +49,7 @@ class Texts:
         """Return what a point depends on, beside the model."""
         return {
             "texts": texts_hash(self.samples),
-            "batch_size": self.batch_size,
+            "batch_size": self.options.batch_size,
             "bytes": self.token_bytes is not None,
         }
 
@@ -59,17 +60,15 @@ class Texts:
         changes: Sequence[HeadChange],
     ) -> tuple[list[TextLoss], dict[str, TaskScore]]:
         """Return the loss of each text."""
-        recorder = Recorder(model.heads, ())
-        with model.open_probe(recorder, changes) as probe:
-            measurements = run(
-                probe,
-                recorder,
-                [self._changed(sample, interventions, model) for sample in self.samples],
-                batch_size=self.batch_size,
-                device=model.device,
-                token_bytes=self.token_bytes,
-                console=Console(quiet=True),
-            )
+        measurements = measure(
+            model,
+            [self._changed(sample, interventions, model) for sample in self.samples],
+            replace(self.options, loss=True),
+            (),
+            changes=changes,
+            token_bytes=self.token_bytes,
+            console=Console(quiet=True),
+        )
         assert measurements is not None  # one process
         losses = [
             TextLoss(
@@ -105,25 +104,16 @@ class Texts:
         The processes share the texts. The measurements stay in the folder, so that the same sweep
         need not run them again.
         """
-        recorder = Recorder(model.heads, statistics_scores(names), positions=1, columns=1)
-        facts = facts | {"scores": list(recorder.metrics)}
+        needed = statistics_scores(names)
+        facts = facts | {"scores": needed}
         partial = PartialFolder(folder.path(f"scores-{key_of(facts)}"), facts)
-        with model.open_probe(recorder) as probe:
-            run(
-                probe,
-                recorder,
-                self.samples,
-                batch_size=self.batch_size,
-                device=model.device,
-                loss=False,
-                partial=partial,
-                ranks=ranks,
-            )
+        options = replace(self.options, loss=False, positions=1, columns=1)
+        measure(model, self.samples, options, needed, partial=partial, ranks=ranks)
         if ranks.rank:
             ranks.await_first("scored")
         else:
             ranks.reach("scored")
-        shards = partial.read(len(plan(self.samples, self.batch_size)))
+        shards = partial.read(len(plan(self.samples, self.options.batch_size)))
         return scores_of(merge_shards(shards, model.heads).analysis_values(_SEED))
 
 

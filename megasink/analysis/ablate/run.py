@@ -3,9 +3,9 @@
 Shapes: N samples, L layers, H heads.
 """
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 
@@ -20,9 +20,10 @@ from megasink.analysis.ablate.summary import summarize
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.identity import weights_hash
 from megasink.analysis.capture.ranks import Ranks
-from megasink.analysis.capture.samples import model_samples
+from megasink.analysis.capture.samples import inputs_of
 from megasink.analysis.evaluate.tasks_loading import LoadedTasks
 from megasink.analysis.interventions.record import changes_of
+from megasink.analysis.options import AblationOptions
 from megasink.analysis.pages.ablation import write_ablation
 from megasink.analysis.run import bytes_by_token
 from megasink.errors import ConfigError, UserError
@@ -35,8 +36,8 @@ _GROWS = ("--score", "--zeroed", "--seeds", "--heads", "--layer")
 
 
 def ablate(
-    args: argparse.Namespace,
     model: ProbedModel,
+    options: AblationOptions,
     ranks: Ranks,
     tasks: LoadedTasks | None = None,
 ) -> AblationResults | None:
@@ -54,57 +55,62 @@ def ablate(
         ConfigError: interventions do not fit the model; one message lists every reason.
         UserError: as `analyze`; the calibration is of another model, or lacks a score.
     """
-    _check_layer(args, model)
-    on = _ground(args, model, ranks, tasks)
+    output = options.output
+    assert output is not None
+    _check_layer(options.layer, model)
+    on = _ground(options, model, ranks, tasks)
     weights = weights_hash(model.module)
     about = facts_of(model, weights, on, Setting(UNCHANGED, UNCHANGED))
     del about["interventions"]
-    names = (*_GROWS, "--calibration", "--name", "--seed")
-    about |= {name: getattr(args, name.strip("-").replace("-", "_")) for name in names}
-    if args.interventions is not None:
-        about["--interventions"] = read_value(args.interventions)
+    about |= {
+        name: getattr(options, name.strip("-")) for name in (*_GROWS, "--calibration", "--seed")
+    }
+    about["--name"] = model.facts["name"]
+    if options.interventions is not None:
+        about["--interventions"] = read_value(options.interventions)
     with results_in(
-        args.output,
+        output,
         "ablate",
         about,
-        overwrite=args.overwrite,
+        overwrite=options.overwrite,
         grows=_GROWS,
         writes=not ranks.rank,
     ) as record:
-        return _ablate(args, model, ranks, on, weights, record)
+        return _ablate(options, output, model, ranks, on, weights, record)
 
 
 def _ablate(
-    args: argparse.Namespace,
+    options: AblationOptions,
+    output: Path,
     model: ProbedModel,
     ranks: Ranks,
     on: Ground,
     weights: str,
     record: Callable[[], None],
 ) -> AblationResults | None:
-    folder = PointFolder(args.output / "points")
-    ranks.enter(f"{args.output}/points")
+    folder = PointFolder(output / "points")
+    ranks.enter(f"{output}/points")
     if ranks.rank:
         ranks.await_first("opened")
         folder.check_shared()
     else:
         folder.open()
         ranks.reach("opened")
-    ranks.enter(f"{args.output}/scores")
-    thresholds = _thresholds(args, model, weights, on, folder, ranks)
-    settings = settings_of(args, model.heads, thresholds)
+    ranks.enter(f"{output}/scores")
+    thresholds = _thresholds(options, model, weights, on, folder, ranks)
+    settings = settings_of(options, model.heads, thresholds)
     _check_fit(settings, model)
     if isinstance(on, Texts) and any(i.change() is None for s in settings for i in s.interventions):
         alike = scored_alike(on.samples, len(model.first), model.tokenizer.bos_token_id)
         on = replace(on, samples=alike)
     facts = [facts_of(model, weights, on, setting) for setting in settings]
     keys = [key_of(each) for each in facts]
-    ranks.enter(f"{args.output}/measuring")
+    ranks.enter(f"{output}/measuring")
     distinct = list({key: i for i, key in enumerate(keys)}.values())
     before = sum(folder.has(keys[i]) for i in distinct)
     console = Console(stderr=True, quiet=bool(ranks.rank))
     if before:
-        console.print(f"{before} of {len(distinct)} points are in {args.output}/points")
+        console.print(f"{before} of {len(distinct)} points are in {output}/points")
     with progress("ablating", len(distinct), "points", before=before, console=console) as tell:
         for number in ranks.claims(len(distinct)):
             i = distinct[number]
@@ -117,43 +123,44 @@ def _ablate(
             return None
         ranks.await_all("measured", lambda done: tell(before + done))
     results, arrays = summarize(
-        args, model, settings, keys, [folder.read(key) for key in keys], thresholds
+        options, model, settings, keys, [folder.read(key) for key in keys], thresholds
     )
     if all(value.value is None for value in results.unchanged.values.values()):
         raise UserError(
-            f"the {results.quantity} of {args.model}, unchanged, are infinite or NaN: its weights "
-            "hold such values, or it needs a wider dtype (--dtype float32)"
+            f"the {results.quantity} of {model.facts['name']}, unchanged, are infinite or NaN: its "
+            "weights hold such values, or it needs a wider dtype (--dtype float32)"
         )
     tsne = {}
-    if args.layer == 0 and isinstance(on, Texts):
+    if options.layer == 0 and isinstance(on, Texts):
         alone = [s for s in settings if s.row in (UNCHANGED, "layer 0")]
-        tsne = activations(model, on, alone, weights, folder, args.seed)
+        tsne = activations(model, on, alone, weights, folder, options.seed)
     record()
-    write_ablation(results, arrays, tsne, args.output)
+    write_ablation(results, arrays, tsne, output)
     return results
 
 
 def _ground(
-    args: argparse.Namespace, model: ProbedModel, ranks: Ranks, tasks: LoadedTasks | None
+    options: AblationOptions, model: ProbedModel, ranks: Ranks, tasks: LoadedTasks | None
 ) -> Ground:
     """Return what every point runs on."""
     if tasks is not None:
         from megasink.analysis.ablate.on_tasks import Tasks
 
-        parse = args.parse_special_tokens
-        return Tasks(tuple(args.task), args.limit, args.batch_size, parse, tasks)
-    samples = model_samples(args, model)
+        assert options.task is not None
+        parse = options.parse_special_tokens
+        return Tasks(options.task, options.limit, options.batch_size, parse, tasks)
+    samples = inputs_of(options, model).samples
     token_bytes = bytes_by_token(model.tokenizer, ranks)
-    return Texts(samples, args.batch_size, len(model.first), token_bytes)
+    return Texts(samples, options, len(model.first), token_bytes)
 
 
-def _check_layer(args: argparse.Namespace, model: ProbedModel) -> None:
-    if args.layer is None:
+def _check_layer(layer: int | None, model: ProbedModel) -> None:
+    if layer is None:
         return
-    if args.layer >= len(model.heads):
-        raise UserError(f"--layer {args.layer}: the layers are 0 to {len(model.heads) - 1}")
-    if not model.heads[args.layer]:
-        raise UserError(f"--layer {args.layer}: it has no softmax attention")
+    if layer >= len(model.heads):
+        raise UserError(f"--layer {layer}: the layers are 0 to {len(model.heads) - 1}")
+    if not model.heads[layer]:
+        raise UserError(f"--layer {layer}: it has no softmax attention")
 
 
 def _check_fit(settings: Sequence[Setting], model: ProbedModel) -> None:
@@ -165,7 +172,7 @@ def _check_fit(settings: Sequence[Setting], model: ProbedModel) -> None:
 
 
 def _thresholds(
-    args: argparse.Namespace,
+    options: AblationOptions,
     model: ProbedModel,
     weights: str,
     on: Ground,
@@ -173,16 +180,16 @@ def _thresholds(
     ranks: Ranks,
 ) -> Thresholds:
     """Return the thresholds by the scores of a calibration, or of the texts or tasks themselves."""
-    if not args.score:
+    if not options.score:
         return {}
-    if args.calibration is None:
+    if options.calibration is None:
         facts = facts_of(model, weights, on, Setting(UNCHANGED, UNCHANGED))
-        scores, where = on.scores(model, args.score, facts, folder, ranks), str(args.model)
+        scores, where = on.scores(model, options.score, facts, folder, ranks), model.facts["name"]
     else:
-        calibration, where = read_calibration(args.calibration), str(args.calibration)
+        calibration, where = read_calibration(options.calibration), str(options.calibration)
         try:
             calibration.check(weights, model.heads)
         except UserError as error:
             raise UserError(f"--calibration {error}") from error
         scores = calibration.scores
-    return thresholds_of(scores, args.score, args.zeroed, where)
+    return thresholds_of(scores, options.score, options.zeroed, where)

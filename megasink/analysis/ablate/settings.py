@@ -3,7 +3,6 @@
 Shapes: N samples, L layers, H heads.
 """
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from megasink.analysis.interventions.heads import HeadList
 from megasink.analysis.interventions.record import Intervention, read_interventions, to_entry
 from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.thresholds import Scores
+from megasink.analysis.options import AblationOptions
 from megasink.errors import UserError
 
 HEADS, FILE = "--heads", "--interventions"
@@ -84,7 +84,7 @@ def thresholds_of(
 
 
 def settings_of(
-    args: argparse.Namespace, heads: Sequence[int], thresholds: Thresholds
+    options: AblationOptions, heads: Sequence[int], thresholds: Thresholds
 ) -> list[Setting]:
     """Return every point, the unchanged model first.
 
@@ -95,25 +95,24 @@ def settings_of(
         UserError: a file cannot be read.
     """
     found = [Setting(UNCHANGED, UNCHANGED)]
-    if args.score:
-        for seed in args.seeds:
-            for percent in filter(None, args.zeroed):
+    if options.score:
+        for seed in options.seeds:
+            for percent in filter(None, options.zeroed):
                 change = DynamicZeroing(score=RANDOM, threshold=percent / 100, seed=seed)
                 label = f"{RANDOM}/{percent:g}/seed {seed}"
                 found.append(Setting(RANDOM, label, (change,), percent, seed))
     for score, taus in thresholds.items():
-        for percent, tau in taus.items():
+        for asked, tau in taus.items():
             change = DynamicZeroing(score=score, threshold=tau)
-            label = f"{score}/{percent}"
-            found.append(Setting(score, label, (change,), float(percent)))
-    if args.heads:
-        chosen = ZeroHeads(**heads_of(args.heads)._asdict())
-        found.append(Setting(HEADS, f"heads {', '.join(args.heads)}", (chosen,)))
-    if args.interventions is not None:
-        changes = tuple(read_interventions(args.interventions))
-        found.append(Setting(FILE, str(args.interventions), changes))
-    if args.layer is not None:
-        found += _single_heads(args.layer, heads)
+            found.append(Setting(score, f"{score}/{asked}", (change,), float(asked)))
+    if options.heads:
+        chosen = ZeroHeads(**heads_of(options.heads)._asdict())
+        found.append(Setting(HEADS, f"heads {', '.join(options.heads)}", (chosen,)))
+    if options.interventions is not None:
+        changes = tuple(read_interventions(options.interventions))
+        found.append(Setting(FILE, str(options.interventions), changes))
+    if options.layer is not None:
+        found += _single_heads(options.layer, heads)
     return found
 
 

@@ -3,7 +3,6 @@
 Shapes: L layers, H heads.
 """
 
-import argparse
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,6 +27,7 @@ from megasink.analysis.ablate.results import (
 )
 from megasink.analysis.ablate.settings import Setting, Thresholds
 from megasink.analysis.capture.base import ProbedModel
+from megasink.analysis.options import AblationOptions
 from megasink.analysis.results import ModelFacts
 from megasink.typed_json import to_json
 
@@ -35,7 +35,7 @@ LOSS = "nats per token"
 
 
 def summarize(
-    args: argparse.Namespace,
+    options: AblationOptions,
     model: ProbedModel,
     settings: Sequence[Setting],
     keys: Sequence[str],
@@ -71,14 +71,14 @@ def summarize(
         megasink=megasink.__version__,
         torch=torch.__version__,
         model=ModelFacts(**model.facts, layers=len(model.heads), heads=model.heads),
-        data=[str(source) for source in args.data],
+        data=[str(source) for source in options.data],
         data_sha256=measured[0].facts.get("texts"),
         tasks={name: score.version for name, score in measured[0].tasks.items()},
         samples=len(measured[0].texts) or None,
         quantity=" and ".join({score.metric: 0 for score in measured[0].tasks.values()}) or LOSS,
         higher_is_better=is_task,
         tolerance=curves.ACCURACY_TOLERANCE if is_task else curves.LOSS_TOLERANCE,
-        calibration=_calibration(args) if thresholds else None,
+        calibration=_calibration(options) if thresholds else None,
         thresholds=thresholds,
         points=points,
         curves=[],
@@ -88,8 +88,8 @@ def summarize(
     return results, arrays
 
 
-def _calibration(args: argparse.Namespace) -> str:
-    return str(args.calibration or " ".join(map(str, args.data)))
+def _calibration(options: AblationOptions) -> str:
+    return str(options.calibration or " ".join(map(str, options.data)))
 
 
 def _values(point: MeasuredPoint, unchanged: MeasuredPoint) -> dict[str, AblationValue]:

@@ -12,22 +12,14 @@ from megasink.analysis.api.models import HubModel, load_model, load_run
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.geometry import project, read_rows
 from megasink.analysis.capture.identity import weights_hash
-from megasink.analysis.capture.inputs import (
-    SHORTEST,
-    Reader,
-    Sample,
-    data_hash,
-    text_samples,
-)
+from megasink.analysis.capture.inputs import SHORTEST, Reader, Sample, text_samples
 from megasink.analysis.capture.models import of_run, of_transformers
-from megasink.analysis.capture.options import BOS, SEQ_LENGTH
 from megasink.analysis.capture.ranks import Ranks
-from megasink.analysis.capture.recorder import Recorder
-from megasink.analysis.capture.run import run
-from megasink.analysis.capture.samples import as_read
+from megasink.analysis.capture.samples import Inputs, as_read
 from megasink.analysis.folder import names_by_sample
-from megasink.analysis.results import RunFacts
-from megasink.analysis.run import bytes_by_token
+from megasink.analysis.measure import measure
+from megasink.analysis.options import BOS, SEQ_LENGTH, AnalysisOptions
+from megasink.analysis.run import bytes_by_token, run_facts
 from megasink.analysis.summary import summarize
 from megasink.analysis.write import write_analysis
 from megasink.data.long_text import BYTE_ORDER_MARK
@@ -107,39 +99,29 @@ def analyze(
         raise ConfigError(problems)
     probed = _probed(model, tokenizer, name)
     length = _length(probed, seq_length)
-    reader = Reader(probed.tokenizer, bos, parse_special_tokens=parse_special_tokens)
-    samples = _samples(probed, reader, texts, length, max_samples, seed)
-    recorder = Recorder(probed.heads)
-    device = probed.device
-    facts: dict[str, Any] = {
-        "inputs": ["natural"],
-        "bos": bos,
-        "seq_length": length,
-        "max_samples": max_samples,
-        "replaced_positions": list(probed.replaced_at) or None,
-        "replaced_with": probed.replaced_with,
-        "seed": seed,
-        "device": str(device),
-    }
+    options = AnalysisOptions(
+        seq_length=length,
+        max_samples=max_samples,
+        batch_size=batch_size,
+        bos=bos,
+        parse_special_tokens=parse_special_tokens,
+        loss=loss,
+        seed=seed,
+    )
+    inputs = _inputs(probed, texts, options)
+    samples = inputs.samples
+    hashes = {} if output is None else {"weights": weights_hash(probed.module)}
+    facts = run_facts(probed, inputs, options, **hashes)
     held: AbstractContextManager[Any] = nullcontext()
     if output is not None:
-        facts["weights"] = weights_hash(probed.module)
-        about = {"loss": loss, "batch_size": batch_size, "data": data_hash(samples)}
-        about |= probed.facts | facts
+        about = {"loss": loss, "batch_size": batch_size} | probed.facts | vars(facts)
         held = results_in(Path(output), "analyze", about, overwrite=overwrite)
     with held as record:
-        with torch.no_grad(), probed.open_probe(recorder) as probe:
-            measurements = run(
-                probe,
-                recorder,
-                samples,
-                batch_size=batch_size,
-                device=device,
-                loss=loss,
-                token_bytes=bytes_by_token(probed.tokenizer, Ranks()) if loss else None,
-            )
+        token_bytes = bytes_by_token(probed.tokenizer, Ranks()) if loss else None
+        with torch.no_grad():
+            measurements = measure(probed, samples, options, token_bytes=token_bytes)
         assert measurements is not None
-        geometry = project(read_rows(probed.open_probe, samples, device=device), seed=seed)
+        geometry = project(read_rows(probed.open_probe, samples, device=probed.device), seed=seed)
         if output is not None:
             record()
             write_analysis(Path(output), measurements, samples, probed.facts, facts, geometry)
@@ -149,7 +131,7 @@ def analyze(
         measurements,
         values,
         model=probed.facts,
-        run=RunFacts(**facts, data_sha256=data_hash(samples)),
+        run=facts,
         inputs=samples,
         geometry=geometry.found,
     )
@@ -188,15 +170,13 @@ def _length(model: ProbedModel, asked: int | None) -> int:
     return asked
 
 
-def _samples(
-    model: ProbedModel,
-    reader: Reader,
-    texts: Sequence[str] | Path | Sequence[Path],
-    length: int,
-    most: int | None,
-    seed: int,
-) -> list[Sample]:
+def _inputs(
+    model: ProbedModel, texts: Sequence[str] | Path | Sequence[Path], options: AnalysisOptions
+) -> Inputs:
     """Return the texts as the model reads them."""
+    length, most = options.seq_length, options.max_samples
+    assert length is not None
+    reader = Reader(model.tokenizer, options.bos, parse_special_tokens=options.parse_special_tokens)
     if isinstance(texts, str):
         raise UserError("texts is one string: give a list of texts, or a Path")
     given = [texts] if isinstance(texts, Path) else list(texts)
@@ -217,13 +197,13 @@ def _samples(
             f"the tokenizer gives token {highest}, but the model has {model.vocabulary} tokens: "
             "give the model's own tokenizer"
         )
-    found = None
+    made = None
     if model.replaced_at:
-        found = replacement(
+        made = replacement(
             model.replaced_at,
             model.replaced_with or "",
-            seed=seed,
+            seed=options.seed,
             tokenizer=model.tokenizer,
             size=model.vocabulary,
         )
-    return as_read(model, samples, found)
+    return Inputs(as_read(model, samples, made), length, made)

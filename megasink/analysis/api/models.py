@@ -1,6 +1,5 @@
 """Load models for analyses and interventions, and convert runs."""
 
-import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,19 +45,19 @@ def load_model(
         UserError: missing or broken files, or an attention that megasink cannot read.
     """
     from megasink.analysis.capture.load import load
-    from megasink.analysis.capture.options import DTYPES, model_problem
+    from megasink.analysis.options import DTYPES, ModelOptions, model_problem
 
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r}: choose {', '.join(DTYPES)}")
     if problem := model_problem(Path(folder)):
         raise UserError(problem)
-    given = argparse.Namespace(
+    options = ModelOptions(
         model=Path(folder),
         tokenizer=None if tokenizer is None else Path(tokenizer),
         dtype=dtype,
         attn_implementation=attn_implementation,
     )
-    return HubModel(*load(given, device), Path(folder).resolve().name)
+    return HubModel(*load(options, device), options.shown_name)
 
 
 def load_run(

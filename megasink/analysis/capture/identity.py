@@ -1,14 +1,18 @@
 """Identity of an analysis, so that only parts of the same analysis are combined."""
 
-import argparse
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import megasink
 from megasink.analysis.capture.inputs import Sample, data_hash
+from megasink.analysis.metrics import metrics as registered
+from megasink.analysis.options import AnalysisOptions
+
+if TYPE_CHECKING:
+    from megasink.analysis.capture.base import ProbedModel
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _READ = 4096
@@ -34,26 +38,30 @@ def weights_hash(module: torch.nn.Module) -> str:
 
 
 def identity(
-    args: argparse.Namespace,
-    module: torch.nn.Module,
+    model: "ProbedModel",
     samples: Sequence[Sample],
-    model: dict[str, Any],
-    metrics: Iterable[str],
+    options: AnalysisOptions,
+    metrics: Iterable[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the identity of an analysis: everything that can change a bit of the measurements."""
+    """Return the identity of an analysis: everything that can change a bit of the measurements.
+
+    Args:
+        metrics: see `measure`; derived ones change no measurement.
+    """
+    names = [name for name, entry in registered(metrics).items() if not entry.is_derived]
     return {
-        "model": model["kind"],
-        "weights": weights_hash(module),
+        "model": model.facts["kind"],
+        "weights": weights_hash(model.module),
         "data": data_hash(samples),
-        "--data": [str(source) for source in args.data],
-        "--batch-size": args.batch_size,
-        "--positions": args.positions,
-        "--columns": args.columns,
-        "--no-loss": not args.loss,
-        "dtype": model["dtype"],
-        "attention": model["attention"],
-        "device": str(args.device).partition(":")[0],
-        "metrics": sorted(metrics),
+        "--data": [str(source) for source in options.data],
+        "--batch-size": options.batch_size,
+        "--positions": options.positions,
+        "--columns": options.columns,
+        "--no-loss": not options.loss,
+        "dtype": model.facts["dtype"],
+        "attention": model.facts["attention"],
+        "device": model.device.type,
+        "metrics": sorted(names),
         "megasink": megasink.__version__,
         "torch": torch.__version__,
     }

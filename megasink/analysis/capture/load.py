@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
+from megasink.analysis.options import ModelOptions
 from megasink.data.tokenizer import refuse_empty
 from megasink.errors import UserError
 
@@ -17,28 +17,28 @@ _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 _READ = ("sdpa", "eager")
 
 
-def load(args: Namespace, device: str, *, quiet: bool = False) -> tuple[PreTrainedModel, Any]:
+def load(options: ModelOptions, device: str, *, quiet: bool = False) -> tuple[PreTrainedModel, Any]:
     """Return the model, on a device in evaluation mode, and the tokenizer.
 
     Raises:
         UserError: missing or broken files, weights that do not match config.json, or an attention
             implementation that does not expose what it computes.
     """
-    with _quiet(bars=quiet), _named(args):
+    with _quiet(bars=quiet), _named(options):
         _know_our_own()
-        config = AutoConfig.from_pretrained(args.model, **_LOCAL)
-        asked = args.attn_implementation or config._attn_implementation
+        config = AutoConfig.from_pretrained(options.model, **_LOCAL)
+        asked = options.attn_implementation or config._attn_implementation
         if asked not in (None, *_READ):
             raise UserError(
-                f"{args.model} is configured for {asked}, which exposes neither weights nor masks: "
-                "add --attn-implementation sdpa or eager"
+                f"{options.model} is configured for {asked}, which exposes neither weights nor "
+                "masks: add --attn-implementation sdpa or eager"
             )
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model, **_LOCAL)
-        refuse_empty(tokenizer, args.tokenizer or args.model)
+        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.model, **_LOCAL)
+        refuse_empty(tokenizer, options.tokenizer or options.model)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            args.model,
-            dtype="auto" if args.dtype == "auto" else getattr(torch, args.dtype),
-            attn_implementation=args.attn_implementation,
+            options.model,
+            dtype="auto" if options.dtype == "auto" else getattr(torch, options.dtype),
+            attn_implementation=options.attn_implementation,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, with the mismatches
             **_LOCAL,
@@ -54,8 +54,8 @@ def load(args: Namespace, device: str, *, quiet: bool = False) -> tuple[PreTrain
     if wrong:
         more = f" (and {len(wrong) - 2} more)" if len(wrong) > 2 else ""
         raise UserError(
-            f"the weights in {args.model} do not match its config.json, which makes another model "
-            f"of them: {'; '.join(wrong[:2])}{more}"
+            f"the weights in {options.model} do not match its config.json, which makes another "
+            f"model of them: {'; '.join(wrong[:2])}{more}"
         )
     return model.eval().to(device), tokenizer
 
@@ -70,7 +70,7 @@ def _know_our_own() -> None:
 
 
 @contextlib.contextmanager
-def _named(args: Namespace) -> Iterator[None]:
+def _named(options: ModelOptions) -> Iterator[None]:
     try:
         yield
     except UserError:
@@ -81,7 +81,7 @@ def _named(args: Namespace) -> Iterator[None]:
         text = " ".join(str(error).split()).partition(" Model type should be one of")[0]
         if "trust_remote_code" in text:
             text = "it needs custom code, and megasink runs no code from a model folder"
-        where = f"{args.model}" + (f" with {args.tokenizer}" if args.tokenizer else "")
+        where = f"{options.model}" + (f" with {options.tokenizer}" if options.tokenizer else "")
         raise UserError(f"transformers cannot load {where}: {text}") from error
 
 

@@ -1,8 +1,7 @@
 """The samples that the options of an analysis select."""
 
-import argparse
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megasink.analysis.capture.base import ProbedModel
@@ -13,30 +12,57 @@ from megasink.analysis.capture.inputs import (
     token_samples,
     with_replaced_tokens,
 )
-from megasink.analysis.capture.options import SEQ_LENGTH, SYNTHETIC
 from megasink.analysis.capture.replacing import replacement_for
+from megasink.analysis.options import SEQ_LENGTH, AnalysisOptions
 from megasink.data.replaced_tokens import Replacement
 from megasink.errors import UserError
 
+SYNTHETIC = 100
+"""Number of sequences of random and of repeated tokens, as in P2."""
 
-def model_samples(args: argparse.Namespace, model: ProbedModel) -> list[Sample]:
-    """Return the sequences that the command line selects, as the model reads them.
 
-    Sets `args.seq_length` if it was not given, and what was replaced (see `replacement_for`).
+@dataclass(frozen=True)
+class Inputs:
+    """What a model reads.
+
+    Attributes:
+        samples: the sequences, as the model reads them.
+        seq_length: most tokens of a sequence, without the model's own first ones.
+        replacement: of tokens in every sequence.
+    """
+
+    samples: list[Sample]
+    seq_length: int
+    replacement: Replacement | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Entries of `RunFacts`."""
+        replaced = self.replacement
+        return {
+            "seq_length": self.seq_length,
+            "replaced_positions": None if replaced is None else list(replaced.positions),
+            "replaced_with": None if replaced is None else replaced.value,
+        }
+
+
+def inputs_of(options: AnalysisOptions, model: ProbedModel) -> Inputs:
+    """Return the sequences that the options select.
 
     Raises:
         UserError: sequences exceed the positions, or as `samples_of` and `replacement_for`.
     """
-    most = model.text_positions
-    if args.seq_length is None:
-        args.seq_length = SEQ_LENGTH if most is None else min(SEQ_LENGTH, most)
-    if most is not None and args.seq_length > most:
+    most, length = model.text_positions, options.seq_length
+    if length is None:
+        length = SEQ_LENGTH if most is None else min(SEQ_LENGTH, most)
+    if most is not None and length > most:
         raise UserError(
-            f"--seq-length {args.seq_length} is longer than the {most} positions of {args.model}: "
-            f"use at most {most}"
+            f"--seq-length {length} is longer than the {most} positions of "
+            f"{model.facts['name']}: use at most {most}"
         )
-    samples = samples_of(args, model.tokenizer, model.vocabulary)
-    return as_read(model, samples, replacement_for(args, model))
+    samples = samples_of(options, length, model.tokenizer, model.vocabulary)
+    replacement = replacement_for(options, model)
+    return Inputs(as_read(model, samples, replacement), length, replacement)
 
 
 def as_read(
@@ -49,29 +75,31 @@ def as_read(
     ]
 
 
-def samples_of(args: argparse.Namespace, tokenizer: Any, vocabulary: int) -> list[Sample]:
-    """Return the sequences that the command line selects.
+def samples_of(
+    options: AnalysisOptions, length: int, tokenizer: Any, vocabulary: int
+) -> list[Sample]:
+    """Return the sequences of up to `length` tokens that the options select.
 
     Raises:
         UserError: there is no text, or the tokenizer does not fit.
     """
     samples: list[Sample] = []
-    if "natural" in args.inputs:
+    if "natural" in options.inputs:
         samples += text_samples(
-            Reader(tokenizer, args.bos, parse_special_tokens=args.parse_special_tokens),
-            args.data,
-            seq_length=args.seq_length,
-            max_samples=args.max_samples,
-            json_key=args.json_key,
+            Reader(tokenizer, options.bos, parse_special_tokens=options.parse_special_tokens),
+            options.data,
+            seq_length=length,
+            max_samples=options.max_samples,
+            json_key=options.json_key,
         )
     for kind in ("random", "repeated"):
-        if kind in args.inputs:
+        if kind in options.inputs:
             samples += token_samples(
                 kind,
-                min(args.max_samples, SYNTHETIC),
-                args.seq_length,
+                SYNTHETIC if options.max_samples is None else min(options.max_samples, SYNTHETIC),
+                length,
                 min(vocabulary, len(tokenizer)),
-                args.seed,
+                options.seed,
                 tokenizer.all_special_ids,
             )
     highest = max(max(sample.tokens) for sample in samples)

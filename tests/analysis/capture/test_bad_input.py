@@ -18,10 +18,11 @@ from transformers import (
 )
 
 from megasink.analysis import draw as pages
-from megasink.analysis.capture import options, run
+from megasink.analysis.capture import run
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.transformers_model import TransformersProbe
+from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.run import analyze as analyze_model
 from megasink.cli import main
 from megasink.errors import UserError
@@ -179,16 +180,16 @@ def test_the_length_follows_the_model(root, tmp_path, monkeypatch, first, length
     """64 positions, one of them of a sink token where there is one."""
     asked = []
 
-    def stop(args, tokenizer, vocabulary):
-        asked.append(args.seq_length)
+    def stop(options, length, tokenizer, vocabulary):
+        asked.append(length)
         raise UserError("enough")
 
     monkeypatch.setattr("megasink.analysis.capture.samples.samples_of", stop)
-    args = options.parser().parse_args([str(root), "--output", str(tmp_path)])
+    options = AnalysisOptions(output=tmp_path)
     rest = dict.fromkeys(("open_probe", "module", "tokenizer", "vocabulary", "facts"))
     model = ProbedModel(**rest, positions=64, first=first, heads=[4])
     with pytest.raises(UserError, match="enough"):
-        analyze_model(args, model, Ranks())
+        analyze_model(model, options, Ranks())
     assert asked == [length]
 
 

@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerFast
 
 from megasink.analysis import draw as pages
 from megasink.analysis.capture.inputs import Reader, dataset_names
-from megasink.analysis.capture.options import check, parser
 from megasink.analysis.metrics.distances import wasserstein
 from megasink.analysis.pages import analysis_figures
 from megasink.analysis.pages.opening import _paragraphs
 from megasink.analysis.results import MetricResult, SampleResults
 from megasink.cli import main
+from megasink.cli.analysis_flags import check, parser
 from megasink.data.corpus import Corpus
 from megasink.data.tokenizer import train_tokenizer
 from megasink.errors import ConfigError, UserError

@@ -1,5 +1,7 @@
-"""The options of an analysis, and their checks. Neither needs the model, or imports torch for
-what the command line and the file system can tell."""
+"""The flags of an analysis, and their checks.
+
+They need no model, and import no torch for what the command line and the file system can tell.
+"""
 
 import argparse
 import math
@@ -8,22 +10,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megasink.analysis.capture.head_names import parse_head
-from megasink.analysis.capture.replacing import add_replacement_flags, replacement_problems
+from megasink.analysis.options import (
+    BOS,
+    DTYPES,
+    KEPT,
+    KINDS,
+    SEQ_LENGTH,
+    ModelOptions,
+    model_problem,
+)
 from megasink.attention.definitions import MAP_TOKENS
 from megasink.command_line import CommandParser
 from megasink.data.corpus import STDLIB
+from megasink.data.replaced_tokens import FORMS
+from megasink.data.replaced_tokens import problems_of as problems_of_replaced
 from megasink.data.text_tokenizer import add_parse_special_tokens
 from megasink.errors import ConfigError
-from megasink.output_folder import foreign_contents
+from megasink.output_folder import add_overwrite, foreign_contents
 from megasink.plugins import add_flag
-
-KINDS = ("natural", "random", "repeated")
-BOS = ("auto", "add", "none")
-DTYPES = ("auto", "float32", "bfloat16")
-SEQ_LENGTH = 512
-"""Default sequence length in tokens, if the model has as many positions."""
-SYNTHETIC = 100
-"""Number of sequences of random and of repeated tokens, as in P2."""
 
 
 def parser(prog: str = "megasink analyze", description: str | None = None) -> CommandParser:
@@ -57,7 +61,7 @@ def parser(prog: str = "megasink analyze", description: str | None = None) -> Co
 
 
 def add_sequence_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the options of how texts become sequences; see `model_samples`."""
+    """Add the options of how texts become sequences; see `inputs_of`."""
     parser.add_argument(
         "--seq-length",
         type=int,
@@ -67,6 +71,33 @@ def add_sequence_flags(parser: argparse.ArgumentParser) -> None:
         "--bos", choices=BOS, default="auto", help="auto follows the tokenizer (default: auto)"
     )
     add_replacement_flags(parser)
+
+
+def add_replacement_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of replaced tokens (P2.15, P2.16)."""
+    parser.add_argument(
+        "--replace-tokens-at",
+        nargs="+",
+        metavar="POSITION",
+        help="replace the tokens at these positions of every sequence, from 0, BOS included; "
+        f"{KEPT}: keep them (default: as the run was trained)",
+    )
+    parser.add_argument(
+        "--replace-tokens-with",
+        metavar="{random,ID}",
+        help=f"by random tokens of the vocabulary, or the token with this id ({FORMS})",
+    )
+
+
+def replacement_problems(args: argparse.Namespace) -> list[str]:
+    """Return the problems with the options, one message each."""
+    at, value = args.replace_tokens_at, args.replace_tokens_with
+    if at == [KEPT]:
+        return [f"--replace-tokens-with {value} with --replace-tokens-at {KEPT}"] if value else []
+    wrong = [word for word in at or [] if not word.removeprefix("-").isdecimal()]
+    if wrong:
+        return [f"--replace-tokens-at {' '.join(wrong)}: give positions from 0 on, or {KEPT} alone"]
+    return problems_of_replaced([int(word) for word in at or ()], value)
 
 
 def weights_parser(prog: str, description: str | None) -> CommandParser:
@@ -95,13 +126,6 @@ def weights_parser(prog: str, description: str | None) -> CommandParser:
     return parser
 
 
-def add_overwrite(parser: argparse.ArgumentParser) -> None:
-    """Add ``--overwrite``, as every command that writes results has it."""
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace results of other settings in --output"
-    )
-
-
 def model_parser(prog: str, description: str | None) -> CommandParser:
     """Return a parser with the model, text and device options."""
     parser = weights_parser(prog, description)
@@ -121,27 +145,29 @@ def model_parser(prog: str, description: str | None) -> CommandParser:
     return parser
 
 
-def check(args: argparse.Namespace, *, is_run: bool = False) -> None:
-    """Check everything that needs no model.
+def check(args: argparse.Namespace, *, is_run: bool = False) -> ModelOptions:
+    """Check everything that needs no model, and return how it is loaded.
 
     Raises:
         ConfigError: one message with every problem.
     """
-    settle(args, problems_of(args, is_run=is_run))
+    return settled(args, problems_of(args, is_run=is_run))
 
 
-def settle(args: argparse.Namespace, problems: Sequence[str]) -> None:
-    """Refuse a command line with problems; otherwise resolve the default of ``--device``.
+def settled(args: argparse.Namespace, problems: Sequence[str]) -> ModelOptions:
+    """Refuse a command line with problems; otherwise return how its model is loaded.
 
     Raises:
         ConfigError: one message with every problem.
     """
     if problems:
         raise ConfigError(problems)
-    if args.device is None:
+    device = args.device
+    if device is None:
         import torch
 
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return ModelOptions.of(args, device=device)
 
 
 def weights_problems(args: argparse.Namespace, *, is_run: bool) -> list[str]:
@@ -232,15 +258,6 @@ def _device_problem(name: str) -> str | None:
     there = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= there:
         return f"this machine has {there or 'no'} CUDA devices: use {'cuda:0' if there else 'cpu'}"
-    return None
-
-
-def model_problem(folder: Path) -> str | None:
-    """Return why a folder cannot be that of a transformers model, or None."""
-    if not folder.is_dir():
-        return f"{folder}: no such folder; models are read from folders, nothing is downloaded"
-    if not (folder / "config.json").is_file():
-        return f"{folder} is not a Hugging Face model folder: it has no config.json"
     return None
 
 
